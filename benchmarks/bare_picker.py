@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import grpc
 from envoy.service.auth.v3 import external_auth_pb2
@@ -17,7 +16,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from router.check import ok_answer
 from router.ext_proc_messages import response_headers_answer, routed_answer, streamed_answers
 from router.h2 import GrpcServer
-from router.h2.methods import ExchangeMethod
+from router.h2.exchange_call import ExchangeMethod
 from router.health import CHECK_SERVICE, EXT_PROC_SERVICE
 
 _MESSAGE_BYTES_MAX = 8 << 20
@@ -55,6 +54,9 @@ class _BareExchange:
                 body = message.response_body
                 yield from streamed_answers("response_body", body.body, end_of_stream=body.end_of_stream)
 
+    def last(self) -> tuple[()]:
+        return ()
+
     def close(self) -> None:
         pass
 
@@ -69,7 +71,6 @@ def main(port: int, pod: str, responses: str) -> None:
     method = grpc.unary_unary_rpc_method_handler(
         check, request_deserializer=external_auth_pb2.CheckRequest.FromString
     )
-    handlers: Any = grpc.method_handlers_generic_handler(CHECK_SERVICE, {"Check": method})
     exchanges = ExchangeMethod(
         _BareExtProc(pod, responses).exchange,
         pb.ProcessingRequest.FromString,
@@ -84,7 +85,7 @@ def main(port: int, pod: str, responses: str) -> None:
         requests_max=4 * _THREADS,
         message_bytes_max=_MESSAGE_BYTES_MAX,
         services=(
-            lambda server: server.add_generic_rpc_handlers((handlers,)),
+            lambda server: server.add_registered_method_handlers(CHECK_SERVICE, {"Check": method}),
             lambda server: server.add_exchange(f"/{EXT_PROC_SERVICE}/Process", exchanges),
         ),
         inline=inline,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,12 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.flat_index import FlatIndex
-from indexer.hybrid import HybridMatcher
 from indexer.ingest import Ingest
-from indexer.keys import BlockHasher
-from indexer.metrics import IndexerMetrics
-from indexer.parity import ParityWatch
-from indexer.speculate import Speculation
 
 MODEL = "bench"
 BLOCK_TOKENS = 16
@@ -80,24 +75,11 @@ def make_payloads(shape: Shape, blocks: int, seed: int = 0) -> Payloads:
     return Payloads(stores, removals, groups * per_group)
 
 
-def ingest(index: FlatIndex, hasher: BlockHasher, pods: Sequence[str]) -> Ingest:
+def ingest(index: FlatIndex, pods: Sequence[str]) -> Ingest:
     """The subscriber's sink, with these pods followed."""
-    registry = CollectorRegistry()
     config = IndexerConfig(block_tokens=BLOCK_TOKENS, hash_seed=7, engine_hashes_per_pod=1 << 30)
-    speculation = Speculation(index, ttl_s=2.0, max_s=60.0, max_entries=1_000_000)
-    metrics = IndexerMetrics(registry, stats=index.stats, speculative=lambda: len(speculation))
-    sink = Ingest(
-        config,
-        index=index,
-        hasher=hasher,
-        parity=ParityWatch(metrics),
-        hybrid=HybridMatcher(index, BLOCK_TOKENS),
-        speculation=speculation,
-        metrics=metrics,
-        on_stored=lambda *_: None,
-        on_link=lambda *_: None,
-        clock=time.monotonic,
-    )
+    ignore: Callable[..., None] = lambda *_: None  # noqa: E731 (twice the same)
+    sink = Ingest(config, CollectorRegistry(), ignore, ignore, time.monotonic, index=index)
     for pod in pods:
         sink.opened(PodStream(pod, MODEL, "tcp://127.0.0.1:1"))
     return sink

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from benchmarks.event_payloads import (
-    BLOCK_TOKENS,
     Payloads,
     Shape,
     in_calls,
@@ -21,14 +20,12 @@ from benchmarks.event_payloads import (
 from benchmarks.index_load import PODS
 from benchmarks.radix_rival import measure_rival
 from benchmarks.report import Options, cpu_s, read_options
+from indexer.flat_applier import warm_kernels
 from indexer.flat_index import FlatIndex
-from indexer.keys import BlockHasher
 from indexer.tiers import Tiers
-from indexer.warm import warm_kernels
 
 _POD = PODS[0]
 _BLOCKS = {32: 262_144, 1: 65_536}
-_HASHER = BlockHasher(BLOCK_TOKENS, 7)
 
 # Applies some payloads at once.
 Apply = Callable[[Sequence[bytes]], object]
@@ -54,7 +51,7 @@ def main() -> int:
 
 def _fast(options: Options, suffix: str, shape: Shape, blocks: int, per_call: int) -> None:
     payloads = make_payloads(shape, blocks)
-    sink = ingest(_flat(payloads.blocks), _HASHER, [_POD])
+    sink = ingest(_flat(payloads.blocks), [_POD])
     setting = {**shape.told(), "payloads_per_call": per_call, "blocks": payloads.blocks}
     _rounds(options, suffix, shape, payloads, lambda some: sink.apply(_POD, some), setting, per_call)
 
@@ -63,7 +60,7 @@ def _first_fill(options: Options, shape: Shape, blocks: int) -> None:
     payloads = make_payloads(shape, blocks)
     rates = []
     for _ in range(options.rounds):
-        sink = ingest(_flat(payloads.blocks), _HASHER, [_POD])
+        sink = ingest(_flat(payloads.blocks), [_POD])
         rates.append(_rate(payloads.stores, payloads.blocks, lambda some, sink=sink: sink.apply(_POD, some)))
     name = f"ingest_{shape.blocks_per_event}_per_event_first_fill_blocks_per_s"
     setting = {**shape.told(), "payloads_per_call": 16, "blocks": payloads.blocks}

@@ -50,8 +50,8 @@ class _Pod:
         self._events.bind(f"tcp://127.0.0.1:{events_port}")
         replay = context.socket(zmq.ROUTER)
         ReplayServer.limit(replay)
-        replay.bind(endpoint := f"tcp://127.0.0.1:{replay_port}")
-        self.replay = ReplayServer(replay, endpoint, b"", self._ring)
+        replay.bind(f"tcp://127.0.0.1:{replay_port}")
+        self.replay = ReplayServer(replay, b"", self._ring)
         self._stored = 0
         self._parent: BlockHash | None = None
 

@@ -14,14 +14,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.event_payloads import BLOCK_TOKENS, Shape, in_calls, ingest, make_payloads
+from benchmarks.event_payloads import Shape, in_calls, ingest, make_payloads
 from benchmarks.index_load import PODS
 from benchmarks.report import Options
 from indexer.config import PodStream
+from indexer.flat_applier import warm_kernels
 from indexer.flat_index import FlatIndex
-from indexer.keys import BlockHasher
 from indexer.tiers import Tiers
-from indexer.warm import warm_kernels
 
 _POOL_BLOCKS = 131_072
 _THOUSANDS = (300, 500, 750, 1000, 1200, 1500, 1800, 2000, 2500, 3000, 4000, 8000)
@@ -70,8 +69,7 @@ def main() -> int:
 
 
 def _apply(index: FlatIndex, payloads: list[bytes], model: str, pods: tuple[str, ...]) -> None:
-    hasher = BlockHasher(BLOCK_TOKENS, 7)
-    sink = ingest(index, hasher, ())
+    sink = ingest(index, ())
     for pod in pods:
         sink.opened(PodStream(pod, model, "tcp://127.0.0.1:1"))
         for some in in_calls(payloads, 16):

@@ -11,12 +11,11 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.event_payloads import BLOCK_TOKENS, PROMPT_BLOCKS, Shape, in_calls, ingest, make_payloads
+from benchmarks.event_payloads import PROMPT_BLOCKS, Shape, in_calls, ingest, make_payloads
 from benchmarks.index_load import CHAIN_BLOCKS, PODS, Filled, fill, flat, two_pods
 from benchmarks.report import Options, each_us
 from indexer.flat_index import TURN_BLOCKS
 from indexer.flat_update import store_blocks
-from indexer.keys import BlockHasher
 
 _EVENTS_PER_S = 100_000
 _PAYLOADS_PER_CALL = 16
@@ -116,7 +115,7 @@ def _paused_us(calls: list[partial[None]]) -> list[float]:
 def _events(options: Options, filled: Filled) -> Iterator[list[int]]:
     """A thread that applies events at a steady rate; how many so far."""
     payloads = make_payloads(Shape(1), options.of_size(16 * PROMPT_BLOCKS, 256))
-    sink = ingest(filled.index, BlockHasher(BLOCK_TOKENS, 7), PODS[:1])
+    sink = ingest(filled.index, PODS[:1])
     applied, stop = [0], threading.Event()
 
     def run() -> None:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from functools import wraps
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,12 +37,9 @@ from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.pod_entry import PodEntry
 from router._pb import endpoint_picker_pb2 as pb
 from router.admission import Admission, UtilizationDetector
+from router.body_guard import BodyGuard
 from router.check import CheckDoor
 from router.explain import Explain
-from router.gateway_pick import GatewayPick
-from router.h2.call_head import call_head
-from router.h2.context import CallContext
-from router.h2.methods import Methods
 from router.health import CHECK_SERVICE, PICK_SERVICE
 from router.ledger import Ledger, LedgerParameters
 from router.metrics import RouterMetrics
@@ -107,10 +105,9 @@ class Inside:
             scheduler=self.scheduler,
             sink=self.outcomes,
         )
-        self.picks = GatewayPick(self.router, metrics)
-        check = CheckDoor(self.picks, metrics, _BODY_BYTES_MAX)
+        check = CheckDoor(self.router, BodyGuard(), metrics, _BODY_BYTES_MAX)
         self.answer = _served(_handler(check, f"/{CHECK_SERVICE}/Check"))
-        picks = PickDoor(self.picks, self.outcomes, metrics, pods)
+        picks = PickDoor(self.router, self.outcomes, metrics, pods)
         self.pick_endpoint = _served(_handler(picks, f"/{PICK_SERVICE}/PickEndpoint"))
         self._numbers = count()
         # Alive as long as the router: a view whose publisher is gone counts less.
@@ -249,18 +246,19 @@ def _pick_request(body: bytes) -> bytes:
 
 def _handler(door: CheckDoor | PickDoor, path: str) -> Any:
     """The door's method, as a gRPC server finds it."""
-    methods = Methods()
-    door.add_to(methods)  # type: ignore[arg-type]
-    return methods.find(path)
+    found: dict[str, Any] = {}
+
+    def add(_service: str, handlers: dict[str, Any]) -> None:
+        found.update(handlers)
+
+    door.add_to(SimpleNamespace(add_registered_method_handlers=add))  # type: ignore[arg-type]
+    return found[path.rpartition("/")[2]]
 
 
 def _served(handler: Any) -> Callable[[bytes], bytes]:
     """The method as a gRPC server calls it: bytes in, bytes out."""
-    return lambda message: handler.unary_unary(handler.request_deserializer(message), _context())
-
-
-def _context() -> CallContext:
-    return CallContext(call_head([]), "", lambda: None)
+    context = SimpleNamespace(is_active=lambda: True)
+    return lambda message: handler.unary_unary(handler.request_deserializer(message), context)
 
 
 def _parts(
@@ -287,8 +285,8 @@ def _watched(inside: Inside) -> Iterator[dict[str, int]]:
         (inside.index, "match", "match"),
         (inside.scheduler, "schedule", "schedule"),
         (inside.index, "speculate", "speculate"),
-        (inside.outcomes, "decided", "decided"),
-        (inside.router, "route", "whole"),
+        (type(inside.outcomes), "decided", "decided"),
+        (type(inside.router), "route", "whole"),
     ]
     kept = [(owner, method, getattr(owner, method)) for owner, method, _ in steps]
     for owner, method, name in steps:

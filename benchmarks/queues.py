@@ -25,9 +25,8 @@ from model_server.block_copies import CpuCopies
 from model_server.block_manager import BlockManager
 from model_server.blocks import BlockPool
 from model_server.events import Announcer
-from model_server.live_request import LiveRequest
 from model_server.offload import HostTier, Offload
-from model_server.requests import GenerationRequest, SamplingParams
+from model_server.requests import GenerationRequest, LiveRequest, SamplingParams
 from model_server.scheduler import Chunk, Scheduler
 from model_server.shapes import undivided
 from router.board import PodBoard

@@ -34,10 +34,10 @@ from router.ledger import Ledger, LedgerParameters
 from router.local.stack import HOST
 from router.pods import PodSet
 from router.rates import Lesson
+from router.replicas.fleet import OthersWork
 from router.replicas.follow import Followers
 from router.replicas.journal import Journal, LedgerDoor
 from router.replicas.news import News, read_news
-from router.replicas.others import OthersWork
 
 _LOADS = ((4, 0.5), (4, 0.8), (8, 0.9))
 _SIZES = ("short", "mixed")
@@ -197,7 +197,7 @@ def _late_ms(requests: int) -> list[float]:
     """Milliseconds until another router has a request, one at a time, over this machine's loopback."""
     ledger = Ledger(LedgerParameters())
     journal = Journal(ledger)
-    ours, theirs = (PeerIdentity(fingerprint=7, form="flat", tiers=("gpu",)) for _ in range(2))
+    ours, theirs = (PeerIdentity(fingerprint=7, tiers=("gpu",)) for _ in range(2))
     taken_ms: list[float] = []
     taken = threading.Event()
 

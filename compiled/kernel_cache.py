@@ -16,10 +16,7 @@ from tempfile import TemporaryDirectory, TemporaryFile, gettempdir
 from xxhash import xxh3_64_hexdigest
 
 # Files with what is compiled into kernels; those with kernels import `jit`.
-_CONSTANTS = (
-    *("jit.py", "cache_groups.py", "event_rows.py", "events.py", "flat_layout.py"),
-    *("lanes.py", "paged_decodes.py"),
-)
+_CONSTANTS = (*("jit.py", "events.py", "flat_layout.py", "lanes.py", "paged_decodes.py"),)
 _NAME = "kvroute-kernels"
 
 

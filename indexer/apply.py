@@ -10,20 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from indexer.applied import Applied, StoredRun
-from indexer.cache_groups import UNUSABLE, CacheGroups
 from indexer.config import IndexerConfig
 from indexer.errors import TokenError
 from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, KVEvent
 from indexer.flat_cache import Dropped, FlatCache
-from indexer.hybrid import PodGroups
+from indexer.hybrid import CacheGroups, PodGroups
 from indexer.journal import Entry, Kind
 from indexer.keys import BlockHasher, Keys
 from indexer.orphans import CopyChange, Orphan, Orphans
 from indexer.reannounce import Ahead, Reannouncements, UncertainCopies
 from indexer.runs import PlainRuns, Runs
 from indexer.tiers import Tiers
-from indexer.view_parts import ViewFacts, ViewPart
+from indexer.view_parts import Outcome, ViewFacts, ViewPart
 
 # An event was counted, or a block counts, of which nobody can tell whether it was a further physical copy.
 AMBIGUOUS_COPIES = "ambiguous_copies"
@@ -33,10 +31,8 @@ class PodView:
     """The index's view of one pod, kept up by its events.
 
     Args:
-        model: The base model's name, root of all keys.
         cache_of: Makes the place where a KV cache group's blocks go; None asks for the lead group's, which
             are the pod's own. Asked once for each group.
-        config: The bounds of what is remembered.
     """
 
     def __init__(
@@ -72,20 +68,19 @@ class PodView:
         """The pod's KV cache groups, a new object whenever something was learnt; None while it uses one."""
         return self._groups.rules
 
-    def apply_event(self, event: KVEvent, ahead: Ahead, applied: Applied) -> None:
+    def apply_event(self, event: KVEvent, ahead: Ahead, outcome: Outcome) -> None:
         match event:
             case BlockStored():
-                self._store(event, ahead, applied)
+                self._store(event, ahead, outcome)
             case BlockRemoved():
-                self._change_all(event, applied)
+                self._change_all(event, outcome)
             case AllBlocksCleared():
                 self._empty()
-                applied.cleared = True
-                applied.stored_before_clear = len(applied.stored)
+                outcome.clear()
 
-    def end_batch(self, applied: Applied) -> None:
-        if self._leaderless and not self._groups.has_lead:
-            applied.skipped["BlockStored", "no_full_attention_group"] += self._leaderless
+    def end_batch(self, outcome: Outcome) -> None:
+        if self._leaderless and self._groups.lead is None:
+            outcome.skip("BlockStored", "no_full_attention_group", self._leaderless)
         self._leaderless = 0
 
     @property
@@ -108,7 +103,7 @@ class PodView:
     def clear(self) -> None:
         """Begins a new life: forgets the old one, its groups and its blocks in the index."""
         self._empty()
-        self._groups.forget()
+        self._groups.restore(())
         self._caches.clear()
         self._runs.block_tokens = None
         self._zero_is_a_hash = False
@@ -136,7 +131,6 @@ class PodView:
             run_tokens=self._runs.block_tokens,
             zero_is_a_hash=self._zero_is_a_hash,
             reannounces=self._reannouncements.in_episode,
-            lead_stride=self._groups.lead_stride,
             groups=self._groups.facts(),
         )
 
@@ -156,12 +150,12 @@ class PodView:
             self._lead_cache.expect(max(1, facts.run_tokens // self._hasher.block_tokens))
         self._zero_is_a_hash = facts.zero_is_a_hash
         self._reannouncements.forget(in_episode=facts.reannounces)
-        self._groups.restore(facts.groups, facts.lead_stride)
+        self._groups.restore(facts.groups)
 
     def restore(self, part: ViewPart) -> None:
         """Adds blocks that another view of this life held; nothing was stored here."""
         cache = self._lead_cache if part.group is None else self._cache(part.group)
-        cache.restore(part.part)
+        cache.restore(part.blocks)
 
     def take(self, entry: Entry) -> tuple[list[Keys], str | None]:
         """Apply what another router recorded of this life.
@@ -169,9 +163,8 @@ class PodView:
         Returns:
             The keys of what was stored, and why not all of it could be applied; None if it was.
         """
-        if (facts := entry.facts) is not None:
-            self._groups.forget()
-            self._learn(facts)
+        if entry.facts is not None:
+            self._learn(entry.facts)
         usable = {fact.group for fact in self._groups.facts() if fact.usable and not fact.leads}
         stored: list[Keys] = []
         for change in entry.changes:
@@ -195,27 +188,27 @@ class PodView:
         for cache in self._caches.values():
             cache.clear()
 
-    def _store(self, event: BlockStored, ahead: Ahead, applied: Applied) -> None:
+    def _store(self, event: BlockStored, ahead: Ahead, outcome: Outcome) -> None:
         if not event.block_hashes:
             # Groups that keep few blocks announce runs of which they keep none.
             return
         if not event.token_ids:
             # Offloading connectors name only the hash; its tokens came with the store in device memory.
-            self._change_all(event, applied)
+            self._change_all(event, outcome)
             return
         rule = self._groups.of_store(event)
-        if rule is UNUSABLE:
-            applied.skipped["BlockStored", "unsupported_cache_kind"] += 1
+        if not rule.usable:
+            outcome.skip("BlockStored", "unsupported_cache_kind")
         elif event.lora_id and not event.lora_name:
-            applied.skipped["BlockStored", "lora_without_name"] += 1
-        elif rule is not None and event.group_idx is not None:
-            self._store_in_group(event, event.group_idx, ahead, applied)
+            outcome.skip("BlockStored", "lora_without_name")
+        elif not rule.leads:
+            self._store_in_group(event, rule.group, ahead, outcome)
         elif reason := self._unusable(event):
-            applied.skipped["BlockStored", reason] += 1
+            outcome.skip("BlockStored", reason)
         else:
-            self._store_lead_run(event, ahead, applied)
+            self._store_lead_run(event, ahead, outcome)
 
-    def _store_lead_run(self, event: BlockStored, ahead: Ahead, applied: Applied) -> None:
+    def _store_lead_run(self, event: BlockStored, ahead: Ahead, outcome: Outcome) -> None:
         """Stores a run of the lead group, unless it tells again what is there."""
         told_again = self._reannouncements.of_lead(event, ahead, self._lead_holds)
         tier = self._tiers.of_medium(event.medium)
@@ -223,12 +216,12 @@ class PodView:
             self._uncertain.present(event.block_hashes, tier)
         if told_again:
             return
-        self._store_run(event, applied)
+        self._store_run(event, outcome)
         if told_again is None:
             if self._uncertain.add(event.block_hashes, tier):
                 self._discount(event.block_hashes, tier)
             else:
-                applied.skipped["BlockStored", AMBIGUOUS_COPIES] += 1
+                outcome.skip("BlockStored", AMBIGUOUS_COPIES)
 
     def _discount(self, hashes: Sequence[EngineHash], tier: str) -> None:
         """Counts one copy less of each block of the lead group; another one stays."""
@@ -244,42 +237,37 @@ class PodView:
             return "token_span"
         return None
 
-    def _store_run(self, event: BlockStored, applied: Applied) -> None:
+    def _store_run(self, event: BlockStored, outcome: Outcome) -> None:
         """Stores a run whose tokens are told, and all that waited for it."""
         ready: list[tuple[BlockStored | None, Sequence[CopyChange]]] = [(event, ())]
         while ready:
             run, later = ready.pop()
-            if run is not None and not self._index_run(run, applied):
+            if run is not None and not self._index_run(run, outcome):
                 continue
             for change in later:
-                self._change(change, applied)
+                self._change(change, outcome)
             for engine_hash in run.block_hashes if run is not None else ():
                 ready.extend((orphan.run, orphan.later) for orphan in self._orphans.take(engine_hash))
 
-    def _index_run(self, run: BlockStored, applied: Applied) -> bool:
+    def _index_run(self, run: BlockStored, outcome: Outcome) -> bool:
         """Stores a run or lets it wait; tells whether it was stored."""
         parent_hash = run.parent_block_hash
         starts_prompt = self._starts_prompt(parent_hash)
         if parent_hash is not None and not starts_prompt and not self._runs.knows(parent_hash):
-            self._count_dropped(self._orphans.hold(Orphan(parent_hash, run)), applied)
+            outcome.skip("BlockStored", "orphan_dropped", self._orphans.hold(Orphan(parent_hash, run)))
             return False
+        tier = self._tiers.of_medium(run.medium)
         try:
-            stored = self._runs.store(run, self._tiers.of_medium(run.medium), starts_prompt=starts_prompt)
+            self._runs.store(run, tier, outcome, starts_prompt=starts_prompt)
         except TokenError:
-            applied.skipped["BlockStored", "extra_keys"] += 1
+            outcome.skip("BlockStored", "extra_keys")
             return False
         if self._uncertain:
-            tier = self._tiers.of_medium(run.medium)
             if parent_hash is not None:
                 # A request that goes on behind a block has that block.
                 self._uncertain.present((parent_hash,), tier)
             self._discount(self._uncertain.stored(run.block_hashes, tier), tier)
         self._zero_is_a_hash |= 0 in run.block_hashes
-        applied.stored.append(stored.keys)
-        if applied.runs is not None and stored.parent is not None and len(stored.keys):
-            tokens = np.array(run.token_ids[: self._hasher.block_tokens], np.uint32)
-            applied.runs.append(StoredRun(stored.parent, stored.keys, tokens))
-        self._count_lost(stored.reused, stored.given_up, applied)
         return True
 
     def _starts_prompt(self, parent_hash: EngineHash | None) -> bool:
@@ -287,11 +275,11 @@ class PodView:
         # numbers its blocks from 0 has told of block 0 before it names it as a parent.
         return parent_hash is None or (parent_hash == 0 and not self._zero_is_a_hash)
 
-    def _store_in_group(self, event: BlockStored, group: int, ahead: Ahead, applied: Applied) -> None:
+    def _store_in_group(self, event: BlockStored, group: int, ahead: Ahead, outcome: Outcome) -> None:
         """Stores blocks of a group other than the lead: by their hashes, for their positions are not told."""
         told_again = self._reannouncements.of_group(event, ahead, self._lead_holds)
         if told_again is None:
-            applied.skipped["BlockStored", AMBIGUOUS_COPIES] += 1
+            outcome.skip("BlockStored", AMBIGUOUS_COPIES)
         if told_again is not False:
             return
         tier = self._tiers.of_medium(event.medium)
@@ -299,14 +287,14 @@ class PodView:
         known = [engine_hash for engine_hash in event.block_hashes if keys[engine_hash] is not None]
         if known:
             tail_keys = np.array([keys[engine_hash] for engine_hash in known], np.uint64)
-            self._count_lost(self._cache(group).store(known, tail_keys, tier), 0, applied)
+            outcome.skip("BlockStored", "hash_reused", self._cache(group).store(known, tail_keys, tier))
         for engine_hash in event.block_hashes:
             if keys[engine_hash] is None:
                 change = CopyChange(group, engine_hash, tier, stored=True)
                 dropped = self._orphans.follow_up(change)
                 if dropped is None:
                     dropped = self._orphans.hold(Orphan(engine_hash, None, [change]))
-                self._count_dropped(dropped, applied)
+                outcome.skip("BlockStored", "orphan_dropped", dropped)
                 self._leaderless += 1
 
     def _lead_holds(self, run: BlockStored) -> bool:
@@ -318,47 +306,46 @@ class PodView:
             and self._runs.holds(run, self._tiers.of_medium(run.medium))
         )
 
-    def _change_all(self, event: BlockStored | BlockRemoved, applied: Applied) -> None:
+    def _change_all(self, event: BlockStored | BlockRemoved, outcome: Outcome) -> None:
         """One copy more, or one less, of blocks that the event names by their hashes only."""
         stored, tag = isinstance(event, BlockStored), type(event).__name__
         try:
             rule = self._groups.of(event.group_idx)
         except KeyError:
-            applied.skipped[tag, "unknown_hash" if stored else "unknown_group"] += 1
+            outcome.skip(tag, "unknown_hash" if stored else "unknown_group")
             return
-        if rule is UNUSABLE:
-            applied.skipped[tag, "unsupported_cache_kind"] += 1
+        if not rule.usable:
+            outcome.skip(tag, "unsupported_cache_kind")
             return
-        group = None if rule is None else event.group_idx
+        group = None if rule.leads else rule.group
         tier = self._tiers.of_medium(event.medium)
         for engine_hash in event.block_hashes:
-            self._change(CopyChange(group, engine_hash, tier, stored), applied)
+            self._change(CopyChange(group, engine_hash, tier, stored), outcome)
 
-    def _change(self, change: CopyChange, applied: Applied) -> None:
+    def _change(self, change: CopyChange, outcome: Outcome) -> None:
         """One copy more, or one less, of a block whose tokens were told before."""
         if change.stored:
-            if self._add_copy(change, applied):
+            if self._add_copy(change, outcome):
                 return
         elif dropped := self._drop_copy(change):
-            applied.removals[dropped] += 1
+            outcome.removals[dropped] += 1
             return
         lost = self._orphans.follow_up(change)
         if lost is None:
-            applied.skipped["BlockStored" if change.stored else "BlockRemoved", "unknown_hash"] += 1
+            outcome.skip("BlockStored" if change.stored else "BlockRemoved", "unknown_hash")
         else:
-            self._count_dropped(lost, applied)
+            outcome.skip("BlockStored", "orphan_dropped", lost)
 
-    def _add_copy(self, change: CopyChange, applied: Applied) -> bool:
+    def _add_copy(self, change: CopyChange, outcome: Outcome) -> bool:
         if change.group is None:
             return self._runs.copy(change.engine_hash, change.tier)
         cache = self._cache(change.group)
         if cache.copy(change.engine_hash, change.tier):
             return True
-        key = self._runs.tail_key(change.engine_hash)
-        if key is None:
+        if (key := self._runs.tail_key(change.engine_hash)) is None:
             return False
         reused = cache.store([change.engine_hash], np.array([key], np.uint64), change.tier)
-        self._count_lost(reused, 0, applied)
+        outcome.skip("BlockStored", "hash_reused", reused)
         return True
 
     def _drop_copy(self, change: CopyChange) -> Dropped | None:
@@ -376,12 +363,3 @@ class PodView:
         if group not in self._caches:
             self._caches[group] = self._cache_of(group)
         return self._caches[group]
-
-    def _count_dropped(self, orphans: int, applied: Applied) -> None:
-        if orphans:
-            applied.skipped["BlockStored", "orphan_dropped"] += orphans
-
-    def _count_lost(self, reused: int, given_up: int, applied: Applied) -> None:
-        for reason, blocks in (("hash_reused", reused), ("too_many_hashes", given_up)):
-            if blocks:
-                applied.skipped["BlockStored", reason] += blocks

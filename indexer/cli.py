@@ -18,12 +18,11 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from indexer.config import IndexerConfig, PodStream, index_config
 from indexer.errors import ConfigError, IndexerError, ListenError
-from indexer.flags import CommandParser, add_flags, flag, pair, port
-from indexer.grpc_server import IndexerServer
+from indexer.flags import CommandParser, add_flags, file_flag, flag, pair, port
 from indexer.kv_indexer import KvIndexer
 from indexer.page_server import Lane, PageServer, Request, Response
-from indexer.pods_file import parse_pods
-from indexer.service import IndexerDoor
+from indexer.pod_entry import parse_pods
+from indexer.service import IndexerServer
 from indexer.subscribe import raise_open_files
 from indexer.tls import server_credentials
 from tokenization import PromptTokenizer, TokenizationError
@@ -44,17 +43,14 @@ _port = partial(flag, _SERVING, kind=port, metavar="PORT")
 class _ServiceFlags:
     """Flags of the service, beside those of the index."""
 
-    pods_file: Path | None = flag(
+    pods_file: Path | None = file_flag(
         _PODS,
         "--pods-file",
-        Path,
-        None,
         "YAML: endpoints[] with name, address, port and the labels kvroute.io/model, "
         "kvroute.io/kv-events-port (5557 if missing), kvroute.io/kv-replay-port (no replay if missing), "
         "kvroute.io/kv-events (listens, or connects: to --events-bind), kvroute.io/kv-ranks (1), "
         "kvroute.io/kv-snapshot (true: it answers /kv_events/snapshot), kvroute.io/admin-port (where; "
         "the serving port), kvroute.io/kv-first-sequence (0)",
-        metavar="FILE",
     )
     tokenizer: tuple[tuple[str, str], ...] = flag(
         _PODS,
@@ -74,22 +70,12 @@ class _ServiceFlags:
         default=9091,
         text="of the Prometheus page /metrics; 0: any free port (default: %(default)s)",
     )
-    tls_cert: Path | None = flag(
-        _SERVING,
-        "--tls-cert",
-        Path,
-        None,
-        "PEM chain; followed when it changes (default: no TLS)",
-        metavar="FILE",
+    tls_cert: Path | None = file_flag(
+        _SERVING, "--tls-cert", "PEM chain; followed when it changes (default: no TLS)"
     )
-    tls_key: Path | None = flag(_SERVING, "--tls-key", Path, None, "PEM key of --tls-cert", metavar="FILE")
-    tls_client_ca: Path | None = flag(
-        _SERVING,
-        "--tls-client-ca",
-        Path,
-        None,
-        "PEM; clients must show a certificate of it",
-        metavar="FILE",
+    tls_key: Path | None = file_flag(_SERVING, "--tls-key", "PEM key of --tls-cert")
+    tls_client_ca: Path | None = file_flag(
+        _SERVING, "--tls-client-ca", "PEM; clients must show a certificate of it"
     )
     log_level: str = flag(
         "process",
@@ -163,8 +149,7 @@ def _serve(
     raise_open_files()
     registry = CollectorRegistry()
     indexer = KvIndexer(config, registry=registry)
-    door = IndexerDoor(indexer, streams, tokenizers)
-    server = IndexerServer(door, args.host, args.grpc_port, credentials, peers=indexer.exports)
+    server = IndexerServer(indexer, streams, args.host, args.grpc_port, credentials, tokenizers)
     metrics = _metrics_server(args.host, args.metrics_port, registry)
     server.start()
     metrics.start()

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from indexer.errors import ConfigError
-from indexer.flags import flag, pair, said
+from indexer.flags import file_flag, flag, pair, said
 from indexer.tiers import DEFAULT_TIERS, DEFAULT_WEIGHTS
 
 DEFAULT_EVENTS_PORT = 5557
@@ -41,33 +41,27 @@ class PodStream:
     """Where one pod publishes the events of its KV cache.
 
     Attributes:
-        pod: The pod's identity, "ip:port" of its serving endpoint.
-        model: The base model's name; the root of every block key of this pod.
         events_endpoint: ZMQ address of the pod's PUB socket, "tcp://ip:port"; None: the pod connects to ours.
         replay_endpoint: ZMQ address of the pod's ROUTER socket that answers replays; None where it has none.
-        snapshot_url: HTTP address that tells the state of its cache; None where it has none.
         snapshot_admin: Whether that is at a port of administration, the only kind that is sent
             `IndexerConfig.admin_token`.
-        first_sequence: Number of its first batch: 0, but llm-d's simulator begins with 1.
         ranks: Data-parallel engines behind this one serving endpoint; each publishes for itself, at its port
             + rank. Ranks that serve ports of their own are pods of their own.
-        rank: Which of them this is.
         epoch: Which life of the pod this is, where whoever declares it can tell: with another one all that
             was known of its cache is dropped.
-        topic_prefix: What to subscribe to; None: as `IndexerConfig` says.
     """
 
-    pod: str
-    model: str
+    pod: str  # the pod's identity, "ip:port" of its serving endpoint
+    model: str  # the base model's name; the root of every block key of this pod
     events_endpoint: str | None
     replay_endpoint: str | None = None
-    snapshot_url: str | None = None
+    snapshot_url: str | None = None  # HTTP address that tells the state of its cache; None where it has none
     snapshot_admin: bool = False
-    first_sequence: int = 0
+    first_sequence: int = 0  # number of its first batch: 0, but llm-d's simulator begins with 1
     ranks: int = 1
-    rank: int = 0
+    rank: int = 0  # which of them this is
     epoch: str = ""
-    topic_prefix: str | None = None
+    topic_prefix: str | None = None  # what to subscribe to; None: as `IndexerConfig` says
 
     @property
     def holder(self) -> str:
@@ -134,13 +128,12 @@ class IndexerConfig:
         "how long a pod's view is waited for before we are ready without it (default: 30)",
         metavar="SECONDS",
     )
-    admin_token: str | None = _secret(
+    admin_token: str | None = file_flag(
+        "index",
         "--admin-token-file",
-        Path,
-        None,
         "file with the secret that pods' administration ports ask for (label kvroute.io/admin-port); no "
         f"other port is sent it (default: ${_ADMIN_TOKEN_VARIABLE})",
-        metavar="FILE",
+        repr=False,
     )
     backend: str = _flag(
         "--backend",
@@ -182,18 +175,11 @@ class IndexerConfig:
         action="append",
         metavar="HOST:PORT",
     )
-    peer_ca: Path | None = flag(
-        "index",
-        "--peer-ca",
-        Path,
-        None,
-        "PEM; peers must show a certificate of it (default: no TLS)",
-        metavar="FILE",
+    peer_ca: Path | None = file_flag(
+        "index", "--peer-ca", "PEM; peers must show a certificate of it (default: no TLS)"
     )
-    peer_cert: Path | None = flag(
-        "index", "--peer-cert", Path, None, "PEM chain that is shown to peers", metavar="FILE"
-    )
-    peer_key: Path | None = flag("index", "--peer-key", Path, None, "PEM key of --peer-cert", metavar="FILE")
+    peer_cert: Path | None = file_flag("index", "--peer-cert", "PEM chain that is shown to peers")
+    peer_key: Path | None = file_flag("index", "--peer-key", "PEM key of --peer-cert")
     # Credit of one cached block by tier, 0..1. A tier not named here is credited as the slowest one that is.
     tier_weights: Mapping[str, float] = _flag(
         "--tier-weight",
@@ -252,8 +238,10 @@ class IndexerConfig:
             )
         if self.backend == "redis":
             self._check_redis()
+            self._check_shared_seed("for the backend 'redis'", "for all routers")
         if self.peers:
             self._check_peers()
+            self._check_shared_seed("with peers (--hash-seed beside --peer)", "for all of them")
         if self.events_bind is not None and not self.events_bind.startswith("tcp://"):
             # Only of TCP connections the socket tells which of them was lost.
             raise ConfigError(f"IndexerConfig.events_bind: must begin with tcp://, is {self.events_bind!r}")
@@ -272,26 +260,23 @@ class IndexerConfig:
             host, _, port = peer.rpartition(":")
             if not host or not port.isdecimal() or not 0 < int(port) <= _PORT_MAX:
                 raise ConfigError(f"IndexerConfig.peers: must be HOST:PORT, is {peer!r}")
-        if self.hash_seed is None:
-            raise ConfigError(
-                "IndexerConfig.hash_seed: must be given with peers (--hash-seed beside --peer), the same for "
-                "all of them: with seeds of their own they would not know each other's keys"
-            )
         if (self.peer_cert is None) != (self.peer_key is None) or (self.peer_cert and not self.peer_ca):
             raise ConfigError("IndexerConfig.peer_cert, peer_key: both are needed, and peer_ca with them")
 
     def _check_redis(self) -> None:
         if self.redis_url is None:
             raise ConfigError("IndexerConfig.redis_url: must be given for the backend 'redis'")
-        if self.hash_seed is None:
-            raise ConfigError(
-                "IndexerConfig.hash_seed: must be given for the backend 'redis', the same for all routers: "
-                "with seeds of their own they would not know each other's keys"
-            )
         if not _NAMESPACE.fullmatch(self.redis_namespace):
             raise ConfigError(
                 "IndexerConfig.redis_namespace: must be 1-64 letters, digits and characters of .:_-, "
                 f"is {self.redis_namespace!r}"
+            )
+
+    def _check_shared_seed(self, why: str, whose: str) -> None:
+        if self.hash_seed is None:
+            raise ConfigError(
+                f"IndexerConfig.hash_seed: must be given {why}, the same {whose}: "
+                "with seeds of their own they would not know each other's keys"
             )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Raw, Struct
 from numpy.typing import NDArray
 
-from indexer import event_rows as rows
+from compiled.jit import inlined, kernel
 from indexer.decode import (
     ARRAY_BATCH,
     BROKEN,
@@ -30,12 +30,43 @@ from indexer.decode import (
 )
 from indexer.errors import PayloadError
 from indexer.events import MAX_TOKENS, EngineHash, KVEvent
-from indexer.token_kernel import read_token_lists
 
-_KINDS = {kind: place for place, kind in enumerate(KINDS, rows.STORED)}
+(
+    KIND,  # see below
+    HASH_START,  # its part of `hashes`; a count of 0 where it has none
+    HASH_COUNT,
+    HAS_PARENT,  # 0 or 1
+    PARENT,  # the parent hash's 64 bits; 0 where it has none
+    TOKEN_START,  # its part of `tokens`
+    TOKEN_COUNT,
+    BLOCK_SIZE,  # 0 where it tells none
+    HAS_LORA,  # 0 or 1
+    MEDIUM,  # place in MEDIA; 0 where it tells none
+    GROUP,  # -1 where it tells none
+    SPEC_KIND,  # place in SPEC_KINDS; -1 where it tells none
+) = range(12)
+EVENT_COLUMNS = 12
+# Values of KIND. OTHER is left to whoever reads typed events.
+OTHER, STORED, REMOVED, CLEARED = range(4)
+
+MEDIA = ("", "GPU", "CPU", "CPU_PINNED", "DISK", "STORAGE", "EXTERNAL")
+SPEC_KINDS = (
+    "full_attention",
+    "mla_attention",
+    "sliding_window",
+    "sliding_window_mla",
+    "sink_full_attention",
+    "chunked_local_attention",
+    "mamba",
+    "encoder_only_attention",
+    "cross_attention",
+    "unknown",
+)
+
+_KINDS = {kind: place for place, kind in enumerate(KINDS, STORED)}
 _UNUSUAL = -2
-_MEDIA: dict[str | None, int] = {None: 0, **{medium: place for place, medium in enumerate(rows.MEDIA)}}
-_SPEC_KINDS: dict[str | None, int] = {None: -1, **{kind: place for place, kind in enumerate(rows.SPEC_KINDS)}}
+_MEDIA: dict[str | None, int] = {None: 0, **{medium: place for place, medium in enumerate(MEDIA)}}
+_SPEC_KINDS: dict[str | None, int] = {None: -1, **{kind: place for place, kind in enumerate(SPEC_KINDS)}}
 _LOW_64 = (1 << 64) - 1
 _NIL = Raw(b"\xc0")
 _BLANK = Event("", [])
@@ -50,57 +81,31 @@ _Read = Event | KVEvent | PayloadError
 
 
 class Batch(Struct, frozen=True):
-    """The rows of a payload's events.
+    """The rows of a payload's events."""
 
-    Attributes:
-        first: Row of its first event.
-        end: Row behind its last.
-        ts: When it was published, seconds since the epoch by the engine's clock.
-        unread: Why it could not be read, "oversize" or "broken_batch"; None if it could.
-    """
-
-    first: int
-    end: int
-    ts: float = 0.0
-    unread: str | None = None
+    first: int  # row of its first event
+    end: int  # row behind its last
+    ts: float = 0.0  # when it was published, seconds since the epoch by the engine's clock
+    unread: str | None = None  # why it could not be read, "oversize" or "broken_batch"; None if it could
 
 
 class Columns(Struct, frozen=True):
-    """What some payloads hold.
+    """What some payloads hold."""
 
-    Attributes:
-        batches: One for each payload, in order.
-        events: A row for each event, batch by batch: int64 [events, EVENT_COLUMNS].
-        hashes: The hashes of all events: uint64.
-        tokens: Their tokens: uint32.
-        kinds: How many of the events are of each kind, by KIND.
-    """
-
-    batches: Sequence[Batch]
-    events: NDArray[np.int64]
-    hashes: NDArray[np.uint64]
-    tokens: NDArray[np.uint32]
-    kinds: Sequence[int]
+    batches: Sequence[Batch]  # one for each payload, in order
+    events: NDArray[np.int64]  # a row for each event, batch by batch: int64 [events, EVENT_COLUMNS]
+    hashes: NDArray[np.uint64]  # the hashes of all events: uint64
+    tokens: NDArray[np.uint32]  # their tokens: uint32
+    kinds: Sequence[int]  # how many of the events are of each kind, by KIND
     _rows: Sequence[_Read]
 
-    def event(self, row: int) -> KVEvent:
-        """The typed event of a row.
-
-        Raises:
-            PayloadError: It is an "unknown_event", or a "broken_event".
-        """
-        event = self._rows[row]
-        if isinstance(event, PayloadError):
-            raise event
-        return typed(event) if isinstance(event, Event) else event
+    def typed(self, batch: Batch) -> list[KVEvent | PayloadError]:
+        """Return a batch's events, and the error in place of each that cannot be read."""
+        return [_typed_or_error(row) for row in self._rows[batch.first : batch.end]]
 
 
 class EventDecoder:
-    """Decodes payloads of one or many pods; for one thread at a time.
-
-    Args:
-        max_bytes: A longer payload is not read.
-    """
+    """Decodes payloads of one or many pods; for one thread at a time."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -121,7 +126,7 @@ class EventDecoder:
                 events += found
                 batches.append(Batch(first, len(events), ts))
         if not events:
-            table = np.empty((0, rows.EVENT_COLUMNS), np.int64)
+            table = np.empty((0, EVENT_COLUMNS), np.int64)
             return Columns(batches, table, np.empty(0, np.uint64), np.empty(0, np.uint32), [0] * 4, ())
         return self._columns(batches, events)
 
@@ -153,11 +158,11 @@ class EventDecoder:
         else:
             table = self._many_rows(plain, token_counts)
         hashes = _handles([*chain.from_iterable([event.block_hashes for event in plain])])
-        found = np.bincount(table[:, rows.KIND], minlength=len(_KINDS) + 1).tolist()
+        found = np.bincount(table[:, KIND], minlength=len(_KINDS) + 1).tolist()
         return Columns(batches, table, hashes, ids, found, events)
 
     def _few_rows(self, events: Sequence[Event], token_counts: Sequence[int]) -> list[tuple[int, ...]]:
-        """One row for each event, its cells in the order of `event_rows`."""
+        """One row for each event, its cells in the order of the names above."""
         table: list[tuple[int, ...]] = []
         hash_start = token_start = 0
         for event, tokens in zip(events, token_counts, strict=True):
@@ -172,7 +177,7 @@ class EventDecoder:
                 and (lora or not event.lora_id)
                 and self._is_plain(event.extra_keys, lora, blocks)
             )
-            kind = _KINDS.get(event.type, rows.OTHER) if is_usual else rows.OTHER
+            kind = _KINDS.get(event.type, OTHER) if is_usual else OTHER
             handle = 0 if parent is None else handle_of(parent)
             run = token_start, max(tokens, 0)
             table.append(
@@ -192,34 +197,32 @@ class EventDecoder:
         loras = [event.lora_name for event in events]
         media = [event.medium for event in events]
         specs = [event.kv_cache_spec_kind for event in events]
-        table = np.zeros((len(events), rows.EVENT_COLUMNS), np.int64)
+        table = np.zeros((len(events), EVENT_COLUMNS), np.int64)
         counts = np.array([len(event.block_hashes) for event in events], np.int64)
-        table[:, rows.KIND] = _column(
-            [event.type for event in events], lambda kind: _KINDS.get(kind, rows.OTHER)
-        )
-        table[:, rows.HASH_COUNT] = counts
-        table[:, rows.HASH_START] = np.cumsum(counts) - counts
-        table[:, rows.TOKEN_COUNT] = np.maximum(token_counts, 0)
-        table[:, rows.TOKEN_START] = np.cumsum(table[:, rows.TOKEN_COUNT]) - table[:, rows.TOKEN_COUNT]
+        table[:, KIND] = _column([event.type for event in events], lambda kind: _KINDS.get(kind, OTHER))
+        table[:, HASH_COUNT] = counts
+        table[:, HASH_START] = np.cumsum(counts) - counts
+        table[:, TOKEN_COUNT] = np.maximum(token_counts, 0)
+        table[:, TOKEN_START] = np.cumsum(table[:, TOKEN_COUNT]) - table[:, TOKEN_COUNT]
         without = parents.count(None)
-        table[:, rows.HAS_PARENT] = 1
+        table[:, HAS_PARENT] = 1
         if without == len(events):
-            table[:, rows.HAS_PARENT] = 0
+            table[:, HAS_PARENT] = 0
         elif without:
-            table[:, rows.HAS_PARENT] = [parent is not None for parent in parents]
+            table[:, HAS_PARENT] = [parent is not None for parent in parents]
         if without < len(events):
-            table[:, rows.PARENT] = _handles([parent or 0 for parent in parents]).view(np.int64)
-        table[:, rows.BLOCK_SIZE] = _column([event.block_size for event in events], int)
-        table[:, rows.HAS_LORA] = _column(loras, lambda lora: lora is not None)
-        table[:, rows.MEDIUM] = _column(media, lambda medium: _MEDIA.get(medium, _UNUSUAL))
+            table[:, PARENT] = _handles([parent or 0 for parent in parents]).view(np.int64)
+        table[:, BLOCK_SIZE] = _column([event.block_size for event in events], int)
+        table[:, HAS_LORA] = _column(loras, lambda lora: lora is not None)
+        table[:, MEDIUM] = _column(media, lambda medium: _MEDIA.get(medium, _UNUSUAL))
         groups = [event.group_idx for event in events]
-        table[:, rows.GROUP] = _column(groups, lambda group: -1 if group is None else group)
-        table[:, rows.SPEC_KIND] = _column(specs, lambda kind: _SPEC_KINDS.get(kind, _UNUSUAL))
-        unusual = (token_counts < 0) | (table[:, [rows.MEDIUM, rows.SPEC_KIND]] == _UNUSUAL).any(axis=1)
+        table[:, GROUP] = _column(groups, lambda group: -1 if group is None else group)
+        table[:, SPEC_KIND] = _column(specs, lambda kind: _SPEC_KINDS.get(kind, _UNUSUAL))
+        unusual = (token_counts < 0) | (table[:, [MEDIUM, SPEC_KIND]] == _UNUSUAL).any(axis=1)
         salts = [event.cache_salt for event in events]
         unusual |= np.asarray(_column(salts, lambda salt: salt is not None))
         unusual |= ~self._are_plain(events, loras, counts)
-        table[unusual, rows.KIND] = rows.OTHER
+        table[unusual, KIND] = OTHER
         return table
 
     def _are_plain(
@@ -248,9 +251,11 @@ class EventDecoder:
         return known
 
 
-def _typed_or_error(raw: Raw) -> KVEvent | PayloadError:
+def _typed_or_error(read: _Read | Raw) -> KVEvent | PayloadError:
     try:
-        return decode_event(raw)
+        if isinstance(read, Raw):
+            return decode_event(read)
+        return typed(read) if isinstance(read, Event) else read
     except PayloadError as error:
         return error
 
@@ -264,7 +269,7 @@ def _column(values: Sequence[Any], value_of: Callable[[Any], _Value]) -> _Value 
 
 
 def _handles(hashes: Sequence[EngineHash]) -> NDArray[np.uint64]:
-    """The 64 bits of hashes, see `event_rows`."""
+    """The 64 bits of hashes, an unsigned number as it is, of a negative one the two's complement."""
     try:
         return np.frombuffer(array("Q", hashes), np.uint64)  # type: ignore[type-var]
     except (TypeError, OverflowError):
@@ -296,3 +301,73 @@ def _is_plain(extra: bytes, lora: str | None, blocks: int) -> bool:
         return True
     names = [lora] if lora is not None else []
     return len(entries) == blocks and all(not entry or entry == names for entry in entries)
+
+
+@kernel
+def read_token_lists(
+    data: NDArray[np.uint8],
+    ends: NDArray[np.int64],
+    longest: int,
+    tokens: NDArray[np.uint32],
+    counts: NDArray[np.int64],
+) -> int:
+    """Reads arrays of unsigned numbers below 2**32.
+
+    Args:
+        data: uint8 [bytes], the arrays one behind the other.
+        ends: int64 [arrays], where each must end.
+        longest: Most numbers of an array.
+        tokens: uint32 [bytes], written; an array that is broken leaves nothing in it.
+        counts: int64 [arrays], written: how many numbers each has; -1 for a broken one.
+
+    Returns:
+        How many tokens were written.
+    """
+    at = np.int64(0)
+    used = np.int64(0)
+    for place in range(len(ends)):
+        end = ends[place]
+        counts[place] = _read_list(data, int(at), end, longest, tokens, int(used))
+        used += max(np.int64(0), counts[place])
+        at = end
+    return int(used)
+
+
+@inlined
+def _read_list(
+    data: NDArray[np.uint8], at: int, end: int, longest: int, tokens: NDArray[np.uint32], used: int
+) -> int:
+    if at >= end:
+        return -1
+    head = np.int64(data[at])
+    at += 1
+    count = np.int64(0)
+    if head & 0xF0 == 0x90:
+        count = head & 0x0F
+    elif head in (0xDC, 0xDD):
+        width = 2 if head == 0xDC else 4
+        if end - at < width:
+            return -1
+        for _ in range(width):
+            count = count << 8 | np.int64(data[at])
+            at += 1
+    else:
+        return -1
+    # A number takes a byte at least.
+    if count > min(longest, end - at):
+        return -1
+    for place in range(used, used + count):
+        if at >= end:
+            return -1
+        number = np.int64(data[at])
+        at += 1
+        if number >= 0x80:
+            width = 1 if number == 0xCC else 2 if number == 0xCD else 4 if number == 0xCE else 0
+            if width == 0 or end - at < width:
+                return -1
+            number = np.int64(0)
+            for _ in range(width):
+                number = number << 8 | np.int64(data[at])
+                at += 1
+        tokens[place] = np.uint32(number)
+    return int(count) if at == end else -1

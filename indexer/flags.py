@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 _Value = TypeVar("_Value")
@@ -52,6 +53,11 @@ def flag(
         # A dataclass takes no default that may be changed.
         return dataclasses.field(default_factory=lambda: default, metadata=told)
     return dataclasses.field(default=default, repr=repr, metadata=told)
+
+
+def file_flag(group: str, name: str, text: str, metavar: str = "FILE", **options: Any) -> Any:
+    """A field that a flag sets to a path; None without it."""
+    return flag(group, name, Path, None, text, metavar=metavar, **options)
 
 
 def add_flags(parser: argparse.ArgumentParser, *settings: type) -> None:

@@ -7,18 +7,17 @@ the kernel is only a faster way to the same state.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cache
 
 import msgspec
 import numpy as np
 
-from indexer import event_rows as rows
-from indexer.applied import Applied, Outcome, StoredRun
+from indexer import event_columns as rows
 from indexer.apply import PodView
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError
 from indexer.event_columns import Columns, EventDecoder, handle_of
-from indexer.events import BlockRemoved, KVEvent
+from indexer.events import BlockRemoved, BlockStored, KVEvent
 from indexer.flat_apply import (
     ALL_DONE,
     FURTHER_COPIES,
@@ -35,10 +34,12 @@ from indexer.flat_apply import (
 )
 from indexer.flat_cache import FlatCache
 from indexer.flat_index import TURN_BLOCKS, FlatIndex
-from indexer.hybrid import group_holder
+from indexer.hybrid import HybridMatcher, group_holder
 from indexer.journal import Journal, Kind
 from indexer.keys import BlockHasher, Keys
 from indexer.reannounce import Ahead
+from indexer.tiers import SPECULATIVE_TIER, Tiers
+from indexer.view_parts import Outcome, StoredRun
 
 # So many hashes that something waits for are looked for in each store; with more the view applies all stores.
 _AWAITED_MAX = 16
@@ -46,50 +47,44 @@ _NONE_AWAITED = np.empty(0, np.uint64)
 
 _TYPES = {rows.STORED: "BlockStored", rows.REMOVED: "BlockRemoved", rows.CLEARED: "AllBlocksCleared"}
 _REMOVALS = ((LAST_COPIES, "last"), (FURTHER_COPIES, "copy"))
-_REUSED = "hash_reused"
 
 
 class FlatEngine:
-    """What the appliers of all pods share, for one thread.
+    """What the appliers of all pods share, for one thread."""
 
-    Args:
-        max_bytes: A longer payload is not read.
-    """
-
-    def __init__(self, index: FlatIndex, hasher: BlockHasher, max_bytes: int) -> None:
+    def __init__(self, config: IndexerConfig, index: FlatIndex, hasher: BlockHasher) -> None:
+        self.config = config
         self.index = index
         self.hasher = hasher
-        self.decoder = EventDecoder(max_bytes)
+        self.decoder = EventDecoder(config.max_payload_bytes)
         self.progress = progress(2 * TURN_BLOCKS)
         tiers = index.tiers
         self.tier_numbers = np.array([tiers.number(tiers.of_medium(medium)) for medium in rows.MEDIA])
 
 
 class FlatApplier:
-    """Applies the payloads of one pod.
+    """Applies the payloads of one engine, of which nothing is known at first."""
 
-    Args:
-        view: The pod's view, whose lead group is in `cache`.
-        holder: The pod's name in the index.
-    """
-
-    def __init__(self, engine: FlatEngine, view: PodView, cache: FlatCache, holder: str, model: str) -> None:
+    def __init__(self, engine: FlatEngine, stream: PodStream) -> None:
+        self.journal = Journal()  # records what they change in the index
         self._engine = engine
-        self._view = view
-        self._cache = cache
-        self._journal = cache.journal
-        self._holder = holder
-        self._root = np.uint64(engine.hasher.root(model))
-        self._scope = np.uint64(cache.scope)
+        self._stream = stream
+        self._cache = FlatCache(engine.index, stream.holder, stream.model, journal=self.journal)
+        # What its events made known.
+        self.view = PodView(
+            stream.model,
+            cache_of=self._cache_of,
+            tiers=engine.index.tiers,
+            hasher=engine.hasher,
+            config=engine.config,
+        )
+        self._root = np.uint64(engine.hasher.root(stream.model))
+        self._scope = np.uint64(self._cache.scope)
 
     def apply(self, payloads: Sequence[bytes], *, with_runs: bool = False) -> Outcome:
-        """Applies payloads in order, whatever they hold.
-
-        Args:
-            with_runs: Whether `Applied.runs` are wanted.
-        """
+        """Apply payloads in order, whatever they hold."""
         columns = self._engine.decoder.decode(payloads)
-        outcome = Outcome(_applied(with_runs))
+        outcome = Outcome(runs=[] if with_runs else None)
         self._engine.progress.counts[:] = 0
         for batch in columns.batches:
             if batch.unread is None:
@@ -104,41 +99,58 @@ class FlatApplier:
                 outcome.events[name] += events
         return outcome
 
+    def _cache_of(self, group: int | None) -> FlatCache:
+        if group is None:
+            return self._cache
+        # Other groups name the last index block of an engine block only.
+        holder, model = group_holder(self._stream.holder, group), f"{self._stream.model}#tail"
+        return FlatCache(self._engine.index, holder, model, group, self.journal)
+
     def _apply_up_to(self, last: int, columns: Columns, outcome: Outcome) -> None:
-        """Applies the events from the row to go on with up to `last`, where a batch ends."""
+        """Apply the events from the row to go on with up to `last`, where a batch ends."""
         counts = self._engine.progress.counts
         while counts[ROW] < last:
-            ended = self._run_kernel(columns, last, outcome.applied)
-            if counts[REUSED_NAMES]:
-                outcome.doubt(_REUSED)
-            if ended == NOT_PLAIN:
+            if self._run_kernel(columns, last, outcome) == NOT_PLAIN:
                 self._apply_slowly(columns, outcome)
 
     def _apply_slowly(self, columns: Columns, outcome: Outcome) -> None:
-        """Applies the batch of the row to go on with, which the view must take, from there to its end."""
+        """Apply the batch of the row to go on with from there to its end; that row is the view's."""
         counts = self._engine.progress.counts
-        slow = _SlowBatch(columns, int(counts[ROW]), outcome)
-        applied = _applied(outcome.applied.runs is not None)
+        batch = next(batch for batch in columns.batches if batch.first <= counts[ROW] < batch.end)
+        events = columns.typed(batch)
+        for event, kind in zip(events, columns.events[batch.first : batch.end, rows.KIND], strict=True):
+            if kind == rows.OTHER and not isinstance(event, PayloadError):
+                outcome.events[type(event).__name__] += 1
+        ahead = Ahead(events)
         ended = NOT_PLAIN
-        while counts[ROW] < slow.last:
+        while counts[ROW] < batch.end:
             if ended == NOT_PLAIN:
-                slow.apply_event(int(counts[ROW]), int(counts[HASHES_DONE]), self._view, applied)
+                ahead.position = int(counts[ROW]) - batch.first
+                self._apply_event(events[ahead.position], int(counts[HASHES_DONE]), ahead, outcome)
                 counts[ROW] += 1
                 counts[HASHES_DONE] = 0
                 ended = ALL_DONE
             else:
-                ended = self._run_kernel(columns, slow.last, applied)
-        self._view.end_batch(applied)
-        outcome.take(applied)
+                ended = self._run_kernel(columns, batch.end, outcome)
+        self.view.end_batch(outcome)
         # After a clear in the same batch: nobody knows on which side of it a broken event was.
-        for reason in slow.rejected:
-            outcome.reject(reason)
+        for event in events:
+            if isinstance(event, PayloadError):
+                outcome.reject(event.reason)
 
-    def _run_kernel(self, columns: Columns, last: int, applied: Applied) -> int:
+    def _apply_event(
+        self, event: KVEvent | PayloadError, hashes_done: int, ahead: Ahead, outcome: Outcome
+    ) -> None:
+        """Let the view apply what the kernel has left of an event."""
+        if hashes_done and isinstance(event, BlockStored | BlockRemoved):
+            event = msgspec.structs.replace(event, block_hashes=event.block_hashes[hashes_done:])
+        if not isinstance(event, PayloadError):
+            self.view.apply_event(event, ahead, outcome)
+
+    def _run_kernel(self, columns: Columns, last: int, outcome: Outcome) -> int:
         """Lets the kernel go on as far as it can; returns NOT_PLAIN where the view must take the next row."""
-        engine, done, plain = self._engine, self._engine.progress, self._view.plain
+        engine, done, plain = self._engine, self._engine.progress, self.view.plain
         if plain is None or len(plain.awaited) > _AWAITED_MAX:
-            done.counts[STORED_BLOCKS:] = 0
             return NOT_PLAIN
         split = plain.block_tokens // engine.hasher.block_tokens
         self._cache.expect(split)
@@ -148,7 +160,7 @@ class FlatApplier:
             awaited = np.array([handle_of(engine_hash) for engine_hash in plain.awaited], np.uint64)
         with engine.index.lock:
             pod = PlainPod(
-                number=engine.index.number(self._holder),
+                number=engine.index.number(self._stream.holder),
                 block_tokens=plain.block_tokens,
                 split=split,
                 group=-1 if plain.group is None else plain.group,
@@ -168,8 +180,8 @@ class FlatApplier:
                 awaited,
                 done,
             )
-        self._harvest(columns, applied)
-        if self._journal.is_on:
+        self._harvest(columns, outcome)
+        if self.journal.is_on:
             self._record(columns, split, row, hashes_done)
         return ended
 
@@ -191,19 +203,18 @@ class FlatApplier:
                 self._cache.record(Kind.STORED, tier, names, keys[stored : stored + len(names)])
                 stored += len(names)
 
-    def _harvest(self, columns: Columns, applied: Applied) -> None:
+    def _harvest(self, columns: Columns, outcome: Outcome) -> None:
         done = self._engine.progress
         counts = done.counts.tolist()
         if stored := counts[STORED_BLOCKS]:
             keys = done.keys[:stored].copy()
-            applied.stored.append(keys)
-            if applied.runs is not None:
-                applied.runs += self._runs(columns, keys, counts[RUNS])
+            outcome.stored.append(keys)
+            if outcome.runs is not None:
+                outcome.runs += self._runs(columns, keys, counts[RUNS])
         for count, which in _REMOVALS:
             if counts[count]:
-                applied.removals[which] += counts[count]
-        if counts[REUSED_NAMES]:
-            applied.skipped["BlockStored", _REUSED] += counts[REUSED_NAMES]
+                outcome.removals[which] += counts[count]
+        outcome.skip("BlockStored", "hash_reused", counts[REUSED_NAMES])
 
     def _runs(self, columns: Columns, keys: Keys, number: int) -> list[StoredRun]:
         done, block_tokens = self._engine.progress, self._engine.hasher.block_tokens
@@ -216,78 +227,61 @@ class FlatApplier:
         ]
 
 
-def _applied(with_runs: bool) -> Applied:
-    return Applied(runs=[] if with_runs else None)
+_WARM_PODS = tuple(f"warm-{number}" for number in range(6))
+_WARM_BYTES = 1 << 20
 
 
-class _SlowBatch:
-    """The events of one batch as the view takes them; made only for a batch that is not plain.
+@cache
+def warm_kernels() -> None:
+    """Compile the indexer's kernels, or load them, by calling each once on an index of its own.
 
-    Attributes:
-        last: Row behind its last event.
-        rejected: Why some of its events cannot be read.
+    From an empty cache this takes a minute or two, from a filled one about a second; see `kernel_cache`.
     """
-
-    def __init__(self, columns: Columns, row: int, outcome: Outcome) -> None:
-        batch = next(batch for batch in columns.batches if batch.first <= row < batch.end)
-        self.last = batch.end
-        self.rejected: list[str] = []
-        # By row: the event, and its place among those that can be read.
-        self._events: dict[int, tuple[int, KVEvent]] = {}
-        for each in range(batch.first, batch.end):
-            try:
-                event = columns.event(each)
-            except PayloadError as error:
-                self.rejected.append(error.reason)
-                continue
-            self._events[each] = len(self._events), event
-            if columns.events[each, rows.KIND] == rows.OTHER:
-                outcome.events[type(event).__name__] += 1
-        self._ahead = Ahead([event for _, event in self._events.values()])
-
-    def apply_event(self, row: int, hashes_done: int, view: PodView, applied: Applied) -> None:
-        """Lets the view apply the event of this row, if it can be read: what is left of it."""
-        if row in self._events:
-            self._ahead.position, event = self._events[row]
-            if hashes_done and isinstance(event, BlockRemoved):
-                event = msgspec.structs.replace(event, block_hashes=event.block_hashes[hashes_done:])
-            view.apply_event(event, self._ahead, applied)
-
-
-@dataclass(frozen=True, slots=True)
-class PodState:
-    """The state of one followed engine."""
-
-    view: PodView
-    applier: FlatApplier
-    journal: Journal
+    config = IndexerConfig(block_tokens=1, hash_seed=0, max_payload_bytes=_WARM_BYTES)
+    hasher = BlockHasher(1, 0)
+    index = FlatIndex(_WARM_BYTES, Tiers())
+    engine = FlatEngine(config, index, hasher)
+    for pod in _WARM_PODS:
+        state = FlatApplier(engine, PodStream(pod, "warm", "tcp://127.0.0.1:1", None))
+        state.apply([_batch(_store([1, 2], None), _store([3], 2))])
+        state.apply([_batch(_store([4], 3), _store([], None), _removal(4), _removal(9))])
+    # Tokens that may be written to, and ones that may not, are different types.
+    hasher.chain(0, np.frombuffer(bytes(4), np.uint32))
+    keys = hasher.chain(hasher.root("warm"), [1, 2, 3])
+    index.add(_WARM_PODS[0], SPECULATIVE_TIER, keys)
+    index.learn_stride(_WARM_PODS[0], 2)
+    index.match(keys, frozenset(_WARM_PODS))
+    index.held(keys, _WARM_PODS[0])
+    HybridMatcher(index, 1)
+    index.remove(_WARM_PODS[0], SPECULATIVE_TIER, keys)
+    copied = FlatApplier(engine, PodStream("warm-copy", "warm", "tcp://127.0.0.1:1", None)).view
+    for part in state.view.parts():
+        if part is not None:
+            copied.restore(part)
+    # More than fits into what is there at first: arrays and tables are made anew.
+    index.add(_WARM_PODS[0], "cpu", np.arange(2048, dtype=np.uint64))
+    index.add(_WARM_PODS[0], "cpu", np.arange(2048, dtype=np.uint64))
+    index.clear_pod(_WARM_PODS[1])
+    index.tier_blocks(_WARM_PODS[0], "cpu")
+    index.stats()
 
 
-class PodStates:
-    """Makes the states of engines that share an index and a hasher."""
+def _batch(*events: dict[str, object]) -> bytes:
+    return msgspec.msgpack.encode([0.0, events, None])
 
-    def __init__(self, config: IndexerConfig, index: FlatIndex, hasher: BlockHasher) -> None:
-        self._config = config
-        self._hasher = hasher
-        self._flat = FlatEngine(index, hasher, config.max_payload_bytes)
 
-    def make(self, stream: PodStream) -> PodState:
-        """Make the state of an engine of which nothing is known yet."""
-        flat, journal, holder = self._flat, Journal(), stream.holder
-        own = FlatCache(flat.index, holder, stream.model, journal=journal)
+def _store(tokens: list[int], parent: int | None) -> dict[str, object]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": tokens or [1],
+        "parent_block_hash": parent,
+        "token_ids": tokens,
+        "block_size": 1 if tokens else 0,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    }
 
-        def cache_of(group: int | None) -> FlatCache:
-            if group is None:
-                return own
-            # Other groups name the last index block of an engine block only.
-            model = f"{stream.model}#tail"
-            return FlatCache(flat.index, group_holder(holder, group), model, group, journal)
 
-        view = PodView(
-            stream.model,
-            cache_of=cache_of,
-            tiers=flat.index.tiers,
-            hasher=self._hasher,
-            config=self._config,
-        )
-        return PodState(view, FlatApplier(flat, view, own, holder, stream.model), journal)
+def _removal(engine_hash: int) -> dict[str, object]:
+    return {"type": "BlockRemoved", "block_hashes": [engine_hash], "medium": "GPU"}

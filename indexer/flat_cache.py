@@ -13,29 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from compiled.jit import inlined, kernel
+from indexer import flat_layout as layout
 from indexer.event_columns import handle_of
 from indexer.events import EngineHash
-from indexer.flat_export import (
-    BLOCKS_LISTED,
-    COPIES_LISTED,
-    NAMES_LISTED,
-    Listed,
-    list_held,
-    listed,
-    take_held,
-    take_released,
-)
-from indexer.flat_index import SWEEP_SLOTS, TURN_BLOCKS, FlatIndex
-from indexer.flat_layout import CAPACITY, SLOTS_USED
-from indexer.flat_names import holds_named, key_named, name_hashes, released_by
-from indexer.flat_update import remove_named, store_blocks
+from indexer.flat_holders import count_further, held_tiers, hold
+from indexer.flat_index import SWEEP_SLOTS, FlatIndex
+from indexer.flat_layout import LOW, NOTHING, PART_BLOCKS, FlatArrays, HeldBlocks
+from indexer.flat_names import ALIASES_MAX, give_name, keys_named, name_blocks
+from indexer.flat_update import place_blocks, remove_named
 from indexer.journal import Change, Journal, Kind
 from indexer.keys import Keys
-from indexer.tiers import SPECULATIVE_TIER
-from indexer.view_parts import PART_BLOCKS, CachePart, HeldBlocks, ReleasedNames, Splits
+from indexer.tiers import SPECULATIVE_TIER, TIERS_MAX
 
-# Sets of released names that are looked at in one turn.
-_TURN_SETS = 2048
+_SPLITS_MAX = 16
+_NAMES_MAX = 1 + ALIASES_MAX
+# Places in what `_list_held` counts.
+_BLOCKS, _NAMES, _COPIES = range(3)
 
 
 class Dropped(StrEnum):
@@ -50,15 +44,6 @@ class FlatCache:
 
     Engine hashes and the block keys they stand for come in; references in the index are counted. Hashes of
     two pods, models, groups or lives never meet.
-
-    Args:
-        holder: The pod's name in the index.
-        model: Names of different models never meet.
-        group: The KV cache group; None for the lead group.
-
-    Attributes:
-        scope: What the engine's hashes are mixed with.
-        journal: Where changes are recorded.
     """
 
     def __init__(
@@ -69,18 +54,20 @@ class FlatCache:
         group: int | None = None,
         journal: Journal | None = None,
     ) -> None:
+        # What the engine's hashes are mixed with.
         self.scope = xxh3_64_intdigest(model.encode("utf-8", "surrogatepass"))
         self._index = index
         self._holder = holder
         self._group = group
-        self.journal = journal or Journal()
-        # Index blocks of one engine block; an engine has one block size, so this is one number.
-        self._splits: list[int] = []
+        self.journal = journal or Journal()  # where changes are recorded
+        # Index blocks of one engine block: an engine has one block size, so this is one number, 1 in groups
+        # other than the lead.
+        self._splits: tuple[int, ...] = () if group is None else (1,)
 
     def expect(self, split: int) -> None:
         """Engine blocks of so many index blocks may have been stored."""
         if split not in self._splits:
-            self._splits.append(split)
+            self._splits = (split, *self._splits)[:_SPLITS_MAX]
 
     def store(self, hashes: Sequence[EngineHash], keys: Keys, tier: str) -> int:
         """Counts one copy of each block. Nothing is given up for room: the index itself evicts.
@@ -88,28 +75,18 @@ class FlatCache:
         Args:
             hashes: Of consecutive engine blocks.
             keys: Their index blocks, the same number for each hash.
-            tier: Where they lie.
 
         Returns:
             How many hashes stood for other blocks before; these are given up.
         """
         split = len(keys) // len(hashes)
         self.expect(split)
-        names = self._names(hashes, split)
-        number = self._index.tiers.number(tier)
-        return -(-self._store(names, keys, number) // split)
+        reused = self._store(self._names(hashes, split), keys, self._index.tiers.number(tier))
+        return -(-reused // split)
 
     def _store(self, names: NDArray[np.uint64], keys: Keys, tier: int) -> int:
-        """Count one copy of each block; return how many names stood for other blocks before."""
-        reused = 0
-        for end in range(len(keys), 0, -TURN_BLOCKS):
-            start = max(0, end - TURN_BLOCKS)
-            chain = np.empty(end - start, np.int64)
-            with self._index.lock:
-                pod = self._index.number(self._holder)
-                arrays = self._index.prepare(end - start)
-                reused += store_blocks(arrays, pod, tier, keys[start:end], names[start:end], chain)
-        self.journal.add(self._group, Kind.STORED, tier, names, keys)
+        reused = self._index.store(self._holder, tier, keys, names)
+        self.record(Kind.STORED, tier, names, keys)
         return reused
 
     def copy(self, engine_hash: EngineHash, tier: str) -> bool:
@@ -118,60 +95,55 @@ class FlatCache:
         return any(self._copy(self._names((engine_hash,), split), number) for split in self._splits)
 
     def _copy(self, names: NDArray[np.uint64], tier: int) -> bool:
-        """Count one copy more of all blocks of these names; False, and nothing done, if one is unknown."""
-        key, chain = np.empty(1, np.uint64), np.empty(1, np.int64)
-        with self._index.lock:
-            pod = self._index.number(self._holder)
-            if not all(key_named(self._index.arrays, name, pod, key) for name in names):
-                return False
-            for place in range(len(names)):
-                key_named(self._index.arrays, names[place], pod, key)
-                arrays = self._index.prepare(1)
-                store_blocks(arrays, pod, tier, key, names[place : place + 1], chain)
-        self.journal.add(self._group, Kind.COPIED, tier, names)
+        if not len(keys := self._keys(names)):
+            return False
+        self._index.store(self._holder, tier, keys, names)
+        self.record(Kind.COPIED, tier, names)
         return True
 
     def drop(self, engine_hash: EngineHash, tier: str) -> Dropped | None:
         """Counts one copy less of a block; None if none is held in this tier."""
         number = self._index.tiers.number(tier)
         for split in self._splits:
-            names = self._names((engine_hash,), split)
-            with self._index.lock:
-                pod = self._index.number(self._holder)
-                outcomes = [remove_named(self._index.arrays, pod, number, name) for name in names]
-            if max(outcomes) >= 0:
-                self.journal.add(self._group, Kind.REMOVED, number, names)
-                return Dropped.LAST if max(outcomes) > 0 else Dropped.COPY
+            if (outcome := self._drop(self._names((engine_hash,), split), number)) >= 0:
+                return Dropped.LAST if outcome > 0 else Dropped.COPY
         return None
+
+    def _drop(self, names: NDArray[np.uint64], tier: int) -> int:
+        with self._index.lock:
+            pod = self._index.number(self._holder)
+            outcome: int = remove_named(self._index.arrays, pod, tier, names)
+        if outcome >= 0:
+            self.record(Kind.REMOVED, tier, names)
+        return outcome
 
     def holds_all(self, hashes: Sequence[EngineHash], keys: Keys, tier: str) -> bool:
         """Whether each hash stands for its keys and has a copy in this tier."""
-        names = self._names(hashes, len(keys) // len(hashes))
-        with self._index.lock:
-            pod = self._index.number(self._holder)
-            return holds_named(self._index.arrays, pod, self._index.tiers.number(tier), keys, names)
+        known = self._keys(self._names(hashes, len(keys) // len(hashes)))
+        bit = np.uint8(1 << self._index.tiers.number(tier))
+        return np.array_equal(known, keys) and bool((self._index.held(keys, self._holder) & bit).all())
 
     def tail_key(self, engine_hash: EngineHash) -> int | None:
         """Key of the block's last index block; None if it is not known (any more)."""
-        key = np.empty(1, np.uint64)
         for split in self._splits:
-            name = self._names((engine_hash,), split)[-1]
-            with self._index.lock:
-                pod = self._index.number(self._holder)
-                if key_named(self._index.arrays, name, pod, key):
-                    return int(key[0])
+            if len(keys := self._keys(self._names((engine_hash,), split)[-1:])):
+                return int(keys[0])
         return None
+
+    def _keys(self, names: NDArray[np.uint64]) -> Keys:
+        """Return the keys of the blocks that names mean, or lately meant; empty if one is unknown."""
+        keys = np.empty(len(names), np.uint64)
+        with self._index.lock:
+            pod = self._index.number(self._holder)
+            return keys if keys_named(self._index.arrays, pod, names, keys) else keys[:0]
 
     def clear(self) -> None:
         """Begins a new life: drops all, in the index too."""
         self._index.clear_pod(self._holder)
-        self._splits.clear()
         self.journal.add(self._group, Kind.CLEARED)
 
     def change(self, change: Change) -> Keys:
         """Apply a change that another router recorded; return the keys of what it stored."""
-        if self._group is not None:
-            self.expect(1)
         names, keys = change.name_array, change.key_array
         match change.kind:
             case Kind.STORED:
@@ -181,10 +153,7 @@ class FlatCache:
                 for place in range(len(names)):
                     self._copy(names[place : place + 1], change.tier)
             case Kind.REMOVED:
-                with self._index.lock:
-                    pod = self._index.number(self._holder)
-                    for name in names:
-                        remove_named(self._index.arrays, pod, change.tier, name)
+                self._drop(names, change.tier)
             case Kind.CLEARED:
                 raise ValueError("a group is cleared with its view")
         return keys
@@ -192,82 +161,145 @@ class FlatCache:
     def names_of(self, handles: NDArray[np.uint64], split: int) -> NDArray[np.uint64]:
         """Return the names of engine blocks of so many index blocks."""
         names = np.empty(len(handles) * split, np.uint64)
-        name_hashes(handles, np.uint64(self.scope), split, names)
+        name_blocks(handles, np.uint64(self.scope), split, names)
         return names
 
     def record(self, kind: Kind, tier: int, names: NDArray[np.uint64], keys: Keys | None = None) -> None:
         """Record a change that somebody else made to the index."""
         self.journal.add(self._group, kind, tier, names, keys)
 
-    def export(self) -> Iterator[CachePart | None]:
-        """Lists all that is held, and what is remembered of blocks that went; see `ViewContent.parts`."""
-        yield Splits(tuple(self._splits))
-        index, found, start, used = self._index, listed(PART_BLOCKS), 0, 1
+    def export(self) -> Iterator[HeldBlocks | None]:
+        """Lists all that is held; see `ViewContent.parts`."""
+        index, start, used, counts = self._index, 0, 1, np.zeros(3, np.int64)
         left_out = index.tiers.number(SPECULATIVE_TIER)
+        room = HeldBlocks(
+            keys=np.empty(PART_BLOCKS, np.uint64),
+            tiers=np.empty(PART_BLOCKS, np.uint8),
+            name_counts=np.empty(PART_BLOCKS, np.uint8),
+            names=np.empty(PART_BLOCKS + _NAMES_MAX, np.uint64),
+            copies=np.empty((PART_BLOCKS + TIERS_MAX, 3), np.int64),
+        )
         while start < used:
             with index.lock:
                 pod = index.number(self._holder)  # first: a new number may replace the arrays
-                used = int(index.arrays.counters[SLOTS_USED])
-                start = list_held(index.arrays, pod, left_out, start, start + SWEEP_SLOTS, found)
-            yield _copied(found) if found.counts[BLOCKS_LISTED] else None
-        for first in range(0, len(index.arrays.released), _TURN_SETS):
-            with index.lock:
-                pod = index.number(self._holder)
-                life = int(index.arrays.lives[pod])
-                names, keys = released_by(index.arrays.released, first, first + _TURN_SETS, life)
-            for at in range(0, len(names), PART_BLOCKS):
-                end = at + PART_BLOCKS
-                yield ReleasedNames(names[at:end].copy(), keys[at:end].copy())
-            yield None
+                used = int(index.arrays.counters[layout.SLOTS_USED])
+                start = _list_held(index.arrays, pod, left_out, start, start + SWEEP_SLOTS, room, counts)
+            blocks, names, copies = map(int, counts)
+            part = HeldBlocks(
+                keys=room.keys[:blocks].copy(),
+                tiers=room.tiers[:blocks].copy(),
+                name_counts=room.name_counts[:blocks].copy(),
+                names=room.names[:names].copy(),
+                copies=room.copies[:copies].copy(),
+            )
+            yield part if blocks else None
 
-    def restore(self, part: CachePart) -> None:
+    def restore(self, part: HeldBlocks) -> None:
         """Adds a part that another cache listed, to a life in which nothing was stored."""
-        match part:
-            case Splits(splits):
-                for split in splits:
-                    self.expect(split)
-            case HeldBlocks():
-                self._restore_held(part)
-            case ReleasedNames(names, keys):
-                with self._index.lock:
-                    pod = self._index.number(self._holder)
-                    take_released(self._index.arrays, pod, names, keys)
-
-    def _restore_held(self, part: HeldBlocks) -> None:
         index = self._index
         # What one call adds must fit.
-        kept = min(len(part.keys), int(index.arrays.counters[CAPACITY]))
-        names = part.names[: int(part.name_counts[:kept].sum())]
-        copies = part.copies[part.copies[:, 0] < kept]
-        chain = np.empty(kept, np.int64)
+        kept = min(len(part.keys), int(index.arrays.counters[layout.CAPACITY]))
+        held = HeldBlocks(
+            keys=part.keys[:kept],
+            tiers=part.tiers[:kept],
+            name_counts=part.name_counts[:kept],
+            names=part.names[: int(part.name_counts[:kept].sum())],
+            copies=part.copies[part.copies[:, 0] < kept],
+        )
         with index.lock:
             pod = index.number(self._holder)
             # What the pod holds already gains a copy in each tier.
-            arrays = index.prepare(max(len(names), len(copies) + kept * len(index.tiers.names)))
-            take_held(
-                arrays,
-                pod,
-                part.keys[:kept],
-                part.tiers[:kept],
-                part.name_counts[:kept],
-                names,
-                copies,
-                chain,
-            )
+            most = max(len(held.names), len(held.copies) + kept * len(index.tiers.names))
+            _take_held(index.prepare(most), pod, held, np.empty(kept, np.int64))
 
     def _names(self, hashes: Sequence[EngineHash], split: int) -> NDArray[np.uint64]:
         return self.names_of(np.array([handle_of(engine_hash) for engine_hash in hashes], np.uint64), split)
 
 
-def _copied(found: Listed) -> HeldBlocks:
-    """What was listed, in memory of its own."""
-    blocks, names, copies = (
-        int(found.counts[place]) for place in (BLOCKS_LISTED, NAMES_LISTED, COPIES_LISTED)
-    )
-    return HeldBlocks(
-        keys=found.keys[:blocks].copy(),
-        tiers=found.tiers[:blocks].copy(),
-        name_counts=found.name_counts[:blocks].copy(),
-        names=found.names[:names].copy(),
-        copies=found.copies[:copies].copy(),
-    )
+@kernel
+def _list_held(
+    arrays: FlatArrays,
+    pod: int,
+    left_out: int,
+    start: int,
+    stop: int,
+    found: HeldBlocks,
+    counts: NDArray[np.int64],
+) -> int:
+    """Writes what a pod holds in these slots, until there is no more room.
+
+    Args:
+        left_out: A tier that does not count.
+        found: Overwritten.
+        counts: int64 [3], written: blocks, names and further copies.
+
+    Returns:
+        The slot to go on with.
+    """
+    counts[:] = 0
+    end: int = min(stop, arrays.counters[layout.SLOTS_USED])
+    for slot in range(start, end):
+        if arrays.slots[slot, layout.PREVIOUS] == np.uint32(layout.FREE_SLOT):
+            continue
+        tiers = held_tiers(arrays, slot, pod) & ~(1 << left_out)
+        if tiers == 0:
+            continue
+        if (
+            counts[_BLOCKS] == len(found.keys)
+            or counts[_NAMES] + _NAMES_MAX > len(found.names)
+            or counts[_COPIES] + TIERS_MAX > len(found.copies)
+        ):
+            return slot
+        _list_slot(arrays, slot, pod, tiers, found, counts)
+    return end
+
+
+@inlined
+def _list_slot(
+    arrays: FlatArrays, slot: int, pod: int, tiers: int, found: HeldBlocks, counts: NDArray[np.int64]
+) -> None:
+    place = counts[_BLOCKS]
+    found.keys[place] = arrays.keys[slot, 0]
+    found.tiers[place] = np.uint8(tiers)
+    first = counts[_NAMES]
+    name = first
+    if arrays.names[slot] != NOTHING:
+        found.names[name] = arrays.names[slot]
+        name += 1
+        alias = np.int64(arrays.first_alias[slot])
+        while alias != layout.NO_SLOT:
+            found.names[name] = arrays.aliases[alias, 0]
+            name += 1
+            alias = np.int64(arrays.aliases[alias, 1] & LOW)
+    found.name_counts[place] = np.uint8(name - first)
+    for tier in range(arrays.counters[layout.TIERS_USED]):
+        further = count_further(arrays, slot, pod, tier) if (tiers >> tier) & 1 else 0
+        if further > 0:
+            copy = counts[_COPIES]
+            found.copies[copy, 0] = place
+            found.copies[copy, 1] = tier
+            found.copies[copy, 2] = further
+            counts[_COPIES] = copy + 1
+    counts[_NAMES] = name
+    counts[_BLOCKS] = place + 1
+
+
+@kernel
+def _take_held(arrays: FlatArrays, pod: int, held: HeldBlocks, chain: NDArray[np.int64]) -> None:
+    """Adds what `_list_held` wrote of another index; there must be room for so many blocks and names.
+
+    Args:
+        chain: int64 [blocks], written.
+    """
+    place_blocks(arrays, held.keys, chain)
+    name = 0
+    for place in range(len(held.keys)):
+        slot = chain[place]
+        for tier in range(arrays.rows.shape[0]):
+            if (held.tiers[place] >> tier) & 1:
+                hold(arrays, slot, pod, tier, 1)
+        for _ in range(held.name_counts[place]):
+            give_name(arrays, slot, held.names[name])
+            name += 1
+    for copy in range(len(held.copies)):
+        hold(arrays, chain[held.copies[copy, 0]], pod, held.copies[copy, 1], held.copies[copy, 2])

@@ -10,18 +10,8 @@ import numpy as np
 
 from compiled.jit import inlined, kernel
 from indexer import flat_layout as layout
-from indexer.flat_buckets import (
-    behind,
-    delete,
-    hash_bits,
-    home_of,
-    insert,
-)
-from indexer.flat_layout import FlatArrays
-
-_HALF = np.uint64(32)
-_LOW = np.uint64(0xFFFF_FFFF)
-_NOTHING = np.uint64(0)
+from indexer.flat_buckets import behind, delete, hash_bits, home_of, insert
+from indexer.flat_layout import HALF, LOW, NOTHING, ONE, FlatArrays
 
 
 @inlined
@@ -35,9 +25,9 @@ def _find(arrays: FlatArrays, which: np.uint64) -> int:
     buckets = arrays.further_buckets
     bits = hash_bits(which)
     place = home_of(bits, buckets)
-    while buckets[place] != _NOTHING:
-        if buckets[place] >> _HALF == bits:
-            entry = np.int64(buckets[place] & _LOW) - 1
+    while buckets[place] != NOTHING:
+        if buckets[place] >> HALF == bits:
+            entry = np.int64(buckets[place] & LOW) - 1
             if arrays.further[entry, 0] == which:
                 return entry
         place = behind(place, buckets)
@@ -61,7 +51,7 @@ def add_further(arrays: FlatArrays, slot: int, pod: int, tier: int, copies: int)
     if entry < 0:
         entry = _take_entry(arrays)
         arrays.further[entry, 0] = which
-        arrays.further[entry, 1] = _NOTHING
+        arrays.further[entry, 1] = NOTHING
         insert(arrays.further_buckets, hash_bits(which), entry + 1)
     arrays.further[entry, 1] += np.uint64(copies)
 
@@ -111,8 +101,6 @@ def _give_entry(arrays: FlatArrays, entry: int) -> None:
     arrays.counters[layout.FURTHER] -= 1
 
 
-_ONE = np.uint64(1)
-_SIX = np.uint64(6)
 _WORD_BITS = np.uint64(63)
 # Each six bits in a row of this number are different, so that the upper six of a shifted one tell the shift
 # (Leiserson, Prokop, Randall: "Using de Bruijn sequences to index a 1 in a computer word", 1998).
@@ -131,7 +119,7 @@ def in_row(arrays: FlatArrays, slot: int) -> bool:
 @inlined
 def lowest_bit(bits: np.uint64) -> int:
     """Place of the lowest bit set; `bits` is not 0."""
-    return _PLACES[((bits & (~bits + _ONE)) * _DE_BRUIJN) >> np.uint64(58)]
+    return _PLACES[((bits & (~bits + ONE)) * _DE_BRUIJN) >> np.uint64(58)]
 
 
 @inlined
@@ -143,7 +131,7 @@ def held_tiers(arrays: FlatArrays, slot: int, pod: int) -> int:
         bit = np.uint64(pod) & _WORD_BITS
         tiers = 0
         for tier in range(arrays.counters[layout.TIERS_USED]):
-            if (arrays.rows[tier, row, pod >> 6] >> bit) & _ONE != _NOTHING:
+            if (arrays.rows[tier, row, pod >> 6] >> bit) & ONE != NOTHING:
                 tiers |= 1 << tier
         return tiers
     for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
@@ -181,8 +169,8 @@ def hold(arrays: FlatArrays, slot: int, pod: int, tier: int, copies: int) -> Non
     if held_tiers(arrays, slot, pod) == 0:
         arrays.pod_blocks[pod] += 1
     row = np.int64(slots[slot, layout.HOLDER])
-    bit = _ONE << (np.uint64(pod) & _WORD_BITS)
-    if arrays.rows[tier, row, pod >> 6] & bit != _NOTHING:
+    bit = ONE << (np.uint64(pod) & _WORD_BITS)
+    if arrays.rows[tier, row, pod >> 6] & bit != NOTHING:
         add_further(arrays, slot, pod, tier, copies)
     else:
         arrays.rows[tier, row, pod >> 6] |= bit
@@ -214,14 +202,14 @@ def _move_to_row(arrays: FlatArrays, slot: int) -> None:
         counters[layout.ROWS_USED] = row + 1
     else:
         counters[layout.ROW_FREE] = np.int64(arrays.rows[0, row, 0])
-        arrays.rows[0, row, 0] = _NOTHING
+        arrays.rows[0, row, 0] = NOTHING
     counters[layout.ROWS] += 1
     for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
         holder = np.int64(slots[slot, column])
         pod = holder & layout.POD_MASK
         for tier in range(counters[layout.TIERS_USED]):
             if (holder >> (layout.TIER_SHIFT + tier)) & 1:
-                arrays.rows[tier, row, pod >> 6] |= _ONE << (np.uint64(pod) & _WORD_BITS)
+                arrays.rows[tier, row, pod >> 6] |= ONE << (np.uint64(pod) & _WORD_BITS)
     slots[slot, layout.HOLDER] = np.uint32(row)
     slots[slot, layout.LAST_HOLDER] = np.uint32(layout.IN_ROW)
 
@@ -240,7 +228,7 @@ def release(arrays: FlatArrays, slot: int, pod: int, tier: int) -> int:
         if drop_further(arrays, slot, pod, tier) >= 0:
             return 0
         row = np.int64(arrays.slots[slot, layout.HOLDER])
-        arrays.rows[tier, row, pod >> 6] &= ~(_ONE << (np.uint64(pod) & _WORD_BITS))
+        arrays.rows[tier, row, pod >> 6] &= ~(ONE << (np.uint64(pod) & _WORD_BITS))
         if held_tiers(arrays, slot, pod):
             return 1
         arrays.pod_blocks[pod] -= 1
@@ -278,7 +266,7 @@ def drop_empty_row(arrays: FlatArrays, slot: int) -> bool:
     row = np.int64(arrays.slots[slot, layout.HOLDER])
     for tier in range(arrays.counters[layout.TIERS_USED]):
         for word in range(arrays.rows.shape[2]):
-            if arrays.rows[tier, row, word] != _NOTHING:
+            if arrays.rows[tier, row, word] != NOTHING:
                 return False
     _give_row(arrays, slot)
     return True
@@ -300,11 +288,11 @@ def drop_holders(arrays: FlatArrays, slot: int, only_gone: bool) -> bool:
     if in_row(arrays, slot):
         row = np.int64(arrays.slots[slot, layout.HOLDER])
         for word in range(arrays.rows.shape[2]):
-            held = _NOTHING
+            held = NOTHING
             for tier in range(arrays.counters[layout.TIERS_USED]):
                 held |= arrays.rows[tier, row, word]
-            while held != _NOTHING:
-                bit = held & (~held + _ONE)
+            while held != NOTHING:
+                bit = held & (~held + ONE)
                 held ^= bit
                 pod = (word << 6) + lowest_bit(bit)
                 if not only_gone or arrays.gone[pod]:
@@ -325,7 +313,7 @@ def drop_holders(arrays: FlatArrays, slot: int, only_gone: bool) -> bool:
 @kernel
 def _drop_from_row(arrays: FlatArrays, slot: int, row: int, pod: int, bit: np.uint64) -> None:
     for tier in range(arrays.counters[layout.TIERS_USED]):
-        if arrays.rows[tier, row, pod >> 6] & bit != _NOTHING:
+        if arrays.rows[tier, row, pod >> 6] & bit != NOTHING:
             arrays.rows[tier, row, pod >> 6] &= ~bit
             forget_further(arrays, slot, pod, tier)
     arrays.pod_blocks[pod] -= 1

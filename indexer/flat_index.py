@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from indexer import flat_layout as layout
 from indexer.errors import ConfigError
-from indexer.flat_layout import FlatArrays, allocate
-from indexer.flat_match import held_blocks, match_blocks, scratch
+from indexer.flat_buckets import empty_table, reserved
+from indexer.flat_layout import FlatArrays
+from indexer.flat_match import cut_to_strides, held_blocks, match_blocks, scratch
 from indexer.flat_update import (
-    add_with_room,
     count_blocks,
     for_blocks,
-    for_pods,
     remove_blocks,
+    store_with_room,
     sweep,
     used_bytes,
 )
@@ -42,6 +42,7 @@ _SWEEPS_FOR_ROOM = 8
 # Between turns: a lock that is taken again at once is never had by those who wait for it.
 _PAUSE_S = 0.0001
 _POD_SETS_MAX = 64
+_NO_NAMES = np.empty(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +52,7 @@ class _PodSet:
     version: int
     rows: dict[str, int]
     numbers: NDArray[np.int64]
+    strides: NDArray[np.int32]  # empty if all are 1
 
 
 class FlatIndex:
@@ -69,7 +71,6 @@ class FlatIndex:
 
     Args:
         capacity_bytes: Most memory for blocks; the least recently used make room.
-        tiers: The tiers and their weights.
         capacity_blocks: Most unique blocks; None: as many as fit.
         released_names: Engine hashes that are remembered after their block went, all pods together.
 
@@ -91,17 +92,17 @@ class FlatIndex:
             raise ConfigError(f"index: room for {blocks} blocks, must be for 1..{(1 << 31) - 1}")
         self.tiers = tiers
         self.lock = threading.Lock()
-        self._take(allocate(blocks, capacity_bytes, len(tiers.names), released_names))
+        self._take(_allocate(blocks, capacity_bytes, len(tiers.names), released_names))
         self._capacity_bytes = capacity_bytes
-        self._turn_blocks = min(TURN_BLOCKS, blocks)
         self._numbers: dict[str, int] = {}
         self._free_numbers: list[int] = []
         self._numbers_used = 0
         self._lives = 0
         self._version = 0
         self._pod_sets: dict[frozenset[str], _PodSet] = {}
+        self._strides: dict[str, int] = {}  # index blocks per block of the pod's engine, where not 1
         # Slots of the blocks at hand, under the lock.
-        self._chain = np.empty(TURN_BLOCKS, np.int64)
+        self.chain = np.empty(TURN_BLOCKS, np.int64)
         # Numbers of pods that are gone, and how far their holdings have been swept out.
         self._gone: list[int] = []
         self._sweeping: list[int] = []
@@ -112,11 +113,23 @@ class FlatIndex:
 
         Never sleeps: callers may hold locks of their own.
         """
-        if len(keys) > self._turn_blocks:
-            self._add_in_turns(pod, tier, keys)
-        elif len(keys):
+        self.store(pod, self.tiers.number(tier), keys)
+
+    def store(self, pod: str, tier: int, keys: Keys, names: NDArray[np.uint64] = _NO_NAMES) -> int:
+        """As `add`, for blocks that the pod names; returns how many names meant other blocks before."""
+        kept = min(len(keys), int(self.arrays.counters[layout.CAPACITY]))
+        reused = 0
+        # From the end: within one call the earlier keys shall be the more recent ones.
+        for end in range(kept, 0, -TURN_BLOCKS):
+            turn = slice(max(0, end - TURN_BLOCKS), end)
             with self.lock:
-                self._add(pod, self.tiers.number(tier), keys)
+                number = self.number(pod)
+                self.sweep_for(len(keys[turn]))
+                reused += store_with_room(self.arrays, number, tier, keys[turn], names[turn], self.chain)
+        if kept < len(keys):
+            with self.lock:
+                self.arrays.counters[layout.EVICTED] += len(keys) - kept
+        return reused
 
     def remove(self, pod: str, tier: str, keys: Keys) -> int:
         """Takes one reference away for each key; what is not held is passed over.
@@ -149,6 +162,19 @@ class FlatIndex:
             self._gone.append(number)
             return int(self.arrays.pod_blocks[number])
 
+    def learn_stride(self, pod: str, stride: int) -> None:
+        """Record how many index blocks a block of the pod's engine has; matches are cut to whole ones.
+
+        An engine serves whole blocks of its own only: an index block may match although the rest of the
+        engine's differs.
+        """
+        if self._strides.get(pod, 1) != stride:
+            with self.lock:
+                self._version += 1
+                self._strides[pod] = stride
+                if stride == 1:
+                    del self._strides[pod]
+
     def match(self, keys: Keys, pods: Collection[str]) -> PodMatches:
         """Finds how far each pod holds the chain `keys`, from its start, without a hole.
 
@@ -165,10 +191,14 @@ class FlatIndex:
             numbers = pod_set.numbers
             blocks = np.empty(len(numbers), np.int32)
             counts = np.zeros((len(numbers), len(self.tiers.names)), np.int32)
-            if len(keys) > len(self._chain):
-                self._chain = np.empty(2 * len(keys), np.int64)
-            longest = match_blocks(self.arrays, self._scratch, keys, numbers, self._chain, counts, blocks)
-        return PodMatches(pod_set.rows, self.tiers, blocks, counts, longest)
+            if len(keys) > len(self.chain):
+                self.chain = np.empty(2 * len(keys), np.int64)
+            longest = match_blocks(self.arrays, self._scratch, keys, numbers, self.chain, counts, blocks)
+        strides = pod_set.strides
+        if len(strides):
+            cut_to_strides(blocks, counts, strides)
+            longest = int(blocks.max(initial=0))
+        return PodMatches(pod_set.rows, self.tiers, blocks, counts, longest, strides=strides)
 
     def held(self, keys: Keys, pod: str) -> NDArray[np.uint8]:
         """Tells which of `keys` the pod holds, holes or not, without using them.
@@ -252,7 +282,7 @@ class FlatIndex:
             self.arrays.lives[number] = self._lives
             self._numbers[pod] = number
             self._version += 1
-            self._take(for_pods(self.arrays, self._numbers_used))
+            self._take(_for_pods(self.arrays, self._numbers_used))
         return number
 
     def sweep_for(self, blocks: int) -> None:
@@ -287,32 +317,13 @@ class FlatIndex:
         self.arrays = arrays
         self._scratch = scratch(arrays.rows)
 
-    def _add(self, pod: str, tier: int, keys: Keys) -> None:
-        """Adds no more blocks than one turn's. Call it under the lock."""
-        holder = self._numbers.get(pod)
-        if holder is None:
-            holder = self.number(pod)
-        self.sweep_for(len(keys))
-        add_with_room(self.arrays, holder, tier, keys, self._chain)
-
-    def _add_in_turns(self, pod: str, tier: str, keys: Keys) -> None:
-        number = self.tiers.number(tier)
-        kept = min(len(keys), int(self.arrays.counters[layout.CAPACITY]))
-        # From the end: within one call the earlier keys shall be the more recent ones.
-        for end in range(kept, 0, -TURN_BLOCKS):
-            start = max(0, end - TURN_BLOCKS)
-            with self.lock:
-                self._add(pod, number, keys[start:end])
-        if kept < len(keys):
-            with self.lock:
-                self.arrays.counters[layout.EVICTED] += len(keys) - kept
-
     def _pod_set(self, pods: frozenset[str]) -> _PodSet:
         known = self._pod_sets.get(pods)
         if known is None or known.version != self._version:
             rows = {pod: row for row, pod in enumerate(pods)}
             numbers = np.fromiter((self._numbers.get(pod, -1) for pod in rows), np.int64, len(rows))
-            known = _PodSet(self._version, rows, numbers)
+            strides = np.fromiter((self._strides.get(pod, 1) for pod in rows), np.int32, len(rows))
+            known = _PodSet(self._version, rows, numbers, strides if (strides > 1).any() else strides[:0])
             if len(self._pod_sets) >= _POD_SETS_MAX:
                 self._pod_sets.clear()
             self._pod_sets[pods] = known
@@ -329,3 +340,52 @@ class FlatIndex:
             self.arrays.pod_blocks[self._sweeping] = 0
             self._free_numbers += self._sweeping
             self._sweeping = []
+
+
+def _allocate(capacity_blocks: int, capacity_bytes: int, tiers: int, released_names: int) -> FlatArrays:
+    """Memory for so many blocks. What is not used yet is reserved only, and takes none."""
+    slots = reserved((capacity_blocks, 8), np.uint32)
+    counters = np.zeros(layout.COUNTERS, np.int64)
+    lists = layout.NEWEST, layout.OLDEST, layout.FREE, layout.ROW_FREE, layout.ALIAS_FREE, layout.FURTHER_FREE
+    counters[list(lists)] = layout.NO_SLOT
+    counters[layout.CAPACITY] = capacity_blocks
+    counters[layout.BYTES_MAX] = capacity_bytes
+    sets = max(1, released_names // layout.RELEASED_WAYS)
+    # When a call begins, the ceiling holds (see `flat_update`).
+    aliases = capacity_bytes // layout.ALIAS_BYTES + layout.RUN_MAX
+    further = capacity_bytes // layout.FURTHER_BYTES + layout.RUN_MAX
+    return FlatArrays(
+        slots=slots,
+        keys=slots.view(np.uint64),
+        buckets=empty_table(capacity_blocks),
+        rows=_empty_rows(capacity_blocks, capacity_bytes, tiers, 1),
+        names=reserved((capacity_blocks,), np.uint64),
+        first_alias=reserved((capacity_blocks,), np.uint32),
+        name_buckets=empty_table(capacity_blocks + aliases),
+        aliases=reserved((aliases, 2), np.uint64),
+        further=reserved((further, 2), np.uint64),
+        further_buckets=empty_table(further),
+        released=reserved((sets, 2, layout.RELEASED_WAYS), np.uint64),
+        pod_blocks=reserved((layout.PODS_MAX + 1,), np.int64),
+        gone=reserved((layout.PODS_MAX + 1,), np.uint8),
+        lives=reserved((layout.PODS_MAX + 1,), np.uint64),
+        counters=counters,
+    )
+
+
+def _empty_rows(capacity_blocks: int, capacity_bytes: int, tiers: int, words: int) -> NDArray[np.uint64]:
+    """Rows of so many words for each tier, as many as there can be."""
+    rows = min(capacity_blocks, capacity_bytes // (layout.BLOCK_BYTES + words * 8) + layout.RUN_MAX)
+    return reserved((tiers, rows, words), np.uint64)
+
+
+def _for_pods(arrays: FlatArrays, pods: int) -> FlatArrays:
+    """Arrays whose rows have a bit for each of so many pods; all rows are copied where they had not."""
+    tiers, _, words = arrays.rows.shape
+    if pods <= words * 64:
+        return arrays
+    counters = arrays.counters
+    rows = _empty_rows(int(counters[layout.CAPACITY]), int(counters[layout.BYTES_MAX]), tiers, 2 * words)
+    used, tiers_used = int(counters[layout.ROWS_USED]), int(counters[layout.TIERS_USED])
+    rows[:tiers_used, :used, :words] = arrays.rows[:tiers_used, :used]
+    return arrays._replace(rows=rows)

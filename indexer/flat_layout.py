@@ -16,7 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.flat_buckets import empty_table, reserved
+NOTHING = np.uint64(0)
+ONE = np.uint64(1)
+HALF = np.uint64(32)
+LOW = np.uint64(0xFFFF_FFFF)
 
 # Columns of a slot, as 32-bit words; 0 and 1 are the key.
 PREVIOUS = 2
@@ -72,84 +75,36 @@ RELEASED_NAME = 0
 RELEASED_KEY = 1
 # Most blocks, names or further copies that one run may bring.
 RUN_MAX = 1 << 15
+# Most blocks of one part of a list: applying or listing them takes less than a millisecond.
+PART_BLOCKS = 2048
 
 
 class FlatArrays(NamedTuple):
-    """All arrays of one index.
+    """All arrays of one index."""
 
-    Attributes:
-        slots: uint32 [capacity, 8].
-        keys: uint64 [capacity, 4], the same memory: column 0 is the key.
-        buckets: uint64, see `flat_buckets`: by a key's hash, slot + 1.
-        rows: uint64 [tiers, rows, words]: bitsets of pods; a tier that nobody uses takes no memory.
-        names: uint64 [capacity]: the first name of each slot; 0: none.
-        first_alias: uint32 [capacity]: further names of each slot; NO_SLOT: none.
-        name_buckets: uint64: by a name's hash, slot + 1 or ALIAS_BIT | alias + 1.
-        aliases: uint64 [n, 2]: a name, and its slot << 32 | the slot's next alias.
-        further: uint64 [n, 2]: which (slot, pod, tier), and how many copies beyond the first.
-        further_buckets: uint64: by the hash of (slot, pod, tier), the place in `further` + 1.
-        released: uint64 [sets, 2, RELEASED_WAYS]: names mixed with lives of pods' blocks that went, and keys.
-        pod_blocks: int64 [PODS_MAX + 1]: blocks that each pod holds.
-        gone: uint8 [PODS_MAX + 1]: 1 for numbers of pods whose holdings are void, but not yet swept out.
-        lives: uint64 [PODS_MAX + 1]: which life each number stands for.
-        counters: int64 [COUNTERS].
-    """
-
-    slots: NDArray[np.uint32]
-    keys: NDArray[np.uint64]
-    buckets: NDArray[np.uint64]
-    rows: NDArray[np.uint64]
-    names: NDArray[np.uint64]
-    first_alias: NDArray[np.uint32]
-    name_buckets: NDArray[np.uint64]
-    aliases: NDArray[np.uint64]
-    further: NDArray[np.uint64]
-    further_buckets: NDArray[np.uint64]
+    slots: NDArray[np.uint32]  # [capacity, 8]
+    keys: NDArray[np.uint64]  # [capacity, 4], the same memory: column 0 is the key
+    buckets: NDArray[np.uint64]  # see `flat_buckets`: by a key's hash, slot + 1
+    rows: NDArray[np.uint64]  # [tiers, rows, words]: bitsets of pods; an unused tier takes no memory
+    names: NDArray[np.uint64]  # [capacity]: the first name of each slot; 0: none
+    first_alias: NDArray[np.uint32]  # [capacity]: further names of each slot; NO_SLOT: none
+    name_buckets: NDArray[np.uint64]  # by a name's hash, slot + 1 or ALIAS_BIT | alias + 1
+    aliases: NDArray[np.uint64]  # [n, 2]: a name, and its slot << 32 | the slot's next alias
+    further: NDArray[np.uint64]  # [n, 2]: which (slot, pod, tier), and how many copies beyond the first
+    further_buckets: NDArray[np.uint64]  # by the hash of (slot, pod, tier), the place in `further` + 1
+    # [sets, 2, RELEASED_WAYS]: names mixed with lives of pods' blocks that went, and keys
     released: NDArray[np.uint64]
-    pod_blocks: NDArray[np.int64]
-    gone: NDArray[np.uint8]
-    lives: NDArray[np.uint64]
-    counters: NDArray[np.int64]
+    pod_blocks: NDArray[np.int64]  # [PODS_MAX + 1]: blocks that each pod holds
+    gone: NDArray[np.uint8]  # [PODS_MAX + 1]: 1 where a pod's holdings are void, but not yet swept out
+    lives: NDArray[np.uint64]  # [PODS_MAX + 1]: which life each pod's number stands for
+    counters: NDArray[np.int64]  # [COUNTERS]
 
 
-def allocate(capacity_blocks: int, capacity_bytes: int, tiers: int, released_names: int) -> FlatArrays:
-    """Memory for so many blocks. What is not used yet is reserved only, and takes none.
+class HeldBlocks(NamedTuple):
+    """Blocks that one KV cache group of a pod holds, as columns."""
 
-    Args:
-        capacity_blocks: Most blocks.
-        capacity_bytes: Most bytes, by the sizes above.
-        tiers: Number of tiers.
-        released_names: How many names are remembered after their block went.
-    """
-    slots = reserved((capacity_blocks, 8), np.uint32)
-    counters = np.zeros(COUNTERS, np.int64)
-    counters[[NEWEST, OLDEST, FREE, ROW_FREE, ALIAS_FREE, FURTHER_FREE]] = NO_SLOT
-    counters[CAPACITY] = capacity_blocks
-    counters[BYTES_MAX] = capacity_bytes
-    sets = max(1, released_names // RELEASED_WAYS)
-    # When a call begins, the ceiling holds (see `flat_update`).
-    aliases = capacity_bytes // ALIAS_BYTES + RUN_MAX
-    further = capacity_bytes // FURTHER_BYTES + RUN_MAX
-    return FlatArrays(
-        slots=slots,
-        keys=slots.view(np.uint64),
-        buckets=empty_table(capacity_blocks),
-        rows=empty_rows(capacity_blocks, capacity_bytes, tiers, 1),
-        names=reserved((capacity_blocks,), np.uint64),
-        first_alias=reserved((capacity_blocks,), np.uint32),
-        name_buckets=empty_table(capacity_blocks + aliases),
-        aliases=reserved((aliases, 2), np.uint64),
-        further=reserved((further, 2), np.uint64),
-        further_buckets=empty_table(further),
-        released=reserved((sets, 2, RELEASED_WAYS), np.uint64),
-        pod_blocks=reserved((PODS_MAX + 1,), np.int64),
-        gone=reserved((PODS_MAX + 1,), np.uint8),
-        lives=reserved((PODS_MAX + 1,), np.uint64),
-        counters=counters,
-    )
-
-
-def empty_rows(capacity_blocks: int, capacity_bytes: int, tiers: int, words: int) -> NDArray[np.uint64]:
-    """Rows of so many words for each tier, as many as there can be."""
-    rows = min(capacity_blocks, capacity_bytes // (BLOCK_BYTES + words * 8) + RUN_MAX)
-    return reserved((tiers, rows, words), np.uint64)
+    keys: NDArray[np.uint64]  # [blocks]
+    tiers: NDArray[np.uint8]  # [blocks]: a bit for each tier that holds it
+    name_counts: NDArray[np.uint8]  # [blocks]: how many of `names` are its
+    names: NDArray[np.uint64]  # [names], block after block
+    copies: NDArray[np.int64]  # [copies, 3]: place of a block, tier, and copies beyond the first

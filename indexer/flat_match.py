@@ -14,35 +14,26 @@ from numpy.typing import NDArray
 
 from compiled.jit import inlined, kernel
 from indexer import flat_layout as layout
+from indexer.flat_buckets import find, use
 from indexer.flat_holders import held_tiers, in_row, lowest_bit
-from indexer.flat_layout import FlatArrays
-from indexer.flat_slots import find, use
+from indexer.flat_layout import NOTHING, ONE, FlatArrays
 
 # Columns of a followed pod.
 _POD = 0
 _TIER = 1
 _SINCE = 2
 
-_ONE = np.uint64(1)
-_NOTHING = np.uint64(0)
 _WORD_BITS = np.uint64(63)
 
 
 class Scratch(NamedTuple):
-    """Memory of one match, made once; see `scratch`.
+    """Memory of one match, made once; see `scratch`."""
 
-    Attributes:
-        racing: uint64 [words]: the pods that hold all blocks so far.
-        current: uint64 [tiers, words]: those of them that are in this tier since some block.
-        since: int64 [pods]: that block.
-        sums: int32 [pods, tiers]: blocks counted so far.
-        followed: int64 [HOLDERS, 3]: pods that are followed one by one, their tier, and since when.
-    """
-
-    racing: NDArray[np.uint64]
-    current: NDArray[np.uint64]
-    since: NDArray[np.int64]
-    sums: NDArray[np.int32]
+    racing: NDArray[np.uint64]  # uint64 [words]: the pods that hold all blocks so far
+    current: NDArray[np.uint64]  # uint64 [tiers, words]: those of them that are in this tier since some block
+    since: NDArray[np.int64]  # int64 [pods]: that block
+    sums: NDArray[np.int32]  # int32 [pods, tiers]: blocks counted so far
+    # int64 [HOLDERS, 3]: pods that are followed one by one, their tier, and since when.
     followed: NDArray[np.int64]
 
 
@@ -71,7 +62,6 @@ def match_blocks(
     """Counts the blocks of each pod's longest unbroken prefix, and uses those of the longest.
 
     Args:
-        memory: Overwritten.
         keys: uint64 [blocks].
         pods: int64 [pods], their numbers; -1 for one that holds nothing.
         chain: int64 [blocks or more], written: slots.
@@ -132,14 +122,14 @@ def _line_up(memory: Scratch, pods: NDArray[np.int64], tiers: int) -> bool:
     """Begins a race; tells whether anybody takes part."""
     anybody = False
     for word in range(len(memory.racing)):
-        memory.racing[word] = _NOTHING
+        memory.racing[word] = NOTHING
         for tier in range(tiers):
-            memory.current[tier, word] = _NOTHING
+            memory.current[tier, word] = NOTHING
     for place in range(len(pods)):
         pod = pods[place]
         if pod >= 0:
             anybody = True
-            memory.racing[pod >> 6] |= _ONE << (np.uint64(pod) & _WORD_BITS)
+            memory.racing[pod >> 6] |= ONE << (np.uint64(pod) & _WORD_BITS)
             for tier in range(tiers):
                 memory.sums[pod, tier] = 0
     return anybody
@@ -149,11 +139,11 @@ def _line_up(memory: Scratch, pods: NDArray[np.int64], tiers: int) -> bool:
 def _all_in_best(arrays: FlatArrays, slot: int, memory: Scratch) -> bool:
     """Whether all pods in the race held the last block in the best tier, and hold this one there."""
     row = np.int64(arrays.slots[slot, layout.HOLDER])
-    others = _NOTHING
+    others = NOTHING
     for word in range(len(memory.racing)):
         racing = memory.racing[word]
         others |= racing & ~(memory.current[0, word] & arrays.rows[0, row, word])
-    return others == _NOTHING
+    return others == NOTHING
 
 
 @inlined
@@ -164,13 +154,13 @@ def _race(arrays: FlatArrays, slot: int, place: int, memory: Scratch, tiers: int
         Whether any is left.
     """
     row = np.int64(arrays.slots[slot, layout.HOLDER])
-    left_any = _NOTHING
+    left_any = NOTHING
     for word in range(len(memory.racing)):
         racing = memory.racing[word]
         if racing & ~(memory.current[0, word] & arrays.rows[0, row, word]):
             racing = _change_tiers(arrays, row, word, place, memory, tiers)
         left_any |= racing
-    return left_any != _NOTHING
+    return left_any != NOTHING
 
 
 @inlined
@@ -179,7 +169,7 @@ def _change_tiers(
 ) -> np.uint64:
     """Of 64 pods not all of which hold the last block and this one in the best tier: tells who is left."""
     racing = memory.racing[word]
-    held = _NOTHING
+    held = NOTHING
     for tier in range(tiers):
         here = arrays.rows[tier, row, word] & racing & ~held
         held |= here
@@ -194,9 +184,9 @@ def _change_tiers(
 @inlined
 def _leave(memory: Scratch, tier: int, word: int, bits: np.uint64, place: int) -> None:
     """Counts the intervals of pods that are in this tier no more."""
-    while bits != _NOTHING:
+    while bits != NOTHING:
         pod = (word << 6) + lowest_bit(bits)
-        bits &= bits - _ONE
+        bits &= bits - ONE
         memory.sums[pod, tier] += np.int32(place - memory.since[pod])
 
 
@@ -208,9 +198,9 @@ def _come(memory: Scratch, tier: int, tiers: int, word: int, bits: np.uint64, pl
         moved = memory.current[slower, word] & bits
         memory.current[slower, word] ^= moved
         _leave(memory, slower, word, moved, place)
-    while bits != _NOTHING:
+    while bits != NOTHING:
         memory.since[(word << 6) + lowest_bit(bits)] = place
-        bits &= bits - _ONE
+        bits &= bits - ONE
 
 
 @inlined
@@ -222,18 +212,18 @@ def _begin_following(arrays: FlatArrays, slot: int, place: int, memory: Scratch,
         holder = np.int64(arrays.slots[slot, column])
         pod = holder & layout.POD_MASK
         word = pod >> 6
-        bit = _ONE << (np.uint64(pod) & _WORD_BITS)
+        bit = ONE << (np.uint64(pod) & _WORD_BITS)
         if (
             holder >> layout.TIER_SHIFT == 0
             or word >= len(memory.racing)
-            or memory.racing[word] & bit == _NOTHING
+            or memory.racing[word] & bit == NOTHING
         ):
             continue
         tier = lowest_bit(np.uint64(holder >> layout.TIER_SHIFT))
         followed[followers, _POD] = pod
         followed[followers, _TIER] = tier
         followed[followers, _SINCE] = place
-        if memory.current[tier, word] & bit != _NOTHING:
+        if memory.current[tier, word] & bit != NOTHING:
             followed[followers, _SINCE] = memory.since[pod]
             memory.current[tier, word] ^= bit
         followers += 1
@@ -292,3 +282,20 @@ def held_blocks(arrays: FlatArrays, keys: NDArray[np.uint64], pod: int, tiers: N
         if slot >= 0:
             guess = slot + 1
             tiers[place] = np.uint8(held_tiers(arrays, slot, pod))
+
+
+@kernel
+def cut_to_strides(
+    blocks: NDArray[np.int32], blocks_by_tier: NDArray[np.int32], strides: NDArray[np.int32]
+) -> None:
+    """Round each row's blocks down to a multiple of its stride.
+
+    An engine drops the end of a chain first, so what is cut off lies in the slowest tier that holds any.
+    """
+    for row in range(len(blocks)):
+        over = blocks[row] % strides[row]
+        blocks[row] -= over
+        for tier in range(blocks_by_tier.shape[1] - 1, -1, -1):
+            taken = min(over, blocks_by_tier[row, tier])
+            blocks_by_tier[row, tier] -= taken
+            over -= taken

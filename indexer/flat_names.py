@@ -13,22 +13,12 @@ from numpy.typing import NDArray
 
 from compiled.jit import inlined, kernel
 from indexer import flat_layout as layout
-from indexer.flat_buckets import (
-    GOLDEN,
-    behind,
-    delete,
-    hash_bits,
-    home_of,
-    insert,
-)
+from indexer.flat_buckets import behind, delete, hash_bits, home_of, insert
 from indexer.flat_holders import held_tiers
-from indexer.flat_layout import FlatArrays
+from indexer.flat_layout import HALF, LOW, NOTHING, ONE, FlatArrays
 
 _ODD = np.uint64(0xBF58_476D_1CE4_E5B9)
 _STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
-_HALF = np.uint64(32)
-_NOTHING = np.uint64(0)
-_ONE = np.uint64(1)
 
 
 @inlined
@@ -36,98 +26,66 @@ def name_of(handle: np.uint64, scope: np.uint64, part: int) -> np.uint64:
     """The name of one index block, never 0.
 
     Args:
-        handle: The engine's hash of its block.
         scope: Names of different scopes have nothing in common.
         part: Which index block of the engine's block.
     """
     mixed = (handle ^ scope) * _ODD
-    mixed = (mixed ^ (mixed >> _HALF)) + np.uint64(part) * _STEP
-    return mixed if mixed != _NOTHING else _ONE
+    mixed = (mixed ^ (mixed >> HALF)) + np.uint64(part) * _STEP
+    return mixed if mixed != NOTHING else ONE
 
 
-@kernel
-def name_hashes(handles: NDArray[np.uint64], scope: np.uint64, split: int, names: NDArray[np.uint64]) -> None:
-    """Writes the names of the `split` index blocks of each engine block: uint64 [len(handles) * split]."""
+@inlined
+def name_blocks(handles: NDArray[np.uint64], scope: np.uint64, split: int, names: NDArray[np.uint64]) -> None:
+    """Write the names of the `split` index blocks of each engine block: uint64 [len(handles) * split]."""
     for block in range(len(handles)):
         for part in range(split):
             names[block * split + part] = name_of(handles[block], scope, part)
 
 
 _LIFE_ODD = np.uint64(0xD6E8_FEB8_6659_FD93)
-# Its inverse: takes a multiplication by it back, modulo 2**64.
-_LIFE_ODD_INVERSE = np.uint64(pow(0xD6E8_FEB8_6659_FD93, -1, 1 << 64))
 _SET_STEP = np.uint64(0xA076_1D64_78BD_642F)
-_WORD = 0xFFFF_FFFF_FFFF_FFFF
 
 
 @inlined
 def _of_life(arrays: FlatArrays, name: np.uint64, pod: int) -> np.uint64:
-    """The name mixed with the life of the pod that used it; `released_by` takes it apart."""
+    """The name mixed with the life of the pod that used it."""
     mixed = (name ^ (arrays.lives[pod] * _LIFE_ODD)) * _LIFE_ODD
-    return mixed ^ (mixed >> _HALF)
+    return mixed ^ (mixed >> HALF)
 
 
 @inlined
-def released_set(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
+def _released_set(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
     """Where in `released` a name is remembered, if it is."""
     bits = hash_bits(name + arrays.lives[pod] * _SET_STEP)
-    return np.int64((bits * np.uint64(len(arrays.released))) >> _HALF)
+    return np.int64((bits * np.uint64(len(arrays.released))) >> HALF)
 
 
 @inlined
 def remember_released(arrays: FlatArrays, name: np.uint64, pod: int, key: np.uint64) -> None:
     """Remembers for a while which block a name meant for a pod that holds it no more."""
     mixed = _of_life(arrays, name, pod)
-    ways = arrays.released[released_set(arrays, name, pod)]
+    ways = arrays.released[_released_set(arrays, name, pod)]
     turn = arrays.counters[layout.RELEASE_TURN]
     arrays.counters[layout.RELEASE_TURN] = turn + 1
     place = turn % layout.RELEASED_WAYS
     # All of them, the first one last: where to stop nobody could foresee.
     for way in range(layout.RELEASED_WAYS - 1, -1, -1):
         remembered = ways[layout.RELEASED_NAME, way]
-        place = way if remembered in (mixed, _NOTHING) else place
+        place = way if remembered in (mixed, NOTHING) else place
     ways[layout.RELEASED_NAME, place] = mixed
     ways[layout.RELEASED_KEY, place] = key
 
 
 @kernel
-def find_released(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
-    """Where in its set of `released` a name is remembered; -1: it is not."""
+def _released_key(arrays: FlatArrays, name: np.uint64, pod: int, keys: NDArray[np.uint64]) -> bool:
+    """Find the block that a name lately meant for a pod; writes its key."""
     mixed = _of_life(arrays, name, pod)
-    ways = arrays.released[released_set(arrays, name, pod)]
+    ways = arrays.released[_released_set(arrays, name, pod)]
     for way in range(layout.RELEASED_WAYS):
         if ways[layout.RELEASED_NAME, way] == mixed:
-            return way
-    return -1
-
-
-@kernel
-def released_key(arrays: FlatArrays, name: np.uint64, pod: int, way: int) -> np.uint64:
-    """The key that `find_released` found."""
-    return arrays.released[released_set(arrays, name, pod), layout.RELEASED_KEY, way]
-
-
-def released_by(
-    released: NDArray[np.uint64], first: int, stop: int, life: int
-) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """The names that one life remembers in these sets, and their keys.
-
-    A name taken out with another life than it was put in with would lie in another set, mostly: of the
-    strangers one in as many as there are sets is told too, under a name that nobody uses.
-
-    Args:
-        released: See `FlatArrays.released`.
-        first: The first set.
-        stop: The one behind the last.
-        life: As in `FlatArrays.lives`.
-    """
-    entries = released[first:stop]
-    mixed = entries[:, layout.RELEASED_NAME]
-    names = ((mixed ^ (mixed >> _HALF)) * _LIFE_ODD_INVERSE) ^ np.uint64(life * int(_LIFE_ODD) & _WORD)
-    hashes = (names + np.uint64(life * int(_SET_STEP) & _WORD)) * GOLDEN >> _HALF
-    sets = np.arange(first, first + len(entries), dtype=np.uint64)[:, None]
-    mine = (hashes * np.uint64(len(released)) >> _HALF == sets) & (mixed != _NOTHING) & (names != _NOTHING)
-    return names[mine], entries[:, layout.RELEASED_KEY][mine]
+            keys[0] = ways[layout.RELEASED_KEY, way]
+            return True
+    return False
 
 
 # More names than this for one block, and the oldest further one is forgotten.
@@ -135,7 +93,6 @@ ALIASES_MAX = 64
 
 _ALIAS_BIT = 0x8000_0000
 _NUMBER = 0x7FFF_FFFF
-_LOW = np.uint64(0xFFFF_FFFF)
 
 
 @inlined
@@ -145,10 +102,10 @@ def find_named(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
     place = home_of(bits, arrays.name_buckets)
     while True:
         entry = arrays.name_buckets[place]
-        if entry == _NOTHING:
+        if entry == NOTHING:
             return -1
-        if entry >> _HALF == bits:
-            slot = _slot_named(arrays, np.int64(entry & _LOW), name)
+        if entry >> HALF == bits:
+            slot = _slot_named(arrays, np.int64(entry & LOW), name)
             if slot >= 0 and held_tiers(arrays, slot, pod):
                 return slot
         place = behind(place, arrays.name_buckets)
@@ -159,18 +116,10 @@ def _slot_named(arrays: FlatArrays, number: int, name: np.uint64) -> int:
     """The slot of a bucket's entry, if it is one of this name."""
     if number & _ALIAS_BIT:
         if arrays.aliases[(number & _NUMBER) - 1, 0] == name:
-            return slot_of_number(arrays, number)
+            return np.int64(arrays.aliases[(number & _NUMBER) - 1, 1] >> HALF)
     elif arrays.names[number - 1] == name:
         return number - 1
     return -1
-
-
-@inlined
-def slot_of_number(arrays: FlatArrays, number: int) -> int:
-    """The slot of a bucket's entry, whatever name it is of."""
-    if number & _ALIAS_BIT:
-        return np.int64(arrays.aliases[(number & _NUMBER) - 1, 1] >> _HALF)
-    return number - 1
 
 
 @inlined
@@ -178,7 +127,7 @@ def give_name(arrays: FlatArrays, slot: int, name: np.uint64) -> None:
     """Lets a slot be found by this name, also; there must be room for one more bucket and alias."""
     if arrays.names[slot] == name:
         return
-    if arrays.names[slot] == _NOTHING:
+    if arrays.names[slot] == NOTHING:
         arrays.names[slot] = name
         insert(arrays.name_buckets, hash_bits(name), slot + 1)
         arrays.counters[layout.NAMES] += 1
@@ -193,9 +142,9 @@ def give_name(arrays: FlatArrays, slot: int, name: np.uint64) -> None:
         aliases += 1
         before_last = last
         last = alias
-        alias = np.int64(arrays.aliases[alias, 1] & _LOW)
+        alias = np.int64(arrays.aliases[alias, 1] & LOW)
     if aliases >= ALIASES_MAX:
-        arrays.aliases[before_last, 1] |= _LOW
+        arrays.aliases[before_last, 1] |= LOW
         _give_alias(arrays, last)
     _add_alias(arrays, slot, name)
 
@@ -210,7 +159,7 @@ def _add_alias(arrays: FlatArrays, slot: int, name: np.uint64) -> None:
     else:
         counters[layout.ALIAS_FREE] = np.int64(arrays.aliases[alias, 1])
     arrays.aliases[alias, 0] = name
-    arrays.aliases[alias, 1] = (np.uint64(slot) << _HALF) | np.uint64(arrays.first_alias[slot])
+    arrays.aliases[alias, 1] = (np.uint64(slot) << HALF) | np.uint64(arrays.first_alias[slot])
     arrays.first_alias[slot] = np.uint32(alias)
     insert(arrays.name_buckets, hash_bits(name), _ALIAS_BIT | (alias + 1))
     counters[layout.ALIASES] += 1
@@ -230,10 +179,10 @@ def _give_alias(arrays: FlatArrays, alias: int) -> None:
 @inlined
 def forget_names(arrays: FlatArrays, slot: int) -> None:
     """Forgets all names of a slot."""
-    if arrays.names[slot] == _NOTHING:
+    if arrays.names[slot] == NOTHING:
         return
     delete(arrays.name_buckets, hash_bits(arrays.names[slot]), slot + 1)
-    arrays.names[slot] = _NOTHING
+    arrays.names[slot] = NOTHING
     arrays.counters[layout.NAMES] -= 1
     if arrays.first_alias[slot] != np.uint32(layout.NO_SLOT):
         _forget_aliases(arrays, slot)
@@ -244,7 +193,7 @@ def _forget_aliases(arrays: FlatArrays, slot: int) -> None:
     """Forgets all names of a slot but the first."""
     alias = np.int64(arrays.first_alias[slot])
     while alias != layout.NO_SLOT:
-        following = np.int64(arrays.aliases[alias, 1] & _LOW)
+        following = np.int64(arrays.aliases[alias, 1] & LOW)
         _give_alias(arrays, alias)
         alias = following
     arrays.first_alias[slot] = np.uint32(layout.NO_SLOT)
@@ -257,21 +206,13 @@ def key_named(arrays: FlatArrays, name: np.uint64, pod: int, keys: NDArray[np.ui
     if slot >= 0:
         keys[0] = arrays.keys[slot, 0]
         return True
-    way = find_released(arrays, name, pod)
-    if way >= 0:
-        keys[0] = released_key(arrays, name, pod, way)
-    return way >= 0
+    return _released_key(arrays, name, pod, keys)
 
 
 @kernel
-def holds_named(
-    arrays: FlatArrays, pod: int, tier: int, keys: NDArray[np.uint64], names: NDArray[np.uint64]
-) -> bool:
-    """Whether each name means this key for the pod, which holds it in this tier."""
-    for place in range(len(keys)):
-        slot = find_named(arrays, names[place], pod)
-        if slot < 0 or arrays.keys[slot, 0] != keys[place]:
-            return False
-        if (held_tiers(arrays, slot, pod) >> tier) & 1 == 0:
-            return False
-    return True
+def keys_named(arrays: FlatArrays, pod: int, names: NDArray[np.uint64], keys: NDArray[np.uint64]) -> bool:
+    """As `key_named`, for several names; whether all of them are known."""
+    known = 0
+    for place in range(len(names)):
+        known += key_named(arrays, names[place], pod, keys[place:])
+    return known == len(names)

@@ -9,28 +9,19 @@ from compiled.jit import inlined, kernel
 from indexer import flat_layout as layout
 from indexer.flat_buckets import (
     delete,
-    hash_bits,
-    insert,
-    room_for,
-)
-from indexer.flat_holders import (
-    drop_holders,
-    held_tiers,
-    hold,
-    release,
-)
-from indexer.flat_layout import FlatArrays, empty_rows
-from indexer.flat_names import find_named, forget_names, give_name, remember_released
-from indexer.flat_slots import (
     find,
     give_slot,
+    hash_bits,
+    insert,
     link,
+    room_for,
     take_slot,
     unlink,
     use,
 )
-
-_NOTHING = np.uint64(0)
+from indexer.flat_holders import drop_holders, held_tiers, hold, release
+from indexer.flat_layout import NOTHING, FlatArrays
+from indexer.flat_names import find_named, forget_names, give_name, remember_released
 
 
 @inlined
@@ -95,7 +86,7 @@ def insert_block(arrays: FlatArrays, key: np.uint64, before: int) -> int:
     arrays.keys[slot, 0] = key
     for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
         arrays.slots[slot, column] = np.uint32(0)
-    arrays.names[slot] = _NOTHING
+    arrays.names[slot] = NOTHING
     arrays.first_alias[slot] = np.uint32(layout.NO_SLOT)
     insert(arrays.buckets, hash_bits(key), slot + 1)
     link(arrays, slot, slot, before)
@@ -138,24 +129,6 @@ def place_blocks(arrays: FlatArrays, keys: NDArray[np.uint64], chain: NDArray[np
 
 
 @kernel
-def add_blocks(
-    arrays: FlatArrays,
-    pod: int,
-    tier: int,
-    keys: NDArray[np.uint64],
-    chain: NDArray[np.int64],
-) -> None:
-    """Counts one copy of each block.
-
-    Args:
-        chain: int64 [blocks], written.
-    """
-    place_blocks(arrays, keys, chain)
-    for place in range(len(keys)):
-        hold(arrays, chain[place], pod, tier, 1)
-
-
-@kernel
 def store_blocks(
     arrays: FlatArrays,
     pod: int,
@@ -164,9 +137,17 @@ def store_blocks(
     names: NDArray[np.uint64],
     chain: NDArray[np.int64],
 ) -> int:
-    """Counts one copy of each block, found by its name from now on; tells how many meant other blocks."""
+    """Count one copy of each block, found by its name from now on.
+
+    Args:
+        names: uint64 [blocks], or empty: the blocks get no names.
+        chain: int64 [blocks], written.
+
+    Returns:
+        How many names meant other blocks.
+    """
     reused = 0
-    for place in range(len(keys)):
+    for place in range(len(names)):
         slot = find_named(arrays, names[place], pod)
         if slot >= 0 and arrays.keys[slot, 0] != keys[place]:
             forget_pod(arrays, slot, pod)
@@ -174,8 +155,23 @@ def store_blocks(
     place_blocks(arrays, keys, chain)
     for place in range(len(keys)):
         hold(arrays, chain[place], pod, tier, 1)
-        give_name(arrays, chain[place], names[place])
+        if len(names):
+            give_name(arrays, chain[place], names[place])
     return reused
+
+
+@kernel
+def store_with_room(
+    arrays: FlatArrays,
+    pod: int,
+    tier: int,
+    keys: NDArray[np.uint64],
+    names: NDArray[np.uint64],
+    chain: NDArray[np.int64],
+) -> int:
+    """`for_blocks` and `store_blocks` in one call: to hand the arrays over costs as much as a few blocks."""
+    for_blocks(arrays, len(keys))
+    return store_blocks(arrays, pod, tier, keys, names, chain)
 
 
 @kernel
@@ -209,22 +205,21 @@ def remove_blocks(arrays: FlatArrays, pod: int, tier: int, keys: NDArray[np.uint
 
 
 @inlined
-def remove_named(arrays: FlatArrays, pod: int, tier: int, name: np.uint64) -> int:
-    """Counts a copy less of the block that a pod holds under this name; answers as `release`."""
-    slot = find_named(arrays, name, pod)
-    return remove_slot(arrays, pod, tier, name, slot) if slot >= 0 else -1
-
-
-@inlined
-def remove_slot(arrays: FlatArrays, pod: int, tier: int, name: np.uint64, slot: int) -> int:
-    """As `remove_named`, of the block in this slot."""
-    key = arrays.keys[slot, 0]
-    outcome = release(arrays, slot, pod, tier)
-    if outcome > 0 and (outcome == 2 or held_tiers(arrays, slot, pod) == 0):
-        remember_released(arrays, name, pod, key)
-    if outcome == 2:
-        forget_slot(arrays, slot)
-    return outcome
+def remove_named(arrays: FlatArrays, pod: int, tier: int, names: NDArray[np.uint64]) -> int:
+    """Count one copy less of the blocks that a pod holds under these names; answers as `release` at most."""
+    most = -1
+    for place in range(len(names)):
+        slot = find_named(arrays, names[place], pod)
+        if slot < 0:
+            continue
+        key = arrays.keys[slot, 0]
+        outcome = release(arrays, slot, pod, tier)
+        most = max(most, outcome)
+        if outcome > 0 and (outcome == 2 or held_tiers(arrays, slot, pod) == 0):
+            remember_released(arrays, names[place], pod, key)
+        if outcome == 2:
+            forget_slot(arrays, slot)
+    return most
 
 
 @kernel
@@ -261,28 +256,3 @@ def for_blocks(arrays: FlatArrays, blocks: int) -> None:
     room_for(arrays.buckets, min(counters[layout.BLOCKS] + blocks, capacity), capacity)
     room_for(arrays.name_buckets, counters[layout.NAMES] + blocks, capacity + layout.RUN_MAX)
     room_for(arrays.further_buckets, counters[layout.FURTHER] + blocks, capacity + layout.RUN_MAX)
-
-
-@kernel
-def add_with_room(
-    arrays: FlatArrays,
-    pod: int,
-    tier: int,
-    keys: NDArray[np.uint64],
-    chain: NDArray[np.int64],
-) -> None:
-    """`for_blocks` and `add_blocks` in one call: to hand the arrays over costs as much as a few blocks."""
-    for_blocks(arrays, len(keys))
-    add_blocks(arrays, pod, tier, keys, chain)
-
-
-def for_pods(arrays: FlatArrays, pods: int) -> FlatArrays:
-    """Arrays whose rows have a bit for each of so many pods; all rows are copied where they had not."""
-    tiers, _, words = arrays.rows.shape
-    if pods <= words * 64:
-        return arrays
-    counters = arrays.counters
-    rows = empty_rows(int(counters[layout.CAPACITY]), int(counters[layout.BYTES_MAX]), tiers, 2 * words)
-    used, tiers_used = int(counters[layout.ROWS_USED]), int(counters[layout.TIERS_USED])
-    rows[:tiers_used, :used, :words] = arrays.rows[:tiers_used, :used]
-    return arrays._replace(rows=rows)

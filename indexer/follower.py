@@ -1,7 +1,7 @@
 """Follows one engine by asking its own sockets: the connection to its publisher, and replays.
 
-A link is one connection at most: when it is lost, whatever is still queued belongs to a life that may be
-over, so the whole socket is thrown away and a new one opened. Runs on the subscriber's thread only.
+A subscription is one connection at most: when it is lost, whatever is still queued belongs to a life that may
+be over, so the whole socket is thrown away and a new one opened. Runs on the subscriber's thread only.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from indexer.config import IndexerConfig, PodStream
-from indexer.recovery import MESSAGE_FACTOR, RETRY_MAX_S, TURN_BYTES, TURN_MESSAGES, EngineStream
-from indexer.replay import Batch, Broken, End, ReplayRequest, parse_live
+from indexer.config import PodStream
+from indexer.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES, EngineStream
+from indexer.replay import Batch, Broken, End, parse_answer, parse_live, replay_socket
+from indexer.stream import StreamState
+from indexer.stream_actions import Action, Fetch, Purpose, Replay
 
 if TYPE_CHECKING:
-    from indexer.ingest import Ingest
     from indexer.subscribe import Subscriber
 
+_RETRY_S, _RETRY_MAX_S = 0.1, 5.0
 _REOPEN_S = 0.1
 _SLOT_RETRY_S = 0.02
 _READABLE = int(zmq.POLLIN)
@@ -33,62 +35,15 @@ _RECONNECT_MAX_MS = 1000
 _CONNECT_TIMEOUT_MS = 3000
 
 
-class Link:
-    """A subscription to one publisher.
+def subscription(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, topic_prefix: str, max_message_bytes: int
+) -> zmq.Socket[bytes]:
+    """Make a SUB socket that bounds what it takes and how long it believes in a silent peer.
 
     Args:
-        topic_prefix: What to subscribe to; empty for all. Topics say nothing that we use.
         max_message_bytes: Above it the connection is cut.
-
-    Raises:
-        zmq.ZMQError: The endpoint is unusable.
     """
-
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
-        *,
-        topic_prefix: str,
-        max_message_bytes: int,
-    ) -> None:
-        self.socket = context.socket(zmq.SUB)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        limit(self.socket, endpoint, max_message_bytes)
-        self.socket.subscribe(topic_prefix)
-        try:
-            self.socket.connect(endpoint)
-        except zmq.ZMQError:
-            self.close()
-            raise
-
-    def next_change(self) -> bool | None:
-        """Whether the connection was made, or lost, next; None when nothing has changed."""
-        try:
-            message = recv_monitor_message(self.monitor, zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-        return bool(message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether a message is there: to ask costs a tenth of a `receive` that finds none."""
-        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & _READABLE)
-
-    def receive(self) -> Batch | Broken | None:
-        try:
-            return parse_live(self.socket.recv_multipart(zmq.NOBLOCK))
-        except zmq.Again:
-            return None
-
-    def close(self) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
-        self.socket.close()
-
-
-def limit(subscriber: zmq.Socket[bytes], endpoint: str, max_message_bytes: int) -> None:
-    """Bounds what a SUB socket takes, and how long it believes in a silent peer."""
+    socket = context.socket(zmq.SUB)
     options = {
         zmq.LINGER: 0,
         zmq.RCVHWM: _RECEIVE_QUEUE,
@@ -101,86 +56,136 @@ def limit(subscriber: zmq.Socket[bytes], endpoint: str, max_message_bytes: int) 
         zmq.IPV6: "[" in endpoint,
     }
     for option, value in options.items():
-        subscriber.setsockopt(option, value)
+        socket.setsockopt(option, value)
+    socket.subscribe(topic_prefix)
+    return socket
+
+
+def close_subscription(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+    """Close a subscription and the socket that tells of its connections."""
+    socket.disable_monitor()
+    monitor.close(linger=0)
+    socket.close(linger=0)
 
 
 class ReplayingStream(EngineStream):
-    """A stream whose engine is asked itself for what is missing."""
+    """A stream of an engine that connects to us or we to it, and that is asked for what is missing."""
 
-    _replay: ReplayRequest | None = None
+    connected = False
+    _replay: zmq.Socket[bytes] | None = None
+    _replay_ends_s = 0.0
+    _replay_attempts = 0
+
+    def _set_connected(self, up: bool, now_s: float) -> None:
+        if up == self.connected:
+            return
+        self.connected = up
+        if up:
+            self._sockets.end_relay(self.name)
+        self._sink.link(self.name, up)
+        if up:
+            self.link_up(now_s)
+        else:
+            self.link_down(now_s)
 
     def _begin_replay(self, now_s: float) -> None:
         if self._replay is not None:
             self._sink.replay(self.name, "superseded")
-        super()._begin_replay(now_s)
+        self._stop_replay()
+        self._replay_attempts = 0
+        if self._machine.reason == Purpose.HISTORY:
+            self._source = "replay"
+        self._ask(now_s)
 
     def _stop_replay(self) -> None:
         self._timers.pop(self._ask, None)
         if self._replay is not None:
             self._timers.pop(self._break_off, None)
-            self._sockets.unwatch(self._replay.socket)
+            self._sockets.unwatch(self._replay)
             self._replay.close()
             self._replay = None
             self._sockets.free_replays += 1
 
     def _ask(self, now_s: float) -> None:
-        start = self._machine.replay_start
-        if start is None or self.stream.replay_endpoint is None:
+        start, endpoint = self._machine.replay_start, self.stream.replay_endpoint
+        if start is None or endpoint is None:
             return
         if not self._sockets.free_replays:
             self._timers[self._ask] = now_s + _SLOT_RETRY_S
             return
+        limit = MESSAGE_FACTOR * self._config.max_payload_bytes
         try:
-            self._replay = ReplayRequest(
-                self._sockets.context,
-                self.stream.replay_endpoint,
-                start,
-                now_s,
-                idle_s=self._config.replay_idle_s,
-                total_s=self._config.replay_total_s,
-                max_message_bytes=MESSAGE_FACTOR * self._config.max_payload_bytes,
-            )
+            self._replay = replay_socket(self._sockets.context, endpoint, start, limit)
         except zmq.ZMQError:
             self._sink.socket_error(self.name, "replay")
             self._retry(now_s)
             return
-        self._timers[self._break_off] = self._replay.fails_at_s
+        self._replay_ends_s = now_s + self._config.replay_total_s
+        self._await_answer(now_s)
         self._sockets.free_replays -= 1
-        self._sockets.watch(self, self._replay.socket, self._on_replay)
+        self._sockets.watch(self, self._replay, self._on_replay)
+
+    def _await_answer(self, now_s: float) -> None:
+        self._timers[self._break_off] = min(now_s + self._config.replay_idle_s, self._replay_ends_s)
 
     def _break_off(self, now_s: float) -> None:
         """The replay has not been answered for too long, or takes too long."""
         self._stop_replay()
         self._retry(now_s)
 
-    def _on_replay(self, now_s: float) -> None:
-        replay = self._replay
-        assert replay is not None
-        self._on_replayed(self._answers(replay, now_s), now_s)
-        if self._replay is replay:
-            self._timers[self._break_off] = replay.fails_at_s
+    def _retry(self, now_s: float) -> None:
+        """Ask once more, later and later; give up in the end."""
+        self._replay_attempts += 1
+        if self._replay_attempts < self._config.replay_attempts:
+            self._timers[self._ask] = now_s + min(_RETRY_MAX_S, _RETRY_S * 4 ** (self._replay_attempts - 1))
+            return
+        self._sink.replay(self.name, "failed")
+        self._perform(self._machine.replay_failed(), now_s)
 
-    def _answers(self, replay: ReplayRequest, now_s: float) -> Iterator[Batch | End]:
+    def _on_replay(self, now_s: float) -> None:
+        """Take a turn's share of the answers, then apply them together."""
+        replay = self._replay
+        actions: list[Action] = []
+        assert replay is not None
+        for answer in self._answers(replay):
+            if isinstance(answer, End):
+                self._stop_replay()
+                self._sink.replay(self.name, "completed")
+                if self._machine.state is StreamState.RECOVERING:
+                    # What was published before the subscription took effect shows as a lost tail.
+                    self._check_tail_later(now_s)
+                actions += self._machine.replay_ended()
+                break
+            step = self._machine.replayed(answer.sequence, answer.payload)
+            actions += step
+            if any(isinstance(action, Replay | Fetch) for action in step):
+                break
+        self._perform(actions, now_s)
+        if self._replay is replay:
+            self._await_answer(now_s)
+
+    def _answers(self, replay: zmq.Socket[bytes]) -> Iterator[Batch | End]:
         taken_bytes = 0
         for _ in range(TURN_MESSAGES):
-            answer = replay.receive(now_s) if taken_bytes < TURN_BYTES else None
-            if answer is None:
+            try:
+                answer = parse_answer(replay.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
                 return
             if isinstance(answer, Broken):
                 self._sink.rejected(self.name, answer.reason)
                 continue
-            if isinstance(answer, Batch):
-                taken_bytes += len(answer.payload)
             yield answer
+            if isinstance(answer, Batch) and (taken_bytes := taken_bytes + len(answer.payload)) >= TURN_BYTES:
+                return
 
 
 class Follower(ReplayingStream):
     """One engine's stream whose publisher we connect to."""
 
-    def __init__(self, stream: PodStream, config: IndexerConfig, sink: Ingest, sockets: Subscriber) -> None:
-        super().__init__(stream, config, sink, sockets)
-        self.connected = False
-        self._link: Link | None = None
+    def __init__(self, stream: PodStream, sockets: Subscriber) -> None:
+        super().__init__(stream, sockets)
+        # The subscription, and the socket that tells of its connection.
+        self._link: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
         self._timers[self._open] = -math.inf
 
     def close(self) -> None:
@@ -190,70 +195,67 @@ class Follower(ReplayingStream):
     def reset(self, now_s: float) -> None:
         self._close_link()
         super().reset(now_s)
-        self._set_connected(False)
-        self._timers[self._open] = now_s + RETRY_MAX_S
+        self._set_connected(False, now_s)
+        self._timers[self._open] = now_s + _RETRY_MAX_S
 
     def _close_link(self) -> None:
         if self._link is not None:
-            self._sockets.unwatch(self._link.monitor)
-            self._sockets.unwatch(self._link.socket)
-            self._link.close()
+            for socket in self._link:
+                self._sockets.unwatch(socket)
+            close_subscription(*self._link)
             self._link = None
         self._timers.pop(self._open, None)
 
     def _open(self, now_s: float) -> None:
-        assert self.stream.events_endpoint is not None
-        topic = self.stream.topic_prefix
+        endpoint, topic = self.stream.events_endpoint, self.stream.topic_prefix
+        assert endpoint is not None
+        socket = subscription(
+            self._sockets.context,
+            endpoint,
+            self._config.topic_prefix if topic is None else topic,
+            MESSAGE_FACTOR * self._config.max_payload_bytes,
+        )
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         try:
-            self._link = Link(
-                self._sockets.context,
-                self.stream.events_endpoint,
-                topic_prefix=self._config.topic_prefix if topic is None else topic,
-                max_message_bytes=MESSAGE_FACTOR * self._config.max_payload_bytes,
-            )
+            socket.connect(endpoint)
         except zmq.ZMQError:
+            close_subscription(socket, monitor)
             self._sink.socket_error(self.name, "subscribe")
-            self._timers[self._open] = now_s + RETRY_MAX_S
+            self._timers[self._open] = now_s + _RETRY_MAX_S
             return
+        self._link = socket, monitor
         # The monitor first: a connection is known before its first message is read.
-        self._sockets.watch(self, self._link.monitor, self._on_monitor)
-        self._sockets.watch(self, self._link.socket, self._on_live)
+        self._sockets.watch(self, monitor, self._on_monitor)
+        self._sockets.watch(self, socket, self._on_live)
         self.report()
 
     def _on_monitor(self, now_s: float) -> None:
-        while self._link is not None and (is_made := self._link.next_change()) is not None:
-            if is_made:
-                self._on_connected(now_s)
-            else:
+        while self._link is not None:
+            try:
+                change = recv_monitor_message(self._link[1], zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            is_made = change["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if not is_made:
                 self._close_link()
-                self._set_connected(False)
-                self.link_down(now_s)
                 self._timers[self._open] = now_s + _REOPEN_S
-
-    def _on_connected(self, now_s: float) -> None:
-        if not self.connected:
-            self._sockets.relayed.end(self.name)
-            self._set_connected(True)
-            self.link_up(now_s)
-
-    def _set_connected(self, up: bool) -> None:
-        if up != self.connected:
-            self.connected = up
-            self._sink.link(self.name, up)
+            self._set_connected(is_made, now_s)
 
     def _on_live(self, now_s: float) -> None:
-        """Takes a turn's share of what waits, then applies it together."""
+        """Take a turn's share of what waits, then apply it together."""
         assert self._link is not None
-        self._on_connected(now_s)
+        socket = self._link[0]
+        self._set_connected(True, now_s)
         batches: list[Batch] = []
         taken_bytes = 0
         for _ in range(TURN_MESSAGES):
-            message = self._link.receive()
+            # To ask whether a message is there costs a tenth of a receive that finds none.
+            if taken_bytes >= TURN_BYTES or not int(socket.getsockopt(zmq.EVENTS)) & _READABLE:
+                break
+            message = parse_live(socket.recv_multipart(zmq.NOBLOCK))
             if isinstance(message, Batch):
                 taken_bytes += len(message.payload)
                 batches.append(message)
-            elif message is not None:
+            else:
                 self._sink.rejected(self.name, message.reason)
-            if taken_bytes >= TURN_BYTES or not self._link.waiting:
-                break
         self.live(batches, now_s)

@@ -1,9 +1,8 @@
-"""Matches cut to what engines can resume: whole blocks of their own, and what hybrid attention needs.
+"""Matches cut to what engines with hybrid attention can resume, and what their stores tell of their groups.
 
-An engine serves whole blocks of its own size only: an index block of a prompt may match although the rest of
-its engine block differs. And layers may differ in what they remember: which blocks each KV cache group of a
-pod holds comes in, the longest prefix that its engine can resume goes out. Knows neither events nor engine
-hashes; each group but the lead is a holder of its own in the index.
+A model whose layers differ in their attention keeps a group of blocks for each kind, and announces each
+group's apart. The first full-attention group leads: its runs tell tokens and positions, the blocks of the
+others are known by the same hashes; each is a holder of its own in the index.
 """
 
 from __future__ import annotations
@@ -13,117 +12,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from compiled.jit import kernel
+from indexer.events import BlockStored
 from indexer.flat_index import FlatIndex
 from indexer.index import PodMatches
 from indexer.keys import Keys
 from indexer.tiers import SPECULATIVE_TIER
-
-# Sets of holders whose strides are kept as an array; a fleet asks for few.
-_KEPT_ROWS_MAX = 64
-
-
-class EngineStrides:
-    """Index blocks per engine block, by holder. Written by one thread, read by any."""
-
-    def __init__(self) -> None:
-        # Replaced as a whole, never changed.
-        self._strides: Mapping[str, int] = {}
-        # By the identity of a match's rows, which is kept here too, so that no other takes its place.
-        self._by_rows: dict[int, tuple[Mapping[str, int], NDArray[np.int32]]] = {}
-        table = np.zeros((0, 1), np.int32)
-        _cut(table[:, 0], table, table[:, 0])  # Compiled here, not while a first request waits.
-
-    def learn(self, holder: str, stride: int) -> None:
-        """Record the engine's index blocks per engine block; 1 if its blocks are not larger than those."""
-        if self._strides.get(holder, 1) == stride:
-            return
-        others = {other: known for other, known in self._strides.items() if other != holder}
-        self._strides = {**others, holder: stride} if stride > 1 else others
-        self._by_rows = {}
-
-    def of(self, holder: str) -> int:
-        """Return the engine's index blocks per engine block; 1 where nothing else is known."""
-        return self._strides.get(holder, 1)
-
-    def whole_blocks(self, table: PodMatches) -> PodMatches:
-        """Return the matches cut to whole engine blocks; `table` itself if no engine has larger ones."""
-        if not self._strides:
-            return table
-        strides = self._of_rows(table.rows)
-        if not len(strides):
-            return table
-        blocks, blocks_by_tier = table.cached_blocks.copy(), table.blocks_by_tier.copy()
-        _cut(blocks, blocks_by_tier, strides)
-        return PodMatches(table.rows, table.tiers, blocks, blocks_by_tier, strides=strides)
-
-    def _of_rows(self, rows: Mapping[str, int]) -> NDArray[np.int32]:
-        """Return int32 [rows], the holders' strides; empty if all are 1."""
-        by_rows, known = self._by_rows, self._strides
-        if (kept := by_rows.get(id(rows))) is not None:
-            return kept[1]
-        strides = np.ones(len(rows), np.int32)
-        for holder in known.keys() & rows.keys():
-            strides[rows[holder]] = known[holder]
-        if not (strides > 1).any():
-            strides = strides[:0]
-        if len(by_rows) >= _KEPT_ROWS_MAX:
-            by_rows.clear()
-        by_rows[id(rows)] = rows, strides
-        return strides
-
-
-@kernel
-def _cut(blocks: NDArray[np.int32], blocks_by_tier: NDArray[np.int32], strides: NDArray[np.int32]) -> None:
-    """Round each row's blocks down to a multiple of its stride.
-
-    An engine drops the end of a chain first, so what is cut off lies in the slowest tier that holds any.
-    """
-    for row in range(len(blocks)):
-        over = blocks[row] % strides[row]
-        blocks[row] -= over
-        for tier in range(blocks_by_tier.shape[1] - 1, -1, -1):
-            taken = min(over, blocks_by_tier[row, tier])
-            blocks_by_tier[row, tier] -= taken
-            over -= taken
-
-
-ALL_BLOCKS = -1
-NO_CHUNKS = 0
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRule:
-    """Which blocks of a group an engine needs to resume behind a prefix.
-
-    These are the rules of vLLM's cache managers: full attention needs all blocks, a sliding window those that
-    cover `window - 1` tokens before the prefix's end, a linear layer the one that holds the state at the end,
-    chunked attention those of the chunk that the end lies in.
-
-    Attributes:
-        stride: Index blocks of one of the group's blocks.
-        last_blocks: How many of its blocks in front of the prefix's end; ALL_BLOCKS.
-        chunk: Index blocks of a chunk, in front of which nothing is needed; NO_CHUNKS.
-    """
-
-    stride: int
-    last_blocks: int = ALL_BLOCKS
-    chunk: int = NO_CHUNKS
+from indexer.view_parts import GROUPS_MAX, GroupFact
 
 
 @dataclass(frozen=True, slots=True)
 class PodGroups:
-    """The KV cache groups of a hybrid pod.
+    """The KV cache groups of a hybrid pod."""
 
-    Attributes:
-        stride: Index blocks of one block of the lead group, whose blocks are the pod's own in the index.
-        rules: The other groups' rules.
-    """
-
-    stride: int
-    rules: Mapping[int, GroupRule]
+    stride: int  # index blocks of one block of the lead group, whose blocks are the pod's own in the index
+    rules: Mapping[int, GroupFact]  # the other groups' rules
 
 
 def group_holder(pod: str, group: int) -> str:
@@ -131,12 +37,11 @@ def group_holder(pod: str, group: int) -> str:
     return f"{pod}#{group}"
 
 
-def usable_blocks(depth: int, stride: int, groups: Sequence[tuple[GroupRule, NDArray[np.uint8]]]) -> int:
+def usable_blocks(depth: int, stride: int, groups: Sequence[tuple[GroupFact, NDArray[np.uint8]]]) -> int:
     """The longest prefix that can be resumed.
 
     Args:
         depth: Unbroken prefix that the full attention of the lead group holds, in index blocks.
-        stride: Index blocks of one of the lead group's blocks.
         groups: Each other group's rule and, uint8 [depth or more], at the last index block of each of its
             blocks anything but 0 if it is held.
 
@@ -152,12 +57,7 @@ def usable_blocks(depth: int, stride: int, groups: Sequence[tuple[GroupRule, NDA
 
 
 class HybridMatcher:
-    """Cuts the matches of hybrid pods to what their engines can resume. Thread-safe.
-
-    Args:
-        index: Holds the pods' blocks, and each group's under its `group_holder`.
-        block_tokens: Tokens of an index block.
-    """
+    """Cuts the matches of hybrid pods to what their engines can resume. Thread-safe."""
 
     def __init__(self, index: FlatIndex, block_tokens: int) -> None:
         self._index = index
@@ -167,7 +67,7 @@ class HybridMatcher:
         # Read by other threads; replaced as a whole.
         self._pods: Mapping[str, PodGroups] = {}
         # Compiled here, not while a first request waits.
-        usable_blocks(1, 1, [(GroupRule(1), np.zeros(1, np.uint8))])
+        usable_blocks(1, 1, [(GroupFact(1, usable=True, leads=False), np.zeros(1, np.uint8))])
 
     def learn(self, pod: str, groups: PodGroups | None) -> None:
         """Takes over what a pod's events tell of its groups; None for a pod with one group, or none."""
@@ -184,7 +84,6 @@ class HybridMatcher:
         in a window is not known before.
 
         Args:
-            keys: What was matched.
             table: The index's answer for `keys`; the lead groups' unbroken prefixes.
             prompt_tokens: Length of the prompt. An engine computes at least its last token, so of a prompt
                 that ends with a block it looks for the end of an earlier one. None: longer than `keys`.
@@ -210,7 +109,7 @@ class HybridMatcher:
             blocks[row], blocks_by_tier[row] = cut.cached_blocks[0], cut.blocks_by_tier[0]
         if blocks is None or blocks_by_tier is None:
             return table
-        return PodMatches(table.rows, table.tiers, blocks, blocks_by_tier)
+        return PodMatches(table.rows, table.tiers, blocks, blocks_by_tier, strides=table.strides)
 
     def _usable(self, keys: Keys, pod: str, groups: PodGroups) -> int:
         if not len(keys):
@@ -225,13 +124,13 @@ class HybridMatcher:
 
 @kernel
 def _resumable(held: NDArray[np.uint8], limit: int, stride: int, last_blocks: int, chunk: int) -> int:
-    """The longest prefix within `limit` index blocks that one group can resume, see `GroupRule`."""
+    """The longest prefix within `limit` index blocks that one group can resume, see `GroupFact`."""
     end = limit // stride
     while end > 0:
         first = 0
-        if last_blocks != ALL_BLOCKS:
+        if last_blocks >= 0:
             first = max(0, end - last_blocks)
-        if chunk != NO_CHUNKS:
+        if chunk > 0:
             first = end * stride // chunk * chunk // stride
         hole = end - 1
         while hole >= first and held[(hole + 1) * stride - 1] != 0:
@@ -241,3 +140,80 @@ def _resumable(held: NDArray[np.uint8], limit: int, stride: int, last_blocks: in
         # All ends between need the block that is missing, too: the first one needed never comes before.
         end = hole
     return end * stride
+
+
+FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+_SLIDING_WINDOW = frozenset({"sliding_window", "sliding_window_mla"})
+
+
+# What an engine tells that names no groups, and a group of which nothing is indexed.
+_ONLY = GroupFact(0, usable=True, leads=True)
+_UNUSABLE = GroupFact(0, usable=False, leads=False)
+
+
+class CacheGroups:
+    """What is known of one pod life's groups."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._groups: dict[int, GroupFact] = {}
+        # For the matcher, a new object whenever something was learnt; None while only one group is used.
+        self.rules: PodGroups | None = None
+
+    @property
+    def lead(self) -> int | None:
+        """The lead group's number; None where the engine names no groups, or none of full attention yet."""
+        return next((group for group, fact in self._groups.items() if fact.leads), None)
+
+    def of_store(self, event: BlockStored) -> GroupFact:
+        """Return what is known of a store's group, learnt if it is new."""
+        group, kind = event.group_idx, event.kv_cache_spec_kind
+        if group is None:
+            # An engine that tells no groups has one, and tells its kind or not.
+            return _ONLY if kind is None or kind in FULL_ATTENTION else _UNUSABLE
+        if group not in self._groups and event.block_size and len(self._groups) < GROUPS_MAX:
+            self._groups[group] = self._fact(group, event)
+            self._tell_rules()
+        return self._groups.get(group, _UNUSABLE)
+
+    def of(self, group: int | None) -> GroupFact:
+        """Return what is known of a group.
+
+        Raises:
+            KeyError: No store of this group was seen.
+        """
+        return _ONLY if group is None else self._groups[group]
+
+    def facts(self) -> tuple[GroupFact, ...]:
+        """All groups, in the order in which they were learnt."""
+        return tuple(self._groups.values())
+
+    def restore(self, facts: Sequence[GroupFact]) -> None:
+        """Take over what another view knows of this life, instead of what was learnt here."""
+        self._groups = {fact.group: fact for fact in facts}
+        self.rules = None
+        self._tell_rules()
+
+    def _tell_rules(self) -> None:
+        used = {group: fact for group, fact in self._groups.items() if fact.usable and not fact.leads}
+        if used and (lead := self.lead) is not None:
+            self.rules = PodGroups(self._groups[lead].stride, used)
+
+    def _fact(self, group: int, event: BlockStored) -> GroupFact:
+        kind, window_tokens = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window or 0
+        stride, rest = divmod(event.block_size, self._block_tokens)
+        needs_all = kind is None or kind in FULL_ATTENTION
+        if needs_all and self.lead is None:
+            return GroupFact(group, usable=True, leads=True, stride=max(1, stride))
+        rule = GroupFact(group, usable=True, leads=False, stride=stride)
+        # Only a group that tells its kind may be a second one whose blocks are all needed.
+        if rest == 0 and needs_all and kind is not None:
+            return rule
+        if rest == 0 and kind == "mamba":
+            return replace(rule, last_blocks=1)
+        if rest == 0 and kind in _SLIDING_WINDOW and window_tokens > 0:
+            return replace(rule, last_blocks=-(-(window_tokens - 1) // event.block_size))
+        is_chunked = kind == "chunked_local_attention" and window_tokens > 0
+        if rest == 0 and is_chunked and window_tokens % event.block_size == 0:
+            return replace(rule, chunk=window_tokens // self._block_tokens)
+        return GroupFact(group, usable=False, leads=False)

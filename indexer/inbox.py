@@ -10,24 +10,21 @@ only.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from indexer.config import IndexerConfig, PodStream
+from indexer.config import PodStream
 from indexer.errors import ListenError
-from indexer.follower import ReplayingStream, limit
+from indexer.follower import ReplayingStream, close_subscription, subscription
 from indexer.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES
 from indexer.replay import Batch, Broken, parse_live
 
 if TYPE_CHECKING:
-    from indexer.ingest import Ingest
     from indexer.subscribe import Subscriber
 
 _NOBODY = "inbox"
@@ -40,8 +37,7 @@ _PARTS = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _RANK = msgspec.msgpack.Decoder(int | None)
 
 
-@dataclass(frozen=True, slots=True)
-class Topic:
+class Topic(NamedTuple):
     """The names in a topic."""
 
     pod: str
@@ -71,69 +67,35 @@ def batch_rank(payload: bytes) -> int:
     return rank if rank is not None and 0 <= rank <= _RANK_MAX else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """One TCP connection.
+class Connection(NamedTuple):
+    """One TCP connection."""
 
-    Attributes:
-        number: Its file descriptor, which is used again once it is lost.
-        use: How many connections had this number, with it.
-    """
-
-    number: int
-    use: int
+    number: int  # its file descriptor, which is used again once it is lost
+    use: int  # how many connections had this number, with it
 
 
 class Publisher(ReplayingStream):
-    """One engine that publishes to the inbox.
+    """One engine that publishes to the inbox."""
 
-    Attributes:
-        connection: The one that its messages come on; None while there is none.
-        lost_s: When the last one was lost.
-    """
-
-    def __init__(
-        self,
-        stream: PodStream,
-        config: IndexerConfig,
-        sink: Ingest,
-        sockets: Subscriber,
-        *,
-        declared: bool,
-        now_s: float,
-    ) -> None:
-        super().__init__(stream, config, sink, sockets)
-        self.declared = declared
-        self.connection: Connection | None = None
-        self.lost_s = now_s
-        self.report()
-
-    @property
-    def connected(self) -> bool:
-        return self.connection is not None
+    connection: Connection | None = None  # the one that its messages come on
+    lost_s = -math.inf  # when the last one was lost
 
     def reset(self, now_s: float) -> None:
         super().reset(now_s)
         # Its next message brings it up again.
-        self._set_connection(None, now_s)
+        self.lost(now_s)
 
     def live_on(self, connection: Connection, batches: list[Batch], now_s: float) -> None:
         if connection != self.connection:
             self.lost(now_s)
-            self._sockets.relayed.end(self.name)
-            self._set_connection(connection, now_s)
-            self.link_up(now_s)
+            self.connection = connection
+            self._set_connected(True, now_s)
         self.live(batches, now_s)
 
     def lost(self, now_s: float) -> None:
         if self.connection is not None:
-            self._set_connection(None, now_s)
-            self.link_down(now_s)
-
-    def _set_connection(self, connection: Connection | None, now_s: float) -> None:
-        if (connection is None) != (self.connection is None):
-            self._sink.link(self.name, connection is not None)
-        self.connection, self.lost_s = connection, now_s
+            self.connection, self.lost_s = None, now_s
+            self._set_connected(False, now_s)
 
 
 # Of whom, and on which connection, a message is.
@@ -150,55 +112,44 @@ class Inbox:
         ListenError: The address is in use, or not ours.
     """
 
-    def __init__(self, config: IndexerConfig, sink: Ingest, sockets: Subscriber) -> None:
+    def __init__(self, sockets: Subscriber) -> None:
+        config = sockets.config
         assert config.events_bind is not None
+        self.name = _NOBODY
         self.publishers: dict[str, Publisher] = {}
-        self._config = config
-        self._sink = sink
-        self._sockets = sockets
+        self._config, self._sink, self._sockets = config, sockets.sink, sockets
         self._declared: Mapping[str, PodStream] = {}
         self._elsewhere: frozenset[str] = frozenset()
-        self._lost: deque[Connection] = deque()
+        self._lost: set[Connection] = set()
         # How many connections had each number so far; as many numbers as there ever were at once.
         self._uses: dict[int, int] = {}
         self._full_until_s = -math.inf
-        self._socket = sockets.context.socket(zmq.SUB)
+        limit = MESSAGE_FACTOR * config.max_payload_bytes
+        self._socket = subscription(sockets.context, config.events_bind, config.topic_prefix, limit)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        limit(self._socket, config.events_bind, MESSAGE_FACTOR * config.max_payload_bytes)
-        self._socket.subscribe(config.topic_prefix)
         try:
             self._socket.bind(config.events_bind)
         except zmq.ZMQError as error:
-            self._close_socket()
+            close_subscription(self._socket, self._monitor)
             raise ListenError(f"events_bind {config.events_bind}: cannot listen: {error.strerror}") from error
         self.endpoint: str = self._socket.get_string(zmq.LAST_ENDPOINT)
         sockets.watch(self, self._monitor, self._on_monitor)
         sockets.watch(self, self._socket, self._on_live)
 
-    @property
-    def name(self) -> str:
-        return _NOBODY
-
-    @property
-    def due_s(self) -> float:
-        """When `tick` must be called next; the publishers are owners themselves."""
-        return -math.inf if self._lost else math.inf
-
-    def tick(self, now_s: float) -> None:
-        """Takes lost connections to heart once all that came on them is read."""
-        if not self._socket.poll(0):
-            while self._lost:
-                connection = self._lost.popleft()
-                for publisher in self.publishers.values():
-                    if publisher.connection == connection:
-                        publisher.lost(now_s)
+    def _end_lost(self, now_s: float) -> None:
+        """End lost connections once all that came on them is read."""
+        if self._lost and not self._socket.poll(0):
+            for publisher in self.publishers.values():
+                if publisher.connection in self._lost:
+                    publisher.lost(now_s)
+            self._lost.clear()
 
     def close(self) -> None:
         for publisher in self.publishers.values():
             publisher.close()
         self._sockets.unwatch(self._monitor)
         self._sockets.unwatch(self._socket)
-        self._close_socket()
+        close_subscription(self._socket, self._monitor)
 
     def reset(self, now_s: float) -> None:
         """After an error that is no publisher's own all views are in doubt."""
@@ -211,26 +162,28 @@ class Inbox:
         Args:
             elsewhere: Pods that we connect to: what they publish here too is passed over.
         """
-        self._declared, self._elsewhere = streams, elsewhere
+        before, self._declared, self._elsewhere = self._declared, streams, elsewhere
         for holder, publisher in tuple(self.publishers.items()):
-            wanted = streams.get(holder)
-            if wanted == publisher.stream:
-                # It may have come before its declaration.
-                publisher.declared = True
-            elif publisher.declared or wanted or publisher.stream.pod in elsewhere:
+            is_other = holder in before or holder in streams or publisher.stream.pod in elsewhere
+            # It may have come before its declaration.
+            if is_other and streams.get(holder) != publisher.stream:
                 self._forget(holder)
         for holder, stream in streams.items():
             if holder not in self.publishers:
-                self._open(stream, now_s, declared=True)
+                self._open(stream, now_s)
 
-    def _on_monitor(self, _now_s: float) -> None:
+    def _on_monitor(self, now_s: float) -> None:
+        self._take_changes()
+        self._end_lost(now_s)
+
+    def _take_changes(self) -> None:
         while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             message = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             number = message["value"]
             if message["event"] == zmq.EVENT_ACCEPTED:
                 self._uses[number] = self._uses.get(number, 0) + 1
             else:
-                self._lost.append(Connection(number, self._uses.get(number, 0)))
+                self._lost.add(Connection(number, self._uses.get(number, 0)))
 
     def _connection(self, frame: zmq.Frame) -> Connection:
         number = frame.get(zmq.SRCFD)
@@ -248,12 +201,13 @@ class Inbox:
             except zmq.Again:
                 break
             # Its connection may have the number of one that was lost a moment ago.
-            self._on_monitor(now_s)
+            self._take_changes()
             taken_bytes += sum(map(len, frames))
             self._take(frames, taken, now_s)
         for (publisher, connection), batches in taken.items():
             if self.publishers.get(publisher.name) is publisher:
                 self._sockets.guarded(publisher, partial(publisher.live_on, connection, batches))
+        self._end_lost(now_s)
 
     def _take(self, frames: list[zmq.Frame], taken: dict[_Source, list[Batch]], now_s: float) -> None:
         message = parse_live([frame.bytes for frame in frames])
@@ -264,12 +218,10 @@ class Inbox:
         if topic is None:
             self._sink.rejected(_NOBODY, "topic")
             return
-        rank = batch_rank(message.payload)
-        reason = self._refused(topic, rank, now_s)
-        if reason is not None:
-            self._sink.rejected(_NOBODY, reason)
+        publisher = self._publisher(topic, batch_rank(message.payload), now_s)
+        if isinstance(publisher, str):
+            self._sink.rejected(_NOBODY, publisher)
             return
-        publisher = self.publishers[self._stream(topic, rank).holder]
         taken.setdefault((publisher, self._connection(frames[-1])), []).append(message)
 
     def _stream(self, topic: Topic, rank: int) -> PodStream:
@@ -279,54 +231,45 @@ class Inbox:
         # A pod that was declared without ranks is one engine, whatever number it has among others.
         return self._declared.get(stream.holder) or self._declared.get(topic.pod) or stream
 
-    def _refused(self, topic: Topic, rank: int, now_s: float) -> str | None:
-        """Why nothing is taken of this publisher; None if it is there and its messages are taken."""
+    def _publisher(self, topic: Topic, rank: int, now_s: float) -> Publisher | str:
+        """Return whose message it is, or why nothing is taken of this publisher."""
         if topic.pod in self._elsewhere:
             return "followed_elsewhere"
         stream = self._stream(topic, rank)
         publisher = self.publishers.get(stream.holder)
-        if publisher is None:
-            return None if self._admit(stream, now_s) else "too_many_pods"
-        if publisher.stream.model != stream.model:
+        if publisher is None and not self._admit(stream, now_s):
+            return "too_many_pods"
+        if publisher is not None and publisher.stream.model != stream.model:
             if publisher.connection is not None:
                 return "other_model"
             # Another model under one name is another engine.
             self._forget(stream.holder)
-            self._open(stream, now_s, declared=False)
-        return None
+            self._open(stream, now_s)
+        return self.publishers[stream.holder]
 
     def _admit(self, stream: PodStream, now_s: float) -> bool:
         """Makes room for a publisher that nobody declared, if there is any."""
         if now_s < self._full_until_s:
             return False
-        undeclared = [publisher for publisher in self.publishers.values() if not publisher.declared]
+        undeclared = [each for each in self.publishers.values() if each.name not in self._declared]
         if len(undeclared) >= self._config.undeclared_pods:
-            gone = (
-                publisher.name
-                for publisher in undeclared
-                if publisher.connection is None
-                and now_s - publisher.lost_s >= self._config.undeclared_forget_s
-            )
-            holder = next(gone, None)
-            if holder is None:
+            lost_before_s = now_s - self._config.undeclared_forget_s
+            gone = [each for each in undeclared if not each.connected and each.lost_s <= lost_before_s]
+            if not gone:
                 self._full_until_s = now_s + _FULL_S
                 return False
-            self._forget(holder)
-        self._open(stream, now_s, declared=False)
+            self._forget(gone[0].name)
+        self._open(stream, now_s)
         return True
 
-    def _open(self, stream: PodStream, now_s: float, *, declared: bool) -> None:
+    def _open(self, stream: PodStream, now_s: float) -> None:
         self._sink.opened(stream)
-        self.publishers[stream.holder] = Publisher(
-            stream, self._config, self._sink, self._sockets, declared=declared, now_s=now_s
-        )
+        publisher = Publisher(stream, self._sockets)
+        publisher.lost_s = now_s
+        publisher.report()
+        self.publishers[stream.holder] = publisher
 
     def _forget(self, holder: str) -> None:
         self.publishers.pop(holder).close()
-        self._sockets.relayed.end(holder)
+        self._sockets.end_relay(holder)
         self._sink.closed(holder)
-
-    def _close_socket(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=0)

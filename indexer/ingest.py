@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from prometheus_client import CollectorRegistry
 
-from indexer.applied import Outcome
 from indexer.apply import PodView
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError, PeerError
-from indexer.flat_applier import PodState, PodStates
+from indexer.flat_applier import FlatApplier, FlatEngine
 from indexer.flat_index import FlatIndex
-from indexer.hybrid import EngineStrides, HybridMatcher
+from indexer.hybrid import HybridMatcher
 from indexer.journal import Entry, decode_entry
 from indexer.keys import BlockHasher, Keys
 from indexer.metrics import IndexerMetrics
@@ -30,8 +30,8 @@ from indexer.roster import Roster
 from indexer.snapshot import Fetched, Snapshot
 from indexer.speculate import Speculation
 from indexer.stream import StreamState
-from indexer.tiers import GPU_TIER
-from indexer.view_parts import HeldBlocks, ViewContent, ViewFacts, ViewPart
+from indexer.tiers import GPU_TIER, Tiers
+from indexer.view_parts import Outcome, ViewContent, ViewFacts, ViewPart
 
 _log = logging.getLogger(__name__)
 # A publisher can make its stream change at each message.
@@ -41,41 +41,50 @@ _COUNT_MARGIN = 16
 _NO_KEYS = np.empty(0, np.uint64)
 
 
-@dataclass(eq=False)
 class Ingest:
-    """The views of all pods that are followed, and whom what the streams bring is told.
+    """The index with the views of all pods that are followed, and whom what the streams bring is told.
 
-    Attributes:
+    Args:
         on_stored: See `KvIndexer`.
         on_link: See `KvIndexer`.
+        clock: See `KvIndexer`.
         wall_clock: The clock of event time stamps, seconds since the epoch.
+        index: One that is there already.
     """
 
-    config: IndexerConfig
-    _: KW_ONLY
-    index: FlatIndex
-    hasher: BlockHasher
-    parity: ParityWatch
-    hybrid: HybridMatcher
-    speculation: Speculation
-    metrics: IndexerMetrics
-    on_stored: Callable[[str, Keys, float], None]
-    on_link: Callable[[str, bool], None]
-    clock: Callable[[], float]
-    wall_clock: Callable[[], float] = time.time
-    strides: EngineStrides = field(default_factory=EngineStrides)
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        config: IndexerConfig,
+        registry: CollectorRegistry,
+        on_stored: Callable[[str, Keys, float], None],
+        on_link: Callable[[str, bool], None],
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float] = time.time,
+        index: FlatIndex | None = None,
+    ) -> None:
+        self.config = config
+        self.on_stored, self.on_link = on_stored, on_link
+        self.clock, self.wall_clock = clock, wall_clock
+        seed = secrets.randbits(64) if config.hash_seed is None else config.hash_seed
+        self.hasher = BlockHasher(config.block_tokens, seed)
+        if index is None:
+            tiers = Tiers(config.tier_weights, config.tier_by_medium)
+            index = FlatIndex(config.capacity_bytes, tiers, capacity_blocks=config.capacity_blocks)
+        self.index = index
+        self.speculation = Speculation(
+            self.index,
+            ttl_s=config.speculative_ttl_s,
+            max_s=config.speculative_max_s,
+            max_entries=config.speculative_entries,
+        )
+        self.hybrid = HybridMatcher(self.index, config.block_tokens)
+        self.metrics = IndexerMetrics(registry, stats=self.index.stats, speculative=self._speculative_entries)
+        self.parity = ParityWatch(self.metrics)
         self.roster = Roster()
-        self._states = PodStates(self.config, self.index, self.hasher)
-        self._pods: dict[str, PodState] = {}
+        self._engine = FlatEngine(self.config, self.index, self.hasher)
+        self._pods: dict[str, FlatApplier] = {}
         # Of each pod, as the metrics show them.
         self._orphans: dict[str, int] = {}
-
-    @property
-    def states(self) -> Mapping[str, StreamState]:
-        """State of every pod's stream; any thread may read it."""
-        return self.roster.states
 
     def held_blocks(self, holder: str, *, on_device: bool) -> int:
         """Blocks of its engine that a view holds, at least; any thread may ask.
@@ -95,7 +104,7 @@ class Ingest:
         return (held - held // _COUNT_MARGIN) // split
 
     def opened(self, stream: PodStream) -> None:
-        self._pods[stream.holder] = self._states.make(stream)
+        self._pods[stream.holder] = FlatApplier(self._engine, stream)
         self.roster.opened(stream)
         at = stream.events_endpoint or "our socket"
         _note("stream_opened", stream.holder, "following %s (%s) at %s", stream.model, at)
@@ -103,7 +112,7 @@ class Ingest:
     def closed(self, pod: str) -> None:
         self._pods.pop(pod).view.clear()
         self.hybrid.learn(pod, None)
-        self.strides.learn(pod, 1)
+        self.index.learn_stride(pod, 1)
         self.speculation.drop_pod(self.roster.pod(pod))
         self.parity.forget_pod(self.roster.pod(pod))
         self.roster.closed(pod)
@@ -115,18 +124,18 @@ class Ingest:
     def apply(self, pod: str, payloads: Sequence[bytes]) -> Outcome:
         state = self._pods[pod]
         serving = self.roster.pod(pod)
-        outcome = state.applier.apply(payloads, with_runs=self.parity.waits_for(serving))
+        outcome = state.apply(payloads, with_runs=self.parity.waits_for(serving))
         self._learn(pod, state.view)
         self._count(pod, outcome)
-        keys = _joined(outcome.applied.stored)
+        keys = _joined(outcome.stored)
         told = keys.tolist()
         self._doubt(pod, "events", state.view.doubt)
-        if outcome.applied.runs:
-            self.parity.stored(serving, outcome.applied.runs, told)
+        if outcome.runs:
+            self.parity.stored(serving, outcome.runs, told)
             self.reconsider(serving)
         if outcome.emptied:
             self.speculation.drop_pod(serving)
-        if outcome.applied.stored:
+        if outcome.stored:
             self._tell_stored(serving, keys, told)
         return outcome
 
@@ -140,15 +149,15 @@ class Ingest:
                 self.rejected(pod, error.reason)
                 outcome.doubt(error.reason)
             else:
-                outcome.applied.stored += stored
+                outcome.stored += stored
                 outcome.damage = outcome.damage or damage
         self._learn(pod, view)
-        if outcome.applied.stored:
-            keys = _joined(outcome.applied.stored)
+        if outcome.stored:
+            keys = _joined(outcome.stored)
             self._tell_stored(self.roster.pod(pod), keys, keys.tolist())
         return outcome
 
-    def state_of(self, pod: str) -> PodState:
+    def state_of(self, pod: str) -> FlatApplier:
         return self._pods[pod]
 
     def clear(self, pod: str, reason: str) -> None:
@@ -227,8 +236,8 @@ class Ingest:
             self._learn(pod, self._pods[pod].view)
             return
         self._pods[pod].view.restore(part)
-        if part.group is None and isinstance(part.part, HeldBlocks):
-            self._tell_stored(self.roster.pod(pod), part.part.keys, part.part.keys.tolist())
+        if part.group is None:
+            self._tell_stored(self.roster.pod(pod), part.blocks.keys, part.blocks.keys.tolist())
 
     def restored(self, pod: str, fetched: Fetched, took_s: float) -> None:
         answer = fetched.answer
@@ -262,7 +271,7 @@ class Ingest:
         self.hybrid.learn(pod, view.groups)
         # A view that was cleared knows no block size; the engine's next life most likely has the same.
         if (block_tokens := view.block_tokens) is not None:
-            self.strides.learn(pod, max(1, block_tokens // self.hasher.block_tokens))
+            self.index.learn_stride(pod, max(1, block_tokens // self.hasher.block_tokens))
 
     def _tell_stored(self, serving: str, keys: Keys, told: Sequence[int]) -> None:
         """Tells whoever waits for blocks, `told` being their keys once more."""
@@ -271,11 +280,11 @@ class Ingest:
         _call(self.on_stored, serving, keys, now_s)
 
     def _count(self, pod: str, outcome: Outcome) -> None:
-        metrics, applied = self.metrics, outcome.applied
+        metrics = self.metrics
         for reason, rejected in outcome.rejected.items():
             metrics.rejected.labels(reason).inc(rejected)
             _log.debug("%d messages or events of %s rejected: %s", rejected, pod, reason)
-        for (event_type, reason), skipped in applied.skipped.items():
+        for (event_type, reason), skipped in outcome.skipped.items():
             stored = event_type == "BlockStored"
             (metrics.stores_skipped if stored else metrics.removals_skipped).labels(reason).inc(skipped)
         orphans = self._pods[pod].view.orphans
@@ -289,13 +298,17 @@ class Ingest:
         with metrics.lock:
             for event_type, events in outcome.events.items():
                 metrics.events.add((event_type,), events)
-            metrics.admissions.add(number=sum(map(len, applied.stored)))
+            metrics.admissions.add(number=sum(map(len, outcome.stored)))
             for removed, counter in (("last", metrics.removals_last), ("copy", metrics.removals_copy)):
-                if hashes := applied.removals[removed]:
+                if hashes := outcome.removals[removed]:
                     counter.add(number=hashes)
                     metrics.evictions.add(number=hashes)
             for published_s in filter(math.isfinite, times_s):
                 metrics.lag_s.observe(max(0.0, now_s - published_s))
+
+    def _speculative_entries(self) -> int:
+        self.speculation.expire(self.clock())
+        return len(self.speculation)
 
 
 def _note(kind: str, pod: str, message: str, *values: object) -> None:

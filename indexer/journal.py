@@ -9,26 +9,29 @@ view is not exact any more.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
-from xxhash import xxh3_128_digest
 
 from indexer.errors import PayloadError
 from indexer.stream import StreamMachine, StreamState
-from indexer.view_parts import ViewFacts
+from indexer.view_parts import ViewFacts, ViewSnapshot
 
 if TYPE_CHECKING:
-    from indexer.ingest import Ingest
+    from indexer.flat_applier import FlatApplier
     from indexer.relay import Relay
 
 # A longer entry is neither written nor read.
 ENTRY_BYTES_MAX = 32 << 20
 _CHANGES_MAX = 1 << 20
+# What may wait for the server, of all engines; an epoch of which more comes ends.
+_WAITING_BYTES_MAX = 64 << 20
 
 # Number of an epoch's first entry, which changes nothing: no number before it was ever an epoch's.
 FIRST = 1
@@ -44,45 +47,30 @@ class Kind(IntEnum):
 
 
 class Change(Struct, frozen=True, array_like=True):
-    """One change of what a KV cache group holds.
+    """One change of what a KV cache group holds."""
 
-    Attributes:
-        group: The group; None for the lead group.
-        names: uint64, little-endian: names of blocks, see `flat_names`.
-        keys: uint64, little-endian: their keys, of a store only.
-    """
-
-    group: int | None
+    group: int | None  # None for the lead group
     kind: Kind
     tier: int = 0
-    names: bytes = b""
-    keys: bytes = b""
+    names: bytes = b""  # uint64, little-endian: names of blocks, see `flat_names`
+    keys: bytes = b""  # uint64, little-endian: their keys, of a store only
 
     @property
     def name_array(self) -> NDArray[np.uint64]:
-        """The names, in memory of their own."""
         return np.frombuffer(self.names, "<u8").astype(np.uint64)
 
     @property
     def key_array(self) -> NDArray[np.uint64]:
-        """The keys, in memory of their own."""
         return np.frombuffer(self.keys, "<u8").astype(np.uint64)
 
 
 class Entry(Struct, frozen=True, array_like=True):
-    """What some batches of an engine's stream did to a view.
+    """What some batches of an engine's stream did to a view."""
 
-    Attributes:
-        sequence: Number of the last of these batches.
-        digest: 16 bytes: XXH3-128 of its payload.
-        facts: What the events told, where that has changed.
-        changes: In order.
-    """
-
-    sequence: int
-    digest: bytes
-    facts: ViewFacts | None = None
-    changes: Sequence[Change] = ()
+    sequence: Annotated[int, Meta(ge=0)]  # of the last of these batches
+    digest: Annotated[bytes, Meta(min_length=16, max_length=16)]  # XXH3-128 of that batch's payload
+    facts: ViewFacts | None = None  # what the events told, where that has changed
+    changes: Annotated[Sequence[Change], Meta(max_length=_CHANGES_MAX)] = ()
 
 
 class Journal:
@@ -144,8 +132,7 @@ def decode_entry(data: bytes, tiers: int) -> Entry:
         entry = _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise PayloadError("broken_entry", str(error)) from None
-    sound = entry.sequence >= 0 and len(entry.digest) == 16 and len(entry.changes) <= _CHANGES_MAX
-    if not sound or not all(_is_sound(change, tiers) for change in entry.changes):
+    if not all(_is_sound(change, tiers) for change in entry.changes):
         raise PayloadError("broken_entry", "columns of an entry do not belong together")
     return entry
 
@@ -164,61 +151,69 @@ def _bytes(column: NDArray[np.uint64] | None) -> bytes:
     return b"" if column is None else column.astype("<u8").tobytes()
 
 
-class Position(NamedTuple):
-    """A place in an epoch: number and XXH3-128 of the entry there."""
-
-    number: int
-    digest: bytes
-
-
+@dataclass(slots=True, eq=False)
 class Feed:
-    """Entries of one engine."""
+    """Entries of one engine in one epoch: the subscriber's thread records them, the relay's writes them."""
 
-    def __init__(self, holder: str, sink: Ingest, relay: Relay) -> None:
-        self._holder = holder
-        self._sink = sink
-        self._relay = relay
-        self._epoch: str | None = None
-        self._last = Position(0, b"")
-        self._facts: ViewFacts | None = None
+    holder: str
+    epoch: str
+    token: bytes
+    relay: Relay
+    # Under the relay's lock.
+    has_ended: bool = False
+    entries: list[bytes] = field(default_factory=list)  # that are not written yet
+    last_number: int = FIRST - 1
+    # The subscriber's thread's.
+    listed_at: int = FIRST - 1  # number of the entry as of which the view was listed last
+    _state: FlatApplier | None = None
+    _facts: ViewFacts | None = None
+    # The relay's thread's.
+    written_s: float = 0.0
+    listing: Future[ViewSnapshot] | None = None
+    last_view: int = FIRST - 1  # number of the entry of the view that was written last
+    view_bytes: int = 0
+    bytes_since: int = 0  # of entries written since that view
 
-    @property
-    def epoch(self) -> str | None:
-        return self._epoch
-
-    def begin(self, epoch: str, mark: tuple[int, bytes]) -> None:
-        """Begin an epoch with the view as it is, or go on with it; tell where in it that is.
+    def list_from(self, state: FlatApplier, machine: StreamMachine, mark: tuple[int, bytes]) -> None:
+        """Begin the epoch with the view as it is, or go on with it, before the view is listed.
 
         Args:
             mark: Number and digest of the last batch in the view.
         """
-        if epoch != self._epoch:
-            state = self._sink.state_of(self._holder)
+        if self._state is None:
             state.journal.begin()
-            self._epoch, self._last, self._facts = epoch, Position(FIRST - 1, b""), state.view.facts()
-            self._tell(epoch, Entry(*mark))
-        self._relay.leave(self._holder, epoch, self._last)
+            self._state, self._facts = state, state.view.facts()
+            self._tell(Entry(*mark))
+        else:
+            self.flush(machine)
+        self.listed_at = self.last_number
 
     def flush(self, machine: StreamMachine) -> None:
         """Tell what changed since the last entry, or end the epoch of a view that is not exact."""
-        if self._epoch is None:
+        state = self._state
+        if state is None:
             return
-        state = self._sink.state_of(self._holder)
-        if machine.state is not StreamState.EXACT or state.view.unlisted == "part_runs":
+        if self.has_ended or machine.state is not StreamState.EXACT or state.view.unlisted == "part_runs":
             self.end()
         elif (mark := machine.mark) is not None:
             changes, facts = state.journal.take(), state.view.facts()
             if changes or facts != self._facts:
-                self._tell(self._epoch, Entry(*mark, facts if facts != self._facts else None, changes))
+                self._tell(Entry(*mark, facts if facts != self._facts else None, changes))
                 self._facts = facts
 
     def end(self) -> None:
-        if self._epoch is not None:
-            self._relay.leave(self._holder, self._epoch, None)
-            self._epoch = None
-            self._sink.state_of(self._holder).journal.end()
+        if self._state is not None:
+            self._state.journal.end()
+            self._state = None
+        self.has_ended = True
+        self.relay.wake.set()
 
-    def _tell(self, epoch: str, entry: Entry) -> None:
-        data = encode_entry(entry)
-        self._last = Position(self._last.number + 1, xxh3_128_digest(data))
-        self._relay.leave(self._holder, epoch, (self._last.number, data))
+    def _tell(self, entry: Entry) -> None:
+        data, relay = encode_entry(entry), self.relay
+        with relay.lock:
+            self.has_ended |= relay.waiting_bytes + len(data) > _WAITING_BYTES_MAX
+            if not self.has_ended:
+                self.entries.append(data)
+                self.last_number += 1
+                relay.waiting_bytes += len(data)
+        relay.wake.set()

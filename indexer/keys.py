@@ -1,4 +1,7 @@
-"""Token ids to chained 64-bit block keys: the one hash function of kvroute.
+"""Token ids, and what else blocks depend on, to chained 64-bit block keys: the one hash function of kvroute.
+
+Every kind of extra key has its own typed form, so that an adapter's name can never be taken for an image or a
+salt. A request's multimodal items give the same bytes (`extras_of_prompt`), whatever the engine's block size.
 
 Tokens of a prompt come in, one key per full block goes out. Keys depend on a seed, so that no client can
 prepare prompts that collide. Engines are not known here: their hashes are foreign handles.
@@ -8,15 +11,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from compiled.jit import inlined, kernel
 from indexer.errors import TokenError
-from indexer.key_kernels import HEAD_WORDS, chain_behind
+from indexer.events import BlockStored
 
 # Block keys in the order of the prompt: uint64 [blocks].
 Keys: TypeAlias = NDArray[np.uint64]
@@ -24,16 +29,24 @@ Keys: TypeAlias = NDArray[np.uint64]
 Tokens: TypeAlias = Sequence[int] | NDArray[np.uint32]
 
 _NO_EXTRAS = np.empty(0, np.uint64)
+# Multipliers: of the constant 1, of the parent's two words, of the extras' two words, then of each token.
+HEAD_WORDS = 5
+_USUAL_TOKENS = 16
+
+_LOW = np.uint64(0xFFFF_FFFF)
+_HALF = np.uint64(32)
 
 
 class BlockHasher:
     """Makes block keys.
 
-    A key hashes the parent's key, the block's extras and its token ids, see `key_kernels`. The first block's
-    parent is a root made of what the whole prompt depends on.
+    A key hashes the parent's key, the block's extras and its token ids. The first block's parent is a root
+    made of what the whole prompt depends on. A key is two multilinear hashes of the block's 32-bit words, the
+    upper 32 bits of each. Every such hash of a block of fixed length is strongly universal (Lemire and Kaser,
+    "Strongly universal string hashing is fast", 2014): whoever does not know the random multipliers finds two
+    blocks of one key with a chance of 2**-64.
 
     Args:
-        block_tokens: Tokens of one block.
         seed: Unsigned 64-bit number; keys of different seeds have nothing in common.
     """
 
@@ -54,8 +67,6 @@ class BlockHasher:
         """The key in front of a prompt's first block.
 
         Args:
-            model: The base model's name.
-            lora_name: The adapter's name; None for the base model.
             cache_salt: Keeps a tenant's blocks apart from others'; None for none.
         """
         packed = _model_text(model, lora_name) + _optional_text(cache_salt)
@@ -67,7 +78,7 @@ class BlockHasher:
         Args:
             parent: Key of the block before, or a root.
             token_ids: Whole numbers of 0..2**32-1.
-            extras: What each block depends on besides tokens (see `extras`), b"" for nothing; empty for a run
+            extras: What each block depends on besides tokens (see `pack`), b"" for nothing; empty for a run
                 of blocks that depend on tokens alone.
 
         Raises:
@@ -117,3 +128,207 @@ def _model_text(model: str, lora_name: str | None) -> bytes:
 
 def _optional_text(text: str | None) -> bytes:
     return b"\0" if text is None else b"\1" + length_prefixed(utf8(text))
+
+
+@kernel
+def chain_keys(
+    parent: np.uint64,
+    tokens: NDArray[np.uint32],
+    extras: NDArray[np.uint64],
+    multipliers: NDArray[np.uint64],
+    keys: NDArray[np.uint64],
+) -> None:
+    """Writes the keys of consecutive blocks.
+
+    Args:
+        parent: Key of the block before the first.
+        tokens: uint32 [blocks * block_tokens or more]; what is over at the end is not read.
+        extras: uint64 [blocks], or empty where no block has any.
+        multipliers: uint64 [2, HEAD_WORDS + block_tokens].
+        keys: uint64 [blocks], written.
+    """
+    block_tokens = multipliers.shape[1] - HEAD_WORDS
+    if block_tokens == _USUAL_TOKENS:
+        # The same with a length that the compiler knows: a sixth faster.
+        _chain_blocks(parent, tokens, extras, multipliers, keys, _USUAL_TOKENS)
+    else:
+        _chain_blocks(parent, tokens, extras, multipliers, keys, block_tokens)
+
+
+@kernel
+def chain_behind(
+    tokens: NDArray[np.uint32],
+    extras: NDArray[np.uint64],
+    multipliers: NDArray[np.uint64],
+    keys: NDArray[np.uint64],
+) -> None:
+    """As `chain_keys`, with the parent in front of the keys: uint64 [1 + blocks].
+
+    To make a number for a kernel costs Python as much as the call.
+    """
+    chain_keys(keys[0], tokens, extras, multipliers, keys[1:])
+
+
+@inlined
+def _chain_blocks(
+    parent: np.uint64,
+    tokens: NDArray[np.uint32],
+    extras: NDArray[np.uint64],
+    multipliers: NDArray[np.uint64],
+    keys: NDArray[np.uint64],
+    block_tokens: int,
+) -> None:
+    key = parent
+    for block in range(len(keys)):
+        start = block * block_tokens
+        high = multipliers[0, 0]
+        low = multipliers[1, 0]
+        for offset in range(block_tokens):
+            word = np.uint64(tokens[start + offset])
+            high += multipliers[0, HEAD_WORDS + offset] * word
+            low += multipliers[1, HEAD_WORDS + offset] * word
+        if len(extras):
+            word = extras[block] & _LOW
+            next_word = extras[block] >> _HALF
+            high += multipliers[0, 3] * word + multipliers[0, 4] * next_word
+            low += multipliers[1, 3] * word + multipliers[1, 4] * next_word
+        # The parent comes last: all above is computed while the key before is still under way.
+        word = key & _LOW
+        next_word = key >> _HALF
+        high += multipliers[0, 1] * word + multipliers[0, 2] * next_word
+        low += multipliers[1, 1] * word + multipliers[1, 2] * next_word
+        key = ((high >> _HALF) << _HALF) | (low >> _HALF)
+        keys[block] = key
+
+
+_MAX_OFFSET = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalItem:
+    """One image, video or sound of a prompt."""
+
+    identifier: str  # the hash of its content, as the engine names it in its events
+    offset: int  # the prompt's token at which its placeholders begin
+    length: int  # how many placeholder tokens it has
+
+
+@dataclass(frozen=True, slots=True)
+class RunExtras:
+    """Extras of one run of engine blocks."""
+
+    cache_salt: str | None  # the salt of the prompt that the run begins; None where it continues one
+    # For each engine block what else it depends on; empty when none depends on anything.
+    entries: Sequence[Sequence[Any]]
+
+    def of_index_blocks(self, split: int, block_tokens: int) -> Sequence[bytes]:
+        """One entry for each index block, see `BlockHasher.chain`; each engine block is `split` of them."""
+        starts = range(0, -split * block_tokens, -block_tokens)
+        return [pack(entry, start, block_tokens) for entry in self.entries for start in starts]
+
+
+def read_extras(event: BlockStored, *, starts_prompt: bool) -> RunExtras:
+    """Reads the extra keys of a store that carries tokens.
+
+    An engine writes, per block and in this order: the LoRA name (already known from `lora_name`, and part
+    of the root), [multimodal id, offset in the block] pairs, the cache salt (first block of a prompt only),
+    a digest of prompt embeddings. A multimodal id may come without its offset; in a first block it looks like
+    a salt and is taken for one: such a block is never found, but nothing else is found in its place.
+
+    Args:
+        starts_prompt: Whether the run has no parent.
+
+    Raises:
+        TokenError: An extra key is of no known kind, an item begins in front of the prompt, or the number of
+            entries is not that of the blocks.
+    """
+    salt = event.cache_salt if starts_prompt else None
+    if event.extra_keys is None:
+        return RunExtras(salt, ())
+    if len(event.extra_keys) != len(event.block_hashes):
+        raise TokenError("extra_keys must have one entry for each block")
+    entries: list[Sequence[Any]] = []
+    for position, entry in enumerate(event.extra_keys):
+        items = _without_lora(entry or [], event.lora_name)
+        if starts_prompt and position == 0:
+            items, salt = _without_salt(items, salt)
+        for item in items:
+            _check(item, position * event.block_size if starts_prompt else _MAX_OFFSET)
+        entries.append(items)
+    return RunExtras(salt, entries if any(entries) else ())
+
+
+def pack(items: Sequence[Any], start: int, block_tokens: int) -> bytes:
+    """What one index block depends on besides tokens; b"" for nothing.
+
+    A multimodal item counts where it begins: all blocks behind depend on that one through their chain, and an
+    event does not tell where the item ends. So the bytes do not depend on the engine's block size.
+
+    Args:
+        items: Extras of an engine block that overlaps the index block, checked by `read_extras`.
+        start: Where the engine block begins in the index block, in tokens; negative in front of it.
+    """
+    return b"".join(_pack(item, start, block_tokens) for item in items)
+
+
+def extras_of_prompt(
+    items: Sequence[MultimodalItem], block_tokens: int, prompt_tokens: int
+) -> Sequence[bytes]:
+    """Extras of a prompt's full blocks, byte for byte those that an engine's events give.
+
+    Args:
+        prompt_tokens: Tokens of the prompt, placeholders included.
+
+    Returns:
+        One entry for each full block, see `BlockHasher.chain`; empty when no block depends on an item.
+
+    Raises:
+        TokenError: An item begins in front of the prompt.
+    """
+    blocks = [b""] * (prompt_tokens // block_tokens)
+    for item in sorted(items, key=lambda item: item.offset):
+        if not 0 <= item.offset < _MAX_OFFSET:
+            raise TokenError(f"multimodal item: offset must be within 0..2**31-1, is {item.offset}")
+        block, offset = divmod(item.offset, block_tokens)
+        # An item without tokens that lies between two blocks is in none.
+        if block < len(blocks) and (item.length or offset):
+            blocks[block] += _pack([item.identifier, offset], 0, block_tokens)
+    return blocks if any(blocks) else ()
+
+
+def _without_lora(items: list[Any], lora_name: str | None) -> list[Any]:
+    return items[1:] if lora_name is not None and items[:1] == [lora_name] else items
+
+
+def _without_salt(items: list[Any], salt: str | None) -> tuple[list[Any], str | None]:
+    for position in reversed(range(len(items))):
+        if isinstance(items[position], str):
+            return items[:position] + items[position + 1 :], items[position]
+    return items, salt
+
+
+def _check(item: object, tokens_in_front: int) -> None:
+    match item:
+        case bytes() | str():
+            return
+        case [str(), int(offset)] if not isinstance(offset, bool) and abs(offset) < _MAX_OFFSET:
+            if offset < -tokens_in_front:
+                raise TokenError(f"multimodal item begins {offset + tokens_in_front} tokens into its prompt")
+        case _:
+            raise TokenError(f"extra key of unknown form: {type(item).__name__}")
+
+
+def _pack(item: Any, start: int, block_tokens: int) -> bytes:
+    if isinstance(item, bytes):
+        return b"E" + _signed(start) + length_prefixed(item)
+    if isinstance(item, str):
+        return b"I" + _signed(start) + length_prefixed(utf8(item))
+    identifier, offset = item
+    begin = start + offset
+    if offset < 0 or not 0 <= begin < block_tokens:
+        return b""
+    return b"M" + _signed(begin) + length_prefixed(utf8(identifier))
+
+
+def _signed(tokens: int) -> bytes:
+    return tokens.to_bytes(8, "little", signed=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -11,25 +10,16 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 
 from indexer.config import IndexerConfig, PodStream
-from indexer.dispatched import DispatchedPrompt
 from indexer.errors import ConfigError
-from indexer.explain import Prefix, explain_prefix
-from indexer.flat_index import FlatIndex
-from indexer.hybrid import EngineStrides, HybridMatcher
-from indexer.index import IndexStats, PodMatches
+from indexer.flat_applier import warm_kernels
+from indexer.index import IndexStats, PodMatches, Prefix, explain_prefix
 from indexer.ingest import Ingest
-from indexer.keys import BlockHasher, Keys, Tokens
-from indexer.metrics import IndexerMetrics
-from indexer.parity import ParityWatch
-from indexer.peer_client import PeerClient
-from indexer.peer_service import PeerDoor, PeerIdentity
-from indexer.peer_wire import FORM
+from indexer.keys import Keys, Tokens
+from indexer.parity import DispatchedPrompt
+from indexer.peer_service import PeerClient, PeerDoor, PeerIdentity
 from indexer.reconcile import EngineReading, Finding, reconcile
-from indexer.speculate import Speculation
 from indexer.stream import StreamState
 from indexer.subscribe import Subscriber
-from indexer.tiers import Tiers
-from indexer.warm import warm_kernels
 
 if TYPE_CHECKING:
     from indexer.relay import Relay
@@ -68,41 +58,16 @@ class KvIndexer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        seed = secrets.randbits(64) if config.hash_seed is None else config.hash_seed
-        self._hasher = BlockHasher(config.block_tokens, seed)
-        tiers = Tiers(config.tier_weights, config.tier_by_medium)
-        self._index = FlatIndex(config.capacity_bytes, tiers, capacity_blocks=config.capacity_blocks)
         warm_kernels()
-        self._speculation = Speculation(
-            self._index,
-            ttl_s=config.speculative_ttl_s,
-            max_s=config.speculative_max_s,
-            max_entries=config.speculative_entries,
-        )
-        self._hybrid = HybridMatcher(self._index, config.block_tokens)
-        self._strides = EngineStrides()
-        self._metrics = IndexerMetrics(
-            registry, stats=self._index.stats, speculative=self._speculative_entries
-        )
-        identity = PeerIdentity(self._hasher.fingerprint(), FORM, tiers.names)
-        self._parity = ParityWatch(self._metrics)
-        self._ingest = Ingest(
-            config,
-            parity=self._parity,
-            index=self._index,
-            hasher=self._hasher,
-            hybrid=self._hybrid,
-            strides=self._strides,
-            speculation=self._speculation,
-            metrics=self._metrics,
-            on_stored=on_stored,
-            on_link=on_link,
-            clock=clock,
-        )
-        self.roster = self._ingest.roster
+        self._ingest = ingest = Ingest(config, registry, on_stored, on_link, clock)
+        self._index, self._hasher, self._metrics = ingest.index, ingest.hasher, ingest.metrics
+        self._speculation, self._parity = ingest.speculation, ingest.parity
+        self._hybrid = ingest.hybrid
+        self.roster = ingest.roster
+        identity = PeerIdentity(self._hasher.fingerprint(), self._index.tiers.names)
         peers = PeerClient(config, identity, self._metrics) if config.peers else None
         self._relay = _relay(config, identity, registry)
-        self._subscriber = Subscriber(config, self._ingest, peers=peers, relay=self._relay, clock=clock)
+        self._subscriber = Subscriber(ingest, peers, self._relay)
         self.exports = PeerDoor(
             identity, self._subscriber.export, self._metrics, total_s=config.snapshot_total_s
         )
@@ -145,22 +110,17 @@ class KvIndexer:
         self._followed_since_s = {pod: before.get(pod, now_s) for pod in self._followed}
 
     def pending(self) -> frozenset[str]:
-        """Followed pods that whoever wants to be ready should wait for.
-
-        Their view was never built since they are followed, and they have not been waited for as long as
-        `bootstrap_s`.
-        """
+        """Return followed pods whose view was never built, until `bootstrap_s` after they were followed."""
         since_s, now_s = self._followed_since_s, self._clock()
-        engines = {engine.stream.pod for engine in tuple(self.roster.engines.values())}
+        states = self.roster.states
         unsettled = self.roster.unsettled()
         return frozenset(
             pod
             for pod, followed_s in since_s.items()
-            if (pod in unsettled or pod not in engines) and now_s - followed_s < self._bootstrap_s
+            if (pod in unsettled or pod not in states) and now_s - followed_s < self._bootstrap_s
         )
 
     def ready(self) -> bool:
-        """Whether every followed pod's view was built once, or has had its time."""
         return not self.pending()
 
     def doubt(self, pod: str, reason: str, *, emptied: bool = False, seen_s: float | None = None) -> None:
@@ -189,7 +149,7 @@ class KvIndexer:
         Args:
             model: The base model's name, as in `PodStream.model`.
             token_ids: The prompt, as the engine tokenizes it; fastest as a uint32 array.
-            extras: What each full block depends on besides, see `extras.extras_of_prompt`; empty for text.
+            extras: What each full block depends on besides, see `keys.extras_of_prompt`; empty for text.
 
         Raises:
             TokenError: A token id is out of range or no whole number.
@@ -209,8 +169,7 @@ class KvIndexer:
         started_s = time.perf_counter()
         self._speculation.expire(self._clock())
         roster = self.roster
-        by_rank = self._index.match(keys, roster.holders(pods))
-        by_rank = self._strides.whole_blocks(self._hybrid.refine(keys, by_rank, prompt_tokens))
+        by_rank = self._hybrid.refine(keys, self._index.match(keys, roster.holders(pods)), prompt_tokens)
         found = roster.best_ranks(by_rank, pods)
         self._metrics.looked_up(found.longest, time.perf_counter() - started_s)
         found.states, found.followed = roster.states, self._followed
@@ -221,23 +180,21 @@ class KvIndexer:
         engines = self.roster.engines
         holders = list(self.roster.holders(pods))
         table = self._hybrid.refine(keys, self._index.match(keys, holders), prompt_tokens)
-        table = self._strides.whole_blocks(table)
         return [
             explain_prefix(
                 engines.get(holder) or holder,
                 self._index.held(keys, holder),
                 self._index.tiers,
                 usable_blocks=int(table.cached_blocks[table.rows[holder]]),
-                stride=self._strides.of(holder),
+                stride=int(table.strides[table.rows[holder]]) if len(table.strides) else 1,
             )
             for holder in holders
         ]
 
     def observe(self, pod: str, reading: EngineReading) -> Finding | None:
-        """Compares a reading of an engine's metrics page with its view, which is dropped if it must be wrong.
+        """Compare a reading of an engine's metrics page with its view, which is dropped if it must be wrong.
 
-        Called by one thread, with readings of pods without further ranks. What the view holds is counted in
-        the flat index only.
+        Called by one thread, with readings of pods without further ranks.
 
         Returns:
             What was found wrong; None for nothing.
@@ -319,16 +276,9 @@ class KvIndexer:
         return self._index.stats()
 
     def states(self) -> dict[str, StreamState]:
-        return {pod: self._state(pod) for pod in self._followed}
-
-    def _speculative_entries(self) -> int:
-        self._speculation.expire(self._clock())
-        return len(self._speculation)
-
-    def _state(self, pod: str) -> StreamState:
-        # Before the subscriber has come to a new pod, it is on its way to a view.
-        unknown = StreamState.RECOVERING if pod in self._followed else StreamState.STALE
-        return self._ingest.states.get(pod, unknown)
+        """Return the state of each followed pod; before the subscriber has come to one: RECOVERING."""
+        states = self.roster.states
+        return {pod: states.get(pod, StreamState.RECOVERING) for pod in self._followed}
 
 
 def _relay(config: IndexerConfig, identity: PeerIdentity, registry: CollectorRegistry) -> Relay | None:

@@ -6,7 +6,6 @@ own.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -15,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from indexer.index import IndexStats
-from indexer.repeated_log import RepeatedEvents
+from indexer.repeated_log import REPEATED_EVENTS
 from indexer.stream import StreamState
 from indexer.tallies import Tallies
 
@@ -24,7 +23,6 @@ _EVENTS = "llm_d_epp_kv_cache_events_"
 _OURS = "kvroute_indexer_"
 
 _LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
-_LOOKED_UP_MAX = 32
 _SNAPSHOT_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _LOOKUP_BUCKETS_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)
 
@@ -34,10 +32,6 @@ class IndexerMetrics:
 
     Args:
         stats: Tells the size of the index; asked at every scrape.
-
-    Attributes:
-        lock: Held by whoever counts batches and what they brought: `messages`, `events`, `lag_s`, and what
-            was admitted and removed.
     """
 
     def __init__(
@@ -45,23 +39,24 @@ class IndexerMetrics:
     ) -> None:
         self._registry = registry
         self._applied = Tallies(registry)
+        # Held by whoever counts batches and what they brought: `messages`, `events`, `lag_s`, and what was
+        # admitted and removed.
         self.lock = self._applied.lock
-        self._add_index_metrics()
         self._add_event_metrics()
         self._add_stream_metrics()
-        self._add_snapshot_metrics()
         registry.register(_Sizes(stats, speculative))
-        registry.register(RepeatedEvents())
+        registry.register(REPEATED_EVENTS)
 
     def set_state(self, pod: str, state: StreamState) -> None:
         for each in StreamState:
             self.stream_state.labels(pod, each).set(each is state)
 
     def looked_up(self, longest_blocks: int, took_s: float) -> None:
-        # Counted some at a time, and before anybody looks: a lock for each costs more than its counting.
-        self._looked_up.append((longest_blocks, took_s))
-        if len(self._looked_up) >= _LOOKED_UP_MAX:
-            self._count_lookups()
+        with self._lookups_lock:
+            self._lookup_s.observe(took_s)
+            self._prompts.add()
+            self._hits.add(number=longest_blocks)
+            self._best_hits.add(number=longest_blocks)
 
     def forget(self, pod: str) -> None:
         """Drops the series of a pod that is not followed any more."""
@@ -76,20 +71,10 @@ class IndexerMetrics:
         with self.lock:
             self.messages.drop([(pod,)])
 
-    def _count_lookups(self) -> None:
-        with self._lookups_lock:
-            late = [self._looked_up.popleft() for _ in range(len(self._looked_up))]
-            for _, took_s in late:
-                self._lookup_s.observe(took_s)
-            blocks = sum([longest_blocks for longest_blocks, _ in late])
-            self._prompts.add(number=len(late))
-            self._hits.add(number=blocks)
-            self._best_hits.add(number=blocks)
-
-    def _add_index_metrics(self) -> None:
-        lookups, tally = Tallies(self._registry, self._count_lookups), self._applied.counter
+    def _add_event_metrics(self) -> None:
+        counter, tally, by_pod = partial(self._counter, _EVENTS), self._applied.counter, "pod_identifier"
+        lookups = Tallies(self._registry)
         self._lookups_lock = lookups.lock
-        self._looked_up: deque[tuple[int, float]] = deque()
         self.admissions = tally(_INDEX + "admissions", "Blocks announced and added to the index.")
         self.evictions = tally(_INDEX + "evictions", "Engine blocks removed by events.")
         self._prompts = lookups.counter(_INDEX + "lookup_requests", "Prompts looked up.")
@@ -98,9 +83,6 @@ class IndexerMetrics:
         self._lookup_s = lookups.histogram(
             _INDEX + "lookup_latency_seconds", "Time of one lookup.", _LOOKUP_BUCKETS_S
         )
-
-    def _add_event_metrics(self) -> None:
-        counter, tally, by_pod = partial(self._counter, _EVENTS), self._applied.counter, "pod_identifier"
         self.subscribers = self._gauge(_EVENTS + "active_subscribers", "Pods whose publisher is connected.")
         self.reconnections = counter("subscriber_reconnections", "Connections to a publisher lost.", by_pod)
         self.zmq_errors = counter("zmq_errors", "Socket operations that failed.", by_pod, "operation")
@@ -138,9 +120,6 @@ class IndexerMetrics:
             "From an engine's time stamp to the batch being applied.",
             _LAG_BUCKETS_S,
         )
-
-    def _add_snapshot_metrics(self) -> None:
-        counter = partial(self._counter, _OURS)
         histogram = partial(Histogram, registry=self._registry, buckets=_SNAPSHOT_BUCKETS_S)
         self.bootstraps = counter("bootstraps", "Views built, by where they come from.", "source")
         self.snapshot_bytes = counter("snapshot_bytes", "Bytes of snapshots applied.", "source")

@@ -20,36 +20,22 @@ _HASH_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class CopyChange:
-    """One copy more, or one less, of a block in a tier.
+    """One copy more, or one less, of a block in a tier."""
 
-    Attributes:
-        group: The KV cache group that holds it; None for the lead group.
-        engine_hash: The block.
-        tier: Where the copy lies.
-        stored: Whether it is one more.
-    """
-
-    group: int | None
+    group: int | None  # the KV cache group that holds it; None for the lead group
     engine_hash: EngineHash
     tier: str
-    stored: bool
+    stored: bool  # whether it is one more
 
 
 @dataclass(slots=True, eq=False)
 class Orphan:
-    """A run that waits, if there is one, and what was said about its blocks since.
+    """A run that waits, if there is one, and what was said about its blocks since."""
 
-    Attributes:
-        awaited: The lead group's block that must come first.
-        run: The store that waits.
-        later: To be done after it, in this order.
-        run_tokens: What the run counts against the buffer's bound.
-    """
-
-    awaited: EngineHash
+    awaited: EngineHash  # the lead group's block that must come first
     run: BlockStored | None
-    later: list[CopyChange] = field(default_factory=list)
-    run_tokens: int = 0
+    later: list[CopyChange] = field(default_factory=list)  # to be done after it, in this order
+    run_tokens: int = 0  # what the run counts against the buffer's bound
 
     def __post_init__(self) -> None:
         run = self.run

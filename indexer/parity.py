@@ -29,12 +29,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.applied import StoredRun
 from indexer.keys import Keys
 from indexer.metrics import IndexerMetrics
+from indexer.view_parts import StoredRun
 
 _log = logging.getLogger(__name__)
 
@@ -49,21 +50,37 @@ _WATCHED_BLOCKS = 8
 _LINES_MAX = 20
 
 
+class DispatchKey(msgspec.Struct, frozen=True, order=True, cache_hash=True):
+    """One sending of a request: clients use an id again, also while its first use is in flight."""
+
+    request_id: str
+    dispatched_s: float
+
+    def __str__(self) -> str:
+        return self.request_id
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchedPrompt:
+    """A prompt as we see it; the pod should see the same."""
+
+    model: str
+    lora_name: str | None  # the adapter's name; None for the base model
+    cache_salt: str | None
+    token_ids: NDArray[np.uint32]
+    cached_blocks: int  # blocks of it that the pod was said to hold
+    held_blocks: int = 0  # so many of these the pod itself has told of; the others are assumed
+
+
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A pod stored other tokens than we computed, behind the same prefix.
+    """A pod stored other tokens than we computed, behind the same prefix."""
 
-    Attributes:
-        request_id: The request whose block never came.
-        position: The prompt's first token that differs.
-        computed: Digest of our token ids from there on, at most 16; comparable within this process only.
-    """
-
-    request_id: Hashable
+    request_id: Hashable  # the request whose block never came
     pod: str
     model: str
-    position: int
-    computed: str
+    position: int  # the prompt's first token that differs
+    computed: str  # digest of our token ids from there on, at most 16; comparable within this process only
     stored: str
 
     def __str__(self) -> str:
@@ -77,28 +94,17 @@ class Mismatch:
 
 @dataclass(slots=True)
 class PodParity:
-    """What is known of one pod.
-
-    Attributes:
-        dispatches: Dispatches that needed a new block.
-        met: Those of whose keys the pod stored one.
-        unmet_in_a_row: Dispatches, since the last that was met, that ended while the pod stored other blocks.
-        never_hit: Whether so many were not met in a row that the keys must be wrong.
-        to_be_met: Requests that must be met before the pod is trusted; 0: it is.
-        unexplained_runs: How often it stored what none of them explains.
-    """
+    """What is known of one pod."""
 
     pod: str
     model: str = ""
-    dispatches: int = 0
-    met: int = 0
+    # Dispatches, since the last that was met, that ended while the pod stored other blocks.
     unmet_in_a_row: int = 0
-    mismatches: int = 0
     last_mismatch: Mismatch | None = None
-    never_hit: bool = False
-    to_be_met: int = 0
+    never_hit: bool = False  # whether so many were not met in a row that the keys must be wrong
+    to_be_met: int = 0  # requests that must be met before the pod is trusted; 0: it is
     waiting: dict[Hashable, _Expectation] = field(default_factory=dict)
-    unexplained_runs: int = 0
+    unexplained_runs: int = 0  # how often it stored what none of them explains
 
     @property
     def distrusted(self) -> bool:
@@ -183,7 +189,6 @@ class ParityWatch:
             account = self._pods.setdefault(pod, PodParity(pod))
             self._pods.move_to_end(pod)
             account.model = model
-            account.dispatches += 1
             expectation = _Expectation(
                 account, model, parent_key, watched, tokens, start_tokens, account.unexplained_runs
             )
@@ -241,7 +246,6 @@ class ParityWatch:
             account.never_hit = account.unmet_in_a_row >= self._never_hit_dispatches
             mismatch = self._mismatch(request_id, expectation)
             if mismatch is not None:
-                account.mismatches += 1
                 account.last_mismatch = mismatch
             if mismatch is not None or account.never_hit:
                 account.to_be_met = TRUSTED_AFTER
@@ -288,7 +292,6 @@ class ParityWatch:
         met = [each for each, it in account.waiting.items() if not stored.isdisjoint(it.keys)]
         for request_id in met:
             self._forget(request_id)
-            account.met += 1
             account.unmet_in_a_row, account.never_hit = 0, False
             account.to_be_met = max(0, account.to_be_met - 1)
         return bool(met)

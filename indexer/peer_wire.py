@@ -15,21 +15,13 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
+from indexer.config import IndexerConfig
 from indexer.errors import PeerError
-from indexer.events import MAX_TOKENS
-from indexer.view_parts import (
-    PART_BLOCKS,
-    CachePart,
-    HeldBlocks,
-    ReleasedNames,
-    Splits,
-    ViewFacts,
-    ViewPart,
-    ViewSnapshot,
-)
+from indexer.flat_layout import PART_BLOCKS, HeldBlocks
+from indexer.view_parts import ViewFacts, ViewPart, ViewSnapshot
 
 # Higher whenever keys, names or the form of these messages change.
-SCHEMA = 1
+SCHEMA = 2
 MESSAGE_BYTES_MAX = 1 << 20
 
 # What parts are made of: names of blocks.
@@ -39,7 +31,6 @@ FORM = "flat"
 COPIES_MAX = 65_536
 DIGEST_BYTES = 16
 
-_SPLITS_MAX = 16
 _SEQUENCE_MAX = (1 << 64) - 2
 # What a message takes in memory at least: so much of it counts against the bound.
 _MESSAGE_BYTES = 1024
@@ -55,11 +46,6 @@ class _Header(Struct, frozen=True, tag="header"):
     facts: ViewFacts
 
 
-class _Splits(Struct, frozen=True, tag="splits"):
-    group: _Group
-    splits: Annotated[list[Annotated[int, Meta(ge=1, le=MAX_TOKENS)]], Meta(max_length=_SPLITS_MAX)]
-
-
 class _Held(Struct, frozen=True, tag="held"):
     group: _Group
     keys: bytes
@@ -69,17 +55,11 @@ class _Held(Struct, frozen=True, tag="held"):
     copies: bytes
 
 
-class _Released(Struct, frozen=True, tag="released"):
-    group: _Group
-    names: bytes
-    keys: bytes
-
-
 class _End(Struct, frozen=True, tag="end"):
     parts: int
 
 
-_Message = _Header | _Splits | _Held | _Released | _End
+_Message = _Header | _Held | _End
 _DECODER = msgspec.msgpack.Decoder(_Message)
 
 
@@ -94,7 +74,7 @@ def snapshot_messages(snapshot: ViewSnapshot) -> Iterator[bytes]:
     yield encode(header)
     for part in snapshot.parts:
         assert isinstance(part, ViewPart), "a view that was just listed has no changes"
-        message = encode(_message(part))
+        message = encode(_Held(part.group, *(column.tobytes() for column in part.blocks)))
         if len(message) > MESSAGE_BYTES_MAX:
             raise PeerError("too_large", f"a part of {len(message)} bytes, at most {MESSAGE_BYTES_MAX}")
         yield message
@@ -108,10 +88,10 @@ class SnapshotReader:
         size_bytes: Of all messages so far.
     """
 
-    def __init__(self, *, tiers: int, block_tokens: int, max_bytes: int) -> None:
+    def __init__(self, config: IndexerConfig, tiers: int) -> None:
         self._tiers = tiers
-        self._block_tokens = block_tokens
-        self._max_bytes = max_bytes
+        self._block_tokens = config.block_tokens
+        self._max_bytes = config.snapshot_max_bytes
         self.size_bytes = 0
 
     def read(self, messages: Iterable[bytes]) -> ViewSnapshot:
@@ -120,34 +100,36 @@ class SnapshotReader:
         Raises:
             PeerError: They are none, not all of them, or more than may be.
         """
-        header: _Header | None = None
-        groups: frozenset[int | None] = frozenset()
-        parts: list[ViewPart] = []
-        is_whole, counted_bytes = False, 0
-        for data in messages:
+        decoded = self._decoded(messages)
+        header, end = next(decoded, None), None
+        if not isinstance(header, _Header):
+            raise PeerError("broken", "it does not begin with a header")
+        groups, parts = self._groups(header), list[ViewPart]()
+        for message in decoded:
+            _require(end is None, "a message behind the end")
+            match message:
+                case _Header():
+                    raise PeerError("broken", "a second header")
+                case _End(told):
+                    end = told
+                case _:
+                    _require(message.group in groups, f"group {message.group} was not told")
+                    parts.append(ViewPart(message.group, self._held(message)))
+        if end != len(parts):
+            raise PeerError("broken", f"it ended after {len(parts)} parts of {end}")
+        return ViewSnapshot(header.sequence, header.digest, header.facts, header.evicted_blocks, parts)
+
+    def _decoded(self, messages: Iterable[bytes]) -> Iterator[_Message]:
+        counted_bytes = 0
+        for number, data in enumerate(messages):
             self.size_bytes += len(data)
             counted_bytes += max(len(data), _MESSAGE_BYTES)
             if counted_bytes > self._max_bytes:
                 raise PeerError("too_large", f"more than {self._max_bytes} bytes")
             try:
-                message = _DECODER.decode(data)
+                yield _DECODER.decode(data)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise PeerError("broken", f"message {len(parts)}: {error}") from None
-            _require(not is_whole, "a message behind the end")
-            if isinstance(message, _Header):
-                _require(header is None, "a second header")
-                header, groups = message, self._groups(message)
-                continue
-            _require(header is not None, "a part in front of the header")
-            if isinstance(message, _End):
-                _require(message.parts == len(parts), f"{len(parts)} parts of {message.parts}")
-                is_whole = True
-                continue
-            _require(message.group in groups, f"group {message.group} was not told")
-            parts.append(ViewPart(message.group, self._part(message)))
-        if header is None or not is_whole:
-            raise PeerError("broken", f"it ended after {len(parts)} parts")
-        return ViewSnapshot(header.sequence, header.digest, header.facts, header.evicted_blocks, parts)
+                raise PeerError("broken", f"message {number}: {error}") from None
 
     def _groups(self, header: _Header) -> frozenset[int | None]:
         """The groups of which parts may come."""
@@ -156,17 +138,6 @@ class SnapshotReader:
         _require(tokens is None or tokens % self._block_tokens == 0, "run_tokens")
         usable = (fact.group for fact in header.facts.groups if fact.usable and not fact.leads)
         return frozenset((None, *usable))
-
-    def _part(self, message: _Splits | _Held | _Released) -> CachePart:
-        match message:
-            case _Splits():
-                return Splits(tuple(message.splits))
-            case _Held():
-                return self._held(message)
-            case _Released():
-                names, keys = _words(message.names), _words(message.keys)
-                _require(len(names) == len(keys) <= PART_BLOCKS and names.all(), "released names")
-                return ReleasedNames(names, keys)
 
     def _held(self, message: _Held) -> HeldBlocks:
         keys, names = _words(message.keys), _words(message.names)
@@ -184,18 +155,6 @@ class SnapshotReader:
         _require(bool(((count > 0) & (count < COPIES_MAX)).all()), "number of copies of a block")
         _require(bool(((tiers[places] >> tier) & 1).all()), "copies in a tier that does not hold the block")
         return HeldBlocks(keys, tiers, name_counts, names, further)
-
-
-def _message(view_part: ViewPart) -> _Splits | _Held | _Released:
-    group, part = view_part.group, view_part.part
-    match part:
-        case Splits(splits):
-            return _Splits(group, list(splits))
-        case HeldBlocks():
-            columns = (part.keys, part.tiers, part.name_counts, part.names, part.copies)
-            return _Held(group, *(column.tobytes() for column in columns))
-        case ReleasedNames(names, keys):
-            return _Released(group, names.tobytes(), keys.tobytes())
 
 
 def _words(data: bytes) -> NDArray[np.uint64]:

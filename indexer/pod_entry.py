@@ -1,15 +1,29 @@
-"""One declared pod: its address, its labels and where it publishes the events of its KV cache.
+"""Declared pods: their addresses, their labels and where they publish the events of their KV caches.
 
-Comes from a file or from Kubernetes. Labels of `kvroute.io/` are checked here, whoever read them; no I/O.
+They come from Kubernetes or from a YAML file in the format of llm-d's file discovery:
+
+endpoints:
+  - name: a
+    namespace: default      # optional
+    address: 127.0.0.1
+    port: "8001"
+    labels: {kvroute.io/model: kvroute-tiny, kvroute.io/kv-events-port: "5557"}
+
+Labels of `kvroute.io/` are checked here, whoever read them; no I/O.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NoReturn
 
-from indexer.config import DEFAULT_EVENTS_PORT, RANKS_MAX, PodStream
+import yaml
+
+from indexer.config import DEFAULT_EVENTS_PORT, PODS_MAX, RANKS_MAX, PodStream
+from indexer.errors import ConfigError
 
 MODEL_LABEL = "kvroute.io/model"
 EVENTS_PORT_LABEL = "kvroute.io/kv-events-port"
@@ -49,26 +63,21 @@ _CHOICES = {
     SNAPSHOT_LABEL: ("true", "false"),
     FIRST_SEQUENCE_LABEL: ("0", "1"),
 }
+_MAX_BYTES = 1 << 20
+_FIELDS = frozenset({"name", "namespace", "address", "port", "labels"})
 _TOPIC_CHARS_MAX = 256
 _PATH = re.compile(r"/[!-~]{0,255}")
 
 
 @dataclass(frozen=True, slots=True)
 class EventDefaults:
-    """How a pod publishes as far as its labels do not tell.
-
-    Attributes:
-        replay_port: None: it answers no replays.
-        snapshots: Whether it may answer GET /kv_events/snapshot.
-        asks: Whether the engine's own account, GET /kv_event_sources, counts more than these.
-        rank: Which data-parallel engine stands behind the port; None: all that the pod has.
-    """
+    """How a pod publishes as far as its labels do not tell."""
 
     port: int = DEFAULT_EVENTS_PORT
-    replay_port: int | None = None
-    snapshots: bool = False
-    asks: bool = False
-    rank: int | None = None
+    replay_port: int | None = None  # None: it answers no replays
+    snapshots: bool = False  # whether it may answer GET /kv_events/snapshot
+    asks: bool = False  # whether the engine's own account, GET /kv_event_sources, counts more than these
+    rank: int | None = None  # which data-parallel engine stands behind the port; None: all that the pod has
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +85,17 @@ class PodEntry:
     """One declared endpoint.
 
     Attributes:
-        namespace: "default" where the file names none.
         life: Changes with whatever empties the pod's cache: another pod of that address, another process.
-        ready: Whether its declarer lets it take requests.
-        events: How it publishes where its labels do not tell.
     """
 
     name: str
-    namespace: str
+    namespace: str  # "default" where the file names none
     address: str
     port: int
     labels: Mapping[str, str] = field(default_factory=dict)
     life: str = ""
-    ready: bool = True
-    events: EventDefaults = EventDefaults()
+    ready: bool = True  # whether its declarer lets it take requests
+    events: EventDefaults = EventDefaults()  # how it publishes where its labels do not tell
 
     @property
     def pod(self) -> str:
@@ -166,3 +172,113 @@ def _is_number(text: str, least: int, most: int) -> bool:
 
 def _host(address: str) -> str:
     return f"[{address}]" if ":" in address else address
+
+
+def parse_pods(text: str, source: str) -> tuple[PodEntry, ...]:
+    """Reads the text of a pods file.
+
+    Args:
+        text: YAML; a file without endpoints is none.
+        source: The file's name, for errors.
+
+    Raises:
+        ConfigError: Something is wrong; the message names file, line and field.
+    """
+    if len(text.encode("utf-8", "replace")) > _MAX_BYTES:
+        raise ConfigError(f"{source}: is larger than {_MAX_BYTES} bytes")
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{source}: is not valid YAML: {error}") from None
+    if root is None:
+        raise ConfigError(f"{source}: is empty; it must have a list 'endpoints'")
+    reader = _Reader(source)
+    if not isinstance(root, yaml.MappingNode):
+        reader.fail(root, "", "must be a mapping with the list 'endpoints'")
+    top = reader.mapping(root, "", {"endpoints"})
+    if not isinstance(top.get("endpoints"), yaml.SequenceNode):
+        reader.fail(root, "endpoints", "must be a list")
+    entries: dict[str, PodEntry] = {}
+    for position, node in enumerate(top["endpoints"].value):
+        if position == PODS_MAX:
+            reader.fail(
+                node, f"endpoints[{position}]", f"is one more than the {PODS_MAX} that can be followed"
+            )
+        entry = reader.endpoint(node, f"endpoints[{position}]")
+        if entry.pod in entries:
+            reader.fail(
+                node, f"endpoints[{position}]", f"address and port {entry.pod} are those of another one"
+            )
+        entries[entry.pod] = entry
+    return tuple(entries.values())
+
+
+class _Reader:
+    """Reads YAML nodes, not values: they know their lines, and a port is the same text quoted or not."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def fail(self, node: yaml.Node, path: str, problem: str) -> NoReturn:
+        raise ConfigError(f"{self._source}:{node.start_mark.line + 1}: {path or 'the file'}: {problem}")
+
+    def endpoint(self, node: yaml.Node, path: str) -> PodEntry:
+        fields = self.mapping(node, path, _FIELDS)
+        for required in ("name", "address", "port"):
+            if required not in fields:
+                self.fail(node, f"{path}.{required}", "is missing")
+        address = self.text(fields["address"], f"{path}.address")
+        try:
+            ipaddress.ip_address(address)
+        except ValueError:
+            self.fail(fields["address"], f"{path}.address", f"must be an IP address, is {address!r}")
+        namespace = fields.get("namespace")
+        entry = PodEntry(
+            name=self.text(fields["name"], f"{path}.name"),
+            namespace="default" if namespace is None else self.text(namespace, f"{path}.namespace"),
+            address=address,
+            port=self.port(fields["port"], f"{path}.port"),
+            labels=self.labels(fields["labels"], f"{path}.labels") if "labels" in fields else {},
+        )
+        try:
+            stream = entry.stream()
+            if stream is not None:
+                stream.by_rank()
+        except ConfigError as error:
+            self.fail(node, f"{path}.labels", str(error))
+        return entry
+
+    def labels(self, node: yaml.Node, path: str) -> dict[str, str]:
+        labels = {
+            name: self.text(value, f"{path}[{name}]") for name, value in self.mapping(node, path).items()
+        }
+        for name, value in labels.items():
+            if (problem := label_problem(name, value)) is not None:
+                self.fail(node, f"{path}[{name}]", problem)
+        return labels
+
+    def mapping(
+        self, node: yaml.Node, path: str, allowed: Collection[str] | None = None
+    ) -> dict[str, yaml.Node]:
+        if not isinstance(node, yaml.MappingNode):
+            self.fail(node, path, "must be a mapping")
+        fields: dict[str, yaml.Node] = {}
+        for key, value in node.value:
+            name = self.text(key, path)
+            if name in fields:
+                self.fail(key, f"{path}.{name}", "is there twice")
+            if allowed is not None and name not in allowed:
+                self.fail(key, f"{path}.{name}", f"is unknown; known are {', '.join(sorted(allowed))}")
+            fields[name] = value
+        return fields
+
+    def text(self, node: yaml.Node, path: str) -> str:
+        if not isinstance(node, yaml.ScalarNode) or not node.value:
+            self.fail(node, path, "must be a text")
+        return str(node.value)
+
+    def port(self, node: yaml.Node, path: str) -> int:
+        port = self.text(node, path)
+        if not is_port(port):
+            self.fail(node, path, f"must be a port of 1..65535, is {port!r}")
+        return int(port)

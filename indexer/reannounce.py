@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from indexer.errors import TokenError
+from indexer.errors import PayloadError, TokenError
 from indexer.events import BlockStored, EngineHash, KVEvent
 
 # Stores of a lead group after the last report that shows itself; the episode ends with them.
@@ -19,14 +19,10 @@ _EPISODE_STORES = 1000
 
 
 class Ahead:
-    """What comes in a batch behind the event at `position`.
+    """What comes in a batch behind the event at `position`."""
 
-    Attributes:
-        position: Place of the event that is applied now.
-    """
-
-    def __init__(self, events: Sequence[KVEvent]) -> None:
-        self.position = 0
+    def __init__(self, events: Sequence[KVEvent | PayloadError]) -> None:
+        self.position = 0  # of the event that is applied now
         self._events = events
         self._last_child: dict[tuple[int | None, EngineHash], int] | None = None
 
@@ -62,8 +58,6 @@ class Reannouncements:
         """Whether a lead group's run from a prompt's start is told again; None if it may be either.
 
         Args:
-            run: The store.
-            ahead: What follows it.
             holds: Whether the lead group holds such a run; may raise TokenError, then it does not.
         """
         is_held = _safely(holds, run)

@@ -24,26 +24,20 @@ _PHANTOM_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """What one page told, and we predicted until then; None where it is not told.
+    """What one page told, and we predicted until then; None where it is not told."""
 
-    Attributes:
-        started_s: Start time of the process, seconds since the epoch.
-        query_tokens: Counter of tokens looked up in the prefix cache.
-        hit_tokens: Counter of tokens found there.
-        asked_s: When the page was asked for, on a monotonic clock: what came of the events since is newer.
-        predicted_tokens: Counter of ours: cached tokens predicted for requests that it had answered before
-            the page was asked for.
-        promised_tokens: The same with those of all requests sent to it before the page was read.
-    """
-
-    started_s: float | None = None
+    started_s: float | None = None  # start time of the process, seconds since the epoch
     capacity_blocks: int | None = None
     prompt_tokens: float | None = None
-    query_tokens: float | None = None
-    hit_tokens: float | None = None
+    query_tokens: float | None = None  # counter of tokens looked up in the prefix cache
+    hit_tokens: float | None = None  # counter of tokens found there
     asleep: bool = False
+    # When the page was asked for, on a monotonic clock: what came of the events since is newer.
     asked_s: float | None = None
+    # Counter of ours: cached tokens predicted for requests that it had answered before the page was asked
+    # for.
     predicted_tokens: int | None = None
+    # The same with those of all requests sent to it before the page was read.
     promised_tokens: int | None = None
 
 
@@ -66,7 +60,6 @@ def reconcile(before: EngineReading | None, now: EngineReading, held_blocks: int
 
     Args:
         before: The reading since which predicted and delivered hits are compared; None for none.
-        now: The newest.
         held_blocks: Copies that the view holds in device memory, in the engine's blocks; None: not known.
 
     Returns:
@@ -84,18 +77,13 @@ def reconcile(before: EngineReading | None, now: EngineReading, held_blocks: int
 
 
 def _another_process(before: EngineReading, now: EngineReading) -> bool:
-    if before.started_s is not None and now.started_s is not None and before.started_s != now.started_s:
-        return True
-    if None not in (before.capacity_blocks, now.capacity_blocks) and (
-        before.capacity_blocks != now.capacity_blocks
-    ):
-        return True
+    constants = (before.started_s, now.started_s), (before.capacity_blocks, now.capacity_blocks)
     counters = (
         (before.prompt_tokens, now.prompt_tokens),
         (before.query_tokens, now.query_tokens),
         (before.hit_tokens, now.hit_tokens),
     )
-    return any(old is not None and new is not None and new < old for old, new in counters)
+    return any(_grown(*pair) for pair in constants) or any((_grown(*pair) or 0) < 0 for pair in counters)
 
 
 def _phantom_hits(before: EngineReading, now: EngineReading) -> bool:

@@ -9,22 +9,21 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
 
-from indexer.applied import Outcome
-from indexer.config import IndexerConfig, PodStream
+from indexer.config import PodStream
 from indexer.journal import Entry, Feed
-from indexer.replay import Batch, End
+from indexer.replay import Batch
 from indexer.snapshot import Fetched, Snapshot
 from indexer.stream import StreamMachine, StreamState
-from indexer.stream_actions import Action, Apply, Clear, Fetch, Purpose, Replay
+from indexer.stream_actions import Action, Apply, Clear, Fetch, Replay
 from indexer.view_exports import ViewExports, mark_of
-from indexer.view_parts import ViewPart, ViewSnapshot
+from indexer.view_parts import Outcome, ViewPart, ViewSnapshot
 
 if TYPE_CHECKING:
-    from indexer.ingest import Ingest
     from indexer.subscribe import Subscriber
 
 # What one source may take of the thread before the others have their turn.
@@ -36,8 +35,6 @@ _HELD_TURN_MESSAGES = 4 * TURN_MESSAGES
 # Up to here a message that is too long is read, counted and passed over; above it the connection is cut.
 MESSAGE_FACTOR = 2
 
-RETRY_MAX_S = 5.0
-_RETRY_S = 0.1
 # Quiet for this long, a stream's tail is checked.
 _QUIET_S = 1.0
 # Between two snapshots of one engine.
@@ -50,21 +47,18 @@ _HEAL_FIRST_S, _HEAL_LAST_S = 30.0, 600.0
 class EngineStream:
     """One engine's stream: its view, and whatever keeps it up. An error costs the view and nothing else."""
 
-    def __init__(self, stream: PodStream, config: IndexerConfig, sink: Ingest, sockets: Subscriber) -> None:
-        self.stream = stream
-        self._config = config
-        self._sink = sink
-        self._sockets = sockets
+    def __init__(self, stream: PodStream, sockets: Subscriber) -> None:
+        self.stream, self._sockets = stream, sockets
+        self._config, self._sink = sockets.config, sockets.sink
         self._machine = self._new_machine()
         self._reported: tuple[StreamState, str] | None = None
         self._gaps_reported = 0
-        self._replay_attempts = 0
         # The snapshot that is waited for; the one that is being applied, and what is left of it.
         self._ticket: object | None = None
         self._restoring: Fetched | None = None
         self._left: deque[bytes | ViewPart | Entry] = deque()
-        self._exports = ViewExports(config.snapshot_max_bytes)
-        self._feed = None if sockets.relay is None else Feed(stream.holder, sink, sockets.relay)
+        self._exports = ViewExports(self._config.snapshot_max_bytes)
+        self._feed: Feed | None = None
         # Where the view comes from, if that was not told yet.
         self._source: str | None = "none"
         self._fetched_s, self._peers = -math.inf, True
@@ -85,7 +79,7 @@ class EngineStream:
     def tick(self, now_s: float) -> None:
         if self._exports.running:
             # The tail must wait, too.
-            self._timers[self._check_tail] = now_s + _QUIET_S
+            self._check_tail_later(now_s)
             self._exports.turn(now_s)
         elif self._exports.holds:
             self._take(self._exports.take(_HELD_TURN_MESSAGES), now_s)
@@ -104,6 +98,9 @@ class EngineStream:
 
     def _check_tail(self, now_s: float) -> None:
         self._perform(self._machine.check_tail(), now_s)
+
+    def _check_tail_later(self, now_s: float) -> None:
+        self._timers[self._check_tail] = now_s + _QUIET_S
 
     def _heal(self, now_s: float) -> None:
         self._perform(self._machine.heal(), now_s)
@@ -138,8 +135,8 @@ class EngineStream:
         elif not self._exports.hold(batches):
             self._end_export(now_s)
 
-    def export(self, told: Future[ViewSnapshot], now_s: float, epoch: str | None) -> None:
-        """Lists the view for a peer, or for an epoch of the relay, which is told all changes from there on.
+    def export(self, told: Future[ViewSnapshot], now_s: float, feed: Feed | None) -> None:
+        """List the view for a peer, or for the relay, whose feed gets all changes from there on.
 
         That takes some turns; then the future gets it, or a PeerError.
 
@@ -149,15 +146,10 @@ class EngineStream:
         if self._machine.forgo_tail():
             self._stop_replay()
         mark = mark_of(self._machine)
-        if epoch is not None and self._feed is not None:
-            self._feed.flush(self._machine)
-            self._feed.begin(epoch, mark)
+        if feed is not None:
+            self._feed = feed
+            feed.list_from(self._sink.state_of(self.name), self._machine, mark)
         self._exports.begin(told, mark, self._sink.list_view(self.name), now_s)
-
-    def end_feed(self, epoch: str) -> None:
-        """Tells the relay nothing more in this epoch."""
-        if self._feed is not None and self._feed.epoch == epoch:
-            self._feed.end()
 
     def _end_export(self, now_s: float) -> None:
         """The view is about to change: it is not listed any more, and what waited is taken."""
@@ -172,7 +164,7 @@ class EngineStream:
         gaps = self._machine.gaps
         self._sink.received(self.name, len(batches), gaps - self._gaps_reported)
         self._gaps_reported = gaps
-        self._timers[self._check_tail] = now_s + _QUIET_S
+        self._check_tail_later(now_s)
         self._perform(actions, now_s)
 
     def doubted(self, reason: str, now_s: float) -> None:
@@ -196,6 +188,7 @@ class EngineStream:
         self._timers.pop(self._heal, None)
         if self._feed is not None:
             self._feed.end()
+            self._feed = None
 
     def restart(self, reason: str = "internal_error") -> None:
         """Forgets all, the view too."""
@@ -257,45 +250,11 @@ class EngineStream:
         return self._sink.apply(self.name, payloads)
 
     def _begin_replay(self, now_s: float) -> None:
-        self._stop_replay()
-        self._replay_attempts = 0
-        if self._machine.reason == Purpose.HISTORY:
-            self._source = "replay"
-        self._ask(now_s)
+        """Ask for all from the machine's `replay_start` on; only of a stream that can be replayed."""
+        raise NotImplementedError
 
     def _stop_replay(self) -> None:
-        raise NotImplementedError
-
-    def _ask(self, now_s: float) -> None:
-        """Asks for all from the machine's `replay_start` on."""
-        raise NotImplementedError
-
-    def _retry(self, now_s: float) -> None:
-        """Asks once more, later and later; gives up in the end."""
-        self._replay_attempts += 1
-        if self._replay_attempts < self._config.replay_attempts:
-            self._timers[self._ask] = now_s + min(RETRY_MAX_S, _RETRY_S * 4 ** (self._replay_attempts - 1))
-            return
-        self._sink.replay(self.name, "failed")
-        self._perform(self._machine.replay_failed(), now_s)
-
-    def _on_replayed(self, answers: Iterable[Batch | End], now_s: float) -> None:
-        """Applies answers of a replay together."""
-        actions: list[Action] = []
-        for answer in answers:
-            if isinstance(answer, End):
-                self._stop_replay()
-                self._sink.replay(self.name, "completed")
-                if self._machine.state is StreamState.RECOVERING:
-                    # What was published before the subscription took effect shows as a lost tail.
-                    self._timers[self._check_tail] = now_s + _QUIET_S
-                actions += self._machine.replay_ended()
-                break
-            step = self._machine.replayed(answer.sequence, answer.payload)
-            actions += step
-            if any(isinstance(action, Replay | Fetch) for action in step):
-                break
-        self._perform(actions, now_s)
+        """End a replay, if one runs."""
 
     def _stop_fetch(self) -> None:
         for act in (self._fetch, self._restore):
@@ -316,7 +275,10 @@ class EngineStream:
         self._request(deliver)
 
     def _request(self, deliver: Callable[[Fetched, float], None]) -> None:
-        self._sockets.fetch(self, self.stream, deliver, peers=self._peers)
+        def fetched(answer: Fetched) -> None:
+            self._sockets.call(lambda: self._sockets.guarded(self, partial(deliver, answer)))
+
+        self._sockets.fetcher.fetch(self.stream, fetched, others=self._peers)
 
     def _on_fetched(self, fetched: Fetched, now_s: float) -> None:
         if fetched.refusal is not None:
@@ -358,7 +320,7 @@ class EngineStream:
         """The snapshot is applied, all of it: the stream goes on from there."""
         self._restoring = None
         # What was published before the subscription took effect shows as a lost tail.
-        self._timers[self._check_tail] = now_s + _QUIET_S
+        self._check_tail_later(now_s)
         answer = fetched.answer
         if isinstance(answer, Snapshot):
             self._sink.snapshot(self.name, "completed")

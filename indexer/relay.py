@@ -3,11 +3,11 @@
 For each engine one router at a time holds a lease, and writes two keys: a stream of entries (see `journal`),
 and the view as it was at one of them. Entries have ids EPOCH-NUMBER; a lease's epoch is the server's time in
 milliseconds. One script checks the lease with each write, so that a router that was stopped and goes on later
-writes nothing more. Whoever cannot reach an engine follows its stream (see `relay_reader`); whoever has come
-late to an engine that it reaches asks for the view as it would ask a peer, and proves it likewise.
+writes nothing more. A router that cannot reach an engine follows its stream (see `relayed`); a router that
+comes late to an engine that it reaches asks for the view as it would ask a peer, and proves it likewise.
 
-Everything here waits for the server on threads of its own. While the server does not answer, nothing is
-written, and no request and no event waits for it.
+One thread waits for the server. While the server does not answer, nothing is written, and no request and no
+event waits for it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,31 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import msgspec
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from redis import ConnectionPool, Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
 
 from indexer.config import IndexerConfig
-from indexer.errors import PeerError, UnavailableError
-from indexer.journal import FIRST, Position
+from indexer.errors import ConfigError, PeerError, UnavailableError
+from indexer.journal import FIRST, Feed
 from indexer.keys import utf8
-from indexer.peer_wire import snapshot_messages
-from indexer.redis_link import RedisLink, RedisMetrics
-from indexer.relay_reader import RelayReader
+from indexer.peer_wire import SCHEMA, snapshot_messages
+from indexer.relayed import RelayReader
 from indexer.stream import StreamState
 from indexer.view_parts import ViewSnapshot
 
@@ -42,8 +50,20 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss", "unix": "unix"}
+# Labels for metrics; the first that fits.
+_REASONS = {
+    AuthenticationError: "auth",
+    NoPermissionError: "auth",
+    RedisTimeoutError: "timeout",
+    BusyLoadingError: "loading",
+    RedisConnectionError: "connection",
+    ResponseError: "refused",
+}
 _TIMEOUT_S = 2.0
 _BEAT_S = 0.5
+# New entries of followed engines are looked for this often.
+_READ_S = 0.05
 _BEATS_PER_LEASE = 4
 # Views that are listed at once for the first time.
 _LISTED_AT_ONCE = 4
@@ -52,13 +72,10 @@ _ENTRIES_PER_VIEW = 1024
 _BYTES_PER_VIEW = 4 << 20
 # More entries than these are trimmed; an epoch whose view is not listed in time ends before.
 _ENTRIES_MAX = 8 * _ENTRIES_PER_VIEW
-# What may wait for the server, of all engines; beyond it all epochs end.
-_WAITING_BYTES_MAX = 64 << 20
-_NOWHERE = Position(0, b"")
 
 # Lease, stream, view; token, lease_ms (0: give the lease back), ttl_ms, "1" where the epoch begins, most
-# entries, number of entries, id and bytes of each, then, if the view is written: its id, its entry's digest,
-# its bytes, first id to keep -> 1; 0: the lease is another's, or the server has lost what was written.
+# entries, number of entries, id and bytes of each, then, if the view is written: its id, its bytes, first id
+# to keep -> 1; 0: the lease is another's, or the server has lost what was written.
 _WRITE = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
@@ -68,8 +85,8 @@ for i = 7, behind, 2 do
   redis.call('XADD', KEYS[2], 'MAXLEN', ARGV[5], ARGV[i], 'entry', ARGV[i + 1])
 end
 if #ARGV > behind then
-  redis.call('HSET', KEYS[3], 'id', ARGV[behind + 1], 'digest', ARGV[behind + 2], 'view', ARGV[behind + 3])
-  redis.call('XTRIM', KEYS[2], 'MINID', ARGV[behind + 4])
+  redis.call('HSET', KEYS[3], 'id', ARGV[behind + 1], 'view', ARGV[behind + 2])
+  redis.call('XTRIM', KEYS[2], 'MINID', ARGV[behind + 3])
 end
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
 redis.call('PEXPIRE', KEYS[3], ARGV[3])
@@ -77,34 +94,73 @@ return 1
 """
 
 
-# Number and bytes of an entry; the place in the epoch where the view is being listed; that view; or nothing:
-# the epoch has ended.
-Left = tuple[int, bytes] | Position | ViewSnapshot | None
+class RedisMetrics:
+    """Metrics of the connections to the server."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.failures = Counter(
+            "kvroute_indexer_redis_failures",
+            "Calls of the server that failed, by reason.",
+            ("link", "reason"),
+            registry=registry,
+        )
+        self.up = Gauge(
+            "kvroute_indexer_redis_up", "1 while the server answers in time.", ("link",), registry=registry
+        )
 
 
-@dataclass(slots=True)
-class _Lease:
-    """An engine whose lease this router holds.
+class RedisLink:
+    """Connections for one purpose, on which each call is answered in bounded time or fails. Thread-safe.
 
-    Attributes:
-        entries: Number and bytes of those that are not written yet.
-        listed_at: Where in the epoch the view was listed last.
-        last_view: Number of the entry of the view that was written last; 0: none was.
-        last_number: Number of the last entry.
-        bytes_since: Bytes of entries since that view.
+    After a failure that more calls would share, one call every half second tries the server and all others
+    fail at once. So a hung server costs one timeout, not one for each call.
+
+    Args:
+        url: redis://, rediss://, valkey://, valkeys:// or unix://, with user, password and database; in no
+            message and no log line.
+
+    Raises:
+        ConfigError: The URL is wrong.
     """
 
-    epoch: str
-    token: bytes
-    written_s: float
-    entries: deque[tuple[int, bytes]] = field(default_factory=deque)
-    listed_at: Position = _NOWHERE
-    view: ViewSnapshot | None = None
-    is_listing: bool = True
-    last_view: int = 0
-    view_bytes: int = 0
-    last_number: int = 0
-    bytes_since: int = 0
+    def __init__(self, url: str, name: str, metrics: RedisMetrics) -> None:
+        self._name = name
+        self._metrics = metrics
+        # To prepare scripts with; commands go through `call`.
+        self.client = Redis(connection_pool=_pool(url))
+        self._up = True
+        self._try_s = 0.0  # no call before this time
+        metrics.up.labels(name).set(1)
+
+    def call(self, command: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Return the server's answer to a command of `client`.
+
+        Raises:
+            UnavailableError: The call failed, or one before it and nothing is tried at the moment.
+        """
+        if (now_s := time.monotonic()) < self._try_s:
+            raise UnavailableError("down")
+        if not self._up:
+            self._try_s = now_s + _BEAT_S
+        try:
+            answer = command(*arguments, **options)
+        except RedisError as error:
+            reason = next((label for kind, label in _REASONS.items() if isinstance(error, kind)), "protocol")
+            self._metrics.failures.labels(self._name, reason).inc()
+            # An answer that refuses one command says nothing against the next.
+            if reason != "refused":
+                self._try_s = time.monotonic() + _BEAT_S
+                self._set_up(False, "redis (%s) is not usable: %s: %s", self._name, reason, error)
+            raise UnavailableError(reason) from error
+        self._try_s = 0.0
+        self._set_up(True, "redis (%s) answers again", self._name)
+        return answer
+
+    def _set_up(self, up: bool, message: str, *values: object) -> None:
+        if up is not self._up:
+            self._up = up
+            self._metrics.up.labels(self._name).set(up)
+            _log.log(logging.INFO if up else logging.WARNING, message, *values)
 
 
 class Relay:
@@ -113,6 +169,11 @@ class Relay:
     Args:
         fingerprint: `BlockHasher.fingerprint`: routers with other keys never meet.
 
+    Attributes:
+        lock: Guards what waits to be written, which the subscriber's thread adds.
+        waiting_bytes: Entries of all engines that wait.
+        wake: Set when there is something to write.
+
     Raises:
         ConfigError: The URL is wrong. That the server cannot be reached is no error: it may come back.
     """
@@ -120,30 +181,22 @@ class Relay:
     def __init__(
         self, config: IndexerConfig, fingerprint: int, tiers: Sequence[str], registry: CollectorRegistry
     ) -> None:
-        metrics = RedisMetrics(registry)
-        url = config.redis_url or ""
-        self._link = RedisLink(url, name="write", timeout_s=_TIMEOUT_S, retries=0, metrics=metrics)
+        metrics, url = RedisMetrics(registry), config.redis_url or ""
+        self._link = RedisLink(url, "write", metrics)
         self._write = self._link.client.register_script(_WRITE)
         self._lease_ms = max(1, int(config.redis_lease_s * 1000))
         self._ttl_ms = max(1, int(config.redis_view_ttl_s * 1000))
-        form = ".".join((f"{fingerprint:016x}", *tiers))
+        form = ".".join((f"{fingerprint:016x}", f"v{SCHEMA}", *tiers))
         self._prefix = f"{config.redis_namespace}:{form}:"
         self._owner = secrets.token_hex(8)
-        self.reader = RelayReader(
-            RedisLink(url, name="read", timeout_s=_TIMEOUT_S, retries=1, metrics=metrics),
-            self.key,
-            config,
-            len(tiers),
-        )
-        # What other threads leave for ours, and how large its entries are.
-        self._lock = threading.Lock()
-        self._left: list[tuple[str, str, Left]] = []
-        self._waiting_bytes = 0
-        self._wake = threading.Event()
+        self.reader = RelayReader(RedisLink(url, "read", metrics), self.key, config, len(tiers))
+        self.lock = threading.Lock()
+        self.waiting_bytes = 0
+        self.wake = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvroute-relay", daemon=True)
-        # Below: the thread's own.
-        self._leases: dict[str, _Lease] = {}
+        # Below: the thread's own. By engine: what is written in leases of ours.
+        self._feeds: dict[str, Feed] = {}
         self._beaten_s = -_BEAT_S
 
     def key(self, holder: str, what: str) -> bytes:
@@ -152,173 +205,159 @@ class Relay:
 
     def start(self, subscriber: Subscriber, roster: Roster) -> None:
         self._subscriber, self._roster = subscriber, roster
-        self.reader.start(subscriber.relayed, roster)
+        self.reader.begin(subscriber, roster)
         self._thread.start()
 
     def close(self) -> None:
         """Give all leases back and close all connections; idempotent."""
         if not self._closing.is_set():
             self._closing.set()
-            self._wake.set()
+            self.wake.set()
             if self._thread.ident is not None:
                 self._thread.join()
-            self.reader.close()
-            self._link.close()
-
-    def leave(self, holder: str, epoch: str, item: Left) -> None:
-        """Take what the subscriber's thread has of an epoch; nothing: give the lease back."""
-        with self._lock:
-            entry_bytes = 0
-            if isinstance(item, tuple) and not isinstance(item, Position):
-                entry_bytes = len(item[1])
-            self._waiting_bytes += entry_bytes
-            # An entry that is missing ends all epochs.
-            if self._waiting_bytes <= _WAITING_BYTES_MAX or not entry_bytes:
-                self._left.append((holder, epoch, item))
-        self._wake.set()
+            for link in (self._link, self.reader.link):
+                link.client.close()
+                link.client.connection_pool.disconnect()
 
     def _run(self) -> None:
-        is_last = False
-        while not is_last:
-            self._wake.wait(_BEAT_S)
-            self._wake.clear()
-            is_last = self._closing.is_set()
-            try:
-                self._turn()
-            except (UnavailableError, PeerError) as error:
-                _log.info("relay ends all epochs: error=%s", error)
-                self._end_all()
-            except Exception:
-                _log.exception("relay failed, its epochs end")
-                self._end_all()
-        for holder in tuple(self._leases):
-            self._end(holder)
+        while not self._closing.is_set():
+            if not self.reader.has_more:
+                self.wake.wait(_READ_S if self.reader.follows else _BEAT_S)
+            self.wake.clear()
+            self._guarded(self._turn, self._end_all)
+            self._guarded(self.reader.turn, self.reader.leave_all)
+        self._end_all()
+
+    def _guarded(self, turn: Callable[[], None], give_up: Callable[[], None]) -> None:
+        try:
+            turn()
+        except UnavailableError as error:
+            _log.debug("relay: %s", error)
+            give_up()
+        except Exception:
+            _log.exception("relay failed, it begins anew")
+            give_up()
 
     def _turn(self) -> None:
-        if not self._link.up:
-            self._link.probe()
-        if not self._link.up:
-            self._end_all()
-            return
-        self._sort()
-        for holder, lease in tuple(self._leases.items()):
-            self._serve(holder, lease)
+        for feed in tuple(self._feeds.values()):
+            try:
+                self._serve(feed)
+            except PeerError as error:
+                _log.info("view is not relayed any more: engine=%s error=%s", feed.holder, error)
+                self._end(feed)
         if (now_s := time.monotonic()) - self._beaten_s >= _BEAT_S:
             self._beaten_s = now_s
             self._claim()
 
-    def _sort(self) -> None:
-        with self._lock:
-            left, self._left = self._left, []
-            waiting_bytes, self._waiting_bytes = self._waiting_bytes, 0
-        if waiting_bytes > _WAITING_BYTES_MAX:
-            raise UnavailableError("too_slow")
-        for holder, epoch, item in left:
-            lease = self._leases.get(holder)
-            if lease is None or lease.epoch != epoch:
-                continue
-            if item is None:
-                self._end(holder)
-            elif isinstance(item, ViewSnapshot):
-                lease.view, lease.is_listing = item, False
-            elif isinstance(item, Position):
-                lease.listed_at = item
-            else:
-                lease.entries.append(item)
-                lease.last_number = item[0]
-                lease.bytes_since += len(item[1])
+    def _serve(self, feed: Feed) -> None:
+        """Write what has come of one engine, or only renew its lease; ask for its view when that is due.
 
-    def _serve(self, holder: str, lease: _Lease) -> None:
-        """Write what has come of one engine, or only renew its lease; ask for its view when that is due."""
-        begins = not lease.last_view
-        due_s = lease.written_s + self._lease_ms / 1000 / _BEATS_PER_LEASE
+        Raises:
+            PeerError: The epoch must end.
+        """
+        if feed.has_ended:
+            raise PeerError("ended", "the view is not exact, or too much of it waits to be written")
+        view = feed.listing.result() if feed.listing is not None and feed.listing.done() else None
+        is_due = time.monotonic() >= feed.written_s + self._lease_ms / 1000 / _BEATS_PER_LEASE
         # In the beginning entries wait for the view that they change.
-        writes = lease.view if begins else lease.entries or lease.view or time.monotonic() >= due_s
-        if writes and not self._written(holder, lease, begins=begins):
-            _log.warning("relay lost a lease, or the server what was written: engine=%s", holder)
-            self._end(holder)
-            return
-        since = lease.last_number - lease.last_view
+        if view is not None or (feed.last_view and (feed.entries or is_due)):
+            self._write_feed(feed, view)
+        since = feed.last_number - feed.last_view
         if since > _ENTRIES_MAX // 2:
-            self._end(holder)
-        elif not lease.is_listing and (
-            since >= _ENTRIES_PER_VIEW or lease.bytes_since >= max(_BYTES_PER_VIEW, lease.view_bytes // 2)
-        ):
-            self._list(holder, lease)
+            raise PeerError("too_slow", f"{since} entries came while the view was listed")
+        is_large = feed.bytes_since >= max(_BYTES_PER_VIEW, feed.view_bytes // 2)
+        if feed.listing is None and (since >= _ENTRIES_PER_VIEW or is_large):
+            self._list(feed)
 
-    def _written(self, holder: str, lease: _Lease, *, begins: bool) -> bool:
-        arguments: list[bytes | int | str] = [lease.token, self._lease_ms, self._ttl_ms, int(begins)]
-        arguments += [_ENTRIES_MAX, len(lease.entries)]
-        view, data = lease.view, b""
-        for number, data in lease.entries:
-            arguments += [f"{lease.epoch}-{number}", data]
+    def _write_feed(self, feed: Feed, view: ViewSnapshot | None) -> None:
+        with self.lock:
+            entries, feed.entries = feed.entries, []
+            first = feed.last_number - len(entries) + 1
+            waited_bytes = sum(map(len, entries))
+            self.waiting_bytes -= waited_bytes
+        arguments: list[bytes | int | str] = [feed.token, self._lease_ms, self._ttl_ms]
+        arguments += [int(not feed.last_view), _ENTRIES_MAX, len(entries)]
+        for number, data in enumerate(entries, first):
+            arguments += [f"{feed.epoch}-{number}", data]
+        data = b""
         if view is not None:
             data = msgspec.msgpack.encode(list(snapshot_messages(view)))
             # Who reads a little late still finds all entries since the view before.
-            kept = max(lease.last_view, FIRST)
-            place = f"{lease.epoch}-{lease.listed_at.number}"
-            arguments += [place, lease.listed_at.digest, data, f"{lease.epoch}-{kept}"]
-        if not self._run_script(holder, arguments):
-            return False
-        lease.entries.clear()
-        lease.written_s = time.monotonic()
+            kept = max(feed.last_view, FIRST)
+            arguments += [f"{feed.epoch}-{feed.listed_at}", data, f"{feed.epoch}-{kept}"]
+        if not self._run_script(feed, arguments):
+            raise PeerError("lost", "the lease is another's, or the server has lost what was written")
+        feed.written_s = time.monotonic()
+        feed.bytes_since += waited_bytes
         if view is not None:
-            lease.view, lease.last_view, lease.view_bytes = None, lease.listed_at.number, len(data)
-            lease.bytes_since = 0
-        return True
+            feed.listing, feed.last_view = None, feed.listed_at
+            feed.view_bytes, feed.bytes_since = len(data), 0
 
-    def _run_script(self, holder: str, arguments: Sequence[bytes | int | str]) -> bool:
-        keys = [self.key(holder, what) for what in ("lease", "stream", "view")]
+    def _run_script(self, feed: Feed, arguments: Sequence[bytes | int | str]) -> bool:
+        keys = [self.key(feed.holder, what) for what in ("lease", "stream", "view")]
         return bool(self._link.call(self._write, keys=keys, args=arguments))
 
     def _claim(self) -> None:
         """Ask for the leases of engines whose view is exact here, and that nobody writes."""
-        listing = sum(not lease.last_view for lease in self._leases.values())
-        wanted = [
-            holder
-            for holder, engine in self._roster.engines.items()
-            if engine.state is StreamState.EXACT and engine.linked and holder not in self._leases
-        ]
-        if not wanted or listing >= _LISTED_AT_ONCE:
-            return
+        # Also where nothing is wanted, so that the metrics tell whether the server answers.
         seconds, microseconds = self._link.call(self._link.client.time)
         epoch = f"{seconds * 1000 + microseconds // 1000}"
         token = utf8(f"{self._owner}:{epoch}")
-        for holder in wanted:
+        listing = sum(not feed.last_view for feed in self._feeds.values())
+        for holder, engine in self._roster.engines.items():
+            if listing >= _LISTED_AT_ONCE:
+                return
+            if engine.state is not StreamState.EXACT or not engine.linked or holder in self._feeds:
+                continue
             lease = self.key(holder, "lease")
             if self._link.call(self._link.client.set, lease, token, nx=True, px=self._lease_ms):
-                self._leases[holder] = _Lease(epoch, token, time.monotonic())
-                self._list(holder, self._leases[holder])
-                if (listing := listing + 1) >= _LISTED_AT_ONCE:
-                    return
+                feed = self._feeds[holder] = Feed(holder, epoch, token, self, written_s=time.monotonic())
+                self._list(feed)
+                listing += 1
 
-    def _list(self, holder: str, lease: _Lease) -> None:
-        lease.is_listing = True
-        listed = self._subscriber.export(holder, epoch=lease.epoch)
-        listed.add_done_callback(partial(self._listed, holder, lease.epoch))
+    def _list(self, feed: Feed) -> None:
+        feed.listing = self._subscriber.export(feed.holder, feed=feed)
+        feed.listing.add_done_callback(lambda _: self.wake.set())
 
-    def _listed(self, holder: str, epoch: str, listed: Future[ViewSnapshot]) -> None:
-        """Take a view that was listed; the subscriber's thread calls."""
-        try:
-            self.leave(holder, epoch, listed.result())
-        except PeerError as error:
-            _log.debug("view is not relayed: engine=%s error=%s", holder, error)
-            self._subscriber.relayed.end_feed(holder, epoch)
-            self.leave(holder, epoch, None)
-
-    def _end(self, holder: str) -> None:
+    def _end(self, feed: Feed) -> None:
         """End an epoch of ours, and give its lease back if the server answers."""
-        lease = self._leases.pop(holder)
-        self._subscriber.relayed.end_feed(holder, lease.epoch)
+        del self._feeds[feed.holder]
+        with self.lock:
+            feed.has_ended = True
+            self.waiting_bytes -= sum(map(len, feed.entries))
+            feed.entries.clear()
         try:
-            self._run_script(holder, [lease.token, 0, self._ttl_ms, 1, _ENTRIES_MAX, 0])
+            self._run_script(feed, [feed.token, 0, self._ttl_ms, 1, _ENTRIES_MAX, 0])
         except UnavailableError:
-            _log.debug("lease runs out: engine=%s", holder)
+            _log.debug("lease runs out: engine=%s", feed.holder)
 
     def _end_all(self) -> None:
-        for holder, lease in self._leases.items():
-            self._subscriber.relayed.end_feed(holder, lease.epoch)
-        self._leases.clear()
-        with self._lock:
-            self._left.clear()
-            self._waiting_bytes = 0
+        for feed in tuple(self._feeds.values()):
+            self._end(feed)
+
+
+def _pool(url: str) -> ConnectionPool:
+    scheme, found, rest = url.partition("://")
+    if not found or scheme not in _SCHEMES:
+        known = ", ".join(f"{each}://" for each in _SCHEMES)
+        raise ConfigError(f"IndexerConfig.redis_url: must begin with one of {known}")
+    try:
+        # Reading the port checks it.
+        _ = urlsplit(url).port
+        pool = ConnectionPool.from_url(f"{_SCHEMES[scheme]}://{rest}")
+    except (TypeError, ValueError):
+        # The library's message may hold a part of the password.
+        raise ConfigError(
+            f"IndexerConfig.redis_url: no {scheme}:// URL of the form "
+            f"{scheme}://[user:password@]host:port/database, or unix://path"
+        ) from None
+    # What the relay counts on, whatever options of the same names the URL has.
+    pool.connection_kwargs.update(
+        socket_timeout=_TIMEOUT_S,
+        socket_connect_timeout=_TIMEOUT_S,
+        # After a broken connection; never after a timeout. What was written is refused the second time.
+        retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
+        protocol=2,
+        decode_responses=False,
+    )
+    return pool

@@ -1,48 +1,61 @@
-"""One engine's view as another router writes it: the third kind of source, beside `follower` and `inbox`.
+"""Engines that this router cannot reach, as other routers write them to the relay's server; see `relay`.
 
-Entries take the place of batches, their numbers that of sequence numbers, an epoch that of a process of the
-engine; the same machine decides what is missing and whether a view belongs to the stream. Runs on the
-subscriber's thread only.
+A third kind of source, beside `follower` and `inbox`: entries take the place of batches and their numbers
+that of sequence numbers; the same machine decides what is missing and whether a view belongs to the stream.
+What is missing is not replayed: the engine is followed anew, from the view on that lies on the server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from indexer.applied import Outcome
+import msgspec
+from xxhash import xxh3_128_digest
+
 from indexer.config import IndexerConfig, PodStream
+from indexer.errors import PayloadError, PeerError, UnavailableError
+from indexer.journal import Entry, decode_entry
+from indexer.peer_wire import SnapshotReader
 from indexer.recovery import EngineStream
-from indexer.replay import Batch, End
+from indexer.replay import Batch
 from indexer.snapshot import Fetched
-from indexer.stream import StreamMachine
+from indexer.view_parts import Outcome, ViewSnapshot
 
 if TYPE_CHECKING:
-    from indexer.ingest import Ingest
-    from indexer.relay_reader import RelayReader, StoredView
+    from indexer.relay import RedisLink
+    from indexer.roster import Roster
     from indexer.subscribe import Subscriber
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+# An engine that was not connected for so long is followed here.
+_UNLINKED_S = 2.0
+_ENTRIES_AT_ONCE = 64
+
+_MESSAGES = msgspec.msgpack.Decoder(list[bytes])
 
 
 class RelayedStream(EngineStream):
-    """One engine that this router cannot reach: the server is asked where others ask the engine."""
+    """One engine that is followed through the relay; on the subscriber's thread only."""
 
-    def __init__(
-        self, stream: PodStream, config: IndexerConfig, sink: Ingest, reader: RelayReader, sockets: Subscriber
-    ) -> None:
-        super().__init__(stream, config, sink, sockets)
-        self.epoch = ""
+    def __init__(self, stream: PodStream, sockets: Subscriber, reader: RelayReader) -> None:
+        # The server is asked where others ask the engine, and entries are numbered from their own first.
+        there = replace(stream, replay_endpoint=None, snapshot_url=None, first_sequence=0)
+        super().__init__(there, sockets)
         self._reader = reader
-        self._feed = None
-        self._asked: object = None
+        self._stored: Fetched | None = None
 
-    def up(self, epoch: str, now_s: float) -> None:
-        """Somebody writes the engine's view in this epoch."""
-        if self.epoch and epoch != self.epoch:
-            self.restart("relay_changed")
-        self.epoch = epoch
+    def up(self, stored: Fetched, entry: Batch, now_s: float) -> None:
+        """Follow the engine from a view on, given the entry as of which it was listed."""
+        self._stored = stored
         self.link_up(now_s)
+        self.live([entry], now_s)
 
     def close(self) -> None:
         super().close()
@@ -51,107 +64,216 @@ class RelayedStream(EngineStream):
     def _outcome(self, payloads: Sequence[bytes]) -> Outcome:
         return self._sink.apply_entries(self.name, payloads)
 
-    def _new_machine(self) -> StreamMachine:
-        return StreamMachine(
-            replayable=True,
-            snapshots=True,
-            max_batches=self._config.recovery_batches_per_pod,
-            max_bytes=self._config.recovery_bytes_per_pod,
-        )
-
-    def _ask(self, now_s: float) -> None:  # noqa: ARG002 (the server is asked at once)
-        start, asked = self._machine.replay_start, object()
-        if start is None:
-            return
-        self._asked = asked
-
-        def deliver(entries: Sequence[Batch] | None) -> None:
-            self._sockets.post(self, lambda now_s: self._on_entries(asked, entries, now_s))
-
-        self._reader.replay(self.name, self.epoch, start, deliver)
-
-    def _stop_replay(self) -> None:
-        self._timers.pop(self._ask, None)
-        self._asked = None
-
-    def _on_entries(self, asked: object, entries: Sequence[Batch] | None, now_s: float) -> None:
-        if asked is not self._asked:
-            return
-        self._asked = None
-        if entries is None:
-            self._retry(now_s)
-        else:
-            self._on_replayed([*entries, End()], now_s)
-
     def _request(self, deliver: Callable[[Fetched, float], None]) -> None:
-        def delivered(view: StoredView | None) -> None:
-            fetched = Fetched(None)
-            # A view that is in doubt is not built from the same entries again.
-            if view is not None and view.epoch == self.epoch and self._peers:
-                number, digest = view.position
-                snapshot = replace(view.snapshot, sequence=number, digest=digest)
-                fetched = Fetched(snapshot, view.size_bytes, source="redis")
-            self._sockets.post(self, lambda now_s: deliver(fetched, now_s))
-
-        self._reader.fetch(self.name, delivered)
+        stored, self._stored = self._stored, None
+        # A view that is in doubt is not built from the same entries again.
+        if not self._peers:
+            stored = Fetched(None)
+        if stored is None:
+            self._reader.forget(self.name)
+        else:
+            deliver(stored, self._sockets.clock())
 
 
-class RelayedStreams:
-    """All engines that are followed through the relay, and what the relay asks of the subscriber's thread.
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A view as it lies on the server."""
+
+    epoch: str
+    number: int  # of the last entry that is in it
+    snapshot: ViewSnapshot | None  # at the engine's own sequence number; None: it cannot be read
+    size_bytes: int
+
+
+class RelayReader:
+    """Follows engines that others write; on the relay's thread but for `ask` and `forget`.
+
+    Args:
+        key: Names an engine's "lease", "stream" or "view".
 
     Attributes:
-        streams: By name in the index; on the subscriber's thread only.
+        has_more: Whether `turn` has left something to do at once.
     """
 
-    def __init__(self, config: IndexerConfig, sink: Ingest, sockets: Subscriber) -> None:
-        self.streams: dict[str, RelayedStream] = {}
+    def __init__(
+        self, link: RedisLink, key: Callable[[str, str], bytes], config: IndexerConfig, tiers: int
+    ) -> None:
+        self.link = link
+        self.has_more = False
+        self._key = key
         self._config = config
-        self._sink = sink
-        self._sockets = sockets
+        self._tiers = tiers
+        self._looked_s = -_LOOK_S
+        # By engine: since when it is not connected; epoch and number of the last entry that was read; the
+        # epoch of those that are to be followed next.
+        self._unlinked_s: dict[str, float] = {}
+        self._at: dict[str, tuple[str, int]] = {}
+        self._next: dict[str, str] = {}
+        self._forgotten: deque[str] = deque()
 
-    def end_feed(self, engine: str, epoch: str) -> None:
-        """Tell the relay nothing more of an engine in this epoch."""
+    @property
+    def follows(self) -> bool:
+        return bool(self._at)
 
-        def act() -> None:
-            owner = self._sockets.stream(engine)
-            if owner is not None:
-                owner.end_feed(epoch)
+    def begin(self, subscriber: Subscriber, roster: Roster) -> None:
+        self._subscriber, self._roster = subscriber, roster
 
-        self._sockets.call(act)
+    def forget(self, holder: str) -> None:
+        """Follow an engine no more until it was not connected for a while, and then anew."""
+        self._forgotten.append(holder)
 
-    def up(self, engine: str, epoch: str, reader: RelayReader) -> None:
-        """Follow an engine through the relay from now on, unless it is connected."""
+    def ask(self, stream: PodStream) -> tuple[ViewSnapshot | None, int]:
+        """Fetch an engine's view and what came since, as of the last batch in it; tell its size in bytes."""
+        holder = stream.holder
+        try:
+            stored = self._view(holder)
+            if stored is None or stored.snapshot is None:
+                return None, 0
+            entries = self._entries_behind(holder, stored)
+        except (UnavailableError, PeerError, PayloadError) as error:
+            _log.info("no view from redis: engine=%s error=%s", holder, error)
+            return None, 0
+        last: Entry | ViewSnapshot = entries[-1] if entries else stored.snapshot
+        parts = [*stored.snapshot.parts, *entries]
+        found = replace(stored.snapshot, sequence=last.sequence, digest=last.digest, parts=parts)
+        return found, stored.size_bytes
 
-        def act() -> None:
-            owner = self._sockets.stream(engine)
-            if owner is None or owner.connected:
-                return
-            if engine not in self.streams:
-                # Its view begins anew; what the connection had brought is forgotten with it.
-                owner.restart("relayed")
-                self.streams[engine] = RelayedStream(
-                    owner.stream, self._config, self._sink, reader, self._sockets
-                )
-            self._sockets.guarded(self.streams[engine], partial(self.streams[engine].up, epoch))
+    def turn(self) -> None:
+        """Look for engines to follow, begin with one, and take the entries that came of the others.
 
-        self._sockets.call(act)
+        Raises:
+            UnavailableError: The server does not answer.
+        """
+        while self._forgotten:
+            holder = self._forgotten.popleft()
+            self._unlinked_s.pop(holder, None)
+            self._next.pop(holder, None)
+            self._leave([holder])
+        if (now_s := time.monotonic()) - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            self._look(now_s)
+        if self._next:
+            self._follow(*self._next.popitem())
+        self.has_more = bool(self._next)
+        if self._at:
+            self._read()
 
-    def down(self, engine: str) -> None:
-        """Nothing comes of an engine through the relay any more, for now."""
-        self._step(engine, RelayedStream.link_down)
+    def leave_all(self) -> None:
+        """Follow nothing for now."""
+        self._leave(list(self._at))
+        self._next.clear()
+        self.has_more = False
 
-    def live(self, engine: str, entries: Sequence[Batch]) -> None:
-        self._step(engine, lambda stream, now_s: stream.live(entries, now_s))
+    def _look(self, now_s: float) -> None:
+        """Find out which engines must be followed here, and in which epoch somebody writes them."""
+        engines = self._roster.engines
+        unlinked = [holder for holder, engine in engines.items() if not engine.linked]
+        self._unlinked_s = {holder: self._unlinked_s.get(holder, now_s) for holder in unlinked}
+        wanted = [holder for holder in unlinked if now_s - self._unlinked_s[holder] >= _UNLINKED_S]
+        if not wanted:
+            # So that the metrics tell whether the server answers.
+            self.link.call(self.link.client.ping)
+        leases = [self._key(holder, "lease") for holder in wanted]
+        tokens = self.link.call(self.link.client.mget, leases) if wanted else []
+        epochs = {
+            holder: token.rpartition(b":")[2].decode("ascii", "replace")
+            for holder, token in zip(wanted, tokens, strict=True)
+            if token is not None
+        }
+        self._leave([holder for holder, (epoch, _) in self._at.items() if epochs.get(holder) != epoch])
+        self._next = {holder: epoch for holder, epoch in epochs.items() if holder not in self._at}
 
-    def end(self, engine: str) -> None:
-        """Follow an engine no more through the relay, if it is: it is connected, or not to be followed."""
-        if (relayed := self.streams.pop(engine, None)) is not None:
-            relayed.close()
-            self._sink.clear(engine, "relay_ended")
+    def _follow(self, holder: str, epoch: str) -> None:
+        """Begin with the view that lies there, if it is of this epoch."""
+        stored = self._view(holder)
+        if stored is None or stored.epoch != epoch:
+            return
+        place = f"{epoch}-{stored.number}"
+        page = self.link.call(self.link.client.xrange, self._key(holder, "stream"), place, place)
+        entry = next(_batches(page, epoch), None)
+        if entry is None:
+            return
+        snapshot = stored.snapshot
+        if snapshot is not None:
+            snapshot = replace(snapshot, sequence=entry.sequence, digest=xxh3_128_digest(entry.payload))
+        self._at[holder] = epoch, entry.sequence
+        fetched = Fetched(snapshot, stored.size_bytes, source="redis")
+        self._subscriber.relay(holder, lambda stream, now_s: stream.up(fetched, entry, now_s), self)
 
-    def _step(self, engine: str, step: Callable[[RelayedStream, float], object]) -> None:
-        def act() -> None:
-            if (relayed := self.streams.get(engine)) is not None:
-                self._sockets.guarded(relayed, partial(step, relayed))
+    def _read(self) -> None:
+        """Take the entries of the engines that are followed."""
+        streams = {self._key(holder, "stream"): holder for holder in self._at}
+        places = {key: "{}-{}".format(*self._at[holder]) for key, holder in streams.items()}
+        answer = self.link.call(self.link.client.xread, places, count=_ENTRIES_AT_ONCE)
+        for key, page in answer or ():
+            holder = streams[key]
+            epoch = self._at[holder][0]
+            batches = list(_batches(page, epoch))
+            if len(batches) < len(page):
+                self._leave([holder])
+            else:
+                self._at[holder] = epoch, batches[-1].sequence
+                self._live(holder, batches)
+                self.has_more |= len(page) == _ENTRIES_AT_ONCE
 
-        self._sockets.call(act)
+    def _live(self, holder: str, entries: Sequence[Batch]) -> None:
+        self._subscriber.relay(holder, lambda stream, now_s: stream.live(entries, now_s))
+
+    def _leave(self, holders: Sequence[str]) -> None:
+        for holder in holders:
+            if self._at.pop(holder, None) is not None:
+                self._subscriber.relay(holder, RelayedStream.link_down)
+
+    def _view(self, holder: str) -> _Stored | None:
+        name = self._key(holder, "view")
+        place, data = self.link.call(self.link.client.hmget, name, ["id", "view"])
+        if place is None or data is None or (at := _place(place)) is None:
+            return None
+        reader = SnapshotReader(self._config, self._tiers)
+        snapshot = None
+        try:
+            snapshot = reader.read(_MESSAGES.decode(data))
+        except (msgspec.MsgspecError, PeerError) as error:
+            _log.info("view on redis cannot be read: engine=%s error=%s", holder, error)
+        return _Stored(*at, snapshot, len(data))
+
+    def _entries_behind(self, holder: str, stored: _Stored) -> list[Entry]:
+        """Return the entries of the view's epoch behind it, as far as none is missing.
+
+        Raises:
+            PeerError: There are more than a view's stream may have wait.
+        """
+        found: list[Entry] = []
+        name, left_bytes = self._key(holder, "stream"), self._config.recovery_bytes_per_pod
+        last = f"{stored.epoch}-18446744073709551615"
+        while True:
+            number = stored.number + len(found) + 1
+            page = self.link.call(
+                self.link.client.xrange, name, f"{stored.epoch}-{number}", last, count=_ENTRIES_AT_ONCE
+            )
+            batches = list(_batches(page, stored.epoch))
+            for place, batch in enumerate(batches):
+                if batch.sequence != number + place:
+                    return found
+                left_bytes -= len(batch.payload)
+                if left_bytes < 0:
+                    raise PeerError("too_large", "entries of an engine")
+                found.append(decode_entry(batch.payload, self._tiers))
+            if len(batches) < _ENTRIES_AT_ONCE:
+                return found
+
+
+def _batches(page: Sequence[tuple[bytes, dict[bytes, bytes]]], epoch: str) -> Iterator[Batch]:
+    """Yield the entries of a page that are of this epoch and have what an entry has."""
+    for place, fields in page:
+        at = _place(place)
+        if at is not None and at[0] == epoch and (data := fields.get(b"entry")) is not None:
+            yield Batch(at[1], data)
+
+
+def _place(place: bytes) -> tuple[str, int] | None:
+    """Return epoch and number of an id; None if it is none."""
+    epoch, dash, number = place.partition(b"-")
+    if not dash or not epoch.isdigit() or not number.isdigit() or len(number) > 18:
+        return None
+    return epoch.decode(), int(number)

@@ -8,20 +8,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import Counter
 
 EVERY_S = 60.0
 SOURCES_MAX = 64
 _OTHERS = "other sources"
 _SWEEP_EVERY_S = 1.0
 
-_counts: Counter[str] = Counter()
-_counts_lock = threading.Lock()
+# Events of all `RepeatedLog`s of the process, logged or not.
+REPEATED_EVENTS = Counter(
+    "kvroute_repeated_events",
+    "Events that peers can repeat at will; the log has few of them a minute and source.",
+    ["event"],
+    registry=None,
+)
 
 
 @dataclass(slots=True)
@@ -37,10 +40,8 @@ class RepeatedLog:
     Numbers that wait are logged with the next event of any source. Safe to share between threads.
 
     Args:
-        log: Logger of the component that observes the events.
         lines: Most lines a minute and source.
         sources_max: Sources beyond these share one number of lines.
-        clock: Time in seconds.
     """
 
     def __init__(
@@ -73,11 +74,9 @@ class RepeatedLog:
         Args:
             kind: Label of `kvroute_repeated_events_total`, one of few.
             source: Name without anything that a peer chooses anew each time, such as a client's port.
-            message: Line with placeholders for `values`, as for `logging`.
             error: Logged with its traceback.
         """
-        with _counts_lock:
-            _counts[kind] += 1
+        REPEATED_EVENTS.labels(kind).inc()
         now_s = self._clock()
         with self._lock:
             late = self._sweep(now_s)
@@ -103,19 +102,3 @@ class RepeatedLog:
             # Its number was this minute's line.
             self._sources[name] = _Source(now_s, lines=1)
         return late
-
-
-class RepeatedEvents(Collector):
-    """Events of all `RepeatedLog`s of the process as a metric, logged or not."""
-
-    def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(
-            "kvroute_repeated_events_total",
-            "Events that peers can repeat at will; the log has few of them a minute and source.",
-            labels=("event",),
-        )
-        with _counts_lock:
-            counts = dict(_counts)
-        for kind, number in counts.items():
-            family.add_metric((kind,), number)
-        yield family

@@ -35,60 +35,30 @@ class Broken:
     reason: str
 
 
-class ReplayRequest:
-    """A replay that runs.
+def replay_socket(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int, max_message_bytes: int
+) -> zmq.Socket[bytes]:
+    """Ask an engine's ROUTER socket for all from a sequence number on; the socket gets its answers.
 
     Args:
-        endpoint: The engine's ROUTER socket.
-        idle_s: Without an answer for this long it has failed.
-        total_s: It has failed after this long in any case.
         max_message_bytes: Above it the connection is cut.
 
     Raises:
         zmq.ZMQError: The endpoint is unusable.
     """
-
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
-        start: int,
-        now_s: float,
-        *,
-        idle_s: float,
-        total_s: float,
-        max_message_bytes: int,
-    ) -> None:
-        self._idle_s = idle_s
-        self._fails_at_s = now_s + total_s
-        self._idle_at_s = now_s + idle_s
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.linger = 0
-        self.socket.maxmsgsize = max_message_bytes
-        # The engine's ROUTER drops what we do not take at once, and a replay is as long as its buffer.
-        self.socket.rcvhwm = 100_000
-        self.socket.ipv6 = "[" in endpoint
-        try:
-            self.socket.connect(endpoint)
-            self.socket.send_multipart([b"", start.to_bytes(SEQUENCE_BYTES, "big")], zmq.NOBLOCK)
-        except zmq.ZMQError:
-            self.close()
-            raise
-
-    @property
-    def fails_at_s(self) -> float:
-        return min(self._idle_at_s, self._fails_at_s)
-
-    def receive(self, now_s: float) -> Batch | End | Broken | None:
-        try:
-            frames = self.socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-        self._idle_at_s = now_s + self._idle_s
-        return parse_answer(frames)
-
-    def close(self) -> None:
-        self.socket.close()
+    asked = context.socket(zmq.DEALER)
+    asked.linger = 0
+    asked.maxmsgsize = max_message_bytes
+    # The engine's ROUTER drops what we do not take at once, and a replay is as long as its buffer.
+    asked.rcvhwm = 100_000
+    asked.ipv6 = "[" in endpoint
+    try:
+        asked.connect(endpoint)
+        asked.send_multipart([b"", start.to_bytes(SEQUENCE_BYTES, "big")], zmq.NOBLOCK)
+    except zmq.ZMQError:
+        asked.close()
+        raise
+    return asked
 
 
 def parse_answer(frames: list[bytes]) -> Batch | End | Broken:

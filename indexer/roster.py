@@ -9,9 +9,10 @@ nor sockets.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from threading import RLock
+from threading import Lock
+from typing import Any
 
 import numpy as np
 
@@ -29,15 +30,13 @@ class EngineState:
 
     Attributes:
         stream_state: How far the view can be trusted by what its stream tells, whoever doubts it.
-        stream_reason: Why; empty for EXACT.
-        settled: Whether it was anything but RECOVERING since it is followed.
         doubts: By who has it: why a view is in doubt of whose stream nothing lacks.
     """
 
     stream: PodStream
     stream_state: StreamState = StreamState.RECOVERING
-    stream_reason: str = "link_down"
-    settled: bool = False
+    stream_reason: str = "link_down"  # why; empty for EXACT
+    settled: bool = False  # whether it was anything but RECOVERING since it is followed
     linked: bool = False
     doubts: Mapping[str, str] = field(default_factory=dict)
 
@@ -55,39 +54,36 @@ class EngineState:
 
 
 class Roster:
-    """All engines that are followed."""
+    """All engines that are followed.
+
+    Attributes:
+        engines: By name in the index; replaced as a whole, never changed. So is all that follows from it.
+        states: State of each pod: its worst engine's.
+    """
 
     def __init__(self) -> None:
-        self._lock = RLock()
-        # Replaced as a whole, never changed.
-        self._engines: Mapping[str, EngineState] = {}
-        self._states: Mapping[str, StreamState] = {}
+        self._lock = Lock()
+        self.engines: Mapping[str, EngineState] = {}
+        self.states: Mapping[str, StreamState] = {}
+        self._members: Mapping[str, tuple[str, ...]] = {}
+        # Those of the members that are not named as their pod.
         self._further: Mapping[str, tuple[str, ...]] = {}
-
-    @property
-    def engines(self) -> Mapping[str, EngineState]:
-        return self._engines
-
-    @property
-    def states(self) -> Mapping[str, StreamState]:
-        return self._states
 
     def opened(self, stream: PodStream) -> None:
         with self._lock:
-            self._put(stream.holder, EngineState(stream))
+            self._replace({**self.engines, stream.holder: EngineState(stream)})
 
     def closed(self, holder: str) -> None:
         with self._lock:
-            self._put(holder, None)
+            self._replace({other: engine for other, engine in self.engines.items() if other != holder})
 
     def pod(self, holder: str) -> str:
-        return self._engines[holder].stream.pod
+        return self.engines[holder].stream.pod
 
     def told(self, holder: str, state: StreamState, reason: str) -> None:
         with self._lock:
-            engine = self._engines[holder]
-            settled = engine.settled or state is not StreamState.RECOVERING
-            self._put(holder, replace(engine, stream_state=state, stream_reason=reason, settled=settled))
+            settled = self.engines[holder].settled or state is not StreamState.RECOVERING
+            self._change(holder, stream_state=state, stream_reason=reason, settled=settled)
 
     def doubt(self, holder: str, source: str, reason: str | None) -> bool:
         """Record that this source doubts an engine's view, or with None that it does not any more.
@@ -96,21 +92,19 @@ class Roster:
             Whether the engine is followed and that is news.
         """
         with self._lock:
-            engine = self._engines.get(holder)
+            engine = self.engines.get(holder)
             if engine is None or engine.doubts.get(source) == reason:
                 return False
             doubts = {other: why for other, why in engine.doubts.items() if other != source}
-            if reason is not None:
-                doubts[source] = reason
-            self._put(holder, replace(engine, doubts=doubts))
+            self._change(holder, doubts=doubts if reason is None else {**doubts, source: reason})
             return True
 
-    def members(self, pod: str) -> list[str]:
-        return [holder for holder in (pod, *self._further.get(pod, ())) if holder in self._engines]
+    def members(self, pod: str) -> Sequence[str]:
+        return self._members.get(pod, ())
 
     def lacks_nothing(self, pod: str) -> bool:
         """Whether no engine's stream behind a pod lacks anything, in doubt or not."""
-        engines = self._engines
+        engines = self.engines
         states = [engines[each].stream_state for each in self.members(pod) if each in engines]
         return bool(states) and all(state is StreamState.EXACT for state in states)
 
@@ -121,18 +115,18 @@ class Roster:
             Whether its pod is linked now, if that changed; else None.
         """
         with self._lock:
-            engine = self._engines[holder]
-            before = self._linked(engine.stream.pod)
-            self._put(holder, replace(engine, linked=up))
-            after = self._linked(engine.stream.pod)
+            pod = self.pod(holder)
+            before = self._linked(pod)
+            self._change(holder, linked=up)
+            after = self._linked(pod)
         return None if before == after else after
 
     def linked_engines(self) -> int:
-        return sum(engine.linked for engine in self._engines.values())
+        return sum(engine.linked for engine in self.engines.values())
 
     def unsettled(self) -> frozenset[str]:
         """Pods of which an engine's view was never built."""
-        return frozenset(engine.stream.pod for engine in tuple(self._engines.values()) if not engine.settled)
+        return frozenset(engine.stream.pod for engine in self.engines.values() if not engine.settled)
 
     def has_one_rank(self, pod: str) -> bool:
         return pod not in self._further
@@ -168,20 +162,21 @@ class Roster:
         )
 
     def _linked(self, pod: str) -> bool:
-        return any(self._engines[holder].linked for holder in self.members(pod))
+        return any(self.engines[holder].linked for holder in self.members(pod))
 
-    def _put(self, holder: str, engine: EngineState | None) -> None:
-        """Sets or drops one engine, and makes anew what follows from all of them; with the lock held."""
-        engines = dict(self._engines)
-        if engine is None:
-            del engines[holder]
-        else:
-            engines[holder] = engine
-        states: dict[str, StreamState] = {}
-        further: dict[str, tuple[str, ...]] = {}
-        for other, known in engines.items():
-            pod = known.stream.pod
-            states[pod] = max(states.get(pod, StreamState.EXACT), known.state, key=_ORDER.index)
-            if other != pod:
-                further[pod] = (*further.get(pod, ()), other)
-        self._engines, self._states, self._further = engines, states, further
+    def _change(self, holder: str, **changes: Any) -> None:
+        self._replace({**self.engines, holder: replace(self.engines[holder], **changes)})
+
+    def _replace(self, engines: Mapping[str, EngineState]) -> None:
+        """Take other engines, and what follows from all of them; with the lock held."""
+        members: dict[str, tuple[str, ...]] = {}
+        for holder, engine in engines.items():
+            pod = engine.stream.pod
+            members[pod] = (*members.get(pod, ()), holder)
+        further = {pod: tuple(each for each in found if each != pod) for pod, found in members.items()}
+        self.engines, self._members = engines, members
+        self._further = {pod: holders for pod, holders in further.items() if holders}
+        self.states = {
+            pod: max((engines[holder].state for holder in found), key=_ORDER.index)
+            for pod, found in members.items()
+        }

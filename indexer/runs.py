@@ -19,10 +19,10 @@ import numpy as np
 
 from indexer.errors import TokenError
 from indexer.events import BlockStored, EngineHash
-from indexer.extras import RunExtras, pack, read_extras
 from indexer.flat_cache import Dropped, FlatCache
-from indexer.keys import BlockHasher, Keys, token_words
+from indexer.keys import BlockHasher, Keys, RunExtras, pack, read_extras, token_words
 from indexer.tiers import Tiers
+from indexer.view_parts import Outcome, StoredRun
 
 HEADS_MAX = 131_072
 """Most heads of index blocks that one pod may have; each takes about 1 KB."""
@@ -30,49 +30,21 @@ _EXTRAS_BYTES_MAX = 4096
 _NO_KEYS = np.empty(0, np.uint64)
 
 
-class Stored(msgspec.Struct, frozen=True):
-    """What storing one run did.
-
-    Attributes:
-        keys: The index blocks that are held with it, parents first.
-        parent: The key in front of them; None where the run may begin within an index block.
-        reused: Hashes that stood for other blocks before.
-        given_up: Heads that were given up to make room.
-    """
-
-    keys: Keys
-    parent: int | None
-    reused: int
-    given_up: int
-
-
 class PlainRuns(msgspec.Struct, frozen=True):
-    """Runs of the lead group that are what they seem, if their parent is known and no hash of theirs awaited.
+    """Runs that are what they seem, if their parent is known and nothing waits for a hash of theirs."""
 
-    Attributes:
-        block_tokens: Tokens of an engine block.
-        group: The lead group; None where the engine names none.
-        awaited: Hashes that something waits for.
-    """
-
-    block_tokens: int
-    group: int | None
-    awaited: Collection[EngineHash]
+    block_tokens: int  # tokens of an engine block
+    group: int | None  # the lead group; None where the engine names none
+    awaited: Collection[EngineHash]  # hashes that something waits for
 
 
 class _Head(msgspec.Struct):
-    """An engine block that ends within an index block.
+    """An engine block that ends within an index block."""
 
-    Attributes:
-        parent_key: Key of the index block in front, or the prompt's root.
-        words: uint32 tokens of the index block up to the end of this part.
-        extras: What the index block depends on besides tokens, up to there.
-        copies: Physical copies by tier, none of them 0; empty: a child may still refer to it.
-    """
-
-    parent_key: int
-    words: bytes = b""
-    extras: bytes = b""
+    parent_key: int  # key of the index block in front, or the prompt's root
+    words: bytes = b""  # uint32 tokens of the index block up to the end of this part
+    extras: bytes = b""  # what the index block depends on besides tokens, up to there
+    # Physical copies by tier, none of them 0; empty: a child may still refer to it.
     copies: dict[str, int] = {}
 
     def is_of(self, other: _Head) -> bool:
@@ -83,7 +55,7 @@ class _Head(msgspec.Struct):
 class _Read(msgspec.Struct):
     """A run's blocks: heads by their hashes, and the hashes that end index blocks, whose keys follow."""
 
-    parent: int | None
+    parent: int | None  # key in front of them; None where the run may begin within an index block
     heads: dict[EngineHash, _Head]
     hashes: Sequence[EngineHash]
     keys: Keys
@@ -94,9 +66,6 @@ class Runs:
 
     Args:
         max_heads: Most heads of index blocks; no more than `HEADS_MAX` are held in any case.
-
-    Attributes:
-        block_tokens: Tokens of an engine block of the last run; None while there was none.
     """
 
     def __init__(
@@ -108,6 +77,7 @@ class Runs:
         self._tiers = tiers
         self._max_heads = min(max_heads, HEADS_MAX)
         self._heads: OrderedDict[EngineHash, _Head] = OrderedDict()
+        # Tokens of an engine block of the last run; None while there was none.
         self.block_tokens: int | None = None
 
     @property
@@ -140,7 +110,7 @@ class Runs:
                 return False
         return not read.hashes or self._cache.holds_all(read.hashes, read.keys, tier)
 
-    def store(self, run: BlockStored, tier: str, *, starts_prompt: bool) -> Stored:
+    def store(self, run: BlockStored, tier: str, outcome: Outcome, *, starts_prompt: bool) -> None:
         """Counts one copy of each block of a run; its parent is known, unless it starts a prompt.
 
         Raises:
@@ -152,10 +122,13 @@ class Runs:
             if self._heads:
                 reused += sum(self._heads.pop(each, None) is not None for each in read.hashes)
             reused += self._cache.store(read.hashes, read.keys, tier)
-        given_up = 0
+        outcome.skip("BlockStored", "hash_reused", reused)
         while len(self._heads) > self._max_heads:
-            given_up += bool(self._heads.popitem(last=False)[1].copies)
-        return Stored(read.keys, read.parent, reused, given_up)
+            outcome.skip("BlockStored", "too_many_hashes", bool(self._heads.popitem(last=False)[1].copies))
+        outcome.stored.append(read.keys)
+        if outcome.runs is not None and read.parent is not None and len(read.keys):
+            tokens = np.array(run.token_ids[: self._hasher.block_tokens], np.uint32)
+            outcome.runs.append(StoredRun(read.parent, read.keys, tokens))
 
     def copy(self, engine_hash: EngineHash, tier: str) -> bool:
         """Counts one copy more of a block that was stored before; False if it is not known (any more)."""

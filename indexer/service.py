@@ -1,4 +1,4 @@
-"""The stand-alone indexer's gRPC service: prompts in, how much of them each pod holds out.
+"""The stand-alone indexer's gRPC server: prompts in, how much of them each pod holds out.
 
 Answers proto/kvroute/v1/indexer.proto; everything it tells comes from a `KvIndexer`.
 """
@@ -6,52 +6,103 @@ Answers proto/kvroute/v1/indexer.proto; everything it tells comes from a `KvInde
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
 from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
 from indexer.config import PodStream
-from indexer.errors import TokenError
-from indexer.explain import Prefix, PrefixEnd
-from indexer.index import PodMatch
+from indexer.errors import ListenError, TokenError
+from indexer.index import PodMatch, Prefix
 from indexer.keys import Keys
 from indexer.kv_indexer import KvIndexer
+from indexer.peer_service import PEER_SERVICE
 from indexer.stream import StreamState
 from tokenization import PromptError, PromptTokenizer
 
+_SERVICE = pb.DESCRIPTOR.services_by_name["IndexerService"].full_name
 _PROMPTS_MAX = 1024
-_STATES = {
-    StreamState.EXACT: pb.STREAM_STATE_EXACT,
-    StreamState.RECOVERING: pb.STREAM_STATE_RECOVERING,
-    StreamState.STALE: pb.STREAM_STATE_STALE,
-}
+_STOP_S = 2.0
+_THREADS = 8
+_CALLS_AT_ONCE = 64
+# Room for a prompt of some million tokens.
+_MAX_MESSAGE_BYTES = 16 << 20
 
 
-_ENDS = {
-    PrefixEnd.PROMPT: pb.PREFIX_END_PROMPT,
-    PrefixEnd.HOLE: pb.PREFIX_END_HOLE,
-    PrefixEnd.OTHER_ATTENTION: pb.PREFIX_END_OTHER_ATTENTION,
-}
+class IndexerServer(pb_grpc.IndexerServiceServicer):
+    """Server of kvroute.v1.IndexerService, bound when made, and of the service that peers ask.
 
-
-class IndexerDoor(pb_grpc.IndexerServiceServicer):
-    """kvroute.v1.IndexerService.
+    Its health by the service's name is that of the views: serving once they are built.
 
     Args:
+        streams: Declared pods, which may be asked for before they are followed.
+        host: Address to listen on.
+        credentials: For TLS; None for plain text.
         tokenizers: By model; for prompts that come as text.
+
+    Raises:
+        ListenError: The port is in use, or not ours.
     """
 
     def __init__(
         self,
         indexer: KvIndexer,
         streams: Sequence[PodStream],
-        tokenizers: Mapping[str, PromptTokenizer] | None = None,
+        host: str,
+        port: int,
+        credentials: grpc.ServerCredentials | None = None,
+        tokenizers: Mapping[str, PromptTokenizer] = MappingProxyType({}),
     ) -> None:
         self._indexer = indexer
         self._streams = streams
-        self._tokenizers = tokenizers or {}
+        self._tokenizers = tokenizers
+        self._server = grpc.server(
+            ThreadPoolExecutor(_THREADS, thread_name_prefix="grpc"),
+            options=[
+                # Two indexers on one port would share its requests without a word.
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+            ],
+            maximum_concurrent_rpcs=_CALLS_AT_ONCE,
+        )
+        # The generated function has no types.
+        add_service: Any = pb_grpc.add_IndexerServiceServicer_to_server
+        add_service(self, self._server)
+        indexer.exports.add_to(self._server)
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            (_SERVICE, PEER_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+        )
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if credentials is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise ListenError(f"--grpc-port {port}: cannot listen on {address}") from error
+
+    def start(self) -> None:
+        """Begin to serve: alive, but not ready yet."""
+        self._server.start()
+        self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        self._health.set(_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    def set_ready(self) -> None:
+        """Report that the views are built, or have had their time."""
+        self._health.set(_SERVICE, health_pb2.HealthCheckResponse.SERVING)
+
+    def close(self, grace_s: float) -> None:
+        self._health.enter_graceful_shutdown()
+        # gRPC never ends a call whose message it could not read, and would wait for it for ever.
+        self._server.stop(grace_s).wait(grace_s + _STOP_S)
 
     def Score(  # noqa: N802 (the name is the proto's)
         self, request: pb.ScoreRequest, context: grpc.ServicerContext
@@ -183,15 +234,15 @@ def _explanation(prefix: Prefix) -> pb.EngineExplanation:
         state=_state(prefix.state),
         reason=prefix.reason,
         cached_blocks=prefix.cached_blocks,
-        end=_ENDS[prefix.end],
+        end=f"PREFIX_END_{prefix.end.name}",
         held_blocks=prefix.held_blocks,
         held_beyond=prefix.held_beyond,
         tiers=[pb.TierRun(tier=tier, blocks=blocks) for tier, blocks in prefix.tiers],
     )
 
 
-def _state(state: StreamState) -> pb.StreamState:
-    return _STATES[state]
+def _state(state: StreamState) -> str:
+    return f"STREAM_STATE_{state.name}"
 
 
 def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, details: str) -> NoReturn:

@@ -14,12 +14,11 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import msgspec
 import urllib3
 
-from indexer.config import PodStream
+from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError
 from indexer.view_parts import ViewSnapshot
 
@@ -36,20 +35,14 @@ _IDLE_S = 5.0
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine's cache holds at one moment.
-
-    Attributes:
-        sequence: Number of the first batch of its stream that is not in here.
-        blocks: Copies of blocks in here.
-        batches: Payloads, parents before children.
-    """
+    """What an engine's cache holds at one moment."""
 
     schema: int
     boot_id: str
-    sequence: int
+    sequence: int  # number of the first batch of its stream that is not in here
     block_size: int
-    blocks: int
-    batches: list[bytes]
+    blocks: int  # copies of blocks in here
+    batches: list[bytes]  # payloads, parents before children
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,15 +51,12 @@ class Fetched:
 
     Attributes:
         answer: The engine's snapshot, or another router's view; None: nobody gave one.
-        size_bytes: Of its messages.
-        refusal: Why the engine itself gave none; None where it did, or was not asked.
-        source: Who gave it: "engine", "peer" or "redis".
     """
 
     answer: Snapshot | ViewSnapshot | None
-    size_bytes: int = 0
-    refusal: str | None = None
-    source: str = "engine"
+    size_bytes: int = 0  # of its messages
+    refusal: str | None = None  # why the engine itself gave none; None where it did, or was not asked
+    source: str = "engine"  # who gave it: "engine", "peer" or "redis"
 
 
 _DECODER = msgspec.msgpack.Decoder(Snapshot)
@@ -96,24 +86,15 @@ class SnapshotFetcher:
     """Fetches several at once.
 
     Args:
-        total_s: Longest time of one.
-        admin_token: Bearer secret that is sent to ports of administration; None: no secret is.
         others: Asked in this order for what an engine does not tell, by source: a stream in, a view or None
             and its size in bytes out.
     """
 
-    def __init__(
-        self,
-        *,
-        at_once: int,
-        max_bytes: int,
-        total_s: float,
-        admin_token: str | None = None,
-        others: Mapping[str, Ask] = MappingProxyType({}),
-    ) -> None:
-        self._authorization = {} if admin_token is None else {"Authorization": f"Bearer {admin_token}"}
-        self._max_bytes = max_bytes
-        self._total_s = total_s
+    def __init__(self, config: IndexerConfig, others: Mapping[str, Ask]) -> None:
+        token, at_once = config.admin_token, config.concurrent_snapshots
+        self._authorization = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._max_bytes = config.snapshot_max_bytes
+        self._total_s = config.snapshot_total_s
         self._others = others
         self._closing = threading.Event()
         self._http = urllib3.PoolManager(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeAlias
 
@@ -21,25 +21,13 @@ from indexer.tiers import SPECULATIVE_TIER
 
 # When to look at which request, and a number that no other has.
 _Due: TypeAlias = tuple[float, int, Hashable]
-# What is assumed of a pod: its blocks, and the last of them once more.
-_Run: TypeAlias = tuple[str, Keys, int]
 
 
 @dataclass(slots=True)
 class _Request:
-    # Its TTL runs from here, or from the last sign of life of its pods.
-    renewed_s: float
-    # Its end in any case: the hard cap, or the grace after it was settled.
-    ends_s: float
-    # One for each pod.
-    runs: tuple[_Run, ...] = ()
-
-    def release(self, pod: str | None) -> tuple[_Run, ...]:
-        runs, self.runs = self.runs, ()
-        if pod is None:
-            return runs
-        self.runs = tuple([run for run in runs if run[0] != pod])
-        return tuple([run for run in runs if run[0] == pod])
+    renewed_s: float  # its TTL runs from here, or from the last sign of life of its pods
+    ends_s: float  # its end in any case: the hard cap, or the grace after it was settled
+    assumed: dict[str, Keys] = field(default_factory=dict)  # blocks, by pod
 
 
 class Speculation:
@@ -80,7 +68,6 @@ class Speculation:
         """The request was sent to this pod; said again, its TTL starts again, with these blocks."""
         if not len(keys) or not self._max_entries:
             return
-        last = int(keys[-1])
         with self._lock:
             if request_id in self._requests:
                 # If it was over, it begins anew.
@@ -90,13 +77,10 @@ class Speculation:
                 request = self._requests[request_id] = _Request(now_s, now_s + self._max_s)
                 self._look_later(now_s + self._ttl_s, request_id)
             request.renewed_s = now_s
-            if request.runs:
-                for run in request.release(pod):
-                    self._forget(request_id, run)
-                    self._index.remove(pod, SPECULATIVE_TIER, run[1])
-            request.runs += ((pod, keys, last),)
+            self._release(request_id, request, pod)
+            request.assumed[pod] = keys
             self._entries += len(keys)
-            self._awaited.setdefault(pod, {}).setdefault(last, []).append(request_id)
+            self._awaited.setdefault(pod, {}).setdefault(int(keys[-1]), []).append(request_id)
             self._index.add(pod, SPECULATIVE_TIER, keys)
             if self._entries > self._max_entries:
                 self._expire(now_s)
@@ -150,7 +134,7 @@ class Speculation:
             return False
         if request.ends_s <= now_s:
             return True
-        signs_s = [self._stored_s.get(pod, 0.0) for pod, _, _ in request.runs]
+        signs_s = [self._stored_s.get(pod, 0.0) for pod in request.assumed]
         deadline_s = min(request.ends_s, max([request.renewed_s, *signs_s]) + self._ttl_s)
         if deadline_s > now_s:
             self._look_later(deadline_s, request_id)
@@ -165,16 +149,18 @@ class Speculation:
             request = self._requests.get(request_id)
             if request is None:
                 continue
-            for run in request.release(pod):
-                self._forget(request_id, run)
-                self._index.remove(run[0], SPECULATIVE_TIER, run[1])
-            if not request.runs:
+            for each in tuple(request.assumed) if pod is None else (pod,):
+                self._release(request_id, request, each)
+            if not request.assumed:
                 del self._requests[request_id]
 
-    def _forget(self, request_id: Hashable, run: _Run) -> None:
-        pod, keys, last = run
+    def _release(self, request_id: Hashable, request: _Request, pod: str) -> None:
+        keys = request.assumed.pop(pod, None)
+        if keys is None:
+            return
+        self._index.remove(pod, SPECULATIVE_TIER, keys)
         self._entries -= len(keys)
-        awaited = self._awaited[pod]
+        awaited, last = self._awaited[pod], int(keys[-1])
         waiting = awaited[last]
         if len(waiting) > 1:
             waiting.remove(request_id)

@@ -41,13 +41,9 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Ask for a snapshot of the engine's cache; a fetch or replay before is given up.
+    """Ask for a snapshot of the engine's cache; a fetch or replay before is given up."""
 
-    Attributes:
-        peers: Whether others may be asked, too, if the engine has none.
-    """
-
-    peers: bool = True
+    peers: bool = True  # whether others may be asked, too, if the engine has none
 
 
 Action = Apply | Clear | Replay | Fetch

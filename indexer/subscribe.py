@@ -22,22 +22,23 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from indexer.config import PODS_MAX, IndexerConfig, PodStream
+from indexer.config import PODS_MAX, PodStream
 from indexer.errors import ConfigError, ListenError, PeerError
 from indexer.follower import Follower
 from indexer.inbox import Inbox, Publisher
 from indexer.ingest import Ingest
-from indexer.peer_client import PeerClient
+from indexer.peer_service import PeerClient
 from indexer.recovery import EngineStream
-from indexer.relayed import RelayedStreams
+from indexer.relayed import RelayedStream, RelayReader
 from indexer.repeated_log import RepeatedLog
-from indexer.snapshot import Fetched, SnapshotFetcher
+from indexer.snapshot import SnapshotFetcher
 from indexer.view_parts import ViewSnapshot
 
 if TYPE_CHECKING:
+    from indexer.journal import Feed
     from indexer.relay import Relay
 
-# Who has sockets watched and things to do at times; whoever fails is reset.
+# Who has sockets watched; whoever fails is reset.
 Owner = EngineStream | Inbox
 
 _log = logging.getLogger(__name__)
@@ -71,56 +72,38 @@ class Subscriber:
     """Follows a declared set of streams.
 
     Raises:
-        ListenError: Pods cannot connect where they should.
+        ListenError: Pods cannot connect to `IndexerConfig.events_bind`.
     """
 
-    def __init__(
-        self,
-        config: IndexerConfig,
-        sink: Ingest,
-        *,
-        peers: PeerClient | None = None,
-        relay: Relay | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config = config
-        self._sink = sink
-        self.clock = clock
-        self._lock = threading.Lock()
-        self._wanted: Mapping[str, PodStream] = {}
+    def __init__(self, sink: Ingest, peers: PeerClient | None = None, relay: Relay | None = None) -> None:
+        self.config, self.sink, self.clock = sink.config, sink, sink.clock
         self._closing = False
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="kvroute-events", daemon=True)
-        self._fetcher = SnapshotFetcher(
-            at_once=config.concurrent_snapshots,
-            max_bytes=config.snapshot_max_bytes,
-            total_s=config.snapshot_total_s,
-            admin_token=config.admin_token,
-            others=({} if peers is None else {"peer": peers.ask})
-            | ({} if relay is None else {"redis": relay.reader.ask}),
-        )
+        others = {} if peers is None else {"peer": peers.ask}
+        others |= {} if relay is None else {"redis": relay.reader.ask}
+        self.has_peers = bool(others)
+        self.fetcher = SnapshotFetcher(self.config, others)
         self._peers = peers
-        self.relay = relay
-        self.has_peers = peers is not None or relay is not None
         # What other threads leave for ours.
         self._calls: deque[Callable[[], None]] = deque()
         # Below: the thread's own.
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-        self.free_replays = config.concurrent_replays
+        self.free_replays = self.config.concurrent_replays
         self._followers: dict[str, Follower] = {}
         self._poller = zmq.Poller()
         self._watched: dict[zmq.Socket[bytes], tuple[Owner, Callable[[float], None]]] = {}
-        self.relayed = RelayedStreams(config, sink, self)
+        self._relayed: dict[str, RelayedStream] = {}
         self._inbox: Inbox | None = None
         # When the last turn ended, and when something is due next.
         self._turned_s = self._due_s = -math.inf
         self._gather_s = _GATHER_S
         try:
-            if config.events_bind is not None:
-                self._inbox = Inbox(config, sink, self)
+            if self.config.events_bind is not None:
+                self._inbox = Inbox(self)
         except ListenError:
             self.close()
             raise
@@ -145,7 +128,7 @@ class Subscriber:
             self._close_streams()
         if self._peers is not None:
             self._peers.close()
-        self._fetcher.close()
+        self.fetcher.close()
         self.context.term()
         self._wake_in.close()
         self._wake_out.close()
@@ -162,34 +145,26 @@ class Subscriber:
         for stream in wanted.values():
             if stream.events_endpoint is None and self._inbox is None:
                 raise ConfigError(f"stream of {stream.pod}: it connects to us, but events_bind is not set")
-        with self._lock:
-            self._wanted = wanted
-        self._wake()
+        self.call(partial(self._reconcile, wanted))
 
     def doubt(self, pod: str, reason: str, *, emptied: bool, seen_s: float | None = None) -> None:
-        """Something else than the stream tells that the view of a pod is wrong.
-
-        Args:
-            emptied: Its cache is known to be empty, though it has not said so yet. Else the view is built
-            anew.
-            seen_s: When it was seen to be empty; a view that has changed since stays. None: now.
-        """
+        """See `KvIndexer.doubt`."""
 
         def act() -> None:
-            for owner in (*self._streams(), *self.relayed.streams.values()):
+            for owner in self._all_streams():
                 if owner.stream.pod == pod:
                     step = partial(owner.emptied_silently, reason, seen_s)
                     self.guarded(owner, step if emptied else partial(owner.doubted, reason))
 
         self.call(act)
 
-    def export(self, engine: str, model: str | None = None, epoch: str | None = None) -> Future[ViewSnapshot]:
+    def export(self, engine: str, model: str | None = None, feed: Feed | None = None) -> Future[ViewSnapshot]:
         """Lists an engine's view; the future gets it, or a PeerError: nothing of the view changed then.
 
         Args:
             engine: Its name in the index.
             model: Which model it must serve; None: any.
-            epoch: For the relay, which is told all changes from there on; None: for a peer.
+            feed: Gets all changes from there on, for the relay; None: a peer asks.
         """
         told: Future[ViewSnapshot] = Future()
 
@@ -198,7 +173,7 @@ class Subscriber:
                 owner = self.stream(engine)
                 if owner is None or model not in (None, owner.stream.model):
                     raise PeerError("not_followed", f"{engine} with the model {model!r} is not followed")
-                owner.export(told, self.clock(), epoch)
+                owner.export(told, self.clock(), feed)
             except Exception as error:
                 refusal = error if isinstance(error, PeerError) else PeerError("internal_error", repr(error))
                 if not told.done() and (told.running() or told.set_running_or_notify_cancel()):
@@ -207,9 +182,35 @@ class Subscriber:
         self.call(act)
         return told
 
-    def post(self, owner: Owner, step: Callable[[float], object]) -> None:
-        """Has an owner do something on our thread, from any thread."""
-        self.call(lambda: self.guarded(owner, step))
+    def relay(
+        self,
+        engine: str,
+        step: Callable[[RelayedStream, float], object],
+        reader: RelayReader | None = None,
+    ) -> None:
+        """Have an engine's stream do something that is followed through the relay.
+
+        Args:
+            reader: Follows it there from now on, unless it is connected; None: nothing begins.
+        """
+
+        def act() -> None:
+            owner = self.stream(engine)
+            is_new = engine not in self._relayed
+            if reader is not None and is_new and owner is not None and not owner.connected:
+                # Its view begins anew; what the connection had brought is forgotten with it.
+                owner.restart("relayed")
+                self._relayed[engine] = RelayedStream(owner.stream, self, reader)
+            if (relayed := self._relayed.get(engine)) is not None:
+                self.guarded(relayed, partial(step, relayed))
+
+        self.call(act)
+
+    def end_relay(self, engine: str) -> None:
+        """Follow an engine no more through the relay, if it is; on the thread."""
+        if (relayed := self._relayed.pop(engine, None)) is not None:
+            relayed.close()
+            self.sink.clear(engine, "relay_ended")
 
     def call(self, act: Callable[[], None]) -> None:
         """Has something done on our thread, from any thread; it must not fail."""
@@ -224,16 +225,6 @@ class Subscriber:
     def unwatch(self, watched: zmq.Socket[bytes]) -> None:
         del self._watched[watched]
         self._poller.unregister(watched)
-
-    def fetch(
-        self, owner: Owner, stream: PodStream, deliver: Callable[[Fetched, float], None], *, peers: bool
-    ) -> None:
-        """Gets a snapshot, of peers too or not, without waiting for it, and delivers it on this thread."""
-
-        def fetched(answer: Fetched) -> None:
-            self.post(owner, partial(deliver, answer))
-
-        self._fetcher.fetch(stream, fetched, others=peers)
 
     def _wake(self) -> None:
         # A full pipe wakes it just as well; a closed one has nobody to wake.
@@ -273,20 +264,19 @@ class Subscriber:
                     self.guarded(owner, on_readable)
             else:
                 self._wake_out.recv(4096)
-                self._reconcile()
                 while self._calls:
                     self._calls.popleft()()
         self._turned_s = now_s = self.clock()
         self._gather_s = gather_s(now_s - begun_s)
         self._due_s = self._next_due_s()
         if self._due_s <= now_s:
-            for owner in tuple(self._owners()):
-                if owner.due_s <= now_s:
-                    self.guarded(owner, owner.tick)
+            for stream in tuple(self._all_streams()):
+                if stream.due_s <= now_s:
+                    self.guarded(stream, stream.tick)
             self._due_s = self._next_due_s()
 
     def _next_due_s(self) -> float:
-        return min((owner.due_s for owner in self._owners()), default=math.inf)
+        return min((stream.due_s for stream in self._all_streams()), default=math.inf)
 
     def _streams(self) -> Iterator[Follower | Publisher]:
         yield from self._followers.values()
@@ -296,11 +286,9 @@ class Subscriber:
     def stream(self, engine: str) -> Follower | Publisher | None:
         return next((owner for owner in self._streams() if owner.name == engine), None)
 
-    def _owners(self) -> Iterator[Owner]:
+    def _all_streams(self) -> Iterator[EngineStream]:
         yield from self._streams()
-        yield from self.relayed.streams.values()
-        if self._inbox is not None:
-            yield self._inbox
+        yield from self._relayed.values()
 
     def guarded(self, owner: Owner, step: Callable[[float], object]) -> None:
         """Has an owner do something; an error costs its view and nothing else."""
@@ -317,21 +305,19 @@ class Subscriber:
             )
             owner.reset(self.clock())
 
-    def _reconcile(self) -> None:
-        with self._lock:
-            wanted = self._wanted
+    def _reconcile(self, wanted: Mapping[str, PodStream]) -> None:
         dialled = {holder: stream for holder, stream in wanted.items() if stream.events_endpoint is not None}
         for holder, follower in tuple(self._followers.items()):
             if dialled.get(holder) != follower.stream:
                 follower.close()
-                self.relayed.end(holder)
+                self.end_relay(holder)
                 del self._followers[holder]
-                self._sink.closed(holder)
+                self.sink.closed(holder)
         if self._inbox is not None:
             awaited = {holder: stream for holder, stream in wanted.items() if holder not in dialled}
             elsewhere = frozenset(stream.pod for stream in dialled.values())
             self._inbox.declare(awaited, elsewhere, self.clock())
         for holder, stream in dialled.items():
             if holder not in self._followers:
-                self._sink.opened(stream)
-                self._followers[holder] = Follower(stream, self._config, self._sink, self)
+                self.sink.opened(stream)
+                self._followers[holder] = Follower(stream, self)

@@ -22,15 +22,10 @@ Labels = tuple[str, ...]
 
 
 class Tallies:
-    """Makes counters and histograms of one registry that share a lock.
+    """Makes counters and histograms of one registry that share a lock."""
 
-    Attributes:
-        lock: Held by whoever counts, once for all that is counted together.
-    """
-
-    def __init__(self, registry: CollectorRegistry, catch_up: Callable[[], None] = lambda: None) -> None:
-        self.lock = Lock()
-        self.catch_up = catch_up
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.lock = Lock()  # held by whoever counts, once for all that is counted together
         self._registry = registry
 
     def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Tally:
@@ -70,7 +65,6 @@ class Tally(Collector):
 
     def collect(self) -> Iterable[Metric]:
         family = CounterMetricFamily(*self._head, labels=self._names)
-        self._tallies.catch_up()
         with self._tallies.lock:
             counts = list(self._counts.items())
         for labels, count in counts:
@@ -105,7 +99,6 @@ class Spread(Collector):
 
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(*self._head, labels=self._names)
-        self._tallies.catch_up()
         with self._tallies.lock:
             counts = [(labels, list(values)) for labels, values in self._counts.items()]
         for labels, (*buckets, total) in counts:

@@ -41,11 +41,6 @@ class Tiers:
 
     Raises:
         ConfigError: There are more tiers than an index can tell apart.
-
-    Attributes:
-        names: All tiers, the highest weight first; among equals those that were given a weight, "gpu" and
-            "speculative" before others. A tier's number is its place here.
-        weights: Credit of one block, for each of `names`.
     """
 
     def __init__(
@@ -60,12 +55,15 @@ class Tiers:
         if len(credit) > TIERS_MAX:
             raise ConfigError(f"tiers: {len(credit)} named ({', '.join(credit)}), at most {TIERS_MAX}")
         order = {tier: place for place, tier in enumerate(credit)}
+        # All tiers, the highest weight first; among equals those that were given a weight, "gpu" and
+        # "speculative" before others. A tier's number is its place here.
         self.names: tuple[str, ...] = tuple(
             sorted(
                 credit,
                 key=lambda tier: (-credit[tier], tier not in (*weights, SPECULATIVE_TIER), order[tier]),
             )
         )
+        # Credit of one block, for each of `names`.
         self.weights: tuple[float, ...] = tuple(credit[tier] for tier in self.names)
         self._numbers = {tier: number for number, tier in enumerate(self.names)}
         self._tier_by_medium = {medium.upper(): tier for medium, tier in tier_by_medium.items()}

@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-
-import numpy as np
 
 from indexer.errors import PeerError
 from indexer.replay import Batch
@@ -38,10 +36,7 @@ class ViewExports:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._told: Future[ViewSnapshot] | None = None
-        self._mark = (0, b"")
-        self._content: ViewContent | None = None
-        self._parts: list[ViewPart] = []
-        self._bytes = 0
+        self._turns: Iterator[ViewSnapshot | None] = iter(())
         self._turn_s = math.inf
         self._held: deque[Batch] = deque()
         self._held_bytes = 0
@@ -75,44 +70,33 @@ class ViewExports:
         """
         if self.holds:
             raise PeerError("busy", "the view is being listed for another peer")
-        self._told, self._mark, self._content, self._turn_s = told, mark, content, now_s
-        self._parts, self._bytes = [], 0
+        self._told, self._turns, self._turn_s = told, self._list(mark, content), now_s
 
     def turn(self, now_s: float) -> None:
         """Lists a turn's share; with the last one the snapshot is told."""
-        told, content = self._told, self._content
-        if told is None or content is None or now_s < self._turn_s:
+        told = self._told
+        if told is None or now_s < self._turn_s:
             return
         if told.cancelled():
             self.abort("given_up", "nobody waits for it any more")
             return
         self._turn_s = now_s + _TURN_S
         try:
-            while (part := next(content.parts)) is None:
-                return
-        except StopIteration:
-            sequence, digest = self._mark
-            snapshot = ViewSnapshot(sequence, digest, content.facts, content.evicted_blocks, self._parts)
-            self._finish()
-            if told.set_running_or_notify_cancel():
-                told.set_result(snapshot)
-            return
+            snapshot = next(self._turns)
         except Exception:
             _log.exception("a view could not be listed for a peer")
             self.abort("internal_error", "see the log")
-            return
-        self._parts.append(part)
-        self._bytes += _size(part)
-        if self._bytes > self._max_bytes:
-            self.abort("too_large", f"the view takes more than {self._max_bytes} bytes")
+        else:
+            if snapshot is not None:
+                self._told = None
+                if told.set_running_or_notify_cancel():
+                    told.set_result(snapshot)
 
     def abort(self, reason: str, message: str) -> None:
         """Gives the list up, if one is being made; what waited still waits."""
-        told = self._told
-        if told is not None:
-            self._finish()
-            if told.set_running_or_notify_cancel():
-                told.set_exception(PeerError(reason, message))
+        told, self._told = self._told, None
+        if told is not None and told.set_running_or_notify_cancel():
+            told.set_exception(PeerError(reason, message))
 
     def hold(self, batches: Sequence[Batch]) -> bool:
         """Lets live batches wait; False: too many wait, and all of them must be taken now."""
@@ -130,9 +114,18 @@ class ViewExports:
         self._held_bytes -= sum(len(batch.payload) for batch in batches)
         return batches
 
-    def _finish(self) -> None:
-        self._told = self._content = None
-        self._parts, self._turn_s = [], math.inf
+    def _list(self, mark: tuple[int, bytes], content: ViewContent) -> Iterator[ViewSnapshot | None]:
+        """Look at a turn's share at each step; at the last one the list is whole."""
+        parts: list[ViewPart] = []
+        size_bytes = 0
+        for part in content.parts:
+            if part is not None:
+                parts.append(part)
+                size_bytes += sum(column.nbytes for column in part.blocks)
+            if size_bytes > self._max_bytes:
+                self.abort("too_large", f"the view takes more than {self._max_bytes} bytes")
+            yield None
+        yield ViewSnapshot(*mark, content.facts, content.evicted_blocks, parts)
 
 
 def mark_of(machine: StreamMachine) -> tuple[int, bytes]:
@@ -147,9 +140,3 @@ def mark_of(machine: StreamMachine) -> tuple[int, bytes]:
     if state is StreamState.EXACT:
         raise PeerError("unproven", "no batch was applied that could show whose view it is")
     raise PeerError(state.lower(), f"its view is {state} ({machine.reason})")
-
-
-def _size(view_part: ViewPart) -> int:
-    part = view_part.part
-    columns = (getattr(part, name) for name in part.__slots__)
-    return sum(int(column.nbytes) for column in columns if isinstance(column, np.ndarray))

@@ -22,12 +22,9 @@ def root_digest(seed: str) -> bytes:
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys | None) -> bytes:
-    """Return the digest of one full block.
+    """Return the digest of one full block, behind one with the digest `parent` or first behind `ROOT_DIGEST`.
 
-    Args:
-        parent: Digest of the block before it, or `ROOT_DIGEST`.
-        token_ids: Exactly one block of tokens.
-        extra_keys: What else the block's content depends on, tagged as vLLM 0.31+ tags it.
+    What else than its tokens its content depends on is in `extra_keys`, tagged as vLLM 0.31+ tags it.
     """
     return hashlib.sha256(encode_cbor((parent, token_ids, extra_keys))).digest()
 

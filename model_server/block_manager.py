@@ -1,14 +1,20 @@
 """Which blocks a request holds: prefix lookup, growth, registration of full blocks, release."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any
 
 from model_server.blocks import Block, BlockPool
-from model_server.events import BlockContent, ContentKey, runs
-from model_server.live_request import BlockTable, LiveRequest
+from model_server.config import EngineConfig
+from model_server.errors import ConfigError
+from model_server.events import MEDIUM_CPU, MEDIUM_GPU, Announcer, BlockContent, ContentKey, runs
 from model_server.offload import HostBlock, HostTier, Offload
 from model_server.prefix import blocks_behind, blocks_bound, full_prefix, resumable_prefix
+from model_server.requests import BlockTable, LiveRequest
 from model_server.shapes import KvGroupSpec
+
+if TYPE_CHECKING:
+    from model_server.executor import Executor
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,33 +27,21 @@ class Prefix:
     full_length: int  # what the groups with full attention hold
 
 
+@dataclass(eq=False)
 class BlockManager:
-    """The only one that moves blocks between the pool and requests.
+    """The only one that moves blocks between the pool and requests."""
 
-    Args:
-        chunk_tokens: Most tokens of one request in a step.
-        swap: Whether a preempted request's full blocks are held in the host tier, where there is room.
-    """
+    pool: BlockPool
+    offload: Offload
+    groups: Sequence[KvGroupSpec]
+    _: KW_ONLY
+    block_tokens: int
+    chunk_tokens: int  # most tokens of one request in a step
+    enable_prefix_caching: bool = True
+    swap: bool = False  # whether a preempted request's full blocks are held in the host tier, with room there
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        offload: Offload,
-        groups: Sequence[KvGroupSpec],
-        *,
-        block_tokens: int,
-        chunk_tokens: int,
-        enable_prefix_caching: bool = True,
-        swap: bool = False,
-    ) -> None:
-        self.pool = pool
-        self.offload = offload
-        self._groups = tuple(groups)
-        self.block_tokens = block_tokens
-        self._chunk_tokens = chunk_tokens
-        self._caching = enable_prefix_caching
-        self._swap = swap
-        self._needs = [blocks_behind(group.window_tokens, block_tokens) for group in groups]
+    def __post_init__(self) -> None:
+        self._needs = [blocks_behind(group.window_tokens, self.block_tokens) for group in self.groups]
         # Without a group that tells where prompts part, what to retain in a window cannot be known: all.
         self._selective = None in self._needs
 
@@ -57,11 +51,11 @@ class BlockManager:
 
     def blocks_bound(self, num_tokens: int) -> int:
         """Return the most blocks that a request of this many tokens holds at any time."""
-        return blocks_bound(self._needs, num_tokens, self._chunk_tokens, self.block_tokens)
+        return blocks_bound(self._needs, num_tokens, self.chunk_tokens, self.block_tokens)
 
     def expect(self, live: LiveRequest, most: int) -> int:
         """Look how much of a waiting request is cached; returns the blocks looked up, `most` at most."""
-        if not self._caching:
+        if not self.enable_prefix_caching:
             return 0
         lead = self._needs.index(None) if self._selective else 0
         limit = (live.num_tokens - 1) // self.block_tokens
@@ -82,10 +76,10 @@ class BlockManager:
         The last token is never taken from the cache: it must be computed to get the next one. So a fully
         cached prompt that ends on a block boundary computes its last block anew.
         """
-        if not self._caching:
-            return Prefix(0, [[] for _ in self._groups], 0)
+        if not self.enable_prefix_caching:
+            return Prefix(0, [[] for _ in self.groups], 0)
         if not all(block.ready for block in live.swapped):
-            self.offload.finish_stores()  # what is on its way would be computed again
+            self.offload.drain(stores_only=True)  # what is on its way would be computed again
 
         def find(group: int, index: int) -> Block | HostBlock | None:
             return self._find((group, live.digest(index, self.block_tokens)))
@@ -119,7 +113,7 @@ class BlockManager:
     def adopt(self, live: LiveRequest, prefix: Prefix) -> None:
         """Start a request's block tables with what was found for it; host blocks begin their way back."""
         assert not live.tables
-        live.tables = [BlockTable() for _ in self._groups]
+        live.tables = [BlockTable() for _ in self.groups]
         live.computed = prefix.length * self.block_tokens
         if self._selective:
             live.retained_ends = {prefix.full_length, (live.num_tokens - 1) // self.block_tokens}
@@ -151,7 +145,7 @@ class BlockManager:
         can share them: in each layer all KV of a step is written before anything reads it.
         """
         full = num_tokens // self.block_tokens
-        if not self._caching:
+        if not self.enable_prefix_caching:
             return
         for group, table in enumerate(live.tables):
             if full <= table.registered:
@@ -181,7 +175,7 @@ class BlockManager:
         With swap what it has computed is held in the host tier until it is back, as far as there is room. So
         at most what is in a block that is not full is computed again.
         """
-        if self._swap and live.restore is None:
+        if self.swap and live.restore is None:
             self._register_tail(live)
             kept = [self.offload.keep(block) for table in live.tables for block in table.held()]
             for block in kept:
@@ -214,17 +208,13 @@ class BlockManager:
     def _find(self, key: ContentKey) -> Block | HostBlock | None:
         return self.pool.find(key) or self._host.find(key)
 
-    def _first_needed(self, group: int, position: int) -> int:
-        """Return the first block needed to go on at a position, and to resume at the block it is in."""
-        need = self._needs[group]
-        return 0 if need is None else max(0, position // self.block_tokens - need)
-
     def _roll(self, live: LiveRequest) -> None:
         """Free what no token from `computed` on sees any more."""
-        for group, table in enumerate(live.tables):
-            if self._needs[group] is None:
+        for need, table in zip(self._needs, live.tables, strict=True):
+            if need is None:
                 continue
-            first = min(self._first_needed(group, live.computed), len(table.blocks))
+            # The first block needed to go on here, and to resume at the block that this is in.
+            first = min(max(0, live.computed // self.block_tokens - need), len(table.blocks))
             gone = [block for block in table.blocks[table.rolled : first] if block is not None]
             for index in range(table.rolled, first):
                 table.replace(index, None)
@@ -252,7 +242,7 @@ class BlockManager:
         """Keep in windowed groups what the next turn of a conversation needs to resume at the end."""
         full = live.computed // self.block_tokens
         for group, need in enumerate(self._needs):
-            if need is not None and self._selective and self._caching and live.tables:
+            if need is not None and self._selective and self.enable_prefix_caching and live.tables:
                 self._register(live, group, range(max(0, full - need), full), full, full, computed=True)
 
     def _register(
@@ -293,3 +283,64 @@ class BlockManager:
             extra_keys=live.extra_keys(index),
             lora=None if live.adapter is None else (live.adapter.lora_id, live.adapter.name),
         )
+
+
+class KvCache:
+    """All parts of the cache; a ConfigError where the longest request allowed does not fit."""
+
+    def __init__(self, config: EngineConfig, executor: "Executor", max_model_len: int) -> None:
+        self.announcer = announcer = Announcer(executor.kv_groups, config.block_tokens)  # writes the events
+        self.pool = BlockPool(config.gpu_blocks, announcer)  # the device's blocks
+        self.host = HostTier(_host_blocks(config, executor), announcer, self.pool.announce)  # the host tier's
+        self.offload = Offload(self.pool, self.host, executor)  # the traffic between them
+        executor.allocate(self.host.num_blocks)
+        # Gives blocks to requests.
+        self.manager = BlockManager(
+            self.pool,
+            self.offload,
+            executor.kv_groups,
+            block_tokens=config.block_tokens,
+            chunk_tokens=config.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+            swap=config.preemption_mode == "swap",
+        )
+        if (needed := self.manager.blocks_bound(max_model_len)) > config.gpu_blocks:
+            # With this a request that runs alone always fits, so preemption cannot go round in circles.
+            raise ConfigError(
+                f"max_model_len is {max_model_len}, which takes {needed} blocks of {config.block_tokens} "
+                f"tokens, but there are {config.gpu_blocks}; add blocks or lower max_model_len"
+            )
+
+    def stats(self) -> dict[str, Any]:
+        pool, host, offload = self.pool, self.host, self.offload
+        return {
+            "kv_usage": 1.0 - pool.num_free / pool.num_blocks,
+            "total_blocks": pool.num_blocks,
+            "host_blocks": host.num_blocks,
+            "host_usage": host.num_used / max(1, host.num_blocks),
+            "swapped_in_blocks": offload.swapped_in_blocks,
+            "swapped_out_blocks": offload.swapped_out_blocks,
+            "block_bytes": offload.copies.block_bytes,
+            "restores": offload.restores,
+        }
+
+    def contents(self) -> dict[str, list[BlockContent]]:
+        """Return what can be found in each tier, by medium; a content once for each copy."""
+        return {
+            MEDIUM_GPU: [block.content for block in self.pool.blocks if block.content is not None],
+            MEDIUM_CPU: [block.content for block in self.host.kept.values() if block.ready],
+        }
+
+    def reset(self) -> bool:
+        """Forget the content of both tiers; returns False, with nothing forgotten, while blocks are held."""
+        self.offload.drain()
+        if self.host.is_held or not self.pool.reset():  # held: by requests that are swapped out
+            return False
+        self.host.clear()
+        return True
+
+
+def _host_blocks(config: EngineConfig, executor: "Executor") -> int:
+    if config.cpu_gib is None:
+        return config.cpu_blocks
+    return int(config.cpu_gib * 2**30) // executor.block_bytes

@@ -27,6 +27,7 @@ class Block:
         return f"Block({self.block_id}, ref_count={self.ref_count}, cached={self.content is not None})"
 
 
+@dataclass(eq=False)
 class BlockPool:
     """All blocks of one device; the KV cache groups of a model share them.
 
@@ -34,23 +35,20 @@ class BlockPool:
     each, and each copy is announced and removed for itself, so listeners must count.
     """
 
-    def __init__(self, num_blocks: int, announcer: Announcer) -> None:
-        # Told of a block that is about to lose its content, while it still has it.
-        self.on_evict: Callable[[Block], object] | None = None
-        self._announcer = announcer
-        self.blocks = [Block(block_id) for block_id in range(num_blocks)]  # all blocks, by their number
+    num_blocks: int
+    announcer: Announcer
+    # Told of a block that is about to lose its content, while it still has it.
+    on_evict: Callable[[Block], object] | None = None
+
+    def __post_init__(self) -> None:
+        self.blocks = [Block(block_id) for block_id in range(self.num_blocks)]  # by their number
         # Those that nobody holds, by number, in the order of their reuse; many can still be found, and a
         # cache hit takes one out of the middle.
         self.free = OrderedDict((block.block_id, block) for block in self.blocks)
         self._cached: dict[ContentKey, dict[int, Block]] = {}
         self._events: list[KVEvent] = []
-        # Since the last take_events: content that may not be computed yet, and what announced it.
-        self._registered: list[Block] = []
-        self._provisional: list[BlockStored] = []
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks)
+        # Since the last take_events: blocks whose content may not be computed yet, by what announced them.
+        self._registered: list[tuple[BlockStored, Sequence[Block]]] = []
 
     @property
     def num_free(self) -> int:
@@ -109,11 +107,10 @@ class BlockPool:
             assert block.content is None, f"{block} is registered already"
             block.content = content
             self._cached.setdefault(content.key, {})[block.block_id] = block
-        event = self._announcer.stored(contents, MEDIUM_GPU, parent=parent, token_ids=token_ids)
+        event = self.announcer.stored(contents, MEDIUM_GPU, parent=parent, token_ids=token_ids)
         self._events.append(event)
         if not computed:
-            self._registered.extend(blocks)
-            self._provisional.append(event)
+            self._registered.append((event, blocks))
 
     def announce(self, event: KVEvent) -> None:
         """Add an event of another tier, in order."""
@@ -123,7 +120,6 @@ class BlockPool:
         """Return what happened since the last call; what was registered by now counts as computed."""
         events, self._events = self._events, []
         self._registered.clear()
-        self._provisional.clear()
         return events
 
     def forget_registered(self) -> list[Block]:
@@ -131,13 +127,12 @@ class BlockPool:
 
         Evictions of the same time did happen and stay in the events.
         """
-        never_computed = list(self._registered)
+        never_computed = [block for _, blocks in self._registered for block in blocks]
         for block in never_computed:
             self._unmap(block)
-        never = {id(event) for event in self._provisional}
+        never = {id(event) for event, _ in self._registered}
         self._events = [event for event in self._events if id(event) not in never]
         self._registered.clear()
-        self._provisional.clear()
         return never_computed
 
     def reset(self) -> bool:
@@ -157,7 +152,7 @@ class BlockPool:
         if self.on_evict is not None:
             self.on_evict(block)
         self._unmap(block)
-        self._events.append(self._announcer.removed(content, MEDIUM_GPU))
+        self._events.append(self.announcer.removed(content, MEDIUM_GPU))
 
     def _unmap(self, block: Block) -> None:
         assert block.content is not None

@@ -15,7 +15,6 @@ from model_server.lora import LoraRegistry
 from model_server.plan.deployment import Deployment
 from model_server.plan.plan import Budget, Pool
 from model_server.plan.presets import find_model
-from model_server.plan.text import pool_line
 from model_server.prefix import blocks_behind, blocks_bound
 from model_server.shapes import DTYPE_BYTES, KvGroupSpec, computed_dtype, decoder_shape
 
@@ -25,10 +24,8 @@ logger = logging.getLogger(__name__)
 def build_engine(config: EngineConfig, sink: EventSink) -> Engine:
     """Load the model and make an engine for it, not yet started.
 
-    Raises:
-        ModelError: The checkpoint cannot be loaded.
-        ConfigError: A setting does not fit the model or the machine.
-        WorkerError: A process that should compute a part of the model does not start.
+    A ModelError where the checkpoint cannot be loaded, a ConfigError where a setting does not fit it or the
+    machine, a WorkerError where a process that should compute a part of the model does not start.
     """
     executor = Executor(config)
     try:
@@ -73,10 +70,10 @@ def log_pool(engine: Engine, config: EngineConfig) -> None:
         tokens / longest,
     )
     deployment = served(config)
-    logger.info("KV pool: %s", pool_line(deployment, blocks, longest))
+    logger.info("KV pool: %s", deployment.pool_line(blocks, longest))
     if device.type == "cuda":
         budget = Budget(torch.cuda.get_device_properties(device).total_memory)
-        planned = pool_line(deployment, Pool(deployment, budget).blocks, longest)
+        planned = deployment.pool_line(Pool(deployment, budget).blocks, longest)
         logger.info("kvroute plan, %g of this device's memory: %s", budget.utilization, planned)
 
 

@@ -86,11 +86,12 @@ def _demo_offload(arguments: Sequence[str]) -> int:
     add_flags(parser.add_argument_group("engine"), EngineConfig, fitted)
     args = parser.parse_args(arguments)
     try:
-        from model_server.demo_offload import demonstrate, fitting
+        from model_server.demo_offload import demonstrate
 
-        host = 0 if args.cpu_blocks is None and args.cpu_gib is not None else args.cpu_blocks
-        sizes = fitting(args.prompt_tokens, max(1, args.block_tokens), args.gpu_blocks, host)
-        args.gpu_blocks, args.cpu_blocks = sizes
+        if args.gpu_blocks is None:  # one other prompt pushes this one out
+            args.gpu_blocks = -(-(args.prompt_tokens + 1) // max(1, args.block_tokens))
+        if args.cpu_blocks is None:  # room for the prompt beside the others
+            args.cpu_blocks = 4 * args.gpu_blocks if args.cpu_gib is None else 0
         for line in demonstrate(EngineConfig(**given(args, EngineConfig)), args.prompt_tokens):
             print(line)
     except ConfigError as error:

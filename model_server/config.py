@@ -4,10 +4,10 @@ The names and defaults follow vLLM's flags where it has the same thing. Nothing 
 """
 
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
 from model_server.errors import ConfigError
-from model_server.flags import Flag, check, positive, tcp_port
+from model_server.flags import check, flag, positive, tcp_port
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KvCacheDType = Literal["auto", "fp8"]
@@ -22,63 +22,53 @@ _MAX_BODY_BYTES = 16 << 20
 class EngineConfig:
     """Settings of one engine."""
 
-    model: Annotated[str, Flag("a Hugging Face checkpoint directory, or the built-in tiny model")] = (
-        TINY_MODEL
+    model: str = flag(TINY_MODEL, "a Hugging Face checkpoint directory, or the built-in tiny model")
+    dtype: DType = flag("auto", "type of weights and KV cache; auto: the checkpoint's own")
+    kv_cache_dtype: KvCacheDType = flag(
+        "auto", "type of the KV cache, if not --dtype: fp8 takes half the bytes of a 16-bit type"
     )
-    dtype: Annotated[DType, Flag("type of weights and KV cache; auto: the checkpoint's own")] = "auto"
-    kv_cache_dtype: Annotated[
-        KvCacheDType, Flag("type of the KV cache, if not --dtype: fp8 takes half the bytes of a 16-bit type")
-    ] = "auto"
-    device: Annotated[str, Flag("torch device")] = "cpu"
-    tensor_parallel_size: Annotated[
-        int,
-        Flag(
-            "processes that compute the model together, on CUDA each on a GPU of its own, from --device on",
-            ("--tensor-parallel-size", "-tp"),
-            least=1,
-        ),
-    ] = 1
-    max_loras: Annotated[int, Flag("most LoRA adapters loaded at once; 0 for none", least=0)] = 4
-    block_tokens: Annotated[int, Flag("tokens per KV block", ("--block-size",), least=1)] = 16
-    gpu_blocks: Annotated[
-        int,
-        Flag(
-            "KV blocks in the pool, on the device, also where that is a CPU",
-            ("--num-gpu-blocks", "--gpu-blocks", "--num-gpu-blocks-override"),
-            least=1,
-        ),
-    ] = 1024
-    cpu_blocks: Annotated[int, Flag("KV blocks in the host tier; 0 for none", least=0)] = 0
-    cpu_gib: Annotated[float | None, Flag("the same as GiB of host memory")] = None
-    max_model_len: Annotated[
-        int | None, Flag("most tokens of prompt and answer together", default_text="the model's own", least=1)
-    ] = None
-    enable_prefix_caching: Annotated[
-        bool, Flag("reuse blocks between requests, and announce them", default_text="they are")
-    ] = True
-    max_num_seqs: Annotated[int, Flag("most requests running at once", least=1)] = 64
-    max_num_batched_tokens: Annotated[int, Flag("token budget of one step", least=1)] = 2048
-    max_waiting: Annotated[
-        int, Flag("most requests waiting; one more is refused", ("--max-num-queued-reqs",), least=1)
-    ] = 1024
-    scheduling_policy: Annotated[
-        SchedulingPolicy,
-        Flag(
-            "order of prefills: by arrival, by the request's priority, or by arrival plus ten times the "
-            "prefill's own seconds"
-        ),
-    ] = "aged"
-    preemption_mode: Annotated[
-        PreemptionMode,
-        Flag(
-            "what a preempted request does to go on: compute again what is cached no more, or fetch its full "
-            "blocks from the host tier, which holds them for it"
-        ),
-    ] = "recompute"
-    torch_threads: Annotated[
-        int | None, Flag("threads of one CPU operation", default_text="torch's choice", least=1)
-    ] = None
-    seed: Annotated[int, Flag("seeds requests that bring no seed")] = 0
+    device: str = flag("cpu", "torch device")
+    tensor_parallel_size: int = flag(
+        1,
+        "processes that compute the model together, on CUDA each on a GPU of its own, from --device on",
+        "--tensor-parallel-size -tp",
+        least=1,
+    )
+    max_loras: int = flag(4, "most LoRA adapters loaded at once; 0 for none", least=0)
+    block_tokens: int = flag(16, "tokens per KV block", "--block-size", least=1)
+    gpu_blocks: int = flag(
+        1024,
+        "KV blocks in the pool, on the device, also where that is a CPU",
+        "--num-gpu-blocks --gpu-blocks --num-gpu-blocks-override",
+        least=1,
+    )
+    cpu_blocks: int = flag(0, "KV blocks in the host tier; 0 for none", least=0)
+    cpu_gib: float | None = flag(None, "the same as GiB of host memory")
+    max_model_len: int | None = flag(
+        None, "most tokens of prompt and answer together", default_text="the model's own", least=1
+    )
+    enable_prefix_caching: bool = flag(
+        True, "reuse blocks between requests, and announce them", default_text="they are"
+    )
+    max_num_seqs: int = flag(64, "most requests running at once", least=1)
+    max_num_batched_tokens: int = flag(2048, "token budget of one step", least=1)
+    max_waiting: int = flag(
+        1024, "most requests waiting; one more is refused", "--max-num-queued-reqs", least=1
+    )
+    scheduling_policy: SchedulingPolicy = flag(
+        "aged",
+        "order of prefills: by arrival, by the request's priority, or by arrival plus ten times the "
+        "prefill's own seconds",
+    )
+    preemption_mode: PreemptionMode = flag(
+        "recompute",
+        "what a preempted request does to go on: compute again what is cached no more, or fetch its full "
+        "blocks from the host tier, which holds them for it",
+    )
+    torch_threads: int | None = flag(
+        None, "threads of one CPU operation", default_text="torch's choice", least=1
+    )
+    seed: int = flag(0, "seeds requests that bring no seed")
 
     def __post_init__(self) -> None:
         """Refuse what cannot work by a ConfigError."""
@@ -110,32 +100,28 @@ class EngineConfig:
 class KVEventsConfig:
     """Where and how events are published; names and defaults are those of vLLM's KVEventsConfig."""
 
-    endpoint: Annotated[
-        str,
-        Flag(
-            "PUB socket: bound if it holds * or ::, or is ipc or inproc; otherwise connected",
-            ("--kv-events-endpoint",),
-            metavar="ENDPOINT",
-        ),
-    ] = "tcp://*:5557"
-    replay_endpoint: Annotated[
-        str | None,
-        Flag(
-            "ROUTER socket for replays, always bound; empty turns replay off",
-            ("--kv-replay-endpoint",),
-            metavar="ENDPOINT",
-        ),
-    ] = None
+    endpoint: str = flag(
+        "tcp://*:5557",
+        "PUB socket: bound if it holds * or ::, or is ipc or inproc; otherwise connected",
+        "--kv-events-endpoint",
+        metavar="ENDPOINT",
+    )
+    replay_endpoint: str | None = flag(
+        None,
+        "ROUTER socket for replays, always bound; empty turns replay off",
+        "--kv-replay-endpoint",
+        metavar="ENDPOINT",
+    )
     buffer_steps: int = 10_000  # batches kept for replay
     hwm: int = 100_000  # batches that wait for one slow subscriber before its newest are dropped
     max_queue_size: int = 100_000  # batches that wait for the thread that sends before the oldest are dropped
-    topic: Annotated[
-        str, Flag("first frame", ("--kv-events-topic",), default_text="kv@HOST:PORT@MODEL", metavar="TOPIC")
-    ] = ""
+    topic: str = flag(
+        "", "first frame", "--kv-events-topic", default_text="kv@HOST:PORT@MODEL", metavar="TOPIC"
+    )
     # Not vLLM's, but without it nothing can be published on a loopback address alone.
-    always_bind: Annotated[
-        bool, Flag("bind --kv-events-endpoint whatever it is, a loopback address too", ("--kv-events-bind",))
-    ] = False
+    always_bind: bool = flag(
+        False, "bind --kv-events-endpoint whatever it is, a loopback address too", "--kv-events-bind"
+    )
 
     def __post_init__(self) -> None:
         """Refuse what cannot work by a ConfigError."""
@@ -155,40 +141,32 @@ class ServeOptions:
     """How to run one model server."""
 
     engine: EngineConfig  # the engine's settings
-    host: Annotated[str, Flag("address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Flag("port to listen on; 0 lets the system choose", read=tcp_port)] = 8000
-    served_names: Annotated[
-        tuple[str, ...],
-        Flag(
-            "names the API knows the model by, the main one first",
-            ("--served-model-name",),
-            default_text="the tiny model's name, or the directory's",
-            metavar="NAME",
-        ),
-    ] = ()
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int = flag(8000, "port to listen on; 0 lets the system choose", read=tcp_port)
+    served_names: tuple[str, ...] = flag(
+        (),
+        "names the API knows the model by, the main one first",
+        "--served-model-name",
+        default_text="the tiny model's name, or the directory's",
+        metavar="NAME",
+    )
     # Where KV events go; None for no events. An empty topic becomes ``kv@host:port@model``.
     events: KVEventsConfig | None = None
-    max_body_bytes: Annotated[int, Flag("refuse larger HTTP bodies", read=positive)] = _MAX_BODY_BYTES
-    api_key: Annotated[str | None, Flag("refuse API requests without it", metavar="KEY")] = field(
-        default=None, repr=False
+    max_body_bytes: int = flag(_MAX_BODY_BYTES, "refuse larger HTTP bodies", read=positive)
+    api_key: str | None = flag(None, "refuse API requests without it", metavar="KEY", repr=False)
+    admin_port: int | None = flag(
+        None,
+        "port of administration (sleep, cache reset, adapters) and snapshots, none of which the serving "
+        "port answers; 0 lets the system choose",
+        default_text="they are not served",
+        read=tcp_port,
+        metavar="PORT",
     )
-    admin_port: Annotated[
-        int | None,
-        Flag(
-            "port of administration (sleep, cache reset, adapters) and snapshots, none of which the serving "
-            "port answers; 0 lets the system choose",
-            default_text="they are not served",
-            read=tcp_port,
-            metavar="PORT",
-        ),
-    ] = None
     # What must be sent to the administration port; None lets everybody in who reaches it.
     admin_token: str | None = field(default=None, repr=False)
-    runtime_loras: Annotated[
-        bool,
-        Flag(
-            "let operators load adapters from this machine's directories at --admin-port",
-            ("--allow-runtime-lora-updating",),
-            default_text="they may not",
-        ),
-    ] = False
+    runtime_loras: bool = flag(
+        False,
+        "let operators load adapters from this machine's directories at --admin-port",
+        "--allow-runtime-lora-updating",
+        default_text="they may not",
+    )

@@ -39,23 +39,6 @@ def demonstrate(config: EngineConfig, prompt_tokens: int) -> list[str]:
     return lines
 
 
-def fitting(
-    prompt_tokens: int, block_tokens: int, gpu_blocks: int | None, cpu_blocks: int | None
-) -> tuple[int, int]:
-    """Return the blocks of the pool and of the host tier: those given, else as many as the prompt needs.
-
-    Args:
-        gpu_blocks: The pool's; None: just the prompt's, so that one other prompt pushes it out.
-        cpu_blocks: The host tier's; None: four times the pool's, which keeps the prompt beside the others.
-    """
-    pool = _blocks(prompt_tokens, block_tokens) if gpu_blocks is None else gpu_blocks
-    return pool, 4 * pool if cpu_blocks is None else cpu_blocks
-
-
-def _blocks(prompt_tokens: int, block_tokens: int) -> int:
-    return -(-(prompt_tokens + 1) // block_tokens)
-
-
 def _one_round(
     engine: Engine, draw: random.Random, prompt_tokens: int, others: int, number: int
 ) -> list[tuple[float, int]]:

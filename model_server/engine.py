@@ -14,18 +14,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
+from model_server.block_manager import KvCache
 from model_server.config import EngineConfig
 from model_server.errors import EngineClosedError, QueueFullError, RequestError, WorkerError
 from model_server.events import EventSink
 from model_server.executor import Executor
-from model_server.kv_cache import KvCache
-from model_server.live_request import LiveRequest
 from model_server.lora import LoraRegistry
 from model_server.requests import (
     ChosenToken,
     EngineStats,
     FinishReason,
     GenerationRequest,
+    LiveRequest,
     TokenOutput,
     check_request,
 )
@@ -372,14 +372,13 @@ class Engine:
         if self.is_sleeping or not self._reset_pool():
             return self.is_sleeping
         self.is_sleeping = True
-        self.executor.free_kv()
+        self.executor.free()
         return True
 
     def _wake_up(self) -> bool:
         if not self.is_sleeping:
             return False
-        self.executor.allocate_kv()
-        self.executor.allocate_host(self.cache.host.num_blocks)
+        self.executor.allocate(self.cache.host.num_blocks)
         self.is_sleeping = False
         return True
 

@@ -103,12 +103,12 @@ class BlockContent:
         return self.group, self.digest
 
 
+@dataclass(frozen=True)
 class Announcer:
     """Writes the events of one engine's blocks."""
 
-    def __init__(self, groups: Sequence[KvGroupSpec], block_tokens: int) -> None:
-        self.groups = tuple(groups)
-        self.block_tokens = block_tokens
+    groups: Sequence[KvGroupSpec]
+    block_tokens: int
 
     def stored(
         self,

@@ -13,6 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,11 @@ from torch import Tensor
 from model_server.block_copies import Done, Transfer
 from model_server.config import EngineConfig
 from model_server.errors import AdapterError, WorkerError
-from model_server.live_request import LiveRequest
 from model_server.lora import LoraRequest
 from model_server.model_runner import SpanNumbers, load_runner
 from model_server.parallel.ranks import Ranks
 from model_server.parallel.workers import Start, Workers
-from model_server.requests import ChosenToken
+from model_server.requests import ChosenToken, LiveRequest
 from model_server.sampler import SamplingRow, best, log_probabilities, read_logprobs, sample
 from model_server.scheduler import Chunk
 from model_server.shapes import Division
@@ -63,13 +63,9 @@ class Executor:
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
-        """Compute a step.
+        """Compute a step; returns the next token by request id, for each chunk that samples.
 
-        Returns:
-            The next token by request id, for each chunk that samples.
-
-        Raises:
-            WorkerError: Nothing can be computed any more.
+        A WorkerError where nothing can be computed any more.
         """
         # Single tokens first, by length: that is how attention can batch them with little padding.
         ordered = sorted(chunks, key=lambda chunk: (chunk.length > 1, chunk.stop))
@@ -95,17 +91,11 @@ class Executor:
         """Have a transfer that is done here done on all ranks before anything that is told them later."""
         self._tell("settle", number)
 
-    def allocate_host(self, host_blocks: int) -> None:
-        """Take memory for so many blocks of the host tier; they hold nothing."""
-        self._ask("allocate_host", host_blocks)
+    def allocate(self, host_blocks: int) -> None:
+        self._ask("allocate", host_blocks)
 
-    def free_kv(self) -> None:
-        """Give the memory of both tiers back; nothing can run before it is taken again."""
-        self._ask("free_kv")
-
-    def allocate_kv(self) -> None:
-        """Take the pool's memory again; it holds nothing."""
-        self._ask("allocate_kv")
+    def free(self) -> None:
+        self._ask("free")
 
     def load_adapter(self, directory: Path, name: str, lora_id: int) -> LoraRequest:
         """Load an adapter on all ranks, which keep it while anybody has the result, or raise AdapterError."""
@@ -149,28 +139,25 @@ class Executor:
         return own if isinstance(own, Done) else SharedTransfer(number, own, self)
 
 
+@dataclass(slots=True)
 class SharedTransfer:
     """A transfer on all ranks; `executor` settles it on the others once it is done here."""
 
-    def __init__(self, number: int, own: Transfer, executor: Executor) -> None:
-        self._number = number
-        self._own = own
-        self._executor = executor
-        self._settled = False
+    _number: int
+    _own: Transfer
+    _executor: Executor
+    _settled: bool = False
 
     def done(self) -> bool:
-        if not self._settled and self._own.done():
-            self._settle()
+        if self._own.done():
+            self.wait()
         return self._settled
 
     def wait(self) -> None:
-        self._own.wait()
         if not self._settled:
-            self._settle()
-
-    def _settle(self) -> None:
-        self._settled = True
-        self._executor.settle(self._number)
+            self._own.wait()
+            self._settled = True
+            self._executor.settle(self._number)
 
 
 def step_numbers(

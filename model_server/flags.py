@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
@@ -22,6 +22,11 @@ class Flag:
     read: Callable[[str], Any] | None = None  # reads the value; None: as the field's type tells
     least: int | None = None  # values below it are refused
     metavar: str | None = None  # what `--help` shows for the value; None: as the field's type tells
+
+
+def flag(default: Any, text: str, names: str = "", *, repr: bool = True, **options: Any) -> Any:
+    """Declare a field that a flag sets; `options` are those of `Flag`. Secrets have no repr."""
+    return field(default=default, repr=repr, metadata={"flag": Flag(text, tuple(names.split()), **options)})
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -88,11 +93,10 @@ def positive(text: str) -> int:
 
 
 def _flags(settings: type) -> Iterator[tuple["Field[Any]", Any, Flag]]:
-    hints = get_type_hints(settings, include_extras=True)
+    hints = get_type_hints(settings)
     for declared in fields(settings):
-        kind, *about = get_args(hints[declared.name]) or (None,)
-        if about and isinstance(about[0], Flag):
-            yield declared, kind, about[0]
+        if declared.metadata:
+            yield declared, hints[declared.name], declared.metadata["flag"]
 
 
 def _reading(kind: Any, default: object, flag: Flag) -> dict[str, Any]:

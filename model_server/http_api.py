@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import islice
@@ -25,13 +25,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from model_server.config import ServeOptions
 from model_server.engine import Engine
 from model_server.errors import AdapterError, EngineClosedError
-from model_server.generation import AsyncEngine, Generation
-from model_server.http_io import BodyReader, EventStream, QuietEnd, json_response, unless_disconnected
-from model_server.http_server import BearerGate, by_port
+from model_server.generation import AsyncEngine, Generation, TextAssembler
+from model_server.http_server import (
+    BodyReader,
+    EventStream,
+    bearer_gate,
+    by_port,
+    json_response,
+    quiet_end,
+    unless_disconnected,
+)
 from model_server.lora import LoraRegistry
-from model_server.openai_responses import Answer, Responder
+from model_server.openai_responses import Answer
 from model_server.openai_types import (
     Api,
     ApiError,
@@ -43,7 +51,6 @@ from model_server.openai_types import (
 )
 from model_server.prepare import ServedModel, detokenize, prepare, render, tokenize
 from model_server.publish import SNAPSHOT_TYPE, KVEventPublisher
-from model_server.text import TextAssembler
 
 _PREPARE_THREADS = 2
 _BODIES_AT_ONCE = 16
@@ -55,49 +62,51 @@ _PIECES_AT_ONCE = 16
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class ServerState:
-    """What the server tells of itself, and whom it answers."""
+@dataclass(slots=True)
+class _AtMost:
+    """Counts what goes on at once; one more than a bound is refused by an ApiError 503."""
 
-    registry: CollectorRegistry  # shown at /metrics
-    healthy: Callable[[], bool]  # answers /health
-    publisher: KVEventPublisher | None  # publishes KV events; None where there are none
-    runtime_loras: bool = False  # whether operators may load adapters from the server's own directories
-    admin_port: int | None = None  # the port that serves administration; None: it is not served
-    # Bearer secrets of the serving port and of administration; None lets everybody in who reaches the port.
-    api_key: str | None = field(default=None, repr=False)
-    admin_token: str | None = field(default=None, repr=False)
+    most: int
+    what: str
+    now: int = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        if self.now >= self.most:
+            raise ApiError(503, f"{self.most} {self.what} already; try again later")
+        self.now += 1
+        try:
+            yield
+        finally:
+            self.now -= 1
 
 
+@dataclass(eq=False)
 class HttpApi:
     """All routes of one model server."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        engine: Engine,
-        async_engine: AsyncEngine,
-        state: ServerState,
-        *,
-        max_body_bytes: int,
-        max_requests: int,
-    ) -> None:
-        self._model = model
-        self._engine = engine
-        self._async_engine = async_engine
-        self._state = state
-        self._bodies = BodyReader(max_body_bytes, max_body_bytes * _BODIES_AT_ONCE)
-        self._max_requests = max_requests
-        self._requests = 0
+    options: ServeOptions
+    model: ServedModel
+    engine: Engine
+    async_engine: AsyncEngine
+    publisher: KVEventPublisher | None  # publishes KV events; None where there are none
+    registry: CollectorRegistry  # shown at /metrics
+    healthy: Callable[[], bool]  # answers /health
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self._bodies = BodyReader(options.max_body_bytes, options.max_body_bytes * _BODIES_AT_ONCE)
+        most = options.engine.max_num_seqs + options.engine.max_waiting
+        self._requests = _AtMost(most, "requests are being handled")
+        self._snapshots = _AtMost(_SNAPSHOTS_AT_ONCE, "snapshots are being sent")
         self._running: dict[str, set[Generation]] = {}
         self._threads = ThreadPoolExecutor(_PREPARE_THREADS, "prepare")
-        self._snapshots = 0
         self._adapter_paths: dict[str, str] = {}
         self._started_s = int(time.time())
 
-    def app(self) -> ASGIApp:
-        """Return the ASGI application of both ports."""
-        state, model, post = self._state, self._model, partial(Route, methods=["POST"])
+    def app(self, admin_port: int | None) -> ASGIApp:
+        """Return the ASGI application of both ports, or of one where administration is not served."""
+        options, model, post = self.options, self.model, partial(Route, methods=["POST"])
         # Both ports serve these, without a secret: they tell nothing of prompts.
         for_all = [
             Route("/health", self._health),
@@ -135,30 +144,31 @@ class HttpApi:
         def guarded(routes: list[Route], secret: str | None, name: str) -> ASGIApp:
             app = Starlette(routes=[*for_all, *routes], exception_handlers=handlers)
             open_paths = frozenset(route.path for route in for_all)
-            return app if secret is None else BearerGate(app, secret, name, open_paths)
+            return app if secret is None else bearer_gate(app, secret, name, open_paths)
 
-        app = guarded(serving, state.api_key, "the API key")
-        if state.admin_port is not None:
-            switches = guarded(admin, state.admin_token, "the administration's token")
-            app = by_port(state.admin_port, switches, app)
-        return QuietEnd(app)
+        app = guarded(serving, options.api_key, "the API key")
+        if admin_port is not None:
+            app = by_port(admin_port, guarded(admin, options.admin_token, "the administration's token"), app)
+        return quiet_end(app)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _generate(self, request: Request, api: Api) -> Response:
-        arrived_s = self._async_engine.now_s()
+        arrived_s = self.async_engine.now_s()
         header_id = _header_id(request)
         with ExitStack() as cleanup:
-            cleanup.enter_context(self._admitted())
+            cleanup.enter_context(self._requests.one())
             async with self._bodies.read(request) as raw:
-                job = await self._in_thread(prepare, self._model, api, raw, header_id)
+                job = await self._in_thread(prepare, self.model, api, raw, header_id)
             texts = tuple(self._text(job.fields) for _ in job.requests)
-            generation = self._async_engine.generate(job.requests, texts, arrived_s)
-            self._async_engine.metrics.params(job.fields.n or 1, job.requests[0].sampling.max_tokens)
+            generation = self.async_engine.generate(job.requests, texts, arrived_s)
+            observe = self.async_engine.metrics.observe
+            observe("request_params_n", job.fields.n or 1)
+            observe("request_params_max_tokens", job.requests[0].sampling.max_tokens)
             cleanup.callback(generation.close)
             cleanup.enter_context(self._named(job.request_id, generation))
-            answer = Answer(Responder(job, self._model.tokenizer), generation)
+            answer = Answer(job, self.model.tokenizer, generation)
             if not job.fields.stream:
                 return json_response(await unless_disconnected(request.receive, answer.whole()))
             pieces = answer.pieces()
@@ -184,31 +194,31 @@ class HttpApi:
 
     async def _models(self, _: Request) -> Response:
         """Tell the model's names, then its adapters with the model as their parent."""
-        cards = [self._card(name, self._model.root, None) for name in self._model.names]
-        for name in self._model.adapters.names() if self._model.adapters is not None else ():
-            cards.append(self._card(name, self._adapter_paths.get(name, name), self._model.names[0]))
+        cards = [self._card(name, self.model.root, None) for name in self.model.names]
+        for name in self.model.adapters.names() if self.model.adapters is not None else ():
+            cards.append(self._card(name, self._adapter_paths.get(name, name), self.model.names[0]))
         return json_response({"object": "list", "data": cards})
 
     async def _health(self, _: Request) -> Response:
         """Answer 200 while the engine's loop turns, else 503; no body."""
-        return Response(status_code=200 if self._state.healthy() else 503)
+        return Response(status_code=200 if self.healthy() else 503)
 
     async def _version(self, _: Request) -> Response:
         return json_response({"version": version("kvroute")})
 
     async def _load(self, _: Request) -> Response:
         """Tell how many requests are handled now."""
-        return json_response({"server_load": self._requests})
+        return json_response({"server_load": self._requests.now})
 
     async def _metrics(self, _: Request) -> Response:
-        return Response(generate_latest(self._state.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _load_lora_adapter(self, request: Request) -> Response:
         """Read an adapter from a directory of the server's."""
         loras = self._changeable_loras()
         async with self._bodies.read(request) as raw:
             body = convert(decode_body(raw), LoadAdapterBody)
-        if body.lora_name in self._model.names:
+        if body.lora_name in self.model.names:
             raise ApiError(400, f"{body.lora_name!r} is the model's own name", "lora_name")
         try:
             await self._in_thread(loras.load, body.lora_name, Path(body.lora_path))
@@ -231,22 +241,18 @@ class HttpApi:
 
     async def _kv_event_sources(self, _: Request) -> Response:
         """Tell where this server publishes its KV events."""
-        publisher = self._state.publisher
+        publisher = self.publisher
         return json_response({} if publisher is None else {"0": publisher.config.announced()})
 
     async def _kv_events_snapshot(self, _: Request) -> Response:
         """Tell what the caches hold, see `snapshot`."""
-        publisher = self._state.publisher
-        if publisher is None:
+        if self.publisher is None:
             raise ApiError(404, "this server publishes no KV events")
-        if self._snapshots >= _SNAPSHOTS_AT_ONCE:
-            raise ApiError(503, f"{_SNAPSHOTS_AT_ONCE} snapshots are being sent already; try again later")
-        self._snapshots += 1
         with ExitStack() as cleanup:
-            cleanup.callback(self._snapshot_sent)
-            take = partial(publisher.snapshot, self._engine.cache)
+            cleanup.enter_context(self._snapshots.one())
+            take = partial(self.publisher.snapshot, self.engine.cache)
             try:
-                pieces = (await self._in_thread(self._engine.between_steps, take)).pieces()
+                pieces = (await self._in_thread(self.engine.between_steps, take)).pieces()
             except EngineClosedError as error:
                 raise ApiError(503, str(error)) from error
             first = await self._in_thread(_joined, pieces)
@@ -254,25 +260,25 @@ class HttpApi:
 
     async def _reset_prefix_cache(self, _: Request) -> Response:
         """Empty the cache; `success` is false, and nothing is done, while requests run."""
-        return json_response({"success": await self._in_thread(self._engine.reset_prefix_cache)})
+        return json_response({"success": await self._in_thread(self.engine.reset_prefix_cache)})
 
     async def _sleep(self, _: Request) -> Response:
         """Give the KV pool's memory back."""
-        if not await self._in_thread(self._engine.sleep):
+        if not await self._in_thread(self.engine.sleep):
             raise ApiError(409, "requests are running; the engine sleeps only when it is idle")
         return Response()
 
     async def _wake_up(self, _: Request) -> Response:
         """Take the memory again, with an empty cache; no harm to an engine that is awake."""
-        await self._in_thread(self._engine.wake_up)
+        await self._in_thread(self.engine.wake_up)
         return Response()
 
     async def _is_sleeping(self, _: Request) -> Response:
-        return json_response({"is_sleeping": self._engine.is_sleeping})
+        return json_response({"is_sleeping": self.engine.is_sleeping})
 
     def _text(self, fields: GenerationBody) -> TextAssembler:
         return TextAssembler(
-            self._model.tokenizer,
+            self.model.tokenizer,
             stop_strings=fields.stop_strings,
             stop_token_ids=frozenset(fields.stop_token_ids or ()),
             min_tokens=fields.min_tokens or 0,
@@ -289,13 +295,13 @@ class HttpApi:
             "owned_by": "kvroute",
             "root": root,
             "parent": parent,
-            "max_model_len": self._model.max_model_len,
+            "max_model_len": self.model.max_model_len,
         }
 
     def _changeable_loras(self) -> LoraRegistry:
-        if not self._state.runtime_loras or self._engine.loras is None:
+        if not self.options.runtime_loras or self.engine.loras is None:
             raise ApiError(403, "adapters cannot be changed here; start with --allow-runtime-lora-updating")
-        return self._engine.loras
+        return self.engine.loras
 
     @contextmanager
     def _named(self, request_id: str, generation: Generation) -> Iterator[None]:
@@ -307,19 +313,6 @@ class HttpApi:
             named.discard(generation)
             if not named and self._running.get(request_id) is named:
                 del self._running[request_id]
-
-    @contextmanager
-    def _admitted(self) -> Iterator[None]:
-        if self._requests >= self._max_requests:
-            raise ApiError(503, f"{self._max_requests} requests are being handled already; try again later")
-        self._requests += 1
-        try:
-            yield
-        finally:
-            self._requests -= 1
-
-    def _snapshot_sent(self) -> None:
-        self._snapshots -= 1
 
     async def _rest(self, pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
         while piece := await self._in_thread(_joined, pieces):

@@ -76,17 +76,14 @@ class LoraBatch:
                 output.index_add_(0, rows, functional.linear(lowered, factors.up))
 
 
+@dataclass(eq=False)
 class LoraRegistry:
-    """Adapters of one model.
+    """Adapters of one model."""
 
-    Args:
-        load: Loads an adapter from a directory, under a name and a number, or raises AdapterError.
-        max_loras: Most adapters loaded at once; 0 refuses all.
-    """
+    load_one: Callable[[Path, str, int], LoraRequest]  # from a directory, with a name and a number
+    max_loras: int  # most adapters loaded at once; 0 refuses all
 
-    def __init__(self, load: Callable[[Path, str, int], LoraRequest], max_loras: int) -> None:
-        self._load = load
-        self._max_loras = max_loras
+    def __post_init__(self) -> None:
         self._adapters: dict[str, LoraRequest] = {}
         self._ids = itertools.count(1)
         self._lock = threading.Lock()  # also held while a directory is read, so that the bound holds
@@ -98,12 +95,12 @@ class LoraRegistry:
         with self._lock:
             if name in self._adapters:
                 raise AdapterError(f"an adapter {name!r} is loaded already; unload it first")
-            if len(self._adapters) >= self._max_loras:
+            if len(self._adapters) >= self.max_loras:
                 raise AdapterError(
-                    f"{len(self._adapters)} adapters are loaded and max_loras is {self._max_loras}; "
+                    f"{len(self._adapters)} adapters are loaded and max_loras is {self.max_loras}; "
                     "unload one first"
                 )
-            adapter = self._load(directory, name, next(self._ids))
+            adapter = self.load_one(directory, name, next(self._ids))
             self._adapters[name] = adapter
             return adapter
 

@@ -35,27 +35,45 @@ _E2E_BUCKETS_S = (
 )
 
 
+@dataclass(eq=False)
 class TokenHistogram(Collector):
     """One histogram with fixed labels, and inclusive rising bounds; what is above the last goes to +Inf."""
 
-    def __init__(self, name: str, text: str, labels: Mapping[str, str], buckets: Sequence[float]) -> None:
-        self._name = name
-        self._text = text
-        self._labels = dict(labels)
-        self._buckets = tuple(buckets)
-        self._counts = [0] * (len(buckets) + 1)
-        self._sum = 0.0
+    name: str
+    text: str
+    labels: Mapping[str, str]
+    buckets: Sequence[float]
+    _sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._counts = [0] * (len(self.buckets) + 1)
 
     def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._buckets, value)] += 1
+        self._counts[bisect_left(self.buckets, value)] += 1
         self._sum += value
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._name, self._text, labels=tuple(self._labels))
-        bounds = [floatToGoString(bound) for bound in (*self._buckets, float("inf"))]
+        family = HistogramMetricFamily(self.name, self.text, labels=tuple(self.labels))
+        bounds = [floatToGoString(bound) for bound in (*self.buckets, float("inf"))]
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        family.add_metric(tuple(self._labels.values()), buckets, self._sum)
+        family.add_metric(tuple(self.labels.values()), buckets, self._sum)
         yield family
+
+
+# Name without "vllm:", help, and bounds. Latencies of requests are in seconds.
+_REQUEST_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS_S),
+    ("e2e_request_latency_seconds", "Time of whole requests.", _E2E_BUCKETS_S),
+    ("request_time_per_output_token_seconds", "Mean time of a request's tokens.", _ITL_BUCKETS_S),
+    ("request_queue_time_seconds", "From arrival to the first step.", _E2E_BUCKETS_S),
+    ("request_prefill_time_seconds", "From the first step to the first token.", _E2E_BUCKETS_S),
+    ("request_decode_time_seconds", "From first to last token.", _E2E_BUCKETS_S),
+    ("request_inference_time_seconds", "From the first step to the last token.", _E2E_BUCKETS_S),
+    ("request_prompt_tokens", "Prompt tokens.", _TOKEN_BUCKETS),
+    ("request_generation_tokens", "Tokens generated for a request.", _TOKEN_BUCKETS),
+    ("request_params_max_tokens", "max_tokens asked for.", _TOKEN_BUCKETS),
+    ("request_params_n", "n asked for.", _N_BUCKETS),
+)
 
 
 class RequestMetrics:
@@ -63,60 +81,31 @@ class RequestMetrics:
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
         labels = (model_name, _ENGINE_INDEX)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, text, _LABELS, registry=registry, buckets=buckets).labels(*labels)
-
-        self.ttft_s = histogram("vllm:time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS_S)
-        self.itl_s = TokenHistogram(
-            "vllm:inter_token_latency_seconds",
-            "Time between tokens.",
-            dict(zip(_LABELS, labels, strict=True)),
-            _ITL_BUCKETS_S,
-        )
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", text, _LABELS, registry=registry, buckets=buckets).labels(*labels)
+            for name, text, buckets in _REQUEST_HISTOGRAMS
+        }
+        named = dict(zip(_LABELS, labels, strict=True))
+        name, text = "vllm:inter_token_latency_seconds", "Time between tokens."
+        self.itl_s = TokenHistogram(name, text, named, _ITL_BUCKETS_S)
         registry.register(self.itl_s)
-        self.e2e_s = histogram("vllm:e2e_request_latency_seconds", "Time of whole requests.", _E2E_BUCKETS_S)
-        self.tpot_s = histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time of a request's tokens.", _ITL_BUCKETS_S
-        )
-        self.queue_s = histogram(
-            "vllm:request_queue_time_seconds", "From arrival to the first step.", _E2E_BUCKETS_S
-        )
-        self.prefill_s = histogram(
-            "vllm:request_prefill_time_seconds", "From the first step to the first token.", _E2E_BUCKETS_S
-        )
-        self.decode_s = histogram(
-            "vllm:request_decode_time_seconds", "From first to last token.", _E2E_BUCKETS_S
-        )
-        self.inference_s = histogram(
-            "vllm:request_inference_time_seconds", "From the first step to the last token.", _E2E_BUCKETS_S
-        )
-        self.prompt_tokens = histogram("vllm:request_prompt_tokens", "Prompt tokens.", _TOKEN_BUCKETS)
-        self.generation_tokens = histogram(
-            "vllm:request_generation_tokens", "Tokens generated for a request.", _TOKEN_BUCKETS
-        )
-        self.max_tokens = histogram("vllm:request_params_max_tokens", "max_tokens asked for.", _TOKEN_BUCKETS)
-        self.copies = histogram("vllm:request_params_n", "n asked for.", _N_BUCKETS)
         success = Counter(
             "vllm:request_success", "Finished requests.", (*_LABELS, "finished_reason"), registry=registry
         )
         self.success = {reason: success.labels(*labels, reason) for reason in _REASONS}
 
-    def choice(self, arrived_s: float, prompt_tokens: int = 0) -> ChoiceObserver:
-        return ChoiceObserver(self, arrived_s, prompt_tokens)
-
-    def params(self, copies: int, max_tokens: int) -> None:
-        self.copies.observe(copies)
-        self.max_tokens.observe(max_tokens)
+    def observe(self, name: str, value: float) -> None:
+        """Count a value in one of the histograms of the table."""
+        self._histograms[name].observe(value)
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class ChoiceObserver:
     """Times one choice; all times are readings of one monotonic clock, in seconds."""
 
-    _metrics: RequestMetrics
-    _arrived_s: float
-    _prompt_tokens: int
+    metrics: RequestMetrics
+    arrived_s: float
+    prompt_tokens: int
     _started_s: float | None = None
     _first_tokens_s: float | None = None
     _last_tokens_s: float = 0.0
@@ -130,59 +119,49 @@ class ChoiceObserver:
         if self._first_tokens_s is None:
             self._first_tokens_s = now_s
             self._started_s = started_s
-            self._metrics.ttft_s.observe(now_s - self._arrived_s)
+            self.metrics.observe("time_to_first_token_seconds", now_s - self.arrived_s)
         else:
-            self._metrics.itl_s.observe(now_s - self._last_tokens_s)
+            self.metrics.itl_s.observe(now_s - self._last_tokens_s)
         self._last_tokens_s = now_s
 
     def finished(self, now_s: float, reason: str, completion_tokens: int) -> None:
-        metrics = self._metrics
-        metrics.e2e_s.observe(now_s - self._arrived_s)
-        metrics.prompt_tokens.observe(self._prompt_tokens)
-        metrics.generation_tokens.observe(completion_tokens)
-        if self._first_tokens_s is not None:
-            decode_s = now_s - self._first_tokens_s
-            metrics.decode_s.observe(decode_s)
-            if self._started_s is not None:
-                metrics.queue_s.observe(self._started_s - self._arrived_s)
-                metrics.prefill_s.observe(self._first_tokens_s - self._started_s)
-                metrics.inference_s.observe(now_s - self._started_s)
+        observe, started_s, first_s = self.metrics.observe, self._started_s, self._first_tokens_s
+        observe("e2e_request_latency_seconds", now_s - self.arrived_s)
+        observe("request_prompt_tokens", self.prompt_tokens)
+        observe("request_generation_tokens", completion_tokens)
+        if first_s is not None:
+            observe("request_decode_time_seconds", now_s - first_s)
+            if started_s is not None:
+                observe("request_queue_time_seconds", started_s - self.arrived_s)
+                observe("request_prefill_time_seconds", first_s - started_s)
+                observe("request_inference_time_seconds", now_s - started_s)
             if completion_tokens > 1:
-                metrics.tpot_s.observe(decode_s / (completion_tokens - 1))
-        metrics.success[reason].inc()
+                observe("request_time_per_output_token_seconds", (now_s - first_s) / (completion_tokens - 1))
+        self.metrics.success[reason].inc()
 
     def broken(self, reason: str) -> None:
         """The choice ended by "abort" or "error": it has no times that mean anything."""
-        self._metrics.success[reason].inc()
+        self.metrics.success[reason].inc()
 
 
+@dataclass(frozen=True, eq=False)
 class LoraCollector(Collector):
-    """Tells which adapters are in use, as GIE's LoRA affinity reads it.
+    """Tells which adapters are in use, as GIE's LoRA affinity reads it."""
 
-    Args:
-        in_use: Adapters of the requests that run, and of those that wait for their first token.
-        now_s: Unix time, the metric's value: readers take the newest of its label sets.
-    """
-
-    def __init__(
-        self,
-        max_loras: int,
-        in_use: Callable[[], tuple[Iterable[str], Iterable[str]]],
-        now_s: Callable[[], float],
-    ) -> None:
-        self._max_loras = max_loras
-        self._in_use = in_use
-        self._now_s = now_s
+    max_loras: int
+    # Adapters of the requests that run, and of those that wait for their first token.
+    in_use: Callable[[], tuple[Iterable[str], Iterable[str]]]
+    now_s: Callable[[], float]  # Unix time, the metric's value: readers take the newest of its label sets
 
     def collect(self) -> Iterator[Metric]:
-        running, waiting = self._in_use()
+        running, waiting = self.in_use()
         labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
         family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters in use.", labels=labels)
-        family.add_metric((str(self._max_loras), ",".join(waiting), ",".join(running)), self._now_s())
+        family.add_metric((str(self.max_loras), ",".join(waiting), ",".join(running)), self.now_s())
         yield family
 
 
-# Name, help, and the field that tells it.
+# Name, help, and the field of the engine's figures that tells it.
 _ENGINE_GAUGES = (
     ("vllm:num_requests_running", "Requests being run.", "running"),
     ("vllm:num_requests_waiting", "Requests waiting to run.", "waiting"),
@@ -215,30 +194,24 @@ _PUBLISHER_COUNTERS = (
 )
 
 
+@dataclass(frozen=True, eq=False)
 class EngineCollector(Collector):
     """Reads the engine's and the publisher's counters at each scrape."""
 
-    def __init__(
-        self,
-        model_name: str,
-        engine_stats: Callable[[], EngineStats],
-        publisher_stats: Callable[[], PublisherStats] | None,
-        cache_config: Mapping[str, str],
-    ) -> None:
-        self._labels = (model_name, _ENGINE_INDEX)
-        self._engine_stats = engine_stats
-        self._publisher_stats = publisher_stats
-        self._cache_config = {**cache_config, "engine": _ENGINE_INDEX}
+    model_name: str
+    engine_stats: Callable[[], EngineStats]
+    publisher_stats: Callable[[], PublisherStats] | None
+    cache_config: Mapping[str, str]
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine_stats()
+        stats, labels = self.engine_stats(), (self.model_name, _ENGINE_INDEX)
         told = [(_ENGINE_GAUGES, GaugeMetricFamily, stats), (_ENGINE_COUNTERS, CounterMetricFamily, stats)]
-        if self._publisher_stats is not None:
-            told.append((_PUBLISHER_COUNTERS, CounterMetricFamily, self._publisher_stats()))
+        if self.publisher_stats is not None:
+            told.append((_PUBLISHER_COUNTERS, CounterMetricFamily, self.publisher_stats()))
         for metrics, kind, source in told:
             for name, text, field in metrics:
                 family = kind(name, text, labels=_LABELS)
-                family.add_metric(self._labels, getattr(source, field))
+                family.add_metric(labels, getattr(source, field))
                 yield family
         # Sleep drops the cache, as vLLM's level 1 does.
         states = {"awake": not stats.asleep, "weights_offloaded": stats.asleep, "discard_all": False}
@@ -246,12 +219,11 @@ class EngineCollector(Collector):
             "vllm:engine_sleep_state", "1 for the state the engine is in.", labels=(*_LABELS, "sleep_state")
         )
         for state, is_on in states.items():
-            sleep.add_metric((*self._labels, state), float(is_on))
+            sleep.add_metric((*labels, state), float(is_on))
         yield sleep
-        info = GaugeMetricFamily(
-            "vllm:cache_config_info", "The KV cache's settings.", labels=tuple(self._cache_config)
-        )
-        info.add_metric(tuple(self._cache_config.values()), 1)
+        settings = {**self.cache_config, "engine": _ENGINE_INDEX}
+        info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's settings.", labels=tuple(settings))
+        info.add_metric(tuple(settings.values()), 1)
         yield info
 
 

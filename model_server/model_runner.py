@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from model_server.attention import Attention, KvLayout, Span, new_attention
-from model_server.block_copies import BlockCopies, Done, Transfer, bytes_of_block, new_copies
+from model_server.block_copies import BlockCopies, Done, Transfer, new_copies
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.errors import ConfigError
 from model_server.lora import LoraAdapter, LoraBatch
@@ -37,10 +37,11 @@ class ModelRunner:
         self._fp8_kv = config.kv_cache_dtype == "fp8"
         self._ranks = ranks
         self._attention: Attention | None = None
-        self._copies: BlockCopies | None = None
+        self._copies: BlockCopies | None = None  # there are these two while there is memory
         self._transfers: dict[int, Transfer] = {}
         self._adapters: dict[int, LoraAdapter] = {}
-        self.allocate_kv()
+        self.allocate(0)
+        self.block_bytes = self.copies.block_bytes  # of this rank's part of a block
 
     @property
     def attention(self) -> Attention:
@@ -48,8 +49,9 @@ class ModelRunner:
         return self._attention
 
     @property
-    def block_bytes(self) -> int:
-        return bytes_of_block(self.attention.block_tensors())
+    def copies(self) -> BlockCopies:
+        assert self._copies is not None, "the memory to copy was given back"
+        return self._copies
 
     def join(self, rendezvous: str) -> None:
         self._ranks.join(Path(rendezvous), self.model.device)
@@ -94,34 +96,29 @@ class ModelRunner:
 
     def store(self, number: int, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
         """Copy device blocks into host slots; `settle` needs the transfer's number."""
-        assert self._copies is not None, "there is no memory to copy"
-        return self._begun(number, self._copies.store(blocks, slots))
+        return self._begun(number, self.copies.store(blocks, slots))
 
     def restore(self, number: int, slots: Sequence[int], blocks: Sequence[int]) -> Transfer:
         """Copy host slots into device blocks; `settle` needs the transfer's number."""
-        assert self._copies is not None, "there is no memory to copy"
-        return self._begun(number, self._copies.restore(slots, blocks))
+        return self._begun(number, self.copies.restore(slots, blocks))
 
     def settle(self, number: int) -> None:
         """Do nothing more before this transfer is done: others take it as done."""
         self._transfers.pop(number).wait()
 
     def fence(self) -> None:
-        assert self._copies is not None, "there is no memory to copy"
-        self._copies.fence()
+        self.copies.fence()
 
-    def allocate_kv(self) -> None:
-        """Take memory for the pool; it holds nothing."""
+    def allocate(self, host_blocks: int) -> None:
+        """Take memory for the pool, if it has none, and for so many host blocks; neither holds anything."""
         model = self.model
-        self._attention = new_attention(
-            model.shape.attention, self._layout, model.dtype, model.device, fp8=self._fp8_kv
-        )
+        if self._attention is None:
+            self._attention = new_attention(
+                model.shape.attention, self._layout, model.dtype, model.device, fp8=self._fp8_kv
+            )
+        self._copies = new_copies(self._attention.block_tensors(), host_blocks)
 
-    def allocate_host(self, host_blocks: int) -> None:
-        """Take memory for so many blocks of the host tier; they hold nothing."""
-        self._copies = new_copies(self.attention.block_tensors(), host_blocks)
-
-    def free_kv(self) -> None:
+    def free(self) -> None:
         """Give the memory of both tiers back; nothing can run before it is taken again."""
         self._attention = self._copies = None
         if self.model.device.type == "cuda":

@@ -24,16 +24,18 @@ class HostBlock:
     ready: bool = False  # whether the copy into it is done
 
 
+@dataclass(eq=False)
 class HostTier:
     """A fixed number of slots, least recently used first out."""
 
-    def __init__(self, num_blocks: int, announcer: Announcer, announce: Callable[[KVEvent], None]) -> None:
-        self.num_blocks = num_blocks  # slots
-        self._announcer = announcer
-        self._announce = announce
-        self._free = list(range(num_blocks - 1, -1, -1))
-        # What is here or on its way here, least recently used first.
-        self.kept: OrderedDict[ContentKey, HostBlock] = OrderedDict()
+    num_blocks: int  # slots
+    announcer: Announcer
+    announce: Callable[[KVEvent], None]
+    # What is here or on its way here, least recently used first.
+    kept: OrderedDict[ContentKey, HostBlock] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self._free = list(range(self.num_blocks - 1, -1, -1))
 
     @property
     def num_used(self) -> int:
@@ -72,7 +74,7 @@ class HostTier:
             if self.kept.get(block.content.key) is block:
                 contents.append(block.content)
         for run in runs(contents):
-            self._announce(self._announcer.stored(run, MEDIUM_CPU))
+            self.announce(self.announcer.stored(run, MEDIUM_CPU))
 
     def hold(self, block: HostBlock) -> None:
         block.holders += 1
@@ -99,7 +101,7 @@ class HostTier:
         for key, block in self.kept.items():
             if not block.holders:
                 del self.kept[key]
-                self._announce(self._announcer.removed(block.content, MEDIUM_CPU))
+                self.announce(self.announcer.removed(block.content, MEDIUM_CPU))
                 return block.slot
         return None
 
@@ -112,28 +114,24 @@ class Restore:
     done: bool = False  # whether all of them are there
 
 
-@dataclass(slots=True)
-class _Batch:
-    """What was asked for since the last flush."""
-
-    stores: list[tuple[int, HostBlock]] = field(default_factory=list)
-    restores: list[Restore] = field(default_factory=list)
-
-
+@dataclass(eq=False)
 class Offload:
     """The traffic between two tiers."""
 
-    def __init__(self, pool: BlockPool, host: HostTier, copies: BlockCopies) -> None:
-        self.host = host  # the host tier
-        self.swapped_in_blocks = 0  # blocks restored since the start
-        self.swapped_out_blocks = 0  # blocks stored since the start
-        self.restores = 0  # times that a request waited for blocks to be restored
-        self.block_bytes = copies.block_bytes  # bytes of one block
-        self._copies = copies
-        self._batch = _Batch()
+    pool: BlockPool
+    host: HostTier
+    copies: BlockCopies
+    swapped_in_blocks: int = 0  # blocks restored since the start
+    swapped_out_blocks: int = 0  # blocks stored since the start
+    restores: int = 0  # times that a request waited for blocks to be restored
+
+    def __post_init__(self) -> None:
+        # What was asked for since the last flush: blocks to store, with their places, and restores.
+        self._stores: list[tuple[int, HostBlock]] = []
+        self._restores: list[Restore] = []
         self._storing: deque[tuple[Transfer, list[HostBlock]]] = deque()
         self._restoring: deque[tuple[Transfer, list[Restore]]] = deque()
-        pool.on_evict = self.keep
+        self.pool.on_evict = self.keep
 
     @property
     def restoring(self) -> bool:
@@ -146,34 +144,35 @@ class Offload:
             return None
         kept = self.host.touch(content.key)
         if kept is None and (kept := self.host.add(content)) is not None:
-            self._batch.stores.append((block.block_id, kept))
+            self._stores.append((block.block_id, kept))
         return kept
 
     def restore(self, pairs: list[tuple[HostBlock, Block]]) -> Restore:
         """Bring back host blocks, each held by the caller; they are let go when that is done."""
         restore = Restore(pairs)
-        self._batch.restores.append(restore)
+        self._restores.append(restore)
         self.restores += 1
         return restore
 
     def abandon(self) -> None:
         """A request went whose restore is under way: its blocks are reused only behind that."""
-        self._copies.fence()
+        self.copies.fence()
 
     def flush(self) -> None:
         """Begin all that was asked for: first what reads blocks that are to be overwritten."""
-        batch, self._batch = self._batch, _Batch()
-        stored = [kept for _, kept in batch.stores]
-        pairs = [pair for restore in batch.restores for pair in restore.pairs]
+        stores, self._stores = self._stores, []
+        restores, self._restores = self._restores, []
+        stored = [kept for _, kept in stores]
+        pairs = [pair for restore in restores for pair in restore.pairs]
         try:
             if stored:
-                blocks, slots = [block for block, _ in batch.stores], [kept.slot for kept in stored]
-                self._storing.append((self._copies.store(blocks, slots), stored))
+                blocks, slots = [block for block, _ in stores], [kept.slot for kept in stored]
+                self._storing.append((self.copies.store(blocks, slots), stored))
                 self.swapped_out_blocks += len(stored)
             stored = []
             if pairs:
                 slots, blocks = [source.slot for source, _ in pairs], [target.block_id for _, target in pairs]
-                self._restoring.append((self._copies.restore(slots, blocks), batch.restores))
+                self._restoring.append((self.copies.restore(slots, blocks), restores))
                 self.swapped_in_blocks += len(pairs)
         except Exception:
             for kept in stored:
@@ -195,16 +194,9 @@ class Offload:
         if self._restoring:
             self._restoring[0][0].wait()
 
-    def drain(self) -> None:
-        """Block until nothing is under way."""
+    def drain(self, *, stores_only: bool = False) -> None:
+        """Block until nothing is under way, or until all that was to be stored can be found."""
         self.flush()
-        for transfer, _ in (*self._storing, *self._restoring):
-            transfer.wait()
-        self.poll()
-
-    def finish_stores(self) -> None:
-        """Block until all that was to be stored can be found."""
-        self.flush()
-        for transfer, _ in self._storing:
+        for transfer, _ in (*self._storing, *(() if stores_only else self._restoring)):
             transfer.wait()
         self.poll()

@@ -19,7 +19,6 @@ from model_server.openai_types import (
     Body,
     DetokenizeBody,
     GenerationBody,
-    StructuredOutputs,
     TokenizeBody,
     convert,
     decode_body,
@@ -34,18 +33,28 @@ from tokenization.openai_prompts import PromptLimits, chat_prompt, completion_pr
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \n\t]{1,8}"}
 _COMPLETION_MAX_TOKENS_DEFAULT = 16
 _CHOICES_MAX = 1024
+# What a request's sampling has under the names and with the meanings of the body's fields.
+_COPIED = (
+    *("temperature", "top_p", "min_p", "min_tokens", "ignore_eos"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+)
 _ID_PREFIXES = {"completion": "cmpl", "chat": "chatcmpl"}
 
 
+@dataclass(eq=False)
 class GrammarTokenizer:
     """Compiles grammars for the served model's tokenizer."""
 
-    def __init__(self, tokenizer: PromptTokenizer) -> None:
-        self._tokenizer = tokenizer
+    tokenizer: PromptTokenizer
 
     def constraint(self, fields: GenerationBody) -> "Constraint | None":
         """Compile what a request asks its answer to be, if anything; an ApiError where it cannot be had."""
-        param = _asking_field(fields)
+        formatted = fields.response_format
+        param = None if fields.structured_outputs is None else "structured_outputs"
+        if formatted is not None and formatted.type != "text":
+            if param is not None:
+                raise ApiError(400, "give response_format or structured_outputs, not both", param)
+            param = "response_format"
         if param is None:
             return None
         for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
@@ -62,60 +71,43 @@ class GrammarTokenizer:
     @cached_property
     def _tokens(self) -> LLTokenizer:
         # Made for the first request that needs it: a large vocabulary takes seconds.
-        return LLTokenizer(self._tokenizer.to_json(), eos_token=sorted(self._tokenizer.eos_token_ids))
+        return LLTokenizer(self.tokenizer.to_json(), eos_token=sorted(self.tokenizer.eos_token_ids))
 
 
+@dataclass(eq=False)
 class Constraint:
     """The state of one answer; see `TokenConstraint`."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    matcher: LLMatcher
 
     def copy(self) -> "Constraint":
-        return Constraint(self._matcher.deep_copy())
+        return Constraint(self.matcher.deep_copy())
 
     def allowed_bits(self) -> bytes:
         """Return one bit a token; after an error only the ends of a text are left."""
-        return self._matcher.compute_bitmask()
+        return self.matcher.compute_bitmask()
 
     def accept(self, token_id: int) -> None:
-        self._matcher.consume_token(token_id)
+        self.matcher.consume_token(token_id)
 
     @property
     def error(self) -> str | None:
         """Why it had to give up: a grammar may prove too complex on the way."""
-        return self._matcher.get_error().partition("\n")[0] or None
-
-
-def _asking_field(fields: GenerationBody) -> str | None:
-    """The field that gives the answer's shape."""
-    formatted, structured = fields.response_format, fields.structured_outputs
-    if formatted is None or formatted.type == "text":
-        return None if structured is None else "structured_outputs"
-    if structured is not None:
-        raise ApiError(400, "give response_format or structured_outputs, not both", "structured_outputs")
-    return "response_format"
+        return self.matcher.get_error().partition("\n")[0] or None
 
 
 def _grammar(fields: GenerationBody) -> str:
-    if fields.structured_outputs is not None:
-        return _structured_grammar(fields.structured_outputs)
-    assert fields.response_format is not None
-    if fields.response_format.type == "json_object":
-        return _json_grammar({"type": "object"})
-    wrapped = fields.response_format.json_schema
-    if wrapped is None or wrapped.schema is None:
-        raise ApiError(400, "response_format json_schema needs json_schema.schema", "response_format")
-    return _json_grammar(wrapped.schema)
-
-
-def _structured_grammar(outputs: StructuredOutputs) -> str:
+    outputs, formatted = fields.structured_outputs, fields.response_format
+    if outputs is None:
+        assert formatted is not None
+        if formatted.type == "json_object":
+            return _json_grammar({"type": "object"})
+        if formatted.json_schema is None or formatted.json_schema.schema is None:
+            raise ApiError(400, "response_format json_schema needs json_schema.schema", "response_format")
+        return _json_grammar(formatted.json_schema.schema)
     if sum(bool(wish) for wish in (outputs.json, outputs.regex, outputs.choice, outputs.json_object)) != 1:
-        raise ApiError(
-            400,
-            "structured_outputs needs exactly one of json, regex, choice and json_object",
-            "structured_outputs",
-        )
+        message = "structured_outputs needs exactly one of json, regex, choice and json_object"
+        raise ApiError(400, message, "structured_outputs")
     if outputs.regex:
         return LLMatcher.grammar_from_regex(outputs.regex)
     if outputs.choice:
@@ -179,13 +171,9 @@ class Job:
 
 
 def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> Job:
-    """Check and encode one request.
+    """Check and encode one request; its header's id wins over the body's.
 
-    Args:
-        header_id: The client's x-request-id header; wins over the body's request_id.
-
-    Raises:
-        ApiError: The request is malformed, for another model, or longer than the context.
+    An ApiError where it is malformed, for another model, or longer than the context.
     """
     body = decode_body(raw)
     fields = generation_body(api, body)
@@ -195,7 +183,12 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
         raise ApiError(
             400, f"at most {_CHOICES_MAX} choices per request: use fewer prompts or a smaller n", "n"
         )
-    prompts, cut = _prompts(model, api, body), body.get("truncate_prompt_tokens") is not None
+    prompts, cut = (
+        tuple(map(tuple, _encoded(model, api, body))),
+        body.get("truncate_prompt_tokens") is not None,
+    )
+    if not all(prompts):
+        raise ApiError(400, "the prompt has no tokens", "messages" if api == "chat" else "prompt")
     constraint = model.grammars.constraint(fields)
     shown_id = header_id or fields.request_id or secrets.token_hex(8)
     # A client may use its id twice at once; the engine's ids must differ all the same.
@@ -263,13 +256,6 @@ def _prompt_count(api: Api, body: Body) -> int:
     return len(prompt)
 
 
-def _prompts(model: ServedModel, api: Api, body: Body) -> tuple[tuple[int, ...], ...]:
-    prompts = _encoded(model, api, body)
-    if not all(prompts):
-        raise ApiError(400, "the prompt has no tokens", "messages" if api == "chat" else "prompt")
-    return tuple(map(tuple, prompts))
-
-
 def _encoded(model: ServedModel, api: Api, body: Body) -> list[list[int]]:
     # No token is longer than the longest one: a far too long text is refused without the work of encoding it.
     chars_max = model.max_model_len * model.tokenizer.token_chars_max - 1
@@ -311,21 +297,15 @@ def _sampling(fields: GenerationBody, max_tokens: int, copy: int) -> SamplingPar
     min_tokens = fields.min_tokens or 0
     if min_tokens > max_tokens:
         raise ApiError(400, f"min_tokens ({min_tokens}) is more than max_tokens ({max_tokens})", "min_tokens")
+    told = {name: value for name in _COPIED if (value := getattr(fields, name)) is not None}
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=1.0 if fields.temperature is None else fields.temperature,
-        top_p=1.0 if fields.top_p is None else fields.top_p,
         top_k=max(0, fields.top_k or 0),
-        min_p=fields.min_p or 0.0,
         # Copies of one prompt must differ, and do so repeatably.
         seed=None if fields.seed is None else fields.seed ^ copy,
         stop_token_ids=frozenset(fields.stop_token_ids or ()),
-        ignore_eos=bool(fields.ignore_eos),
-        min_tokens=min_tokens,
-        frequency_penalty=fields.frequency_penalty or 0.0,
-        presence_penalty=fields.presence_penalty or 0.0,
-        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
         logit_bias={int(token): bias for token, bias in (fields.logit_bias or {}).items()},
         allowed_token_ids=None if fields.allowed_token_ids is None else frozenset(fields.allowed_token_ids),
         logprobs=fields.logprob_count,
+        **told,
     )

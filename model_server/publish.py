@@ -15,37 +15,31 @@ import secrets
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
+import msgspec
 import zmq
 
 from model_server.config import KVEventsConfig
 from model_server.errors import ModelServerError
-from model_server.events import KVEvent
-from model_server.replay import ReplayServer, Step, StepRing
-
-if TYPE_CHECKING:
-    from model_server.kv_cache import KvCache
-
-
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from itertools import groupby
-
-import msgspec
-
 from model_server.events import (
     Announcer,
     BlockContent,
     BlockStored,
     ContentKey,
+    KVEvent,
     KVEventBatch,
     encode_batch,
     runs,
 )
+from model_server.replay import ReplayServer, Step, StepRing
+
+if TYPE_CHECKING:
+    from model_server.block_manager import KvCache
 
 SCHEMA = 1
 SNAPSHOT_TYPE = "application/msgpack"
@@ -71,16 +65,23 @@ class Snapshot:
     held: Mapping[str, Sequence[BlockContent]]  # by medium, what is held there; a content once for each copy
 
     def pieces(self) -> Iterator[bytes]:
-        batches = self._batches()
-        yield _FIXMAP_6
-        for name, value in (
-            ("schema", SCHEMA),
-            ("boot_id", self.boot_id),
-            ("sequence", self.sequence),
-            ("block_size", self.announcer.block_tokens),
-            ("blocks", sum(map(len, self.held.values()))),
-        ):
-            yield _encode(name) + _encode(value)
+        batches: list[list[BlockStored]] = []
+        blocks = _BATCH_BLOCKS
+        for event in self.events():
+            if blocks >= _BATCH_BLOCKS:
+                batches.append([])
+                blocks = 0
+            batches[-1].append(event)
+            blocks += len(event.block_hashes)
+        head = {
+            "schema": SCHEMA,
+            "boot_id": self.boot_id,
+            "sequence": self.sequence,
+            "block_size": self.announcer.block_tokens,
+            "blocks": sum(map(len, self.held.values())),
+        }
+        # The map's first byte counts its fields, of which the batches are one more.
+        yield _FIXMAP_6 + _encode(head)[1:]
         yield _encode("batches") + _ARRAY_32 + len(batches).to_bytes(4, "big")
         now_s = time.time()
         for events in batches:
@@ -104,17 +105,6 @@ class Snapshot:
             for medium, counted in copies.items():
                 for _ in range(counted[content.key] - (medium == media[content.key])):
                     yield self.announcer.stored([content], medium)
-
-    def _batches(self) -> list[list[BlockStored]]:
-        batches: list[list[BlockStored]] = []
-        blocks = _BATCH_BLOCKS
-        for event in self.events():
-            if blocks >= _BATCH_BLOCKS:
-                batches.append([])
-                blocks = 0
-            batches[-1].append(event)
-            blocks += len(event.block_hashes)
-        return batches
 
 
 def _parents_first(contents: Mapping[ContentKey, BlockContent]) -> list[BlockContent]:
@@ -150,10 +140,8 @@ class KVEventPublisher:
     """An EventSink that never blocks its caller.
 
     When the queue to the publisher's thread is full the oldest waiting batch is dropped: the batches behind
-    it then show subscribers the gap in the sequence at once, and the replay buffer still holds it.
-
-    Raises:
-        EndpointError: An endpoint is malformed or in use.
+    it then show subscribers the gap in the sequence at once, and the replay buffer still holds it. An
+    EndpointError where an endpoint is malformed or in use.
     """
 
     def __init__(self, config: KVEventsConfig, *, data_parallel_rank: int | None = 0) -> None:
@@ -172,12 +160,18 @@ class KVEventPublisher:
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         try:
-            self._pub, endpoint = _open_pub(self._context, config)
-            self._replay = _open_replay(self._context, config, self._ring)
+            self._pub = self._context.socket(zmq.PUB)
+            self._pub.set_hwm(config.hwm)
+            endpoint = _attach(self._pub, config.endpoint, bind=config.always_bind or binds(config.endpoint))
+            self._replay, bound = None, config.replay_endpoint
+            if bound is not None:
+                router = self._context.socket(zmq.ROUTER)
+                ReplayServer.limit(router)
+                bound = _attach(router, bound, bind=True)
+                self._replay = ReplayServer(router, self._topic, self._ring)
         except EndpointError:
             self.close()
             raise
-        bound = self._replay.endpoint if self._replay is not None else None
         # As given, with the endpoints that were bound.
         self.config = replace(config, endpoint=endpoint, replay_endpoint=bound)
 
@@ -198,13 +192,9 @@ class KVEventPublisher:
         if must_wake:
             self._wake()
 
-    @property
-    def next_sequence(self) -> int:
-        return self._ring.next_sequence
-
     def snapshot(self, cache: "KvCache") -> Snapshot:
         """Return what the caches hold and which batch comes next; to be called between two steps."""
-        return Snapshot(self.boot_id, self.next_sequence, self.rank, cache.announcer, cache.contents())
+        return Snapshot(self.boot_id, self._ring.next_sequence, self.rank, cache.announcer, cache.contents())
 
     def stats(self) -> PublisherStats:
         replays, rejected = (self._replay.served, self._replay.rejected) if self._replay else (0, 0)
@@ -261,25 +251,6 @@ class KVEventPublisher:
 def binds(endpoint: str) -> bool:
     """Whether the PUB socket binds this endpoint (vLLM's rule) rather than connects to it."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
-
-
-def _open_pub(
-    context: zmq.Context[zmq.Socket[bytes]], config: KVEventsConfig
-) -> tuple[zmq.Socket[bytes], str]:
-    pub = context.socket(zmq.PUB)
-    pub.set_hwm(config.hwm)
-    return pub, _attach(pub, config.endpoint, bind=config.always_bind or binds(config.endpoint))
-
-
-def _open_replay(
-    context: zmq.Context[zmq.Socket[bytes]], config: KVEventsConfig, ring: StepRing
-) -> ReplayServer | None:
-    if config.replay_endpoint is None:
-        return None
-    router = context.socket(zmq.ROUTER)
-    ReplayServer.limit(router)
-    endpoint = _attach(router, config.replay_endpoint, bind=True)
-    return ReplayServer(router, endpoint, config.topic.encode(), ring)
 
 
 def _attach(zmq_socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:

@@ -7,7 +7,7 @@ there on, then ``[b"", b"", ff*8, b""]``. Used on the publisher's thread only; k
 import errno
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import zmq
 
@@ -82,24 +82,20 @@ class _Replay:
     progress_s: float
 
 
+@dataclass(eq=False)
 class ReplayServer:
     """Answers replay requests without ever blocking, many clients in turn.
 
     A client at its high-water mark waits without holding the others up, and is given up when it takes nothing
     for 10 s. A second request of the same client replaces its first.
-
-    Args:
-        socket: A bound ROUTER socket, prepared by `limit`.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", endpoint: str, topic: bytes, ring: StepRing) -> None:
-        self.socket = socket
-        self.endpoint = endpoint
-        # Requests taken; and those that were malformed, or came while 64 clients were being served.
-        self.served = self.rejected = 0
-        self._topic = topic
-        self._ring = ring
-        self._replays: dict[bytes, _Replay] = {}
+    socket: "zmq.Socket[bytes]"  # a bound ROUTER socket, prepared by `limit`
+    topic: bytes
+    ring: StepRing
+    served: int = 0  # requests taken
+    rejected: int = 0  # requests that were malformed, or came while 64 clients were being served
+    _replays: dict[bytes, _Replay] = field(default_factory=dict)
 
     @staticmethod
     def limit(socket: "zmq.Socket[bytes]") -> None:
@@ -148,18 +144,18 @@ class ReplayServer:
             self.rejected += 1
             return
         (start,) = _SEQUENCE.unpack(frames[2])
-        self._replays[frames[0]] = _Replay(start, self._ring.next_sequence, now_s)
+        self._replays[frames[0]] = _Replay(start, self.ring.next_sequence, now_s)
         self.served += 1
 
     def _advance(self, client: bytes, now_s: float) -> bool:
         """Send one client's next batches; returns whether any went out and more are to come."""
         replay = self._replays[client]
         begun_at = replay.next_sequence
-        first = max(begun_at, self._ring.oldest_sequence())
+        first = max(begun_at, self.ring.oldest_sequence())
         turn_end = min(replay.stop_sequence, first + _BATCHES_PER_TURN)
         try:
-            for step in self._ring.steps(first, turn_end):
-                self._send(client, self._topic, step.sequence_frame, step.payload())
+            for step in self.ring.steps(first, turn_end):
+                self._send(client, self.topic, step.sequence_frame, step.payload())
                 replay.next_sequence = step.sequence + 1
             replay.next_sequence = turn_end
             if turn_end < replay.stop_sequence:

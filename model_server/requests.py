@@ -1,14 +1,17 @@
-"""What goes into the engine and what comes out: token ids, checked before they are taken; and counters.
+"""What goes into the engine and what comes out, and a request's state while it lives there; and counters.
 
-Nothing here knows text, HTTP or the KV cache.
+Nothing here knows text or HTTP. A live request is plain state that the scheduler and the block manager share.
 """
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from model_server.block_hash import ROOT_DIGEST, ExtraKeys, hash_block, lora_keys, salt_keys
 from model_server.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -210,3 +213,117 @@ class EngineStats:
     @property
     def swapped_out_bytes(self) -> int:
         return self.swapped_out_blocks * self.block_bytes
+
+
+if TYPE_CHECKING:
+    from model_server.blocks import Block
+    from model_server.lora import LoraRequest
+    from model_server.offload import HostBlock, Restore
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class BlockTable:
+    """A request's blocks in one KV cache group."""
+
+    # In chain order; None where a block has rolled out of the group's window.
+    blocks: "list[Block | None]" = field(default_factory=list)
+    # The same as numbers, for building tensors; 0 for what has rolled out.
+    block_ids: "array[int]" = field(default_factory=partial(array, "i"))
+    rolled: int = 0  # how many have rolled out, all at the start
+    registered: int = 0  # how many of the first blocks were looked at for being made findable
+
+    def extend(self, blocks: "Sequence[Block | None]") -> None:
+        self.blocks.extend(blocks)
+        self.block_ids.extend(0 if block is None else block.block_id for block in blocks)
+
+    def replace(self, index: int, block: "Block | None") -> None:
+        self.blocks[index] = block
+        self.block_ids[index] = 0 if block is None else block.block_id
+
+    def held(self) -> "list[Block]":
+        return [block for block in self.blocks if block is not None]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class LiveRequest:
+    """A request between submission and its last token."""
+
+    request: GenerationRequest  # as it was submitted
+    sampling_seed: int  # base of its random draws
+    adapter: "LoraRequest | None" = None  # what changes the model for it; None is the base model
+    arrived_s: float = 0.0  # when it came, on the engine's clock
+    serial: int = 0  # rises from request to request
+    started_s: float | None = None  # when its first step began, on the same clock; None before
+    takes_best: bool = field(init=False)  # whether the largest logit alone decides on each of its tokens
+    token_ids: list[int] = field(init=False)  # prompt and generated tokens
+    computed: int = 0  # how many of them have their KV in its blocks
+    tables: list[BlockTable] = field(default_factory=list)  # one per KV cache group; empty without blocks
+    restore: "Restore | None" = None  # its blocks that come from the host tier; None when all are there
+    # Blocks of the host tier that are held for it since it was preempted, until they are back.
+    swapped: "list[HostBlock]" = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
+    # Lengths in blocks at which groups with a window keep what a later request needs to resume there.
+    retained_ends: set[int] = field(default_factory=set)
+    expected_blocks: int = 0  # of its prefix that were cached when it was last looked at, while it waits
+    expected_tokens: int = 0  # those it will not have to compute, as far as that is known while it waits
+    cached_tokens: int | None = None  # of its prompt, found in the cache when it first ran; None before
+
+    def __post_init__(self) -> None:
+        self.takes_best = self.request.constraint is None and self.request.sampling.takes_best
+        self.token_ids = list(self.request.prompt_token_ids)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def pending(self) -> int:
+        """Known tokens without KV: 1 while decoding, more while prefilling."""
+        return len(self.token_ids) - self.computed
+
+    @property
+    def uncached(self) -> int:
+        """Tokens that it will have to compute until its next one; an estimate while it waits."""
+        return self.pending if self.tables else len(self.token_ids) - self.expected_tokens
+
+    @property
+    def block_ids(self) -> "list[array[int]]":
+        return [table.block_ids for table in self.tables]
+
+    def extra_keys(self, block_index: int) -> ExtraKeys | None:
+        """Return what enters the hash of one of its blocks beside the tokens."""
+        salt = salt_keys(self.request.cache_salt) if block_index == 0 else None
+        if self.adapter is None:
+            return salt
+        return lora_keys(self.adapter.name, self.adapter.content_hash) + (salt or ())
+
+    def digest(self, index: int, block_tokens: int) -> bytes:
+        """Return the hash of one of its full blocks, all of whose tokens are known."""
+        for number in range(len(self.digests), index + 1):
+            parent = self.digests[number - 1] if number else ROOT_DIGEST
+            tokens = self.token_ids[number * block_tokens : (number + 1) * block_tokens]
+            assert len(tokens) == block_tokens, "only full blocks have a hash"
+            self.digests.append(hash_block(parent, tokens, self.extra_keys(number)))
+        return self.digests[index]
+
+    def output(
+        self, token: ChosenToken | None, reason: FinishReason | None = None, error: str | None = None
+    ) -> TokenOutput:
+        """Return what its sink is told of a step, or of its end."""
+        return TokenOutput(
+            self.request_id,
+            () if token is None else (token.token_id,),
+            reason,
+            self.cached_tokens or 0,
+            error,
+            () if token is None or token.logprobs is None else (token.logprobs,),
+            self.started_s,
+        )

@@ -29,9 +29,6 @@ _ATTEMPTS = 3
 _AT_ONCE = 1 << 20
 # Nearly always enough: sorting a whole vocabulary takes ten times as long as finding so many best tokens.
 CANDIDATES = 256
-# Probabilities whose bits are the same but for the last so many are told apart only where top_p's border is:
-# 128 kinds from each power of two to the next.
-_KIND_SHIFT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +48,12 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     adjust(logits, rows)
     random = [index for index, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
     tokens = best(logits) if len(random) < len(rows) else [0] * len(rows)
-    at_once = _rows_at_once(logits)
+    at_once = max(1, _AT_ONCE // logits.shape[-1] if logits.device.type == "cpu" else len(logits))
     for first in range(0, len(random), at_once):
         some = random[first : first + at_once]
-        drawn = _draw(_rows_of(logits, some), [rows[index] for index in some])
+        # To be changed: where these are all rows, themselves instead of a copy.
+        chosen = logits if len(some) == len(logits) else logits[some]
+        drawn = _draw(chosen, [rows[index] for index in some])
         for index, token in zip(some, drawn, strict=True):
             tokens[index] = token
     return tokens
@@ -74,17 +73,6 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "big") >> 24) / (1 << 40)
 
 
-def _rows_of(logits: Tensor, some: Sequence[int]) -> Tensor:
-    """Return some rows, to be changed: where these are all rows, themselves instead of a copy."""
-    if len(some) == len(logits):
-        return logits
-    return logits.index_select(0, torch.tensor(some, device=logits.device))
-
-
-def _rows_at_once(logits: Tensor) -> int:
-    return max(1, _AT_ONCE // logits.shape[-1] if logits.device.type == "cpu" else len(logits))
-
-
 def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """Draw one token per row; the logits become probabilities, up to a factor of each row.
 
@@ -100,8 +88,7 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
         tokens = [-1 if is_restricted(row.params) else token for row, token in zip(rows, drawn, strict=True)]
     rest = [index for index, token in enumerate(tokens) if token < 0]
     if rest:
-        at = torch.tensor(rest, device=logits.device)
-        drawn = _draw_from_top(logits.index_select(0, at), [rows[index] for index in rest]).tolist()
+        drawn = _draw_from_top(logits[rest], [rows[index] for index in rest]).tolist()
         for index, token in zip(rest, drawn, strict=True):
             tokens[index] = token
     return tokens
@@ -146,22 +133,13 @@ def _draw_from_top(probabilities: Tensor, rows: Sequence[SamplingRow]) -> Tensor
     token_ids, left, sure = left_of_best(probabilities, params)
     tokens = token_ids.gather(1, _invert(left, draws)[:, None]).squeeze(1)
     unsure = (~sure).nonzero().flatten().tolist()
-    # On a CPU one by one: there sorting rows together gains nothing, and most of them need no sort.
+    # On a CPU one by one: there sorting rows together gains nothing.
     at_once = 1 if probabilities.device.type == "cpu" else len(rows)
     for first in range(0, len(unsure), at_once):
         some = unsure[first : first + at_once]
-        at = torch.tensor(some, device=probabilities.device)
-        left = _left(probabilities.index_select(0, at), [params[index] for index in some])
-        tokens[at] = _invert(left, [draws[index] for index in some])
+        left = left_of_all(probabilities[some], [params[index] for index in some])
+        tokens[some] = _invert(left, [draws[index] for index in some])
     return tokens
-
-
-def _left(probabilities: Tensor, wishes: Sequence[SamplingParams]) -> Tensor:
-    """Return what is left of some rows, [rows, vocab_size], however much that is."""
-    quick = probabilities.device.type == "cpu" and all(params.top_k <= 0 for params in wishes)
-    if not quick or not probabilities.sum().isfinite():
-        return left_of_all(probabilities, wishes)
-    return torch.stack([left_of_many(row, params) for row, params in zip(probabilities, wishes, strict=True)])
 
 
 def _invert(probabilities: Tensor, draws: Sequence[float]) -> Tensor:
@@ -239,8 +217,7 @@ def log_probabilities(logits: Tensor, counts: Sequence[int | None]) -> Tensor:
     Returns:
         float32 [wanting rows, vocab_size].
     """
-    wanting = [index for index, count in enumerate(counts) if count is not None]
-    return logits[torch.tensor(wanting, dtype=torch.int64, device=logits.device)].log_softmax(dim=-1)
+    return logits[[count is not None for count in counts]].log_softmax(dim=-1)
 
 
 def read_logprobs(
@@ -298,26 +275,6 @@ def left_of_best(
     last = ordered.gather(1, keep.sum(dim=-1, keepdim=True) - 1)
     sure = (last > ordered[:, -1:]) & (most <= candidates)
     return token_ids, torch.zeros_like(best).scatter_(1, at, left * keep), sure.squeeze(1)
-
-
-def left_of_many(probabilities: Tensor, params: SamplingParams) -> Tensor:
-    """Do the same for one row, on a CPU and without top_k, of which many tokens are left.
-
-    Only those around top_p's border are sorted.
-    """
-    assert params.top_k <= 0
-    left = torch.where(probabilities >= params.min_p * probabilities.amax(), probabilities, 0.0)
-    kinds = left.view(torch.int32) >> _KIND_SHIFT  # floats from 0 on are in the order of their bits
-    masses = torch.bincount(kinds, weights=left.double()).flip(0)  # the most probable kind first
-    cumulated = masses.cumsum(dim=0)
-    before = cumulated - masses
-    border = int((before < params.top_p * cumulated[-1]).nonzero()[-1])
-    kind = len(masses) - 1 - border
-    at = (kinds == kind).nonzero().flatten()
-    ordered, order = left[at].sort(descending=True, stable=True)
-    before_each = before[border] + ordered.cumsum(dim=0, dtype=torch.float64) - ordered
-    kept = at[order[before_each < params.top_p * cumulated[-1]]]
-    return torch.where(kinds > kind, left, 0.0).index_copy_(0, kept, left[kept])
 
 
 def _ranked(ordered: Tensor, wishes: Sequence[SamplingParams]) -> Tensor:

@@ -5,6 +5,7 @@ Knows tokens and blocks, not tensors or threads; times are arguments.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from statistics import median
 from typing import TypeAlias
 
@@ -13,8 +14,8 @@ import msgspec
 from model_server.block_manager import BlockManager
 from model_server.blocks import Block
 from model_server.config import SchedulingPolicy
-from model_server.live_request import LiveRequest
 from model_server.offload import HostBlock
+from model_server.requests import LiveRequest
 
 AGE_FACTOR = 10.0
 PARTIAL_PROMPTS_MAX = 2
@@ -32,26 +33,19 @@ _LOOKUPS_PER_STEP = 512
 
 
 def order_key(policy: SchedulingPolicy, seconds_per_token: float) -> Callable[[LiveRequest], OrderKey]:
-    """Return the key of a policy.
+    """Return the key of a policy, where a prompt token takes so many seconds; 0 while that is unknown.
 
-    Args:
-        policy: "fcfs" by arrival; "priority" by the request's priority, then arrival; "aged" by arrival plus
-            ten times the seconds that its own prefill still takes, so that short prompts overtake long ones
-            and whoever waits long enough is overtaken no more.
-        seconds_per_token: How long a prompt token takes here; 0 while that is unknown.
+    "fcfs" is by arrival; "priority" by the request's priority, then arrival; "aged" by arrival plus ten times
+    the seconds that its own prefill still takes, so that short prompts overtake long ones and whoever waits
+    long enough is overtaken no more.
     """
+    age_s = AGE_FACTOR * seconds_per_token if policy == "aged" else 0.0
 
-    def fcfs(live: LiveRequest) -> OrderKey:
-        return 0.0, live.arrived_s, live.serial
+    def key(live: LiveRequest) -> OrderKey:
+        first = live.request.priority if policy == "priority" else 0
+        return first, live.arrived_s + age_s * live.uncached, live.serial
 
-    def priority(live: LiveRequest) -> OrderKey:
-        return live.request.priority, live.arrived_s, live.serial
-
-    def aged(live: LiveRequest) -> OrderKey:
-        own_s = live.uncached * seconds_per_token
-        return 0.0, live.arrived_s + AGE_FACTOR * own_s, live.serial
-
-    return {"fcfs": fcfs, "priority": priority, "aged": aged}[policy]
+    return key
 
 
 class PrefillRate:
@@ -88,33 +82,29 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
         return self.start + self.length
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Decodes first, then prefills in the policy's order, in chunks; preemption of whoever is last in it.
 
     The queue of waiting requests is bounded by the engine, which refuses requests before they come here.
     """
 
-    def __init__(
-        self,
-        manager: BlockManager,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        policy: SchedulingPolicy = "fcfs",
-    ) -> None:
-        assert max_num_batched_tokens >= max_num_seqs, "every running request must be able to decode"
-        self._manager = manager
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._policy = policy
-        self._key = order_key(policy, 0.0)
-        self._looked_up_to = 0
-        self.running: list[LiveRequest] = []  # requests that hold blocks, in the order of their admission
-        self.waiting: deque[LiveRequest] = deque()  # requests that hold none; preempted ones first
-        self.preemptions = 0  # requests pushed back to waiting since the start
-        self.prompt_tokens = 0  # prompt tokens of admitted requests since the start
-        self.cached_prompt_tokens = 0  # those of them that were found in the cache, in either tier
-        self.host_prompt_tokens = 0  # those that had to be restored from the host tier
+    manager: BlockManager
+    _: KW_ONLY
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    policy: SchedulingPolicy = "fcfs"
+    running: list[LiveRequest] = field(default_factory=list)  # they hold blocks; in the order of admission
+    waiting: deque[LiveRequest] = field(default_factory=deque)  # they hold none; preempted ones first
+    preemptions: int = 0  # requests pushed back to waiting since the start
+    prompt_tokens: int = 0  # prompt tokens of admitted requests since the start
+    cached_prompt_tokens: int = 0  # those of them that were found in the cache, in either tier
+    host_prompt_tokens: int = 0  # those that had to be restored from the host tier
+    _looked_up_to: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.max_num_batched_tokens >= self.max_num_seqs, "all running requests must be able to decode"
+        self._key = order_key(self.policy, 0.0)
 
     def add(self, live: LiveRequest) -> None:
         self.waiting.append(live)
@@ -122,36 +112,33 @@ class Scheduler:
     def remove(self, live: LiveRequest) -> None:
         """Drop a request wherever it is; its blocks are free at once."""
         (self.running if live.tables else self.waiting).remove(live)
-        self._manager.release(live)
-        self._manager.let_go(live)
+        self.manager.release(live)
+        self.manager.let_go(live)
 
     def schedule(self, seconds_per_token: float = 0.0) -> list[Chunk]:
         """Choose the next step: decodes, then prefills, begun or waiting, in their order.
 
         Blocks for the chosen tokens are allocated, and full ones registered, when this returns. Requests
-        whose blocks are on their way from the host tier are not chosen before these are there.
-
-        Args:
-            seconds_per_token: How long a prompt token takes; 0 while that is unknown.
+        whose blocks are on their way from the host tier are not chosen before these are there. A prompt
+        token takes `seconds_per_token`; 0 while that is unknown.
         """
-        self._key = order_key(self._policy, seconds_per_token)
+        self._key = order_key(self.policy, seconds_per_token)
         self._take_restored()
         chunks = self._continue_decodes()
         # Only now, when nobody who decodes can be preempted any more: what is registered must be computed.
         for chunk in chunks:
-            self._manager.register(chunk.live, chunk.stop)
+            self.manager.register(chunk.live, chunk.stop)
         more = True
         while more:  # copies that take effect at once let their requests run in the same step
             self._prefill(chunks)
-            self._manager.offload.flush()
+            self.manager.offload.flush()
             more = self._take_restored()
         return chunks
 
     def distrust(self, never_computed: Iterable[Block], failed: Iterable[LiveRequest]) -> None:
         """After a failed step: whoever shares a block that was never computed has nothing.
 
-        Args:
-            failed: Requests that it was for, which are about to be removed; others begin again.
+        The requests that the step was for, `failed`, are about to be removed; others begin again.
         """
         never, ending = set(map(id, never_computed)), set(map(id, failed))
         for live in list(self.running):
@@ -162,22 +149,22 @@ class Scheduler:
 
     def _take_restored(self) -> bool:
         """Let requests go on whose blocks have come back; returns whether there were any."""
-        self._manager.offload.poll()
+        self.manager.offload.poll()
         restored = [live for live in self.running if live.restore is not None and live.restore.done]
         for live in restored:
-            self._manager.finish_restore(live)
+            self.manager.finish_restore(live)
         return bool(restored)
 
     def _continue_decodes(self) -> list[Chunk]:
         """Give every decoding request its next token, taking blocks from whoever is last if need be."""
         decodes = [live for live in self.running if live.pending == 1 and live.restore is None]
-        if self._policy == "priority":
+        if self.policy == "priority":
             decodes.sort(key=self._key)
         chunks: list[Chunk] = []
         for live in decodes:
             if not live.tables:  # preempted a moment ago
                 continue
-            while not self._manager.grow(live, live.num_tokens):
+            while not self.manager.grow(live, live.num_tokens):
                 victim = self._victim(decodes)
                 self._preempt(victim)
                 if victim is live:
@@ -196,7 +183,7 @@ class Scheduler:
     def _prefill(self, chunks: list[Chunk]) -> None:
         if not self.waiting and len(chunks) == len(self.running):  # as in nearly all steps
             return
-        budget = self._max_num_batched_tokens - sum(chunk.length for chunk in chunks)
+        budget = self.max_num_batched_tokens - sum(chunk.length for chunk in chunks)
         chosen = {chunk.live.request_id for chunk in chunks}
         queue = self._queue(budget)
         head = next(queue, None)
@@ -221,15 +208,15 @@ class Scheduler:
             if not self._make_room(live, live.computed + length, chosen, idle=not chunks):
                 continue
             chunk = _next_chunk(live, length)
-            self._manager.register(live, chunk.stop)
+            self.manager.register(live, chunk.stop)
             chunks.append(chunk)
             budget -= length
 
     def _queue(self, budget: int) -> Iterator[LiveRequest]:
         """Return waiting requests in their order; none where none could be admitted."""
-        if not self.waiting or budget <= 0 or len(self.running) >= self._max_num_seqs:
+        if not self.waiting or budget <= 0 or len(self.running) >= self.max_num_seqs:
             return iter(())
-        if self._policy == "aged":
+        if self.policy == "aged":
             self._look_up_waiting()
         return iter(sorted(self.waiting, key=self._key))
 
@@ -243,14 +230,14 @@ class Scheduler:
         for live in waiting[first:] + waiting[:first]:
             if left <= 0:
                 break
-            left -= self._manager.expect(live, left)
+            left -= self.manager.expect(live, left)
             self._looked_up_to += 1
 
     def _admit(self, live: LiveRequest, budget: int, *, partial: int) -> bool:
         """Begin a waiting request, if it may and its blocks fit."""
-        if len(self.running) >= self._max_num_seqs:
+        if len(self.running) >= self.max_num_seqs:
             return False
-        manager = self._manager
+        manager = self.manager
         prefix = manager.find_prefix(live)
         if partial >= PARTIAL_PROMPTS_MAX and live.num_tokens - prefix.length * manager.block_tokens > budget:
             return False
@@ -258,27 +245,20 @@ class Scheduler:
         if not manager.can_hold(live, prefix, reserved):
             return False
         manager.adopt(live, prefix)
-        in_host = {
-            index
-            for entries in prefix.entries
-            for index, entry in enumerate(entries)
-            if isinstance(entry, HostBlock)
-        }
-        self._count(live, live.computed, len(in_host) * manager.block_tokens)
+        if live.cached_tokens is None:  # else it comes back from preemption
+            live.cached_tokens = live.computed
+            self.prompt_tokens += live.num_tokens
+            self.cached_prompt_tokens += live.computed
+            by_index = zip(*prefix.entries, strict=True)
+            in_host = sum(any(isinstance(entry, HostBlock) for entry in entries) for entries in by_index)
+            self.host_prompt_tokens += in_host * manager.block_tokens
         self.waiting.remove(live)
         self.running.append(live)
         return True
 
-    def _count(self, live: LiveRequest, cached: int, in_host: int) -> None:
-        if live.cached_tokens is None:  # else it comes back from preemption
-            live.cached_tokens = cached
-            self.prompt_tokens += live.num_tokens
-            self.cached_prompt_tokens += cached
-            self.host_prompt_tokens += in_host
-
     def _make_room(self, live: LiveRequest, num_tokens: int, chosen: set[str], *, idle: bool) -> bool:
         """Grow a prefill's tables; only where nothing else would run are others preempted for it."""
-        while not self._manager.grow(live, num_tokens):
+        while not self.manager.grow(live, num_tokens):
             others = [other for other in self.running if other.request_id not in chosen]
             if not idle or not others:
                 return False
@@ -288,7 +268,7 @@ class Scheduler:
     def _preempt(self, victim: LiveRequest) -> None:
         """Take the blocks of a request; by its arrival it is among the first to run again."""
         self.running.remove(victim)
-        self._manager.preempt(victim)
+        self.manager.preempt(victim)
         self.waiting.appendleft(victim)
         self.preemptions += 1
 

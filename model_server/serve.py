@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -19,8 +19,8 @@ from model_server.engine import Engine
 from model_server.errors import ModelServerError, StartError
 from model_server.events import NullSink
 from model_server.generation import AsyncEngine
-from model_server.http_api import HttpApi, ServerState
-from model_server.http_server import GRACE_S, HttpServer
+from model_server.http_api import HttpApi
+from model_server.http_server import GRACE_S, HttpServer, stop_by_signals
 from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
 from model_server.prepare import GrammarTokenizer, ServedModel
 from model_server.publish import KVEventPublisher
@@ -59,75 +59,53 @@ def run(options: ServeOptions) -> None:
         if admin is not None:
             _log_admin(options, admin.getsockname())
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            ready = partial(logger.info, "ready: %s serves %s", url, server.name)
+            ready = partial(logger.info, "ready: %s serves %s", url, options.served_names[0])
             runner.run(server.serve(listener, ready, admin))
         if not engine.stats().healthy:
             raise EngineDiedError("the engine has died; the log says why")
     logger.info("stopped")
 
 
+@dataclass(eq=False)
 class Server:
     """The HTTP side of a started engine."""
 
-    def __init__(
-        self,
-        options: ServeOptions,
-        engine: Engine,
-        publisher: KVEventPublisher | None,
-        tokenizer: PromptTokenizer,
-    ) -> None:
-        self._options = options
-        self._engine = engine
-        self._publisher = publisher
-        self._tokenizer = tokenizer
-        self._http: HttpServer | None = None
-        self._async_engine: AsyncEngine | None = None
-        self.name = options.served_names[0]
+    options: ServeOptions
+    engine: Engine
+    publisher: KVEventPublisher | None
+    tokenizer: PromptTokenizer
+    _http: HttpServer | None = None
+    _async_engine: AsyncEngine | None = None
 
     async def serve(
         self, listener: socket.socket, on_ready: Callable[[], None], admin: socket.socket | None = None
     ) -> None:
         """Answer requests, and administration if it has a socket, until `stop` or the engine's death."""
-        loop = asyncio.get_running_loop()
-        registry = new_registry()
-        self._async_engine = AsyncEngine(self._engine, loop, RequestMetrics(self.name, registry))
-        publisher_stats = self._publisher.stats if self._publisher is not None else None
-        registry.register(
-            EngineCollector(self.name, self._engine.stats, publisher_stats, self._cache_config())
-        )
-        if self._engine.loras is not None:
-            max_loras = self._options.engine.max_loras
+        name, registry = self.options.served_names[0], new_registry()
+        metrics = RequestMetrics(name, registry)
+        self._async_engine = AsyncEngine(self.engine, asyncio.get_running_loop(), metrics)
+        publisher_stats = self.publisher.stats if self.publisher is not None else None
+        registry.register(EngineCollector(name, self.engine.stats, publisher_stats, self._cache_config()))
+        if self.engine.loras is not None:
+            max_loras = self.options.engine.max_loras
             registry.register(LoraCollector(max_loras, self._async_engine.adapters_in_use, time.time))
         model = ServedModel(
-            self._options.served_names,
-            self._options.engine.model,
-            self._tokenizer,
-            self._engine.max_model_len,
-            self._engine.vocab_size,
-            GrammarTokenizer(self._tokenizer),
-            self._engine.loras,
-        )
-        state = ServerState(
-            registry=registry,
-            healthy=self._healthy,
-            publisher=self._publisher,
-            runtime_loras=self._options.runtime_loras,
-            admin_port=None if admin is None else admin.getsockname()[1],
-            api_key=self._options.api_key,
-            admin_token=self._options.admin_token,
+            self.options.served_names,
+            self.options.engine.model,
+            self.tokenizer,
+            self.engine.max_model_len,
+            self.engine.vocab_size,
+            GrammarTokenizer(self.tokenizer),
+            self.engine.loras,
         )
         api = HttpApi(
-            model,
-            self._engine,
-            self._async_engine,
-            state,
-            max_body_bytes=self._options.max_body_bytes,
-            max_requests=self._options.engine.max_num_seqs + self._options.engine.max_waiting,
+            self.options, model, self.engine, self._async_engine, self.publisher, registry, self._healthy
         )
-        self._http = HttpServer(api.app(), on_ready, lambda: self._engine.stats().healthy)
+        admin_port = None if admin is None else admin.getsockname()[1]
+        self._http = HttpServer(api.app(admin_port), on_ready, lambda: self.engine.stats().healthy)
+        stop_by_signals(self.stop)
         try:
-            with self._http.stopped_by_signals(self.stop):
-                await self._http.serve(sockets=[listener] if admin is None else [listener, admin])
+            await self._http.serve(sockets=[listener] if admin is None else [listener, admin])
         finally:
             api.close()
 
@@ -142,20 +120,20 @@ class Server:
         asyncio.get_running_loop().call_later(GRACE_S, self._async_engine.abort_all)
 
     def _healthy(self) -> bool:
-        stats = self._engine.stats()
-        has_work = stats.running + stats.waiting > 0 and not self._engine.is_sleeping
+        stats = self.engine.stats()
+        has_work = stats.running + stats.waiting > 0 and not self.engine.is_sleeping
         stuck = has_work and time.monotonic() - stats.last_step_monotonic_s > _STUCK_S
-        return stats.healthy and not stuck and (self._publisher is None or self._publisher.healthy)
+        return stats.healthy and not stuck and (self.publisher is None or self.publisher.healthy)
 
     def _cache_config(self) -> dict[str, str]:
-        config = self._options.engine
+        config = self.options.engine
         return {
-            "block_size": str(self._engine.block_tokens),
-            "num_gpu_blocks": str(self._engine.stats().total_blocks),
-            "num_cpu_blocks": str(self._engine.stats().host_blocks),
+            "block_size": str(self.engine.block_tokens),
+            "num_gpu_blocks": str(self.engine.stats().total_blocks),
+            "num_cpu_blocks": str(self.engine.stats().host_blocks),
             "cache_dtype": config.kv_cache_dtype,
             "enable_prefix_caching": str(config.enable_prefix_caching),
-            "max_model_len": str(self._engine.max_model_len),
+            "max_model_len": str(self.engine.max_model_len),
         }
 
 

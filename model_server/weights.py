@@ -39,19 +39,9 @@ _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safete
 _ADAPTER_TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d{1,4})\.([\w.]+)\.lora_(A|B)\.weight")
 # Fields that change what an adapter computes in ways that are not supported here, when they are set.
 _REFUSED = (
-    "use_dora",
-    "use_qalora",
-    "use_bdlora",
-    "fan_in_fan_out",
-    "lora_bias",
-    "modules_to_save",
-    "rank_pattern",
-    "alpha_pattern",
-    "trainable_token_indices",
-    "target_parameters",
-    "layer_replication",
-    "arrow_config",
-    "alora_invocation_tokens",
+    *("use_dora", "use_qalora", "use_bdlora", "fan_in_fan_out", "lora_bias", "modules_to_save"),
+    *("rank_pattern", "alpha_pattern", "trainable_token_indices", "target_parameters"),
+    *("layer_replication", "arrow_config", "alora_invocation_tokens"),
 )
 _Pairs = dict[tuple[int, str], dict[str, Tensor]]
 
@@ -70,9 +60,7 @@ def load_checkpoint(
 ) -> LoadedModel:
     """Load a model, or one rank's part of it: nothing else is read from the files.
 
-    Raises:
-        ModelError: Anything is missing or does not fit.
-        ConfigError: There are as many ranks as the model cannot be divided by.
+    A ModelError where anything is missing or does not fit, a ConfigError where it cannot be divided so.
     """
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such model directory")
@@ -84,9 +72,7 @@ def load_checkpoint(
 def new_model(config: HfConfig, dtype: DType, device: torch.device, ranks: Ranks | None = None) -> Decoder:
     """Make the model that a configuration describes, its weights not yet written.
 
-    Raises:
-        ModelError: The configuration cannot be used, or the weights would not fit the device's memory.
-        ConfigError: There are as many ranks as the model cannot be divided by.
+    A ModelError where it cannot be used or has no memory, a ConfigError where it cannot be divided so.
     """
     shape, torch_dtype = decoder_shape(config), _DTYPES[computed_dtype(config, dtype)]
     if ranks is not None:
@@ -126,7 +112,8 @@ def fill(weights: dict[str, Weight], files: Iterable[Path], *, tied: bool) -> No
                     if name in weights:
                         weights[name].tensor.copy_(read_tensor(stored, name, weights[name].shares, path))
                         missing.discard(name)
-                    elif not _is_redundant(name, tied):
+                    # Some checkpoints have these without need.
+                    elif not (name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")):
                         raise ModelError(
                             f"{path}: tensor {name!r} has no place in the model that config.json describes"
                         )
@@ -169,11 +156,6 @@ def _checkpoint_files(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(shards)]
 
 
-def _is_redundant(name: str, tied: bool) -> bool:
-    """Tell whether a tensor may be in a checkpoint without being needed."""
-    return name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
-
-
 def load_tiny(dtype: DType, device: torch.device, ranks: Ranks | None = None) -> LoadedModel:
     """Make the built-in model, or one rank's part of it: a small Llama with random weights, always the same.
 
@@ -210,11 +192,7 @@ def _scale(name: str, inputs: int) -> float:
 
 
 def load_adapter(directory: Path, model: Decoder) -> LoraAdapter:
-    """Load an adapter.
-
-    Raises:
-        AdapterError: Anything is missing, not supported, or does not fit the model.
-    """
+    """Load an adapter; an AdapterError where anything is missing, not supported, or does not fit."""
     path = directory / _ADAPTER_WEIGHTS
     try:
         rank, scaling, targets = _read_adapter_config(read_config(directory / _ADAPTER_CONFIG))

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
 from envoy.config.core.v3.base_pb2 import RequestMethod
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2
@@ -22,6 +21,8 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
 from indexer.pod_entry import pod_address
+from router.h2 import GrpcServer
+from router.h2.exchange_call import ExchangeMethod
 from router.health import ACCESS_LOG_SERVICE
 from router.metrics import RouterMetrics
 from router.outcomes import ACCESS_LOG, Outcomes
@@ -34,32 +35,34 @@ _NO_BODIES = (RequestMethod.GET, RequestMethod.HEAD)
 
 @dataclass(frozen=True, slots=True)
 class AccessLogDoor:
-    """envoy.service.accesslog.v3.AccessLogService.
-
-    Attributes:
-        distrust: Told of a pod that Envoy could not connect to (address, why).
-    """
+    """envoy.service.accesslog.v3.AccessLogService."""
 
     outcomes: Outcomes
     metrics: RouterMetrics
-    distrust: Callable[[str, str], None]
+    distrust: Callable[[str, str], None]  # told of a pod that Envoy could not connect to (address, why)
 
-    def add_to(self, server: grpc.Server) -> None:
+    # As an exchange: nothing that a stream brings waits for anything.
+    finished, is_routed = False, True
+
+    def add_to(self, server: GrpcServer) -> None:
         """Register the service, with a reading of messages that is kinder than the generated one."""
-        take = grpc.stream_unary_rpc_method_handler(
-            self._stream_access_logs,
-            request_deserializer=_MESSAGE_CLASS.FromString,
-            response_serializer=als_pb2.StreamAccessLogsResponse.SerializeToString,
+        method = ExchangeMethod(
+            lambda _call: self,
+            _MESSAGE_CLASS.FromString,
+            als_pb2.StreamAccessLogsResponse.SerializeToString,
         )
-        handler = grpc.method_handlers_generic_handler(ACCESS_LOG_SERVICE, {"StreamAccessLogs": take})
-        server.add_generic_rpc_handlers((handler,))
+        server.add_exchange(f"/{ACCESS_LOG_SERVICE}/StreamAccessLogs", method)
 
-    def _stream_access_logs(
-        self, messages: Iterator[Any], _context: grpc.ServicerContext
-    ) -> als_pb2.StreamAccessLogsResponse:
-        for message in messages:
-            self.metrics.logged(Counter(map(self._taken, message.http_logs.log_entry)))
-        return als_pb2.StreamAccessLogsResponse()
+    def answers(self, message: Any) -> tuple[()]:
+        for join, entries in Counter(map(self._taken, message.http_logs.log_entry)).items():
+            self.metrics.count("logged", join, number=entries)
+        return ()
+
+    def last(self) -> Iterable[als_pb2.StreamAccessLogsResponse]:
+        return (als_pb2.StreamAccessLogsResponse(),)
+
+    def close(self) -> None:
+        pass
 
     def _taken(self, entry: Any) -> str:
         """Takes an entry; what it joined."""

@@ -1,7 +1,8 @@
-"""From a RouterConfig to its parts: where pods come from, who lets requests in, and who orders the pods."""
+"""From a RouterConfig to its parts: where pods come from, who lets requests in and orders pods, listeners."""
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,14 +13,17 @@ from router.admission import Admission, UtilizationDetector
 from router.config import RouterConfig
 from router.config_fields import Duration
 from router.cost import CostParameters
+from router.debug_pages import DebugPages, DebugServer, MetricsAuth, profile_pages
 from router.flow import FlowControl
 from router.flow_config import LOAD_AGES, fairness_of, flow_of
+from router.h2 import GrpcServer
+from router.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE, Health
 from router.ledger import Ledger
 from router.plugins.build import build_pipeline, is_own
 from router.plugins.labels import ROLE_LABEL
 from router.plugins.pipeline import Pipeline
-from router.pods import PodSet, PodSnapshot
-from router.pods_source import PodsFile, PodsSource
+from router.pods import PodSet, PodsFile, PodSnapshot, PodsSource
+from router.replicas.journal import READERS_MAX
 from router.resources import Resources
 from router.schedule import Scheduler
 from router.tokens import TokenizerRegistry
@@ -27,14 +31,29 @@ from router.tokens import TokenizerRegistry
 # Plugins that split a request over engines, which hand its blocks on.
 _HANDLERS = frozenset({"disagg-profile-handler", "pd-profile-handler", "disagg-headers-handler"})
 
+# Envoy holds one access log stream open per worker thread, and each other router follows by one.
+_LONG_STREAMS = 64 + READERS_MAX
+# Each may be a watch, which keeps a thread.
+_HEALTH_CALLS = 32
+# Larger requests may take long to tokenize; meanwhile others on the same connection are served.
+_INLINE_BYTES_MAX = 64 << 10
+_INLINE = (
+    f"/{EXT_PROC_SERVICE}/Process",
+    f"/{CHECK_SERVICE}/Check",
+    f"/{PICK_SERVICE}/PickEndpoint",
+    f"/{PICK_SERVICE}/ReportOutcome",
+)
+# Never waits, nor must it: streams of Watch take all threads that they can get.
+_HEALTH = {"/grpc.health.v1.Health/Check": _INLINE_BYTES_MAX}
+
+Service = Callable[[Any], object]
+"""Adds a service to the listener that it is given."""
+
 
 def open_source(
     config: RouterConfig, registry: CollectorRegistry, take: Callable[[Resources], None]
 ) -> PodsSource:
-    """Open where the pods come from.
-
-    Args:
-        take: Told objectives and rewrites, where the source tells them too, on any thread after its start.
+    """Open where the pods come from, and objectives and rewrites where it tells them too.
 
     Raises:
         ConfigError: The pods file is wrong, or there are no credentials for a cluster.
@@ -52,9 +71,6 @@ def entrance(
     config: RouterConfig, objectives: Mapping[str, int], pods: PodSet, registry: CollectorRegistry
 ) -> tuple[Admission, FlowControl | None]:
     """Who sheds requests: admission by priority, or flow control, which then does it alone.
-
-    Args:
-        objectives: Priority by objective, beside those of the flags.
 
     Raises:
         ConfigError: Flow control is configured wrongly.
@@ -99,11 +115,7 @@ def ranker(config: RouterConfig) -> Pipeline | None:
 
 
 def scheduler(config: RouterConfig, pods: PodSet, ledger: Ledger, ranker: Pipeline | None) -> Scheduler:
-    """Who picks.
-
-    Args:
-        ranker: Orders the pods; None: their cost does.
-    """
+    """Who picks."""
     return Scheduler(
         pods.board,
         ledger,
@@ -146,3 +158,71 @@ def _load_age_max_s(config: RouterConfig) -> float:
     if config.load_age_max_s is not None:
         return config.load_age_max_s
     return max(CostParameters().load_age_max_s, LOAD_AGES * config.refresh_interval_s)
+
+
+def listen_grpc(config: RouterConfig, services: Mapping[str, Service], *, may_wait: bool) -> GrpcServer:
+    """Bind the gRPC port for these services, by their full names; `may_wait`: whether a pick may."""
+    return GrpcServer(
+        "--grpc-port",
+        config.host,
+        config.grpc_port,
+        threads=config.max_streams + _LONG_STREAMS,
+        # A request phase is over in a millisecond, so a short queue is better than a refusal.
+        requests_max=(1 if config.responses_full else 4) * config.max_streams + _LONG_STREAMS,
+        message_bytes_max=config.max_request_bytes,
+        receive_bytes_max=config.receive_bytes_max,
+        send_bytes_max=config.send_bytes_max,
+        tls=_grpc_tls(config),
+        # Whoever waits for its turn, or for another process, must not hold up its neighbours.
+        inline=_HEALTH if may_wait else {**dict.fromkeys(_INLINE, _INLINE_BYTES_MAX), **_HEALTH},
+        services=tuple(services.values()),
+        service_names=tuple(services),
+    )
+
+
+def listen_health(config: RouterConfig, health: Health) -> GrpcServer:
+    """Bind the port of gRPC health alone."""
+    return GrpcServer(
+        "--grpc-health-port",
+        config.host,
+        config.grpc_health_port,
+        threads=_HEALTH_CALLS,
+        requests_max=_HEALTH_CALLS,
+        message_bytes_max=0,
+        services=(health.add_to,),
+        inline=_HEALTH,
+    )
+
+
+def listen_metrics(config: RouterConfig, registry: CollectorRegistry, pages: DebugPages) -> DebugServer:
+    """Bind the metrics port."""
+    tls = None
+    if config.metrics_tls is not None:
+        from router.tls import metrics_tls
+
+        tls = metrics_tls(config.metrics_tls)
+    return DebugServer(
+        config.host,
+        config.metrics_port,
+        registry,
+        pages.pages() | (profile_pages() if config.profiling else {}),
+        tls=tls,
+        authorize=_metrics_auth(config) if config.metrics_auth else None,
+    )
+
+
+def _grpc_tls(config: RouterConfig) -> Callable[[], ssl.SSLContext] | None:
+    if config.tls is None:
+        return None
+    # What makes certificates takes its time to load, and most routers have none.
+    from router.tls import grpc_tls
+
+    return grpc_tls(config.tls)
+
+
+def _metrics_auth(config: RouterConfig) -> MetricsAuth:
+    # The official client takes a second to load, and most routers ask nobody.
+    from router.kube.client import KubeClient
+
+    kubeconfig = config.kube.kubeconfig if config.kube is not None else None
+    return MetricsAuth(KubeClient(kubeconfig))

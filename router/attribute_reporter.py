@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -39,16 +40,12 @@ class _Reporter(Settings):
     attributes: tuple[_Attribute, ...] = ()
 
 
+@dataclass(eq=False)
 class AttributeReporter:
-    """All reporters of a configuration.
+    """All reporters of a configuration."""
 
-    Args:
-        attributes: What they report.
-    """
-
-    def __init__(self, attributes: Sequence[_Attribute]) -> None:
-        self._attributes = tuple(attributes)
-        self._complaint = ""
+    attributes: Sequence[_Attribute]  # what they report
+    _complaint: str = field(default="", init=False)
 
     @classmethod
     def of(cls, config: PickerConfig) -> AttributeReporter | None:
@@ -68,7 +65,7 @@ class AttributeReporter:
 
         told: dict[str, dict[str, int]] = {}
         activation = {"usage": json_to_cel(_in_one_form(msgspec.json.decode(usage_json)))}
-        for attribute in self._attributes:
+        for attribute in self.attributes:
             try:
                 if attribute.applies is None or attribute.applies.evaluate(activation):
                     value = int(attribute.program.evaluate(activation))

@@ -13,8 +13,29 @@ from typing import Any
 import msgspec
 
 from router.errors import RequestError
-from router.gateway_only import GATEWAY_ONLY_FIELDS
 from router.request import RouteRequest
+
+GATEWAY_ONLY_FIELDS = (
+    # vLLM, TensorRT-LLM
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "kv_hints",
+    "disaggregated_params",
+    # SGLang
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "decode_tp_size",
+    "disagg_prefill_dp_rank",
+    "routed_dp_rank",
+    "data_parallel_rank",
+    # Dynamo
+    "backend_instance_id",
+    "prefill_worker_id",
+    "decode_worker_id",
+)
+"""Fields that are forbidden unless the configuration names others."""
 
 # Objects from which engines take further parameters.
 _CONTAINERS = frozenset({"vllm_xargs", "sampling_params", "extra_args", "extra_body", "nvext"})

@@ -26,12 +26,6 @@ from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 _log = logging.getLogger(__name__)
 
 _OUTCOME = pb.ReportOutcomeRequest
-_CHAT_OPTIONS = (
-    "chat_template_kwargs",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-)
 
 
 class PickError(Exception):
@@ -115,7 +109,7 @@ class PickerClient:
 
         Raises:
             PickError: There is no pod to use.
-            ValueError: More than one input, or an unknown chat option.
+            ValueError: More than one input.
         """
         request = pb.PickEndpointRequest(
             request_id=request_id,
@@ -127,7 +121,9 @@ class PickerClient:
         if sum(given is not None for given in (messages, prompt, token_ids)) > 1:
             raise ValueError("give one of messages, prompt and token_ids")
         if messages is not None:
-            request.chat.CopyFrom(_chat(messages, tools, chat_options or {}))
+            optional = {"tools_json": tools, "options_json": chat_options}
+            written = {name: json.dumps(given).encode() for name, given in optional.items() if given}
+            request.chat.CopyFrom(pb.ChatInput(messages_json=json.dumps(messages).encode(), **written))
         elif prompt is not None:
             request.prompt = prompt
         elif token_ids is not None:
@@ -166,7 +162,7 @@ class Pick:
 
     def __init__(self, client: PickerClient, answer: pb.PickEndpointResponse) -> None:
         self._client = client
-        self._told_first_token = self._told_end = False
+        self._told: pb.ReportOutcomeRequest.Outcome | None = None
         self.request_id: str = answer.request_id
         self.endpoints: Sequence[pb.RankedEndpoint] = answer.endpoints
         self.reason: str = answer.reason
@@ -193,9 +189,7 @@ class Pick:
             self.failed()
 
     def first_token(self) -> None:
-        if not self._told_first_token and not self._told_end:
-            self._told_first_token = True
-            self._report(_OUTCOME.OUTCOME_FIRST_TOKEN)
+        self._report(_OUTCOME.OUTCOME_FIRST_TOKEN)
 
     def done(self, *, cached_tokens: int | None = None) -> None:
         """The answer is complete.
@@ -203,17 +197,16 @@ class Pick:
         Args:
             cached_tokens: usage.prompt_tokens_details.cached_tokens, where the engine told it.
         """
-        self._end(_OUTCOME.OUTCOME_DONE, cached_tokens)
+        self._report(_OUTCOME.OUTCOME_DONE, cached_tokens)
 
     def failed(self) -> None:
-        self._end(_OUTCOME.OUTCOME_FAILED, None)
-
-    def _end(self, outcome: pb.ReportOutcomeRequest.Outcome, cached_tokens: int | None) -> None:
-        if not self._told_end:
-            self._told_end = True
-            self._report(outcome, cached_tokens)
+        self._report(_OUTCOME.OUTCOME_FAILED)
 
     def _report(self, outcome: pb.ReportOutcomeRequest.Outcome, cached_tokens: int | None = None) -> None:
+        # Each thing is reported once, and nothing after the end.
+        if self._told not in (None, _OUTCOME.OUTCOME_FIRST_TOKEN) or self._told == outcome:
+            return
+        self._told = outcome
         self._client.report(
             _OUTCOME(
                 request_id=self.request_id,
@@ -222,19 +215,3 @@ class Pick:
                 address=self.address,
             )
         )
-
-
-def _chat(
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-    options: Mapping[str, Any],
-) -> pb.ChatInput:
-    if unknown := options.keys() - set(_CHAT_OPTIONS):
-        raise ValueError(
-            f"not a chat option: {', '.join(sorted(unknown))}; there are {', '.join(_CHAT_OPTIONS)}"
-        )
-    return pb.ChatInput(
-        messages_json=json.dumps(messages).encode(),
-        tools_json=json.dumps(tools).encode() if tools else b"",
-        options_json=json.dumps(options).encode() if options else b"",
-    )

@@ -17,6 +17,7 @@ from indexer import ConfigError as IndexerConfigError
 from indexer import IndexerConfig
 from indexer.config import index_config
 from indexer.flags import CommandParser, add_flags, flag, port, said
+from router.body_guard import GATEWAY_ONLY_FIELDS
 from router.config_file import COMPAT, PickerConfig, parse_config, read_config
 from router.errors import ConfigError
 from router.flags import (
@@ -33,10 +34,9 @@ from router.flags import (
     size_bytes,
     switch,
 )
-from router.gateway_only import GATEWAY_ONLY_FIELDS
 from router.kube.config import KubeConfig, kube_config
-from router.logs import LogFlags
 from router.pods import DEFAULT_METRICS_PATH
+from router.process import LogFlags
 from router.producer_settings import metrics_path_of, tokenizers_of, with_producers
 from router.tls_options import TLS, MetricsTlsOptions, TlsFlags, TlsOptions, tls_options
 from tokenization import TINY_DIRECTORY
@@ -51,20 +51,7 @@ _size = partial(flag, metavar="SIZE")
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """Settings of one router process; port 0 takes a free port. `_Sources` are what others come from.
-
-    Attributes:
-        watch_pods_file: Whether later changes of the pods' file are taken over.
-        kube: Where in Kubernetes the pods are; None where there is a file.
-        pool_name: Name of the pool in metrics.
-        responses_full: Whether responses pass through ext_proc too.
-        index: What the index is made of, and where events come from.
-        picker: The EndpointPickerConfig; None: the cost policy picks.
-        compat: See config_file.COMPAT.
-        tls: Of the gRPC port, beside plaintext; None: plaintext alone.
-        metrics_tls: Of the metrics port; None: plaintext.
-        metrics_path: Where pods tell their load, unless their labels say so.
-    """
+    """Settings of one router process; port 0 takes a free port. `_Sources` are what others come from."""
 
     pods_file: Path | None = flag(
         _PODS,
@@ -75,9 +62,9 @@ class RouterConfig:
         "docs/configuration.md; watched for changes",
         metavar="PATH",
     )
-    watch_pods_file: bool = True
-    kube: KubeConfig | None = None
-    pool_name: str = "default"
+    watch_pods_file: bool = True  # whether later changes are taken over
+    kube: KubeConfig | None = None  # where pods are; None where there is a file
+    pool_name: str = "default"  # in metrics
     resources_file: Path | None = flag(
         _PODS,
         "--resources-file",
@@ -122,7 +109,7 @@ class RouterConfig:
     metrics_port: int = flag(
         _SERVING, "--metrics-port", port, 9090, "/metrics, /healthz, /ready, /debug/decisions, /debug/pods"
     )
-    responses_full: bool = False
+    responses_full: bool = False  # whether responses pass through ext_proc too
     max_request_bytes: int = flag(
         _SERVING, "--max-request-bytes", positive, 8 << 20, "larger bodies are answered with 413"
     )
@@ -157,8 +144,8 @@ class RouterConfig:
     send_bytes_max: int | None = _size(
         _SERVING, "--grpc-max-send-msg-size", size_bytes, None, "largest that is sent (default: the same)"
     )
-    tls: TlsOptions | None = None
-    metrics_tls: MetricsTlsOptions | None = None
+    tls: TlsOptions | None = None  # of the gRPC port, beside plaintext; None: plaintext alone
+    metrics_tls: MetricsTlsOptions | None = None  # None: plaintext
     metrics_auth: bool = switch(
         TLS,
         "--metrics-endpoint-auth",
@@ -186,8 +173,8 @@ class RouterConfig:
         "a request not heard of again is taken for ended after this (default: 10m)",
     )
     index: IndexerConfig = field(default_factory=IndexerConfig)
-    picker: PickerConfig | None = None
-    compat: str = "off"
+    picker: PickerConfig | None = None  # None: the cost policy picks
+    compat: str = "off"  # one of config_file.COMPAT
     emit_endpoint_scores: bool = switch(
         _REFERENCE, "--emit-endpoint-scores", False, "ext_proc's metadata tells the scores of all candidates"
     )
@@ -207,7 +194,7 @@ class RouterConfig:
         "an older account of a pod's load does not count, and the pod is taken for saturated (default: "
         "three times --refresh-metrics-interval, at least 5s without flow control)",
     )
-    metrics_path: str = DEFAULT_METRICS_PATH
+    metrics_path: str = DEFAULT_METRICS_PATH  # where pods tell their load, unless their labels say so
     profiling: bool = switch(
         _REFERENCE,
         "--enable-pprof",
@@ -284,10 +271,7 @@ def router_parser() -> argparse.ArgumentParser:
 
 
 def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Namespace]:
-    """Reads the command line.
-
-    Returns:
-        The configuration, and the flags that concern the process rather than the router (logs).
+    """Read the command line: the configuration, and flags of the process rather than the router (logs).
 
     Raises:
         ConfigError: A flag or the configuration file is wrong.

@@ -9,6 +9,7 @@ sockets.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,12 @@ from numpy.typing import NDArray
 
 from compiled.jit import kernel_with_arrays
 from router.board import prefill_tokens_per_s
+from router.scrape import LoraLoad
 
+# To bring an adapter's weights to the device (100 MB from the host's memory or disk).
+_LOAD_S = 0.2
+# Until one of the adapters that run has no requests any more and makes room.
+_PLACE_S = 2.0
 DECODE_SLOWDOWN = 0.008
 """What one request that decodes on a pod adds to a prefill's time there, as a share of it.
 
@@ -214,3 +220,36 @@ def least_cost_first(costs_s: NDArray[np.float64], seed: int) -> NDArray[np.int6
         chosen = np.int64((state >> np.uint64(11)) % np.uint64(last + 1))
         order[last], order[chosen] = order[chosen], order[last]
     return order[np.argsort(costs_s[order], kind="mergesort")]
+
+
+def adapter_s(load: LoraLoad | None, adapter: str, sent: Iterable[str] = ()) -> float:
+    """Seconds until the pod can compute with this adapter, in the order of the reference picker's scores.
+
+    Args:
+        load: None for a pod that does not tell: nothing is known, so nothing is charged.
+        sent: Adapters that our requests there need, the one that came first first; `load` may be older.
+    """
+    if load is None:
+        return 0.0
+    load = _with_sent(load, sent)
+    if adapter in load.running:
+        return 0.0
+    if len(load.running | load.waiting) < load.places:
+        return _LOAD_S
+    if adapter in load.waiting:
+        # It waits for a place already, on average for half of the time.
+        return _PLACE_S / 2 + _LOAD_S
+    return _PLACE_S + _LOAD_S
+
+
+def _with_sent(load: LoraLoad, sent: Iterable[str]) -> LoraLoad:
+    """The account as it is once the engine has seen these: each takes a place, or waits for one."""
+    running, waiting = load.running, load.waiting
+    for adapter in sent:
+        if adapter in running or adapter in waiting:
+            continue
+        if len(running | waiting) < load.places:
+            running |= {adapter}
+        else:
+            waiting |= {adapter}
+    return LoraLoad(running, waiting, load.places)

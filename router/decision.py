@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer import PodMatches, StreamState
-from indexer.dispatched import DispatchKey
+from indexer.parity import DispatchKey
 
 _NO_STATES: Mapping[str, StreamState] = MappingProxyType({})
 
@@ -189,6 +189,11 @@ class Decision(msgspec.Struct, frozen=True):
     @property
     def primary(self) -> Candidate:
         return self.ranked.best
+
+    @property
+    def destination(self) -> str:
+        """Addresses for a gateway to try, in order, between commas."""
+        return self.primary.pod if self.routing is None else ",".join(self.routing.destinations)
 
     @property
     def prefill_pod(self) -> str | None:

@@ -1,10 +1,13 @@
-"""One sending of a request to a pod, and what the ledger tells of it. Plain values; no I/O and no clock."""
+"""One sending of a request to a pod, and what the ledger keeps and tells of it. No I/O and no clock."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from threading import Lock
+
 import msgspec
 
-from indexer.dispatched import DispatchKey
+from indexer.parity import DispatchKey
 from router.rates import Lesson
 
 
@@ -48,3 +51,35 @@ class Entry(msgspec.Struct, eq=False):
     promised_tokens: int  # of the dispatch, until they are due, or it is over
     is_waiting: bool = True  # whether it is believed to await its first token
     prefill_ended_s: float | None = None  # when somebody told so; the clock does not count
+
+
+class SentAdapters:
+    """Which adapters the requests in flight need, by pod. Thread-safe.
+
+    An engine tells its adapters as of the last scrape; what was sent there since is known here.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        # Requests by pod and adapter, the adapter that came first first.
+        self._requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+    def on(self, pod: str) -> tuple[str, ...]:
+        """Those that the pod's requests need, the one that came first first."""
+        with self._lock:
+            return tuple(self._requests.get(pod, ()))
+
+    def began(self, pod: str, adapter: str | None) -> None:
+        if adapter is not None:
+            with self._lock:
+                self._requests[pod][adapter] += 1
+
+    def ended(self, pod: str, adapter: str | None) -> None:
+        if adapter is not None:
+            with self._lock:
+                requests = self._requests[pod]
+                requests[adapter] -= 1
+                if not requests[adapter]:
+                    del requests[adapter]
+                if not requests:
+                    del self._requests[pod]

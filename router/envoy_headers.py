@@ -13,7 +13,6 @@ from envoy.config.core.v3 import base_pb2
 from google.protobuf import struct_pb2
 
 from router.errors import DROPPED_REASON_HEADER, RequestError
-from router.gateway_only import GATEWAY_ONLY_HEADERS
 
 DESTINATION_HEADER = "x-gateway-destination-endpoint"
 REQUEST_ID_HEADER = "x-request-id"
@@ -22,6 +21,27 @@ SUBSET_NAMESPACE, SUBSET_HEADER = "envoy.lb.subset_hint", "x-gateway-destination
 """Where a gateway names the endpoints that it allows: in metadata of this namespace and name."""
 
 SERVED_HEADER = "x-gateway-destination-endpoint-served"
+
+GATEWAY_ONLY_HEADERS: tuple[str, ...] = (
+    # The endpoint picker protocol: the pod, the pods that the gateway allows, the pod that answered.
+    "x-gateway-destination-endpoint",
+    "x-gateway-destination-endpoint-subset",
+    "x-gateway-destination-endpoint-served",
+    # Disaggregation and KV transfer: hosts that an engine or its sidecar connects to.
+    "x-prefiller-host-port",
+    "x-encoder-hosts-ports",
+    "x-kv-cache-source-host-port",
+    # The engine of a pod that has several: vLLM reads the rank.
+    "x-data-parallel-rank",
+    "x-data-parallel-host-port",
+    # Envoy's note that ext_authz sends only a part of the body; such a body is not read.
+    "x-envoy-auth-partial-body",
+)
+"""Names in lower case, with and without a router's use for them: engines and sidecars obey them all.
+
+Envoy removes them before any filter runs (`router.local.envoy_config`, the chart), so that what a filter sets
+later stays.
+"""
 
 _DESTINATION_NAMESPACE = "envoy.lb"
 _REQUEST_ID_MAX = 256
@@ -50,11 +70,7 @@ _SYSTEM_OWNED = frozenset(
 
 
 def system_owned(incoming: Collection[str], ours: Collection[str] = ()) -> tuple[str, ...]:
-    """Return those of a client's header names that must not reach a pod.
-
-    Args:
-        ours: Names that the router itself sets; a client's values are overwritten.
-    """
+    """Return a client's header names that must not reach a pod; `ours` are overwritten anyway."""
     if _SYSTEM_OWNED.isdisjoint(incoming):
         return ()
     return tuple(name for name in incoming if name in _SYSTEM_OWNED and name not in ours)

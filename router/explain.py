@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from threading import Lock
 from typing import Any
@@ -30,23 +31,18 @@ class _Record(msgspec.Struct, eq=False):
     delivered_cached_tokens: int | None = None
 
 
+@dataclass(eq=False)
 class Explain:
-    """The last decisions by request id; safe to share between threads.
+    """The last decisions by request id; safe to share between threads."""
 
-    Args:
-        capacity: Decisions kept; the oldest goes first.
-        candidates_max: Candidates in all of them, also of those that filters removed, and more for many
-            prompts, see `Ranking.weight`: among hundreds of pods, fewer decisions are kept.
-        pod_name: A pod's name by its address.
-    """
+    capacity: int  # decisions kept; the oldest goes first
+    pod_name: Callable[[str], str]  # a pod's name by its address
+    # Candidates in all of them, also of those that filters removed, and more for many prompts, see
+    # `Ranking.weight`: among hundreds of pods, fewer decisions are kept.
+    candidates_max: int = 100_000
 
-    def __init__(
-        self, capacity: int, pod_name: Callable[[str], str], *, candidates_max: int = 100_000
-    ) -> None:
-        self._capacity = capacity
-        self._candidates_max = candidates_max
+    def __post_init__(self) -> None:
         self._candidates = 0
-        self._pod_name = pod_name
         self._records: OrderedDict[str, _Record] = OrderedDict()
         self._lock = Lock()
 
@@ -57,7 +53,9 @@ class Explain:
                 self._candidates -= old.decision.ranked.weight
             self._records[request_id] = record
             self._candidates += decision.ranked.weight
-            while len(self._records) > self._capacity or self._is_too_full():
+            while len(self._records) > self.capacity or (
+                self._candidates > self.candidates_max and len(self._records) > 1
+            ):
                 _, oldest = self._records.popitem(last=False)
                 self._candidates -= oldest.decision.ranked.weight
 
@@ -76,35 +74,31 @@ class Explain:
         cached_tokens: int | None = None,
         dispatch: Dispatch | None = None,
         pod: str | None = None,
-    ) -> None:
+    ) -> int | None:
         """Notes how the request ended, and how much the pod really served from its cache.
 
         Args:
             dispatch: Which of the requests under this id it was, where that is known.
             pod: Else where it was, if at least that is known.
-        """
-        with self._lock:
-            if record := self._record_of(request_id, dispatch, pod):
-                after_s = now_s - record.decision.decided_s
-                record.end = record.end or {"source": source, "after_s": after_s, "failed": failed}
-                if cached_tokens is not None:
-                    record.delivered_cached_tokens = cached_tokens
 
-    def predicted(
-        self, request_id: str, dispatch: Dispatch | None = None, pod: str | None = None
-    ) -> int | None:
-        """Cached tokens predicted for a request (see `ended`), to be compared with the delivered ones.
-
-        None if not known any more, if picked by load alone, if another pod prefilled, if the usage does not
-        tell what is predicted, or if what was delivered has been told already.
+        Returns:
+            Cached tokens predicted, to be compared with the delivered ones. None if not known any more, if
+            picked by load alone, if another pod prefilled, if the usage does not tell what is predicted, or
+            if what was delivered has been told already.
         """
         with self._lock:
             record = self._record_of(request_id, dispatch, pod)
-        if record is None or record.decision.degraded or record.delivered_cached_tokens is not None:
+            if record is None:
+                return None
+            decision, known = record.decision, record.delivered_cached_tokens
+            after_s = now_s - decision.decided_s
+            record.end = record.end or {"source": source, "after_s": after_s, "failed": failed}
+            if cached_tokens is None:
+                return None
+            record.delivered_cached_tokens = cached_tokens
+        if known is not None or decision.degraded or decision.prefill_pod is not None:
             return None
-        if record.decision.prefill_pod is not None or not record.decision.is_comparable:
-            return None
-        return record.decision.primary.cached_tokens
+        return decision.primary.cached_tokens if decision.is_comparable else None
 
     def latest(self, count: int, *, pods_max: int = _PODS_SHOWN) -> list[dict[str, Any]]:
         """The last `count` decisions, newest first, as long as they tell of no more pods than this."""
@@ -123,9 +117,6 @@ class Explain:
             record = self._records.get(request_id)
         return self._shown(record) if record else None
 
-    def _is_too_full(self) -> bool:
-        return self._candidates > self._candidates_max and len(self._records) > 1
-
     def _record_of(
         self, request_id: str, dispatch: Dispatch | None, pod: str | None = None
     ) -> _Record | None:
@@ -133,22 +124,23 @@ class Explain:
         record = self._records.get(request_id)
         if record is None:
             return None
-        decision = record.decision
         if dispatch is not None:
-            return record if dispatch.dispatched_s == decision.decided_s else None
-        return record if pod is None or pod == decision.primary.pod else None
+            return record if dispatch.dispatched_s == record.decision.decided_s else None
+        return record if pod is None or pod == record.decision.primary.pod else None
 
     def _shown(self, record: _Record) -> dict[str, Any]:
         decision, best = record.decision, record.decision.primary
-        scores: Mapping[str, float] = decision.routing.scores if decision.routing is not None else {}
-        filtered: Mapping[str, str] = decision.routing.excluded if decision.routing is not None else {}
+        scores: Mapping[str, float] = {}
+        excluded = decision.excluded
+        if decision.routing is not None:
+            scores, excluded = decision.routing.scores, {**excluded, **decision.routing.excluded}
         return {
             "request_id": decision.request_id,
             "time": record.unix_s,
             "kind": decision.kind,
             "model": decision.model,
             "pod": best.pod,
-            "pod_name": self._pod_name(best.pod),
+            "pod_name": self.pod_name(best.pod),
             "reason": decision.reason,
             "prefill_pod": decision.prefill_pod,
             "degraded": decision.degraded,
@@ -165,13 +157,11 @@ class Explain:
                     **msgspec.structs.asdict(candidate),
                     "score": scores.get(candidate.pod),
                     "cached_tokens_by_tier": decision.ranked.cached_tokens_by_tier(at),
-                    "pod_name": self._pod_name(candidate.pod),
+                    "pod_name": self.pod_name(candidate.pod),
                 }
                 for at, candidate in enumerate(decision.ranked)
             ],
-            "excluded": [
-                {"pod": pod, "reason": reason} for pod, reason in {**decision.excluded, **filtered}.items()
-            ],
+            "excluded": [{"pod": pod, "reason": reason} for pod, reason in excluded.items()],
             "prefill_end": record.prefill_end,
             "end": record.end,
         }

@@ -6,10 +6,10 @@ and what to pick is route()'s.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
 
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
@@ -27,8 +27,7 @@ from router.ext_proc_messages import (
 from router.ext_proc_response import ResponsePhase
 from router.flow import Evictions
 from router.h2 import GrpcServer
-from router.h2.exchange_call import ExchangeCall
-from router.h2.methods import ExchangeMethod
+from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from router.health import EXT_PROC_SERVICE
 from router.outcomes import Outcomes
 from router.request import RequestKind, RouteRequest, too_large
@@ -39,31 +38,21 @@ _WHOLE_BODY = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
 
 @dataclass(frozen=True, slots=True)
 class ExtProcOptions:
-    """How the door behaves.
+    """How the door behaves."""
 
-    Attributes:
-        max_request_bytes: Larger bodies are answered with 413.
-        responses_full: Whether the response passes here too; else the stream is closed after the request.
-        subset_filter: Whether the gateway's subset is looked at.
-    """
-
-    max_request_bytes: int = 8 << 20
-    responses_full: bool = False
-    subset_filter: bool = True
+    max_request_bytes: int = 8 << 20  # larger bodies are answered with 413
+    responses_full: bool = False  # whether the response passes here too; else a stream ends with its request
+    subset_filter: bool = True  # whether the gateway's subset is looked at
 
 
 @dataclass(frozen=True, slots=True)
 class ExtProcDoor:
-    """envoy.service.ext_proc.v3.ExternalProcessor.
-
-    Attributes:
-        evictions: Where requests are entered that may be taken back; None: none are.
-    """
+    """envoy.service.ext_proc.v3.ExternalProcessor."""
 
     form: OwnForm
     outcomes: Outcomes
     options: ExtProcOptions
-    evictions: Evictions | None = None
+    evictions: Evictions | None = None  # where requests are entered that may be taken back
 
     def add_to(self, server: GrpcServer, opened: Callable[[], Callable[[str], object]] | None = None) -> None:
         """Register the service; `opened`: see ExchangeMethod."""
@@ -71,19 +60,14 @@ class ExtProcDoor:
             partial(_Exchange, self),
             pb.ProcessingRequest.FromString,
             pb.ProcessingResponse.SerializeToString,
-            partial(self.form.metrics.dropped, DOOR, "slow_request"),
+            partial(self.form.metrics.count, "dropped", DOOR, "slow_request"),
             opened,
         )
         server.add_exchange(f"/{EXT_PROC_SERVICE}/Process", method)
 
 
 class _Exchange:
-    """One HTTP request's way through the door.
-
-    Attributes:
-        finished: Whether the stream is to be closed from our side.
-        is_routed: Whether its pod is picked.
-    """
+    """One HTTP request's way through the door; it is routed once its pod is picked."""
 
     def __init__(self, door: ExtProcDoor, stream: ExchangeCall) -> None:
         self._form = form = door.form
@@ -123,7 +107,10 @@ class _Exchange:
                     self._drop("unknown_message")
         except RequestError as error:
             self.finished = True
-            yield self._form.refusal(error)
+            yield self._refusal(error)
+
+    def last(self) -> tuple[()]:
+        return ()
 
     def close(self) -> None:
         if self._entry is not None and self._evictions is not None:
@@ -144,9 +131,9 @@ class _Exchange:
         is_all = message.request_headers.end_of_stream
         length = self._headers.get("content-length", "")
         if length.isdecimal() and (len(length) > 18 or int(length) > self._options.max_request_bytes):
-            self._refuse(too_large(self._options.max_request_bytes))
+            raise too_large(self._options.max_request_bytes)
         if not is_all and self._body_mode not in _WHOLE_BODY:
-            self._form.picks.pass_unseen()
+            self._form.guard.unchecked()
         if is_all or self._body_mode == BodyMode.NONE:
             yield self._route_unseen(int(length) if length.isdecimal() else 0)
             self._finish_request()
@@ -170,7 +157,7 @@ class _Exchange:
         else:
             self._body += body.body
             if len(self._body) > self._options.max_request_bytes:
-                self._refuse(too_large(self._options.max_request_bytes))
+                raise too_large(self._options.max_request_bytes)
             if (subset := subset_hint(message.metadata_context)) is not None:
                 self._subset = subset
             if body.end_of_stream or self._body_mode == BodyMode.BUFFERED:
@@ -191,16 +178,13 @@ class _Exchange:
         self.is_routed = True
         form, body = self._form, bytes(self._body)
         self._body.clear()
-        try:
-            request, sent = form.read(self._known(), body)
-        except RequestError as error:
-            self._refuse(error)
-        decision = form.picks.decide(request, self._stream.is_active)
+        request, sent = form.read(self._known(), body)
+        decision = form.router.route(request, time.monotonic(), self._stream.is_active)
         self._note(decision, request)
         is_buffered = self._body_mode == BodyMode.BUFFERED
         changed = None if is_buffered and sent is body else sent
         told = form.request_headers(request, len(changed or b""), decision)
-        destination, removed = form.picks.destination(decision), system_owned(request.headers, told)
+        destination, removed = decision.destination, system_owned(request.headers, told)
         scores = decision.routing.scores if form.emits_scores and decision.routing is not None else None
         if is_buffered:
             yield routed_answer("request_body", destination, told, removed, scores, changed)
@@ -239,7 +223,7 @@ class _Exchange:
         self._response.of(decision)
         if (error := self._form.objection(request, decision)) is not None:
             self._response.cut()
-            self._refuse(error)
+            raise error
         if request.client_model is not None:
             self._response.models = (request.model or "", request.client_model)
         if request.body.get("stream") is True:
@@ -251,15 +235,16 @@ class _Exchange:
 
     def _evicted(self) -> Iterator[pb.ProcessingResponse]:
         """The answer to a request that is taken back, unless it is over already."""
-        if self._response.request_id is not None:
+        if self._response.awaited is not None:
             self._response.cut()
-            yield self._form.refusal(self._form.picks.refused(EvictedError()))
+            yield self._refusal(EvictedError())
 
     def _drop(self, reason: str) -> None:
-        self._form.metrics.dropped(DOOR, reason)
+        self._form.metrics.count("dropped", DOOR, reason)
 
-    def _refuse(self, error: RequestError) -> NoReturn:
-        raise self._form.picks.refused(error)
+    def _refusal(self, error: RequestError) -> pb.ProcessingResponse:
+        self._form.metrics.refused(error)
+        return self._form.refusal(error)
 
     def _finish_request(self) -> None:
         self.finished = not self._options.responses_full

@@ -7,6 +7,7 @@ EndpointPickerConfig: every header that is kept is set again, and errors are pla
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from msgspec.structs import replace
 
 from router.attribute_reporter import AttributeReporter
-from router.body_guard import refusal
+from router.body_guard import BodyGuard, refusal
 from router.candidates import is_allowed, not_allowed
 from router.config import RouterConfig
 from router.config_file import PickerConfig
@@ -35,12 +36,12 @@ from router.errors import (
     SaturatedError,
 )
 from router.ext_proc_messages import immediate_answer
-from router.gateway_pick import GatewayPick
 from router.metrics import RouterMetrics
 from router.parsers import DEFAULT_PARSERS, OWN_PARSERS, PARSERS, Api, BodyForm, Parsers
 from router.pods import PodSet
 from router.request import MODEL_CHARS_MAX, RouteRequest
 from router.rewrite import RewriteRules, with_model
+from router.route import Router
 
 DOOR = "ext_proc"
 
@@ -70,29 +71,21 @@ _NOT_KEPT = frozenset({DESTINATION_HEADER, "content-length"})
 
 @dataclass(frozen=True, kw_only=True)
 class OwnForm:
-    """The router's own answers; errors are OpenAI's.
+    """The router's own answers; errors are OpenAI's."""
 
-    Attributes:
-        held_bytes_max: So much of a response is held at most; 0: nothing is.
-        reporter: None: nothing of a response's usage is reported.
-        emits_scores: Whether the metadata tells all scores.
-    """
-
-    picks: GatewayPick
+    router: Router
+    guard: BodyGuard
     metrics: RouterMetrics
     parsers: Parsers = OWN_PARSERS
-    held_bytes_max: int = 0
-    reporter: AttributeReporter | None = None
-    emits_scores: bool = False
+    held_bytes_max: int = 0  # so much of a response is held at most
+    reporter: AttributeReporter | None = None  # of a response's usage
+    emits_scores: bool = False  # whether the metadata tells all scores
 
     def read(self, request: RouteRequest, body: bytes) -> tuple[RouteRequest, bytes]:
         """Return the request to be routed, and the body to send: without fields that clients must not send.
 
-        Args:
-            request: What is known without the body.
-
         Raises:
-            RequestError: 400, not counted yet.
+            RequestError: 400.
         """
         headers = request.headers
         path = next((headers[name] for name in _PATH_HEADERS if headers.get(name)), _DEFAULT_PATH)
@@ -106,12 +99,9 @@ class OwnForm:
 
         Returns:
             The destination, and the decision, if it was made by the router's rules.
-
-        Raises:
-            RequestError: Counted already.
         """
-        decision = self.picks.decide(request, is_active)
-        return self.picks.destination(decision), decision
+        decision = self.router.route(request, time.monotonic(), is_active)
+        return decision.destination, decision
 
     def objection(self, _request: RouteRequest, _decision: Decision) -> RequestError | None:
         """Return why the request is not sent where it was routed to."""
@@ -120,11 +110,7 @@ class OwnForm:
     def request_headers(
         self, request: RouteRequest, body_bytes: int, _decision: Decision | None
     ) -> dict[str, str]:
-        """Return the headers to set on the request, beside the destination.
-
-        Args:
-            body_bytes: Of the body that is sent; 0: nothing is said of it.
-        """
+        """Return the headers to set on the request, beside the destination; of a size 0 nothing is said."""
         given, request_id = request.headers.get(REQUEST_ID_HEADER), request.request_id
         told = {} if given == request_id else {REQUEST_ID_HEADER: request_id}
         return told | {"content-length": str(body_bytes)} if body_bytes else told
@@ -132,11 +118,7 @@ class OwnForm:
     def response_headers(
         self, _headers: Mapping[str, str], _metadata: base_pb2.Metadata, _decision: Decision | None
     ) -> dict[str, str]:
-        """Return the headers to set on the response.
-
-        Args:
-            _metadata: What the gateway tells of it.
-        """
+        """Return the headers to set on the response."""
         return {}
 
     def refusal(self, error: RequestError) -> pb.ProcessingResponse:
@@ -149,7 +131,7 @@ class OwnForm:
 
     def _allowed(self, request: RouteRequest, api: Api, body: bytes) -> bytes:
         """Return the body without the fields that clients must not send."""
-        guard = self.picks.guard
+        guard = self.guard
         if api.form is BodyForm.VLLM:
             guard.unchecked()
             return body
@@ -159,21 +141,17 @@ class OwnForm:
         if api.form is BodyForm.VERTEX:
             # The JSON is inside a protobuf message.
             raise refusal(field)
-        self.metrics.dropped(DOOR, "forbidden_field")
+        self.metrics.count("dropped", DOOR, "forbidden_field")
         return guard.without(body)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlmdForm(OwnForm):
-    """The reference picker's answers.
-
-    Attributes:
-        rewrites: Rules for model names.
-        tells_served: Whether responses name the endpoint that the gateway says it used, for its tests.
-    """
+    """The reference picker's answers."""
 
     pods: PodSet
     rewrites: RewriteRules
+    # Whether responses name the endpoint that the gateway says it used, for its tests.
     tells_served: bool = False
 
     def pick_unseen(
@@ -182,10 +160,10 @@ class LlmdForm(OwnForm):
         """Pick any endpoint that the gateway allows."""
         pods = [pod for pod in self.pods.snapshot().values() if pod.ready]
         if not pods:
-            raise self.picks.refused(RequestError(500, "no pods available in datastore"))
+            raise RequestError(500, "no pods available in datastore")
         allowed = [pod.address for pod in pods if is_allowed(pod, request.candidates)]
         if not allowed:
-            raise self.picks.refused(not_allowed())
+            raise not_allowed()
         return random.choice(allowed), None
 
     def objection(self, request: RouteRequest, decision: Decision) -> RequestError | None:
@@ -235,7 +213,12 @@ class LlmdForm(OwnForm):
 
 
 def llmd_form(
-    config: RouterConfig, rewrites: RewriteRules, picks: GatewayPick, metrics: RouterMetrics, pods: PodSet
+    config: RouterConfig,
+    rewrites: RewriteRules,
+    router: Router,
+    guard: BodyGuard,
+    metrics: RouterMetrics,
+    pods: PodSet,
 ) -> LlmdForm:
     """Make the reference picker's form as it is configured.
 
@@ -244,7 +227,8 @@ def llmd_form(
     """
     picker = config.picker
     return LlmdForm(
-        picks=picks,
+        router=router,
+        guard=guard,
         metrics=metrics,
         parsers=Parsers(_parser_types(picker) if picker is not None else DEFAULT_PARSERS),
         held_bytes_max=config.max_request_bytes,

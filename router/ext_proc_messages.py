@@ -40,14 +40,10 @@ def routed_answer(
     scores: Mapping[str, float] | None = None,
     body: bytes | None = None,
 ) -> pb.ProcessingResponse:
-    """Return the routing result, as header and as metadata.
+    """Return the routing result, as header and as metadata, with what else is to be changed and told.
 
     Args:
         phase: The message that is answered: the body where the headers had to be answered before it came.
-        headers: To set beside the destination.
-        removed: Names of the client's headers that no pod is to see.
-        scores: To tell in the metadata; None: not to.
-        body: Replaces the request's body; None: it stays.
     """
     answer = pb.ProcessingResponse()
     response = getattr(answer, phase).response

@@ -1,22 +1,30 @@
 """The response half of an ext_proc stream: messages in, echoes out, and what they tell of the outcome.
 
-Messages are read before they are answered: after the last answer Envoy may reset the stream.
+Messages are read before they are answered: after the last answer Envoy may reset the stream. A usage is read
+as its bytes pass.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Annotated
 
+import msgspec
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from router.attribute_reporter import AttributeReporter
 from router.decision import Decision
 from router.ext_proc_messages import BodyMode, header_values, set_headers, streamed_answers
 from router.outcomes import RESPONSE, Outcomes
-from router.response_usage import UsageReader
 from router.rewrite import restored_model
 
+_KEPT_BYTES_MAX = 1 << 20
+# A usage has some hundred bytes; what events tell of it one after the other is kept together.
+_USAGE_BYTES_MAX = 4096
+_USAGE_FIELDS_MAX = 64
+_TOKENS_MAX = 2**31 - 1
 # Every chunk would look it up.
 _FULL_DUPLEX_STREAMED, _NONE = BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE
 
@@ -29,12 +37,6 @@ class ResponsePhase:
 
     Args:
         held_bytes_max: A longer body is echoed as it comes, unchanged from there on; 0: none is held.
-        reporter: None: nothing of the usage is reported.
-
-    Attributes:
-        request_id: The request that was picked for, as long as it is not over; None before and after, and
-            for one that is no work.
-        models: (the pod's, the client's) name of the model.
     """
 
     def __init__(
@@ -44,10 +46,9 @@ class ResponsePhase:
         self._held_bytes_max = held_bytes_max
         self._reporter = reporter
         self._held: bytearray | None = bytearray() if held_bytes_max else None
-        self.request_id: str | None = None
-        self.models = ("", "")
-        self._pod: str | None = None
-        self._sent_s: float | None = None
+        # As long as its request is not over; None for one that is no work, too.
+        self.awaited: Decision | None = None
+        self.models = ("", "")  # names of the model: the pod's, the client's
         self._usage: UsageReader | None = None
         self._failed, self._refused = True, False
         self._sees_body = True
@@ -57,8 +58,7 @@ class ResponsePhase:
         """The response is to this request."""
         # Of what the ledger does not have there is nothing to tell; it may have another request of that id.
         if decision.is_charged:
-            self.request_id, self._pod = decision.request_id, decision.primary.pod
-            self._sent_s = decision.decided_s
+            self.awaited = decision
 
     def streams(self) -> None:
         """The client asked for a stream: chunks are echoed as they come, whatever the headers say."""
@@ -86,10 +86,10 @@ class ResponsePhase:
     def body(self, message: pb.HttpBody, mode: int) -> Iterable[pb.ProcessingResponse]:
         """Read a chunk of the response's body and return its echoes."""
         data, is_last = message.body, message.end_of_stream
-        if self._awaits_first_token and self.request_id is not None:
+        if self._awaits_first_token and (sent := self.awaited) is not None:
             self._awaits_first_token = False
             self._outcomes.first_token(
-                self.request_id, RESPONSE, time.monotonic(), pod=self._pod, sent_s=self._sent_s
+                sent.request_id, RESPONSE, time.monotonic(), pod=sent.primary.pod, sent_s=sent.decided_s
             )
         if self._usage is not None:
             self._usage.feed(data)
@@ -156,15 +156,15 @@ class ResponsePhase:
         self._ended(failed=self._failed)
 
     def _ended(self, *, failed: bool) -> None:
-        request_id, self.request_id = self.request_id, None
-        if request_id is None:
+        sent, self.awaited = self.awaited, None
+        if sent is None:
             return
         self._outcomes.ended(
-            request_id,
+            sent.request_id,
             RESPONSE,
             time.monotonic(),
-            pod=self._pod,
-            sent_s=self._sent_s,
+            pod=sent.primary.pod,
+            sent_s=sent.decided_s,
             failed=failed,
             refused=self._refused,
             cached_tokens=self._usage.cached_tokens if self._usage is not None else None,
@@ -174,3 +174,108 @@ class ResponsePhase:
 def _has_grpc_failed(headers: Mapping[str, str]) -> bool:
     """gRPC answers 200 whatever happened, and tells in its trailers, or in headers without a body."""
     return headers.get("grpc-status", "0") != "0"
+
+
+class UsageReader:
+    """Reads a response's usage: chunks of JSON or server-sent events in, cached tokens out.
+
+    OpenAI's APIs, Anthropic's messages and SGLang's /generate tell it, each in its own place and words. Keeps
+    at most what one JSON answer or one event line may be; what is larger goes unread.
+
+    Attributes:
+        cached_tokens: `prompt_tokens_details.cached_tokens` or its like as far as seen; None if not told.
+    """
+
+    def __init__(self, *, is_event_stream: bool) -> None:
+        self._is_event_stream = is_event_stream
+        self._kept = b""
+        self._lost = False
+        self.cached_tokens: int | None = None
+        # By name, as written; events of one response may each tell a part.
+        self._told: dict[str, msgspec.Raw] = {}
+
+    @property
+    def usage_json(self) -> bytes | None:
+        """All of `usage` as far as seen; None if not told."""
+        return msgspec.json.encode(self._told) if self._told else None
+
+    def feed(self, chunk: bytes) -> None:
+        if self._is_event_stream:
+            text = self._kept + chunk if self._kept else chunk
+            end = text.rfind(b"\n") + 1
+            self._kept = text[end:]
+            # Of nearly all chunks no line needs to be looked at.
+            if end and (b'"usage"' in text or b'"meta_info"' in text):
+                for line in text[:end].split(b"\n"):
+                    self._event_line(line)
+        elif not self._lost:
+            self._kept += chunk
+        if len(self._kept) > _KEPT_BYTES_MAX:
+            self._kept, self._lost = b"", True
+
+    def end(self) -> None:
+        if self._is_event_stream:
+            self._event_line(self._kept)
+        elif not self._lost:
+            self._answer(self._kept)
+        self._kept = b""
+
+    def _event_line(self, line: bytes) -> None:
+        if line.startswith(b"data:") and (b'"usage"' in line or b'"meta_info"' in line):
+            self._answer(line[5:])
+
+    def _answer(self, text: bytes) -> None:
+        try:
+            answer = msgspec.json.decode(text, type=_Answer)
+            told = answer.told()
+            usage = msgspec.json.decode(told, type=_Usage | None) if told else None
+            if usage is None:
+                return
+            if len(told) <= _USAGE_BYTES_MAX:
+                self._told |= msgspec.json.decode(told, type=dict[str, msgspec.Raw])
+                self._told = dict(islice(self._told.items(), _USAGE_FIELDS_MAX))
+        except (ValueError, RecursionError):
+            return
+        details = usage.prompt_tokens_details or usage.input_tokens_details
+        cached_tokens = details.cached_tokens if details is not None else usage.cached()
+        if cached_tokens is not None:
+            self.cached_tokens = cached_tokens
+
+
+_UNTOLD = msgspec.Raw()
+
+
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=_TOKENS_MAX)]
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: _Tokens | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    # Anthropic's, and SGLang's.
+    cache_read_input_tokens: _Tokens | None = None
+    cached_tokens: _Tokens | None = None
+
+    def cached(self) -> int | None:
+        return self.cached_tokens if self.cache_read_input_tokens is None else self.cache_read_input_tokens
+
+
+class _Told(msgspec.Struct):
+    usage: msgspec.Raw = _UNTOLD
+
+
+class _Answer(msgspec.Struct):
+    usage: msgspec.Raw = _UNTOLD
+    # The Responses API tells its usage in its last event.
+    response: _Told | None = None
+    # Anthropic's first event tells the prompt's, a later one the answer's.
+    message: _Told | None = None
+    meta_info: msgspec.Raw = _UNTOLD
+
+    def told(self) -> bytes:
+        """The usage, wherever it stands; empty if it does not."""
+        nested = self.response or self.message
+        return bytes(self.usage) or (bytes(nested.usage) if nested else b"") or bytes(self.meta_info)

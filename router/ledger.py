@@ -14,12 +14,9 @@ from itertools import takewhile
 from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
-from msgspec.structs import replace
-
 from indexer.keys import Keys
-from router.adapters import SentAdapters
-from router.board import PodBoard, PodWork
-from router.dispatch import Dispatch, Entry
+from router.board import PodBoard
+from router.dispatch import Dispatch, Entry, SentAdapters
 
 if TYPE_CHECKING:
     from router.replicas.journal import Journal
@@ -63,7 +60,7 @@ class Ledger:
         adapters: SentAdapters | None = None,
     ) -> None:
         self._parameters = parameters
-        self._board = board or PodBoard()
+        self.board = board or PodBoard()
         self.adapters = adapters or SentAdapters()
         # Told of every change in its order, under the lock; see `tell`.
         self.changes: Journal | None = None
@@ -88,16 +85,13 @@ class Ledger:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._by_id
 
-    def work(self, pod: str) -> PodWork:
-        return self._board.work(pod)
-
     def tell(self, journal: Journal | None) -> None:
         """Has a journal told of every change from now on, and of what is in flight now; None: none."""
         with self._lock:
             self.changes = journal
             if journal is not None:
-                # Copies, which change no more.
-                journal.begin(list(map(replace, self._entries.values())))
+                entries = self._entries.values()
+                journal.begin([(one.number, one.dispatch, not one.is_waiting) for one in entries])
 
     def dispatch(self, dispatch: Dispatch, keys: Keys | None = None) -> list[Dispatch]:
         """Enters a request.
@@ -112,7 +106,7 @@ class Ledger:
         pod = dispatch.prefill_pod or dispatch.pod
         with self._lock:
             displaced = self._make_room(request_id, now_s)
-            number = self._board.begin(pod, dispatch.uncached_tokens, now_s)
+            number = self.board.begin(pod, dispatch.uncached_tokens, now_s)
             self.adapters.began(pod, dispatch.adapter)
             if promised_tokens := dispatch.promised_tokens:
                 self._open_tokens[dispatch.pod] += promised_tokens
@@ -124,7 +118,7 @@ class Ledger:
                 self._confirming.setdefault(pod, {}).setdefault(confirm_key, []).append(entry)
             self._schedule(dispatch, number)
             if (journal := self.changes) is not None:
-                journal.sent(number, dispatch, keys)
+                journal.note("sent", (number, dispatch, keys))
             return displaced
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> tuple[list[Dispatch], list[float]]:
@@ -301,7 +295,7 @@ class Ledger:
         """Takes a request's prefill for ended, which nobody has told."""
         self._leave_queue(entry, now_s)
         if self.changes is not None:
-            self.changes.overdue(entry.number)
+            self.changes.note("overdue", entry.number)
 
     def _end_prefill(self, entry: Entry, now_s: float) -> None:
         entry.prefill_ended_s = now_s
@@ -310,14 +304,14 @@ class Ledger:
         if entry.is_waiting:
             self._leave_queue(entry, now_s)
         if self.changes is not None:
-            self.changes.prefilled(entry.number)
+            self.changes.note("prefilled", entry.number)
 
     def _leave_queue(self, entry: Entry, now_s: float) -> None:
         dispatch = entry.dispatch
         if entry.pod == dispatch.pod:
-            self._board.end_prefill(entry.pod, entry.number, now_s)
+            self.board.end_prefill(entry.pod, entry.number, now_s)
         else:
-            self._board.hand_over(entry.pod, entry.number, dispatch.pod, dispatch.uncached_tokens, now_s)
+            self.board.hand_over(entry.pod, entry.number, dispatch.pod, dispatch.uncached_tokens, now_s)
             self.adapters.ended(entry.pod, dispatch.adapter)
             self.adapters.began(dispatch.pod, dispatch.adapter)
             self._leave_pod(entry)
@@ -332,12 +326,12 @@ class Ledger:
         _remove_from(self._by_id, dispatch.request_id, entry)
         self._leave_pod(entry)
         self._remember(self._ended_s, dispatch.request_id, now_s)
-        self._board.end(entry.pod, entry.number, dispatch.uncached_tokens, now_s)
+        self.board.end(entry.pod, entry.number, dispatch.uncached_tokens, now_s)
         self.adapters.ended(entry.pod, dispatch.adapter)
         if entry.confirm_key is not None:
             self._stop_confirming(entry, entry.confirm_key)
         if self.changes is not None:
-            self.changes.ended(entry.number)
+            self.changes.note("ended", entry.number)
         return dispatch
 
     def _close_promise(self, entry: Entry, kept: Counter[str] | None = None) -> None:

@@ -6,14 +6,15 @@ ours. Per-pod gauges are read from the live state when scraped, so nothing has t
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from threading import Lock, local
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, Gauge
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from indexer.tallies import Tallies
@@ -22,11 +23,12 @@ from router.decision import Decision
 from router.errors import RequestError
 from router.ledger import Ledger
 from router.pods import Pod, PodSet
-from router.rates import PrefillRates
+from tokenization.tokenizer import PromptTokenizer
 
 _MODELS_MAX = 1000
 _SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _TTFT_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_STREAM_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600)
 _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _MODEL_LABELS = ("model_name", "target_model_name", "fairness_id", "priority")
 
@@ -117,7 +119,6 @@ class RouterMetrics:
         self._open = Gauge(_OURS + "open_requests", "Requests inside a door.", ("door",), registry=registry)
         self._models = _CappedLabels(_MODELS_MAX)
         self._pods: frozenset[str] | None = None
-        self._insides: dict[str, Inside] = {}
 
     def decided(self, decision: Decision, took_s: float) -> None:
         best, client, count = decision.primary, decision.client_model, self._counts
@@ -138,13 +139,15 @@ class RouterMetrics:
                 count["predicted"].add((), best.cached_tokens)
                 count["best"].add((), decision.ranked.most_cached_tokens)
 
-    def refused(self, error: RequestError, took_s: float | None = None) -> None:
+    def refused(self, error: RequestError) -> None:
         """Counts an error that the router answers; without the model's name, which the client chose."""
         with self._lock:
             self._counts["errors"].add(("", "", "", "0", error.error_type))
-            if took_s is not None:
-                self._counts["attempts"].add(("failure", "", "", "", ""))
-                self._spreads["picking"].observe(took_s)
+
+    def pick_failed(self, took_s: float) -> None:
+        with self._lock:
+            self._counts["attempts"].add(("failure", "", "", "", ""))
+            self._spreads["picking"].observe(took_s)
 
     def keep(self, pods: Collection[str]) -> None:
         """Drops the series of every pod but these."""
@@ -154,69 +157,59 @@ class RouterMetrics:
                 [labels for labels in attempts.series() if labels[2] and labels[2] not in self._pods]
             )
 
-    def prefill_ended(self, source: str, after_s: float) -> None:
+    def count(self, name: str, *labels: str, number: float = 1.0) -> None:
+        """Counts under one of the names of `_COUNTERS`."""
         with self._lock:
-            self._spreads["prefill_ends"].observe(after_s, (source,))
+            self._counts[name].add(labels, number)
+
+    def observe(self, name: str, value: float, *labels: str) -> None:
+        """Notes a value, as 0 where clocks make it negative, under one of the names of `_HISTOGRAMS`."""
+        with self._lock:
+            self._spreads[name].observe(max(0.0, value), labels)
 
     def ended(self, source: str, *, failed: bool, late_s: float | None = None) -> None:
         """Counts the end of a request, and notes how late its source told of it; None: not worth a note."""
-        with self._lock:
-            self._counts["ends"].add((source, "failed" if failed else "done"))
-            if late_s is not None:
-                self._spreads["late"].observe(max(0.0, late_s), ("end", source))
+        self.count("ends", source, "failed" if failed else "done")
+        if late_s is not None:
+            self.observe("late", late_s, "end", source)
 
-    def told_late(self, event: str, source: str, late_s: float) -> None:
-        with self._lock:
-            self._spreads["late"].observe(max(0.0, late_s), (event, source))
-
-    def delivered(self, predicted_tokens: int, delivered_tokens: int) -> None:
-        """Counts a prediction together with what came true of it."""
-        with self._lock:
-            self._counts["compared"].add(number=predicted_tokens)
-            self._counts["delivered"].add(number=delivered_tokens)
-
-    def dropped(self, door: str, reason: str) -> None:
-        with self._lock:
-            self._counts["dropped"].add((door, reason))
-
-    def logged(self, joins: Mapping[str, int]) -> None:
-        """Counts access log entries, by what they joined."""
-        with self._lock:
-            for join, entries in joins.items():
-                self._counts["logged"].add((join,), entries)
-
-    def inside(self, door: str) -> Inside:
-        """Counts a request as inside a door while the context lasts."""
-        inside = self._insides.get(door)
-        if inside is None:
-            with self._lock:
-                inside = self._insides.setdefault(door, Inside())
-                self._open.labels(door).set_function(partial(getattr, inside, "requests"))
-        return inside
+    def inside(self, door: str) -> AbstractContextManager[None]:
+        """Counts a request as inside a door while the context lasts; to be entered any number of times."""
+        return self._open.labels(door).track_inprogress()
 
     @property
     def requests_inside(self) -> int:
-        return sum(inside.requests for inside in list(self._insides.values()))
+        return sum(int(sample.value) for family in self._open.collect() for sample in family.samples)
 
 
-class Inside:
-    """Counts who is inside; one for all who enter the same door."""
+class StreamMetrics:
+    """Metrics of ext_proc streams beside those of requests, under the reference picker's names.
 
-    __slots__ = ("_within",)
+    Off unless asked for, as in the reference.
+    """
 
-    def __init__(self) -> None:
-        # As long as there are many inside: to append and to pop are one step each, and need no lock.
-        self._within: deque[None] = deque()
+    def __init__(self, registry: CollectorRegistry) -> None:
+        name = _EPP + "extproc_stream"
+        self._open = Gauge(f"{name}s_inflight", "Open ext_proc streams.", registry=registry)
+        self._durations = Histogram(
+            f"{name}_duration_seconds",
+            "How long ext_proc streams were open.",
+            buckets=_STREAM_SECONDS,
+            registry=registry,
+        )
+        self._ended = Counter(f"{name}s_total", "Ended ext_proc streams.", ("code",), registry=registry)
 
-    @property
-    def requests(self) -> int:
-        return len(self._within)
+    def opened(self) -> Callable[[str], None]:
+        """Count a stream; what is returned is to be called with the code that it ends with."""
+        self._open.inc()
+        started_s = time.monotonic()
 
-    def __enter__(self) -> None:
-        self._within.append(None)
+        def ended(code: str) -> None:
+            self._open.dec()
+            self._durations.observe(time.monotonic() - started_s)
+            self._ended.labels(code).inc()
 
-    def __exit__(self, *_error: object) -> None:
-        self._within.pop()
+        return ended
 
 
 class _Seen(NamedTuple):
@@ -224,7 +217,7 @@ class _Seen(NamedTuple):
 
     pod: Pod
     work: PodWork
-    rates: PrefillRates
+    tokens_per_s: float
     now_s: float
 
 
@@ -234,7 +227,7 @@ _PER_POD: tuple[tuple[str, str, Callable[[_Seen], float | None]], ...] = (
     ("awaiting", "Requests awaiting a first token.", lambda seen: seen.work.awaiting),
     ("awaiting_tokens", "Uncached tokens of these.", lambda seen: seen.work.awaiting_tokens),
     ("decoding", "Requests past it.", lambda seen: seen.work.decoding),
-    ("prefill_tokens_per_second", "Learnt speed.", lambda seen: seen.rates.tokens_per_s(seen.pod.address)),
+    ("prefill_tokens_per_second", "Learnt speed.", lambda seen: seen.tokens_per_s),
     (
         "kv_usage",
         "Scraped share of the KV cache in use.",
@@ -250,43 +243,32 @@ _PER_POD: tuple[tuple[str, str, Callable[[_Seen], float | None]], ...] = (
 )
 
 
+@dataclass(eq=False, slots=True)
 class StateCollector(Collector):
-    """Gauges of the live state: pods, work and rates.
+    """Gauges of the live state: pods, work and rates."""
 
-    Args:
-        now_s: The router's monotonic clock.
-        pool: The pods' name as a whole.
-    """
-
-    def __init__(
-        self,
-        pods: PodSet,
-        ledger: Ledger,
-        rates: PrefillRates,
-        now_s: Callable[[], float],
-        pool: str = "default",
-    ) -> None:
-        self._pods = pods
-        self._ledger = ledger
-        self._rates = rates
-        self._now_s = now_s
-        self._pool = pool
+    pods: PodSet
+    ledger: Ledger
+    now_s: Callable[[], float]  # the router's monotonic clock
+    pool: str = "default"  # the pods' name as a whole
 
     def collect(self) -> Iterable[Metric]:
-        pods = self._pods.snapshot()
+        pods, board, now_s = self.pods.snapshot(), self.pods.board, self.now_s()
         ready = GaugeMetricFamily(
             _EPP + "ready_endpoints", "Pods that may be given requests.", labels=["name"]
         )
-        ready.add_metric([self._pool], sum(pod.takes_requests for pod in pods.values()))
+        ready.add_metric([self.pool], sum(pod.takes_requests for pod in pods.values()))
         yield ready
-        yield GaugeMetricFamily(_EPP + "request_running", "Requests in flight.", value=len(self._ledger))
+        yield GaugeMetricFamily(_EPP + "request_running", "Requests in flight.", value=len(self.ledger))
         yield GaugeMetricFamily(
             _OURS + "fleet_prefill_tokens_per_second",
             "Speed believed of a pod of which nothing is known.",
-            value=self._rates.fleet_tokens_per_s,
+            value=board.fleet_tokens_per_s,
         )
-        now_s = self._now_s()
-        seen = [_Seen(pod, self._ledger.work(address), self._rates, now_s) for address, pod in pods.items()]
+        seen = [
+            _Seen(pod, board.work(address), board.prefill_tokens_per_s(address), now_s)
+            for address, pod in pods.items()
+        ]
         for name, text, read in _PER_POD:
             family = GaugeMetricFamily(f"{_OURS}pod_{name}", text, labels=["pod"])
             for one in seen:
@@ -302,6 +284,43 @@ class StateCollector(Collector):
             for figure in pod.load.untold if pod.load is not None else ():
                 untold.add_metric([pod.address, figure], 1.0)
         yield untold
+
+
+_PER_TOKENIZER: tuple[tuple[Any, str, str, str], ...] = (
+    (
+        GaugeMetricFamily,
+        "is_fast",
+        "tokenizer_fast",
+        "1: fastokens encodes the model's prompts. 0: it refuses the tokenizer or was found to differ; "
+        "the tokenizers library encodes them.",
+    ),
+    (
+        CounterMetricFamily,
+        "checks",
+        "tokenizer_checks",
+        "Texts whose ids by fastokens were compared with the library's.",
+    ),
+    (
+        CounterMetricFamily,
+        "mismatches",
+        "tokenizer_mismatches",
+        "Distinct texts that fastokens encodes unlike the library; after three the library encodes all.",
+    ),
+)
+
+
+@dataclass(eq=False)
+class TokenizerCollector(Collector):
+    """What the tokenizers of this process tell of themselves."""
+
+    tokenizers: Mapping[str, PromptTokenizer]  # by base model
+
+    def collect(self) -> Iterable[Metric]:
+        for family_of, fact, name, text in _PER_TOKENIZER:
+            family = family_of(_OURS + name, text, labels=["model"])
+            for model, tokenizer in self.tokenizers.items():
+                family.add_metric([model], getattr(tokenizer.encoder.facts, fact))
+            yield family
 
 
 class _CappedLabels:

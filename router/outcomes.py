@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from msgspec import Meta
 
-from indexer.dispatched import DispatchKey
 from indexer.keys import Keys
+from indexer.parity import DispatchKey
 from indexer.reconcile import EngineReading
 from router.decision import Decision
 from router.dispatch import Dispatch
-from router.errors import RequestError
 from router.explain import Explain
 from router.ledger import Ledger
 from router.metrics import RouterMetrics
@@ -91,8 +90,8 @@ class Outcomes:
                 decision.request_id, ACCESS_LOG, decision.decided_s, pod=decision.primary.pod, failed=True
             )
 
-    def refused(self, error: RequestError, took_s: float) -> None:
-        self.metrics.refused(error, took_s)
+    def refused(self, took_s: float) -> None:
+        self.metrics.pick_failed(took_s)
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> None:
         """A pod announced blocks: whose last prompt block is among them, its prefill is over."""
@@ -100,7 +99,7 @@ class Outcomes:
         for dispatch in prefills:
             self._prefill_ended(dispatch, BLOCKS, now_s)
         for late_s in told_late_s:
-            self.metrics.told_late("first_token", BLOCKS, late_s)
+            self.metrics.observe("late", late_s, "first_token", BLOCKS)
 
     def first_token(
         self,
@@ -123,7 +122,7 @@ class Outcomes:
         if dispatch is not None:
             self._prefill_ended(dispatch, source, now_s)
         elif (known_s := self.ledger.prefill_ended_s(request_id, pod, sent_s)) is not None:
-            self.metrics.told_late("first_token", source, now_s - known_s)
+            self.metrics.observe("late", now_s - known_s, "first_token", source)
         elif passes_on and self._others is not None and request_id not in self.ledger:
             self._others.heard(Heard(request_id, FIRST_TOKEN, source, pod))
         return request_id in self.ledger
@@ -165,16 +164,12 @@ class Outcomes:
                 self.settle(dispatch.key, now_s)
             self.metrics.ended(source, failed=failed, late_s=late_s or 0.0)
         elif (known_s := self.ledger.ended_s(request_id)) is not None:
-            self.metrics.told_late("end", source, now_s - known_s)
+            self.metrics.observe("late", now_s - known_s, "end", source)
         elif passes_on and self._others is not None:
             event = FAILED if failed else REFUSED if refused else DONE
             self._others.heard(Heard(request_id, event, source, pod, late_s, cached_tokens))
-        if cached_tokens is not None:
-            predicted = self.explain.predicted(request_id, dispatch, pod)
-            if predicted is not None:
-                self.metrics.delivered(predicted, cached_tokens)
         if dispatch is not None or cached_tokens is not None:
-            self.explain.ended(
+            predicted = self.explain.ended(
                 request_id,
                 source,
                 now_s,
@@ -183,6 +178,10 @@ class Outcomes:
                 dispatch=dispatch,
                 pod=pod,
             )
+            if predicted is not None and cached_tokens is not None:
+                # A prediction, together with what came true of it.
+                self.metrics.count("compared", number=predicted)
+                self.metrics.count("delivered", number=cached_tokens)
         return dispatch
 
     def expire(self, now_s: float) -> None:
@@ -251,7 +250,7 @@ class Outcomes:
 
     def _guessed(self, dispatch: Dispatch, source: str, now_s: float) -> None:
         """Its prefill is taken for ended; while that is no news, its speculative entries live on."""
-        self.metrics.prefill_ended(source, now_s - dispatch.dispatched_s)
+        self.metrics.observe("prefill_ends", now_s - dispatch.dispatched_s, source)
         self.explain.prefill_ended(dispatch, source, now_s)
 
 

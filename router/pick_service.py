@@ -14,15 +14,16 @@ import grpc
 import msgspec
 
 from router._pb import endpoint_picker_pb2 as pb
+from router.check import grpc_code
 from router.decision import Decision
 from router.envoy_headers import REQUEST_ID_HEADER
 from router.errors import DROPPED_REASON_HEADER, RequestError
-from router.gateway_pick import GatewayPick, grpc_code
 from router.health import PICK_SERVICE
 from router.metrics import RouterMetrics
 from router.outcomes import REPORT, Outcomes
 from router.pods import PodSet, PodSnapshot
 from router.request import RequestKind, RouteRequest, api_request
+from router.route import Router
 
 _DOOR = "pick_endpoint"
 _REQUEST_ID_MAX = 256
@@ -40,7 +41,7 @@ _CHAT_OPTIONS = frozenset(
 class PickDoor:
     """kvroute.v1.EndpointPicker."""
 
-    picks: GatewayPick
+    router: Router
     outcomes: Outcomes
     metrics: RouterMetrics
     pods: PodSet
@@ -53,18 +54,14 @@ class PickDoor:
             request_deserializer=pb.ReportOutcomeRequest.FromString,
             response_serializer=pb.ReportOutcomeResponse.SerializeToString,
         )
-        methods = {"PickEndpoint": pick, "ReportOutcome": report}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(PICK_SERVICE, methods),))
+        server.add_registered_method_handlers(PICK_SERVICE, {"PickEndpoint": pick, "ReportOutcome": report})
 
     def _pick(self, sized: tuple[pb.PickEndpointRequest, int], context: grpc.ServicerContext) -> bytes:
         with self.metrics.inside(_DOOR):
             try:
-                asked = route_request(*sized)
+                decision = self.router.route(route_request(*sized), time.monotonic(), context.is_active)
             except RequestError as error:
-                _abort(context, self.picks.refused(error))
-            try:
-                decision = self.picks.decide(asked, context.is_active)
-            except RequestError as error:
+                self.metrics.refused(error)
                 _abort(context, error)
             limit = sized[0].max_endpoints or _ENDPOINTS_MAX
             return answer(decision, self.pods.snapshot(), limit).SerializeToString()
@@ -93,9 +90,6 @@ class PickDoor:
 
 def route_request(request: pb.PickEndpointRequest, size_bytes: int) -> RouteRequest:
     """Translates the call; without an input it is a pick by load among the model's pods.
-
-    Args:
-        size_bytes: The message's size as it came.
 
     Raises:
         RequestError: 400, naming the field.
@@ -130,12 +124,7 @@ def route_request(request: pb.PickEndpointRequest, size_bytes: int) -> RouteRequ
 
 
 def answer(decision: Decision, pods: PodSnapshot, endpoints_max: int) -> pb.PickEndpointResponse:
-    """Translates a decision.
-
-    Args:
-        pods: Where names are looked up; an endpoint that is gone has none.
-        endpoints_max: The best so many are answered.
-    """
+    """Translates a decision, with the best so many endpoints; one that is gone has no name."""
     ranked = decision.ranked
     # From the arrays: to make a Candidate of each would cost as much again.
     cached_tokens, views, endpoints = ranked.credits["cached_tokens"], ranked.views, []

@@ -1,7 +1,6 @@
 """The edge that keeps the pod set true: declared pods, probes and link news in, changes of PodSet out.
 
-One thread with an asyncio loop decides and probes, with a task for each pod, so nothing here needs an order
-of locks. News from other threads is coalesced per pod, so what waits is never more than there are pods.
+One thread with an asyncio loop decides and probes, with a task for each pod, so nothing here needs a lock.
 """
 
 from __future__ import annotations
@@ -10,16 +9,16 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from random import Random
-from threading import Lock, Thread
+from threading import Thread
 
 from indexer import ConfigError as IndexerConfigError
 from indexer import PodStream
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL
 from router.outcomes import EngineWatch
-from router.pods import LOADLESS_MAX, NOT_READY_THERE, Pod, PodSet
-from router.pods_source import PodsSource
+from router.pods import LOADLESS_MAX, NOT_READY_THERE, Pod, PodSet, PodsSource
 from router.probe import Prober, ProbeResult
 
 _log = logging.getLogger(__name__)
@@ -28,67 +27,39 @@ _PROBES_AT_ONCE = 64
 _BEGINNINGS_PER_S = 10
 _TIMEOUTS_MAX = 3
 _MODELS_EVERY_S = 5.0
-# Stands for the source among those there are news of.
-_SOURCE = ""
 
 
 @dataclass(slots=True)
 class _Watched:
-    """One pod's probing.
+    """One pod's probing."""
 
-    Attributes:
-        poke: Set when the pod is to be probed at once.
-        models_due_s: From when on the next probe asks for the models too.
-        running: Whether a probe is out.
-        void: Whether the probe that is out began before bad news and must not make the pod ready.
-        task: Probes it again and again.
-    """
-
-    poke: asyncio.Event = field(default_factory=asyncio.Event)
-    models_due_s: float = 0.0
-    running: bool = False
-    void: bool = False
-    task: asyncio.Task[None] | None = None
+    poke: asyncio.Event = field(default_factory=asyncio.Event)  # set when the pod is to be probed at once
+    models_due_s: float = 0.0  # from when on the next probe asks for the models too
+    running: bool = False  # whether a probe is out
+    void: bool = False  # whether the probe that is out began before bad news and must not make the pod ready
+    task: asyncio.Task[None] | None = None  # probes it again and again
 
 
+@dataclass(eq=False)
 class PodWatch:
-    """Watches the pods until closed.
+    """Watches the pods until closed."""
 
-    Args:
-        pods: The set to keep; only this object writes to it.
-        follow: Told the full set of event streams whenever it changes, always by the same thread.
-        engines: Holds what pods tell against the views of their caches; None: nobody does.
-        declared: Told the addresses of all pods, and of those that begin anew, whenever pods were declared.
-        interval_s: Mean time between two probes of a pod.
-    """
+    source: PodsSource
+    pods: PodSet  # the set to keep; only this object writes to it
+    prober: Prober
+    # Told the full set of event streams whenever it changes, always by the same thread.
+    follow: Callable[[Iterable[PodStream]], None]
+    interval_s: float  # mean time between two probes of a pod
+    engines: EngineWatch | None = None  # holds what pods tell against the views of their caches
+    # Told the addresses of all pods, and of those that begin anew, whenever pods were declared.
+    declared: Callable[[Collection[str], Collection[str]], None] = lambda _pods, _anew: None
+    listed: bool = False  # whether the source has told who there is
 
-    def __init__(
-        self,
-        source: PodsSource,
-        pods: PodSet,
-        prober: Prober,
-        follow: Callable[[Iterable[PodStream]], None],
-        *,
-        interval_s: float,
-        engines: EngineWatch | None = None,
-        declared: Callable[[Collection[str], Collection[str]], None] = lambda _pods, _anew: None,
-    ) -> None:
-        # Whether the source has told who there is.
-        self.listed = False
-        self._source = source
-        self._pods = pods
-        self._prober = prober
-        self._follow = follow
-        self._engines = engines
-        self._declared = declared
-        self._interval_s = interval_s
+    def __post_init__(self) -> None:
         self._random = Random()
         self._watched: dict[str, _Watched] = {}
         self._streams: frozenset[PodStream] = frozenset()
         self._known_streams: dict[str, tuple[Pod, PodStream | None]] = {}
-        # By address why the pod is suspect; "": it is only to be probed at once.
-        self._news: dict[str, str] = {}
-        self._lock = Lock()
         self._closing = False
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()
@@ -101,10 +72,8 @@ class PodWatch:
         self._thread.start()
 
     def close(self) -> None:
-        with self._lock:
-            self._closing = True
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._changed.set)
+        self._closing = True
+        self.look()
         if self._thread.is_alive():
             self._thread.join()
         self._loop.close()
@@ -112,64 +81,53 @@ class PodWatch:
     @property
     def synced(self) -> bool:
         """Whether it is known which pods there are, and every one was probed to an end."""
-        return self.listed and all(pod.probed for pod in self._pods.snapshot().values())
+        return self.listed and all(pod.probed for pod in self.pods.snapshot().values())
 
     def link(self, pod: str, up: bool) -> None:
         """The pod's event stream connected or broke; never blocks."""
-        self._tell(pod, "" if up else "its event stream's connection broke")
+        self.distrust(pod, "" if up else "its event stream's connection broke")
 
     def look(self) -> None:
         """The source has news; never blocks."""
-        self._tell(_SOURCE, "")
+        self._soon(self._changed.set)
 
     def distrust(self, pod: str, why: str) -> None:
-        """Takes a pod out until a probe succeeds, and probes it at once; never blocks."""
-        self._tell(pod, why)
+        """Has a pod probed at once, and with a `why` takes it out until that succeeds; never blocks."""
+        self._soon(self._apply, pod, why)
 
-    def _tell(self, pod: str, why: str) -> None:
-        with self._lock:
-            if self._closing:
-                return
-            if not self._news:
-                self._loop.call_soon_threadsafe(self._changed.set)
-            self._news[pod] = why or self._news.get(pod, "")
+    def _soon(self, work: Callable[..., object], *values: str) -> None:
+        # Once closed there is nobody to tell.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(work, *values)
 
     def _run(self) -> None:
         self._loop.run_until_complete(self._main())
 
     async def _main(self) -> None:
         self._watch_declared(())
-        reload_s = self._loop.time() + self._interval_s
         try:
             while not self._closing:
-                wake = self._loop.call_at(reload_s, self._changed.set)
-                await self._changed.wait()
-                wake.cancel()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), self.interval_s)
                 self._changed.clear()
-                with self._lock:
-                    news, self._news = self._news, {}
-                for address, why in news.items():
-                    self._apply(address, why)
-                if _SOURCE in news or self._loop.time() >= reload_s:
-                    reload_s = self._loop.time() + self._interval_s
-                    if (anew := self._declare()) is not None:
-                        self._watch_declared(anew)
+                if (anew := self._declare()) is not None:
+                    self._watch_declared(anew)
         finally:
             tasks = [watched.task for watched in self._watched.values() if watched.task is not None]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._prober.close()
+            self.prober.close()
 
     def _declare(self) -> Collection[str] | None:
         """Takes over who the source says there is; answers which pods begin anew, None if it has no news."""
-        if (entries := self._source.changed()) is None:
+        if (entries := self.source.changed()) is None:
             return None
         self.listed = True
-        return self._pods.declare(entries)
+        return self.pods.declare(entries)
 
     def _watch_declared(self, anew: Collection[str]) -> None:
-        pods = self._pods.snapshot()
+        pods = self.pods.snapshot()
         gone, new = self._watched.keys() - pods.keys(), pods.keys() - self._watched.keys()
         if gone or new or not self._watched:
             _log.info("%d pods declared", len(pods))
@@ -179,19 +137,19 @@ class PodWatch:
             watched.void = watched.running
             watched.models_due_s = 0.0
             watched.poke.set()
-            self._prober.forget(address)
+            self.prober.forget(address)
         for address in gone:
             if (task := self._watched.pop(address).task) is not None:
                 task.cancel()
-            self._prober.forget(address)
+            self.prober.forget(address)
         for address in new:
             watched = self._watched[address] = _Watched()
             watched.task = self._loop.create_task(self._watch(address, watched))
-        self._declared(pods.keys(), anew)
+        self.declared(pods.keys(), anew)
         self._follow_streams()
 
     def _apply(self, address: str, why: str) -> None:
-        if why and self._pods.suspect(address, why):
+        if why and self.pods.suspect(address, why):
             _log.warning("pod %s is not ready: %s", address, why)
         if watched := self._watched.get(address):
             if why:
@@ -201,7 +159,7 @@ class PodWatch:
     async def _watch(self, address: str, watched: _Watched) -> None:
         """Probes one pod until cancelled."""
         while True:
-            pod = self._pods.snapshot()[address]
+            pod = self.pods.snapshot()[address]
             now_s = self._loop.time()
             asks_models = not pod.ready or pod.models is None or now_s >= watched.models_due_s
             if asks_models:
@@ -209,40 +167,37 @@ class PodWatch:
             watched.poke.clear()
             async with self._probes:
                 watched.running = True
-                answered_tokens = 0 if self._engines is None else self._engines.asked(address)
+                answered_tokens = 0 if self.engines is None else self.engines.asked(address)
                 result = await self._probe(pod, asks_models)
                 watched.running = False
-            self._hold_against(pod, result, answered_tokens)
+            # The page of a pod with several engines may be of any of them.
+            stream = pod_stream(pod)
+            one_engine = stream is None or stream.ranks == 1
+            if self.engines is not None and result.reading is not None and one_engine:
+                self.engines.told(pod.address, result.reading, answered_tokens)
             self._take(result, watched)
             # A pod that starts is waited for more eagerly.
-            interval_s = self._interval_s if self._pods.snapshot()[address].ready else self._interval_s / 4
+            interval_s = self.interval_s if self.pods.snapshot()[address].ready else self.interval_s / 4
             wake = self._loop.call_at(next_probe_s(now_s, interval_s, self._random), watched.poke.set)
             await watched.poke.wait()
             wake.cancel()
 
-    def _hold_against(self, pod: Pod, result: ProbeResult, answered_tokens: int) -> None:
-        # The page of a pod with several engines may be of any of them.
-        stream = pod_stream(pod)
-        one_engine = stream is None or stream.ranks == 1
-        if self._engines is not None and result.reading is not None and one_engine:
-            self._engines.told(pod.address, result.reading, answered_tokens)
-
     async def _probe(self, pod: Pod, asks_models: bool) -> ProbeResult:
         asks_sources = pod.entry.events.asks and pod.sources is None
         try:
-            return await self._prober.probe(pod.entry, models=asks_models, sources=asks_sources)
+            return await self.prober.probe(pod.entry, models=asks_models, sources=asks_sources)
         except Exception as error:  # a pod's answer may trip over anything; it must not end its probing
             _log.exception("probe of %s", pod.address)
             return ProbeResult(pod.address, False, why=f"probe failed: {error!r}")
 
     def _take(self, result: ProbeResult, watched: _Watched) -> None:
-        pod = self._pods.snapshot()[result.address]
+        pod = self.pods.snapshot()[result.address]
         if watched.void and result.healthy:
             watched.void = False
             return
         watched.void = False
         judged = judge(pod, result)
-        self._pods.put(judged)
+        self.pods.put(judged)
         if judged.ready and not pod.ready:
             _log.info(
                 "pod %s is ready (%s)", pod.address, judged.models.base if judged.models else "no models"
@@ -281,13 +236,13 @@ class PodWatch:
         return pod, stream
 
     def _follow_streams(self) -> None:
-        pods = self._pods.snapshot().values()
+        pods = self.pods.snapshot().values()
         self._known_streams = {pod.address: self._known_stream(pod) for pod in pods}
         streams = frozenset(stream for _, stream in self._known_streams.values() if stream is not None)
         if streams != self._streams:
             self._streams = streams
             try:
-                self._follow(streams)
+                self.follow(streams)
             except IndexerConfigError as error:
                 _log.error("event streams not taken over, those followed before stay: %s", error)
 

@@ -1,17 +1,27 @@
 """The pods and what is known of each: declarations and probe results in, immutable snapshots out.
 
 One writer (pod_watch) changes it; readers take `snapshot()` at any time from any thread. What engines tell of
-their load goes on to the board. No I/O, no clock.
+their load goes on to the board. Declared pods come from a source, of which the pods file is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from indexer.pod_entry import METRICS_PATH_LABEL, METRICS_PORT_LABEL, PodEntry, pod_address
+from indexer import ConfigError as IndexerConfigError
+from indexer.pod_entry import METRICS_PATH_LABEL, METRICS_PORT_LABEL, PodEntry, parse_pods, pod_address
+from indexer.roster import EngineState
 from router.board import PodBoard
+from router.errors import ConfigError
 from router.scrape import EngineLoad
+
+_log = logging.getLogger(__name__)
+
+_FILE_BYTES_MAX = 1 << 20
 
 DEFAULT_METRICS_PATH = "/metrics"
 
@@ -23,18 +33,12 @@ _ENGINE_PATHS = {"trtllm-serve": "/prometheus/metrics"}
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """What a pod serves, as its /v1/models says.
-
-    Attributes:
-        aliases: All names of the base model, `base` included.
-        adapters: Names of the loaded LoRA adapters.
-        max_model_len: Longest prompt plus answer in tokens; None if not told.
-    """
+    """What a pod serves, as its /v1/models says."""
 
     base: str
-    aliases: frozenset[str]
-    adapters: frozenset[str] = frozenset()
-    max_model_len: int | None = None
+    aliases: frozenset[str]  # all names of the base model, `base` included
+    adapters: frozenset[str] = frozenset()  # names of the loaded LoRA adapters
+    max_model_len: int | None = None  # longest prompt plus answer in tokens; None if not told
 
     def serves(self, model: str) -> bool:
         return model in self.aliases or model in self.adapters
@@ -42,16 +46,11 @@ class ServedModels:
 
 @dataclass(frozen=True, slots=True)
 class EventSources:
-    """Where an engine says that it publishes its KV events.
+    """Where an engine says that it publishes its KV events."""
 
-    Attributes:
-        told: Whether it has such a page.
-        off: Whether it says that it publishes nothing.
-        labels: The same as labels of a pods file say it; without a replay port it answers no replays.
-    """
-
-    told: bool = False
-    off: bool = False
+    told: bool = False  # whether it has such a page
+    off: bool = False  # whether it says that it publishes nothing
+    # As labels of a pods file say it; without a replay port it answers no replays.
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -61,39 +60,23 @@ NOT_TOLD = EventSources()
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """One pod.
+    """One pod."""
 
-    Attributes:
-        address: "ip:port", its identity.
-        ready: Whether it may be given requests.
-        why: Why it is not ready, for a person; empty when it is.
-        silent: Whether only silence took it out: it was late, or its connection broke. It may answer yet.
-        probed: Whether it was ever probed to an end.
-        failures: Probes in a row that ran out of time.
-        refused: Whether its port refused the last connection that was taken or refused at all.
-        unreachable: Whether the last connection neither came about nor was refused.
-        models: None until it has told.
-        load: What its metrics said last; None if they never could be read.
-        sources: Where it says that it publishes its events; None until it was asked.
-        loadless: Probes in a row that it answered without telling its load.
-        asleep: Whether its engine sleeps: it answers probes, but no request.
-    """
-
-    address: str
+    address: str  # "ip:port", its identity
     name: str
     entry: PodEntry
-    ready: bool = False
-    why: str = "not probed yet"
-    silent: bool = False
-    probed: bool = False
-    failures: int = 0
-    models: ServedModels | None = None
-    load: EngineLoad | None = None
-    refused: bool = False
-    unreachable: bool = False
-    sources: EventSources | None = None
-    loadless: int = 0
-    asleep: bool = False
+    ready: bool = False  # whether it may be given requests
+    why: str = "not probed yet"  # why it is not ready, for a person; empty when it is
+    silent: bool = False  # whether only silence took it out (late, or cut off); it may answer yet
+    probed: bool = False  # whether it was ever probed to an end
+    failures: int = 0  # probes in a row that ran out of time
+    models: ServedModels | None = None  # None until it has told
+    load: EngineLoad | None = None  # what its metrics said last; None if they never could be read
+    refused: bool = False  # whether its port refused the last connection that was taken or refused at all
+    unreachable: bool = False  # whether the last connection neither came about nor was refused
+    sources: EventSources | None = None  # where it says that it publishes its events; None until it was asked
+    loadless: int = 0  # probes in a row that it answered without telling its load
+    asleep: bool = False  # whether its engine sleeps: it answers probes, but no request
 
     @property
     def takes_requests(self) -> bool:
@@ -117,15 +100,10 @@ NOT_READY_THERE = "declared as not ready"
 
 @dataclass(slots=True)
 class PodSet:
-    """The current pods by address.
+    """The current pods by address."""
 
-    Attributes:
-        board: Where their loads are kept for pricing.
-        generation: Grows whenever something changed that decides who may take a request.
-    """
-
-    board: PodBoard = field(default_factory=PodBoard)
-    generation: int = 0
+    board: PodBoard = field(default_factory=PodBoard)  # where their loads are kept for pricing
+    generation: int = 0  # grows whenever something changed that decides who may take a request
     _pods: dict[str, Pod] = field(default_factory=dict)
 
     def snapshot(self) -> PodSnapshot:
@@ -205,3 +183,90 @@ def metrics_page(entry: PodEntry, path: str = DEFAULT_METRICS_PATH) -> tuple[str
     port = int(labels.get(METRICS_PORT_LABEL, entry.port))
     path = labels.get(METRICS_PATH_LABEL) or _ENGINE_PATHS.get(engine, path)
     return pod_address(entry.address, port), path
+
+
+class PodsSource:
+    """Tells which pods there are."""
+
+    def changed(self) -> tuple[PodEntry, ...] | None:
+        """All declared pods if they are others than the last time; None if not, or not known yet."""
+        raise NotImplementedError
+
+    def shown(self, now_s: float) -> Any:
+        """What /debug/discovery shows."""
+        raise NotImplementedError
+
+    def start(self, news: Callable[[], None]) -> None:
+        """Begins; `news` is to be called from any thread when there is something new, and never blocks."""
+
+    def close(self) -> None:
+        """Ends it; idempotent."""
+
+    def waits_for(self) -> Sequence[str]:
+        """What is missing before it is known which pods there are."""
+        return ()
+
+    def look(self, pods: Iterable[Pod], engines: Collection[EngineState], now_s: float) -> None:
+        """Compares what was declared with what was found; called now and then."""
+
+
+@dataclass(eq=False)
+class PodsFile(PodsSource):
+    """A pods file in the reference's file-discovery form.
+
+    Raises:
+        ConfigError: The file cannot be read, or is wrong.
+    """
+
+    path: Path
+    watch: bool = True  # whether later changes are taken over
+
+    def __post_init__(self) -> None:
+        self._stamp: tuple[int, int, int] | None = None
+        self._complaint = ""
+        self._first: tuple[PodEntry, ...] | None = self._read()
+
+    def shown(self, now_s: float) -> Any:
+        del now_s
+        return {"source": "file", "path": str(self.path), "watched": self.watch, "problem": self._complaint}
+
+    def changed(self) -> tuple[PodEntry, ...] | None:
+        """The pods if the file has changed; None when it has not, or is broken (which is logged)."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        if not self.watch:
+            return None
+        try:
+            if self._stamp_now() == self._stamp:
+                return None
+            entries = self._read()
+            self._complaint = ""
+            return entries
+        except (OSError, ConfigError) as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                _log.error("pods file not taken over, the pods known before stay: %s", error)
+            return None
+
+    def _read(self) -> tuple[PodEntry, ...]:
+        """Reads the file.
+
+        Raises:
+            ConfigError: Names file, line and field.
+        """
+        try:
+            self._stamp = self._stamp_now()
+            with self.path.open("rb") as file:
+                data = file.read(_FILE_BYTES_MAX + 1)
+            if len(data) > _FILE_BYTES_MAX:
+                raise ConfigError(f"{self.path}: larger than {_FILE_BYTES_MAX} bytes")
+            return parse_pods(data.decode("utf-8"), str(self.path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.path}: cannot be read: {error}") from error
+        except IndexerConfigError as error:
+            raise ConfigError(str(error)) from error
+
+    def _stamp_now(self) -> tuple[int, int, int]:
+        stat = self.path.stat()
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino

@@ -15,7 +15,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 import numpy as np
 
-from indexer.extras import MultimodalItem, extras_of_prompt
+from indexer.keys import MultimodalItem, extras_of_prompt
 from router.errors import RequestError
 from router.request import RequestKind, RouteRequest
 from tokenization import (

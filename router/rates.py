@@ -66,7 +66,7 @@ class PrefillRates:
 
     def __init__(self, parameters: RateParameters, board: PodBoard | None = None) -> None:
         self._parameters = parameters
-        self._board = board or PodBoard()
+        self.board = board or PodBoard()
         self._observed: dict[str, deque[_Prefill]] = {}
         self._observations = 0
         self._medians: dict[str, float] = {}
@@ -74,15 +74,7 @@ class PrefillRates:
         self._told: dict[str, tuple[float, int]] = {}
         self._lock = Lock()
         self._fleet = self._before = parameters.prior_tokens_per_s
-        self._board.learnt({}, self._fleet)
-
-    def tokens_per_s(self, pod: str) -> float:
-        return self._board.prefill_tokens_per_s(pod)
-
-    @property
-    def fleet_tokens_per_s(self) -> float:
-        """The speed believed of a pod of which nothing is known."""
-        return self._board.fleet_tokens_per_s
+        self.board.learnt({}, self._fleet)
 
     def observe(
         self,
@@ -108,7 +100,7 @@ class PrefillRates:
             speed = tokens / seconds * (1.0 + DECODE_SLOWDOWN * decoding)
             if lesson is Lesson.AT_MOST:
                 # The fleet may have been learnt slow by the same means, and must be able to recover.
-                unobserved = self._board.told_tokens_per_s(pod) or max(known.prior_tokens_per_s, self._fleet)
+                unobserved = self.board.told_tokens_per_s(pod) or max(known.prior_tokens_per_s, self._fleet)
                 speed = min(speed, unobserved)
             observed = self._observed.setdefault(pod, deque(maxlen=known.window))
             self._observations += 1
@@ -136,11 +128,11 @@ class PrefillRates:
                 self._before = self._fleet
             self._medians = {pod: self._median(pod) for pod in enough}
             self._unlearn(unknown)
-            for pod, speed in self._board.told().items():
+            for pod, speed in self.board.told().items():
                 if (known_told := self._told.get(pod)) is None or known_told[0] != speed:
                     self._told[pod] = speed, self._observations
                 elif known_told[1] < oldest and not self._observed.get(pod):
-                    self._board.doubt(pod)
+                    self.board.doubt(pod)
 
     def keep(self, pods: Collection[str]) -> None:
         with self._lock:
@@ -153,7 +145,7 @@ class PrefillRates:
                 self._unlearn(gone)
 
     def _unlearn(self, pods: Collection[str]) -> None:
-        self._board.learnt(dict.fromkeys(pods, 0.0), self._fleet)
+        self.board.learnt(dict.fromkeys(pods, 0.0), self._fleet)
         self._tell(self._medians)
 
     def _tell(self, pods: Iterable[str]) -> None:
@@ -163,14 +155,14 @@ class PrefillRates:
         if abs(fleet - self._fleet) > _FLEET_CHANGE * self._fleet:
             self._fleet, pods = fleet, self._medians
             # Before the estimates, which lean on it.
-            self._board.learnt({}, fleet)
-        self._board.learnt({pod: self._estimate(pod) for pod in pods}, self._fleet)
+            self.board.learnt({}, fleet)
+        self.board.learnt({pod: self._estimate(pod) for pod in pods}, self._fleet)
 
     def _estimate(self, pod: str) -> float:
         """The pod's speed; 0: nothing is known against what is believed of it."""
         speeds = sorted(one.tokens_per_s for one in self._observed[pod])
         observations = len(speeds)
-        belief = self._board.told_tokens_per_s(pod) or self._fleet
+        belief = self.board.told_tokens_per_s(pod) or self._fleet
         # As many lie below the true median as coins show heads: with these bounds it is between them.
         below = max(0, int((observations - self._parameters.doubt * math.sqrt(observations)) / 2))
         if speeds[below] <= belief <= speeds[-1 - below]:
@@ -179,7 +171,7 @@ class PrefillRates:
         return float(self._medians[pod] ** share * belief ** (1.0 - share))
 
     def _median(self, pod: str) -> float:
-        prior = self._board.told_tokens_per_s(pod) or self._parameters.prior_tokens_per_s
+        prior = self.board.told_tokens_per_s(pod) or self._parameters.prior_tokens_per_s
         bound = self._parameters.bound
         own = median([one.tokens_per_s for one in self._observed[pod]])
         return min(max(own, prior / bound), prior * bound)

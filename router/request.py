@@ -1,4 +1,4 @@
-"""A request to be routed, and the fields of the OpenAI and Anthropic APIs that routing needs.
+"""A request to be routed, and what its fields of the OpenAI and Anthropic APIs mean for its pick.
 
 Which API a path speaks, the parsers say. Knows no gRPC, tokens or pods.
 """
@@ -15,6 +15,9 @@ import msgspec
 from router.errors import RequestError
 
 MODEL_CHARS_MAX = 4096  # a model is named by a repository or a path; decisions that are kept keep its name
+# Why a request is picked by load alone whose whole prompt every pod will compute.
+CACHE_NOT_READ = "cache_not_read"
+
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _FIELDS = msgspec.json.Decoder(dict[str, Any])
 
@@ -92,19 +95,13 @@ def too_large(limit_bytes: int) -> RequestError:
     return RequestError(413, f"the request body is larger than this router's limit of {limit_bytes} bytes")
 
 
-_WITH_LOGPROBS = (RequestKind.CHAT, RequestKind.COMPLETIONS)
-
-# Why a request is picked by load alone whose whole prompt every pod will compute.
-CACHE_NOT_READ = "cache_not_read"
-
-
 def reads_cache(request: RouteRequest) -> bool:
     """Whether an engine looks the prompt up in its cache.
 
     Log probabilities of a prompt's tokens are computed with the prompt. vLLM then reads no cache at all, and
     SGLang only up to the first token that is asked for: predicted is nothing for either.
     """
-    if request.kind not in _WITH_LOGPROBS:
+    if request.kind not in (RequestKind.CHAT, RequestKind.COMPLETIONS):
         return True
     body, sampling = request.body, _sampling(request.body)
     if isinstance(skips := sampling.get("skip_reading_prefix_cache"), bool):

@@ -77,15 +77,10 @@ class _Rewrite(_Resource):
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What the file says.
+    """What the file says."""
 
-    Attributes:
-        priorities: By objective.
-        rules: Those of the oldest object first.
-    """
-
-    priorities: Mapping[str, int] = field(default_factory=dict)
-    rules: Sequence[RewriteRule] = ()
+    priorities: Mapping[str, int] = field(default_factory=dict)  # by objective
+    rules: Sequence[RewriteRule] = ()  # those of the oldest object first
 
 
 def read_resources(path: Path) -> Resources:

@@ -6,6 +6,7 @@ into the ledger are one short critical section, so that concurrent picks see eac
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import numpy as np
 
 from indexer import PodMatches, TokenError
 from indexer.keys import Keys
+from indexer.repeated_log import RepeatedLog
 from router.admission import Admission
 from router.candidates import Lineup, Lineups
 from router.decision import Decision
@@ -27,11 +29,14 @@ from router.prompt_tokens import LONGER_THAN_CONTEXT, PROMPTS_MAX, TOO_MANY_PROM
 from router.request import CACHE_NOT_READ, RouteRequest, reads_cache
 from router.schedule import Prompted, Scheduler
 from router.tokens import TokenizerRegistry
-from router.traces import RequestTrace, Traces
+from router.traces import Traces
 
 if TYPE_CHECKING:
     from indexer import KvIndexer
     from router.outcomes import Outcomes
+
+_log = logging.getLogger(__name__)
+_repeated = RepeatedLog(_log)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,40 +68,49 @@ class Router:
             is_active: Whether its client still waits; None: nobody can tell.
 
         Raises:
-            RequestError: The request cannot be routed; carries the answer for the client.
+            RequestError: The request cannot be routed; carries the client's answer. 500: routing failed.
         """
         started_s = self.clock()
-        trace = self.traces.begin(request) if self.traces is not None else None
+        # When it came, when its candidates were known, and when its matches were: for its spans.
+        marks_ns = [time.time_ns()]
         try:
             if self.flow is None:
-                decision, displaced = self._routed(request, started_s, now_s, trace)
+                decision, displaced = self._routed(request, started_s, now_s, marks_ns)
             else:
                 with self.flow.turn(request, is_active):
                     waited_s = self.clock() - started_s
                     begun_s = started_s + waited_s
-                    decision, displaced = self._routed(request, begun_s, now_s + waited_s, trace)
+                    decision, displaced = self._routed(request, begun_s, now_s + waited_s, marks_ns)
         except Exception as error:
+            self.sink.refused(self.clock() - started_s)
+            if self.traces is not None:
+                self.traces.routed(request, marks_ns, error)
             if isinstance(error, RequestError):
-                self.sink.refused(error, self.clock() - started_s)
-            if trace is not None:
-                trace.ended(error)
-            raise
+                raise
+            _repeated.event(
+                "pick_failed",
+                "picks",
+                "request %s could not be routed",
+                request.request_id,
+                level=logging.ERROR,
+                error=error,
+            )
+            raise RequestError(500, "the router failed to route this request") from error
         self.sink.decided(decision, displaced, self.clock() - started_s)
-        if trace is not None:
-            trace.ended(decision)
+        if self.traces is not None:
+            self.traces.routed(request, marks_ns, decision)
         return decision
 
     def _routed(
-        self, request: RouteRequest, started_s: float, now_s: float, trace: RequestTrace | None
+        self, request: RouteRequest, started_s: float, now_s: float, marks_ns: list[int]
     ) -> tuple[Decision, Sequence[Dispatch]]:
         lineup = self._lineups.of(request)
         priority = self.admission.admit(request.headers, lineup.rows, now_s)
-        if trace is not None:
-            trace.filtered()
+        marks_ns.append(time.time_ns())
         tokens = self.tokenizers.prompt_tokens(request, lineup.base_model, lineup.context_tokens, lineup.pods)
         prompted = self._prompted(request, tokens, lineup, priority)
         with self._picking:
-            return self._pick(prompted, lineup, started_s, now_s, trace)
+            return self._pick(prompted, lineup, started_s, now_s, marks_ns)
 
     def _prompted(
         self, request: RouteRequest, tokens: PromptTokens, lineup: Lineup, priority: int
@@ -129,15 +143,14 @@ class Router:
             return [], "token_error"
 
     def _pick(
-        self, prompted: Prompted, lineup: Lineup, started_s: float, now_s: float, trace: RequestTrace | None
+        self, prompted: Prompted, lineup: Lineup, started_s: float, now_s: float, marks_ns: list[int]
     ) -> tuple[Decision, Sequence[Dispatch]]:
         # Pods of another base model (two bases may share a name) hold none of these keys, truly.
         matches = [
             self.index.match(keys, lineup.asked, prompt_tokens=length)
             for keys, length in zip(prompted.keys, map(len, prompted.tokens.prompts), strict=False)
         ]
-        if trace is not None:
-            trace.matched()
+        marks_ns.append(time.time_ns())
         # The pod's time begins now: what tokenizing and waiting took here is not its prefill's.
         decided_s = now_s + self.clock() - started_s
         decision, displaced = self.scheduler.schedule(

@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 
 from compiled.jit import kernel_with_arrays
 from indexer import PodMatches, StreamState
-from indexer.dispatched import DispatchedPrompt
 from indexer.keys import Keys
+from indexer.parity import DispatchedPrompt
 from indexer.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
-from router.adapters import adapter_s
 from router.board import PodBoard
 from router.candidates import Lineup
-from router.cost import CREDIT, CostParameters, RequestFacts, add_credit, least_cost_first, price
+from router.cost import CREDIT, CostParameters, RequestFacts, adapter_s, add_credit, least_cost_first, price
 from router.decision import Candidate, Decision, Ranking
 from router.dispatch import Dispatch
 from router.ledger import Ledger

@@ -31,42 +31,26 @@ _WHOLE = re.compile(rb"[0-9]{1,12}")
 class LoraLoad:
     """A pod's places for LoRA adapters.
 
-    Attributes:
-        running: Adapters that requests are computed with.
-        waiting: Adapters that requests in the queue need.
-        places: How many can run at once.
-
     Of several engines behind one port the pod has what any of them has.
     """
 
-    running: frozenset[str]
-    waiting: frozenset[str]
-    places: int
+    running: frozenset[str]  # adapters that requests are computed with
+    waiting: frozenset[str]  # adapters that requests in the queue need
+    places: int  # how many can run at once
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """An engine's own account of its load.
+    """An engine's own account of its load; figures are None where they are not told, or senseless."""
 
-    Attributes:
-        waiting: Requests in its queue; None where it is not told, or senseless.
-        running: Requests being computed; None as above.
-        kv_usage: Share of the KV cache that running requests hold, 0..1; None as above.
-        kv_capacity_tokens: Size of the KV cache; None if not told.
-        scraped_s: When it was read, on the router's monotonic clock.
-        asked_s: When it was asked for; -infinity: not known.
-        prefill_tokens_per_s: The engine's own account of its prefill speed; None if not told.
-        lora: None if not told.
-    """
-
-    waiting: int | None
-    running: int | None
-    kv_usage: float | None
-    kv_capacity_tokens: int | None
-    scraped_s: float
-    prefill_tokens_per_s: float | None = None
+    waiting: int | None  # requests in its queue
+    running: int | None  # requests being computed
+    kv_usage: float | None  # share of the KV cache that running requests hold, 0..1
+    kv_capacity_tokens: int | None  # size of the KV cache
+    scraped_s: float  # when it was read, on the router's monotonic clock
+    prefill_tokens_per_s: float | None = None  # by its own account
     lora: LoraLoad | None = None
-    asked_s: float = -math.inf
+    asked_s: float = -math.inf  # when it was asked for; -infinity: not known
 
     @property
     def requests(self) -> int | None:
@@ -81,34 +65,26 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """Where an engine tells a value.
-
-    Attributes:
-        label: Of a metric with several series that of the value, with its text.
-        number: The label that holds the value; None: it is the series' own value.
-    """
+    """Where an engine tells a value."""
 
     name: bytes
-    label: tuple[bytes, bytes] | None = None
-    number: bytes | None = None
+    label: tuple[bytes, bytes] | None = (
+        None  # of a metric with several series that of the value, with its text
+    )
+    number: bytes | None = None  # the label that holds the value; None: it is the series' own value
 
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    """An engine's names.
-
-    Attributes:
-        apart: Labels that tell several engines on one page apart, whose loads add up. Series that differ in
-            other labels only say the same again: ranks that compute the same requests together, or parts of
-            a total that is there, too.
-        sizes: Where the tokens of a block and the number of blocks are told; the first that is there counts.
-        lora, speed: None where the engine has no such metric.
-    """
+    """An engine's names; None where it has no such metric."""
 
     waiting: _Series
     running: _Series
     kv_usage: _Series
+    # Where the tokens of a block and the number of blocks are told; the first that is there counts.
     sizes: tuple[tuple[_Series, _Series], ...]
+    # Labels that tell several engines on one page apart, whose loads add up. Series that differ in others
+    # only say the same again: ranks that compute the same requests together, or parts of a total.
     apart: tuple[bytes, ...] = ()
     lora: bytes | None = None
     speed: _Series | None = None
@@ -182,11 +158,10 @@ class EnginePage:
     def load(self, now_s: float, asked_s: float = -math.inf) -> EngineLoad | None:
         """Return the load; several engines on one page (data parallel ranks) are added up.
 
-        A series that is there twice counts once, the last time. A figure with a senseless value is not told;
-        the others are. None when the page tells no usable load.
+        A figure with a senseless value is not told; the others are. None when the page tells no usable load.
         """
         try:
-            engine = next((engine for engine in _ENGINES if self.values(engine.kv_usage.name)), None)
+            engine = next((engine for engine in _ENGINES if self.series(engine.kv_usage.name)), None)
             load = _load(self, engine, now_s, asked_s) if engine is not None else None
         except _UnusableError:
             return None
@@ -204,7 +179,7 @@ class EnginePage:
             None where it tells of several engines, whose sums say nothing of one view, or of too much.
         """
         try:
-            configs = self.labels(_VLLM_CONFIG)
+            configs = [labels for labels, _ in self.series(_VLLM_CONFIG)]
             if len(configs) > 1:
                 return None
             awake = self._sleep_states(b"awake")
@@ -231,8 +206,8 @@ class EnginePage:
             return False
         return bool(awake) and not any(awake)
 
-    def values(self, name: bytes) -> dict[bytes, bytes]:
-        """Values of a metric by labels, as they are written.
+    def series(self, name: bytes) -> list[tuple[dict[bytes, bytes], bytes]]:
+        """Labels and value, as written, of a metric's series; what is there twice counts once, the last time.
 
         Raises:
             _UnusableError: There are too many.
@@ -248,24 +223,17 @@ class EnginePage:
                 if len(found) > _SERIES_MAX:
                     raise _UnusableError
             at = page.find(needle, at + len(needle))
-        return found
-
-    def labels(self, name: bytes) -> list[dict[bytes, bytes]]:
-        return list(map(_labels, self.values(name)))
+        return [(dict(_LABEL.findall(labels)), value) for labels, value in found.items()]
 
     def _sleep_states(self, state: bytes) -> list[bool]:
         """Whether each engine is in this state; none where that is not told."""
-        told = [(_labels(text), _number(value)) for text, value in self.values(_SLEEP).items()]
-        return [value != 0.0 for labels, value in told if labels.get(b"sleep_state") == state]
+        told = self.series(_SLEEP)
+        return [_number(value) != 0.0 for labels, value in told if labels.get(b"sleep_state") == state]
 
     def _sum(self, name: bytes) -> float | None:
         """Sum of a counter's series; None where there is none, or one is no count."""
-        values = list(map(_number, self.values(name).values()))
+        values = [_number(value) for _, value in self.series(name)]
         return sum(values) if values and all(map(math.isfinite, values)) else None
-
-
-def _labels(text: bytes) -> dict[bytes, bytes]:
-    return dict(_LABEL.findall(text))
 
 
 def _number(text: bytes) -> float:
@@ -305,8 +273,7 @@ def _figures(page: EnginePage, engine: _Engine, series: _Series | None) -> dict[
     figures: dict[tuple[bytes, ...], float] = {}
     if series is None:
         return figures
-    for text, value in page.values(series.name).items():
-        labels = _labels(text)
+    for labels, value in page.series(series.name):
         if series.label is not None and labels.get(series.label[0]) != series.label[1]:
             continue
         number = _number(value if series.number is None else labels.get(series.number, b""))
@@ -331,7 +298,7 @@ def _lora(page: EnginePage, name: bytes, engines: int) -> LoraLoad | None:
 
     vLLM's do not name their engine; then as many of the newest count as there are engines.
     """
-    stamped = [(_number(value), _labels(text)) for text, value in page.values(name).items()]
+    stamped = [(_number(value), labels) for labels, value in page.series(name)]
     if not all(stamp <= _NUMBER_MAX for stamp, _ in stamped):
         return None
     accounts: dict[object, dict[bytes, bytes]] = {}

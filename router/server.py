@@ -17,18 +17,28 @@ from indexer import KvIndexer
 from indexer.peer_service import PEER_SERVICE
 from indexer.subscribe import raise_open_files
 from router.access_log import AccessLogDoor
-from router.assembly import connector_sign, entrance, may_wait, open_source, plugin_states, ranker, scheduler
+from router.assembly import (
+    Service,
+    connector_sign,
+    entrance,
+    listen_grpc,
+    listen_health,
+    listen_metrics,
+    may_wait,
+    open_source,
+    plugin_states,
+    ranker,
+    scheduler,
+)
 from router.body_guard import BodyGuard
 from router.check import CheckDoor
 from router.config import RouterConfig, parse_flags
 from router.debug_pages import DebugPages
-from router.doors import Service, check_ports, listen_grpc, listen_health, listen_metrics
 from router.errors import ConfigError, ListenError
 from router.explain import Explain
 from router.ext_proc import ExtProcDoor, ExtProcOptions
 from router.ext_proc_forms import OwnForm, llmd_form
 from router.flags import told_in_vain
-from router.gateway_pick import GatewayPick
 from router.health import (
     ACCESS_LOG_SERVICE,
     CHECK_SERVICE,
@@ -37,24 +47,20 @@ from router.health import (
     Health,
 )
 from router.ledger import Ledger, LedgerParameters
-from router.logs import set_up_logs
-from router.memory import calm_collector, give_back, use_one_heap
-from router.metrics import MetricTwins, RouterMetrics, StateCollector
+from router.metrics import MetricTwins, RouterMetrics, StateCollector, StreamMetrics, TokenizerCollector
 from router.outcomes import EngineWatch, Outcomes, Reconciler
 from router.pick_service import PickDoor
 from router.pod_watch import PodWatch
 from router.pods import Pod, PodSet
 from router.print_config import printed_config
 from router.probe import Prober
+from router.process import StopSignals, calm_collector, give_back, set_up_logs, use_one_heap
 from router.rates import PrefillRates, RateParameters
 from router.replicas.fleet import Fleet
 from router.replicas.journal import LEDGER_SERVICE
 from router.resources import Resources, read_resources
 from router.rewrite import RewriteRules
 from router.route import Router
-from router.stop_signals import StopSignals
-from router.stream_metrics import StreamMetrics
-from router.tokenizer_metrics import TokenizerCollector
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from router.traces import Traces
 
@@ -78,7 +84,6 @@ class RouterServer:
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        check_ports(config)
         # What the configuration may have wrong comes before whatever opens sockets.
         self._ranker = ranker(config)
         registry = CollectorRegistry()
@@ -91,9 +96,7 @@ class RouterServer:
             RateParameters(prior_tokens_per_s=config.prefill_tokens_per_s), self.pods.board
         )
         self._metrics = RouterMetrics(registry)
-        registry.register(
-            StateCollector(self.pods, self._ledger, self._rates, time.monotonic, config.pool_name)
-        )
+        registry.register(StateCollector(self.pods, self._ledger, time.monotonic, config.pool_name))
         if config.compat != "off":
             registry.register(MetricTwins(registry))
         self.explain = Explain(_DECISIONS_KEPT, self._pod_name)
@@ -227,8 +230,6 @@ class RouterServer:
             source=self._source,
             pods=self.pods,
             index=self.index,
-            ledger=self._ledger,
-            rates=self._rates,
             explain=self.explain,
             health=self.health,
             plugins=lambda: plugin_states(self._ranker, self._flow),
@@ -241,25 +242,24 @@ class RouterServer:
         guard = BodyGuard(
             config.forbidden_fields, lambda: connector_sign(config, self.pods.snapshot()) is not None
         )
-        gateway = GatewayPick(self.router, metrics, guard=guard)
-        ext_proc = self._ext_proc(gateway)
+        ext_proc = self._ext_proc(guard)
         opened = StreamMetrics(registry).opened if config.stream_metrics else None
         return {
             EXT_PROC_SERVICE: lambda server: ext_proc.add_to(server, opened),
-            CHECK_SERVICE: CheckDoor(gateway, metrics, config.max_request_bytes).add_to,
-            PICK_SERVICE: PickDoor(gateway, outcomes, metrics, self.pods).add_to,
+            CHECK_SERVICE: CheckDoor(self.router, guard, metrics, config.max_request_bytes).add_to,
+            PICK_SERVICE: PickDoor(self.router, outcomes, metrics, self.pods).add_to,
             ACCESS_LOG_SERVICE: AccessLogDoor(outcomes, metrics, self.watch.distrust).add_to,
             PEER_SERVICE: self.index.exports.add_to,
             LEDGER_SERVICE: self._fleet.door.add_to,
             "grpc.health.v1.Health": self.health.add_to,
         }
 
-    def _ext_proc(self, picks: GatewayPick) -> ExtProcDoor:
-        config, metrics = self._config, self._metrics
+    def _ext_proc(self, guard: BodyGuard) -> ExtProcDoor:
+        config, router, metrics = self._config, self.router, self._metrics
         options = ExtProcOptions(config.max_request_bytes, config.responses_full, config.subset_filter)
         if config.compat == "off":
-            return ExtProcDoor(OwnForm(picks=picks, metrics=metrics), self._outcomes, options)
-        form = llmd_form(config, self._rewrites, picks, metrics, self.pods)
+            return ExtProcDoor(OwnForm(router=router, guard=guard, metrics=metrics), self._outcomes, options)
+        form = llmd_form(config, self._rewrites, router, guard, metrics, self.pods)
         evictions = self._flow.evictions if self._flow is not None else None
         return ExtProcDoor(form, self._outcomes, options, evictions)
 

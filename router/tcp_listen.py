@@ -27,13 +27,8 @@ class TcpListener:
 
     Args:
         flag: The flag that chose the port, for the error.
-        host: An IPv4 or IPv6 address, or a name.
         port: 0: one that is free.
         take: Given each connection with the address it comes from; closes it in the end.
-        name: Of the thread.
-
-    Attributes:
-        port: The port listened on.
 
     Raises:
         ListenError: The address is in use or not ours.
@@ -82,11 +77,7 @@ class TcpListener:
 
 
 def bound_socket(flag: str, host: str, port: int) -> socket.socket:
-    """Return a listening socket.
-
-    Raises:
-        ListenError: The address is in use or not ours.
-    """
+    """Return a listening socket; a ListenError: the address is in use or not ours."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -94,21 +85,8 @@ def bound_socket(flag: str, host: str, port: int) -> socket.socket:
         raise ListenError(f"{flag} {port}: cannot listen on {host}:{port}: {error.strerror}") from error
 
 
-def check_free(flag: str, host: str, port: int) -> None:
-    """Try an address before anything is built for it.
-
-    Raises:
-        ListenError: The address is in use or not ours.
-    """
-    bound_socket(flag, host, port).close()
-
-
 def prepare(connection: socket.socket, wait_s: int) -> None:
-    """Has answers sent without delay, and a connection that takes or gives nothing for so long say so.
-
-    Raises:
-        OSError: The connection is gone.
-    """
+    """Has answers sent without delay, and a connection that takes or gives nothing for so long say so."""
     # The kernel's own timeouts: Python's would ask twice for every message.
     wait = struct.pack("ll", wait_s, 0)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)

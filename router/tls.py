@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import logging
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +14,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from indexer.repeated_log import RepeatedLog
+from indexer.tls import FollowedFiles
 from router.errors import ConfigError
 from router.tls_options import MetricsTlsOptions, TlsOptions
-
-_log = logging.getLogger(__name__)
-_repeated = RepeatedLog(_log)
 
 _CERT, _KEY = "tls.crt", "tls.key"
 # A certificate that is made at start lives as long as its process, or so it must seem.
@@ -28,53 +24,6 @@ _VALID = datetime.timedelta(days=3650)
 # Clocks of clients may be behind.
 _VALID_BEFORE = datetime.timedelta(hours=1)
 _NAME = "kvroute"
-
-
-class PortTls:
-    """The TLS of one port, which follows its files.
-
-    Args:
-        port: Its name in the log.
-        make: Makes a context without a certificate.
-        directory: Holds tls.crt and tls.key.
-        reloads: Whether changed files are taken over.
-
-    Raises:
-        ConfigError: A file cannot be read, or is none.
-    """
-
-    def __init__(
-        self, port: str, make: Callable[[], ssl.SSLContext], directory: Path, *, reloads: bool = True
-    ) -> None:
-        self._port = port
-        self._make = make
-        self._directory = directory
-        self._reloads = reloads
-        self._context = _loaded(make(), directory)
-        self._stamps = self._read_stamps()
-
-    def context(self) -> ssl.SSLContext:
-        """For the next connection; while the files cannot be read the last ones stay in use."""
-        if not self._reloads:
-            return self._context
-        try:
-            stamps = self._read_stamps()
-            if stamps != self._stamps:
-                # Another thread may use the one so far.
-                self._context, self._stamps = _loaded(self._make(), self._directory), stamps
-                _log.info("certificate was read anew: port=%s", self._port)
-        except (OSError, ConfigError) as error:
-            _repeated.event(
-                "certificate_unreadable",
-                self._port,
-                "the certificate stays as it was: port=%s error=%s",
-                self._port,
-                error,
-            )
-        return self._context
-
-    def _read_stamps(self) -> tuple[int, ...]:
-        return tuple((self._directory / name).stat().st_mtime_ns for name in (_CERT, _KEY))
 
 
 def grpc_tls(options: TlsOptions) -> Callable[[], ssl.SSLContext]:
@@ -93,7 +42,9 @@ def grpc_tls(options: TlsOptions) -> Callable[[], ssl.SSLContext]:
         return context
 
     if options.cert_dir is not None:
-        return PortTls("grpc", make, options.cert_dir, reloads=options.reloads).context
+        followed = _followed("grpc", make, options.cert_dir)
+        context = followed()
+        return followed if options.reloads else lambda: context
     key, cert = self_signed()
     # OpenSSL reads them from files alone.
     with TemporaryDirectory(prefix="kvroute-") as name:
@@ -120,7 +71,7 @@ def metrics_tls(options: MetricsTlsOptions) -> Callable[[], ssl.SSLContext]:
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
-    return PortTls("metrics", make, options.cert_dir).context
+    return _followed("metrics", make, options.cert_dir)
 
 
 def self_signed() -> tuple[bytes, bytes]:
@@ -156,6 +107,12 @@ def _bare_context() -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
     return context
+
+
+def _followed(port: str, make: Callable[[], ssl.SSLContext], directory: Path) -> Callable[[], ssl.SSLContext]:
+    files = [directory / name for name in (_CERT, _KEY)]
+    # Always another context: threads may use the one so far.
+    return FollowedFiles(port, files, lambda: _loaded(make(), directory), (ConfigError,)).current
 
 
 def _loaded(context: ssl.SSLContext, directory: Path) -> ssl.SSLContext:

@@ -7,7 +7,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from indexer.flags import flag, said
+from indexer.flags import file_flag, flag, said
 from router.errors import ConfigError
 from router.flags import names, switch
 
@@ -61,8 +61,8 @@ class TlsOptions:
         suites: OpenSSL's names of the suites of TLS 1.2 that are taken; empty: OpenSSL's own choice.
     """
 
-    cert_dir: Path | None = flag(
-        TLS, "--cert-path", Path, None, "directory with tls.crt and tls.key for the gRPC port", metavar="DIR"
+    cert_dir: Path | None = file_flag(
+        TLS, "--cert-path", "directory with tls.crt and tls.key for the gRPC port", metavar="DIR"
     )
     reloads: bool = switch(
         TLS, "--enable-cert-reload", True, "changed files of --cert-path are taken over (default: true)"
@@ -88,15 +88,10 @@ class TlsOptions:
 
 @dataclass(frozen=True, slots=True)
 class MetricsTlsOptions:
-    """TLS of the metrics port.
+    """TLS of the metrics port."""
 
-    Attributes:
-        cert_dir: Holds tls.crt and tls.key.
-        client_ca: Readers must show a certificate of it; None: they need none.
-    """
-
-    cert_dir: Path
-    client_ca: Path | None = None
+    cert_dir: Path  # holds tls.crt and tls.key
+    client_ca: Path | None = None  # readers must show a certificate of it; None: they need none
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +105,12 @@ class TlsFlags:
         "TLS on the gRPC port (the reference's default is true); without --cert-path the certificate is made "
         "at start and signed by itself",
     )
-    metrics_cert_dir: Path | None = flag(
-        TLS, "--metrics-cert-dir", Path, None, "tls.crt and tls.key: TLS on the metrics port", metavar="DIR"
+    metrics_cert_dir: Path | None = file_flag(
+        TLS, "--metrics-cert-dir", "tls.crt and tls.key: TLS on the metrics port", metavar="DIR"
     )
-    metrics_client_ca: Path | None = flag(
+    metrics_client_ca: Path | None = file_flag(
         TLS,
         "--metrics-client-ca-file",
-        Path,
-        None,
         "PEM: whoever reads the metrics port must show a certificate of this authority",
         metavar="PATH",
     )

@@ -12,7 +12,7 @@ import grpc
 import msgspec
 import numpy as np
 
-from indexer.extras import MultimodalItem
+from indexer.keys import MultimodalItem
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import RequestError, TokenizerUnavailableError
 from router.prompt_tokens import PromptTokens, unknown

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from threading import Timer
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +33,6 @@ class Traces:
     Args:
         provider: An OpenTelemetry TracerProvider.
         exporter: The SpanExporter that it sends with.
-
-    Attributes:
-        failed: The status of a span that failed.
     """
 
     def __init__(self, provider: Any, exporter: Any) -> None:
@@ -47,7 +44,7 @@ class Traces:
         self._tracer = provider.get_tracer(_SERVICE)
         self._propagator = TraceContextTextMapPropagator()
         self._within = set_span_in_context
-        self.failed = Status(StatusCode.ERROR)
+        self._failed = Status(StatusCode.ERROR)
 
     @classmethod
     def to_collector(cls) -> Traces:
@@ -72,8 +69,35 @@ class Traces:
         provider.add_span_processor(BatchSpanProcessor(exporter))
         return cls(provider, exporter)
 
-    def begin(self, request: RouteRequest) -> RequestTrace:
-        return RequestTrace(self, request)
+    def routed(self, request: RouteRequest, marks_ns: Sequence[int], outcome: Decision | Exception) -> None:
+        """Makes the spans of a request; an error that is no RequestError is one of ours.
+
+        Args:
+            marks_ns: When it came, when it was known who may take it, and when who holds what of it; as many
+                of them as it got to.
+        """
+        ended_ns = time.time_ns()
+        began_ns, filtered_ns, matched_ns = (*marks_ns, ended_ns, ended_ns)[:3]
+        root = self._tracer.start_span(
+            "gateway.request", self._propagator.extract(request.headers), start_time=began_ns
+        )
+        if not root.is_recording():
+            return
+        orchestration = self._start("gateway.request_orchestration", began_ns, root)
+        self._start("filter_endpoints", began_ns, orchestration).end(filtered_ns)
+        if isinstance(outcome, Exception):
+            status = outcome.status if isinstance(outcome, RequestError) else 500
+            for span in (orchestration, root):
+                span.set_attribute("http.response.status_code", status)
+                span.set_status(self._failed)
+        else:
+            self._start("produce_precise_prefix_cache", filtered_ns, orchestration).end(matched_ns)
+            profile = self._start("run_scheduler_profile", matched_ns, orchestration)
+            self._start("llm_d.epp.scoring", matched_ns, profile).end(ended_ns)
+            profile.end(ended_ns)
+            root.set_attributes(_told(outcome))
+        orchestration.end(ended_ns)
+        root.end(ended_ns)
 
     def close(self, limit_s: float = 3.0) -> None:
         """Sends what has not been sent, as far as the collector takes it within `limit_s`."""
@@ -84,58 +108,12 @@ class Traces:
         self._provider.shutdown()
         limit.cancel()
 
-    def start(self, name: str, start_ns: int, parent: Any) -> Any:
-        """Starts a span within another, or within the one that W3C headers name, if they do."""
-        is_root = isinstance(parent, Mapping)
-        within = self._propagator.extract(parent) if is_root else self._within(parent)
-        return self._tracer.start_span(name, within, start_time=start_ns)
+    def _start(self, name: str, start_ns: int, parent: Any) -> Any:
+        return self._tracer.start_span(name, self._within(parent), start_time=start_ns)
 
     def _give_up(self, after_s: float) -> None:
         _log.warning("the collector did not take the last spans within %g s: they are lost", after_s)
         self._exporter.shutdown()
-
-
-class RequestTrace:
-    """The steps of one request, as they are over; its spans are made at its end."""
-
-    __slots__ = ("_began_ns", "_filtered_ns", "_matched_ns", "_request", "_traces")
-
-    def __init__(self, traces: Traces, request: RouteRequest) -> None:
-        self._traces = traces
-        self._request = request
-        self._began_ns = time.time_ns()
-        self._filtered_ns = self._matched_ns = 0
-
-    def filtered(self) -> None:
-        """It is known who may take it."""
-        self._filtered_ns = time.time_ns()
-
-    def matched(self) -> None:
-        """It is known who holds what of it."""
-        self._matched_ns = time.time_ns()
-
-    def ended(self, outcome: Decision | Exception) -> None:
-        """It was routed, or not; an error that is no RequestError is one of ours."""
-        start, began_ns, ended_ns = self._traces.start, self._began_ns, time.time_ns()
-        filtered_ns = self._filtered_ns or ended_ns
-        request = start("gateway.request", began_ns, self._request.headers)
-        if not request.is_recording():
-            return
-        orchestration = start("gateway.request_orchestration", began_ns, request)
-        start("filter_endpoints", began_ns, orchestration).end(filtered_ns)
-        if isinstance(outcome, Exception):
-            status = outcome.status if isinstance(outcome, RequestError) else 500
-            for span in (orchestration, request):
-                span.set_attribute("http.response.status_code", status)
-                span.set_status(self._traces.failed)
-        else:
-            start("produce_precise_prefix_cache", filtered_ns, orchestration).end(self._matched_ns)
-            profile = start("run_scheduler_profile", self._matched_ns, orchestration)
-            start("llm_d.epp.scoring", self._matched_ns, profile).end(ended_ns)
-            profile.end(ended_ns)
-            request.set_attributes(_told(outcome))
-        orchestration.end(ended_ns)
-        request.end(ended_ns)
 
 
 def _told(decision: Decision) -> Mapping[str, str | int | float]:

@@ -34,6 +34,7 @@ from router.cli import main as kvroute
 from router.config import parse_flags
 from router.config_fields import Settings
 from router.errors import ConfigError
+from router.metrics import MetricTwins
 from router.server import RouterServer
 
 ROOT = Path(__file__).parents[1]
@@ -87,6 +88,9 @@ def metrics() -> Iterator[str]:
     for argv in _router_variants():
         for registry in _registries(argv):
             yield from (f"router {line}" for line in _families(registry))
+            named = {family.name for family in registry.collect()}
+            twins = (family for family in MetricTwins(registry).collect() if family.name not in named)
+            yield from (f"router {_sampled(family)}" for family in twins)
     yield from (f"model-server {line}" for line in _families(_model_server_registry()))
 
 
@@ -277,14 +281,14 @@ def _families(registry: CollectorRegistry) -> Iterator[str]:
                 f"{family.name}{{{', '.join(labels)}}} {family.type}" for family in collector.describe()
             )
             continue
-        for family in collector.collect():
-            labels = getattr(family, "_labelnames", None) or _sampled_labels(family)
-            yield f"{family.name}{{{', '.join(labels)}}} {family.type}"
+        yield from map(_sampled, collector.collect())
 
 
-def _sampled_labels(family: Any) -> list[str]:
-    found = {name for sample in family.samples for name in sample.labels} - {"le"}
-    return sorted(found)
+def _sampled(family: Any) -> str:
+    labels = getattr(family, "_labelnames", None) or sorted(
+        {name for sample in family.samples for name in sample.labels} - {"le"}
+    )
+    return f"{family.name}{{{', '.join(labels)}}} {family.type}"
 
 
 @cache

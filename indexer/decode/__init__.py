@@ -7,7 +7,7 @@ messages at once are read by `event_columns`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -91,33 +91,20 @@ class _ClearedArray(Struct, array_like=True, tag="AllBlocksCleared", gc=False):
 ArrayEvent = _StoredArray | _RemovedArray | _ClearedArray
 
 
-class MapBatch(Struct, array_like=True):
-    """A batch of events as maps."""
+_Event = TypeVar("_Event")
+
+
+class Batch(Struct, Generic[_Event], array_like=True):
+    """A batch of events of one form; elements behind the rank are ignored."""
 
     ts: float
-    events: Annotated[list[Event], Meta(max_length=MAX_EVENTS)]
+    events: Annotated[list[_Event], Meta(max_length=MAX_EVENTS)]
     data_parallel_rank: int | None = None
 
 
-class ArrayBatch(Struct, array_like=True):
-    """A batch of events as arrays."""
-
-    ts: float
-    events: Annotated[list[ArrayEvent], Meta(max_length=MAX_EVENTS)]
-    data_parallel_rank: int | None = None
-
-
-class RawBatch(Struct, array_like=True):
-    """A batch whose events are still bytes; elements behind the rank are ignored."""
-
-    ts: float
-    events: Annotated[list[Raw], Meta(max_length=MAX_EVENTS)]
-    data_parallel_rank: int | None = None
-
-
-MAP_BATCH = msgspec.msgpack.Decoder(MapBatch)
-ARRAY_BATCH = msgspec.msgpack.Decoder(ArrayBatch)
-_raw_batch = msgspec.msgpack.Decoder(RawBatch)
+MAP_BATCH = msgspec.msgpack.Decoder(Batch[Event])
+ARRAY_BATCH = msgspec.msgpack.Decoder(Batch[ArrayEvent])
+_raw_batch = msgspec.msgpack.Decoder(Batch[Raw])
 _map_event = msgspec.msgpack.Decoder(KVEvent)
 _array_event = msgspec.msgpack.Decoder(ArrayEvent)
 _tokens = msgspec.msgpack.Decoder(TokenIds)
@@ -125,12 +112,11 @@ EXTRA_KEYS = msgspec.msgpack.Decoder(ExtraKeys | None)
 _any = msgspec.msgpack.Decoder(Any)
 
 
-def split_batch(payload: bytes, max_bytes: int) -> RawBatch:
+def split_batch(payload: bytes, max_bytes: int) -> Batch[Raw]:
     """Reads a payload as far as to where its events begin and end.
 
     Args:
         payload: msgpack of [ts, events, data_parallel_rank], rank optional, further elements ignored.
-        max_bytes: A longer payload is refused unread.
 
     Raises:
         PayloadError: The payload is "oversize", or "broken_batch".
@@ -145,9 +131,6 @@ def split_batch(payload: bytes, max_bytes: int) -> RawBatch:
 
 def decode_event(raw: bytes | Raw) -> KVEvent:
     """Reads one event.
-
-    Args:
-        raw: Its msgpack, a map or an array.
 
     Raises:
         PayloadError: It is an "unknown_event", or a "broken_event".

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from model_server.attention.batch import Attention, KvLayout, Span, StepMeta
+from model_server.attention.kv_pool import Attention, KvLayout, Span, StepMeta
 from model_server.attention.paged_decodes import paged_fault
 from model_server.attention.sdpa import SdpaAttention
 from model_server.shapes import AttentionShape, undivided
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 # Heads of several parts, tokens that are no whole number of fours: all of the kernel runs.
 _TRIAL_SHAPE = AttentionShape(heads=6, kv_heads=2, head_dim=64, scale=64**-0.5, windows=(None,))
 _TRIAL_TABLES, _TRIAL_CONTEXTS, _TRIAL_BLOCK_TOKENS = ([4, 1], [2, 0, 3]), (7, 13), 5
-_ROUNDING = {torch.bfloat16: 2.0**-4, torch.float32: 1e-4}
+_ROUNDING = {torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7, torch.float32: 1e-4}
 
 
 def new_attention(

@@ -1,15 +1,15 @@
 """Sixteen float32 numbers that are computed with as one, lanes; rows of numbers, and memory, seen as lanes.
 
 These are the operations that kernels are written in, beside numba's own. They are compiled for the processor
-that they run on, to several instructions each where its registers are narrower. Rows are float32, or bfloat16
-seen as uint16, [rows, width]; their width is a whole number of parts. A part is 32 numbers in two lots of
-lanes, in the order in which they are read fastest, the same for all rows of a type. Other arrays are flat;
-nothing checks a row, an index or an address.
+that they run on, to several instructions each where its registers are narrower. Rows are float32, bfloat16
+seen as uint16, or float16 seen as int16, [rows, width]; their width is a whole number of parts. A part is 32
+numbers in two lots of lanes, in the order in which they are read fastest, the same for all rows of a type.
+Other arrays are flat float32; nothing checks a row, an index or an address.
 """
 
-# ruff: noqa: ARG001, ARG005 - numba wants all arguments, and calls by position
-
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -19,6 +19,7 @@ from numba.extending import intrinsic, models, register_model
 LANES = 16
 _STACK_ALIGNMENT_BYTES = 64
 VECTOR, WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
 
 PART = 2 * LANES
 _CACHE_LINE_BYTES = 64
@@ -27,12 +28,21 @@ _READ_TO_NEAREST = (0, 3, 1)  # of llvm.prefetch: to read, into the cache neares
 _I32, _I64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
+def same_constant(number: float, kind: ir.VectorType = VECTOR) -> ir.Constant:
+    """Return a number in all lanes."""
+    return ir.Constant(kind, [number] * LANES)
+
+
+_UPPER = same_constant(0xFFFF0000, WORDS)
+
+
 class _Lanes(types.Type):
     def __init__(self) -> None:
         super().__init__(name="Lanes")
 
 
 lanes_type = _Lanes()
+_both = types.UniTuple(lanes_type, 2)
 
 
 @register_model(_Lanes)
@@ -41,187 +51,198 @@ class _LanesModel(models.PrimitiveModel):
         super().__init__(manager, lanes, VECTOR)
 
 
-@intrinsic
-def splat(_: Any, number: Any) -> Any:
+class _Site(NamedTuple):
+    """Where an operation is generated."""
+
+    context: Any  # numba's, of the target
+    builder: Any  # LLVM's
+    kinds: Any  # numba's types of the operands
+
+
+def _operation(result: Any) -> Callable[[Any], Any]:
+    """Make an operation of kernels from a function that generates it: a site and LLVM's operands in.
+
+    Args:
+        result: numba's type of what it returns.
+    """
+
+    def made(generate: Any) -> Any:
+        @wraps(generate)  # numba reads the names of the operands from the signature
+        def typed(_: Any, *operands: Any) -> Any:
+            def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+                return generate(_Site(context, builder, signature.args), *arguments)
+
+            kinds = [types.int64 if isinstance(kind, types.Integer) else kind for kind in operands]
+            return result(*kinds), build
+
+        return intrinsic(typed)
+
+    return made
+
+
+@_operation(lanes_type)
+def splat(site: _Site, number: Any) -> Any:
     """The same number in all lanes."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _spread(builder, context.cast(builder, arguments[0], signature.args[0], types.float32))
-
-    return lanes_type(number), generate
+    number = site.context.cast(site.builder, number, site.kinds[0], types.float32)
+    one = site.builder.insert_element(ir.Constant(VECTOR, ir.Undefined), number, ir.Constant(_I32, 0))
+    return site.builder.shuffle_vector(one, one, ir.Constant(WORDS, [0] * LANES))
 
 
-@intrinsic
-def times(_: Any, a: Any, b: Any) -> Any:
+@_operation(lanes_type)
+def times(site: _Site, a: Any, b: Any) -> Any:
     """The product."""
-    return lanes_type(a, b), lambda context, builder, signature, arguments: builder.fmul(*arguments)
+    return site.builder.fmul(a, b)
 
 
-@intrinsic
-def plus(_: Any, a: Any, b: Any) -> Any:
+@_operation(lanes_type)
+def plus(site: _Site, a: Any, b: Any) -> Any:
     """The sum."""
-    return lanes_type(a, b), lambda context, builder, signature, arguments: builder.fadd(*arguments)
+    return site.builder.fadd(a, b)
 
 
-@intrinsic
-def times_plus(_: Any, a: Any, b: Any, c: Any) -> Any:
+@_operation(lanes_type)
+def times_plus(site: _Site, a: Any, b: Any, c: Any) -> Any:
     """The sum a * b + c, rounded once where the processor can."""
-    return lanes_type(a, b, c), lambda context, builder, signature, arguments: _times_plus(
-        builder, *arguments
-    )
+    return _times_plus(site.builder, a, b, c)
 
 
-@intrinsic
-def larger(_: Any, a: Any, b: Any) -> Any:
+@_operation(lanes_type)
+def larger(site: _Site, a: Any, b: Any) -> Any:
     """The larger numbers."""
-    return lanes_type(a, b), lambda context, builder, signature, arguments: _larger(builder, *arguments)
+    return _larger(site.builder, a, b)
 
 
-@intrinsic
-def sum_of(_: Any, a: Any) -> Any:
+@_operation(types.float32)
+def sum_of(site: _Site, a: Any) -> Any:
     """The sum of all lanes."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _folded(builder, arguments[0], builder.fadd)
-
-    return types.float32(a), generate
+    return _folded(site.builder, a, site.builder.fadd)
 
 
-@intrinsic
-def largest_of(_: Any, a: Any) -> Any:
+@_operation(types.float32)
+def largest_of(site: _Site, a: Any) -> Any:
     """The largest number of all lanes."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _folded(builder, arguments[0], lambda one, other: _larger(builder, one, other))
-
-    return types.float32(a), generate
+    return _folded(site.builder, a, lambda one, other: _larger(site.builder, one, other))
 
 
-@intrinsic
-def power_of_two(_: Any, exponent: Any) -> Any:
+@_operation(lanes_type)
+def power_of_two(site: _Site, exponent: Any) -> Any:
     """2 to the power of numbers of at most 0, but never less than 2**-126."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        exponents = _larger(builder, same_constant(-126.0), arguments[0])
-        # So large a sum has no room for fractions: its lowest bits are the rounded exponent.
-        shifted = builder.fadd(exponents, same_constant(_ROUNDING))
-        rest = builder.fsub(exponents, builder.fsub(shifted, same_constant(_ROUNDING)))
-        # Taylor's series of 2**rest: its next term is below 1e-8 for a rest of a half at most.
-        power = same_constant(_TAYLOR[-1])
-        for coefficient in _TAYLOR[-2::-1]:
-            power = _times_plus(builder, power, rest, same_constant(coefficient))
-        whole = builder.add(builder.bitcast(shifted, WORDS), same_constant(127, WORDS))
-        return builder.fmul(power, builder.bitcast(builder.shl(whole, same_constant(23, WORDS)), VECTOR))
-
-    return lanes_type(exponent), generate
+    builder = site.builder
+    exponents = _larger(builder, same_constant(-126.0), exponent)
+    # So large a sum has no room for fractions: its lowest bits are the rounded exponent.
+    shifted = builder.fadd(exponents, same_constant(_ROUNDING))
+    rest = builder.fsub(exponents, builder.fsub(shifted, same_constant(_ROUNDING)))
+    # Taylor's series of 2**rest: its next term is below 1e-8 for a rest of a half at most.
+    power = same_constant(_TAYLOR[-1])
+    for coefficient in _TAYLOR[-2::-1]:
+        power = _times_plus(builder, power, rest, same_constant(coefficient))
+    whole = builder.add(builder.bitcast(shifted, WORDS), same_constant(127, WORDS))
+    return builder.fmul(power, builder.bitcast(builder.shl(whole, same_constant(23, WORDS)), VECTOR))
 
 
 _ROUNDING = 1.5 * 2.0**23
 _TAYLOR = [float(np.log(2.0) ** power / np.prod(np.arange(1.0, power + 1.0))) for power in range(8)]
 
 
-@intrinsic
-def load(_: Any, numbers: Any, index: Any) -> Any:
-    """Sixteen numbers of a flat float32 array from an index on."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        at = _address(context, builder, signature.args[0], arguments[0], arguments[1], VECTOR)
-        return builder.load(at, align=4)
-
-    return lanes_type(numbers, types.int64), generate
+@_operation(lanes_type)
+def load(site: _Site, numbers: Any, index: Any) -> Any:
+    """Sixteen numbers of an array from an index on."""
+    return site.builder.load(_address(site, numbers, index, VECTOR), align=4)
 
 
-@intrinsic
-def at(_: Any, numbers: Any, index: Any) -> Any:
-    """One number of a flat array; an index is not negative."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        return builder.load(builder.gep(array.data, [arguments[1]]))
-
-    return numbers.dtype(numbers, types.int64), generate
+@_operation(types.float32)
+def at(site: _Site, numbers: Any, index: Any) -> Any:
+    """One number of an array; an index is not negative."""
+    return site.builder.load(_address(site, numbers, index, _FLOAT))
 
 
-@intrinsic
-def store(_: Any, numbers: Any, index: Any, value: Any) -> Any:
-    """Write sixteen numbers of a flat float32 array from an index on."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        at = _address(context, builder, signature.args[0], arguments[0], arguments[1], VECTOR)
-        builder.store(arguments[2], at, align=4)
-
-    return types.void(numbers, types.int64, value), generate
+@_operation(types.void)
+def store(site: _Site, numbers: Any, index: Any, value: Any) -> None:
+    """Write sixteen numbers of an array from an index on."""
+    site.builder.store(value, _address(site, numbers, index, VECTOR), align=4)
 
 
-@intrinsic
-def store_sums(_: Any, numbers: Any, index: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Write the sums of four lots of lanes to a flat float32 array from an index on."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        four = ir.VectorType(_FLOAT, 4)
-        quarters = [_quarter(builder, one, builder.fadd) for one in arguments[2:]]
-        # Pairs of lanes of two lots at a time: sums in a, a, b, b and c, c, d, d; then one of each.
-        for evens, odds in (((0, 2, 4, 6), (1, 3, 5, 7)),) * 2:
-            quarters = [
-                builder.fadd(_shuffled(builder, one, other, evens), _shuffled(builder, one, other, odds))
-                for one, other in zip(quarters[::2], quarters[1::2], strict=True)
-            ]
-        at = _address(context, builder, signature.args[0], arguments[0], arguments[1], four)
-        builder.store(quarters[0], at, align=4)
-
-    return types.void(numbers, types.int64, a, b, c, d), generate
+@_operation(types.void)
+def store_sums(site: _Site, numbers: Any, index: Any, a: Any, b: Any, c: Any, d: Any) -> None:
+    """Write the sums of four lots of lanes to an array from an index on."""
+    builder = site.builder
+    quarters = [_quarter(builder, one, builder.fadd) for one in (a, b, c, d)]
+    # Pairs of lanes of two lots at a time: sums in a, a, b, b and c, c, d, d; then one of each.
+    for evens, odds in (((0, 2, 4, 6), (1, 3, 5, 7)),) * 2:
+        quarters = [
+            builder.fadd(_shuffled(builder, one, other, evens), _shuffled(builder, one, other, odds))
+            for one, other in zip(quarters[::2], quarters[1::2], strict=True)
+        ]
+    builder.store(quarters[0], _address(site, numbers, index, ir.VectorType(_FLOAT, 4)), align=4)
 
 
-@intrinsic
-def take_ticket(_: Any, counter: Any) -> Any:
+@_operation(types.int64)
+def take_ticket(site: _Site, counter: Any) -> Any:
     """Return the number that an int64 pointer points to, and count it up; no two threads get the same."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        number = ir.IntType(64)
-        address = builder.bitcast(arguments[0], number.as_pointer())
-        return builder.atomic_rmw("add", address, ir.Constant(number, 1), "monotonic")
-
-    return types.int64(counter), generate
+    address = site.builder.bitcast(counter, _I64.as_pointer())
+    return site.builder.atomic_rmw("add", address, ir.Constant(_I64, 1), "monotonic")
 
 
-@intrinsic
-def pointer(_: Any, address: Any) -> Any:
+@_operation(types.voidptr)
+def pointer(site: _Site, address: Any) -> Any:
     """Return an address, given as int64, as numba's `carray` takes it."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), generate
+    return site.builder.inttoptr(address, cgutils.voidptr_t)
 
 
-@intrinsic
-def stack(_: Any, size_bytes: Any) -> Any:
+@_operation(types.voidptr)
+def stack(site: _Site, size_bytes: Any) -> Any:
     """Return memory on the stack, good until the function returns that asks for it; not for a loop."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        memory = builder.alloca(ir.IntType(8), arguments[0])
-        memory.align = _STACK_ALIGNMENT_BYTES
-        return memory
-
-    return types.voidptr(types.int64), generate
+    memory = site.builder.alloca(ir.IntType(8), size_bytes)
+    memory.align = _STACK_ALIGNMENT_BYTES
+    return memory
 
 
-def same_constant(number: float, kind: ir.VectorType = VECTOR) -> ir.Constant:
-    """Return a number in all lanes."""
-    return ir.Constant(kind, [number] * LANES)
+@_operation(_both)
+def read(site: _Site, rows: Any, row: Any, first: Any) -> Any:
+    """A part of a row, from element `first` on."""
+    builder, at = site.builder, _element(site, rows, row, first)
+    if site.kinds[0].dtype == types.uint16:  # a word is two neighbours; each is the upper half of its float32
+        words = builder.load(builder.bitcast(at, WORDS.as_pointer()), align=2)
+        halves = builder.shl(words, same_constant(16, WORDS)), builder.and_(words, _UPPER)
+        lots = [builder.bitcast(half, VECTOR) for half in halves]
+    else:
+        lots = [builder.load(place, align=2) for place in _places_of_lots(site, at)]
+        if site.kinds[0].dtype == types.int16:
+            lots = [builder.fpext(lot, VECTOR) for lot in lots]
+    return site.context.make_tuple(builder, _both, lots)
+
+
+@_operation(types.void)
+def write(site: _Site, rows: Any, row: Any, first: Any, both: Any) -> None:
+    """Write a part of a row."""
+    builder, at = site.builder, _element(site, rows, row, first)
+    lots = [builder.extract_value(both, lot) for lot in range(2)]
+    if site.kinds[0].dtype == types.uint16:
+        low, high = (_rounded(builder, lot) for lot in lots)
+        words = builder.or_(builder.lshr(low, same_constant(16, WORDS)), builder.and_(high, _UPPER))
+        builder.store(words, builder.bitcast(at, WORDS.as_pointer()), align=2)
+    else:
+        for lot, place in zip(lots, _places_of_lots(site, at), strict=True):
+            is_narrow = site.kinds[0].dtype == types.int16
+            builder.store(builder.fptrunc(lot, _HALVES) if is_narrow else lot, place, align=2)
+
+
+@_operation(types.void)
+def prefetch(site: _Site, rows: Any, row: Any, first: Any) -> None:
+    """Have a part of a row fetched that is read soon."""
+    builder = site.builder
+    at = builder.bitcast(_element(site, rows, row, first), cgutils.voidptr_t)
+    kind = ir.FunctionType(ir.VoidType(), [at.type, _I32, _I32, _I32])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [at.type], kind)
+    for offset in range(0, PART * site.kinds[0].dtype.bitwidth // 8, _CACHE_LINE_BYTES):
+        line = builder.gep(at, [ir.Constant(_I64, offset)])
+        builder.call(function, [line, *(ir.Constant(_I32, flag) for flag in _READ_TO_NEAREST)])
 
 
 def _times_plus(builder: Any, a: Any, b: Any, c: Any) -> Any:
     kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
     name = f"llvm.fmuladd.v{LANES}f32"
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), (a, b, c))
-
-
-def _spread(builder: Any, number: Any) -> Any:
-    """Put a float32 into all lanes."""
-    vector = ir.VectorType(number.type, LANES)
-    one = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, one, ir.Constant(WORDS, [0] * LANES))
 
 
 def _larger(builder: Any, one: Any, other: Any) -> Any:
@@ -247,80 +268,25 @@ def _folded(builder: Any, vector: Any, combine: Any) -> Any:
     return builder.extract_element(four, ir.Constant(_I32, 0))
 
 
-def _address(context: Any, builder: Any, kind: Any, array: Any, index: Any, pointee: ir.Type) -> Any:
-    data = context.make_array(kind)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
+def _address(site: _Site, array: Any, index: Any, pointee: ir.Type) -> Any:
+    """Point to an element of a flat array."""
+    data = site.context.make_array(site.kinds[0])(site.context, site.builder, array).data
+    return site.builder.bitcast(site.builder.gep(data, [index]), pointee.as_pointer())
 
 
-_both = types.UniTuple(lanes_type, 2)
+def _places_of_lots(site: _Site, at: Any) -> list[Any]:
+    """Point to the two lots of a part that is stored number by number."""
+    kind = _HALVES if site.kinds[0].dtype == types.int16 else VECTOR
+    at = site.builder.bitcast(at, kind.as_pointer())
+    return [site.builder.gep(at, [ir.Constant(_I64, lot)]) for lot in range(2)]
 
 
-@intrinsic
-def read(_: Any, rows: Any, row: Any, first: Any) -> Any:
-    """A part of a row, from element `first` on."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        at = _element(context, builder, signature.args[0], arguments)
-        return _as_tuple(context, builder, _loaded(builder, at, signature.args[0].dtype))
-
-    return _both(rows, types.int64, types.int64), generate
-
-
-@intrinsic
-def write(_: Any, rows: Any, row: Any, first: Any, both: Any) -> Any:
-    """Write a part of a row."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        at = _element(context, builder, signature.args[0], arguments)
-        _store_both(builder, at, signature.args[0].dtype, arguments[3])
-
-    return types.void(rows, types.int64, types.int64, both), generate
-
-
-@intrinsic
-def prefetch(_: Any, rows: Any, row: Any, first: Any) -> Any:
-    """Have a part of a row fetched that is read soon."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        at = builder.bitcast(_element(context, builder, signature.args[0], arguments), cgutils.voidptr_t)
-        kind = ir.FunctionType(ir.VoidType(), [at.type, _I32, _I32, _I32])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [at.type], kind)
-        for offset in range(0, PART * signature.args[0].dtype.bitwidth // 8, _CACHE_LINE_BYTES):
-            line = builder.gep(at, [ir.Constant(_I64, offset)])
-            builder.call(function, [line, *(ir.Constant(_I32, flag) for flag in _READ_TO_NEAREST)])
-
-    return types.void(rows, types.int64, types.int64), generate
-
-
-def _element(context: Any, builder: Any, kind: Any, arguments: Any) -> Any:
+def _element(site: _Site, array: Any, row: Any, first: Any) -> Any:
     """Point to an element of a row."""
-    array, row, first = arguments[:3]
-    rows = context.make_array(kind)(context, builder, array)
+    builder = site.builder
+    rows = site.context.make_array(site.kinds[0])(site.context, builder, array)
     width = cgutils.unpack_tuple(builder, rows.shape)[1]
     return builder.gep(rows.data, [builder.add(builder.mul(row, width), first)])
-
-
-def _loaded(builder: Any, at: Any, dtype: Any) -> tuple[Any, Any]:
-    if dtype == types.float32:
-        at = builder.bitcast(at, VECTOR.as_pointer())
-        return builder.load(at, align=4), builder.load(builder.gep(at, [ir.Constant(_I64, 1)]), align=4)
-    # A word is two neighbours; each is the upper half of its float32.
-    words = builder.load(builder.bitcast(at, WORDS.as_pointer()), align=2)
-    low = builder.shl(words, same_constant(16, WORDS))
-    high = builder.and_(words, same_constant(0xFFFF0000, WORDS))
-    return builder.bitcast(low, VECTOR), builder.bitcast(high, VECTOR)
-
-
-def _store_both(builder: Any, at: Any, dtype: Any, both: Any) -> None:
-    first, second = (builder.extract_value(both, index) for index in range(2))
-    if dtype == types.float32:
-        at = builder.bitcast(at, VECTOR.as_pointer())
-        builder.store(first, at, align=4)
-        builder.store(second, builder.gep(at, [ir.Constant(_I64, 1)]), align=4)
-        return
-    low = builder.lshr(_rounded(builder, first), same_constant(16, WORDS))
-    high = builder.and_(_rounded(builder, second), same_constant(0xFFFF0000, WORDS))
-    builder.store(builder.or_(low, high), builder.bitcast(at, WORDS.as_pointer()), align=2)
 
 
 def _rounded(builder: Any, numbers: Any) -> Any:
@@ -328,7 +294,3 @@ def _rounded(builder: Any, numbers: Any) -> Any:
     bits = builder.bitcast(numbers, WORDS)
     odd = builder.and_(builder.lshr(bits, same_constant(16, WORDS)), same_constant(1, WORDS))
     return builder.add(bits, builder.add(odd, same_constant(0x7FFF, WORDS)))
-
-
-def _as_tuple(context: Any, builder: Any, both: tuple[Any, Any]) -> Any:
-    return context.make_tuple(builder, _both, both)

@@ -7,6 +7,7 @@ would compete with them for the cores.
 
 import ctypes
 import math
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,16 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model_server.attention.batch import KvLayout, Span, View, reads_of
-from model_server.attention.kv_pool import KvPool
+from model_server.attention.kv_pool import KvLayout, KvPool, Span, View, reads_of
 from model_server.shapes import AttentionShape
 
 TILE_TOKENS = 64  # whose weights are computed at once
 # Room for a query head's scores of a tile, which are written four at a time.
 SCORES = TILE_TOKENS + 16
 
-# What numba sees instead: it has no bfloat16.
-SEEN_AS = {torch.bfloat16: np.uint16, torch.float32: np.float32}
+# What numba sees instead: it has no 16-bit floats.
+SEEN_AS = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
 # A thread's stack is 8 MiB by default; an operator may have chosen less.
 _STACK_BYTES = 1 << 19
 # Sequences a thread from which on one is a part of the work small enough to share the work out evenly.
@@ -130,7 +130,7 @@ def paged_fault(shape: AttentionShape, dtype: torch.dtype, device: torch.device)
     if device.type != "cpu":
         return f"it runs on the CPU alone, not on {device.type}"
     if dtype not in SEEN_AS:
-        return f"it reads bfloat16 and float32, not {dtype}"
+        return f"it reads 16-bit floats and float32, not {dtype}"
     if shape.head_dim % _PART:
         return f"it takes heads of a multiple of {_PART} elements, not of {shape.head_dim}"
     if find_spec("numba") is None:
@@ -139,11 +139,23 @@ def paged_fault(shape: AttentionShape, dtype: torch.dtype, device: torch.device)
 
     if numba.config.DISABLE_JIT:
         return "NUMBA_DISABLE_JIT forbids to compile it"
+    if dtype == torch.float16 and not _converts_float16():
+        return "this processor does not convert float16"
     if _parallel() is None:
         return "torch's threads cannot be had: it was built without OpenMP, or with one that is not GNU's"
     if _scratch_bytes(shape.heads // shape.kv_heads, shape.head_dim) > _STACK_BYTES:
         return f"{shape.heads // shape.kv_heads} query heads to a KV head are more than its stack holds"
     return None
+
+
+def _converts_float16() -> bool:
+    """Tell whether the processor that kernels are compiled for has instructions for it."""
+    import numba
+    from numba.core.codegen import get_host_cpu_features
+
+    features = numba.config.CPU_FEATURES
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    return not is_x86 or "+f16c" in (get_host_cpu_features() if features is None else features)
 
 
 def _scratch_bytes(query_heads: int, head_dim: int) -> int:

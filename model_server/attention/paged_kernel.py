@@ -40,7 +40,7 @@ from model_server.attention.paged_decodes import SCORES, TILE_TOKENS, Job
 _NOTHING = np.float32("-inf")
 _ANY = 1 << 40  # rows: how many there are is not checked
 
-_Rows: TypeAlias = NDArray[np.uint16] | NDArray[np.float32]
+_Rows: TypeAlias = NDArray[np.uint16] | NDArray[np.int16] | NDArray[np.float32]
 _Floats: TypeAlias = NDArray[np.float32]
 _Row: TypeAlias = np.int64 | int
 _Four: TypeAlias = tuple[_Row, _Row, _Row, _Row]
@@ -48,8 +48,8 @@ _Sums: TypeAlias = tuple[Any, Any, Any, Any]
 
 
 @cache
-def decode_kernel(dtype: type[np.uint16] | type[np.float32]) -> Any:
-    """Compile the kernel for a pool, queries and outputs of one type; bfloat16 is seen as uint16."""
+def decode_kernel(dtype: type) -> Any:
+    """Compile the kernel for a pool, queries and outputs of one type, as `SEEN_AS` tells it."""
     job_type = numba.from_dtype(np.dtype(Job))
 
     @callback(numba.void(numba.types.CPointer(job_type)))

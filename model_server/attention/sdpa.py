@@ -11,24 +11,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model_server.attention.batch import (
+from model_server.attention.kv_pool import (
+    Fp8KvPool,
     KvLayout,
+    KvPool,
     Span,
     StepMeta,
     View,
+    Write,
     positions_of,
     reads_of,
     slots_of,
     to_device,
 )
-from model_server.attention.kv_pool import Fp8KvPool, KvPool, Write
 from model_server.attention.paged_decodes import PagedDecodes, PagedPlan
 from model_server.shapes import AttentionShape
 
 # Query rows per call: few enough that little of the masked half is computed, many enough to fill the cores.
 _TILE_ROWS = 256
-# Keys that are gathered in one call for single tokens: on a CPU they should still be in its cache when they
-# are read, on a GPU calls should be few.
+# Keys that are gathered in one call for single tokens that no kernel reads: on a CPU they should still be in
+# its cache when they are read, on a GPU calls should be few.
 _GATHERED_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 _HIDDEN, _SEEN = np.float32("-inf"), np.float32(0.0)
 
@@ -72,11 +74,7 @@ class SdpaMeta(StepMeta):
 class SdpaAttention:
     """The KV pool of all layers, and attention over it; see `Attention` for the methods.
 
-    Args:
-        paged: Have the blocks of single tokens read where they lie, where `paged_fault` finds none.
-
-    Raises:
-        ValueError: `paged` was asked for and cannot be had.
+    With `paged` blocks of single tokens are read where they lie; a ValueError tells why they cannot be.
     """
 
     def __init__(
@@ -190,14 +188,12 @@ class SdpaAttention:
 
     def _singles(self, view: View, spans: Sequence[Span], rows: Sequence[int]) -> Iterator[_Singles]:
         block_tokens = self._layout.block_tokens
+        blocks = [-(-span.stop // block_tokens) for span in spans]
         first = 0
         while first < len(spans):
             # As many as one call has room for; they come by rising context, so that little is padded.
             stop = first + 1
-            while (
-                stop < len(spans)
-                and (stop + 1 - first) * self._blocks_of(spans[stop]) <= self._gathered_blocks
-            ):
+            while stop < len(spans) and (stop + 1 - first) * blocks[stop] <= self._gathered_blocks:
                 stop += 1
             table, begins, stops = reads_of(view, spans[first:stop], block_tokens)
             read = np.arange(table.shape[1] * block_tokens)
@@ -209,9 +205,6 @@ class SdpaAttention:
                 to_device(mask, self._device, torch.float32)[:, None, None, :],
             )
             first = stop
-
-    def _blocks_of(self, span: Span) -> int:
-        return -(-span.stop // self._layout.block_tokens)
 
     def _prefill(self, view: View, span: Span, first_row: int) -> _Prefill:
         block_tokens = self._layout.block_tokens

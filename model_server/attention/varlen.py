@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from model_server.attention.batch import KvLayout, Span, StepMeta, positions_of, slots_of, to_device
+from model_server.attention.kv_pool import KvLayout, Span, StepMeta, positions_of, slots_of, to_device
 from model_server.shapes import AttentionShape, undivided
 
 _DTYPES = (torch.bfloat16, torch.float16)

@@ -22,13 +22,9 @@ class Ranks:
         self.division = Division() if division is None else division  # which one it is
 
     def join(self, rendezvous: Path, device: torch.device) -> None:
-        """Connect to the other ranks, which call it too.
+        """Connect to the other ranks, which call it too, or raise a RuntimeError.
 
-        Args:
-            rendezvous: A file in a directory of theirs alone; the first one to come makes it.
-
-        Raises:
-            RuntimeError: They cannot reach each other.
+        They meet at a file in a directory of theirs alone, which the first one to come makes.
         """
         on_cuda = device.type == "cuda"
         # All ranks are on this machine: gloo would otherwise listen on an address that others reach.

@@ -1,9 +1,13 @@
-"""The processes of the ranks above 0, seen from rank 0: starts them, talks to them, notices when one is lost.
+"""The processes of the ranks above 0: rank 0 starts them, talks to them, and notices when one is lost.
 
-Messages are msgpack; arrays of numbers travel as such, for they come by the thousand. When rank 0 closes a
-process's connection, or ends in whatever way, the process ends too.
+Messages are msgpack; arrays of numbers travel as such, for they come by the thousand. Each process is
+`python -m model_server.parallel.workers FILE_DESCRIPTOR`: it takes orders over the connection with this
+descriptor. When rank 0 closes that, or ends in whatever way, the process ends too.
 """
 
+import logging
+import os
+import select
 import signal
 import subprocess
 import sys
@@ -19,11 +23,13 @@ import msgspec
 
 from model_server.config import EngineConfig
 from model_server.errors import AdapterError, ConfigError, ModelError, ModelServerError, WorkerError
+from model_server.model_runner import ModelRunner, load_runner
+from model_server.parallel.ranks import Ranks
 from model_server.shapes import Division
 
 _ARRAY = 1  # msgpack extension: 32-bit integers in the byte order of the machine, which all ranks are on
 _ERRORS = {error.__name__: error for error in (ConfigError, ModelError, AdapterError)}
-_WORKER = "model_server.parallel.worker"
+_WORKER = "model_server.parallel.workers"
 _STOP_S = 10.0
 _NOTICE_S = 5.0
 
@@ -199,3 +205,80 @@ class Workers:
         self._lost = f"rank {rank} of the model (process {process.pid}) ended {how}"
         self._noticed.set()
         self._on_loss()
+
+
+logger = logging.getLogger(__name__)
+
+_EXIT_FAILED = 1
+_NOTICE_MS = 1000
+_METHODS = frozenset(("join", "execute", "store", "restore", "settle", "fence", "allocate", "free"))
+# Beside the steps, which others' requests wait for.
+_METHODS_BESIDE = frozenset(("load_adapter",))
+
+
+def carry_out(order: Order, runner: ModelRunner, connection: Connection) -> None:
+    """Do what rank 0 wants, and answer if it waits for that."""
+    assert order.method in _METHODS | _METHODS_BESIDE, f"{order.method} is no order"
+    if order.method in _METHODS_BESIDE:
+        threading.Thread(target=_answer, args=(order, runner, connection), daemon=True).start()
+    elif order.is_answered:
+        _answer(order, runner, connection)
+    else:
+        getattr(runner, order.method)(*order.args)
+
+
+def _answer(order: Order, runner: ModelRunner, connection: Connection) -> None:
+    try:
+        answer = Answer(getattr(runner, order.method)(*order.args))
+    except Exception as error:
+        answer = Answer.of(error)
+    connection.send_bytes(encode(answer))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Take orders from the connection with this file descriptor until it closes; returns 1 on failure."""
+    # Whoever stops all processes at once still wants rank 0 to finish its requests.
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, signal.SIG_IGN)
+    connection = Connection(int(arguments[0]))
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    try:
+        start = read_start(connection.recv_bytes())
+        logging.basicConfig(
+            level=start.log_level,
+            format=f"%(asctime)s %(levelname)s rank {start.division.rank}: %(name)s: %(message)s",
+        )
+        try:
+            runner = load_runner(start.config, Ranks(start.division))
+        except ModelServerError as error:
+            connection.send_bytes(encode(Answer.of(error)))
+            return _EXIT_FAILED
+        connection.send_bytes(encode(Answer()))
+        while True:
+            carry_out(read_order(connection.recv_bytes()), runner, connection)
+    except (EOFError, ConnectionError):
+        return 0
+    except Exception:
+        # What others break by ending is no fault of this rank's.
+        if not _closes(connection, _NOTICE_MS):
+            logger.critical("this rank cannot go on", exc_info=True)
+        return _EXIT_FAILED
+
+
+def _end_with(connection: Connection) -> None:
+    """End this process when the connection closes, also in the middle of a step that can never end."""
+    _closes(connection, None)
+    os._exit(0)
+
+
+def _closes(connection: Connection, within_ms: int | None) -> bool:
+    closing = select.poll()
+    closing.register(connection.fileno(), 0)  # hang-ups are always told
+    return bool(closing.poll(within_ms))
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    # Without taking things down one by one: a group whose other ranks are gone may wait for them.
+    os._exit(code)

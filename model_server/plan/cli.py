@@ -1,21 +1,20 @@
-"""The `kvroute plan` command: flags in, a page of text or one JSON object out."""
+"""The `kvroute plan` command: flags in, a page of text or one JSON object out; GB are decimal."""
 
 import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, replace
+from typing import Literal
 
 from model_server.config import DType, KvCacheDType
 from model_server.errors import CapacityError, ConfigError, ModelError
-from model_server.flags import Flag, OneLineParser, add_flags, positive
-from model_server.plan.deployment import Deployment
+from model_server.flags import OneLineParser, add_flags, flag, positive
+from model_server.plan.deployment import Deployment, size_text
 from model_server.plan.plan import DEFAULT_RESERVE_BYTES, DEFAULT_UTILIZATION, Budget, Plan, make_plan
 from model_server.plan.presets import CUSTOM, GPUS, PRESETS, Gpu, find_model
-from model_server.plan.text import plan_lines
-from model_server.shapes import DTYPE_BYTES, computed_dtype, decoder_shape
+from model_server.shapes import DTYPE_BYTES, KvGroupSpec, computed_dtype, decoder_shape
 
 _EXIT_REFUSED = 2
 _CONTEXT_TOKENS = 8192
@@ -41,58 +40,49 @@ def _rest(text: str) -> float:
 class _ModelFlags:
     """Which model, and how it is served."""
 
-    model: Annotated[
-        str,
-        Flag(
-            f"a checkpoint directory (its config.json is enough), or one of {', '.join(PRESETS)}",
-            metavar="DIR|NAME",
-        ),
-    ]
-    context: Annotated[
-        int | None,
-        Flag("tokens of a sequence, prompt and answer", default_text=f"{_CONTEXT_TOKENS}", read=positive),
-    ] = None
-    batch: Annotated[int | None, Flag("refuse unless so many sequences fit", read=positive)] = None
-    dtype: Annotated[DType, Flag("type of the weights")] = "auto"
-    kv_cache_dtype: Annotated[
-        KvCacheDType,
-        Flag("type of the KV cache, if not the weights'", ("--kv-cache-dtype", "--kv-dtype")),
-    ] = "auto"
-    block_size: Annotated[int, Flag("tokens per KV block", read=positive)] = 16
-    max_num_batched_tokens: Annotated[
-        int,
-        Flag("token budget of one step, which bounds what sliding windows keep", read=positive),
-    ] = 2048
+    model: str = flag(
+        MISSING,
+        f"a checkpoint directory (its config.json is enough), or one of {', '.join(PRESETS)}",
+        metavar="DIR|NAME",
+    )
+    context: int | None = flag(
+        None, "tokens of a sequence, prompt and answer", default_text=f"{_CONTEXT_TOKENS}", read=positive
+    )
+    batch: int | None = flag(None, "refuse unless so many sequences fit", read=positive)
+    dtype: DType = flag("auto", "type of the weights")
+    kv_cache_dtype: KvCacheDType = flag(
+        "auto", "type of the KV cache, if not the weights'", "--kv-cache-dtype --kv-dtype"
+    )
+    block_size: int = flag(16, "tokens per KV block", read=positive)
+    max_num_batched_tokens: int = flag(
+        2048, "token budget of one step, which bounds what sliding windows keep", read=positive
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _GpuFlags:
     """Which GPUs, how many, and how much of them may be used."""
 
-    gpu: Annotated[Literal[(*GPUS, CUSTOM.name)], Flag("kind of GPU")] = "h100"  # type: ignore[valid-type]
-    tensor_parallel_size: Annotated[
-        int, Flag("GPUs that share the model", ("--tensor-parallel-size", "--tp"), read=positive)
-    ] = 1
-    gpu_memory_utilization: Annotated[
-        float, Flag("of the memory, for weights, reserve and KV", metavar="SHARE")
-    ] = DEFAULT_UTILIZATION
-    reserve_gb: Annotated[
-        float, Flag("of each GPU, for activations and the CUDA context", read=_rest, metavar="GB")
-    ] = DEFAULT_RESERVE_BYTES / _GB
-    efficiency: Annotated[
-        float,
-        Flag("of all peak speeds that is reached", default_text="%(default)s, the roof", metavar="SHARE"),
-    ] = 1.0
-    hbm_gib: Annotated[float | None, Flag(f"memory{_OVERRIDES}", read=_amount)] = None
-    hbm_gb_per_s: Annotated[
-        float | None, Flag(f"speed of the memory{_OVERRIDES}", read=_amount, metavar="GB")
-    ] = None
-    tflops: Annotated[
-        float | None, Flag(f"dense 16-bit arithmetic{_OVERRIDES}", read=_amount, metavar="N")
-    ] = None
-    link_gb_per_s: Annotated[
-        float | None, Flag(f"link to the host{_OVERRIDES}", read=_amount, metavar="GB")
-    ] = None
+    gpu: Literal[(*GPUS, CUSTOM.name)] = flag("h100", "kind of GPU")  # type: ignore[valid-type]
+    tensor_parallel_size: int = flag(
+        1, "GPUs that share the model", "--tensor-parallel-size --tp", read=positive
+    )
+    gpu_memory_utilization: float = flag(
+        DEFAULT_UTILIZATION, "of the memory, for weights, reserve and KV", metavar="SHARE"
+    )
+    reserve_gb: float = flag(
+        DEFAULT_RESERVE_BYTES / _GB,
+        "of each GPU, for activations and the CUDA context",
+        read=_rest,
+        metavar="GB",
+    )
+    efficiency: float = flag(
+        1.0, "of all peak speeds that is reached", default_text="%(default)s, the roof", metavar="SHARE"
+    )
+    hbm_gib: float | None = flag(None, f"memory{_OVERRIDES}", read=_amount)
+    hbm_gb_per_s: float | None = flag(None, f"speed of the memory{_OVERRIDES}", read=_amount, metavar="GB")
+    tflops: float | None = flag(None, f"dense 16-bit arithmetic{_OVERRIDES}", read=_amount, metavar="N")
+    link_gb_per_s: float | None = flag(None, f"link to the host{_OVERRIDES}", read=_amount, metavar="GB")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,16 +134,16 @@ def _gpu(args: argparse.Namespace) -> Gpu:
         needed = {"--hbm-gib": args.hbm_gib, "--hbm-gb-per-s": args.hbm_gb_per_s, "--tflops": args.tflops}
         if absent := [flag for flag, value in needed.items() if value is None]:
             raise ConfigError(f"--gpu {CUSTOM.name} needs {', '.join(absent)}")
-    gpu = CUSTOM if args.gpu == CUSTOM.name else GPUS[args.gpu]
-    if args.hbm_gib is not None:
-        gpu = replace(gpu, memory_bytes=int(args.hbm_gib * 2**30))
-    if args.hbm_gb_per_s is not None:
-        gpu = replace(gpu, memory_bytes_per_s=args.hbm_gb_per_s * _GB)
-    if args.tflops is not None:
-        gpu = replace(gpu, flops_per_s=args.tflops * 1e12)
-    if args.link_gb_per_s is not None:
-        gpu = replace(gpu, link_bytes_per_s=args.link_gb_per_s * _GB)
-    return gpu
+    told = {
+        "memory_bytes": (args.hbm_gib, 2**30),
+        "memory_bytes_per_s": (args.hbm_gb_per_s, _GB),
+        "flops_per_s": (args.tflops, 10**12),
+        "link_bytes_per_s": (args.link_gb_per_s, _GB),
+    }
+    given = {name: value * unit for name, (value, unit) in told.items() if value is not None}
+    if "memory_bytes" in given:
+        given["memory_bytes"] = int(given["memory_bytes"])
+    return replace(CUSTOM if args.gpu == CUSTOM.name else GPUS[args.gpu], **given)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -165,3 +155,130 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(parser.add_argument_group("GPUs"), _GpuFlags)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a page of text")
     return parser
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """Yield the page."""
+    deployment = plan.pool.deployment
+    kv_bits = 8 if deployment.fp8_kv else 8 * deployment.weight_bytes
+    yield (
+        f"{plan.name} on {deployment.tensor_parallel} x {plan.gpu.name}: {8 * deployment.weight_bytes}-bit "
+        f"weights, {kv_bits}-bit KV, sequences of {plan.context_tokens:,} tokens"
+    )
+    for part in (_memory, _kv_groups, _capacity, _decode, _parallel, _preemption):
+        yield ""
+        yield from part(plan)
+
+
+def _capacity(plan: Plan) -> Iterator[str]:
+    yield (
+        f"At once: {plan.sequences:,} sequences of {plan.context_tokens:,} tokens. "
+        f"Longest text alone: {plan.longest_context:,} tokens."
+    )
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    pool, budget = plan.pool, plan.pool.budget
+    deployment = pool.deployment
+    rows = [
+        ("usable", budget.usable_bytes, f"{budget.utilization:g} of {budget.memory_bytes / _GB:,.1f} GB"),
+        ("weights", deployment.gpu_weights_bytes, f"{deployment.parameters / _GB:.2f} G parameters"),
+        ("reserve", budget.reserve_bytes, "activations, CUDA context"),
+        ("KV pool", pool.gpu_bytes, f"{pool.blocks:,} blocks of {deployment.block_tokens} tokens"),
+    ]
+    yield "Memory of each GPU"
+    yield from _table(("", "GB", ""), ((name, _gb(amount), note) for name, amount, note in rows), "<><")
+
+
+def _kv_groups(plan: Plan) -> Iterator[str]:
+    deployment = plan.pool.deployment
+    block_bytes = deployment.gpu_block_bytes * deployment.tensor_parallel
+    groups_of: dict[int | None, list[KvGroupSpec]] = {}
+    for group in deployment.groups:
+        groups_of.setdefault(group.window_tokens, []).append(group)
+    rows = [
+        (
+            f"{sum(len(group.layers) for group in groups):,}",
+            f"{len(groups):,}",
+            "all tokens" if window is None else f"the last {window:,} tokens",
+            f"{len(groups) * block_bytes / deployment.block_tokens:,.0f}",
+            size_text(deployment.decoding_blocks(plan.context_tokens, groups) * block_bytes),
+        )
+        for window, groups in groups_of.items()
+    ]
+    yield f"KV of a sequence: {deployment.token_bytes:,.0f} bytes for each further token"
+    yield from _table(("layers", "groups", "keep", "bytes/token", "in all"), rows, ">><>>")
+
+
+def _decode(plan: Plan) -> Iterator[str]:
+    gpu = plan.gpu
+    yield (
+        f"Decode at {gpu.memory_bytes_per_s / _GB:,.0f} GB/s and {gpu.flops_per_s / 1e12:,.0f} TFLOP/s a GPU "
+        "(a roof, not a forecast)"
+    )
+    rows = [
+        (
+            f"{step.batch:,}",
+            f"{1000 * step.step_s:,.2f}",
+            f"{step.tokens_per_s:,.0f}",
+            f"{step.tokens_per_s / step.batch:,.1f}",
+            step.bound,
+        )
+        for step in plan.steps
+    ]
+    yield from _table(("batch", "step ms", "tokens/s", "each", "bound by"), rows, ">>>><")
+
+
+def _parallel(plan: Plan) -> Iterator[str]:
+    yield "Tensor parallel"
+    rows = [
+        (
+            str(option.tensor_parallel),
+            _gb(option.gpu_weights_bytes),
+            _gb(option.gpu_pool_bytes) if option.gpu_pool_bytes > 0 else "-",
+            f"{option.headroom:.0%}" if option.headroom > 0 else "-",
+            f"{option.max_sequences:,}" if option.max_sequences else "does not fit",
+            f"{option.max_sequences / option.tensor_parallel:,.1f}" if option.max_sequences else "",
+        )
+        for option in plan.options
+    ]
+    heads = ("GPUs", "weights GB", "KV GB", "left for KV", "sequences", "per GPU")
+    yield from _table(heads, rows, ">>>>>>")
+    if plan.advised is not None:
+        yield f"Advice: {plan.advised.tensor_parallel}, {_reason(plan)}."
+
+
+def _reason(plan: Plan) -> str:
+    assert plan.advised is not None
+    share = f"{plan.advised.headroom:.0%} of the memory left for KV"
+    if plan.advised == next(option for option in plan.options if option.max_sequences):
+        return f"the least that holds the model, with {share}"
+    return f"the least with enough room, {share}; with less each GPU mostly repeats weights"
+
+
+def _preemption(plan: Plan) -> Iterator[str]:
+    weighed, gpu = plan.preemption, plan.gpu
+    yield f"A preempted sequence of {plan.context_tokens:,} tokens"
+    ways = [
+        ("recompute", weighed.recompute_s, f"{plan.context_tokens / weighed.recompute_s:,.0f} tokens/s"),
+        ("swap out and in", weighed.swap_s, f"{gpu.link_bytes_per_s / _GB:,.0f} GB/s to the host"),
+    ]
+    rows = [(name, f"{1000 * seconds:,.1f}", note) for name, seconds, note in ways]
+    yield from _table(("", "ms", ""), rows, "<><")
+    yield (
+        f"Advice: --preemption-mode {weighed.mode}; both are even at "
+        f"{weighed.even_link_bytes_per_s / _GB:,.1f} GB/s to the host."
+    )
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], sides: str) -> Iterator[str]:
+    """Yield aligned lines: "<" puts a column to the left, ">" to the right. Empty heads get no line."""
+    lines = [heads, *rows] if any(heads) else [*rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(sides))]
+    for line in lines:
+        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths, strict=True))
+        yield f"  {'  '.join(cells)}".rstrip()
+
+
+def _gb(amount: float) -> str:
+    return f"{amount / _GB:,.1f}"

@@ -62,6 +62,20 @@ class Deployment:
         """Return the most blocks that it holds, in all groups or some, while it grows token by token."""
         return self._blocks(tokens, 1, groups)
 
+    def sequences(self, blocks: int, context_tokens: int) -> int:
+        """Return how many sequences of a length a pool holds at once, one of them still in its prefill."""
+        first = self.prefilling_blocks(context_tokens)
+        return 0 if blocks < first else 1 + (blocks - first) // self.decoding_blocks(context_tokens)
+
+    def pool_line(self, blocks: int, context_tokens: int) -> str:
+        """Describe a pool of so many blocks in one line."""
+        return (
+            f"{blocks:,} blocks of {self.block_tokens} tokens, "
+            f"{size_text(blocks * self.gpu_block_bytes * self.tensor_parallel)}, "
+            f"{self.token_bytes:,.0f} bytes a token; "
+            f"{self.sequences(blocks, context_tokens):,} sequences of {context_tokens:,} tokens at once"
+        )
+
     def gpu_kv_read_bytes(self, context_tokens: int) -> float:
         """Return the bytes of KV that each GPU reads for one sequence's next token."""
         per_token = self._gpu_layer_block_bytes / self.block_tokens
@@ -93,6 +107,11 @@ class Deployment:
         windows = [group.window_tokens for group in groups or self.groups]
         needs = [blocks_behind(window, self.block_tokens) for window in windows]
         return blocks_bound(needs, tokens, chunk_tokens, self.block_tokens)
+
+
+def size_text(amount: float) -> str:
+    """Return bytes as people read them."""
+    return f"{amount / 1e9:,.2f} GB" if amount >= 1e8 else f"{amount / 1e6:,.2f} MB"
 
 
 def _parameters(shape: DecoderShape) -> int:

@@ -74,18 +74,11 @@ class Pool:
         return self.gpu_bytes / (self.budget.usable_bytes - self.budget.reserve_bytes)
 
     def sequences(self, context_tokens: int) -> int:
-        """Return how many sequences of this length are held at once, one of them still in its prefill."""
-        return sequences_in(self.deployment, self.blocks, context_tokens)
+        return self.deployment.sequences(self.blocks, context_tokens)
 
     def longest_context(self, limit: int) -> int:
         """Return how long a text fits when it is alone there, at most `limit` tokens."""
         return bisect_right(range(limit + 1), self.blocks, key=self.deployment.prefilling_blocks) - 1
-
-
-def sequences_in(deployment: Deployment, blocks: int, context_tokens: int) -> int:
-    """Return how many sequences of this length a pool of so many blocks holds at once."""
-    first = deployment.prefilling_blocks(context_tokens)
-    return 0 if blocks < first else 1 + (blocks - first) // deployment.decoding_blocks(context_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +168,10 @@ class Plan:
 def make_plan(
     name: str, deployment: Deployment, gpu: Gpu, budget: Budget, context_tokens: int, batch: int | None = None
 ) -> Plan:
-    """Plan for sequences of one length.
+    """Plan for sequences of one length; `batch` are wanted at once, or as many as there is room for.
 
-    Args:
-        context_tokens: Prompt and answer of a sequence together.
-        batch: Sequences that are wanted at once; None takes what there is room for.
-
-    Raises:
-        ConfigError: The model was not made for such a context, or the batch is none.
-        CapacityError: The model does not fit, or the context, or the batch.
+    A ConfigError where the model was not made for such a context or the batch is none, a CapacityError where
+    model, context or batch do not fit.
     """
     most_tokens = deployment.shape.max_positions
     if not 0 < context_tokens <= most_tokens:

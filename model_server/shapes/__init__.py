@@ -5,13 +5,16 @@ Nothing here needs torch: what plans for a model can do without loading it.
 
 from model_server.shapes.architectures import ARCHITECTURES, decoder_shape
 from model_server.shapes.hf_config import DTYPE_BYTES, TINY_CONFIG, HfConfig, computed_dtype, read_config
-from model_server.shapes.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling
 from model_server.shapes.shape import (
     AttentionShape,
     DecoderShape,
     Division,
     KvGroupSpec,
+    LinearScaling,
+    Llama3Scaling,
+    Rope,
     Share,
+    YarnScaling,
     check_divisible,
     divides,
     kv_groups,

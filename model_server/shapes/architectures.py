@@ -8,13 +8,21 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from model_server.shapes.hf_config import HfConfig
-from model_server.shapes.rope import Rope, read_rope, rope_of, stretched_context
-from model_server.shapes.shape import Activation, DecoderShape
+from model_server.shapes.shape import (
+    Activation,
+    DecoderShape,
+    LinearScaling,
+    Llama3Scaling,
+    Rope,
+    Scaling,
+    YarnScaling,
+)
 
 _LAYERS_MAX = 1024
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _GEMMA_PATTERN = 6
+_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def decoder_shape(config: HfConfig) -> DecoderShape:
@@ -34,19 +42,19 @@ def decoder_shape(config: HfConfig) -> DecoderShape:
 
 def _llama(config: HfConfig) -> DecoderShape:
     biased = config.boolean("attention_bias", False)
-    return replace(_base(config, read_rope(config)), qkv_bias=biased, output_bias=biased)
+    return replace(_base(config, _read_rope(config)), qkv_bias=biased, output_bias=biased)
 
 
 def _mistral(config: HfConfig) -> DecoderShape:
-    return _windowed(_base(config, read_rope(config)), config, default_kind=lambda _: _SLIDING)
+    return _windowed(_base(config, _read_rope(config)), config, default_kind=lambda _: _SLIDING)
 
 
 def _qwen2(config: HfConfig) -> DecoderShape:
-    return replace(_qwen_windows(_base(config, read_rope(config)), config), qkv_bias=True)
+    return replace(_qwen_windows(_base(config, _read_rope(config)), config), qkv_bias=True)
 
 
 def _qwen3(config: HfConfig) -> DecoderShape:
-    shape = _qwen_windows(_base(config, read_rope(config), default_head_dim=128), config)
+    shape = _qwen_windows(_base(config, _read_rope(config), default_head_dim=128), config)
     biased = config.boolean("attention_bias", False)
     return replace(shape, head_norms=True, qkv_bias=biased, output_bias=biased)
 
@@ -117,7 +125,7 @@ def _base(
         kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate=config.integer("intermediate_size"),
-        max_positions=stretched_context(rope, config.integer("max_position_embeddings", 2048)),
+        max_positions=_stretched_context(rope, config.integer("max_position_embeddings", 2048)),
         norm_epsilon=config.number("rms_norm_eps", 1e-6),
         tied_embeddings=config.boolean("tie_word_embeddings", default_tied),
         windows=(None,) * layers,
@@ -152,7 +160,73 @@ def _gemma_ropes(config: HfConfig) -> tuple[Rope, Rope]:
         _FULL: config.number("rope_theta", 1_000_000.0),
     }
     if not config.has("rope_parameters"):
-        return Rope(thetas[_SLIDING]), rope_of(config.section("rope_scaling"), config, thetas[_FULL])
+        return Rope(thetas[_SLIDING]), _rope_of(config.section("rope_scaling"), config, thetas[_FULL])
     sections = config.section("rope_parameters")
-    local, everywhere = (rope_of(sections.section(kind), config, theta) for kind, theta in thetas.items())
+    local, everywhere = (_rope_of(sections.section(kind), config, theta) for kind, theta in thetas.items())
     return local, everywhere
+
+
+def _read_rope(config: HfConfig, default_theta: float = 10000.0) -> Rope:
+    """Read `rope_parameters`, or the older `rope_scaling` and `rope_theta`."""
+    theta = config.number("rope_theta", default_theta)
+    if config.has("rope_parameters"):
+        return _rope_of(config.section("rope_parameters"), config, theta)
+    return _rope_of(config.section("rope_scaling"), config, theta)
+
+
+def _rope_of(rope: HfConfig, config: HfConfig, theta: float) -> Rope:
+    """Read one object of rotary parameters; `config` has what it leaves out."""
+    for section in (rope, config):
+        if (share := section.number("partial_rotary_factor", 1.0)) != 1.0:
+            raise section.error("partial_rotary_factor", share, "1: rotating part of a head is not supported")
+    theta = rope.number("rope_theta", theta)
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind == "default":
+        return Rope(theta)
+    if kind not in _ROPE_KINDS:
+        raise rope.error("rope_type", kind, f"one of {', '.join(_ROPE_KINDS)}")
+    return Rope(theta, _scaling(kind, rope, config, theta))
+
+
+def _stretched_context(rope: Rope, max_positions: int) -> int:
+    """Return how many positions a model has, whose config.json may tell them before YaRN's stretching."""
+    if isinstance(rope.scaling, YarnScaling):
+        return max(max_positions, int(rope.scaling.factor * rope.scaling.original_context))
+    return max_positions
+
+
+def _scaling(kind: str, rope: HfConfig, config: HfConfig, theta: float) -> Scaling:
+    factor = rope.number("factor")
+    if kind == "linear":
+        return LinearScaling(factor)
+    # Phi and its like have it at the top level, which wins; where it is nowhere, nothing was stretched yet.
+    original_context = config.integer(
+        "original_max_position_embeddings",
+        rope.integer("original_max_position_embeddings", config.integer("max_position_embeddings", 2048)),
+    )
+    if kind == "yarn":
+        return _yarn(rope, theta, factor, original_context)
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        raise rope.error("high_freq_factor", high, f"above low_freq_factor, {low}")
+    return Llama3Scaling(factor, low, high, original_context)
+
+
+def _yarn(rope: HfConfig, theta: float, factor: float, original_context: int) -> YarnScaling:
+    magnitude = _growth(factor, 1.0)
+    if rope.has("mscale") and rope.has("mscale_all_dim"):
+        magnitude = _growth(factor, rope.number("mscale")) / _growth(factor, rope.number("mscale_all_dim"))
+    return YarnScaling(
+        theta=theta,
+        factor=factor,
+        original_context=original_context,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.boolean("truncate", True),
+        magnitude=rope.number("attention_factor", magnitude),
+    )
+
+
+def _growth(factor: float, weight: float) -> float:
+    """Return YaRN's recommended growth of heads: its section 3.4, weighted as DeepSeek does."""
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0

@@ -1,8 +1,9 @@
 """Typed reading of a checkpoint's config.json; its errors name file and field."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from model_server.config import TINY_MODEL, DType
 from model_server.errors import ModelError
@@ -28,73 +29,61 @@ class HfConfig:
 
     def integer(self, field: str, default: int | None = None, *, minimum: int = 1) -> int:
         """Read an integer of at least `minimum`, which is 0 or 1."""
-        value = self._get(field, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self.error(field, value, "a positive integer" if minimum else "an integer of at least 0")
-        return value
+        wanted = "a positive integer" if minimum else "an integer of at least 0"
+        return int(self._read(field, default, lambda value: type(value) is int and value >= minimum, wanted))
 
     def number(self, field: str, default: float | None = None) -> float:
-        value = self._get(field, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise self.error(field, value, "a positive number")
-        return float(value)
+        def holds(value: Any) -> bool:
+            return type(value) in (int, float) and 0 < value < float("inf")
+
+        return float(self._read(field, default, holds, "a positive number"))
 
     def boolean(self, field: str, default: bool) -> bool:
-        value = self._get(field, default)
-        if not isinstance(value, bool):
-            raise self.error(field, value, "true or false")
-        return value
+        return bool(self._read(field, default, lambda value: type(value) is bool, "true or false"))
 
     def text(self, field: str, default: str) -> str:
-        value = self._get(field, default)
-        if not isinstance(value, str):
-            raise self.error(field, value, "a string")
-        return value
+        return str(self._read(field, default, lambda value: isinstance(value, str), "a string"))
 
     def section(self, field: str) -> "HfConfig":
         """Read an object; a missing one is empty."""
-        value = self._values.get(field)
-        if value is None:
-            value = {}
-        if not isinstance(value, Mapping):
-            raise self.error(field, value, "an object")
+        value = self._read(field, {}, lambda value: isinstance(value, Mapping), "an object")
         return HfConfig(value, f"{self.where}: {field}")
 
     def names(self, field: str) -> list[str]:
         """Read a list of strings; a missing one is empty."""
-        value = self._values.get(field)
-        if value is None:
-            return []
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.error(field, value, "a list of strings")
-        return value
+        return list(self._read(field, [], _is_list_of_strings, "a list of strings"))
 
     def token_ids(self, field: str) -> frozenset[int]:
         """Read one token id or a list of them; a missing field is empty."""
-        value = self._values.get(field)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
-            raise self.error(field, value, "a token id or a list of them")
-        return frozenset(ids)
+
+        def holds(value: Any) -> bool:
+            ids = value if isinstance(value, list) else [value]
+            return all(type(item) is int and item >= 0 for item in ids)
+
+        value = self._read(field, [], holds, "a token id or a list of them")
+        return frozenset(value if isinstance(value, list) else [value])
 
     def texts(self) -> list[str]:
         """Return the object's values, all of which must be strings."""
-        for field, value in self._values.items():
-            if not isinstance(value, str):
-                raise self.error(field, value, "a string")
-        return [str(value) for value in self._values.values()]
+        return [self.text(field, "") for field in self._values]
 
     def error(self, field: str, value: object, wanted: str) -> ModelError:
         """Return the error for a field that cannot be used."""
         return ModelError(f"{self.where}: field {field!r} is {value!r}; it must be {wanted}")
 
-    def _get(self, field: str, default: object) -> object:
+    def _read(self, field: str, default: object, holds: Callable[[Any], bool], wanted: str) -> Any:
         value = self._values.get(field)
         if value is None:
             value = default
         if value is None:
             raise ModelError(f"{self.where}: field {field!r} is missing")
+        if not holds(value):
+            raise self.error(field, value, wanted)
         return value
+
+
+def _is_list_of_strings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def read_config(path: Path) -> HfConfig:

@@ -9,12 +9,58 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from model_server.errors import ConfigError
-from model_server.shapes.rope import Rope
 
 Activation = Literal["silu", "gelu_tanh"]
 KvGroupKind = Literal["full_attention", "sliding_window"]
 # Groups as long as the longest one where that pads the others by less than this share; as vLLM groups.
 _PADDING_MAX = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """All wavelengths stretched by one factor (position interpolation)."""
+
+    factor: float  # by how much
+    magnitude: float = 1.0  # by how much rotated heads grow
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Llama 3.1's stretching of long wavelengths."""
+
+    factor: float  # by how much the longest wavelengths are stretched
+    low_freq_factor: float  # wavelengths above original context / this are stretched fully
+    high_freq_factor: float  # wavelengths below original context / this are left alone
+    original_context: int  # context length that the model was first trained with, in tokens
+    magnitude: float = 1.0  # by how much rotated heads grow
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071, sections 3.2 to 3.4): long wavelengths stretched, attention sharpened."""
+
+    theta: float  # base of the wavelengths
+    factor: float  # by how much the longest wavelengths are stretched
+    original_context: int  # context length that the model was first trained with, in tokens
+    beta_fast: float  # pairs that turn more often than this within the original context are left alone
+    beta_slow: float  # pairs that turn less often than this are stretched fully
+    truncate: bool  # whether the borders between them are rounded outwards to whole pairs
+    magnitude: float  # by how much rotated heads grow
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions of one layer."""
+
+    theta: float  # base of the wavelengths
+    scaling: Scaling | None = None  # how they are stretched for a longer context; None leaves them
+
+    @property
+    def magnitude(self) -> float:
+        return 1.0 if self.scaling is None else self.scaling.magnitude
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ And the blocks that answer it. Knows nothing of what methods there are.
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,46 +14,22 @@ from router.h2.header_blocks import Fields, field, status_200
 
 _CONTENT_TYPE = b"application/grpc"
 _ENCODINGS = b"identity,deflate,gzip"
-_TIMEOUT_UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-_TIMEOUT_DIGITS_MAX = 8
-# What HTTP/2 and gRPC themselves mean by a field is no metadata.
-_RESERVED = frozenset((b"te", b"content-type"))
-_RESERVED_BEGINNINGS = (b":", b"grpc-")
 # Details beyond this length would not fit a peer's header list.
 _DETAILS_MAX = 4096
 
 HEADERS: Final = status_200((b"content-type", _CONTENT_TYPE), (b"grpc-accept-encoding", _ENCODINGS))
 OK_TRAILERS: Final = field(b"grpc-status", b"0")
 
-Metadata = tuple[tuple[str, str | bytes], ...]
+Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CallHead:
-    """What a call says before its first message.
+    """What a call says before its first message."""
 
-    Attributes:
-        path: "/package.Service/Method".
-        encoding: How its compressed messages are; "identity": none are.
-        timeout_s: How long the client waits; None: it does not say.
-        fields: All header fields.
-        refusal: The block that answers a request that is no call of ours; None: it is one.
-    """
-
-    path: str
-    encoding: str
-    timeout_s: float | None
-    fields: Fields
-    refusal: bytes | None
-
-    @property
-    def metadata(self) -> Metadata:
-        """What the client says beside gRPC's own fields; values of "-bin" keys as bytes."""
-        return tuple(
-            (name.decode("latin-1"), _value(name, value))
-            for name, value in self.fields
-            if name not in _RESERVED and not name.startswith(_RESERVED_BEGINNINGS)
-        )
+    path: str  # "/package.Service/Method"
+    encoding: str  # of its compressed messages; "identity": none are
+    refusal: bytes | None  # the block that answers a request that is no call of ours
 
 
 def call_head(fields: Fields) -> CallHead:
@@ -69,7 +44,7 @@ def call_head(fields: Fields) -> CallHead:
         refusal = _plain_refusal(b"415")
     elif encoding not in ("identity", "gzip", "deflate"):
         refusal = refusal_block(grpc.StatusCode.UNIMPLEMENTED, f"no such grpc-encoding: {encoding}")
-    return CallHead(path, encoding, _timeout_s(said.get(b"grpc-timeout")), fields, refusal)
+    return CallHead(path, encoding, refusal)
 
 
 def trailers_block(code: grpc.StatusCode, details: str, metadata: Metadata = ()) -> bytes:
@@ -80,7 +55,9 @@ def trailers_block(code: grpc.StatusCode, details: str, metadata: Metadata = ())
     block = field(b"grpc-status", str(number).encode())
     if details:
         block += field(b"grpc-message", _percent_encoded(details))
-    return block + metadata_block(metadata)
+    return block + b"".join(
+        field(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in metadata
+    )
 
 
 def refusal_block(code: grpc.StatusCode, details: str, metadata: Metadata = ()) -> bytes:
@@ -88,37 +65,8 @@ def refusal_block(code: grpc.StatusCode, details: str, metadata: Metadata = ()) 
     return HEADERS + trailers_block(code, details, metadata)
 
 
-def metadata_block(metadata: Metadata) -> bytes:
-    """Metadata as fields."""
-    return b"".join(field(name.lower().encode("latin-1"), _sent(value)) for name, value in metadata)
-
-
 def _plain_refusal(status: bytes) -> bytes:
     return field(b":status", status)
-
-
-def _timeout_s(text: bytes | None) -> float | None:
-    if not text:
-        return None
-    digits, unit = text[:-1].decode("latin-1"), text[-1:].decode("latin-1")
-    if unit not in _TIMEOUT_UNITS_S or not digits.isdecimal() or len(digits) > _TIMEOUT_DIGITS_MAX:
-        return None
-    return int(digits) * _TIMEOUT_UNITS_S[unit]
-
-
-def _value(name: bytes, value: bytes) -> str | bytes:
-    if not name.endswith(b"-bin"):
-        return value.decode("latin-1")
-    try:
-        return base64.b64decode(value + b"=" * (-len(value) % 4))
-    except ValueError:
-        return value
-
-
-def _sent(value: str | bytes) -> bytes:
-    if isinstance(value, bytes):
-        return base64.b64encode(value).rstrip(b"=")
-    return value.encode("latin-1", "replace")
 
 
 def _percent_encoded(details: str) -> bytes:

@@ -5,54 +5,35 @@ Knows nothing of sockets, nor of what is asked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
 
 import grpc
 
-from router.h2.call_head import HEADERS, CallHead, Metadata, metadata_block, refusal_block, trailers_block
+from router.h2.call_head import HEADERS, CallHead, Metadata, refusal_block, trailers_block
 from router.h2.messages import MessageError, MessageReader, plain_prefix
 from router.h2.streams import Stream
 
 if TYPE_CHECKING:
     from router.h2.peer import Peer
 
-# Tiny messages take many times their bytes while they wait to be served.
-_WAITING_MAX = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class CallLimits:
-    """What a call may take and give.
-
-    Attributes:
-        receive_bytes_max: Larger messages end the call.
-        send_bytes_max: Larger answers do.
-        inline_bytes_max: Of a call with more bytes nothing is served on its connection's own thread.
-    """
-
-    receive_bytes_max: int
-    send_bytes_max: int
-    inline_bytes_max: int
-
 
 class Call:
-    """One call; its own thread is that of its connection.
-
-    Attributes:
-        is_over: Whether it has ended towards its client.
-    """
+    """One call; its own thread is that of its connection."""
 
     def __init__(self, peer: Peer, stream: Stream) -> None:
         head: CallHead = stream.head
         self._peer = peer
         self._stream = stream
-        self._limits = peer.host.limits(head.path)
-        self._reader = MessageReader(head.encoding, self._limits.receive_bytes_max)
+        # Of a call with more bytes nothing is served on its connection's own thread.
+        self._inline_bytes_max = peer.host.inline.get(head.path, -1)
+        self._reader = MessageReader(head.encoding, peer.host.receive_bytes_max)
         self._has_headers = False
         self._lock = Lock()
-        self.is_over = False
+        self.is_over = False  # whether it has ended towards its client
+
+    def is_active(self) -> bool:
+        return not self.is_over
 
     def receive(self, data: bytes, is_over: bool) -> None:
         """More of the stream; `is_over`: all of it."""
@@ -83,23 +64,12 @@ class Call:
     def _message(self, message: bytes, size: int) -> None:
         raise NotImplementedError
 
-    @staticmethod
-    def _check_waiting(count: int) -> None:
-        """Refuses a message behind so many.
-
-        Raises:
-            MessageError: They are too many.
-        """
-        if count >= _WAITING_MAX:
-            details = f"more than {_WAITING_MAX} messages wait to be served"
-            raise MessageError(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
-
     def _all_received(self) -> None:
         raise NotImplementedError
 
     def _released(self) -> None:
         """The call has ended towards its client; called once."""
-        self._ended()
+        raise NotImplementedError
 
     def _ended(self) -> None:
         """Nothing more will be done for the call; called once."""
@@ -111,40 +81,32 @@ class Call:
         Raises:
             MessageError: It is too large.
         """
-        size = len(answer)
-        if size > self._limits.send_bytes_max:
-            details = f"Sent message larger than max ({size} vs. {self._limits.send_bytes_max})"
+        size, size_max = len(answer), self._peer.host.send_bytes_max
+        if size > size_max:
+            details = f"Sent message larger than max ({size} vs. {size_max})"
             raise MessageError(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
         return plain_prefix(0, size) + answer
 
-    def _say(self, data: bytes, initial: Metadata = (), *, consumed: int = 0) -> None:
-        headers = None if self._has_headers else self._headers(initial)
-        self._peer.send(self._stream, headers, data, None, consumed)
+    def _say(self, data: bytes, *, consumed: int = 0) -> None:
+        self._peer.send(self._stream, self._headers(), data, None, consumed)
 
     def _end(
-        self,
-        code: grpc.StatusCode,
-        details: str = "",
-        metadata: Metadata = (),
-        *,
-        data: bytes = b"",
-        initial: Metadata = (),
+        self, code: grpc.StatusCode, details: str = "", metadata: Metadata = (), *, data: bytes = b""
     ) -> None:
         """Sends the last answers and the status."""
         if self.is_over:
             return
-        if code is not grpc.StatusCode.OK and not self._has_headers and not data and not initial:
+        if code is not grpc.StatusCode.OK and not self._has_headers and not data:
             self._peer.send(self._stream, refusal_block(code, details, metadata), b"", None)
         else:
-            trailers = trailers_block(code, details, metadata)
-            self._peer.send(self._stream, self._headers(initial), data, trailers)
+            self._peer.send(self._stream, self._headers(), data, trailers_block(code, details, metadata))
         self._over()
 
-    def _headers(self, initial: Metadata) -> bytes | None:
-        if self._has_headers:
-            return None
+    def _headers(self) -> bytes | None:
+        """Return the block in front of the first answer."""
+        headers = None if self._has_headers else HEADERS
         self._has_headers = True
-        return HEADERS + metadata_block(initial) if initial else HEADERS
+        return headers
 
     def _over(self) -> None:
         with self._lock:

@@ -31,20 +31,13 @@ class H2Connection:
 
     Args:
         read_head: Makes of a request's header fields what its stream's `head` shall be.
-        streams_max: Streams open at once; told to the peer, and held.
         window_bytes: How much of one stream may be on its way or unread.
-
-    Attributes:
-        streams: The open ones by number.
-        last_stream_id: The highest number that the peer has used.
-        steps: Frames that came so far, header blocks counted as one.
-        out: What is to be sent, in order, see `take_out`.
     """
 
     def __init__(self, read_head: Callable[[Fields], Any], *, streams_max: int, window_bytes: int) -> None:
-        self.streams: dict[int, Stream] = {}
-        self.last_stream_id = 0
-        self.steps = 0
+        self.streams: dict[int, Stream] = {}  # the open ones by number
+        self.last_stream_id = 0  # the highest that the peer has used
+        self.steps = 0  # frames that came so far, header blocks counted as one
         self._streams_max = streams_max
         self._window_bytes = window_bytes
         self._heads = HeaderBlocks(read_head)
@@ -133,7 +126,12 @@ class H2Connection:
     def send_answer(self, stream: Stream, headers: bytes, data: bytes, trailers: bytes) -> None:
         """Sends headers, data and trailers, as the three above do, in one piece where there is room."""
         if stream.is_remote_closed and not stream.is_closed and 0 < len(data) <= self._room(stream):
-            self.out += frames.answer_frames(stream.id, headers, data, trailers)
+            self.out += (
+                frames.headers_frame(stream.id, headers, ends=False),
+                frames.data_head(len(data) << 8, 0, stream.id),
+                data,
+                frames.headers_frame(stream.id, trailers, ends=True),
+            )
             self._send_window_bytes -= len(data)
             self._close(stream)
             return
@@ -169,7 +167,9 @@ class H2Connection:
         self._receive_window_bytes -= size
         # No frame is as large as the half that is left, so it is never used up.
         if self._receive_window_bytes * 2 <= _CONNECTION_WINDOW_BYTES:
-            self._return_connection_window()
+            more_bytes = _CONNECTION_WINDOW_BYTES - self._receive_window_bytes
+            self.out.append(frames.number_frame(FrameType.WINDOW_UPDATE, 0, more_bytes))
+            self._receive_window_bytes = _CONNECTION_WINDOW_BYTES
         stream = self.streams.get(stream_id)
         if stream is None:
             self._check_was_open(stream_id)
@@ -362,11 +362,6 @@ class H2Connection:
         size, stream.consumed_bytes = stream.consumed_bytes, 0
         stream.receive_window_bytes += size
         self.out.append(frames.number_frame(FrameType.WINDOW_UPDATE, stream.id, size))
-
-    def _return_connection_window(self) -> None:
-        size = _CONNECTION_WINDOW_BYTES - self._receive_window_bytes
-        self._receive_window_bytes = _CONNECTION_WINDOW_BYTES
-        self.out.append(frames.number_frame(FrameType.WINDOW_UPDATE, 0, size))
 
     def _check_was_open(self, stream_id: int) -> None:
         if stream_id > self.last_stream_id or not stream_id & 1:

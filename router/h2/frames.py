@@ -1,6 +1,6 @@
 """HTTP/2 frames (RFC 9113, sections 4 and 6): parts in, bytes out, and received bytes in, whole frames out.
 
-Knows the preface and the frames' size, not what they mean.
+Knows the preface and the frames' size, not what they mean. What breaks the rules raises an H2Error.
 """
 
 from __future__ import annotations
@@ -101,18 +101,6 @@ def headers_frame(stream_id: int, block: bytes, *, ends: bool) -> bytes:
     return head(len(block), _HEADERS, _LAST if ends else END_HEADERS, stream_id) + block
 
 
-def answer_frames(
-    stream_id: int, headers: bytes, data: bytes, trailers: bytes
-) -> tuple[bytes, bytes, bytes, bytes]:
-    """HEADERS, the two parts of DATA, and the HEADERS that end the stream."""
-    return (
-        headers_frame(stream_id, headers, ends=False),
-        _DATA_HEAD.pack(len(data) << 8, 0, stream_id),
-        data,
-        headers_frame(stream_id, trailers, ends=True),
-    )
-
-
 def number_frame(kind: int, stream_id: int, number: int) -> bytes:
     """RST_STREAM with a code, or WINDOW_UPDATE with an increment."""
     return frame(kind, 0, stream_id, number.to_bytes(4, "big"))
@@ -135,13 +123,9 @@ def read_settings(payload: bytes) -> list[tuple[int, int]]:
 
 
 class FrameReader:
-    """One connection's bytes.
+    """One connection's bytes."""
 
-    Attributes:
-        frame_bytes_max: Larger frames end the connection.
-    """
-
-    frame_bytes_max: Final = 1 << 16
+    frame_bytes_max: Final = 1 << 16  # larger frames end the connection
 
     def __init__(self) -> None:
         self._rest = b""
@@ -153,11 +137,7 @@ class FrameReader:
         return bool(self._rest) or not self._is_begun
 
     def feed(self, data: bytes) -> Iterable[Frame]:
-        """Frames that are complete with these bytes; to be read to the end.
-
-        Raises:
-            H2Error: A frame is too large, or the connection does not begin as HTTP/2 does.
-        """
+        """Frames that are complete with these bytes; to be read to the end."""
         if not self._rest and self._has_settings and len(data) >= HEAD_BYTES:
             # Nearly always one frame comes by itself.
             upper, lower, kind, flags, stream_id = read_head(data)
@@ -221,11 +201,7 @@ class FrameReader:
 
 
 def check_unused(kind: int, stream_id: int, payload: bytes) -> None:
-    """Checks a frame from which nothing follows here.
-
-    Raises:
-        H2Error: It is not as it must be, or none that a client may send.
-    """
+    """Check a frame from which nothing follows here, if a client may send it at all."""
     if kind == FrameType.PUSH_PROMISE:
         raise H2Error(H2Code.PROTOCOL_ERROR, "a client does not push")
     if kind == FrameType.GOAWAY and (stream_id or len(payload) < 8):
@@ -237,21 +213,13 @@ def check_unused(kind: int, stream_id: int, payload: bytes) -> None:
 
 
 def unpadded(payload: bytes) -> bytes:
-    """A padded frame's payload.
-
-    Raises:
-        H2Error: The padding is as long as its frame.
-    """
+    """Return a padded frame's payload without its padding."""
     if not payload or payload[0] >= len(payload):
         raise H2Error(H2Code.PROTOCOL_ERROR, "padding as long as its frame")
     return payload[1 : len(payload) - payload[0]]
 
 
 def expect_size(payload: bytes, size: int, what: str) -> None:
-    """Checks a payload that has but one size.
-
-    Raises:
-        H2Error: It has another.
-    """
+    """Check a payload that has but one size."""
     if len(payload) != size:
         raise H2Error(H2Code.FRAME_SIZE_ERROR, f"{what} of {len(payload)} bytes instead of {size}")

@@ -23,11 +23,7 @@ _Head = TypeVar("_Head")
 
 
 class HeaderBlocks(Generic[_Head]):
-    """One connection's blocks, read in the order in which they came.
-
-    Args:
-        read: Makes of a block's fields what they mean.
-    """
+    """One connection's blocks, read in the order in which they came."""
 
     def __init__(self, read: Callable[[Fields], _Head]) -> None:
         self._read = read

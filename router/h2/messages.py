@@ -1,4 +1,4 @@
-"""gRPC's length-prefixed messages: a stream's bytes in, messages out, and the other way round.
+"""gRPC's length-prefixed messages: a stream's bytes in, messages out.
 
 The format is gRPC's own (PROTOCOL-HTTP2.md, Length-Prefixed-Message). Knows nothing of calls.
 """
@@ -31,12 +31,7 @@ class MessageError(Exception):
 
 
 class MessageReader:
-    """One stream's messages.
-
-    Args:
-        encoding: How compressed ones are; "identity": none are.
-        bytes_max: Larger messages are refused, as soon as they say so.
-    """
+    """One stream's messages; larger ones than `bytes_max` are refused as soon as they say so."""
 
     __slots__ = ("_bytes_max", "_encoding", "_flag", "_head", "_missing", "_parts")
 
@@ -129,8 +124,3 @@ class MessageReader:
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             f"Received message larger than max ({size} vs. {self._bytes_max})",
         )
-
-
-def prefixed(message: bytes) -> bytes:
-    """A message as it is sent."""
-    return plain_prefix(0, len(message)) + message

@@ -21,10 +21,9 @@ from indexer.repeated_log import RepeatedLog
 from router.h2.call_head import CallHead, call_head, refusal_block
 from router.h2.calls import Call
 from router.h2.connection import H2Connection
-from router.h2.exchange_call import ExchangeCall
+from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from router.h2.frames import H2Code, H2Error
-from router.h2.methods import ExchangeMethod
-from router.h2.servicer_calls import ThreadedCall, UnaryCall
+from router.h2.servicer_calls import ServicerCall
 from router.h2.streams import Drained, Event, Opened, Received, Stream
 from router.h2.tls import HANDSHAKE, TlsLayer
 
@@ -44,21 +43,16 @@ _FAREWELL_S = 0.05
 _SHORT_BYTES = 8 << 10
 
 
-def host_of(peer: str) -> str:
-    """Return a peer's address without its port."""
-    return peer.rpartition(":")[0]
+def host_of(address: str) -> str:
+    """Return an address without its port."""
+    return address.rpartition(":")[0]
 
 
 class Peer:
-    """One client; `serve` runs as long as it is connected.
-
-    Attributes:
-        peer: Its address in gRPC's form.
-        host: The server that it is connected to.
-    """
+    """One client; `serve` runs as long as it is connected."""
 
     def __init__(self, host: GrpcServer, connection: socket.socket, address: str) -> None:
-        self.peer = address
+        self.peer = address  # "host:port"
         self.host = host
         self._socket = connection
         self._lock = Lock()
@@ -103,13 +97,20 @@ class Peer:
                         self._write_out()
         except H2Error as error:
             _repeated.event(
-                "http2_error", host_of(self.peer), "a gRPC client at %s broke HTTP/2: %s", self.peer, error
+                "http2_error",
+                host_of(self.peer),
+                "a gRPC client at %s broke HTTP/2: %s",
+                self.peer,
+                error,
             )
-            with suppress(OSError):
-                self._say_goaway(error.code, str(error))
+            self._say_goaway(error.code, str(error))
         except ssl.SSLError as error:
             _repeated.event(
-                "tls_failed", host_of(self.peer), "TLS with a gRPC client at %s failed: %s", self.peer, error
+                "tls_failed",
+                host_of(self.peer),
+                "TLS with a gRPC client at %s failed: %s",
+                self.peer,
+                error,
             )
         except OSError:
             pass  # the client is gone, or too slow
@@ -118,11 +119,11 @@ class Peer:
 
     def drain(self) -> None:
         """Tells the client to make its next calls elsewhere, or on a new connection."""
-        self._say_farewell("the server goes", is_early=True)
+        self._say_goaway(H2Code.NO_ERROR, "the server goes", is_early=True)
 
     def close(self) -> None:
         """Ends the connection; its reader then ends by itself."""
-        self._say_farewell("the server ends", is_early=False)
+        self._say_goaway(H2Code.NO_ERROR, "the server ends")
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -131,10 +132,8 @@ class Peer:
     ) -> None:
         """Send a part of an answer: what of it there is; headers alone are all of the answer.
 
-        On the connection's own thread that is when all that was received at once is answered.
-
-        Args:
-            consumed: The call has taken so many bytes.
+        On the connection's own thread that is when all that was received at once is answered. Of what came
+        the call has taken `consumed` bytes.
         """
         connection = self._connection
         try:
@@ -251,9 +250,7 @@ class Peer:
             if isinstance(method, ExchangeMethod):
                 host.note_exchange(stream)
                 return ExchangeCall(self, stream, method)
-            if method.request_streaming or method.response_streaming:
-                return ThreadedCall(self, stream, method)
-            return UnaryCall(self, stream, method)
+            return ServicerCall(self, stream, method)
         except Exception as error:
             _repeated.event(
                 "call_failed",
@@ -323,17 +320,12 @@ class Peer:
                 raise TimeoutError
             data = data[self._socket.send(data) :]
 
-    def _say_goaway(self, code: H2Code, message: str) -> None:
-        with self._lock:
-            self._connection.goaway(code, message)
-            self._write_out()
-
-    def _say_farewell(self, message: str, *, is_early: bool) -> None:
+    def _say_goaway(self, code: H2Code, message: str, *, is_early: bool = False) -> None:
         # Whoever writes for longer does so to a client that takes nothing, and would not hear of it.
         if not self._lock.acquire(timeout=_FAREWELL_S):
             return
         try:
-            self._connection.goaway(H2Code.NO_ERROR, message, is_early=is_early)
+            self._connection.goaway(code, message, is_early=is_early)
             self._write_out()
         except OSError:
             pass

@@ -7,18 +7,15 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from indexer.repeated_log import RepeatedLog
-from router.h2.calls import CallLimits
-from router.h2.exchange_call import ExchangeCall
-from router.h2.methods import Methods
+from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from router.h2.peer import Peer, host_of
 from router.h2.streams import Stream
 from router.tcp_listen import TcpListener, prepare
@@ -37,18 +34,20 @@ _STOP_S = 2.0
 _PATIENCE_S = 2.0
 
 
-class GrpcServer(Methods):
-    """Bound when made, serving from `start` on. Takes servicers as grpc.Server does.
+class GrpcServer:
+    """Bound when made, serving from `start` on.
+
+    Takes servicers as grpc.Server does, whose methods have one message in, and exchanges: streams that are
+    answered message by message.
 
     Args:
         flag: The flag that chose the port, for the error.
-        threads: Calls on threads of their own at once: all but exchanges and inline methods.
+        threads: Calls served at once by other threads than their connection's.
         requests_max: Calls in all; beyond that they are refused with RESOURCE_EXHAUSTED.
-        message_bytes_max: Largest body that one message may carry.
         services: Each adds a service to the server that it is given.
         service_names: What reflection shows; none: no reflection.
         tls: Makes the context of the next connection that begins with TLS; None: there is plaintext alone.
-        receive_bytes_max, send_bytes_max: Largest messages; None: from message_bytes_max.
+        receive_bytes_max, send_bytes_max: Largest messages; None: one with a body of message_bytes_max.
         inline: Methods by path that a connection's own thread may serve, up to so many bytes of a call.
 
     Raises:
@@ -71,18 +70,17 @@ class GrpcServer(Methods):
         send_bytes_max: int | None = None,
         inline: Mapping[str, int],
     ) -> None:
-        super().__init__()
         self._listener = TcpListener(flag, host, port, self._take, "grpc")
         self.port = self._listener.port
         self.tls = tls
         size = message_bytes_max + _MESSAGE_OVERHEAD_BYTES
         self.receive_bytes_max = receive_bytes_max or size
+        self.send_bytes_max = send_bytes_max or size
+        self.inline = inline
         self._calls_max = requests_max
         # Told to clients; so much above what is served that they are refused rather than kept waiting.
         self.streams_max = requests_max + _REFUSALS_MAX
-        limits = partial(CallLimits, self.receive_bytes_max, send_bytes_max or size)
-        self._limits = {path: limits(inline_bytes) for path, inline_bytes in inline.items()}
-        self._other_limits = limits(-1)
+        self._methods: dict[str, ExchangeMethod | Any] = {}
         self._calls = 0
         # Streams of exchanges with the time of their beginning (monotonic), the oldest first.
         self._exchanges: dict[Stream, float] = {}
@@ -93,8 +91,13 @@ class GrpcServer(Methods):
         for add in services:
             add(self)
         if service_names:
-            shown: Any = self
-            reflection.enable_server_reflection((*service_names, reflection.SERVICE_NAME), shown)
+            shown = reflection.ReflectionServicer((*service_names, reflection.SERVICE_NAME))
+            method = ExchangeMethod(
+                lambda _call: _Reflection(shown),
+                reflection_pb2.ServerReflectionRequest.FromString,
+                reflection_pb2.ServerReflectionResponse.SerializeToString,
+            )
+            self.add_exchange(f"/{reflection.SERVICE_NAME}/ServerReflectionInfo", method)
 
     @property
     def open_calls(self) -> int:
@@ -104,7 +107,21 @@ class GrpcServer(Methods):
 
     @property
     def connections(self) -> int:
-        return len(self._connected())
+        return len(self._peers)
+
+    def add_generic_rpc_handlers(self, _handlers: Sequence[Any]) -> None:
+        """Generated code adds each handler in the other way too."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        for name, handler in handlers.items():
+            self._methods[f"/{service}/{name}"] = handler
+
+    def add_exchange(self, path: str, method: ExchangeMethod) -> None:
+        self._methods[path] = method
+
+    def find(self, path: str) -> ExchangeMethod | Any | None:
+        """The method, or grpcio's handler, for a path; None: there is none."""
+        return self._methods.get(path)
 
     def start(self) -> None:
         self._listener.start()
@@ -146,9 +163,6 @@ class GrpcServer(Methods):
         with suppress(RuntimeError):
             self._pool.submit(task)
 
-    def limits(self, path: str) -> CallLimits:
-        return self._limits.get(path, self._other_limits)
-
     def _take_place(self) -> bool:
         with self._lock:
             is_free = self._calls < self._calls_max
@@ -181,7 +195,7 @@ class GrpcServer(Methods):
             return dict(self._peers)
 
     def _take(self, connection: socket.socket, address: Any) -> None:
-        name = f"ipv6:[{address[0]}]:{address[1]}" if ":" in address[0] else f"ipv4:{address[0]}:{address[1]}"
+        name = f"{address[0]}:{address[1]}"
         peer = Peer(self, connection, name)
         thread = threading.Thread(target=self._serve, args=(peer,), name="grpc-peer", daemon=True)
         try:
@@ -236,6 +250,25 @@ class GrpcServer(Methods):
         finally:
             with self._lock:
                 self._peers.pop(peer, None)
+
+
+class _Reflection:
+    """The exchange of a client that asks for the services; grpcio's servicer answers."""
+
+    finished, is_routed = False, True
+
+    def __init__(self, servicer: reflection.ReflectionServicer) -> None:
+        self._servicer = servicer
+
+    def answers(self, message: reflection_pb2.ServerReflectionRequest) -> Iterator[Any]:
+        answers: Iterator[Any] = self._servicer.ServerReflectionInfo(iter((message,)), None)
+        return answers
+
+    def last(self) -> tuple[()]:
+        return ()
+
+    def close(self) -> None:
+        pass
 
 
 def _set_up(connection: socket.socket) -> None:

@@ -10,36 +10,22 @@ import msgspec
 
 
 class Stream(msgspec.Struct, eq=False):
-    """An open stream.
-
-    Attributes:
-        head: What its header block said.
-        send_window_bytes: How much the peer takes now; below 0 after it made its windows smaller.
-        receive_window_bytes: How much the peer may send now.
-        unread_bytes: Received, and not yet taken by the call.
-        consumed_bytes: Taken by the call, and not yet given back to the peer's window.
-        pending: What waits for the peer's window, in order; None: nothing did yet.
-        trailers: The block that ends it, once everything before it is sent.
-        is_remote_closed: Whether the peer has sent its last.
-        is_closed: Whether both sides are done, or either has reset it.
-        is_served: Whether the call has done all it will.
-        holds_place: Whether the stream has one of the server's places for calls.
-    """
+    """An open stream."""
 
     id: int
-    head: Any
-    send_window_bytes: int
-    receive_window_bytes: int
-    unread_bytes: int = 0
-    consumed_bytes: int = 0
-    pending: deque[memoryview] | None = None
+    head: Any  # what its header block said
+    send_window_bytes: int  # how much the peer takes now; below 0 after it made its windows smaller
+    receive_window_bytes: int  # how much the peer may send now
+    unread_bytes: int = 0  # received, and not yet taken by the call
+    consumed_bytes: int = 0  # taken by the call, and not yet given back to the peer's window
+    pending: deque[memoryview] | None = None  # what waits for the peer's window; None: nothing did yet
     pending_bytes: int = 0
-    trailers: bytes | None = None
-    is_remote_closed: bool = False
-    is_closed: bool = False
+    trailers: bytes | None = None  # the block that ends it, once everything before it is sent
+    is_remote_closed: bool = False  # whether the peer has sent its last
+    is_closed: bool = False  # whether both sides are done, or either has reset it
     call: Any = None
-    is_served: bool = False
-    holds_place: bool = False
+    is_served: bool = False  # whether the call has done all it will
+    holds_place: bool = False  # whether it has one of the server's places for calls
 
 
 @dataclass(slots=True)

@@ -12,17 +12,13 @@ _READ_BYTES = 256 << 10
 
 
 class TlsLayer:
-    """The server's end; not safe to share between threads.
-
-    Attributes:
-        is_open: Whether the handshake is done, so that plaintext may be sent.
-        is_over: Whether the client has ended TLS: nothing more will come.
-    """
+    """The server's end; not safe to share between threads."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
-        self.is_open = self.is_over = False
+        self.is_open = False  # whether the handshake is done, so that plaintext may be sent
+        self.is_over = False  # whether the client has ended TLS: nothing more will come
 
     def receive(self, records: bytes) -> bytes:
         """Return the plaintext that is complete with these bytes.

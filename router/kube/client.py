@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote
 
 import urllib3
 from kubernetes import client as _client
 from kubernetes import config as _config
+from kubernetes.client.rest import RESTClientObject
 
 from router.errors import ClusterError, ConfigError
 from router.kube.objects import BadObjectError, Counted, Head, ObjectList, Status, WatchEvent, read
 
 _log = logging.getLogger(__name__)
 
-# Its types are those of answers that were read for us; here they are read by msgspec.
+# The package finds credentials and knows how to connect with them; answers are read by msgspec.
 official: Any = _client
 credentials: Any = _config
 
@@ -42,26 +41,19 @@ _STATUS_BYTES_MAX = 1 << 16
 _MESSAGE_BYTES_MAX = 200
 _PIECE_BYTES = 1 << 16
 _CONFLICT = 409
+_NO_QUERY: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is listed or watched.
+    """What is listed or watched."""
 
-    Attributes:
-        group: "" for the core group.
-        plural: As in paths.
-        namespace: "" for what is of the whole cluster.
-        selector: Label selector; "" for none.
-        name: Only the object of this name; "" for all.
-    """
-
-    group: str
+    group: str  # "" for the core group
     version: str
-    plural: str
-    namespace: str
-    selector: str = ""
-    name: str = ""
+    plural: str  # as in paths
+    namespace: str  # "" for what is of the whole cluster
+    selector: str = ""  # label selector; "" for none
+    name: str = ""  # only the object of this name; "" for all
 
     @property
     def path(self) -> str:
@@ -70,7 +62,7 @@ class Kind:
         return "/".join(("", *group, self.version, *namespace, self.plural))
 
     @property
-    def query(self) -> dict[str, Any]:
+    def query(self) -> dict[str, str]:
         field = f"metadata.name={self.name}" if self.name else ""
         return {"labelSelector": self.selector, "fieldSelector": field}
 
@@ -92,10 +84,10 @@ class KubeClient:
     """
 
     def __init__(self, kubeconfig: Path | None) -> None:
-        self._kubeconfig = kubeconfig
+        self._file = None if kubeconfig is None else str(kubeconfig)
         self._in_cluster = kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ
         try:
-            self._api = self._load()
+            self._configuration, self._http = self._load()
         except ClusterError as error:
             raise ConfigError(f"--kubeconfig: {error}") from error
 
@@ -118,8 +110,9 @@ class KubeClient:
         Raises:
             ClusterError: They cannot be read now.
         """
-        old, self._api = self._api, self._load()
-        old.rest_client.pool_manager.clear()
+        old = self._http
+        self._configuration, self._http = self._load()
+        old.clear()
 
     def pages(self, kind: Kind) -> Iterator[ObjectList]:
         """All objects of a kind as they are now, page by page.
@@ -129,9 +122,9 @@ class KubeClient:
         """
         more = ""
         while True:
-            query = {**kind.query, "limit": _PAGE_OBJECTS, "continue": more}
+            query = {**kind.query, "limit": str(_PAGE_OBJECTS), "continue": more}
             with _refusals(kind.path):
-                objects = read(self._ask("GET", kind.path, query=query), ObjectList)
+                objects = read(self._ask("GET", kind.path, query), ObjectList)
             yield objects
             more = objects.metadata.continue_ or ""
             if not more:
@@ -149,10 +142,10 @@ class KubeClient:
         """
         query = {
             **kind.query,
-            "watch": True,
+            "watch": "true",
             "resourceVersion": version,
-            "allowWatchBookmarks": True,
-            "timeoutSeconds": max(1, int(lasts_s)),
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(max(1, int(lasts_s))),
         }
         return WatchStream(self._open("GET", kind.path, query, read_s=silent_s), kind.path)
 
@@ -193,19 +186,15 @@ class KubeClient:
         body = {"apiVersion": f"{asked.group}/{asked.version}", "kind": kind, "spec": spec}
         return self._ask("POST", asked.path, body=body)
 
-    @property
-    def _file(self) -> str | None:
-        return None if self._kubeconfig is None else str(self._kubeconfig)
-
-    def _ask(self, method: str, path: str, **what: Any) -> bytes:
-        return _read_all(self._open(method, path, **what), path)
+    def _ask(self, method: str, path: str, query: Mapping[str, str] = _NO_QUERY, body: Any = None) -> bytes:
+        return _read_all(self._open(method, path, query, body), path)
 
     def _open(
         self,
         method: str,
         path: str,
-        query: Mapping[str, Any] = MappingProxyType({}),
-        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str] = _NO_QUERY,
+        body: Any = None,
         read_s: float = _ANSWER_S,
     ) -> urllib3.BaseHTTPResponse:
         """Asks; the answer's body is not read yet.
@@ -214,16 +203,20 @@ class KubeClient:
             ClusterError: It is refused, or there is no answer.
         """
         content_type = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        headers = {"Accept": "application/json", "Content-Type": content_type}
         with _refusals(path):
-            request = self._api.param_serialize(
-                *(method, path),
-                query_params=[(name, value) for name, value in query.items() if value],
-                header_params={"Accept": "application/json", "Content-Type": content_type},
-                body=body,
-                auth_settings=["BearerToken"],
+            secrets = self._configuration.auth_settings().values()
+            response = self._http.request(
+                method,
+                self._configuration.host + path,
+                fields={name: value for name, value in query.items() if value} or None,
+                json=body,
+                headers=headers | {secret["key"]: secret["value"] for secret in secrets},
+                timeout=urllib3.Timeout(connect=_CONNECT_S, read=read_s),
+                preload_content=False,
+                # Who calls knows better when to try again.
+                retries=False,
             )
-            answer = self._api.call_api(*request, _request_timeout=(_CONNECT_S, read_s))
-        response: urllib3.BaseHTTPResponse = answer.response
         if 200 <= response.status < 300:
             return response
         refusal = _read_all(response, path, _STATUS_BYTES_MAX)
@@ -234,7 +227,7 @@ class KubeClient:
         text = message or refusal[:_MESSAGE_BYTES_MAX].decode(errors="replace")
         raise ClusterError(response.status, f"{path}: {response.status} {text}")
 
-    def _load(self) -> Any:
+    def _load(self) -> tuple[Any, urllib3.PoolManager]:
         configuration = official.Configuration()
         try:
             if self._in_cluster:
@@ -243,19 +236,17 @@ class KubeClient:
                 credentials.load_kube_config(
                     self._file, client_configuration=configuration, persist_config=False
                 )
+            return configuration, RESTClientObject(configuration).pool_manager
         except (credentials.ConfigException, OSError, ValueError, TypeError, KeyError) as error:
             raise ClusterError(0, f"no credentials for a cluster: {error}") from error
-        # Who calls knows better when to try again.
-        configuration.retries = False
-        return official.ApiClient(configuration)
 
 
+@dataclass(frozen=True, slots=True)
 class WatchStream:
     """Events as they come; to be read by one thread."""
 
-    def __init__(self, response: urllib3.BaseHTTPResponse, what: str) -> None:
-        self._response = response
-        self._what = what
+    response: urllib3.BaseHTTPResponse
+    what: str
 
     def __iter__(self) -> Iterator[WatchEvent]:
         """The events.
@@ -265,32 +256,31 @@ class WatchStream:
                 too old.
         """
         waiting = bytearray()
-        with _refusals(self._what):
-            for piece in self._response.stream(_PIECE_BYTES):
+        with _refusals(self.what):
+            for piece in self.response.stream(_PIECE_BYTES):
                 waiting += piece
                 *lines, rest = waiting.split(b"\n")
                 for line in filter(bytes.strip, map(bytes, lines)):
                     event = read(line, WatchEvent)
                     if event.type == "ERROR":
                         status = read(event.object, Status)
-                        raise ClusterError(status.code, f"{self._what}: {status.reason}: {status.message}")
+                        raise ClusterError(status.code, f"{self.what}: {status.reason}: {status.message}")
                     yield event
                 waiting = rest
                 if len(waiting) > _EVENT_BYTES_MAX:
-                    raise ClusterError(0, f"{self._what}: an event of more than {_EVENT_BYTES_MAX} bytes")
+                    raise ClusterError(0, f"{self.what}: an event of more than {_EVENT_BYTES_MAX} bytes")
 
     def stop(self) -> None:
         """Ends it from another thread: who reads gets a ClusterError or the end."""
-        held = getattr(self._response.connection, "sock", None)
-        if held is not None:
-            try:
-                held.shutdown(socket.SHUT_RDWR)
-            except OSError as error:
-                _log.debug("watch of %s: %s", self._what, error)
+        try:
+            self.response.shutdown()
+        except (OSError, ValueError, RuntimeError) as error:
+            # It has ended by itself.
+            _log.debug("watch of %s: %s", self.what, error)
 
     def close(self) -> None:
-        self._response.close()
-        self._response.release_conn()
+        self.response.close()
+        self.response.release_conn()
 
 
 @contextmanager
@@ -298,8 +288,6 @@ def _refusals(what: str) -> Iterator[None]:
     """Makes a ClusterError of whatever goes wrong on the way to the API server."""
     try:
         yield
-    except official.ApiException as error:
-        raise ClusterError(0, f"{what}: {error.reason}") from error
     except urllib3.exceptions.ReadTimeoutError as error:
         raise ClusterError(0, f"{what}: the connection fell silent") from error
     except BadObjectError as error:

@@ -1,11 +1,10 @@
-"""What discovery in Kubernetes is told: flags in, one checked KubeConfig out; label selectors checked."""
+"""What discovery in Kubernetes is told: flags in, one checked KubeConfig out."""
 
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from indexer.config import DEFAULT_EVENTS_PORT, RANKS_MAX
@@ -24,50 +23,13 @@ PORTS_MAX = 8
 """Target ports of a pool."""
 
 _PORT_MAX = 65_535 - RANKS_MAX
-_GROUP = "pods in Kubernetes"
-_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
-_KEY = rf"(?:[a-z0-9](?:[a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_NAME}"
-_VALUE = rf"(?:{_NAME})?"
-_REQUIREMENT = re.compile(
-    rf"\s*(?:!\s*{_KEY}|{_KEY}\s*(?:(?:==?|!=)\s*{_VALUE}|\s(?:not)?in\s*\(\s*{_VALUE}\s*(?:,\s*{_VALUE}\s*)*\))?)\s*"
-)
-_COMMA = re.compile(r",(?![^(]*\))")
-_CHARS_MAX = 8192
-
-
-def checked_selector(text: str) -> str:
-    """A selector in Kubernetes' text form: `a=b`, `a!=b`, `a in (b,c)`, `a notin (b)`, `a`, `!a`.
-
-    Raises:
-        ValueError: It is none, or would select every pod.
-    """
-    if len(text) > _CHARS_MAX:
-        raise ValueError(f"longer than {_CHARS_MAX} characters")
-    for part in _COMMA.split(text):
-        if not _REQUIREMENT.fullmatch(part):
-            raise ValueError(
-                f"{part.strip()!r} is no requirement; write app=x, role!=y, role in (a,b), role notin (a), "
-                "app or !app"
-            )
-    return text.strip()
-
-
-def selector_of(labels: Mapping[str, str]) -> str:
-    """The text form of matchLabels.
-
-    Raises:
-        ValueError: A label is none, or there are none: that would select every pod.
-    """
-    if not labels:
-        raise ValueError("is empty, which would select every pod of the namespace")
-    return checked_selector(",".join(f"{key}={value}" for key, value in sorted(labels.items())))
 
 
 def _selector(text: str) -> str:
-    try:
-        return checked_selector(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    # Whether it is one, the API server says.
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty, which would select every pod of the namespace")
+    return text.strip()
 
 
 def _ports(text: str) -> tuple[int, ...]:
@@ -84,25 +46,22 @@ def _engine_port(text: str) -> int:
     return number
 
 
+_GROUP = "pods in Kubernetes"
+_flag = partial(flag, _GROUP)
+
+
 @dataclass(frozen=True, slots=True)
 class KubeConfig:
-    """Where pods are found.
+    """Where pods are found: in a pool, or by `selector`."""
 
-    Attributes:
-        pool: "": pods are found by `selector`.
-        events_bind: Whether pods may connect to us instead.
-    """
-
-    pool: str = flag(
-        _GROUP,
+    pool: str = _flag(
         "--pool-name",
         str,
         "",
         "InferencePool whose pods are used; with file discovery its name",
         metavar="NAME",
     )
-    pool_group: str = flag(
-        _GROUP,
+    pool_group: str = _flag(
         "--pool-group",
         str,
         POOL_GROUP,
@@ -110,45 +69,37 @@ class KubeConfig:
         choices=tuple(POOL_VERSIONS),
         metavar=None,
     )
-    namespace: str = flag(
-        _GROUP,
+    namespace: str = _flag(
         "--pool-namespace",
         str,
         "",
         "of the pool and its pods (default: POD_NAMESPACE, else that of the credentials)",
         metavar="NAMESPACE",
     )
-    selector: str = flag(
-        _GROUP,
+    selector: str = _flag(
         "--endpoint-selector",
         _selector,
         "",
         'label selector of the pods where there is no InferencePool: "app=x,role in (a,b)"',
         metavar="SELECTOR",
     )
-    target_ports: tuple[int, ...] = flag(
-        _GROUP,
+    target_ports: tuple[int, ...] = _flag(
         "--endpoint-target-ports",
         _ports,
         (),
         f"serving ports of these pods, at most {PORTS_MAX}",
         metavar="PORT[,PORT]",
     )
-    events_port: int = flag(
-        _GROUP,
+    events_port: int = _flag(
         "--kv-events-port",
         _engine_port,
         DEFAULT_EVENTS_PORT,
         "where engines publish KV events, + 1 for each further target port; pods may be annotated otherwise",
     )
-    replay_port: int = flag(
-        _GROUP,
-        "--kv-replay-port",
-        _engine_port,
-        DEFAULT_EVENTS_PORT + 1,
-        "where they answer replays; 0: nowhere",
+    replay_port: int = _flag(
+        "--kv-replay-port", _engine_port, DEFAULT_EVENTS_PORT + 1, "where they answer replays; 0: nowhere"
     )
-    events_bind: bool = False
+    events_bind: bool = False  # whether pods may connect to us instead
     kubeconfig: Path | None = flag(
         _GROUP,
         "--kubeconfig",
@@ -157,8 +108,7 @@ class KubeConfig:
         "credentials (default: the pod's service account, else ~/.kube/config)",
         metavar="PATH",
     )
-    deadline_s: float = flag(
-        _GROUP,
+    deadline_s: float = _flag(
         "--kube-deadline",
         positive_duration,
         300.0,

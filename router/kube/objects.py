@@ -211,12 +211,6 @@ class Status(_Struct, frozen=True):
     message: str | None = None
 
 
-class Bookmark(_Struct, frozen=True):
-    """An object of which only the version is told."""
-
-    metadata: _ListMetadata = _ListMetadata()
-
-
 def read(data: bytes | Raw, kind: type[_T]) -> _T:
     """Reads JSON.
 

@@ -19,7 +19,7 @@ from indexer.pod_entry import (
     PodEntry,
     label_problem,
 )
-from router.kube.config import POOL_GROUP, KubeConfig, selector_of
+from router.kube.config import POOL_GROUP, KubeConfig
 from router.kube.objects import (
     BadObjectError,
     ObjectiveObject,
@@ -44,17 +44,11 @@ _EXACT = "Exact"
 
 @dataclass(frozen=True, slots=True)
 class PodEndpoints:
-    """What a pod is to us.
+    """What a pod is to us."""
 
-    Attributes:
-        entries: Its endpoints, also while it is not Ready: its cache outlives that.
-        complaints: Annotations that are not understood, and so are passed over.
-        probed: Addresses of those whose port a readiness probe of the pod asks.
-    """
-
-    entries: tuple[PodEntry, ...] = ()
-    complaints: tuple[str, ...] = ()
-    probed: tuple[str, ...] = ()
+    entries: tuple[PodEntry, ...] = ()  # its endpoints, also while it is not Ready: its cache outlives that
+    complaint: str = ""  # an annotation that is not understood, and so is passed over
+    probed: tuple[str, ...] = ()  # addresses of those whose port a readiness probe of the pod asks
 
 
 def endpoints_of(pod: PodObject, rules: KubeConfig) -> PodEndpoints:
@@ -69,8 +63,8 @@ def endpoints_of(pod: PodObject, rules: KubeConfig) -> PodEndpoints:
     if (address := _address(status.pod_ip)) is None:
         return PodEndpoints()
     annotations = metadata.annotations or {}
-    ports, complaints = _active_ports(annotations, rules.target_ports)
-    given, complaints_of_labels = _own_labels(annotations, rules)
+    ports, complaint_of_ports = _active_ports(annotations, rules.target_ports)
+    given, complaint = _own_labels(annotations, rules)
     labels = {name: value for name, value in (metadata.labels or {}).items() if name not in _OURS}
     entries = []
     for rank, port in enumerate(rules.target_ports):
@@ -96,7 +90,7 @@ def endpoints_of(pod: PodObject, rules: KubeConfig) -> PodEndpoints:
         )
     probed_ports = _probed_ports(pod)
     probed = tuple(entry.pod for entry in entries if entry.port in probed_ports)
-    return PodEndpoints(tuple(entries), (*complaints, *complaints_of_labels), probed)
+    return PodEndpoints(tuple(entries), complaint_of_ports or complaint, probed)
 
 
 def is_ready(pod: PodObject) -> bool:
@@ -149,23 +143,20 @@ def _life(pod: PodObject) -> str:
     return " ".join([pod.metadata.uid, *lives])
 
 
-def _active_ports(
-    annotations: Mapping[str, str], ports: Sequence[int]
-) -> tuple[Collection[int], tuple[str, ...]]:
+def _active_ports(annotations: Mapping[str, str], ports: Sequence[int]) -> tuple[Collection[int], str]:
     name = next((name for name in ACTIVE_PORTS if name in annotations), None)
     if name is None:
-        return ports, ()
-    known = {str(port): port for port in ports}
+        return ports, ""
     items = [item for item in map(str.strip, annotations[name].split(",")) if item]
-    strangers = [item for item in items if item not in known]
-    complaints = (f"{name}: {strangers[0][:20]!r} is no target port of the pool",) if strangers else ()
-    return {known[item] for item in items if item in known}, complaints
+    used = [port for port in ports if str(port) in items]
+    stranger = next((item for item in items if item not in map(str, ports)), None)
+    return used, f"{name}: {stranger[:20]!r} is no target port of the pool" if stranger else ""
 
 
-def _own_labels(annotations: Mapping[str, str], rules: KubeConfig) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The annotations as labels of a pods file."""
+def _own_labels(annotations: Mapping[str, str], rules: KubeConfig) -> tuple[dict[str, str], str]:
+    """The annotations as labels of a pods file, and what is wrong with the first that is not understood."""
     given: dict[str, str] = {}
-    complaints = []
+    complaint = ""
     for label in sorted(_OURS):
         name = ANNOTATION_PREFIX + label.removeprefix(_LABEL_PREFIX)
         value = annotations.get(name)
@@ -175,11 +166,12 @@ def _own_labels(annotations: Mapping[str, str], rules: KubeConfig) -> tuple[dict
         if problem is None:
             given[label] = value
         else:
-            complaints.append(f"{name}: {problem[:200]}")
+            complaint = complaint or f"{name}: {problem[:200]}"
     if given.get(RANKS_LABEL, "1") != "1" and given.get(SNAPSHOT_LABEL) == "true":
         del given[SNAPSHOT_LABEL]
-        complaints.append(f"{ANNOTATION_PREFIX}kv-snapshot: a snapshot of one engine is none of all ranks")
-    return given, tuple(complaints)
+        snapshot = f"{ANNOTATION_PREFIX}kv-snapshot: a snapshot of one engine is none of all ranks"
+        complaint = complaint or snapshot
+    return given, complaint
 
 
 def _unfit(label: str, value: str, rules: KubeConfig) -> str | None:
@@ -223,10 +215,10 @@ def pool_of(pool: PoolObject | OldPoolObject) -> Pool | None:
     else:
         labels = pool.spec.selector.match_labels
         ports = tuple(dict.fromkeys(port.number for port in pool.spec.target_ports))
-    try:
-        return Pool(metadata.name, metadata.uid, selector_of(labels), ports)
-    except ValueError as error:
-        raise BadObjectError(f"spec.selector: {error}") from error
+    if not labels:
+        raise BadObjectError("spec.selector: is empty, which would select every pod of the namespace")
+    selector = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+    return Pool(metadata.name, metadata.uid, selector, ports)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
+from itertools import chain
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -19,8 +20,6 @@ from indexer.pod_entry import PodEntry
 from indexer.roster import EngineState
 from router.kube.client import Kind, KubeClient
 from router.kube.config import LLMD_GROUP, OLD_GROUP, POOL_GROUP, POOL_VERSIONS, KubeConfig
-from router.kube.events import EventPoster, Subject
-from router.kube.mirror import Mirror
 from router.kube.objects import (
     BadObjectError,
     ObjectiveObject,
@@ -40,10 +39,9 @@ from router.kube.pods import (
     priorities_of,
     rewrites_of,
 )
-from router.kube.problems import Diagnosis, Found, Problems
-from router.kube.watch import Reflector, WatchCollector
-from router.pods import Pod
-from router.pods_source import PodsSource
+from router.kube.problems import EventPoster, Found, Problems, Reason, of_cluster, of_pods
+from router.kube.watch import Mirror, Reflector, WatchCollector
+from router.pods import Pod, PodsSource
 from router.resources import Resources
 
 _log = logging.getLogger(__name__)
@@ -54,30 +52,24 @@ _OBJECTIVE_VERSION = "v1alpha2"
 _NO_REWRITES = "the router does not rewrite models with --compat off; start it with --compat answers"
 
 
+@dataclass(eq=False)
 class KubeSource(PodsSource):
     """Follows one pool, or one selector's pods.
-
-    Args:
-        take: Told objectives' priorities and rewrites' rules whenever they may have changed, on any thread.
-        rewrites: Whether the router rewrites models at all.
 
     Raises:
         ConfigError: There are no credentials for a cluster.
     """
 
-    def __init__(
-        self,
-        config: KubeConfig,
-        registry: CollectorRegistry,
-        take: Callable[[Resources], None],
-        *,
-        rewrites: bool,
-    ) -> None:
-        self._config = config
-        self._take = take
-        self._rewrites_apply = rewrites
+    config: KubeConfig
+    registry: InitVar[CollectorRegistry]
+    # Told objectives' priorities and rewrites' rules whenever they may have changed, on any thread.
+    take: Callable[[Resources], None]
+    rewrites: bool = True  # whether the router rewrites models at all
+
+    def __post_init__(self, registry: CollectorRegistry) -> None:
+        config = self.config
         self._client = KubeClient(config.kubeconfig)
-        self._namespace = namespace = config.namespace or self._client.namespace
+        self._namespace = config.namespace or self._client.namespace
         self._news: Callable[[], None] = lambda: None
         self._pool: Pool | None = None
         self._pool_problem = ""
@@ -86,7 +78,7 @@ class KubeSource(PodsSource):
         self._left_out = 0
         self._complaints: Mapping[str, str] = {}
         self._rewrites = Rewrites()
-        self._own_uid: str | None = None
+        self._own_uid = ""
         pool_kind: Any = PoolObject if config.pool_group == POOL_GROUP else OldPoolObject
         self._pods: Reflector[PodObject] = self._watch("pods", PodObject, _PODS_MAX, lambda: self._news())
         self._pools: Reflector[PoolObject | OldPoolObject] = self._watch("pool", pool_kind, 1, self._on_pool)
@@ -102,12 +94,11 @@ class KubeSource(PodsSource):
         self._watches = {watch.name: watch for watch in followed}
         self._poster = EventPoster(self._client, self._subject)
         self._problems = Problems(registry, self._poster.post)
-        self._diagnosis = Diagnosis(config, namespace)
         registry.register(WatchCollector(self._watches))
 
     def start(self, news: Callable[[], None]) -> None:
         self._news = news
-        config, namespace = self._config, self._namespace
+        config, namespace = self.config, self._namespace
         if config.pool:
             version = POOL_VERSIONS[config.pool_group]
             self._pools.follow(
@@ -138,9 +129,9 @@ class KubeSource(PodsSource):
         if rules is None:
             entries: tuple[PodEntry, ...] = ()
             # Before the first list nothing is known; after it, a pool that is gone has no pods.
-            if self._entries is None or not self._pools.state.listed or self._pool is not None:
+            if self._entries is None or not self._pools.listed or self._pool is not None:
                 return None
-        elif not self._pods.state.listed:
+        elif not self._pods.listed:
             return None
         else:
             entries = self._declared(rules)
@@ -151,44 +142,46 @@ class KubeSource(PodsSource):
 
     def waits_for(self) -> Sequence[str]:
         missing = []
-        if self._config.pool and self._pool is None:
-            missing.append(f"InferencePool {self._namespace}/{self._config.pool}")
-        if not self._pods.state.listed:
+        if self.config.pool and self._pool is None:
+            missing.append(f"InferencePool {self._namespace}/{self.config.pool}")
+        if not self._pods.listed:
             missing.append(f"pods of namespace {self._namespace}")
         return missing
 
     def look(self, pods: Iterable[Pod], engines: Collection[EngineState], now_s: float) -> None:
-        states = {name: watch.state for name, watch in self._watches.items()}
         mirror = self._pods.mirror
         bad_pods = mirror.problems
         if left_out := self._left_out + mirror.left_out:
             bad_pods[""] = f"{left_out} more than can be followed"
+        probed = {address for _, _, known in self._known.values() for address in known.probed}
         found = Found(
-            errors={name: state.error for name, state in states.items() if state.error is not None},
-            pool_listed=self._pools.state.listed,
+            errors={name: watch.error for name, watch in self._watches.items()},
+            pool_listed=self._pools.listed,
             pool=self._pool is not None,
             pool_problem=self._pool_problem,
-            selector=self._config.selector if self._pool is None else self._pool.selector,
-            pods_listed=self._pods.state.listed,
+            selector=self.config.selector if self._pool is None else self._pool.selector,
+            pods_listed=self._pods.listed,
             pods=len(mirror.objects),
             ready=sum(map(is_ready, mirror.objects.values())),
-            probed={address for _, _, known in self._known.values() for address in known.probed},
-            bad_pods=bad_pods,
-            bad_annotations=self._complaints,
-            bad_objectives=self._objectives.mirror.problems,
-            bad_rewrites=self._bad_rewrites(),
+            bad={
+                Reason.BAD_POD: bad_pods,
+                Reason.BAD_ANNOTATION: self._complaints,
+                Reason.BAD_OBJECTIVE: self._objectives.mirror.problems,
+                Reason.BAD_REWRITE: self._bad_rewrites(),
+            },
         )
-        self._problems.see(self._diagnosis.problems(found, pods, engines, now_s), now_s)
+        facts = chain(of_cluster(found, self.config, self._namespace), of_pods(pods, engines, probed))
+        self._problems.see(facts, now_s)
 
     def shown(self, now_s: float) -> Any:
         pool, rules = self._pool, self._rules()
         return {
             "source": "kubernetes",
             "namespace": self._namespace,
-            "pool": {"group": self._config.pool_group, "name": self._config.pool, "found": pool is not None}
-            if self._config.pool
+            "pool": {"group": self.config.pool_group, "name": self.config.pool, "found": pool is not None}
+            if self.config.pool
             else None,
-            "selector": self._config.selector or (pool.selector if pool is not None else None),
+            "selector": self.config.selector or (pool.selector if pool is not None else None),
             "target_ports": list(rules.target_ports) if rules is not None else [],
             "waits_for": list(self.waits_for()),
             "endpoints": len(self._entries or ()),
@@ -203,7 +196,7 @@ class KubeSource(PodsSource):
         self, name: str, kind: Any, capacity: int, changed: Callable[[], None], *, optional: bool = False
     ) -> Reflector[Any]:
         mirror: Mirror[Any] = Mirror(kind, capacity)
-        deadline_s = self._config.deadline_s
+        deadline_s = self.config.deadline_s
         return Reflector(name, self._client, mirror, changed, deadline_s=deadline_s, optional=optional)
 
     def _pod_kind(self, selector: str) -> Kind:
@@ -211,9 +204,9 @@ class KubeSource(PodsSource):
 
     def _rules(self) -> KubeConfig | None:
         """None while it is not known on which ports pods serve."""
-        if not self._config.pool:
-            return self._config
-        return replace(self._config, target_ports=self._pool.ports) if self._pool is not None else None
+        if not self.config.pool:
+            return self.config
+        return replace(self.config, target_ports=self._pool.ports) if self._pool is not None else None
 
     def _declared(self, rules: KubeConfig) -> tuple[PodEntry, ...]:
         """All endpoints; pods that are as they were are not looked at again."""
@@ -225,16 +218,14 @@ class KubeSource(PodsSource):
             else:
                 known[name] = (pod, rules, endpoints_of(pod, rules))
         self._known = known
-        self._complaints = {
-            name: endpoints.complaints[0] for name, (_, _, endpoints) in known.items() if endpoints.complaints
-        }
+        self._complaints = {name: one.complaint for name, (_, _, one) in known.items() if one.complaint}
         entries, self._left_out = declared((pod, endpoints) for pod, _, endpoints in known.values())
         return entries
 
     def _on_pool(self) -> None:
-        if not self._pools.state.listed:
+        if not self._pools.listed:
             return
-        mirror, name = self._pools.mirror, self._config.pool
+        mirror, name = self._pools.mirror, self.config.pool
         self._pool_problem = mirror.problems.get(name) or mirror.problems.get("", "")
         pool = self._pool
         if not self._pool_problem:
@@ -250,27 +241,28 @@ class KubeSource(PodsSource):
         self._news()
 
     def _on_resources(self) -> None:
-        if not (self._objectives.state.listed and self._rewriting.state.listed):
+        if not (self._objectives.listed and self._rewriting.listed):
             return
-        self._rewrites = rewrites_of(self._rewriting.mirror.objects.values(), self._config)
-        priorities = priorities_of(self._objectives.mirror.objects.values(), self._config)
-        self._take(Resources(priorities, self._rewrites.rules))
+        self._rewrites = rewrites_of(self._rewriting.mirror.objects.values(), self.config)
+        priorities = priorities_of(self._objectives.mirror.objects.values(), self.config)
+        self.take(Resources(priorities, self._rewrites.rules))
 
     def _bad_rewrites(self) -> Mapping[str, str]:
         bad = {**self._rewrites.complaints, **self._rewriting.mirror.problems}
-        if self._rewrites.rules and not self._rewrites_apply:
+        if self._rewrites.rules and not self.rewrites:
             bad[""] = _NO_REWRITES
         return bad
 
-    def _subject(self) -> Subject | None:
-        """The pool; without one our own pod, if we know it."""
-        config, pool = self._config, self._pool
+    def _subject(self) -> Mapping[str, str] | None:
+        """The involvedObject of Events: the pool; without one our own pod, if we know it."""
+        config, pool = self.config, self._pool
         name, namespace = os.environ.get("POD_NAME"), os.environ.get("POD_NAMESPACE")
         if pool is None and name and namespace:
-            self._own_uid = self._own_uid or self._client.uid(namespace, name)
-            return Subject("v1", "Pod", namespace, name, self._own_uid)
-        if not config.pool:
+            uid = self._own_uid = self._own_uid or self._client.uid(namespace, name)
+            version, kind = "v1", "Pod"
+        elif config.pool:
+            version, kind = f"{config.pool_group}/{POOL_VERSIONS[config.pool_group]}", "InferencePool"
+            name, namespace, uid = config.pool, self._namespace, pool.uid if pool is not None else ""
+        else:
             return None
-        version = f"{config.pool_group}/{POOL_VERSIONS[config.pool_group]}"
-        uid = pool.uid if pool is not None else ""
-        return Subject(version, "InferencePool", self._namespace, config.pool, uid)
+        return {"apiVersion": version, "kind": kind, "namespace": namespace, "name": name, "uid": uid}

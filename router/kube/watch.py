@@ -9,17 +9,19 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Condition, Thread
 from typing import Any, Generic, TypeVar
 
+from msgspec import Raw
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.errors import ClusterError
 from router.kube.client import Kind, KubeClient, WatchStream
-from router.kube.mirror import GONE, Mirror
+from router.kube.objects import BadObjectError, Head, ObjectList, WatchEvent, read
 
 _log = logging.getLogger(__name__)
 
@@ -31,70 +33,113 @@ _WAIT_MIN_S, _WAIT_MAX_S = 0.2, 10.0
 _ABSENT_S = 30.0
 _SHORTEST_S = 0.5
 _STOP_S = 2.0
-_NOT_FOUND, _FORBIDDEN = 404, 403
-_KEEPS_CREDENTIALS = frozenset({_NOT_FOUND, GONE, _FORBIDDEN})
+# Gone: what can be told only by a new list.
+_NOT_FOUND, _FORBIDDEN, _GONE = 404, 403, 410
+_KEEPS_CREDENTIALS = frozenset({_NOT_FOUND, _GONE, _FORBIDDEN})
 _UNREADABLE_SHOWN = 10
+_PROBLEM_CHARS_MAX = 200
 
 
-@dataclass(frozen=True, slots=True)
-class WatchState:
-    """How a watch goes.
+@dataclass
+class Mirror(Generic[_T]):
+    """Objects of one kind by name, as many as there is room for.
 
-    Attributes:
-        listed: Whether the objects were ever listed in full.
-        absent: Whether the kind does not exist, and need not.
-        error: Why it fails now; None while it does not.
-        lists: How often the whole was listed, by why.
-        contact_s: When the server was heard last.
-        group: Of the kind that is watched.
+    Filled page by page with `add`; once others read it, it never changes: an event makes another one. Objects
+    that cannot be read are held as problems, so that what follows about them is understood.
     """
 
-    listed: bool = False
-    absent: bool = False
-    error: ClusterError | None = None
-    lists: Mapping[str, int] = field(default_factory=dict)
-    contact_s: float = -1.0
-    group: str = ""
+    kind: type[_T]  # what objects are read as
+    capacity: int  # objects beyond it are left out
+    version: str = ""  # where a watch goes on from
+    objects: dict[str, _T] = field(default_factory=dict)
+    left_out: int = 0
+    _unreadable: dict[str, str] = field(default_factory=dict)
+    _nameless: int = 0
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """By name, what is wrong with those that cannot be read; "" stands for all that have no name."""
+        nameless = {"": f"{self._nameless} without usable metadata"} if self._nameless else {}
+        return self._unreadable | nameless
+
+    def empty(self) -> Mirror[_T]:
+        return Mirror(self.kind, self.capacity)
+
+    def add(self, items: Iterable[Raw]) -> None:
+        for item in items:
+            try:
+                self._put(read(item, Head).metadata.name, item)
+            except BadObjectError:
+                self._nameless += 1
+
+    def after(self, event: WatchEvent) -> Mirror[_T]:
+        """Return this mirror with one event applied.
+
+        Raises:
+            ClusterError: 410: it cannot be read, or makes room for objects that were left out.
+        """
+        changed = replace(self, objects=self.objects.copy(), _unreadable=self._unreadable.copy())
+        try:
+            if event.type == "BOOKMARK":
+                version = read(event.object, ObjectList).metadata.resource_version
+            else:
+                metadata = read(event.object, Head).metadata
+                version = metadata.resource_version
+                changed._apply(event, metadata.name)
+        except BadObjectError as error:
+            raise ClusterError(_GONE, f"a {event.type[:20]!r} that cannot be read: {error}") from error
+        changed.version = version or self.version
+        return changed
+
+    def _apply(self, event: WatchEvent, name: str) -> None:
+        # As client-go's cache does: what is added or modified replaces what has that name.
+        if event.type in ("ADDED", "MODIFIED"):
+            self._put(name, event.object)
+        elif event.type != "DELETED":
+            raise ClusterError(_GONE, f"unknown event {event.type[:20]!r}")
+        elif self._pop(name) and self.left_out:
+            raise ClusterError(_GONE, "there is room for objects that were left out")
+
+    def _put(self, name: str, data: Raw) -> None:
+        if not self._pop(name) and len(self.objects) + len(self._unreadable) >= self.capacity:
+            self.left_out += 1
+            return
+        try:
+            self.objects[name] = read(data, self.kind)
+        except BadObjectError as error:
+            self._unreadable[name] = str(error)[:_PROBLEM_CHARS_MAX]
+
+    def _pop(self, name: str) -> bool:
+        """Remove an object; return whether it was there."""
+        was_readable = self.objects.pop(name, None) is not None
+        return self._unreadable.pop(name, None) is not None or was_readable
 
 
+@dataclass(eq=False)
 class Reflector(Generic[_T]):
-    """Watches until closed.
+    """Watches until closed."""
 
-    Args:
-        name: What is watched, for people.
-        mirror: What is kept, empty.
-        changed: Told on this object's thread whenever the mirror or the state changed.
-        deadline_s: A watch that is silent for so long is taken for dead.
-        optional: Whether the kind need not exist.
+    name: str  # what is watched, for people
+    client: KubeClient
+    mirror: Mirror[_T]  # at first empty; replaced by whatever is known later, and never changed
+    changed: Callable[[], None]  # told on this object's thread whenever the mirror or the state changed
+    deadline_s: float  # a watch that is silent for so long is taken for dead
+    optional: bool = False  # whether the kind need not exist
 
-    Attributes:
-        mirror: What is known now; each is never changed, but replaced.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        client: KubeClient,
-        mirror: Mirror[_T],
-        changed: Callable[[], None],
-        *,
-        deadline_s: float,
-        optional: bool = False,
-    ) -> None:
-        self.name = name
-        self.state = WatchState()
-        self.mirror = mirror
-        self._client = client
-        self._changed = changed
-        self._deadline_s = deadline_s
-        self._optional = optional
+    def __post_init__(self) -> None:
+        self.listed = False  # whether the objects were ever listed in full
+        self.absent = False  # whether the kind does not exist, and need not
+        self.error: ClusterError | None = None  # why it fails now
+        self.lists: Counter[str] = Counter()  # how often the whole was listed, by why
+        self.contact_s = -1.0  # when the server was heard last
+        self.group = ""  # of the kind that is watched
         self._wake = Condition()
         # Guarded by it: what is asked for, which turn that was, and the connection that is read.
         self._kinds: Sequence[Kind] = ()
         self._turn = 0
         self._stream: WatchStream | None = None
         self._closing = False
-        self._thread = Thread(target=self._run, name=f"kube-{name}", daemon=True)
+        self._thread = Thread(target=self._run, name=f"kube-{self.name}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -114,16 +159,15 @@ class Reflector(Generic[_T]):
             self._ask_for(kinds)
 
     def shown(self) -> dict[str, Any]:
-        state, mirror = self.state, self.mirror
         return {
-            "group": state.group,
-            "listed": state.listed,
-            "absent": state.absent,
-            "objects": len(mirror.objects),
-            "unreadable": dict(list(mirror.problems.items())[:_UNREADABLE_SHOWN]),
-            "lists": state.lists,
-            "heard_s_ago": round(time.monotonic() - state.contact_s, 1) if state.listed else None,
-            "error": str(state.error) if state.error is not None else None,
+            "group": self.group,
+            "listed": self.listed,
+            "absent": self.absent,
+            "objects": len(self.mirror.objects),
+            "unreadable": dict(list(self.mirror.problems.items())[:_UNREADABLE_SHOWN]),
+            "lists": dict(self.lists),
+            "heard_s_ago": round(time.monotonic() - self.contact_s, 1) if self.listed else None,
+            "error": str(self.error) if self.error is not None else None,
         }
 
     def _ask_for(self, kinds: Sequence[Kind], *, closing: bool = False) -> None:
@@ -142,7 +186,7 @@ class Reflector(Generic[_T]):
                 if self._closing:
                     return
                 if not kinds:
-                    self._take(turn, self.mirror.empty(), WatchState())
+                    self._take(turn, self.mirror.empty(), listed=False)
                     self._pause(turn, None)
                     why = "asked"
                     continue
@@ -177,46 +221,46 @@ class Reflector(Generic[_T]):
         for kind in kinds:
             mirror = self.mirror.empty()
             try:
-                for page in self._client.pages(kind):
+                for page in self.client.pages(kind):
                     mirror.add(page.items or ())
                     mirror.version = page.metadata.resource_version
                 found = kind
                 break
             except ClusterError as error:
-                if error.status != _NOT_FOUND or not (self._optional or kind is not kinds[-1]):
+                if error.status != _NOT_FOUND or not (self.optional or kind is not kinds[-1]):
                     raise
-        state = WatchState(
-            listed=True,
-            absent=found is None,
-            lists={**self.state.lists, why: self.state.lists.get(why, 0) + 1},
-            contact_s=time.monotonic(),
-            group=found.group if found is not None else "",
-        )
-        self._take(turn, mirror if found is not None else self.mirror.empty(), state)
+        self.lists[why] += 1
+        self.absent, self.group = found is None, found.group if found is not None else ""
+        self._take(turn, mirror if found is not None else self.mirror.empty())
         return found
 
-    def _take(self, turn: int, mirror: Mirror[_T], state: WatchState) -> None:
+    def _take(self, turn: int, mirror: Mirror[_T], *, listed: bool = True) -> None:
+        """Has others see what the server says, unless something else was asked for meanwhile."""
         with self._wake:
             if turn != self._turn:
                 return
-            self.mirror, self.state = mirror, state
-        self._changed()
+            self.mirror, self.listed = mirror, listed
+            self._heard()
+        self.changed()
+
+    def _heard(self) -> None:
+        self.contact_s, self.error = time.monotonic(), None
 
     def _watch(self, kind: Kind, turn: int, *, short: bool) -> None:
         """Follows events until the server ends the watch."""
-        lasts_s = min(self._deadline_s, _ABSENT_S if short else self._deadline_s) * random.uniform(0.5, 0.8)
+        lasts_s = min(self.deadline_s, _ABSENT_S if short else self.deadline_s) * random.uniform(0.5, 0.8)
         began_s = time.monotonic()
-        stream = self._client.watch(kind, self.mirror.version, lasts_s=lasts_s, silent_s=self._deadline_s)
+        stream = self.client.watch(kind, self.mirror.version, lasts_s=lasts_s, silent_s=self.deadline_s)
         try:
             with self._wake:
                 if turn != self._turn:
                     return
                 self._stream = stream
             for event in stream:
-                self._take(turn, self.mirror.after(event), self._in_contact())
+                self._take(turn, self.mirror.after(event))
                 if turn != self._turn:
                     return
-            self.state = self._in_contact()
+            self._heard()
         finally:
             with self._wake:
                 self._stream = None
@@ -225,34 +269,30 @@ class Reflector(Generic[_T]):
             # Who ends it again and again must not keep us, and itself, busy.
             self._pause(turn, _SHORTEST_S)
 
-    def _in_contact(self) -> WatchState:
-        return replace(self.state, contact_s=time.monotonic(), error=None)
-
     def _failed(self, error: ClusterError) -> str:
-        """Notes why, and answers it in a word."""
-        if error.status == GONE:
+        if error.status == _GONE:
             _log.info("%s are listed again: %s", self.name, error)
             return "gone"
         if error.status not in _KEEPS_CREDENTIALS:
             try:
-                self._client.renew()
+                self.client.renew()
             except ClusterError as unreadable:
                 error = unreadable
-        self.state = replace(self.state, error=error)
-        self._changed()
+        self.error = error
+        self.changed()
         return "failed"
 
     def _pause(self, turn: int, wait_s: float | None) -> None:
-        """Waits, but not longer than until something else is asked for."""
+        """Waits for so long, or until something else is asked for."""
         with self._wake:
             self._wake.wait_for(lambda: self._turn != turn, wait_s)
 
 
+@dataclass(eq=False)
 class WatchCollector(Collector):
     """Metrics of watches, made when they are scraped."""
 
-    def __init__(self, watches: Mapping[str, Reflector[Any]]) -> None:
-        self._watches = watches
+    watches: Mapping[str, Reflector[Any]]
 
     def collect(self) -> Iterable[Metric]:
         lists = CounterMetricFamily(
@@ -263,12 +303,11 @@ class WatchCollector(Collector):
         age = GaugeMetricFamily(
             _OURS + "contact_age_seconds", "Since the API server told anything.", labels=["kind"]
         )
-        for kind, watch in self._watches.items():
-            state = watch.state
-            for reason, count in state.lists.items():
+        for kind, watch in self.watches.items():
+            for reason, count in dict(watch.lists).items():
                 lists.add_metric([kind, reason], count)
             objects.add_metric([kind], len(watch.mirror.objects))
-            failing.add_metric([kind], state.error is not None)
-            if state.listed:
-                age.add_metric([kind], time.monotonic() - state.contact_s)
+            failing.add_metric([kind], watch.error is not None)
+            if watch.listed:
+                age.add_metric([kind], time.monotonic() - watch.contact_s)
         yield from (lists, objects, failing, age)

@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 import yaml
 
-from router.envoy_headers import DESTINATION_HEADER
-from router.gateway_only import GATEWAY_ONLY_HEADERS
+from router.envoy_headers import DESTINATION_HEADER, GATEWAY_ONLY_HEADERS
 
 POD_HEADER = "x-kvroute-pod"
 """Response header that names the pod which answered."""
@@ -48,16 +47,7 @@ _Action = tuple[dict[str, Any], list[dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class EnvoySettings:
-    """What the configuration depends on; all addresses are (host, port).
-
-    Attributes:
-        door: "check_grpc" asks once with the whole body (ext_authz); "ext_proc" streams, as Gateway API
-            gateways do.
-        responses: "skip" leaves responses to Envoy, "full" (ext_proc only) streams them through the router as
-            well.
-        failure_mode_allow: While the router is away: False answers 5xx, True (not with ext_proc) sends
-            requests round-robin. A body that was streamed to ext_proc cannot be had back.
-    """
+    """What the configuration depends on, as `StackOptions` has it; all addresses are (host, port)."""
 
     gateway: Address
     router_grpc: Address

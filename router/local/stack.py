@@ -37,18 +37,6 @@ class LocalStackError(Exception):
     """Something keeps the stack from running: the command prints the message and exits with 1."""
 
 
-class PortInUseError(LocalStackError):
-    """A port of the stack is taken; names it and how to choose another."""
-
-
-class ChildDiedError(LocalStackError):
-    """A process the stack cannot do without ended; names it, how it ended and what it said last."""
-
-
-class DemoError(LocalStackError):
-    """The stack runs, but the demonstration did not show what it should."""
-
-
 @dataclass(frozen=True, slots=True)
 class StackOptions:
     """What a user may choose; `port` is the gateway's, the other ports follow from `base_port`."""
@@ -104,16 +92,12 @@ class _Pod(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChildPlan:
-    """One process: its name, command line, and the TCP ports that it opens.
-
-    Attributes:
-        ready_url: Answers 200 once the process can serve; None where an open port says enough.
-    """
+    """One process: its name, command line, and the TCP ports that it opens."""
 
     name: str
     argv: Sequence[str]
     ports: Sequence[int]
-    ready_url: str | None = None
+    ready_url: str | None = None  # answers 200 once it can serve; None: an open port says enough
 
 
 @dataclass(frozen=True, slots=True)

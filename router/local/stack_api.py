@@ -23,17 +23,16 @@ _RECEIVED = "llm_d_epp_kv_cache_events_messages_received_total"
 def await_pods(plan: StackPlan, check: Callable[[], None], *, deadline_s: float = 120.0) -> None:
     """Waits until the router takes every pod for ready and follows its events without doubt.
 
-    Args:
-        plan: The stack, whose processes are up.
-        check: Raises when a process of the stack has died.
-        deadline_s: How long to wait.
-
     Raises:
         LocalStackError: A pod is not ready in time; the message holds the router's reason.
     """
     end_s = time.monotonic() + deadline_s
-    while waiting := [pod for pod in _pods(plan) if not (pod["ready"] and pod["view"] == "EXACT")]:
-        check()
+    while waiting := [
+        pod
+        for pod in _json("GET", f"{plan.router_debug_url}/debug/pods")["pods"]
+        if not (pod["ready"] and pod["view"] == "EXACT")
+    ]:
+        check()  # raises when a process of the stack has died
         if time.monotonic() > end_s:
             pod = waiting[0]
             raise LocalStackError(
@@ -80,11 +79,6 @@ def empty_caches(plan: StackPlan) -> None:
             if time.monotonic() > end_s:
                 raise LocalStackError(f"{url} does not empty its cache: requests are still running there")
             time.sleep(_POLL_S)
-
-
-def _pods(plan: StackPlan) -> list[dict[str, Any]]:
-    pods: list[dict[str, Any]] = _json("GET", f"{plan.router_debug_url}/debug/pods")["pods"]
-    return pods
 
 
 def _sum(url: str, metric: str) -> float:

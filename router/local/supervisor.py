@@ -19,7 +19,7 @@ from pathlib import Path
 import urllib3
 
 from router.local import tether
-from router.local.stack import HOST, ChildDiedError, ChildPlan, LocalStackError, PortInUseError
+from router.local.stack import HOST, ChildPlan, LocalStackError
 
 READY_TIMEOUT_S = 120.0
 BACK_OFF_S = (0.0, 0.5, 1.0, 2.0, 4.0)
@@ -31,20 +31,14 @@ _LAST_LINES, _LAST_BYTES = 3, 4096
 
 @dataclass(slots=True)
 class Child:
-    """A process of the plan.
-
-    Attributes:
-        log_start: Size of the log file before this process wrote to it.
-        deaths_s: Times of deaths that led to a restart, the latest last.
-        restart_at_s: Time of the next start; None while no restart is due.
-    """
+    """A process of the plan."""
 
     plan: ChildPlan
     process: subprocess.Popen[bytes]
     log_path: Path
-    log_start: int
-    deaths_s: list[float] = field(default_factory=list)
-    restart_at_s: float | None = None
+    log_start: int  # size of the log file before this process wrote to it
+    deaths_s: list[float] = field(default_factory=list)  # those that led to a restart, the latest last
+    restart_at_s: float | None = None  # time of the next start; None while none is due
     ready: bool = False
 
 
@@ -52,7 +46,7 @@ def check_ports(ports: Iterable[int]) -> None:
     """Makes sure that each port can be bound.
 
     Raises:
-        PortInUseError: Naming the first that cannot.
+        LocalStackError: Naming the first that cannot.
     """
     for port in ports:
         with socket.socket() as probe:
@@ -60,7 +54,7 @@ def check_ports(ports: Iterable[int]) -> None:
             try:
                 probe.bind((HOST, port))
             except OSError as error:
-                raise PortInUseError(
+                raise LocalStackError(
                     f"port {port} is in use ({error.strerror}); stop what holds it, or choose others with "
                     "--port n or make's PORT=n (gateway), --base-port n or BASE_PORT=n (the rest)"
                 ) from error
@@ -69,11 +63,7 @@ def check_ports(ports: Iterable[int]) -> None:
 class Supervisor:
     """Starts children in order, watches them, and stops them all in reverse order.
 
-    Args:
-        directory: Where the children's log files go.
-        say: Shows one line of progress.
-        stop_timeout_s: How long a child may take to end after SIGTERM.
-        back_off_s: Delay before each restart of one child; as many restarts as there are delays.
+    Log files go to `directory`; a child has `stop_timeout_s` to end after SIGTERM.
     """
 
     def __init__(
@@ -96,8 +86,7 @@ class Supervisor:
         """Starts all plans at once, then waits until every one is ready, in order.
 
         Raises:
-            ChildDiedError: One ended before it was ready.
-            LocalStackError: One is not ready after `READY_TIMEOUT_S`.
+            LocalStackError: One ended before it was ready, or is not ready after `READY_TIMEOUT_S`.
         """
         for plan in plans:
             self.children.append(self._spawn(plan))
@@ -109,7 +98,7 @@ class Supervisor:
         """Restart children that died and whose delay has passed; call it several times a second.
 
         Raises:
-            ChildDiedError: A child died too often.
+            LocalStackError: A child died too often.
         """
         for at, child in enumerate(self.children):
             if child.process.poll() is None:
@@ -142,7 +131,7 @@ class Supervisor:
         child.deaths_s = [death_s for death_s in child.deaths_s if now_s - death_s < RESTARTS_WITHIN_S]
         restarts = len(child.deaths_s)
         if restarts == len(self._back_off_s):
-            raise ChildDiedError(
+            raise LocalStackError(
                 f"{_obituary(child)}; it was restarted {restarts} times within {RESTARTS_WITHIN_S:.0f} s"
             )
         child.deaths_s.append(now_s)
@@ -174,7 +163,7 @@ class Supervisor:
         while not _is_ready(child.plan):
             for other in self.children:
                 if other.process.poll() is not None:
-                    raise ChildDiedError(_obituary(other))
+                    raise LocalStackError(_obituary(other))
             if time.monotonic() > deadline_s:
                 raise LocalStackError(
                     f"{child.plan.name} is not ready after {READY_TIMEOUT_S:.0f} s; {_last_words(child)}"

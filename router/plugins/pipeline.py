@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.decision import Routing
-from router.errors import NoEndpointLeftError, RequestError
+from router.errors import RequestError
 from router.plugins.api import Endpoint, Observer, PluginRequest, Stateful
 from router.plugins.producers import AttributeProducer, PrefixProducer
 from router.plugins.profiles import Handled, PluginError, ProfileHandler
@@ -85,7 +85,7 @@ class Pipeline:
             int64 places of the candidates that passed the filters, best first, and what else was decided.
 
         Raises:
-            NoEndpointLeftError: 429, the filters left nobody.
+            RequestError: 429, the filters left nobody.
             RequestError: 500, a plugin failed.
         """
         columns = zip(
@@ -104,7 +104,9 @@ class Pipeline:
         try:
             handled = self.handler.run(request, endpoints)
             if handled is None:
-                raise NoEndpointLeftError("no endpoints available for the given request")
+                raise RequestError(
+                    429, "no endpoints available for the given request", dropped_reason="rejected-saturated"
+                )
             response_headers = self._tell(request, handled)
         except RequestError:
             raise

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import msgspec
 
 from indexer.config import IndexerConfig
-from indexer.errors import ConfigError, PeerError
-from indexer.peer_client import open_channel, resolve
-from indexer.peer_service import PeerIdentity
+from indexer.errors import PeerError
+from indexer.peer_service import PeerIdentity, open_channel, resolve
 from router.replicas.journal import HEARTBEAT_S
-from router.replicas.news import FOLLOW, MESSAGE_BYTES_MAX, FollowRequest, News, read_news, write_request
+from router.replicas.news import FOLLOW, MESSAGE_BYTES_MAX, FollowRequest, News, read_news
 
 _log = logging.getLogger(__name__)
 
@@ -39,60 +39,29 @@ STATES = (CONNECTING, FOLLOWED, LOST, REFUSED, NO_LEDGER, SELF)
 _STATE_OF = {"lost": LOST, "gone": LOST, NO_LEDGER: NO_LEDGER, SELF: SELF}
 
 
-@dataclass(frozen=True, slots=True)
-class PeerState:
-    """One router, as this one sees it.
-
-    Attributes:
-        state: "followed"; "lost" or "connecting", until it answers (again); "refused", it does not tell us;
-            "no_ledger", it has nothing to tell; "self", it is we.
-        why: Why it is not followed.
-        heard_s: When it last told anything; None: never.
-    """
-
-    address: str
-    state: str
-    why: str
-    heard_s: float | None
-
-
+@dataclass(eq=False)
 class Followers:
-    """Follows every address that the peers' names have, but our own.
+    """Follows every address that the peers' names have, but our own."""
 
-    Args:
-        config: The peers and their TLS.
-        identity: Who we are.
-        take: Called with (address, news, now_s), one at a time for each address.
-        lose: Called with (address, now_s): nothing is known of it any more; tells its number of requests.
-        clock: A monotonic clock.
+    config: IndexerConfig  # the peers and their TLS
+    identity: PeerIdentity  # who we are
+    take: Callable[[str, News, float], None]  # (address, news, now_s), one at a time for each address
+    lose: Callable[[str, float], int]  # (address, now_s): it tells nothing more; returns its requests
+    clock: Callable[[], float] = time.monotonic
 
-    Attributes:
-        unknown_names: Peers whose names have no address.
-    """
-
-    def __init__(
-        self,
-        config: IndexerConfig,
-        identity: PeerIdentity,
-        take: Callable[[str, News, float], None],
-        lose: Callable[[str, float], int],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.config = config
-        self.request = write_request(FollowRequest(identity.instance, identity.fingerprint))
-        self.take = take
-        self.lose = lose
-        self.clock = clock
+    def __post_init__(self) -> None:
+        identity = self.identity
+        self.request = msgspec.msgpack.encode(FollowRequest(identity.instance, identity.fingerprint))
         self.closing = threading.Event()
         self._lock = threading.Lock()
-        self._followers: dict[str, _Follower] = {}
-        self.unknown_names: frozenset[str] = frozenset()
+        self._followers: dict[str, Peer] = {}
+        self.unknown_names: frozenset[str] = frozenset()  # peers whose names have no address
         self._looker = threading.Thread(target=self._look_on, name="ledger-peers", daemon=True)
 
     @property
-    def states(self) -> list[PeerState]:
+    def peers(self) -> list[Peer]:
         with self._lock:
-            return [follower.state for follower in self._followers.values()]
+            return list(self._followers.values())
 
     def start(self) -> None:
         self._looker.start()
@@ -101,12 +70,11 @@ class Followers:
         self.closing.set()
         if self._looker.is_alive():
             self._looker.join()
-        with self._lock:
-            followers = list(self._followers.values())
-        for follower in followers:
-            follower.end()
-        for follower in followers:
-            follower.thread.join()
+        peers = self.peers
+        for peer in peers:
+            peer.end()
+        for peer in peers:
+            peer.thread.join()
 
     def _look_on(self) -> None:
         while not self.closing.is_set():
@@ -127,7 +95,7 @@ class Followers:
                     del self._followers[address]
         for address, host in named.items():
             if address not in self._followers and len(self._followers) < _FOLLOWED_MAX:
-                follower = _Follower(host, address, self)
+                follower = Peer(host, address, self)
                 with self._lock:
                     self._followers[address] = follower
                 follower.thread.start()
@@ -145,29 +113,33 @@ class Followers:
         self.unknown_names = frozenset(unknown)
 
 
-class _Follower:
-    """Follows one address for as long as it is named, or tells something."""
+class Peer:
+    """One router, followed for as long as its address is named, or it tells something."""
 
     def __init__(self, host: str, address: str, owner: Followers) -> None:
+        self.address = address
+        # "followed"; "lost" or "connecting", until it answers (again); "refused", it does not tell us;
+        # "no_ledger", it has nothing to tell; "self", it is we.
+        self.state = CONNECTING
+        self.why = "not asked yet"  # why it is not followed
+        self.heard_s: float | None = None  # when it last told anything
+        self.is_named = True
         self._host = host
-        self._address = address
         self._owner = owner
         self._call: Any = None
         self._asked_s = 0.0
         self._silent = False
-        self.is_named = True
-        self.state = PeerState(address, CONNECTING, "not asked yet", None)
         self.thread = threading.Thread(target=self._run, name="ledger-peer", daemon=True)
 
     def watch(self, now_s: float) -> None:
-        """Gives up one that has fallen silent, or never says anything."""
+        """End the call to one that has fallen silent, or never says anything."""
         call = self._call
-        if call is not None and now_s - max(self._asked_s, self.state.heard_s or 0.0) > _SILENCE_MAX_S:
+        if call is not None and now_s - max(self._asked_s, self.heard_s or 0.0) > _SILENCE_MAX_S:
             self._silent = True
             call.cancel()
 
     def end(self) -> None:
-        """Has the thread end soon; the event that says so is set."""
+        """Have the thread end soon; the event that says so is set."""
         if (call := self._call) is not None:
             call.cancel()
 
@@ -181,62 +153,54 @@ class _Follower:
             except PeerError as refusal:
                 error = refusal
             except Exception as failure:
-                _log.exception("following the router %s failed", self._address)
+                _log.exception("following the router %s failed", self.address)
                 error = PeerError("internal_error", str(failure))
             again_s = self._lost(error, again_s)
             if self._owner.closing.wait(again_s):
                 return
 
     def _lost(self, error: PeerError, again_s: float) -> float:
-        """Takes note; tells when to ask again."""
-        before = self.state
-        requests = self._owner.lose(self._address, self._owner.clock())
+        """Record why it is not followed; return after how many seconds it is asked again."""
+        requests = self._owner.lose(self.address, self._owner.clock())
         if self._owner.closing.is_set():
             return 0.0
-        state = _STATE_OF.get(error.reason, REFUSED)
-        self.state = PeerState(self._address, state, str(error), before.heard_s)
-        if before.state == FOLLOWED:
+        was_followed, old_why = self.state == FOLLOWED, self.why
+        self.state, self.why = _STATE_OF.get(error.reason, REFUSED), str(error)
+        if was_followed:
             _log.warning(
                 "the router %s is lost (%s): its %d requests in flight count no longer",
-                *(self._address, error, requests),
+                *(self.address, error, requests),
             )
-        elif state == REFUSED and before.why != str(error):
-            _log.warning("the router %s does not tell of its requests: %s", self._address, error)
-        if state != LOST:
+        elif self.state == REFUSED and old_why != self.why:
+            _log.warning("the router %s does not tell of its requests: %s", self.address, error)
+        if self.state != LOST:
             return _REFUSED_AGAIN_S
-        return _AGAIN_S if before.state == FOLLOWED else min(2 * again_s, _AGAIN_MAX_S)
+        return _AGAIN_S if was_followed else min(2 * again_s, _AGAIN_MAX_S)
 
     def _follow(self) -> None:
-        """Takes what it tells until it ends.
+        """Take what it tells until it ends.
 
         Raises:
             PeerError: It does not tell, or not any more; carries the reason.
         """
+        owner = self._owner
+        channel = open_channel(owner.config, self._host, self.address, _RECEIVE_BYTES_MAX)
         try:
-            channel = open_channel(
-                self._owner.config, self._host, self._address, receive_bytes_max=_RECEIVE_BYTES_MAX
-            )
-        except ConfigError as error:
-            raise PeerError("credentials", str(error)) from None
-        try:
-            self._asked_s = self._owner.clock()
+            self._asked_s = owner.clock()
             # Bytes in and bytes out, which its types do not know.
             follow: Any = channel.unary_stream(FOLLOW)
-            self._call = follow(self._owner.request)
+            self._call = follow(owner.request)
             for message in self._call:
-                now_s = self._owner.clock()
-                self._heard(now_s)
-                self._owner.take(self._address, read_news(message), now_s)
+                self.heard_s = now_s = owner.clock()
+                if self.state != FOLLOWED:
+                    _log.info("the router %s tells of its requests", self.address)
+                    self.state, self.why = FOLLOWED, ""
+                owner.take(self.address, read_news(message), now_s)
         except grpc.RpcError as error:
             raise self._refusal(error) from None
         finally:
             self._call = None
             channel.close()
-
-    def _heard(self, now_s: float) -> None:
-        if self.state.state != FOLLOWED:
-            _log.info("the router %s tells of its requests", self._address)
-        self.state = PeerState(self._address, FOLLOWED, "", now_s)
 
     def _refusal(self, error: Any) -> PeerError:
         code, details = error.code(), str(error.details())

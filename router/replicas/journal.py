@@ -11,17 +11,17 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from indexer.errors import PeerError
-from indexer.keys import Keys
 from indexer.peer_service import PeerIdentity
-from router.dispatch import Dispatch, Entry
+from router.dispatch import Dispatch
 from router.ledger import Ledger
 from router.outcomes import Heard
-from router.replicas.news import FOLLOW, News, heard_of, news_messages, read_request, sent_of
+from router.replicas.news import FOLLOW, FollowRequest, News, heard_of, news_messages, read, sent_of
 
 _log = logging.getLogger(__name__)
 
@@ -46,12 +46,14 @@ _CHANGES_MAX = 1_000_000
 _GATHER_S = 0.01
 
 
+@dataclass(eq=False)
 class Journal:
-    """Tells followers what the ledger has in flight; `clock` is that of its times. Thread-safe."""
+    """Tells followers what the ledger has in flight. Thread-safe."""
 
-    def __init__(self, ledger: Ledger, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ledger = ledger
-        self._clock = clock
+    ledger: Ledger
+    clock: Callable[[], float] = time.monotonic  # that of the ledger's times
+
+    def __post_init__(self) -> None:
         # Each by what it is: a field of `News`, or "joined".
         self._changes: deque[tuple[str, Any]] = deque()
         self._wake = threading.Event()
@@ -90,7 +92,7 @@ class Journal:
                 raise PeerError("busy", f"{len(self._readers)} routers follow already")
             self._readers.append(reader)
             self._joining = reader
-            self._ledger.tell(self)
+            self.ledger.tell(self)
         return reader
 
     def leave(self, reader: Reader) -> None:
@@ -98,30 +100,32 @@ class Journal:
             if reader in self._readers:
                 self._readers.remove(reader)
             if not self._readers:
-                self._ledger.tell(None)
+                self.ledger.tell(None)
 
-    def begin(self, in_flight: Sequence[Entry]) -> None:
-        """Note what is in flight now, for the reader that joins; under the ledger's lock, as those below."""
-        self._note("joined", (self._joining, in_flight))
+    def begin(self, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
+        """Note what is in flight now, for the reader that joins; under the ledger's lock, as `note`.
 
-    def sent(self, number: int, dispatch: Dispatch, keys: Keys | None) -> None:
-        """Note that a request was sent; `keys` are of the blocks that it will bring, if known."""
-        self._note("sent", (number, dispatch, keys))
+        Args:
+            in_flight: Number, dispatch, and whether it is believed to have its first token.
+        """
+        self.note("joined", (self._joining, in_flight))
 
-    def overdue(self, number: int) -> None:
-        """Note that by the clock a prefill is over; whoever knows better will tell."""
-        self._note("overdue", number)
+    def note(self, kind: str, change: object) -> None:
+        """Note a change, to be told soon.
 
-    def prefilled(self, number: int) -> None:
-        self._note("prefilled", number)
-
-    def ended(self, number: int) -> None:
-        self._note("ended", number)
+        Args:
+            kind: A field of `News`.
+            change: A number; of "sent" with the dispatch and the keys of the blocks that it will bring, if
+                known; of "heard" what was heard.
+        """
+        if len(self._changes) < _CHANGES_MAX:
+            self._changes.append((kind, change))
+        self._wake.set()
 
     def heard(self, heard: Heard) -> None:
         """Something was heard of a request that is another router's, if anybody's."""
         if self._readers:
-            self._note("heard", heard)
+            self.note("heard", heard)
 
     def tell(self) -> None:
         """Tells what was noted until now; if it cannot be told, all who follow are told all anew."""
@@ -154,29 +158,24 @@ class Journal:
     def _end_all(self, reason: str, why: str) -> None:
         with self._lock:
             readers, self._readers = self._readers, []
-            self._ledger.tell(None)
+            self.ledger.tell(None)
             self._changes.clear()
         for reader in readers:
             reader.end(reason, why)
 
-    def _note(self, kind: str, change: object) -> None:
-        if len(self._changes) < _CHANGES_MAX:
-            self._changes.append((kind, change))
-        self._wake.set()
-
     def _hand_out(self, noted: dict[str, list[Any]]) -> None:
-        now_s = self._clock()
+        now_s = self.clock()
         # A request that began and ended since leaves nothing to be told of.
         gone = {number for number, _, _ in noted["sent"]}.intersection(noted["ended"])
-        overdue, prefilled, ended = (
-            [number for number in noted[kind] if number not in gone]
-            for kind in ("overdue", "prefilled", "ended")
-        )
         sent = [
             sent_of(number, dispatch, keys, now_s, prefilled=False)
             for number, dispatch, keys in noted["sent"]
             if number not in gone
         ]
+        overdue, prefilled, ended = (
+            [number for number in noted[kind] if number not in gone]
+            for kind in ("overdue", "prefilled", "ended")
+        )
         heard = [heard_of(heard) for heard in noted["heard"]]
         messages = list(news_messages(News(sent, overdue, prefilled, ended, heard)))
         with self._lock:
@@ -184,10 +183,11 @@ class Journal:
         for reader in readers:
             reader.put(messages)
 
-    def _begin_with(self, reader: Reader, in_flight: Sequence[Entry]) -> None:
-        now_s = self._clock()
+    def _begin_with(self, reader: Reader, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
+        now_s = self.clock()
         sent = [
-            sent_of(one.number, one.dispatch, None, now_s, prefilled=not one.is_waiting) for one in in_flight
+            sent_of(number, dispatch, None, now_s, prefilled=prefilled)
+            for number, dispatch, prefilled in in_flight
         ]
         reader.put(list(news_messages(News(sent))))
         reader.has_begun = True
@@ -226,55 +226,44 @@ class Reader:
             self._messages.extend(messages)
             self._unread_bytes += sum(map(len, messages))
             if self._unread_bytes > _UNREAD_BYTES_MAX:
-                self._finish("behind", f"{self._unread_bytes} bytes were not taken")
+                self.end("behind", f"{self._unread_bytes} bytes were not taken")
             self._changed.notify_all()
 
     def end(self, reason: str, message: str) -> None:
         with self._changed:
-            self._finish(reason, message)
+            self._messages.clear()
+            self._unread_bytes = 0
+            self._over = self._over or PeerError(reason, message)
             self._changed.notify_all()
 
-    def _finish(self, reason: str, message: str) -> None:
-        self._messages.clear()
-        self._unread_bytes = 0
-        self._over = self._over or PeerError(reason, message)
 
-
+@dataclass(frozen=True, slots=True)
 class LedgerDoor:
     """Serves `news.FOLLOW`.
 
     A call lasts until the other goes. A refusal is FAILED_PRECONDITION ("self: ...", "fingerprint: ...",
-    "broken: ..."), or RESOURCE_EXHAUSTED ("busy: ...", too many follow; "behind: ...", it has taken too
-    little) where the other may ask again, and is told all anew.
+    "broken: ..."), or RESOURCE_EXHAUSTED ("busy: ...", "behind: ...") where the other may ask again.
     """
 
-    def __init__(self, journal: Journal, identity: PeerIdentity) -> None:
-        self._journal = journal
-        self._identity = identity
+    journal: Journal
+    identity: PeerIdentity
 
     def add_to(self, server: grpc.Server) -> None:
         """Register the service; messages are serialised once for all who follow."""
         follow: Any = grpc.unary_stream_rpc_method_handler(self._follow)
-        handler = grpc.method_handlers_generic_handler(LEDGER_SERVICE, {_METHOD: follow})
-        server.add_generic_rpc_handlers((handler,))
+        server.add_registered_method_handlers(LEDGER_SERVICE, {_METHOD: follow})
 
     def _follow(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            self._admit(request)
-            reader = self._journal.join()
+            asked = read(FollowRequest, request)
+            self.identity.admit_key(asked.instance, asked.fingerprint)
+            reader = self.journal.join()
             try:
                 # So that it is known at once that there is somebody.
                 yield b""
                 while context.is_active():
                     yield reader.take(HEARTBEAT_S)
             finally:
-                self._journal.leave(reader)
+                self.journal.leave(reader)
         except PeerError as error:
             context.abort(_CODES.get(error.reason, grpc.StatusCode.FAILED_PRECONDITION), str(error))
-
-    def _admit(self, message: bytes) -> None:
-        request, ours = read_request(message), self._identity
-        if request.instance == ours.instance:
-            raise PeerError("self", "that is the same process")
-        if request.fingerprint != ours.fingerprint:
-            raise PeerError("fingerprint", "--hash-seed and --block-tokens must be the same as here")

@@ -8,7 +8,7 @@ default. Whatever is out of its bounds voids the message, and with it the peer's
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
@@ -37,42 +37,29 @@ Number = Annotated[int, Meta(ge=0)]
 
 
 class FollowRequest(Struct, frozen=True):
-    """Who asks.
+    """Who asks."""
 
-    Attributes:
-        instance: Another text for each process.
-        fingerprint: Of the seed and the length of blocks; shows that the asker knows the seed.
-    """
-
-    instance: Text
-    fingerprint: Number
+    instance: Text  # another text for each process
+    fingerprint: Number  # of the seed and the length of blocks; shows that the asker knows the seed
 
 
 class Sent(Struct, frozen=True, omit_defaults=True):
     """A request that a router has in flight.
 
     Attributes:
-        number: The router's own for it; no other request of its process ever has it.
-        pod: "ip:port".
-        request_id: As its client knows it.
-        prefill_pod: Where it is prefilled first; None: on `pod`.
-        uncached_tokens: Prompt tokens that have to be computed.
-        age_s: Seconds since it was sent.
-        adapter: The LoRA adapter that it needs.
         key_bytes: Keys of the blocks that it will bring, first block first, 8 bytes each, little endian.
             Empty where they are not known, and once it is prefilled.
-        is_prefilled: Whether its queue is behind it.
     """
 
-    number: Number
-    pod: Annotated[str, Meta(min_length=1, max_length=_TEXT_MAX)]
-    request_id: Text = ""
-    prefill_pod: Text | None = None
-    uncached_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
-    age_s: Seconds = 0.0
-    adapter: Text | None = None
+    number: Number  # the router's own for it; no other request of its process ever has it
+    pod: Annotated[str, Meta(min_length=1, max_length=_TEXT_MAX)]  # "ip:port"
+    request_id: Text = ""  # as its client knows it
+    prefill_pod: Text | None = None  # where it is prefilled first; None: on `pod`
+    uncached_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 0  # prompt tokens that have to be computed
+    age_s: Seconds = 0.0  # seconds since it was sent
+    adapter: Text | None = None  # the LoRA adapter that it needs
     key_bytes: Annotated[bytes, Meta(max_length=KEYS_MAX * _KEY.itemsize)] = b""
-    is_prefilled: bool = False
+    is_prefilled: bool = False  # whether its queue is behind it
 
     def __post_init__(self) -> None:
         if len(self.key_bytes) % _KEY.itemsize:
@@ -88,16 +75,13 @@ class News(Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         overdue: Numbers of requests whose prefill should be over by now, though nobody has told so.
-        prefilled: Those whose first token was seen.
-        ended: Those that are over, however they ended.
-        heard: What was heard of requests that are none of the sender's.
     """
 
     sent: Sequence[Sent] = ()
     overdue: Sequence[Number] = ()
-    prefilled: Sequence[Number] = ()
-    ended: Sequence[Number] = ()
-    heard: Sequence[Heard] = ()
+    prefilled: Sequence[Number] = ()  # those whose first token was seen
+    ended: Sequence[Number] = ()  # those that are over, however they ended
+    heard: Sequence[Heard] = ()  # what was heard of requests that are none of the sender's
 
 
 def sent_of(number: int, dispatch: Dispatch, keys: Keys | None, now_s: float, *, prefilled: bool) -> Sent:
@@ -137,39 +121,22 @@ def news_messages(news: News) -> Iterator[bytes]:
         yield _encode(fields)
 
 
-def write_request(request: FollowRequest) -> bytes:
-    """Serialise a request."""
-    return _encode(request)
-
-
-def read_request(message: bytes) -> FollowRequest:
-    """Read and check a request.
-
-    Raises:
-        PeerError: "broken": the text names the field that is missing or out of its bounds.
-    """
-    return _read(_request, message)
-
-
 def read_news(message: bytes) -> News:
-    """Read and check news; an empty message is news of nothing.
+    """Read and check news, see `read`; an empty message is news of nothing."""
+    return read(News, message) if message else News()
+
+
+def read(kind: type[_Message], message: bytes) -> _Message:
+    """Read and check a message.
 
     Raises:
         PeerError: "broken": the text names the field that is missing or out of its bounds.
     """
-    return _read(_news, message) if message else News()
-
-
-def _read(decoder: msgspec.msgpack.Decoder[_Message], message: bytes) -> _Message:
     try:
-        return decoder.decode(message)
+        return msgspec.msgpack.decode(message, type=kind)
     # Deeply nested values that no field has are passed over by recursion.
     except (msgspec.DecodeError, RecursionError) as error:
         raise PeerError("broken", str(error)) from None
-
-
-_request = msgspec.msgpack.Decoder(FollowRequest)
-_news: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(News)
 
 
 def _sound(text: str) -> str:

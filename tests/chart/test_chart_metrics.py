@@ -14,7 +14,7 @@ import urllib3
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
-from indexer.redis_link import RedisMetrics
+from indexer.relay import RedisMetrics
 from model_server.metrics import EngineCollector, RequestMetrics
 from model_server.requests import EngineStats
 from router.kube.problems import Problems

@@ -41,7 +41,7 @@ class CheckingRunner:
         self.chunks: list[list[tuple[str, int, int]]] = []
         self.fail_next = False
 
-    def allocate_host(self, host_blocks: int) -> None:
+    def allocate(self, host_blocks: int) -> None:
         """Begin with an empty host tier."""
         self._copies = SlowCopies(self._blocks, host_blocks, self._polls_per_copy)
 
@@ -57,12 +57,9 @@ class CheckingRunner:
         """Complete the restores."""
         self._copies.fence()
 
-    def free_kv(self) -> None:
+    def free(self) -> None:
         """Forget all slots."""
         self._blocks.clear()
-
-    def allocate_kv(self) -> None:
-        """Begin with empty slots."""
 
     def check(self) -> None:
         """Nothing of it can be lost."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import go_picker
-from router.bench import main
+from router.cli import bench
 from tests.loopback import free_base
 from tests.surface_file import lines_of
 
@@ -60,11 +60,11 @@ def test_every_figure_is_printed_as_one_json_object_a_line(name: str) -> None:
 
 def test_an_unknown_benchmark_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """A wrong name is answered with those that there are."""
-    assert main(["speed"]) == 2
+    assert bench(["speed"]) == 2
     assert "speed; there are keys, index, events" in capsys.readouterr().err
 
 
 def test_help_tells_all_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a name the benchmarks are listed."""
-    assert main([]) == 0
+    assert bench([]) == 0
     assert "keys" in capsys.readouterr().out

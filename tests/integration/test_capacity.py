@@ -11,7 +11,6 @@ from model_server.build import build_engine, log_pool, served
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.events import NullSink
 from model_server.plan.deployment import Deployment
-from model_server.plan.plan import sequences_in
 from model_server.plan.presets import PRESETS
 from model_server.shapes import decoder_shape
 from tests.integration.engine_support import Outputs, checking_engine, request
@@ -33,7 +32,7 @@ def ceiling(windows: tuple[int | None, ...], chunk_tokens: int) -> int:
     shape = decoder_shape(PRESETS[TINY_MODEL])
     shape = replace(shape, windows=windows, ropes=shape.ropes[:1] * len(windows))
     deployment = Deployment(shape, block_tokens=4, chunk_tokens=chunk_tokens)
-    return sequences_in(deployment, GPU_BLOCKS, CONTEXT_TOKENS)
+    return deployment.sequences(GPU_BLOCKS, CONTEXT_TOKENS)
 
 
 def preemptions(windows: tuple[int | None, ...], chunk_tokens: int, sequences: int) -> int:

@@ -10,8 +10,7 @@ from model_server.build import build_engine
 from model_server.config import EngineConfig
 from model_server.engine import Engine
 from model_server.events import NullSink
-from model_server.live_request import LiveRequest
-from model_server.requests import GenerationRequest, SamplingParams, TokenLogprobs, TokenOutput
+from model_server.requests import GenerationRequest, LiveRequest, SamplingParams, TokenLogprobs, TokenOutput
 from tests.unit.model_support import save_reference, text_of
 
 PROMPT_TOKENS = 41

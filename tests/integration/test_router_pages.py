@@ -14,7 +14,7 @@ import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from router.debug_pages import Profiling
+from router.debug_pages import profile_pages
 from router.server import RouterServer
 from tests.integration.router_server_support import fake_pods, get, ready_pods, running_router, write_pods
 from tests.unit.router_support import TINY
@@ -51,7 +51,7 @@ def test_a_profile_shows_where_threads_are(tmp_path: Path) -> None:
 
 def test_one_profile_at_a_time() -> None:
     """A second one is refused while the first is taken, and let be after it."""
-    take = Profiling().pages()["/debug/pprof/profile"]
+    take = profile_pages()["/debug/pprof/profile"]
     statuses: list[int] = []
     threads = [threading.Thread(target=lambda: statuses.append(take({"seconds": "1"})[0])) for _ in range(4)]
     for thread in threads:

@@ -13,7 +13,7 @@ import pytest
 import urllib3
 from openai import APIStatusError, NotFoundError, OpenAI
 
-from router.local import demo_texts, stack_api
+from router.local import demo, stack_api
 from router.local.envoy_config import POD_HEADER
 from tests.integration.stack_support import RunningStack, running_stack, wait_until
 
@@ -38,9 +38,9 @@ def say(client: OpenAI, messages: list[dict[str, str]], **options: Any) -> tuple
 
 def test_a_conversation_stays_with_the_pod_that_remembers_it(stack: RunningStack) -> None:
     """Every further turn goes to the first turn's pod, and what was predicted to be cached is delivered."""
-    messages = demo_texts.first_messages()
+    messages = demo.first_messages()
     pods = []
-    for turn, question in enumerate(demo_texts.QUESTIONS):
+    for turn, question in enumerate(demo.QUESTIONS):
         messages.append({"role": "user", "content": question})
         raw, completion = say(stack.openai(), messages, extra_body={"ignore_eos": True})
         messages.append({"role": "assistant", "content": completion.choices[0].message.content})
@@ -63,7 +63,7 @@ def test_a_burst_with_one_system_prompt_spreads_by_cost(stack: RunningStack) -> 
 
     def ask(number: int) -> tuple[Any, Any]:
         ready.wait()
-        return say(clients[number], demo_texts.burst_messages(100 + number))
+        return say(clients[number], demo.burst_messages(100 + number))
 
     with ThreadPoolExecutor(16) as threads:
         answers = list(threads.map(ask, range(16)))

@@ -14,7 +14,7 @@ import pytest
 import urllib3
 import zmq
 
-from router.local import demo_texts, stack_api
+from router.local import demo, stack_api
 from router.local.envoy_config import POD_HEADER
 from tests.integration.stack_support import RunningStack, running_stack, wait_until
 
@@ -69,7 +69,7 @@ class Load:
             number += 1
             try:
                 raw = api.chat.completions.with_raw_response.create(
-                    model=MODEL, messages=demo_texts.burst_messages(number), max_tokens=4
+                    model=MODEL, messages=demo.burst_messages(number), max_tokens=4
                 )
                 self.served.append(raw.headers[POD_HEADER])
             except openai.APITimeoutError as error:
@@ -101,7 +101,7 @@ def test_a_killed_pod_is_left_at_once_and_used_again_when_it_is_back(stack: Runn
 
 def test_a_restarted_pod_owes_nothing_to_its_old_life(stack: RunningStack) -> None:
     """What the old process had cached is not predicted after a restart, even before any event."""
-    messages = [*demo_texts.first_messages(), {"role": "user", "content": "Hello"}]
+    messages = [*demo.first_messages(), {"role": "user", "content": "Hello"}]
     ask = stack.openai().chat.completions.with_raw_response
     first = ask.create(model=MODEL, messages=messages, max_tokens=4)
     pod = first.headers[POD_HEADER]
@@ -158,7 +158,7 @@ def test_a_pod_that_publishes_garbage_disturbs_nobody(stack: RunningStack) -> No
             return "kvroute_indexer_rejected_total{" in page
 
         wait_until("garbage is counted", is_counted)
-        messages = [*demo_texts.first_messages(), {"role": "user", "content": "Hello"}]
+        messages = [*demo.first_messages(), {"role": "user", "content": "Hello"}]
         for turn in range(3):
             raw = stack.openai().chat.completions.with_raw_response.create(
                 model=MODEL, messages=messages, max_tokens=20, extra_body={"ignore_eos": True}

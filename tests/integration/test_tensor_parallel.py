@@ -227,7 +227,7 @@ def children(pid: int) -> list[int]:
             command = (status.parent / "cmdline").read_bytes()
         except OSError:
             continue
-        if fields[0] != "Z" and int(fields[1]) == pid and b"model_server.parallel.worker" in command:
+        if fields[0] != "Z" and int(fields[1]) == pid and b"model_server.parallel.workers" in command:
             found.append(int(status.parent.name))
     return found
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import urllib3
 
-from router.local.stack import PortInUseError, StackOptions, plan_stack
+from router.local.stack import LocalStackError, StackOptions, plan_stack
 from router.local.supervisor import check_ports
 from tests.integration.stack_support import on_free_ports, wait_until
 
@@ -41,7 +41,7 @@ def all_free(ports: list[int]) -> bool:
     """Whether every port can be bound."""
     try:
         check_ports(ports)
-    except PortInUseError:
+    except LocalStackError:
         return False
     return True
 

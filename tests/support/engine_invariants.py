@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from model_server.blocks import Block, BlockPool
 from model_server.engine import Engine
-from model_server.live_request import LiveRequest
 from model_server.offload import HostBlock, HostTier
+from model_server.requests import LiveRequest
 
 
 def check_engine(engine: Engine) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from indexer.flat_cache import FlatCache
 from indexer.flat_index import FlatIndex
-from indexer.view_parts import HeldBlocks
 from tests.support.reference_index import ReferenceIndex
 
 
@@ -21,7 +20,7 @@ def references(index: FlatIndex | ReferenceIndex, pods: Iterable[str]) -> dict[t
     found: dict[tuple[str, str, int], int] = {}
     for pod in pods:
         for part in FlatCache(index, pod, "").export():
-            if isinstance(part, HeldBlocks):
+            if part is not None:
                 for key, tiers in zip(part.keys.tolist(), part.tiers.tolist(), strict=True):
                     for number, tier in enumerate(index.tiers.names):
                         if tiers >> number & 1:

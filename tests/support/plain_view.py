@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from indexer.applied import Applied, Outcome
 from indexer.apply import PodView
 from indexer.errors import PayloadError
 from indexer.events import EngineHash
 from indexer.flat_cache import Dropped
 from indexer.keys import Keys
 from indexer.reannounce import Ahead
+from indexer.view_parts import Outcome
 from tests.support.decoding import EventBatch, decode_batch
 from tests.support.reference_index import ReferenceIndex
 
 
-def apply_batch(view: PodView, batch: EventBatch, *, with_runs: bool = False) -> Applied:
+def apply_batch(view: PodView, batch: EventBatch, outcome: Outcome | None = None) -> Outcome:
     """Applies a batch's events in order."""
-    applied = Applied(runs=[] if with_runs else None)
+    outcome = outcome or Outcome()
     ahead = Ahead(batch.events)
     for ahead.position, event in enumerate(batch.events):
-        view.apply_event(event, ahead, applied)
-    view.end_batch(applied)
-    return applied
+        view.apply_event(event, ahead, outcome)
+    view.end_batch(outcome)
+    return outcome
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +123,7 @@ class DecodingApplier:
 
     def apply(self, payloads: Sequence[bytes], *, with_runs: bool = False) -> Outcome:
         """Applies payloads in order, whatever they hold."""
-        outcome = Outcome(Applied(runs=[] if with_runs else None))
+        outcome = Outcome(runs=[] if with_runs else None)
         for payload in payloads:
             try:
                 decoded = decode_batch(payload, self._max_bytes)
@@ -132,7 +132,7 @@ class DecodingApplier:
                 continue
             outcome.events.update(type(event).__name__ for event in decoded.batch.events)
             outcome.published_s.append(decoded.batch.ts)
-            outcome.take(apply_batch(self._view, decoded.batch, with_runs=with_runs))
+            apply_batch(self._view, decoded.batch, outcome)
             # After a clear in the same batch: nobody knows on which side of it a broken event was.
             for reason in decoded.rejected:
                 outcome.reject(reason)

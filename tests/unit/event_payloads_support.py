@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from indexer import event_rows as rows
+from indexer import event_columns as rows
 from indexer.events import BlockStored
 
 # Kernels are compiled within some test's first example, and the machine may be busy.

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from indexer.applied import Applied
 from indexer.apply import PodView
 from indexer.config import IndexerConfig
 from indexer.events import BlockStored, KVEvent
@@ -18,6 +17,7 @@ from indexer.hybrid import HybridMatcher, group_holder
 from indexer.index import PodMatch
 from indexer.keys import BlockHasher, Keys
 from indexer.tiers import Tiers
+from indexer.view_parts import Outcome
 from tests.support.decoding import EventBatch
 from tests.support.plain_view import MappedCache, apply_batch
 from tests.support.reference_index import ReferenceIndex
@@ -63,11 +63,11 @@ class OnePod:
 
         self.view = PodView(MODEL, cache_of=cache_of, tiers=tiers, hasher=self.hasher, config=config)
 
-    def apply(self, *events: KVEvent) -> Applied:
+    def apply(self, *events: KVEvent) -> Outcome:
         """Applies events as one batch."""
-        applied = apply_batch(self.view, EventBatch(0.0, events))
+        outcome = apply_batch(self.view, EventBatch(0.0, events))
         self.hybrid.learn(POD, self.view.groups)
-        return applied
+        return outcome
 
     def keys(
         self,

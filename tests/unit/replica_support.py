@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from router.board import PodBoard
 from router.ledger import Ledger, LedgerParameters
+from router.replicas.fleet import OthersWork
 from router.replicas.journal import Journal, Reader
 from router.replicas.news import News, read_news
-from router.replicas.others import OthersWork
 from tests.unit.router_support import Bench, PlainIndex
 
 PEER = "10.0.0.9:9002"

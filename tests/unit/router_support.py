@@ -10,8 +10,8 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from indexer import PodMatches, StreamState
-from indexer.dispatched import DispatchKey
 from indexer.keys import Keys, Tokens
+from indexer.parity import DispatchKey
 from indexer.pod_entry import PodEntry
 from indexer.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
 from router.admission import Admission, UtilizationDetector

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from model_server.engine import OutputSink
-from model_server.generation import AsyncEngine
+from model_server.generation import AsyncEngine, TextAssembler
 from model_server.metrics import RequestMetrics
-from model_server.openai_responses import Answer, Responder
+from model_server.openai_responses import Answer
 from model_server.openai_types import generation_body
 from model_server.prepare import Job
 from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
-from model_server.text import TextAssembler
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 TOKENIZER = PromptTokenizer.from_directory(TINY_DIRECTORY)
@@ -38,13 +37,13 @@ class Hands:
 
 
 class Page:
-    """A body that keeps up, or not."""
+    """A connection that keeps up, or not."""
 
     def __init__(self) -> None:
         self.written = b""
         self.writable = True
 
-    def write(self, chunk: bytes) -> None:
+    def write_chunk(self, chunk: bytes) -> None:
         """Take it, which only a writable body may be asked to."""
         assert self.writable
         assert chunk
@@ -65,9 +64,8 @@ def streamed(options: object, before: Callable[[Page, int], None] | None) -> tup
         texts = (TextAssembler(TOKENIZER),)
         generation = bridge.generate((GenerationRequest("0", (1,), SamplingParams(99)),), texts, 0.0)
         fields = generation_body("chat", {"stream": True, "stream_options": options})
-        responder = Responder(Job("chat", "id", "m", fields, ((1, 2),), (), ("",)), TOKENIZER)
-        responder._created = 0
-        answer = Answer(responder, generation)
+        answer = Answer(Job("chat", "id", "m", fields, ((1, 2),), (), ("",)), TOKENIZER, generation)
+        answer._created = 0
         if before is not None:
             answer.write_to(page)  # type: ignore[arg-type]
 

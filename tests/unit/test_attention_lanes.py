@@ -69,7 +69,7 @@ def test_lanes_are_summed_lot_by_lot() -> None:
     assert results[4:].tolist() == [numbers[:LANES].sum(), numbers[:LANES].max()]
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.float32])
+@pytest.mark.parametrize("dtype", [np.uint16, np.int16, np.float32])
 @pytest.mark.parametrize("width", [32, 64, 96])
 def test_a_row_is_read_and_written_to_its_end_and_no_further(dtype: type, width: int) -> None:
     """Copied part by part, rows of whole parts arrive; their neighbours in memory stay as they are."""

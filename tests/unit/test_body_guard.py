@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.body_guard import BodyGuard
+from router.body_guard import GATEWAY_ONLY_FIELDS, BodyGuard
 from router.errors import RequestError
-from router.gateway_only import GATEWAY_ONLY_FIELDS
 from router.parsers import http_request
 
 PARAMS = {"do_remote_prefill": True, "remote_block_ids": []}

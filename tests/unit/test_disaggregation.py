@@ -61,15 +61,15 @@ def test_the_pod_that_prefills_is_charged_with_the_prefill() -> None:
     decision = made.router.route(completion("r", text), 0.0)
     assert (decision.primary.pod, decision.prefill_pod) == (B, A)
     tokens = decision.prompt_tokens - 160
-    assert made.ledger.work(A) == PodWork(awaiting=1, awaiting_tokens=tokens, held_tokens=tokens)
-    assert made.ledger.work(B) == PodWork()
+    assert made.ledger.board.work(A) == PodWork(awaiting=1, awaiting_tokens=tokens, held_tokens=tokens)
+    assert made.ledger.board.work(B) == PodWork()
     made.outcomes.stored(B, prompt, 1.0)
-    assert made.ledger.work(A).awaiting == 1
+    assert made.ledger.board.work(A).awaiting == 1
     made.outcomes.stored(A, prompt, 1.0)
-    assert made.ledger.work(A) == PodWork()
-    assert made.ledger.work(B) == PodWork(decoding=1, held_tokens=tokens)
+    assert made.ledger.board.work(A) == PodWork()
+    assert made.ledger.board.work(B) == PodWork(decoding=1, held_tokens=tokens)
     made.outcomes.ended("r", "response", 2.0, pod=B, cached_tokens=decision.prompt_tokens)
-    assert (made.ledger.work(B), len(made.ledger)) == (PodWork(), 0)
+    assert (made.ledger.board.work(B), len(made.ledger)) == (PodWork(), 0)
     assert made.sample("kvroute_router_compared_predicted_cached_tokens_total") == 0.0
     shown = made.explain.one("r")
     assert shown is not None
@@ -81,12 +81,12 @@ def test_a_prefill_that_is_never_announced_is_handed_over_at_the_first_token() -
     made = disaggregated()
     for request_id, told in (("first", "token"), ("ends", "end")):
         made.router.route(completion(request_id, long_text(50, seed=len(told))), 0.0)
-        assert made.ledger.work(A).awaiting == 1
+        assert made.ledger.board.work(A).awaiting == 1
         if told == "token":
             assert made.outcomes.first_token(request_id, "response", 1.0, pod=B)
-            assert (made.ledger.work(A).awaiting, made.ledger.work(B).decoding) == (0, 1)
+            assert (made.ledger.board.work(A).awaiting, made.ledger.board.work(B).decoding) == (0, 1)
         made.outcomes.ended(request_id, "response", 2.0, pod=B)
-        assert (made.ledger.work(A), made.ledger.work(B)) == (PodWork(), PodWork())
+        assert (made.ledger.board.work(A), made.ledger.board.work(B)) == (PodWork(), PodWork())
 
 
 def test_a_decoding_engine_need_not_know_what_is_still_prefilled() -> None:

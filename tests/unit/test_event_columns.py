@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer import event_rows as rows
+from indexer import event_columns as rows
 from indexer.decode import decode_event, split_batch
 from indexer.errors import PayloadError
 from indexer.event_columns import Columns, EventDecoder, handle_of
@@ -71,8 +71,9 @@ def check(columns: Columns, payloads: list[bytes]) -> None:
             continue
         raw_batch = split_batch(payload, MAX_BYTES)
         assert repr(batch.ts) == repr(raw_batch.ts)
-        for raw in raw_batch.events:
-            assert outcome(lambda row=row: columns.event(row)) == outcome(lambda raw=raw: decode_event(raw))
+        for raw, event in zip(raw_batch.events, columns.typed(batch), strict=True):
+            told = event.reason if isinstance(event, PayloadError) else repr(event)
+            assert told == outcome(lambda raw=raw: decode_event(raw))
             if columns.events[row, rows.KIND] != rows.OTHER:
                 check_row(columns, row, decode_event(raw))
             row += 1
@@ -125,7 +126,7 @@ def test_what_vllm_publishes_is_a_kernels() -> None:
     columns = decode(*CAPTURED)
     plain = 0
     for batch in columns.batches:
-        events = [columns.event(row) for row in range(batch.first, batch.end)]
+        events = columns.typed(batch)
         if not any(isinstance(event, AllBlocksCleared) for event in events):
             for row, event in enumerate(events, batch.first):
                 if not any(getattr(event, "extra_keys", None) or ()):
@@ -198,7 +199,7 @@ def test_unusual_events_are_left_to_the_slow_way(change: dict[str, Any]) -> None
     removed = {"type": "BlockRemoved", "block_hashes": [1]}
     columns = decode_events(removed, PLAIN_MAP | change, removed)
     assert columns.events[1, rows.KIND] == rows.OTHER
-    assert columns.event(0) == columns.event(2) == BlockRemoved([1])
+    assert columns.typed(columns.batches[0])[::2] == [BlockRemoved([1])] * 2
     check(columns, [msgspec.msgpack.encode([1.5, [removed, PLAIN_MAP | change, removed], 0])])
 
 
@@ -222,7 +223,8 @@ def test_a_broken_batch_costs_its_neighbours_nothing(payload: bytes) -> None:
     good = [msgspec.msgpack.encode([ts, [["BlockRemoved", [ts]]]]) for ts in (1, 2)]
     columns = decode(good[0], payload, good[1])
     assert [batch.unread for batch in columns.batches] == [None, "broken_batch", None]
-    assert [columns.event(row) for row in range(2)] == [BlockRemoved([1]), BlockRemoved([2])]
+    read = [event for batch in columns.batches for event in columns.typed(batch)]
+    assert read == [BlockRemoved([1]), BlockRemoved([2])]
 
 
 def test_a_payload_that_is_too_long_is_not_read() -> None:
@@ -253,7 +255,8 @@ def test_nothing_to_read_is_no_event() -> None:
 def test_a_stored_event_has_all_that_the_view_needs() -> None:
     """An event that no kernel applies is typed in full, with its tokens, extra keys and salt."""
     told = {**PLAIN_MAP, "cache_salt": "tenant", "extra_keys": [["sql", b"x"], None, None]}
-    event = decode_events(told).event(0)
+    columns = decode_events(told)
+    (event,) = columns.typed(columns.batches[0])
     assert isinstance(event, BlockStored)
     for name in BlockStored.__struct_fields__:
         assert getattr(event, name) == told[name]

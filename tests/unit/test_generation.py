@@ -12,11 +12,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from model_server.errors import EngineClosedError, QueueFullError, RequestError
-from model_server.generation import AsyncEngine, Generation
+from model_server.generation import AsyncEngine, Generation, TextAssembler
 from model_server.metrics import RequestMetrics
 from model_server.openai_types import ApiError
 from model_server.requests import FinishReason, GenerationRequest, SamplingParams, TokenOutput
-from model_server.text import TextAssembler
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 TOKENIZER = PromptTokenizer.from_directory(TINY_DIRECTORY)

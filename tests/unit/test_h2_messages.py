@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.h2.messages import MessageError, MessageReader, prefixed
+from router.h2.messages import MessageError, MessageReader, plain_prefix
 
 _BYTES_MAX = 1000
 _messages = st.lists(
@@ -20,9 +20,13 @@ _messages = st.lists(
 )
 
 
+def _prefixed(message: bytes) -> bytes:
+    return plain_prefix(0, len(message)) + message
+
+
 def _packed(message: bytes, encoding: str) -> bytes:
     packed = gzip.compress(message) if encoding == "gzip" else zlib.compress(message)
-    return b"\x01" + prefixed(packed)[1:]
+    return b"\x01" + _prefixed(packed)[1:]
 
 
 @given(_messages, st.lists(st.integers(0, 4000), max_size=20), st.sampled_from(["gzip", "deflate"]))
@@ -30,7 +34,7 @@ def test_messages_are_the_same_however_they_are_cut(
     said: list[tuple[bytes, str]], cuts: list[int], encoding: str
 ) -> None:
     """Any cut of a stream gives the same messages, in order, and all of its bytes are accounted for."""
-    data = b"".join(_packed(message, encoding) if kind else prefixed(message) for message, kind in said)
+    data = b"".join(_packed(message, encoding) if kind else _prefixed(message) for message, kind in said)
     reader = MessageReader(encoding, _BYTES_MAX)
     places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     got, size = [], 0
@@ -63,10 +67,10 @@ def test_a_message_of_just_the_limit_is_read(size: int, encoding: str, level: in
     """The limit is of what a message says, compressed or not, and is itself allowed."""
     plain = bytes(range(250)) * 4
     pack = {"gzip": gzip.compress, "deflate": zlib.compress}[encoding]
-    packed = b"\x01" + prefixed(pack(plain[:size], level))[1:]
+    packed = b"\x01" + _prefixed(pack(plain[:size], level))[1:]
     reader = MessageReader(encoding, 1200 if level == 0 else _BYTES_MAX)
     assert [message for message, _ in reader.feed(packed)] == [plain[:size]]
-    assert [message for message, _ in reader.feed(prefixed(plain[:size]))] == [plain[:size]]
+    assert [message for message, _ in reader.feed(_prefixed(plain[:size]))] == [plain[:size]]
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
@@ -81,10 +85,10 @@ def test_bombs_are_refused_before_they_are_large(encoding: str, size: int) -> No
 
 def test_a_size_is_refused_before_its_bytes_come() -> None:
     """A message that says it is too large is refused by its first five bytes, also behind others."""
-    for before in (b"", prefixed(b"a message")):
+    for before in (b"", _prefixed(b"a message")):
         reader = MessageReader("identity", _BYTES_MAX)
         with pytest.raises(MessageError) as caught:
-            list(reader.feed(before + prefixed(bytes(_BYTES_MAX + 1))[:5]))
+            list(reader.feed(before + _prefixed(bytes(_BYTES_MAX + 1))[:5]))
         assert caught.value.status is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -110,7 +114,7 @@ def test_what_is_no_message_is_told(data: bytes, encoding: str, why: str) -> Non
 def test_a_message_in_tiny_pieces_takes_no_more_than_its_bytes() -> None:
     """A client that sends a large message byte by byte makes the reader hold little more than the message."""
     size = 100_000
-    reader, data = MessageReader("identity", size), prefixed(bytes(size))
+    reader, data = MessageReader("identity", size), _prefixed(bytes(size))
     tracemalloc.start()
     try:
         for place in range(len(data) - 1):

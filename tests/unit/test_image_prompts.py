@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.extras import MultimodalItem
+from indexer.keys import MultimodalItem
 from router.errors import RequestError
 from router.prompt_tokens import MEDIA, PromptTokens
 from router.request import RequestKind, RouteRequest

@@ -192,6 +192,6 @@ def test_a_cleared_cache_is_empty_in_all_tiers(pod: OnePod) -> None:
     """AllBlocksCleared drops blocks, copies and what waits, and is told."""
     pod.apply(stored([1], ONE), stored([1], [], medium="CPU", block_size=0), stored([8], TWO, parent=7))
     assert pod.view.orphans == 1
-    assert pod.apply(AllBlocksCleared()).cleared
+    assert pod.apply(AllBlocksCleared()).emptied
     assert (pod.index.stats().blocks, pod.view.orphans) == (0, 0)
     assert pod.apply(BlockRemoved([1])).skipped == {("BlockRemoved", "unknown_hash"): 1}

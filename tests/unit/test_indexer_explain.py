@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from indexer.config import PodStream
-from indexer.explain import PrefixEnd, explain_prefix
+from indexer.index import PrefixEnd, explain_prefix
 from indexer.roster import EngineState
 from indexer.stream import StreamState
 from indexer.tiers import Tiers

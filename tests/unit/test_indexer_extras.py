@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from indexer.errors import TokenError
 from indexer.events import BlockStored
-from indexer.extras import MultimodalItem, extras_of_prompt, pack, read_extras
+from indexer.keys import MultimodalItem, extras_of_prompt, pack, read_extras
 from tests.unit.indexer_support import OnePod, read_json, stored
 
 PLACEHOLDER = 151_655

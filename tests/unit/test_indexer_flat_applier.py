@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from indexer.applied import Outcome
 from indexer.apply import PodView
 from indexer.config import IndexerConfig, PodStream
-from indexer.flat_applier import FlatApplier, FlatEngine, PodStates
+from indexer.flat_applier import FlatApplier, FlatEngine
 from indexer.flat_buckets import GOLDEN, hash_bits
 from indexer.flat_cache import FlatCache
 from indexer.flat_index import TURN_BLOCKS, FlatIndex
@@ -23,13 +22,13 @@ from indexer.flat_names import name_of
 from indexer.hybrid import group_holder
 from indexer.keys import BlockHasher, Keys
 from indexer.tiers import Tiers
+from indexer.view_parts import Outcome
 from tests.support.plain_view import DecodingApplier, MappedCache
 from tests.support.reference_index import ReferenceIndex
 from tests.unit.indexer_support import read_lines
 
 MODEL = "m"
 TIERS = Tiers()
-MAX_BYTES = 1 << 20
 PODS = ("10.0.0.1:8000", "10.0.0.2:8000")
 CONFIG = IndexerConfig(block_tokens=4, hash_seed=1)
 
@@ -41,36 +40,19 @@ class BothWays:
         self.hasher = BlockHasher(block_tokens, 1)
         self.flat = FlatIndex(1 << 22, TIERS)
         self.reference = ReferenceIndex(10_000, TIERS)
-        engine = FlatEngine(self.flat, self.hasher, MAX_BYTES)
+        engine = FlatEngine(CONFIG, self.flat, self.hasher)
         self.fast: dict[str, FlatApplier] = {}
         self.slow: dict[str, DecodingApplier] = {}
         for pod in PODS:
             model = (model_of or {}).get(pod, MODEL)
-            self.fast[pod] = self._fast(engine, pod, model)
-            self.slow[pod] = DecodingApplier(
-                self._view(model, lambda holder: self._mapped(holder), pod), MAX_BYTES
-            )
+            self.fast[pod] = FlatApplier(engine, PodStream(pod, model, "tcp://127.0.0.1:1"))
+            self.slow[pod] = DecodingApplier(self._view(model, pod), CONFIG.max_payload_bytes)
 
-    def _view(self, model: str, cache: Any, pod: str) -> PodView:
-        return PodView(
-            model,
-            cache_of=lambda group: cache(pod if group is None else group_holder(pod, group)),
-            tiers=TIERS,
-            hasher=self.hasher,
-            config=CONFIG,
-        )
+    def _view(self, model: str, pod: str) -> PodView:
+        def cache_of(group: int | None) -> Any:
+            return MappedCache(self.reference, pod if group is None else group_holder(pod, group))
 
-    def _mapped(self, holder: str) -> MappedCache:
-        return MappedCache(self.reference, holder)
-
-    def _fast(self, engine: FlatEngine, pod: str, model: str) -> FlatApplier:
-        caches: dict[str, FlatCache] = {}
-
-        def cache(holder: str) -> FlatCache:
-            return caches.setdefault(holder, FlatCache(self.flat, holder, model))
-
-        view = self._view(model, cache, pod)
-        return FlatApplier(engine, view, caches[pod], pod, model)
+        return PodView(model, cache_of=cache_of, tiers=TIERS, hasher=self.hasher, config=CONFIG)
 
     def apply(self, pod: str, payloads: list[bytes]) -> Outcome:
         """Applies payloads both ways; what they tell must be the same."""
@@ -78,9 +60,9 @@ class BothWays:
         assert +fast.events == +slow.events
         assert (fast.rejected, fast.published_s) == (slow.rejected, slow.published_s)
         assert (fast.emptied, fast.damage) == (slow.emptied, slow.damage)
-        assert +fast.applied.skipped == +slow.applied.skipped
-        assert +fast.applied.removals == +slow.applied.removals
-        assert _joined(fast.applied.stored).tolist() == _joined(slow.applied.stored).tolist()
+        assert +fast.skipped == +slow.skipped
+        assert +fast.removals == +slow.removals
+        assert _joined(fast.stored).tolist() == _joined(slow.stored).tolist()
         return fast
 
     def check(self, keys: Keys) -> None:
@@ -229,7 +211,7 @@ def test_captures_of_a_real_engine_lead_to_the_same_index(capture: str, block_to
     both = BothWays(block_tokens)
     stored = []
     for start in range(0, len(payloads), 7):
-        stored += both.apply(PODS[0], payloads[start : start + 7]).applied.stored
+        stored += both.apply(PODS[0], payloads[start : start + 7]).stored
     assert stored
     both.check(np.unique(_joined(stored)))
 
@@ -239,7 +221,7 @@ def test_more_copies_than_one_call_has_room_for_are_all_counted() -> None:
     blocks = 5000
     config = IndexerConfig(block_tokens=1, hash_seed=1)
     hasher, index = BlockHasher(1, 1), FlatIndex(1 << 22, TIERS)
-    state = PodStates(config, index, hasher).make(PodStream(PODS[0], MODEL, "tcp://127.0.0.1:1"))
+    state = FlatApplier(FlatEngine(config, index, hasher), PodStream(PODS[0], MODEL, "tcp://127.0.0.1:1"))
     hashes = list(range(1, blocks + 1))
     event: dict[str, Any] = {
         "type": "BlockStored",
@@ -252,9 +234,9 @@ def test_more_copies_than_one_call_has_room_for_are_all_counted() -> None:
     parts = [copy | {"block_hashes": hashes[start : start + 700]} for start in range(0, blocks, 700)]
     removal = {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU"}
     for events in ([store], [copy | {"block_hashes": hashes}], parts):
-        state.applier.apply([msgspec.msgpack.encode([1.0, events, None])])
+        state.apply([msgspec.msgpack.encode([1.0, events, None])])
     for left in (blocks, blocks, 0):
-        state.applier.apply([msgspec.msgpack.encode([1.0, [removal], None])])
+        state.apply([msgspec.msgpack.encode([1.0, [removal], None])])
         assert index.stats().blocks == left
 
 
@@ -274,7 +256,7 @@ def test_long_rows_of_removals_do_what_the_views_do(split: int, hashes_per_event
         copies = [
             _stored(rng.permutation(hashes)[:100], [], 0, medium=medium) for medium in ("GPU", "CPU", "CPU")
         ]
-        stored += both.apply(pod, [_payload(store), _payload(*copies)]).applied.stored
+        stored += both.apply(pod, [_payload(store), _payload(*copies)]).stored
     keys = np.unique(_joined(stored))
     for pod, first in zip(PODS, (1, 10_001), strict=True):
         # One in ten is of no block; many come twice.
@@ -297,12 +279,24 @@ def test_a_long_removal_is_finished_wherever_it_was_left(split: int, unknown: in
     blocks, block_tokens = 5000 // split, 4 * split
     hashes = np.arange(1, blocks + 1)
     store = _stored(hashes, np.arange(blocks * block_tokens).tolist(), block_tokens)
-    keys = _joined(both.apply(PODS[0], [_payload(store, _stored(hashes[::3], [], 0))]).applied.stored)
+    keys = _joined(both.apply(PODS[0], [_payload(store, _stored(hashes[::3], [], 0))]).stored)
     # Each has one copy, every third two; the last hash comes three times.
     named = np.insert(np.append(hashes, hashes[-1:].repeat(2)), unknown // split, 10_000)
     for _ in range(2):
         both.apply(PODS[0], [_payload(_removed(named), _removed(hashes[:1]))])
         both.check(keys)
+
+
+@pytest.mark.parametrize("unknown", [0, 1, 2])
+def test_a_copy_is_finished_wherever_it_was_left(unknown: int) -> None:
+    """A hash that nobody stored costs its neighbours no copy, and gives them no second one."""
+    both = BothWays()
+    hashes = np.arange(1, 3)
+    stored = both.apply(PODS[0], [_payload(_stored(hashes, list(range(8)), 4))]).stored
+    both.apply(PODS[0], [_payload(_stored(np.insert(hashes, unknown, 10_000), [], 0))])
+    for _ in range(2):
+        both.apply(PODS[0], [_payload(_removed(hashes))])
+        both.check(_joined(stored))
 
 
 def test_hashes_that_share_a_bucket_are_told_apart() -> None:
@@ -315,7 +309,7 @@ def test_hashes_that_share_a_bucket_are_told_apart() -> None:
     like = (name ^ name >> 32) * pow(0xBF58_476D_1CE4_E5B9, -1, 1 << 64) % (1 << 64) ^ cache.scope
     assert int(name_of(np.uint64(like), np.uint64(cache.scope), 0)) == name != known
     assert hash_bits(np.uint64(name)) == hash_bits(np.uint64(known))
-    stored = both.apply(PODS[0], [_payload(_stored(np.array([1]), [1, 2, 3, 4], 4))]).applied.stored
+    stored = both.apply(PODS[0], [_payload(_stored(np.array([1]), [1, 2, 3, 4], 4))]).stored
     for hashes in ([like], [1]):
         both.apply(PODS[0], [_payload(_removed(np.array(hashes, np.uint64)))])
         both.check(_joined(stored))
@@ -334,12 +328,12 @@ def test_a_long_row_of_removals_lets_readers_in_between(hashes_per_event: int) -
 
     hasher, index = BlockHasher(1, 1), Counting(1 << 22, TIERS)
     config = IndexerConfig(block_tokens=1, hash_seed=1)
-    state = PodStates(config, index, hasher).make(PodStream(PODS[0], MODEL, "tcp://127.0.0.1:1"))
+    state = FlatApplier(FlatEngine(config, index, hasher), PodStream(PODS[0], MODEL, "tcp://127.0.0.1:1"))
     hashes = np.arange(1, blocks + 1)
-    state.applier.apply([_payload(_stored(hashes, hashes.tolist(), 1))])
+    state.apply([_payload(_stored(hashes, hashes.tolist(), 1))])
     held.clear()
     parts = [hashes[place : place + hashes_per_event] for place in range(0, blocks, hashes_per_event)]
-    state.applier.apply([_payload(*map(_removed, parts))])
+    state.apply([_payload(*map(_removed, parts))])
     assert index.stats().blocks == 0
     assert max(before - after for before, after in pairwise([*held, 0])) <= 2 * TURN_BLOCKS
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored
-from indexer.hybrid import ALL_BLOCKS, NO_CHUNKS, GroupRule, group_holder, usable_blocks
+from indexer.hybrid import group_holder, usable_blocks
+from indexer.view_parts import GroupFact
 from tests.support.decoding import decode_batch
 from tests.unit.indexer_support import POD, OnePod, read_lines, stored
 
@@ -251,14 +252,15 @@ def test_pods_with_one_group_cost_nothing(pod: OnePod) -> None:
     assert pod.hybrid.refine(keys, others) is others
 
 
+def rule(stride: int, last_blocks: int = -1, chunk_blocks: int = 0) -> GroupFact:
+    """A group that does not lead."""
+    return GroupFact(1, True, False, stride, last_blocks, stride * chunk_blocks)
+
+
 rules = st.one_of(
-    st.builds(GroupRule, st.sampled_from([1, 2, 3])),
-    st.builds(GroupRule, st.sampled_from([1, 2, 3]), st.integers(0, 4)),
-    st.builds(
-        lambda stride, blocks: GroupRule(stride, chunk=stride * blocks),
-        st.sampled_from([1, 2]),
-        st.integers(1, 4),
-    ),
+    st.builds(rule, st.sampled_from([1, 2, 3])),
+    st.builds(rule, st.sampled_from([1, 2, 3]), st.integers(0, 4)),
+    st.builds(rule, st.sampled_from([1, 2]), chunk_blocks=st.integers(1, 4)),
 )
 
 
@@ -270,18 +272,18 @@ rules = st.one_of(
 )
 @settings(deadline=None)
 def test_usable_prefixes_are_the_longest_that_obey_all_rules(
-    depth: int, stride: int, group_rules: list[GroupRule], dice: random.Random
+    depth: int, stride: int, group_rules: list[GroupFact], dice: random.Random
 ) -> None:
     """The search equals trying every length, longest first, block by block."""
     groups = [(rule, np.array([dice.random() < 0.7 for _ in range(depth)], np.uint8)) for rule in group_rules]
 
-    def obeys(length: int, rule: GroupRule, held: np.ndarray) -> bool:
+    def obeys(length: int, rule: GroupFact, held: np.ndarray) -> bool:
         if length % rule.stride:
             return False
         first = 0
-        if rule.last_blocks != ALL_BLOCKS:
+        if rule.last_blocks >= 0:
             first = max(0, length // rule.stride - rule.last_blocks)
-        if rule.chunk != NO_CHUNKS:
+        if rule.chunk > 0:
             first = length // rule.chunk * rule.chunk // rule.stride
         return all(held[(block + 1) * rule.stride - 1] for block in range(first, length // rule.stride))
 

@@ -9,15 +9,9 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from indexer.config import IndexerConfig, PodStream
-from indexer.flat_index import FlatIndex
-from indexer.hybrid import HybridMatcher
 from indexer.ingest import Ingest
-from indexer.keys import BlockHasher
-from indexer.metrics import IndexerMetrics
-from indexer.parity import TRUSTED_AFTER, ParityWatch
-from indexer.speculate import Speculation
+from indexer.parity import TRUSTED_AFTER
 from indexer.stream import StreamState
-from indexer.tiers import Tiers
 
 POD = "10.0.0.1:8000"
 STREAM = PodStream(POD, "m", "tcp://127.0.0.1:1")
@@ -31,23 +25,9 @@ class Bench:
 
     def __init__(self) -> None:
         config, self.registry = IndexerConfig(block_tokens=1, hash_seed=1), CollectorRegistry()
-        index, self.hasher = FlatIndex(1 << 20, Tiers()), BlockHasher(1, 1)
-        speculation = Speculation(index, ttl_s=1.0, max_s=1.0, max_entries=10)
-        metrics = IndexerMetrics(self.registry, stats=index.stats, speculative=lambda: 0)
-        self.parity = ParityWatch(metrics)
-        self.ingest = Ingest(
-            config,
-            index=index,
-            hasher=self.hasher,
-            parity=self.parity,
-            hybrid=HybridMatcher(index, 1),
-            speculation=speculation,
-            metrics=metrics,
-            on_stored=lambda *_: None,
-            on_link=lambda *_: None,
-            clock=lambda: 1.0,
-            wall_clock=lambda: 10.0,
-        )
+        ignore, clock = lambda *_: None, lambda: 1.0
+        self.ingest = Ingest(config, self.registry, ignore, ignore, clock, wall_clock=lambda: 10.0)
+        self.hasher, self.parity = self.ingest.hasher, self.ingest.parity
         self.ingest.opened(STREAM)
 
     def apply(self, *events: dict[str, Any]) -> None:
@@ -118,7 +98,7 @@ def test_a_pod_that_is_followed_again_is_shown_again() -> None:
 def state_of(bench: Bench) -> tuple[StreamState, str]:
     """What everybody is told of the pod's view."""
     engine = bench.ingest.roster.engines[POD]
-    assert bench.ingest.states[POD] is engine.state
+    assert bench.ingest.roster.states[POD] is engine.state
     shown = [state for state in StreamState if bench.metric(OURS + "stream_state", pod=POD, state=state)]
     assert shown == [engine.state]
     return engine.state, engine.reason

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from indexer.applied import StoredRun
 from indexer.index import IndexStats
 from indexer.keys import BlockHasher, Keys
 from indexer.metrics import IndexerMetrics
 from indexer.parity import TRUSTED_AFTER, ParityWatch, PodParity
+from indexer.view_parts import StoredRun
 
 POD, OTHER, MODEL = "10.0.0.1:8000", "10.0.0.2:8000", "m"
 HASHER = BlockHasher(4, 1)
@@ -70,7 +70,8 @@ def test_blocks_that_come_as_computed_are_no_sign() -> None:
     store(watch, THEIRS)
     store(watch, OURS)
     assert watch.settled("a", 0.0) is None
-    assert (known(watch).met, known(watch).mismatches) == (1, 0)
+    assert not watch.waits_for(POD)
+    assert known(watch).last_mismatch is None
 
 
 def test_other_tokens_behind_the_same_prefix_are_a_mismatch() -> None:
@@ -137,7 +138,7 @@ def test_another_request_in_flight_explains_a_store() -> None:
     store(watch, THEIRS)
     assert watch.settled("b", 0.0) is None
     assert watch.settled("a", 0.0) is None
-    assert known(watch).mismatches == 0
+    assert known(watch).last_mismatch is None
 
 
 def test_runs_of_one_batch_are_told_apart() -> None:
@@ -153,7 +154,7 @@ def test_runs_of_one_batch_are_told_apart() -> None:
     assert mismatch is not None
     assert mismatch.position == 2
     assert watch.settled("c", 0.0) is None
-    assert (known(watch).met, known(watch).mismatches, known(watch).unmet_in_a_row) == (1, 1, 2)
+    assert known(watch).unmet_in_a_row == 2
 
 
 def test_a_pod_that_stored_nothing_shows_nothing() -> None:
@@ -172,7 +173,7 @@ def test_dropped_requests_show_nothing() -> None:
     store(watch, THEIRS)
     watch.dropped("a")
     assert watch.settled("a", 0.0) is None
-    assert known(watch).mismatches == 0
+    assert known(watch).last_mismatch is None
 
 
 def test_keys_that_never_meet_are_told() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored
-from indexer.extras import MultimodalItem, extras_of_prompt
+from indexer.keys import MultimodalItem, extras_of_prompt
 from indexer.runs import HEADS_MAX
 from tests.unit.indexer_support import POD, OnePod, stored
 

@@ -108,7 +108,7 @@ def test_a_copy_replaces_what_was_there() -> None:
 
 
 def test_a_view_of_many_parts_is_copied_whole() -> None:
-    """More blocks than fit in one part, with copies and blocks that went, come through."""
+    """More blocks than fit in one part, with copies, come through."""
     peer, ours = Views(), Views()
     long = tuple(number % 3 + 1 for number in range(9000))
     peer.apply(POD, [payload(long), payload(long[:100]), removal(long[:50]), removal(long[:50])])

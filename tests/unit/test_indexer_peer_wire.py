@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from indexer.config import IndexerConfig
 from indexer.errors import PeerError
+from indexer.flat_layout import HeldBlocks
 from indexer.peer_wire import MESSAGE_BYTES_MAX, SnapshotReader, snapshot_messages
-from indexer.view_parts import ReleasedNames, ViewPart, ViewSnapshot
+from indexer.view_parts import ViewPart, ViewSnapshot
 from tests.unit.peer_views import DIGEST, PODS, TIERS, Views, payload, removal
 
 POD = PODS[0]
@@ -35,7 +37,7 @@ WINDOW = GROUPED | {
 
 
 def told() -> list[bytes]:
-    """What is told of a view with everything in it: groups, copies, tiers, blocks that went."""
+    """What is told of a view with everything in it: groups, copies, tiers."""
     views = Views()
     views.apply(POD, [msgspec.msgpack.encode([1.0, [GROUPED, WINDOW], None])])
     views.apply(POD, [payload((1, 2, 3)), payload((1, 2)), removal((1, 2, 3)), payload((3, 3))])
@@ -47,7 +49,7 @@ TOLD = told()
 
 def reader(max_bytes: int = 1 << 24) -> SnapshotReader:
     """A reader for an index of the tests' kind."""
-    return SnapshotReader(tiers=len(TIERS.names), block_tokens=4, max_bytes=max_bytes)
+    return SnapshotReader(IndexerConfig(block_tokens=4, snapshot_max_bytes=max_bytes), len(TIERS.names))
 
 
 def use(messages: list[bytes]) -> None:
@@ -79,7 +81,8 @@ def test_a_part_that_fits_in_no_message_is_not_told() -> None:
     """A part of more than 1 MiB is refused by its reason."""
     keys = np.arange(MESSAGE_BYTES_MAX // 8 + 1, dtype=np.uint64)
     snapshot = Views().snapshot(POD)
-    part = ViewPart(None, ReleasedNames(keys, keys))
+    none = np.empty(0, np.uint8)
+    part = ViewPart(None, HeldBlocks(keys, none, none, keys, np.empty((0, 3), np.int64)))
     large = ViewSnapshot(7, DIGEST, snapshot.facts, 0, [part])
     with pytest.raises(PeerError, match="too_large"):
         list(snapshot_messages(large))
@@ -104,15 +107,13 @@ FAULTS: dict[str, Callable[[Message], Message]] = {
     "last sequence": changed("header", sequence=(1 << 64) - 1),
     "run tokens": fact(run_tokens=3),
     "no run tokens": fact(run_tokens=0),
-    "stride": fact(lead_stride=0),
+    "stride": fact(groups=[LEAD | {"stride": 0}]),
     "group's stride": fact(groups=[{"group": 1, "usable": True, "leads": False, "stride": 0}]),
     "group's number": fact(groups=[LEAD | {"group": -1}]),
     "two groups": fact(groups=[LEAD, LEAD]),
     "two leads": fact(groups=[LEAD, LEAD | {"group": 2}]),
     "useless lead": fact(groups=[LEAD | {"usable": False}]),
     "untold group": fact(groups=[LEAD]),
-    "split": changed("splits", splits=[0]),
-    "splits": changed("splits", splits=[1] * 17),
     "no keys": changed("held", keys=b""),
     "half a key": lambda m: m | {"keys": m["keys"][:-1]} if m["type"] == "held" else m,
     "a key less": lambda m: m | {"keys": m["keys"][:-8]} if m["type"] == "held" else m,
@@ -126,7 +127,6 @@ FAULTS: dict[str, Callable[[Message], Message]] = {
     "copies of none": changed("held", copies=np.array([99, 0, 1], np.int64).tobytes()),
     "copies of a place before": changed("held", copies=np.array([-1, 0, 1], np.int64).tobytes()),
     "copies elsewhere": changed("held", copies=np.array([0, 3, 1], np.int64).tobytes()),
-    "released keys": changed("released", keys=b""),
     "end": changed("end", parts=1),
 }
 
@@ -163,9 +163,10 @@ def test_only_whole_snapshots_in_order_are_read() -> None:
 def test_what_is_read_is_bounded() -> None:
     """Bytes are counted over all messages, and messages that take more than they weigh."""
     with pytest.raises(PeerError, match="too_large"):
-        reader(max_bytes=4096).read(TOLD)
+        reader(max_bytes=2048).read(TOLD)
     header = TOLD[0]
-    nothing = msgspec.msgpack.encode({"type": "splits", "group": None, "splits": []})
+    block = {"keys": bytes(8), "tiers": b"\1", "name_counts": b"\0", "names": b"", "copies": b""}
+    nothing = msgspec.msgpack.encode({"type": "held", "group": None, **block})
     with pytest.raises(PeerError, match="too_large"):
         reader(max_bytes=1 << 16).read([header, *[nothing] * 100])
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from indexer.config import PODS_MAX, PodStream
 from indexer.errors import ConfigError
-from indexer.pod_entry import EventDefaults, PodEntry
-from indexer.pods_file import parse_pods
+from indexer.pod_entry import EventDefaults, PodEntry, parse_pods
 
 GOOD = """
 endpoints:

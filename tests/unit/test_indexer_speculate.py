@@ -241,7 +241,7 @@ def test_nothing_is_left_behind(history: list[tuple[tuple[object, ...], float]])
         assumed = {
             (pod, key)
             for request in speculation._requests.values()
-            for pod, keys, _ in request.runs
+            for pod, keys in request.assumed.items()
             for key in keys.tolist()
         }
         assert speculation.index.stats().holdings == len(assumed)

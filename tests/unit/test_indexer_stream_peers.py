@@ -171,3 +171,46 @@ def test_only_an_exact_view_at_rest_has_a_mark() -> None:
     assert loop.machine.mark is None
     loop.disconnect()
     assert loop.machine.mark is None
+
+
+def test_without_replay_a_gap_behind_the_proved_view_costs_it() -> None:
+    """What was missed behind a peer's view cannot be asked for: another snapshot is."""
+    loop = late(replayable=False)
+    loop.published = 4
+    loop.connect()
+    loop.publish()
+    loop.publish(lost=True)
+    loop.publish()
+    loop.deliver()
+    loop.deliver()
+    loop.answer_fetch()
+    assert (loop.clears, loop.view, loop.fetches) == (["gap"], [], 2)
+    loop.peer_follows()
+    loop.settle()
+    assert loop.view == loop.whole_life()
+    assert told(loop) == (EXACT, "")
+
+
+def test_each_doubted_life_is_asked_of_peers_as_often() -> None:
+    """A batch that is applied ends the count of snapshots that led nowhere."""
+    loop = late()
+    for life in (1, 2):
+        loop.restart()
+        for _ in range(5):
+            loop.publish()
+        loop.connect()
+        loop.settle()
+        assert loop.view == loop.whole_life()
+        assert loop.clears.count("peer_unproven") == 4 * life
+
+
+def test_a_view_is_healed_while_its_last_batch_is_looked_for() -> None:
+    """Whether a STALE view has the last batch is of no interest once a snapshot may make it whole."""
+    loop = followed(snapshots=True)
+    loop.perform(loop.machine.snapshot_begun())
+    loop.machine.damaged(loop.current, "unknown_parent")
+    assert told(loop)[0] is STALE
+    loop.perform(loop.machine.check_tail())
+    assert loop.answers
+    loop.perform(loop.machine.heal())
+    assert loop.fetching

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from indexer.errors import PayloadError
-from indexer.extras import MultimodalItem, extras_of_prompt, pack
-from indexer.keys import Keys
+from indexer.keys import Keys, MultimodalItem, extras_of_prompt, pack
 from indexer.tiers import Tiers
 from tests.support.decoding import decode_batch
 from tests.support.reference_index import ReferenceIndex

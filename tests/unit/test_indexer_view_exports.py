@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from indexer.errors import PeerError
+from indexer.flat_layout import HeldBlocks
 from indexer.replay import Batch
 from indexer.view_exports import ViewExports
-from indexer.view_parts import ReleasedNames, ViewContent, ViewFacts, ViewPart, ViewSnapshot
+from indexer.view_parts import ViewContent, ViewFacts, ViewPart, ViewSnapshot
 
-FACTS = ViewFacts(None, False, False, 1, ())
+FACTS = ViewFacts(None, False, False, ())
 MARK = (7, b"d" * 16)
-PART = ViewPart(None, ReleasedNames(np.ones(100, np.uint64), np.ones(100, np.uint64)))
+PART = ViewPart(None, HeldBlocks(*[np.ones(100, np.uint64)] * 5))
 
 
 def begun(

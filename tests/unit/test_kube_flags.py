@@ -58,7 +58,6 @@ def test_contradictions_are_refused(argv: list[str], part: str) -> None:
 @pytest.mark.parametrize(
     "flag",
     [
-        "--endpoint-selector=a in (b",
         "--endpoint-selector=",
         "--endpoint-target-ports=0",
         "--endpoint-target-ports=1,1",

@@ -14,7 +14,7 @@ from indexer import PodStream, StreamState
 from indexer.roster import EngineState
 from router.errors import ClusterError
 from router.kube.config import KubeConfig
-from router.kube.problems import Diagnosis, Found, Problems, Reason
+from router.kube.problems import Fact, Found, Problems, Reason, of_cluster, of_pods
 from router.pod_watch import judge
 from router.pods import EventSources, Pod
 from router.probe import ProbeResult
@@ -30,12 +30,23 @@ FOR_EVER_S = 1000.0
 
 
 def found_after(
-    lasts_s: float, found: Found = GOOD, pod: Pod = POD, engines: tuple[EngineState, ...] = (ENGINE,)
+    lasts_s: float,
+    found: Found = GOOD,
+    pod: Pod = POD,
+    engines: tuple[EngineState, ...] = (ENGINE,),
+    probed: tuple[str, ...] = (),
 ) -> dict[Reason, str]:
     """What is wrong after things were like this for so long."""
-    diagnosis = Diagnosis(CONFIG, "ns")
-    diagnosis.problems(found, [pod], engines, 5.0)
-    return diagnosis.problems(found, [pod], engines, 5.0 + lasts_s)
+    problems = fresh()
+    for now_s in (5.0, 5.0 + lasts_s):
+        problems.see([*of_cluster(found, CONFIG, "ns"), *of_pods([pod], engines, probed)], now_s)
+    return {reason: problem.detail for reason, problem in problems.current.items()}
+
+
+def fresh(posted: list[tuple[Reason, str]] | None = None) -> Problems:
+    """No problems yet; `posted` gets those that are told."""
+    told = [] if posted is None else posted
+    return Problems(CollectorRegistry(), lambda reason, text: told.append((reason, text)))
 
 
 def test_where_all_is_well_there_is_no_problem() -> None:
@@ -56,13 +67,14 @@ def test_where_all_is_well_there_is_no_problem() -> None:
         ),
         ({"errors": {"pool": ClusterError(404, "gone")}}, Reason.CRD_MISSING, "CRD"),
         ({"errors": {"pods": ClusterError(404, "gone")}}, Reason.API_UNREACHABLE, "gone"),
+        ({"errors": {"pods": ClusterError(400, "unable to parse")}}, Reason.BAD_POOL, "app=x is refused"),
         ({"errors": {"pods": ClusterError(0, "refused")}}, Reason.API_UNREACHABLE, "refused"),
         ({"errors": {"pods": ClusterError(403, "no")}}, Reason.FORBIDDEN, "no"),
         ({"errors": {"objectives": ClusterError(401, "who")}}, Reason.FORBIDDEN, "who"),
-        ({"bad_pods": {"a": "x"}}, Reason.BAD_POD, "a: x"),
-        ({"bad_annotations": {"a": "x"}}, Reason.BAD_ANNOTATION, "a: x"),
-        ({"bad_objectives": {"a": "x"}}, Reason.BAD_OBJECTIVE, "a: x"),
-        ({"bad_rewrites": {"": "x"}}, Reason.BAD_REWRITE, "x"),
+        ({"bad": {Reason.BAD_POD: {"a": "x"}}}, Reason.BAD_POD, "a: x"),
+        ({"bad": {Reason.BAD_ANNOTATION: {"a": "x"}}}, Reason.BAD_ANNOTATION, "a: x"),
+        ({"bad": {Reason.BAD_OBJECTIVE: {"a": "x"}}}, Reason.BAD_OBJECTIVE, "a: x"),
+        ({"bad": {Reason.BAD_REWRITE: {"": "x"}}}, Reason.BAD_REWRITE, "x"),
     ],
 )
 def test_each_mistake_has_its_reason(fields: dict[str, Any], reason: Reason, part: str) -> None:
@@ -97,27 +109,28 @@ def test_each_mistake_at_a_pod_has_its_reason(
 def test_a_refused_port_that_the_pods_own_probe_reaches_is_no_wrong_port() -> None:
     """A pod that is Ready by a probe of that very port listens there: it is the router that is kept out."""
     refusing = replace(POD, ready=False, refused=True)
-    problems = found_after(FOR_EVER_S, replace(GOOD, probed={POD.address}), refusing, ())
+    problems = found_after(FOR_EVER_S, GOOD, refusing, (), probed=(POD.address,))
     assert list(problems) == [Reason.POD_UNREACHABLE]
     assert "NetworkPolicy" in problems[Reason.POD_UNREACHABLE]
-    assert found_after(FOR_EVER_S, replace(GOOD, probed={"10.0.0.9:8000"}), refusing, ()).keys() == {
-        Reason.WRONG_TARGET_PORT
-    }
+    others = found_after(FOR_EVER_S, GOOD, refusing, (), probed=("10.0.0.9:8000",))
+    assert list(others) == [Reason.WRONG_TARGET_PORT]
 
 
 def test_dropped_and_rejected_connections_in_turn_are_one_steady_problem() -> None:
     """A kernel sends only some of a policy's refusals: what is silent in between changes nothing."""
-    diagnosis, pod = Diagnosis(CONFIG, "ns"), replace(POD, entry=replace(POD.entry, ready=True))
+    problems, pod = fresh(), replace(POD, entry=replace(POD.entry, ready=True))
     dropped = ProbeResult(POD.address, False, timed_out=True, unreachable=True)
     refused = ProbeResult(POD.address, False, refused=True)
     seen = []
     for second in range(40):
         pod = judge(pod, refused if second % 4 == 0 else dropped)
-        seen.append(set(diagnosis.problems(GOOD, [pod], (), float(second))))
+        problems.see(of_pods([pod], ()), float(second))
+        seen.append(set(problems.current))
     assert seen[:3] == [set()] * 3
     assert seen[3:] == [{Reason.WRONG_TARGET_PORT}] * 37
     pod = judge(pod, ProbeResult(POD.address, True))
-    assert Reason.WRONG_TARGET_PORT not in diagnosis.problems(GOOD, [pod], (ENGINE,), 40.0)
+    problems.see(of_pods([pod], (ENGINE,)), 40.0)
+    assert problems.current == {}
 
 
 @pytest.mark.parametrize(
@@ -141,17 +154,18 @@ def test_what_is_normal_for_a_moment_is_no_problem(
 
 def test_how_long_something_lasts_is_counted_from_when_it_began() -> None:
     """A moment in between in which all is well begins the count anew."""
-    diagnosis = Diagnosis(CONFIG, "ns")
-    bad = replace(GOOD, pods=0, ready=0)
-    for now_s, found in ((0.0, bad), (4.0, bad), (4.5, GOOD), (5.0, bad), (9.0, bad)):
-        assert diagnosis.problems(found, [POD], [ENGINE], now_s) == {}
-    assert list(diagnosis.problems(bad, [POD], [ENGINE], 11.0)) == [Reason.NO_PODS_MATCH]
+    problems, bad = fresh(), Fact(Reason.NO_PODS_MATCH, "", "none", 5.0)
+    for now_s, facts in ((0.0, [bad]), (4.0, [bad]), (4.5, []), (5.0, [bad]), (9.0, [bad])):
+        problems.see(facts, now_s)
+        assert problems.current == {}
+    problems.see([bad], 11.0)
+    assert list(problems.current) == [Reason.NO_PODS_MATCH]
 
 
 def test_of_many_pods_a_few_are_named() -> None:
     """The text stays readable whatever is wrong with hundreds of pods."""
     many = {f"pod-{number:03}": "x" for number in range(500)}
-    text = found_after(0.0, replace(GOOD, bad_annotations=many))[Reason.BAD_ANNOTATION]
+    text = found_after(0.0, replace(GOOD, bad={Reason.BAD_ANNOTATION: many}))[Reason.BAD_ANNOTATION]
     assert text == "pod-000: x; pod-001: x; pod-002: x; and 497 more"
 
 
@@ -167,14 +181,14 @@ def test_a_problem_is_told_once_and_again_when_it_changes(caplog: pytest.LogCapt
     problems = Problems(registry, lambda reason, text: posted.append((reason, text)))
     assert {gauge(registry, reason) for reason in Reason} == {0.0}
     for now_s in range(100):
-        problems.see({Reason.FORBIDDEN: "a"}, float(now_s))
+        problems.see([Fact(Reason.FORBIDDEN, "", "a")], float(now_s))
     assert (len(caplog.records), gauge(registry, Reason.FORBIDDEN)) == (1, 1.0)
-    problems.see({Reason.FORBIDDEN: "b"}, 100.0)
+    problems.see([Fact(Reason.FORBIDDEN, "", "b")], 100.0)
     # So soon after, the next change waits.
-    problems.see({Reason.FORBIDDEN: "c"}, 101.0)
+    problems.see([Fact(Reason.FORBIDDEN, "", "c")], 101.0)
     assert posted == [(Reason.FORBIDDEN, "a"), (Reason.FORBIDDEN, "b")]
-    problems.see({Reason.FORBIDDEN: "c"}, 131.0)
-    problems.see({}, 132.0)
+    problems.see([Fact(Reason.FORBIDDEN, "", "c")], 131.0)
+    problems.see([], 132.0)
     assert posted[2:] == [(Reason.FORBIDDEN, "c"), (Reason.FORBIDDEN, "")]
     assert gauge(registry, Reason.FORBIDDEN) == 0.0
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "WARNING", "INFO"]
@@ -182,9 +196,9 @@ def test_a_problem_is_told_once_and_again_when_it_changes(caplog: pytest.LogCapt
 
 def test_an_unreachable_server_is_told_in_its_first_words(caplog: pytest.LogCaptureFixture) -> None:
     """Each attempt to reach it fails in words of its own, which are no news."""
-    problems = Problems(CollectorRegistry(), lambda _reason, _text: None)
+    problems = fresh()
     for number in range(10):
-        problems.see({Reason.API_UNREACHABLE: f"attempt {number}"}, 100.0 * number)
+        problems.see([Fact(Reason.API_UNREACHABLE, "", f"attempt {number}")], 100.0 * number)
     assert [record.getMessage() for record in caplog.records] == ["ApiUnreachable: attempt 0"]
 
 
@@ -196,8 +210,8 @@ def test_every_reason_is_explained() -> None:
 
 def test_the_event_of_a_lasting_problem_is_posted_again() -> None:
     """Kubernetes forgets Events after an hour; the problem is still there."""
-    posted: list[str] = []
-    problems = Problems(CollectorRegistry(), lambda _reason, text: posted.append(text))
+    posted: list[tuple[Reason, str]] = []
+    problems = fresh(posted)
     for minute in range(120):
-        problems.see({Reason.FORBIDDEN: "a"}, 60.0 * minute)
-    assert posted == ["a"] * 4
+        problems.see([Fact(Reason.FORBIDDEN, "", "a")], 60.0 * minute)
+    assert posted == [(Reason.FORBIDDEN, "a")] * 4

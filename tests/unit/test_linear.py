@@ -1,4 +1,4 @@
-"""model_server.models.layer: packed for the processor, a weight gives the same numbers."""
+"""model_server.models: packed for the processor, a weight gives the same numbers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from model_server.models import layer
-from model_server.models.layer import Linear
+from model_server.models import Linear, _can_pack
 from model_server.weights import load_checkpoint
 from tests.unit.model_support import CPU, new_pool, save_reference, span, step, text_of
 
@@ -26,9 +25,9 @@ def _one_thread() -> None:
 def _unpackable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A torch without the operators."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    layer._can_pack.cache_clear()
+    _can_pack.cache_clear()
     yield
-    layer._can_pack.cache_clear()
+    _can_pack.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -53,7 +52,7 @@ def test_a_packed_weight_is_kept_once() -> None:
     for linear in (half, full):
         linear.pack()
     assert full.weight.shape == (8, 8)
-    assert half.weight.numel() == (0 if layer._can_pack() else 64)
+    assert half.weight.numel() == (0 if _can_pack() else 64)
 
 
 @pytest.mark.usefixtures("_unpackable")

@@ -14,14 +14,12 @@ from typing import Any
 
 import pytest
 
-from indexer.pods_file import parse_pods
+from indexer.pod_entry import parse_pods
 from router.local import up
 from router.local.envoy_config import EnvoySettings, bootstrap
 from router.local.stack import (
-    ChildDiedError,
     ChildPlan,
     LocalStackError,
-    PortInUseError,
     StackOptions,
     StackPlan,
     envoy_command,
@@ -116,7 +114,7 @@ def test_a_taken_port_is_named() -> None:
     """The error names the port that cannot be bound."""
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-        with pytest.raises(PortInUseError, match=str(port)):
+        with pytest.raises(LocalStackError, match=str(port)):
             check_ports([port])
 
 
@@ -125,13 +123,13 @@ def test_a_child_that_dies_before_it_is_ready_is_named_with_its_last_words(super
     plan = ChildPlan(
         "loader", [sys.executable, "-c", "print('no such file'); raise SystemExit(3)"], [free_port()]
     )
-    with pytest.raises(ChildDiedError, match="loader exited with 3; it last said: no such file"):
+    with pytest.raises(LocalStackError, match="loader exited with 3; it last said: no such file"):
         supervisor.start([plan])
 
 
 def test_a_program_that_cannot_be_run_is_named(supervisor: Supervisor) -> None:
     """A missing executable is an obituary too, not a traceback."""
-    with pytest.raises(ChildDiedError, match="no-such-program: No such file"):
+    with pytest.raises(LocalStackError, match="no-such-program: No such file"):
         supervisor.start([ChildPlan("missing", ["no-such-program"], [free_port()])])
 
 
@@ -167,7 +165,7 @@ def test_a_child_that_keeps_dying_ends_the_stack(tmp_path: Path) -> None:
         supervisor.check()
     kill(supervisor)
     with pytest.raises(
-        ChildDiedError, match=r"router was killed by SIGKILL; .*; it was restarted 3 times within 60 s"
+        LocalStackError, match=r"router was killed by SIGKILL; .*; it was restarted 3 times within 60 s"
     ):
         supervisor.check()
     supervisor.stop()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from model_server.attention import KvLayout, SdpaAttention, Span
+from model_server.shapes import kv_groups
 from model_server.weights import load_checkpoint
 from tests.unit.model_support import (
     BLOCK_TOKENS,
@@ -164,7 +165,7 @@ def test_each_group_of_layers_reads_its_own_block_table(tmp_path: Path, variant:
     architecture, changes = VARIANTS[variant]
     reference = save_reference(tmp_path, architecture, **changes)
     model = load_checkpoint(tmp_path, "auto", CPU).model
-    groups = model.kv_groups
+    groups = kv_groups(model.shape.windows)
     pool = SdpaAttention(model.shape.attention, KvLayout(groups, 130, BLOCK_TOKENS), model.dtype, CPU)
     text = text_of(37)
     tables = [list(range(1 + 12 * index, 11 + 12 * index)) for index in range(len(groups))]

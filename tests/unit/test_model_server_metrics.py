@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
+from model_server.metrics import ChoiceObserver, EngineCollector, LoraCollector, RequestMetrics, new_registry
 from model_server.publish import PublisherStats
 from model_server.requests import EngineStats
 
@@ -70,11 +70,11 @@ def test_a_choice_is_timed_from_its_arrival() -> None:
     """First token, gaps and end go to their histograms; outcomes are counted by reason."""
     registry = CollectorRegistry()
     metrics = RequestMetrics("m", registry)
-    choice = metrics.choice(arrived_s=10.0, prompt_tokens=30)
+    choice = ChoiceObserver(metrics, arrived_s=10.0, prompt_tokens=30)
     for now_s in (12.0, 12.5, 13.5):
         choice.tokens(now_s, started_s=10.5)
     choice.finished(14.0, "stop", completion_tokens=5)
-    metrics.choice(arrived_s=11.0).broken("abort")
+    ChoiceObserver(metrics, 11.0, 0).broken("abort")
 
     def total(name: str) -> tuple[float | None, float | None]:
         return registry.get_sample_value(name + "_count", LABELS), registry.get_sample_value(

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_server.openai_responses import Responder
+from model_server.generation import Delta
+from model_server.openai_responses import Answer
 from model_server.openai_types import Api, generation_body
 from model_server.prepare import Job
-from model_server.text import Delta
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 TOKENIZER = PromptTokenizer.from_directory(TINY_DIRECTORY)
@@ -22,6 +22,17 @@ def job(api: Api, **fields: object) -> Job:
     return Job(
         api, NAME, NAME, generation_body(api, {"stream": True, "n": 2, **fields}), ((1, 2),), (), ("", "")
     )
+
+
+class Counted:
+    """A generation that has brought some tokens."""
+
+    completion_tokens, cached_tokens = 3, (0, 0)
+
+
+def answer(asked: Job) -> Answer:
+    """What is sent back for a request, whose deltas the test makes."""
+    return Answer(asked, TOKENIZER, Counted())  # type: ignore[arg-type]
 
 
 def said(events: bytes) -> list[Any]:
@@ -38,10 +49,10 @@ def test_every_event_differs_from_the_first_in_its_text_alone(
     api: Api, options: object, texts: list[tuple[int, str]]
 ) -> None:
     """Later events, put together from ready parts, have the fields of those that are encoded whole."""
-    responder = Responder(job(api, stream_options=options), TOKENIZER)
-    first = [responder.events(index, Delta("first", None), None) for index in (0, 1)]
+    shaped = answer(job(api, stream_options=options))
+    first = [shaped.events(index, Delta("first", None), None) for index in (0, 1)]
     for index, text in texts:
-        event = responder.events(index, Delta(text, None), None)
+        event = shaped.events(index, Delta(text, None), None)
         whole = first[index][first[index].rindex(b"data: ") :]
         assert event == whole.replace(b'"first"', msgspec.json.encode(text))
         assert [chunk["model"] for chunk in said(event)] == [NAME]
@@ -49,15 +60,13 @@ def test_every_event_differs_from_the_first_in_its_text_alone(
 
 def test_a_chunk_that_says_more_is_encoded_whole() -> None:
     """An end, or counts with every chunk, are told also after plain chunks; what says nothing is left out."""
-    responder = Responder(
-        job("chat", stream_options={"include_usage": True, "continuous_usage_stats": True}), TOKENIZER
-    )
-    usage = responder.usage(3, [0, 0])
-    responder.events(0, Delta("a", None), usage)
-    assert responder.events(0, Delta("", None), usage) == b""
-    (counted,) = said(responder.events(0, Delta("b", None), usage))
+    shaped = answer(job("chat", stream_options={"include_usage": True, "continuous_usage_stats": True}))
+    usage = shaped.usage()
+    shaped.events(0, Delta("a", None), usage)
+    assert shaped.events(0, Delta("", None), usage) == b""
+    (counted,) = said(shaped.events(0, Delta("b", None), usage))
     assert (counted["usage"], counted["choices"][0]["delta"]) == (usage, {"content": "b"})
-    (last,) = said(responder.events(0, Delta("c", "stop", "c"), usage))
+    (last,) = said(shaped.events(0, Delta("c", "stop", "c"), usage))
     choice = last["choices"][0]
     assert (choice["finish_reason"], choice["stop_reason"], choice["delta"]) == (
         "stop",
@@ -77,9 +86,9 @@ def test_a_streamed_completion_tells_prompt_ids_once_and_each_deltas_ids() -> No
         (),
         ("",) * 4,
     )
-    responder = Responder(asked, TOKENIZER)
+    shaped = answer(asked)
     first, silent, last = (
-        said(responder.events(2, delta, None))[0]["choices"][0]
+        said(shaped.events(2, delta, None))[0]["choices"][0]
         for delta in (
             Delta("a", None, token_ids=(7,)),
             Delta("", None, token_ids=(8, 9)),
@@ -93,23 +102,23 @@ def test_a_streamed_completion_tells_prompt_ids_once_and_each_deltas_ids() -> No
 
 def test_a_streamed_chat_tells_prompt_ids_with_the_role() -> None:
     """The role's chunk has the prompt's ids beside its choices and no ids in them; later ones the reverse."""
-    responder = Responder(job("chat", return_token_ids=True), TOKENIZER)
-    opening, first = said(responder.events(1, Delta("a", None, token_ids=(7,)), None))
+    shaped = answer(job("chat", return_token_ids=True))
+    opening, first = said(shaped.events(1, Delta("a", None, token_ids=(7,)), None))
     assert opening["prompt_token_ids"] == [1, 2]
     assert "token_ids" not in opening["choices"][0]
     assert "prompt_token_ids" not in first
     assert first["choices"][0]["token_ids"] == [7]
-    (empty,) = said(responder.events(1, Delta("", None, token_ids=(8,)), None))
+    (empty,) = said(shaped.events(1, Delta("", None, token_ids=(8,)), None))
     assert (empty["choices"][0]["delta"], empty["choices"][0]["token_ids"]) == ({}, [8])
 
 
 def test_a_whole_answer_tells_ids_where_vllm_does() -> None:
     """A completion's choices have both lists, a chat's answer the prompt's and its choices their own."""
     answers = [Delta("a", "stop", token_ids=(7, 8)), Delta("b", "length", token_ids=(9,))]
-    completion = Responder(job("completion", return_token_ids=True), TOKENIZER).whole(answers, {})
+    completion = answer(job("completion", return_token_ids=True)).body(answers)
     assert [choice["token_ids"] for choice in completion["choices"]] == [(7, 8), (9,)]
     assert [choice["prompt_token_ids"] for choice in completion["choices"]] == [(1, 2), (1, 2)]
-    chat = Responder(job("chat", return_token_ids=True), TOKENIZER).whole(answers, {})
+    chat = answer(job("chat", return_token_ids=True)).body(answers)
     assert chat["prompt_token_ids"] == (1, 2)
     assert [choice["token_ids"] for choice in chat["choices"]] == [(7, 8), (9,)]
     assert "prompt_token_ids" not in chat["choices"][0]
@@ -118,8 +127,8 @@ def test_a_whole_answer_tells_ids_where_vllm_does() -> None:
 @pytest.mark.parametrize("api", ["chat", "completion"])
 def test_ids_that_nobody_asked_for_are_null(api: Api) -> None:
     """The keys are there without values, as vLLM has them."""
-    whole = Responder(job(api), TOKENIZER).whole([Delta("a", "stop")] * 2, {})
+    whole = answer(job(api)).body([Delta("a", "stop")] * 2)
     holder = whole if api == "chat" else whole["choices"][0]
     assert (holder["prompt_token_ids"], whole["choices"][0]["token_ids"]) == (None, None)
-    *_, chunk = said(Responder(job(api), TOKENIZER).events(0, Delta("a", None), None))
+    *_, chunk = said(answer(job(api)).events(0, Delta("a", None), None))
     assert chunk["choices"][0]["token_ids"] is None

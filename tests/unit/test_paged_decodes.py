@@ -1,5 +1,6 @@
 """Single tokens attended by the compiled kernel: exact, in any company, and blind to what is not seen."""
 
+import platform
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from tests.unit.model_support import BLOCK_TOKENS, CPU, reference_logits, save_r
 
 pytestmark = pytest.mark.skipif(numba.config.DISABLE_JIT, reason="kernels are not compiled")
 
-ROUNDING = {torch.bfloat16: 2.0**-8, torch.float32: 1e-6}
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-6}
 CONTEXTS = [1, 2, 15, 16, 17, 63, 64, 65, 200]
 
 
@@ -196,18 +197,27 @@ def test_it_says_what_it_cannot_serve() -> None:
     assert paged_fault(shape, torch.bfloat16, CPU) is None
     faults = [
         paged_fault(shape, torch.bfloat16, torch.device("cuda")),
-        paged_fault(shape, torch.float16, CPU),
+        paged_fault(shape, torch.float64, CPU),
         paged_fault(AttentionShape(2, 1, 34, 1.0, (None,)), torch.bfloat16, CPU),
         paged_fault(AttentionShape(4096, 1, 32, 1.0, (None,)), torch.bfloat16, CPU),
     ]
-    words = ["on cuda", "torch.float16", "not of 34", "4096 query heads"]
+    words = ["on cuda", "torch.float64", "not of 34", "4096 query heads"]
     for fault, word in zip(faults, words, strict=True):
         assert fault is not None
         assert word in fault
     layout = KvLayout(undivided(1), 4, 4)
-    for refused in ({"dtype": torch.float16}, {"dtype": torch.bfloat16, "fp8": True}):
-        with pytest.raises(ValueError, match=r"float16|8-bit"):
+    for refused in ({"dtype": torch.float64}, {"dtype": torch.bfloat16, "fp8": True}):
+        with pytest.raises(ValueError, match=r"float64|8-bit"):
             SdpaAttention(shape, layout, device=CPU, paged=True, **refused)  # type: ignore[arg-type]
+
+
+def test_float16_needs_a_processor_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that are compiled without those instructions leave it to torch: LLVM would call a library."""
+    shape = AttentionShape(heads=2, kv_heads=1, head_dim=32, scale=1.0, windows=(None,))
+    monkeypatch.setattr(numba.config, "CPU_FEATURES", "")
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    fault = paged_fault(shape, torch.float16, CPU)
+    assert fault == ("this processor does not convert float16" if is_x86 else None)
 
 
 def test_it_is_chosen_on_the_cpu_and_without_a_compiler_the_log_says_why_not() -> None:

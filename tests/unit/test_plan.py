@@ -18,7 +18,7 @@ from model_server.attention import KvLayout, new_attention
 from model_server.block_copies import bytes_of_block
 from model_server.errors import CapacityError, ConfigError, ModelError
 from model_server.plan.deployment import Deployment
-from model_server.plan.plan import Budget, Plan, Pool, make_plan, sequences_in
+from model_server.plan.plan import Budget, Plan, Pool, make_plan
 from model_server.plan.presets import GPUS, PRESETS, find_model
 from model_server.shapes import decoder_shape
 
@@ -168,7 +168,7 @@ def test_windows_bound_what_a_sequence_keeps() -> None:
 def test_the_ceiling_is_exact(name: str, blocks: int, context_tokens: int) -> None:
     """So many sequences fit, one of them prefilling, and one more does not."""
     deployment = deployed(name, chunk_tokens=256)
-    most = sequences_in(deployment, blocks, context_tokens)
+    most = deployment.sequences(blocks, context_tokens)
 
     def needed(sequences: int) -> int:
         first = deployment.prefilling_blocks(context_tokens)

@@ -18,7 +18,7 @@ from router.check import ok_answer
 from router.config_file import parse_config
 from router.decision import Routing
 from router.envoy_headers import system_owned
-from router.errors import ConfigError, NoEndpointLeftError, RequestError
+from router.errors import ConfigError, RequestError
 from router.flow_config import flow_of
 from router.metrics import MetricTwins
 from router.plugins.build import INSTEAD, MAKERS, build_pipeline
@@ -162,7 +162,7 @@ def test_nobody_left_is_429_and_a_broken_plugin_500(tmp_path: Path) -> None:
     """Both are counted and leave nothing in the ledger."""
     drop = {"type": "label-selector-filter", "parameters": {"matchLabels": {"no": "pod"}}}
     made = bench(pipeline({"plugins": [drop]}))
-    with pytest.raises(NoEndpointLeftError) as caught:
+    with pytest.raises(RequestError) as caught:
         made.router.route(completion("r", "hello"), 0.0)
     assert (caught.value.status, caught.value.dropped_reason) == (429, "rejected-saturated")
     (tmp_path / "bad.py").write_text(

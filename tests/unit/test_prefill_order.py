@@ -3,8 +3,7 @@
 import pytest
 
 from model_server.config import SchedulingPolicy
-from model_server.live_request import LiveRequest
-from model_server.requests import GenerationRequest, SamplingParams
+from model_server.requests import GenerationRequest, LiveRequest, SamplingParams
 from model_server.scheduler import PrefillRate, order_key
 from tests.unit.test_model_scheduler import new_scheduler, step
 

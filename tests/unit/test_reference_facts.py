@@ -15,18 +15,17 @@ from hypothesis import strategies as st
 
 from router.admission import Admission, UtilizationDetector
 from router.board import PodBoard
+from router.body_guard import BodyGuard
 from router.errors import (
     ConfigError,
     FlowError,
     NoEndpointError,
-    NoEndpointLeftError,
     RequestError,
     SaturatedError,
 )
 from router.ext_proc_forms import LlmdForm, kept_headers
 from router.ext_proc_messages import streamed_answers
 from router.flow import _REFUSALS
-from router.gateway_pick import GatewayPick
 from router.parsers import Parsers
 from router.request import RequestKind, RouteRequest
 from router.resources import read_resources
@@ -38,7 +37,8 @@ from tests.wire.router_wire_support import set_headers
 FACTS = DATA["unit_cases"]
 BENCH = Bench()
 FORM = LlmdForm(
-    picks=GatewayPick(BENCH.router, BENCH.metrics),
+    router=BENCH.router,
+    guard=BodyGuard(),
     metrics=BENCH.metrics,
     pods=BENCH.pods,
     rewrites=RewriteRules([], np.random.default_rng()),
@@ -287,10 +287,11 @@ def test_errors_are_told_in_the_references_words(code: str, status: int) -> None
 
 def test_refusals_carry_their_reasons() -> None:
     """No candidates, filters that leave nobody, and shedding say so in the protocol's header."""
+    shed = "rejected-saturated"
     for error, status, reason, text in (
         (NoEndpointError("x"), 503, "rejected-no-endpoints", "ServiceUnavailable - failed to find endpoint"),
-        (NoEndpointLeftError("x"), 429, "rejected-saturated", "ResourceExhausted - x"),
-        (SaturatedError("x"), 429, "rejected-saturated", "ResourceExhausted - system saturated, sheddable"),
+        (RequestError(429, "x", dropped_reason=shed), 429, shed, "ResourceExhausted - x"),
+        (SaturatedError("x"), 429, shed, "ResourceExhausted - system saturated, sheddable"),
     ):
         answer = FORM.refusal(error)
         assert answer.immediate_response.status.code == status

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.extras import MultimodalItem
-from indexer.keys import BlockHasher
+from indexer.keys import BlockHasher, MultimodalItem
 from router.prompt_tokens import MEDIA, PromptTokens
 from router.request import RequestKind
 from router.tokenizer_render import read_rendered

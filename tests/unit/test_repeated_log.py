@@ -7,7 +7,7 @@ import logging
 import pytest
 from prometheus_client import CollectorRegistry
 
-from indexer.repeated_log import RepeatedEvents, RepeatedLog
+from indexer.repeated_log import REPEATED_EVENTS, RepeatedLog
 
 _log = logging.getLogger("test_repeated_log")
 
@@ -25,7 +25,7 @@ class Clock:
 def counted(kind: str) -> float:
     """The metric's value for this kind of event."""
     registry = CollectorRegistry()
-    registry.register(RepeatedEvents())
+    registry.register(REPEATED_EVENTS)
     return registry.get_sample_value("kvroute_repeated_events_total", {"event": kind}) or 0.0
 
 

@@ -18,12 +18,13 @@ from router.rates import Lesson
 from router.replicas.news import (
     KEYS_MAX,
     MESSAGE_BYTES_MAX,
+    FollowRequest,
     News,
     Sent,
     heard_of,
     news_messages,
+    read,
     read_news,
-    read_request,
     sent_of,
 )
 
@@ -168,9 +169,9 @@ def test_an_outcome_that_is_out_of_bounds_is_refused(named: str, fields: dict[st
 @given(data=st.binary(max_size=300))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     """Whatever a peer sends is read, or refused by one error."""
-    for read in (read_news, read_request):
+    for kind in (News, FollowRequest):
         with suppress(PeerError):
-            read(data)
+            read(kind, data)
 
 
 def test_values_nested_without_end_are_refused() -> None:

@@ -15,11 +15,11 @@ from router.dispatch import Dispatch
 from router.ledger import Ledger, LedgerParameters
 from router.outcomes import DONE, FIRST_TOKEN, REPORT, Heard
 from router.rates import Lesson
+from router.replicas import fleet as fleet_module
 from router.replicas import journal as journal_module
-from router.replicas import others as others_module
+from router.replicas.fleet import OthersWork
 from router.replicas.journal import Journal
 from router.replicas.news import News, Sent
-from router.replicas.others import OthersWork
 from tests.unit.replica_support import PEER, Follower, told
 from tests.unit.router_support import Bench, completion, long_text, ready_pod
 
@@ -56,7 +56,7 @@ def test_a_follower_counts_what_the_other_has_in_flight() -> None:
     for step in steps:
         step()
         follower.follow(teller.journal, reader, 0.0)
-        assert follower.board.work(PODS[0]) == teller.ledger.work(PODS[0])
+        assert follower.board.work(PODS[0]) == teller.ledger.board.work(PODS[0])
         assert len(follower.work) == len(teller.ledger)
 
 
@@ -73,7 +73,7 @@ def test_who_joins_late_is_told_what_is_in_flight() -> None:
         ("r2", 2.0, False),
     ]
     follower.work.take(PEER, news, 10.0)
-    assert follower.board.work(PODS[0]) == teller.ledger.work(PODS[0])
+    assert follower.board.work(PODS[0]) == teller.ledger.board.work(PODS[0])
 
 
 def test_the_blocks_that_a_request_brings_are_assumed_until_its_first_token() -> None:
@@ -114,7 +114,7 @@ def test_a_request_prefilled_elsewhere_is_the_prefill_pods_work_first() -> None:
     assert follower.board.work(PODS[1]).awaiting_tokens == 100
     teller.ledger.first_token("r1", 1.0)
     follower.follow(teller.journal, reader, 1.0)
-    assert [follower.board.work(pod) for pod in PODS] == [teller.ledger.work(pod) for pod in PODS]
+    assert [follower.board.work(pod) for pod in PODS] == [teller.ledger.board.work(pod) for pod in PODS]
     assert follower.board.work(PODS[0]).decoding == 1
 
 
@@ -270,7 +270,7 @@ def test_a_peer_that_tells_of_too_many_requests_is_broken() -> None:
     """What one peer may make us remember is bounded."""
     follower = Follower()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(others_module, "REQUESTS_MAX", 3)
+        patch.setattr(fleet_module, "REQUESTS_MAX", 3)
         follower.work.take(PEER, News(sent=[replace(SENT, number=number) for number in range(3)]), 0.0)
         with pytest.raises(PeerError, match=r"^broken: "):
             follower.work.take(PEER, News(sent=[replace(SENT, number=4)]), 0.0)
@@ -391,7 +391,7 @@ def test_after_any_history_a_follower_counts_what_the_teller_counts(steps: list[
                 assert not follower.index.speculative
     if reader is not None:
         follower.follow(teller.journal, reader, teller.now_s)
-        assert [follower.board.work(pod) for pod in PODS] == [teller.ledger.work(pod) for pod in PODS]
+        assert [follower.board.work(pod) for pod in PODS] == [teller.ledger.board.work(pod) for pod in PODS]
         assert len(follower.work) == len(teller.ledger)
     follower.work.lose(PEER, teller.now_s)
     assert all(follower.board.work(pod).held_tokens == 0 for pod in PODS)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from router.adapters import adapter_s
 from router.admission import Admission, UtilizationDetector
 from router.board import PodBoard
+from router.cost import adapter_s
 from router.errors import SaturatedError
 from router.scrape import EngineLoad, LoraLoad
 from tests.unit.pricing_support import load

@@ -71,7 +71,7 @@ def test_a_cache_that_is_not_read_is_neither_predicted_nor_followed() -> None:
     assert decision.key in bench.index.speculative
     assert bench.ledger.promised_tokens(B.address) == 0
     bench.outcomes.stored(B.address, bench.keys(TEXT)[-1:], 1.0)
-    assert bench.ledger.work(B.address).awaiting == 0
+    assert bench.ledger.board.work(B.address).awaiting == 0
     assert bench.sample("kvroute_router_picks_total", degraded=CACHE_NOT_READ) == 1
 
 
@@ -81,8 +81,8 @@ def test_a_pod_that_holds_the_prompt_announces_it_again() -> None:
     bench.index.hold(A.address, bench.keys(TEXT))
     bench.router.route(completion("r", TEXT, echo=True, logprobs=1), 0.0)
     bench.outcomes.stored(A.address, bench.keys(TEXT), 1.0)
-    assert bench.ledger.work(A.address).awaiting == 0
-    assert bench.rates.tokens_per_s(A.address) == bench.rates.fleet_tokens_per_s
+    assert bench.ledger.board.work(A.address).awaiting == 0
+    assert bench.rates.board.prefill_tokens_per_s(A.address) == bench.rates.board.fleet_tokens_per_s
 
 
 @pytest.mark.parametrize(

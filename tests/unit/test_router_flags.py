@@ -14,8 +14,8 @@ from indexer import IndexerConfig
 from router.config import RouterConfig, parse_flags
 from router.errors import ConfigError
 from router.flags import told_in_vain
-from router.logs import JsonFormatter
 from router.print_config import printed_config
+from router.process import JsonFormatter
 from router.server import main
 from router.tls_options import MetricsTlsOptions, TlsOptions
 

@@ -43,11 +43,11 @@ def ledger_with(*dispatches: Dispatch) -> Ledger:
 def test_a_request_awaits_then_decodes_then_is_gone() -> None:
     """Its tokens are queued until its first token, its place is held until its end."""
     ledger = ledger_with(ONE)
-    assert ledger.work("a:1") == PodWork(awaiting=1, awaiting_tokens=100, decoding=0, held_tokens=100)
+    assert ledger.board.work("a:1") == PodWork(awaiting=1, awaiting_tokens=100, decoding=0, held_tokens=100)
     assert ledger.first_token("r1", 1.0) == ONE
-    assert ledger.work("a:1") == PodWork(awaiting=0, awaiting_tokens=0, decoding=1, held_tokens=100)
+    assert ledger.board.work("a:1") == PodWork(awaiting=0, awaiting_tokens=0, decoding=1, held_tokens=100)
     assert ledger.end("r1", 1.0) == ONE
-    assert (ledger.work("a:1"), len(ledger)) == (PodWork(), 0)
+    assert (ledger.board.work("a:1"), len(ledger)) == (PodWork(), 0)
 
 
 def test_the_announcement_of_its_last_block_ends_a_prefill() -> None:
@@ -57,7 +57,7 @@ def test_the_announcement_of_its_last_block_ends_a_prefill() -> None:
     assert ledger.stored("a:1", keys(1, 2), 1.0) == ([], [])
     assert ledger.stored("a:1", keys(1, 77), 1.0) == ([ONE], [])
     assert ledger.stored("a:1", keys(77), 1.0) == ([], [])
-    assert ledger.work("a:1").decoding == 1
+    assert ledger.board.work("a:1").decoding == 1
 
 
 def test_two_requests_may_await_the_same_block() -> None:
@@ -65,7 +65,7 @@ def test_two_requests_may_await_the_same_block() -> None:
     other = replace(ONE, request_id="r2")
     ledger = ledger_with(ONE, other)
     assert ledger.stored("a:1", keys(77, 77), 1.0) == ([ONE, other], [])
-    assert ledger.work("a:1") == PodWork(awaiting=0, awaiting_tokens=0, decoding=2, held_tokens=200)
+    assert ledger.board.work("a:1") == PodWork(awaiting=0, awaiting_tokens=0, decoding=2, held_tokens=200)
 
 
 def test_a_block_that_comes_after_other_news_is_late_by_the_time_between() -> None:
@@ -96,12 +96,12 @@ def test_requests_in_flight_under_one_id_are_entries_of_their_own() -> None:
     other = replace(ONE, pod="a:2", uncached_tokens=50)
     ledger = ledger_with(ONE)
     assert ledger.dispatch(other) == []
-    assert (ledger.work("a:1").awaiting_tokens, ledger.work("a:2").awaiting_tokens) == (100, 50)
+    assert (ledger.board.work("a:1").awaiting_tokens, ledger.board.work("a:2").awaiting_tokens) == (100, 50)
     assert ledger.first_token("r1", 1.0, "a:2") == other
-    assert (ledger.work("a:1").awaiting, ledger.work("a:2").decoding) == (1, 1)
+    assert (ledger.board.work("a:1").awaiting, ledger.board.work("a:2").decoding) == (1, 1)
     assert ledger.end("r1", 1.0, "elsewhere") == ONE
     assert ledger.end("r1", 1.0) == other
-    assert (len(ledger), ledger.work("a:2"), "r1" in ledger) == (0, PodWork(), False)
+    assert (len(ledger), ledger.board.work("a:2"), "r1" in ledger) == (0, PodWork(), False)
 
 
 def test_one_id_has_only_so_many_requests_in_flight() -> None:
@@ -142,7 +142,7 @@ def test_the_true_end_of_a_prefill_is_news_after_the_clocks(source: str, prefill
     ledger = ledger_with(sent)
     assert ledger.expire(20.0)[0] == [sent]
     guessed = PodWork(decoding=1, held_tokens=100)
-    assert (ledger.prefill_ended_s("r1"), ledger.work("a:1")) == (None, guessed)
+    assert (ledger.prefill_ended_s("r1"), ledger.board.work("a:1")) == (None, guessed)
 
     def tell(now_s: float) -> list[Dispatch]:
         if source == "stored":
@@ -150,9 +150,9 @@ def test_the_true_end_of_a_prefill_is_news_after_the_clocks(source: str, prefill
         return [told for told in [ledger.first_token("r1", now_s, "a:1")] if told is not None]
 
     assert (tell(30.0), tell(31.0)) == ([sent], [])
-    assert (ledger.prefill_ended_s("r1"), ledger.work("a:1")) == (30.0, guessed)
+    assert (ledger.prefill_ended_s("r1"), ledger.board.work("a:1")) == (30.0, guessed)
     ledger.end("r1", 32.0)
-    assert (ledger.work("a:1"), ledger.work("a:2")) == (PodWork(), PodWork())
+    assert (ledger.board.work("a:1"), ledger.board.work("a:2")) == (PodWork(), PodWork())
 
 
 def test_an_end_before_its_request_is_known_by_its_id() -> None:
@@ -177,7 +177,7 @@ def test_requests_that_the_engine_does_not_have_are_over() -> None:
     assert [gone.request_id for gone in ledger.reconcile("a:1", 1, 4.5, 5.0)] == ["r0", "r1"]
     assert ledger.reconcile("a:1", 9, 100.0, 100.0) == []
     assert [gone.request_id for gone in ledger.reconcile("a:1", 0, 100.0, 100.0)] == ["r2", "r3"]
-    assert (len(ledger), ledger.work("a:1")) == (1, PodWork())
+    assert (len(ledger), ledger.board.work("a:1")) == (1, PodWork())
 
 
 def test_a_full_ledger_gives_up_its_oldest_request() -> None:
@@ -192,7 +192,7 @@ def test_a_prefill_without_announcement_ends_by_its_expected_time() -> None:
     ledger = ledger_with(replace(ONE, confirm_key=None, queued_prefill_s=0.5))
     assert ledger.expire(2.0)[0] == []
     assert [dispatch.request_id for dispatch in ledger.expire(2.2)[0]] == ["r1"]
-    assert ledger.work("a:1").decoding == 1
+    assert ledger.board.work("a:1").decoding == 1
 
 
 def test_an_awaited_announcement_is_given_more_time() -> None:
@@ -207,7 +207,7 @@ def test_nothing_lives_forever() -> None:
     ledger = ledger_with(ONE, replace(ONE, request_id="r2", confirm_key=None))
     ledger.first_token("r1", 1.0)
     assert {dispatch.request_id for dispatch in ledger.expire(60.0)[1]} == {"r1", "r2"}
-    assert (len(ledger), ledger.work("a:1")) == (0, PodWork())
+    assert (len(ledger), ledger.board.work("a:1")) == (0, PodWork())
 
 
 STEPS = st.lists(
@@ -288,7 +288,7 @@ def assert_equal(ledger: Ledger, awaiting: list[Dispatch], decoding: list[Dispat
         queued = [one.uncached_tokens for one in awaiting if one.computed_on == pod]
         decoded = [one.uncached_tokens for one in decoding if one.pod == pod]
         work = PodWork(len(queued), sum(queued), len(decoded), sum(queued) + sum(decoded))
-        assert ledger.work(pod) == work
+        assert ledger.board.work(pod) == work
 
 
 def test_an_adapter_is_needed_as_long_as_a_request_is_in_flight() -> None:

@@ -31,7 +31,7 @@ def taught(bench: Bench, requests: Sequence[RouteRequest], tokens_per_s: float) 
         end_s = decision.primary.uncached_tokens / tokens_per_s
         bench.outcomes.first_token(request.request_id, RESPONSE, end_s, pod=A.address)
         bench.outcomes.ended(request.request_id, RESPONSE, end_s, pod=A.address)
-    return bench.rates.tokens_per_s(A.address)
+    return bench.rates.board.prefill_tokens_per_s(A.address)
 
 
 def prompts(model: str = TINY) -> list[RouteRequest]:

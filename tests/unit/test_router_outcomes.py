@@ -65,7 +65,7 @@ def test_an_idle_pods_prefills_teach_its_rate() -> None:
     own, prior = 2 * decision.prompt_tokens, RateParameters().prior_tokens_per_s
     # Ten observations weigh against four of the fleet's median, which is of this pod and the prior.
     expected = own ** (10 / 14) * ((own + prior) / 2) ** (4 / 14)
-    assert bench.rates.tokens_per_s(A.address) == pytest.approx(expected, rel=0.05)
+    assert bench.rates.board.prefill_tokens_per_s(A.address) == pytest.approx(expected, rel=0.05)
 
 
 def test_a_reported_first_token_is_known_until_the_end() -> None:
@@ -81,7 +81,7 @@ def test_the_clock_ends_what_nobody_tells_of() -> None:
     """A prefill ends by its expected time without ending its speculation; a life ends with it."""
     bench = routed()
     bench.outcomes.expire(60.0)
-    assert (bench.ledger.work(A.address).decoding, bench.index.settled) == (1, [])
+    assert (bench.ledger.board.work(A.address).decoding, bench.index.settled) == (1, [])
     bench.outcomes.expire(10.0 + 600.0)
     assert (len(bench.ledger), bench.index.settled) == (0, ["r"])
 
@@ -90,7 +90,7 @@ def test_a_pod_without_events_is_learnt_after_the_clocks_guess() -> None:
     """First tokens later than the clock believed teach how slow it is, and settle what was assumed."""
     bench = Bench().with_pods(A)
     bench.index.state = StreamState.STALE
-    believed = bench.rates.tokens_per_s(A.address)
+    believed = bench.rates.board.prefill_tokens_per_s(A.address)
     for number in range(10):
         request_id, now_s = f"r{number}", 100.0 * number
         decision = bench.router.route(completion(request_id, long_text(400, number)), now_s)
@@ -103,7 +103,7 @@ def test_a_pod_without_events_is_learnt_after_the_clocks_guess() -> None:
         assert shown is not None
         assert shown["prefill_end"] == {"source": "response", "after_s": pytest.approx(took_s)}
         bench.outcomes.ended(request_id, RESPONSE, now_s + took_s, pod=A.address)
-    assert bench.rates.tokens_per_s(A.address) < believed / 2
+    assert bench.rates.board.prefill_tokens_per_s(A.address) < believed / 2
 
 
 def test_blocks_are_late_by_what_others_told_before() -> None:

@@ -39,7 +39,7 @@ def fleet(
 
 def learnt(*observations: tuple[int, float], parameters: RateParameters = NO_BELIEF) -> float:
     """The estimate after observations of one pod."""
-    return fleet(parameters, a=list(observations)).tokens_per_s("a")
+    return fleet(parameters, a=list(observations)).board.prefill_tokens_per_s("a")
 
 
 def test_the_prior_is_believed_until_there_are_enough_observations() -> None:
@@ -73,8 +73,8 @@ def test_the_estimate_stays_within_its_bounds(observations: list[tuple[int, floa
 def test_a_few_observations_are_shrunk_to_the_fleets_median() -> None:
     """Four observations of a slow pod in a fast fleet weigh against two of the fleet's; eight weigh more."""
     fast = {name: [(1000, 0.5)] * 8 for name in "bcd"}
-    few = fleet(a=[(1000, 4.0)] * 4, **fast).tokens_per_s("a")
-    more = fleet(a=[(1000, 4.0)] * 8, **fast).tokens_per_s("a")
+    few = fleet(a=[(1000, 4.0)] * 4, **fast).board.prefill_tokens_per_s("a")
+    more = fleet(a=[(1000, 4.0)] * 8, **fast).board.prefill_tokens_per_s("a")
     assert few == pytest.approx(250.0 ** (4 / 6) * 2000.0 ** (2 / 6), rel=0.02)
     assert 250.0 < more < few
 
@@ -84,7 +84,9 @@ def test_one_bad_pod_neither_moves_others_nor_newcomers() -> None:
     honest = {name: [(1000, 0.5)] * 8 for name in "bcd"}
     for bad in ([(1000, 500.0)] * 8, [(1000, 5e-6)] * 8):
         rates = fleet(a=bad, **honest)
-        assert [rates.tokens_per_s(pod) for pod in ("b", "c", "new")] == pytest.approx([2000.0] * 3, rel=0.06)
+        assert [rates.board.prefill_tokens_per_s(pod) for pod in ("b", "c", "new")] == pytest.approx(
+            [2000.0] * 3, rel=0.06
+        )
 
 
 def test_what_a_pod_tells_of_itself_is_believed_before_the_fleet() -> None:
@@ -92,10 +94,10 @@ def test_what_a_pod_tells_of_itself_is_believed_before_the_fleet() -> None:
     board = PodBoard()
     rates = fleet(board=board, b=[(1000, 0.5)] * 8)
     board.scraped("a", load(prefill_tokens_per_s=300.0))
-    assert rates.tokens_per_s("a") == 300.0
+    assert rates.board.prefill_tokens_per_s("a") == 300.0
     for _ in range(4):
         rates.observe("a", 1000, 1.0, now_s=0.0)
-    assert rates.tokens_per_s("a") == pytest.approx(1000.0 ** (4 / 6) * 300.0 ** (2 / 6))
+    assert rates.board.prefill_tokens_per_s("a") == pytest.approx(1000.0 ** (4 / 6) * 300.0 ** (2 / 6))
 
 
 def test_a_pod_that_tells_nothing_yet_is_as_fast_as_those_that_do() -> None:
@@ -104,15 +106,15 @@ def test_a_pod_that_tells_nothing_yet_is_as_fast_as_those_that_do() -> None:
     rates = fleet(board=board, a=[], b=[], fresh=[])
     board.scraped("a", load(prefill_tokens_per_s=100.0))
     board.scraped("b", load(prefill_tokens_per_s=120.0))
-    assert rates.tokens_per_s("fresh") == rates.fleet_tokens_per_s == 110.0
+    assert rates.board.prefill_tokens_per_s("fresh") == rates.board.fleet_tokens_per_s == 110.0
 
 
 def test_pods_learn_apart_and_are_forgotten_when_gone() -> None:
     """One pod's speed is not another's, and a vanished pod starts again from what is believed of any."""
     rates = fleet(NO_BELIEF, a=[(1000, 0.5)] * 4, b=[(1000, 2.0)] * 4, c=[])
-    assert [rates.tokens_per_s(pod) for pod in "abc"] == [2000.0, 500.0, 1250.0]
+    assert [rates.board.prefill_tokens_per_s(pod) for pod in "abc"] == [2000.0, 500.0, 1250.0]
     rates.keep(["b", "c"])
-    assert rates.tokens_per_s("a") == rates.fleet_tokens_per_s == 750.0, (
+    assert rates.board.prefill_tokens_per_s("a") == rates.board.fleet_tokens_per_s == 750.0, (
         "what is configured counts beside one pod"
     )
 
@@ -124,10 +126,10 @@ def test_a_slow_pod_is_given_another_chance() -> None:
     for _ in range(4):
         rates.observe("b", 1000, 0.5, now_s=50.0)
     rates.review(60.0)
-    assert [rates.tokens_per_s(pod) for pod in "ab"] == [100.0, 2000.0]
+    assert [rates.board.prefill_tokens_per_s(pod) for pod in "ab"] == [100.0, 2000.0]
     rates.review(61.0)
-    assert [rates.tokens_per_s(pod) for pod in "ab"] == [rates.fleet_tokens_per_s, 2000.0]
-    assert rates.fleet_tokens_per_s == 1525.0
+    assert [rates.board.prefill_tokens_per_s(pod) for pod in "ab"] == [rates.board.fleet_tokens_per_s, 2000.0]
+    assert rates.board.fleet_tokens_per_s == 1525.0
 
 
 def test_what_is_young_enough_counts_alone() -> None:
@@ -135,9 +137,11 @@ def test_what_is_young_enough_counts_alone() -> None:
     rates = fleet(NO_BELIEF, a=[(1000, 0.5)] * 4)
     for _ in range(4):
         rates.observe("a", 1000, 2.0, now_s=100.0)
-    assert rates.tokens_per_s("a") == rates.fleet_tokens_per_s, "which of them is true is in doubt"
+    assert rates.board.prefill_tokens_per_s("a") == rates.board.fleet_tokens_per_s, (
+        "which of them is true is in doubt"
+    )
     rates.review(NO_BELIEF.life_s + 1.0)
-    assert rates.tokens_per_s("a") == 500.0
+    assert rates.board.prefill_tokens_per_s("a") == 500.0
 
 
 def test_a_fleet_at_rest_stays_as_fast_as_it_was() -> None:
@@ -149,7 +153,7 @@ def test_a_fleet_at_rest_stays_as_fast_as_it_was() -> None:
             rates.observe(pod, 1000, 4.0, now_s=100.0)
     rates.review(NO_BELIEF.life_s + 1.0)
     rates.review(NO_BELIEF.life_s + 101.0)
-    assert [rates.tokens_per_s(pod) for pod in ("a", "e", "new")] == [250.0] * 3
+    assert [rates.board.prefill_tokens_per_s(pod) for pod in ("a", "e", "new")] == [250.0] * 3
 
 
 def test_the_bounds_follow_what_a_pod_tells() -> None:
@@ -161,7 +165,7 @@ def test_the_bounds_follow_what_a_pod_tells() -> None:
         board.scraped(pod, load(prefill_tokens_per_s=20.0))
     for _ in range(4):
         rates.observe("a", 400, 20.0, now_s=0.0)
-    assert [rates.tokens_per_s(pod) for pod in ("a", "b", "new")] == pytest.approx([20.0] * 3)
+    assert [rates.board.prefill_tokens_per_s(pod) for pod in ("a", "b", "new")] == pytest.approx([20.0] * 3)
 
 
 @pytest.mark.parametrize(("told", "believed"), [(None, 1000.0), (300.0, 300.0)])
@@ -173,8 +177,8 @@ def test_a_greatest_possible_speed_makes_no_pod_faster(told: float | None, belie
         board.scraped("a", load(prefill_tokens_per_s=told))
     for _ in range(20):
         rates.observe("a", 1000, 0.1, 0.0, Lesson.AT_MOST)
-    assert rates.tokens_per_s("a") == believed
-    assert rates.fleet_tokens_per_s == believed
+    assert rates.board.prefill_tokens_per_s("a") == believed
+    assert rates.board.fleet_tokens_per_s == believed
 
 
 def test_a_greatest_possible_speed_below_what_is_believed_is_learnt() -> None:
@@ -183,7 +187,7 @@ def test_a_greatest_possible_speed_below_what_is_believed_is_learnt() -> None:
     for seconds, expected in ((5.0, 200.0), (0.1, 1000.0)):
         for _ in range(NO_BELIEF.window):
             rates.observe("a", 1000, seconds, 0.0, Lesson.AT_MOST)
-        assert rates.tokens_per_s("a") == expected
+        assert rates.board.prefill_tokens_per_s("a") == expected
 
 
 def test_what_teaches_nothing_is_not_observed() -> None:
@@ -191,7 +195,7 @@ def test_what_teaches_nothing_is_not_observed() -> None:
     rates = fleet(NO_BELIEF, a=[])
     for _ in range(20):
         rates.observe("a", 1000, 5.0, 0.0, Lesson.NOTHING)
-    assert rates.tokens_per_s("a") == 1000.0
+    assert rates.board.prefill_tokens_per_s("a") == 1000.0
 
 
 def shares(speeds: dict[str, float], requests: int, seed: int, scatter: float = 0.5) -> dict[str, float]:
@@ -205,7 +209,7 @@ def shares(speeds: dict[str, float], requests: int, seed: int, scatter: float = 
     board.declare(list(speeds))
     rates = PrefillRates(RateParameters(), board)
     for number in range(requests):
-        believed = {pod: rates.tokens_per_s(pod) for pod in speeds}
+        believed = {pod: rates.board.prefill_tokens_per_s(pod) for pod in speeds}
         pod = random.choice([pod for pod in believed if believed[pod] == max(believed.values())])
         picks[pod] += 1
         rates.observe(pod, 1000, 1000 / speeds[pod] * random.lognormvariate(0.0, scatter), float(number))
@@ -230,9 +234,9 @@ def test_a_pod_of_half_the_speed_is_told_apart(seed: int) -> None:
 def test_what_is_in_doubt_is_as_fast_as_any() -> None:
     """Observations on both sides of the fleet's speed say nothing against it; those on one side do."""
     rates = fleet(PARAMETERS, a=[(1000, 0.3)] * 4 + [(1000, 0.6)] * 4, b=[(1000, 0.5)] * 8)
-    assert rates.tokens_per_s("a") == rates.fleet_tokens_per_s
+    assert rates.board.prefill_tokens_per_s("a") == rates.board.fleet_tokens_per_s
     slow = fleet(PARAMETERS, a=[(1000, 0.6)] * 8, b=[(1000, 0.5)] * 8, c=[(1000, 0.5)] * 8)
-    assert slow.tokens_per_s("a") < slow.fleet_tokens_per_s
+    assert slow.board.prefill_tokens_per_s("a") < slow.board.fleet_tokens_per_s
 
 
 def test_observations_age_with_those_of_the_fleet() -> None:
@@ -241,10 +245,10 @@ def test_observations_age_with_those_of_the_fleet() -> None:
     for _ in range(4):
         rates.observe("b", 1000, 0.5, now_s=1.0)
     rates.review(1.0)
-    assert rates.tokens_per_s("a") == 500.0
+    assert rates.board.prefill_tokens_per_s("a") == 500.0
     rates.observe("b", 1000, 0.5, now_s=1.0)
     rates.review(1.0)
-    assert rates.tokens_per_s("a") == rates.fleet_tokens_per_s
+    assert rates.board.prefill_tokens_per_s("a") == rates.board.fleet_tokens_per_s
 
 
 def test_a_told_speed_is_tried_again() -> None:
@@ -258,12 +262,12 @@ def test_a_told_speed_is_tried_again() -> None:
         rates.review(1.0)
         # Its page goes on to say the same.
         board.scraped("a", load(prefill_tokens_per_s=250.0))
-        assert rates.tokens_per_s("a") == believed
+        assert rates.board.prefill_tokens_per_s("a") == believed
         for _ in range(NO_BELIEF.window + 1):
             rates.observe("b", 1000, 1.0, now_s=1.0)
     board.scraped("a", load(prefill_tokens_per_s=300.0))
     rates.review(1.0)
-    assert rates.tokens_per_s("a") == 300.0
+    assert rates.board.prefill_tokens_per_s("a") == 300.0
 
 
 def test_a_told_speed_holds_while_its_pod_is_observed() -> None:

@@ -85,8 +85,8 @@ def test_an_engine_without_requests_has_no_queue() -> None:
     assert load is not None
     for asked_s, awaiting in ((0.2, 1), (0.6, 0)):
         reconciler.look({A.address: replace(A, load=replace(load, asked_s=asked_s))}, 0.7)
-        assert bench.ledger.work(A.address).awaiting == awaiting
-    assert bench.ledger.work(A.address).decoding == 1
+        assert bench.ledger.board.work(A.address).awaiting == awaiting
+    assert bench.ledger.board.work(A.address).decoding == 1
     assert bench.sample("kvroute_router_prefill_end_seconds_count", source="scrape") == 1
     assert bench.index.settled == []
     bench.outcomes.ended("r0", RESPONSE, 0.8)
@@ -107,6 +107,6 @@ def test_a_page_says_nothing_of_what_could_not_be_on_it() -> None:
         load,
     ):
         reconciler.look({A.address: replace(A, load=page)}, 0.1)
-        assert bench.ledger.work(A.address).awaiting == 1
+        assert bench.ledger.board.work(A.address).awaiting == 1
     reconciler.look({A.address: replace(A, load=replace(load, asked_s=2 * expected_s + 0.6))}, 0.1)
-    assert bench.ledger.work(A.address).awaiting == 0
+    assert bench.ledger.board.work(A.address).awaiting == 0

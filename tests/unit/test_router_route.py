@@ -244,7 +244,7 @@ def test_the_last_full_block_is_awaited_where_it_will_be_announced() -> None:
     bench = Bench().with_pods(A)
     bench.router.route(completion("r", TEXT), 1.0)
     bench.outcomes.stored(A.address, bench.keys(TEXT)[-1:], 1.5)
-    assert bench.ledger.work(A.address).decoding == 1
+    assert bench.ledger.board.work(A.address).decoding == 1
     assert bench.index.settled == ["r"]
 
 
@@ -255,7 +255,7 @@ def test_no_announcement_is_awaited_from_a_pod_out_of_sight(state: StreamState) 
     bench.index.state = state
     decision = bench.router.route(completion("r", TEXT), 0.0)
     bench.outcomes.expire(2 * decision.primary.own_prefill_s + 0.2)
-    assert bench.ledger.work(A.address).decoding == 1
+    assert bench.ledger.board.work(A.address).decoding == 1
 
 
 def test_scraped_kv_use_counts_only_while_it_is_fresh() -> None:
@@ -269,12 +269,12 @@ def test_scraped_kv_use_counts_only_while_it_is_fresh() -> None:
 
 
 def test_a_refusal_is_counted_and_leaves_no_trace() -> None:
-    """A request for an unknown model is counted by its error and enters neither ledger nor explain."""
+    """A request for an unknown model is counted as a failed pick and enters neither ledger nor explain."""
     bench = Bench().with_pods(A)
     with pytest.raises(RequestError):
         bench.router.route(completion("r", TEXT, model="gpt-9"), 0.0)
-    labels = {"model_name": "", "target_model_name": "", "fairness_id": "", "priority": "0"}
-    assert bench.sample("llm_d_epp_request_error_total", error_code="NotFoundError", **labels) == 1
+    labels = dict.fromkeys(("target_model_name", "endpoint_name", "namespace", "port"), "")
+    assert bench.sample("llm_d_epp_scheduler_attempts_total", status="failure", **labels) == 1
     assert (len(bench.ledger), bench.explain.latest(9)) == (0, [])
 
 
@@ -283,6 +283,6 @@ def test_concurrent_picks_lose_no_request() -> None:
     bench = Bench().with_pods(A, B)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: bench.router.route(completion(f"r{n}", long_text(50, n)), 0.0), range(200)))
-    works = [bench.ledger.work(pod.address).awaiting for pod in (A, B)]
+    works = [bench.ledger.board.work(pod.address).awaiting for pod in (A, B)]
     assert sum(works) == len(bench.ledger) == 200
     assert min(works) > 50

@@ -16,7 +16,7 @@ A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
 def shown(bench: Bench) -> CollectorRegistry:
     """The state's gauges."""
     registry = CollectorRegistry()
-    registry.register(StateCollector(bench.pods, bench.ledger, bench.rates, lambda: 1.0))
+    registry.register(StateCollector(bench.pods, bench.ledger, lambda: 1.0))
     return registry
 
 

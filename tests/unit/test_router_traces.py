@@ -123,7 +123,7 @@ def test_a_failure_of_ours_is_a_failed_span(monkeypatch: pytest.MonkeyPatch) -> 
     with collecting(monkeypatch) as (collector, traces):
         bench = Bench(traces=traces).with_pods(A)
         monkeypatch.setattr(bench.index, "match", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(RequestError, match="failed to route"):
             bench.router.route(REQUEST, 0.0)
         traces.close()
     outer = collector.spans["gateway.request"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from model_server.draw import CHUNK, draw, weigh
 from model_server.requests import SamplingParams
-from model_server.sampler import SamplingRow, left_of_all, left_of_best, left_of_many, sample, uniform
+from model_server.sampler import SamplingRow, left_of_all, left_of_best, sample, uniform
 
 VOCAB_SIZE = 1000
 
@@ -66,11 +66,6 @@ def test_the_mask_is_the_definitions(rows: list[SamplingParams], seed: int, temp
         token_ids, left, sure = left_of_best(probabilities, rows, candidates)
         assert torch.equal(token_ids, token_ids.sort(dim=-1).values)
         masks.append((torch.zeros_like(probabilities).scatter_(1, token_ids, left), sure.tolist()))
-    many = [
-        p if params.top_k > 0 else left_of_many(p, params)
-        for p, params in zip(probabilities, rows, strict=True)
-    ]
-    masks.append((torch.stack(many), [params.top_k <= 0 for params in rows]))
     for row, params in enumerate(rows):
         want = by_definition(probabilities[row].tolist(), params)
         for got in [left[row] for left, sure in masks if sure[row]]:

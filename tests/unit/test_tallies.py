@@ -98,20 +98,3 @@ def test_nothing_counted_under_the_lock_is_lost() -> None:
         threads[0].join(0.001)
     assert registry.get_sample_value("count_total", {"one": "a"}) == 8000
     assert registry.get_sample_value("spread_count") == registry.get_sample_value("spread_sum") == 8000
-
-
-def test_what_was_left_for_later_is_counted_before_it_is_shown() -> None:
-    """Whoever counts some at a time is asked to catch up before samples are made."""
-    registry = CollectorRegistry()
-    left = [1.0, 2.0]
-
-    def catch_up() -> None:
-        while left:
-            spread.observe(left[0])
-            count.add(number=left.pop(0))
-
-    tallies = Tallies(registry, catch_up)
-    spread = tallies.histogram("spread", "Observed.", BOUNDS)
-    count = tallies.counter("count_total", "Counted.")
-    assert registry.get_sample_value("spread_sum") == 3
-    assert registry.get_sample_value("count_total") == 3

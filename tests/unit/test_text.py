@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model_server.generation import StopStrings, TextAssembler
 from model_server.requests import FinishReason, TokenOutput
-from model_server.text import StopStrings, TextAssembler
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 

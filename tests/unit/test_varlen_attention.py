@@ -9,7 +9,7 @@ import torch
 from model_server.attention import KvLayout, SdpaAttention, Span, new_attention
 from model_server.attention import varlen as varlen_module
 from model_server.attention.varlen import VarlenAttention, varlen_fault
-from model_server.shapes import undivided
+from model_server.shapes import kv_groups, undivided
 from model_server.weights import load_checkpoint
 from tests.unit.model_support import BLOCK_TOKENS, CPU, reference_logits, save_reference, step, text_of
 from tests.unit.varlen_support import kernel_in_plain_torch, needs_cuda
@@ -43,7 +43,7 @@ def test_steps_are_laid_out_as_the_kernel_documents(
     monkeypatch.setattr(varlen_module, "varlen_attn", kernel_in_plain_torch)
     reference = save_reference(tmp_path, architecture, **ARCHITECTURES[architecture])
     model = load_checkpoint(tmp_path, "auto", CPU).model
-    groups = model.kv_groups if grouped else undivided(model.shape.layers)
+    groups = kv_groups(model.shape.windows) if grouped else undivided(model.shape.layers)
     pool = VarlenAttention(model.shape.attention, KvLayout(groups, 200, BLOCK_TOKENS), model.dtype, CPU)
     texts = [text_of(30, seed) for seed in range(3)]
     tables = [

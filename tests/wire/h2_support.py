@@ -11,8 +11,7 @@ from typing import Any
 import grpc
 
 from router.h2 import GrpcServer
-from router.h2.exchange_call import ExchangeCall
-from router.h2.methods import ExchangeMethod
+from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
 SERVICE = "kvroute.test.Plain"
@@ -20,7 +19,7 @@ SERVICE = "kvroute.test.Plain"
 TRANSPORTS = ("native", "threads")
 MESSAGE_BYTES_MAX = 9 << 20
 # All kinds of calls.
-METHODS = ("unary", "server_stream", "client_stream", "bidi", "exchange")
+METHODS = ("unary", "server_stream", "exchange")
 
 
 def path(method: str) -> str:
@@ -30,21 +29,19 @@ def path(method: str) -> str:
 
 @dataclass
 class Plain:
-    """Servicer of the four kinds of calls; a request that names an attack or an oddity gets it.
+    """Servicer of all kinds of calls; a request that names an attack or an oddity gets it.
 
     Attributes:
         released: Set by a test to let go the calls that "hold" keeps.
         entered: Counts the calls that hold.
         ended: Callbacks that were called.
         exchanges: All that were opened.
-        metadata: What the last call said.
     """
 
     released: threading.Event = field(default_factory=threading.Event)
     entered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     ended: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     exchanges: list[Echo] = field(default_factory=list)
-    metadata: dict[str, Any] = field(default_factory=dict)
 
     def unary(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         """Echoes."""
@@ -56,28 +53,17 @@ class Plain:
         for _ in range(int(count)):
             yield self._obey(rest, context)
 
-    def client_stream(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        """Answers with all requests joined."""
-        return b"".join(self._obey(request, context) for request in requests)
-
-    def bidi(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Echoes each."""
-        for request in requests:
-            yield self._obey(request, context)
-
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         """The methods, with messages that are bytes; one beginning with "unreadable" cannot be parsed."""
         kinds = {
             "unary": grpc.unary_unary_rpc_method_handler,
             "server_stream": grpc.unary_stream_rpc_method_handler,
-            "client_stream": grpc.stream_unary_rpc_method_handler,
-            "bidi": grpc.stream_stream_rpc_method_handler,
         }
         return {name: make(getattr(self, name), _parse, _written) for name, make in kinds.items()}
 
     def add_to(self, server: Any) -> None:
         """Serves this."""
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, self.handlers()),))
+        server.add_registered_method_handlers(SERVICE, self.handlers())
         server.add_exchange(path("exchange"), ExchangeMethod(self._exchange, _parse, _written))
 
     def _exchange(self, stream: ExchangeCall) -> Echo:
@@ -95,7 +81,7 @@ class Plain:
         raise ValueError(rest.decode())
 
     def _abort(self, rest: bytes, context: grpc.ServicerContext) -> bytes:
-        context.set_trailing_metadata((("why", "told"), ("why-bin", b"\x00\xff")))
+        context.set_trailing_metadata((("why", "told"),))
         context.abort(grpc.StatusCode.DATA_LOSS, rest.decode())
 
     def _code(self, rest: bytes, context: grpc.ServicerContext) -> bytes:
@@ -105,19 +91,6 @@ class Plain:
 
     def _large(self, rest: bytes, _context: grpc.ServicerContext) -> bytes:
         return bytes(int(rest))
-
-    def _meta(self, rest: bytes, context: grpc.ServicerContext) -> bytes:
-        self.metadata = dict(context.invocation_metadata())
-        context.send_initial_metadata((("first", "1"), ("first-bin", b"\x01\x80")))
-        context.set_trailing_metadata((("last", "2"), ("last-bin", b"")))
-        return rest
-
-    def _time(self, _rest: bytes, context: grpc.ServicerContext) -> bytes:
-        remaining_s = context.time_remaining()
-        return b"none" if remaining_s is None else str(remaining_s).encode()
-
-    def _peer(self, _rest: bytes, context: grpc.ServicerContext) -> bytes:
-        return context.peer().encode()
 
     def _unwritable(self, _rest: bytes, _context: grpc.ServicerContext) -> bytes:
         return b"unwritable"
@@ -161,6 +134,10 @@ class Echo:
         finally:
             self._within.release()
         yield message
+
+    def last(self) -> tuple[()]:
+        """Says nothing."""
+        return ()
 
     def close(self) -> None:
         """Counts."""
@@ -223,8 +200,6 @@ def caller(channel: grpc.Channel, method: str) -> Any:
     kinds = {
         "unary": channel.unary_unary,
         "server_stream": channel.unary_stream,
-        "client_stream": channel.stream_unary,
-        "bidi": channel.stream_stream,
         "exchange": channel.stream_stream,
     }
     return kinds.get(method, channel.unary_unary)(path(method))

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -13,8 +14,7 @@ import pytest
 
 from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
-from indexer.grpc_server import IndexerServer
-from indexer.service import IndexerDoor
+from indexer.service import IndexerServer
 from indexer.view_exports import ViewExports
 from tests.wire.engine_publisher import DEADLINE_S
 from tests.wire.subscribe_support import Watched
@@ -38,8 +38,7 @@ def serving(
     watched: Watched, port: int = 0, credentials: grpc.ServerCredentials | None = None
 ) -> Iterator[str]:
     """The gRPC server of an indexer; yields its address."""
-    door = IndexerDoor(watched.indexer, [])
-    server = IndexerServer(door, "127.0.0.1", port, credentials, peers=watched.indexer.exports)
+    server = IndexerServer(watched.indexer, [], "127.0.0.1", port, credentials)
     server.start()
     try:
         yield f"127.0.0.1:{server.port}"
@@ -75,15 +74,7 @@ def messages_of(address: str, watched: Watched, engine: str, model: str) -> list
     identity = watched.indexer.exports.identity
     with grpc.insecure_channel(address) as channel:
         chunks = pb_grpc.IndexPeerStub(channel).Snapshot(
-            pb.SnapshotRequest(
-                schema=identity.schema,
-                instance="somebody else",
-                fingerprint=identity.fingerprint,
-                form=identity.form,
-                tiers=identity.tiers,
-                engine=engine,
-                model=model,
-            ),
+            replace(identity, instance="somebody else").request(engine, model),
             timeout=DEADLINE_S,
         )
         return [chunk.message for chunk in chunks]

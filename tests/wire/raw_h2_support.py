@@ -11,7 +11,7 @@ import hpack
 
 from router.h2 import frames
 from router.h2.frames import FrameType
-from router.h2.messages import prefixed
+from router.h2.messages import plain_prefix
 from tests.wire.h2_support import path
 from tests.wire.router_wire_support import TIMEOUT_S
 
@@ -147,3 +147,8 @@ def open_frame(stream_id: int, method: str = "unary", *, ends: bool = False) -> 
 def data_frame(stream_id: int, data: bytes, *, ends: bool = False) -> bytes:
     """DATA."""
     return frames.frame(FrameType.DATA, frames.END_STREAM if ends else 0, stream_id, data)
+
+
+def prefixed(message: bytes) -> bytes:
+    """A message as it is sent."""
+    return plain_prefix(0, len(message)) + message

@@ -20,7 +20,6 @@ from router.body_guard import BodyGuard
 from router.check import CheckDoor
 from router.ext_proc import ExtProcDoor, ExtProcOptions
 from router.ext_proc_forms import OwnForm
-from router.gateway_pick import GatewayPick
 from router.h2 import GrpcServer
 from router.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE
 from router.pick_service import PickDoor
@@ -90,17 +89,17 @@ def doors(
     threads: int = 80,
     guard: BodyGuard | None = None,
     tls: Callable[[], ssl.SSLContext] | None = None,
-    form: Callable[[GatewayPick], OwnForm] | None = None,
+    form: OwnForm | None = None,
     message_bytes_max: int = 8 << 20,
 ) -> Iterator[Doors]:
     """Serves a bench on a free port; ext_proc answers in the router's own form unless another is made."""
     distrusted: list[tuple[str, str]] = []
-    gateway = GatewayPick(bench.router, bench.metrics, guard=guard)
+    guard = guard or BodyGuard()
     options = options or ExtProcOptions()
-    answers = form(gateway) if form is not None else OwnForm(picks=gateway, metrics=bench.metrics)
-    ext_proc = ExtProcDoor(answers, bench.outcomes, options)
-    check = CheckDoor(gateway, bench.metrics, options.max_request_bytes)
-    picks = PickDoor(gateway, bench.outcomes, bench.metrics, bench.pods)
+    form = form or OwnForm(router=bench.router, guard=guard, metrics=bench.metrics)
+    ext_proc = ExtProcDoor(form, bench.outcomes, options)
+    check = CheckDoor(bench.router, guard, bench.metrics, options.max_request_bytes)
+    picks = PickDoor(bench.router, bench.outcomes, bench.metrics, bench.pods)
     logs = AccessLogDoor(bench.outcomes, bench.metrics, lambda pod, why: distrusted.append((pod, why)))
     server = GrpcServer(
         "--grpc-port",

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from indexer import StreamState
-from indexer.explain import PrefixEnd
+from indexer.index import PrefixEnd
 from router.decision import Decision
 from tests.unit.router_support import TINY, Bench, PlainIndex, completion, ready_pod
 from tests.wire.engine_publisher import EnginePublisher, stored, wait_until
@@ -110,13 +110,13 @@ def test_what_is_on_its_way_is_whole_blocks_too(routed: Routed) -> None:
 def test_the_engines_last_block_ends_the_prefill(routed: Routed) -> None:
     """A prefill ends when the engine announces its last whole block; the tail is not waited for."""
     decision = routed.route("r", PROMPT)
-    assert routed.bench.ledger.work(ADDRESS).awaiting == 1
+    assert routed.bench.ledger.board.work(ADDRESS).awaiting == 1
     assert routed.watched.metric("kvroute_indexer_speculative_entries") > 0
     told = routed.bench.outcomes
     keys = routed.indexer.block_keys(TINY, PROMPT)
     routed.watched.on_stored = lambda pod: told.stored(pod, keys[: routed.cached(PROMPT)], time.monotonic())
     routed.publish(PROMPT)
-    wait_until("the prefill is over", lambda: routed.bench.ledger.work(ADDRESS).awaiting == 0)
+    wait_until("the prefill is over", lambda: routed.bench.ledger.board.work(ADDRESS).awaiting == 0)
     wait_until(
         "nothing is assumed any more",
         lambda: routed.watched.metric("kvroute_indexer_speculative_entries") == 0,
@@ -131,4 +131,4 @@ def test_a_prompt_of_less_than_a_block_awaits_no_event(routed: Routed) -> None:
     best = decision.ranked.best
     patience_s = 2.0 * (best.queued_prefill_s + best.own_prefill_s) + 0.2
     routed.bench.outcomes.expire(decision.decided_s + patience_s)
-    assert routed.bench.ledger.work(ADDRESS).awaiting == 0
+    assert routed.bench.ledger.board.work(ADDRESS).awaiting == 0

@@ -15,10 +15,10 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from router.body_guard import BodyGuard
 from router.ext_proc import ExtProcOptions
 from router.ext_proc_forms import LlmdForm, OwnForm
 from router.ext_proc_messages import BodyMode
-from router.gateway_pick import GatewayPick
 from router.parsers import Parsers
 from router.rewrite import RewriteRules
 from tests.unit.router_support import TINY, Bench, ready_pod
@@ -67,18 +67,12 @@ def served(kind: str, *, streams: int = 32) -> Iterator[Served]:
     """Two pods behind one door, with places for so many streams."""
     bench = Bench().with_pods(ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000"))
 
-    def form(picks: GatewayPick) -> OwnForm:
-        if kind == "ours":
-            return OwnForm(picks=picks, metrics=bench.metrics)
-        return LlmdForm(
-            picks=picks,
-            metrics=bench.metrics,
-            parsers=Parsers(),
-            held_bytes_max=1 << 20,
-            pods=bench.pods,
-            rewrites=RewriteRules([], np.random.default_rng(1)),
-        )
-
+    own: dict[str, Any] = {"router": bench.router, "guard": BodyGuard(), "metrics": bench.metrics}
+    if kind == "ours":
+        form = OwnForm(**own)
+    else:
+        rewrites = RewriteRules([], np.random.default_rng(1))
+        form = LlmdForm(**own, parsers=Parsers(), held_bytes_max=1 << 20, pods=bench.pods, rewrites=rewrites)
     options = ExtProcOptions(1 << 20, responses_full=True)
     with doors(bench, options, threads=streams, form=form, message_bytes_max=1 << 20) as opened:
         yield Served(opened)

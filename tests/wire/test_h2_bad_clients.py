@@ -8,7 +8,7 @@ import socket
 import pytest
 from prometheus_client import CollectorRegistry
 
-from indexer.repeated_log import RepeatedEvents
+from indexer.repeated_log import REPEATED_EVENTS
 from router.h2.server import GrpcServer
 
 CLIENTS = 50
@@ -17,7 +17,7 @@ CLIENTS = 50
 def broken() -> float:
     """How many connections have broken HTTP/2 in this process."""
     registry = CollectorRegistry()
-    registry.register(RepeatedEvents())
+    registry.register(REPEATED_EVENTS)
     return registry.get_sample_value("kvroute_repeated_events_total", {"event": "http2_error"}) or 0.0
 
 

@@ -13,7 +13,16 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from tests.wire.h2_support import MESSAGE_BYTES_MAX, SERVICE, TRANSPORTS, Served, caller, path, serving
+from tests.wire.h2_support import (
+    MESSAGE_BYTES_MAX,
+    METHODS,
+    SERVICE,
+    TRANSPORTS,
+    Served,
+    caller,
+    path,
+    serving,
+)
 from tests.wire.router_wire_support import TIMEOUT_S
 
 
@@ -38,9 +47,6 @@ def _call(channel: grpc.Channel, method: str, request: bytes, **more: Any) -> tu
     if method == "unary":
         answer, done = call.with_call(request, **more)
         return [answer], done
-    if method == "client_stream":
-        answer, done = call.with_call(iter([request]), **more)
-        return [answer], done
     begun = call(b"1 " + request if method == "server_stream" else iter([request]), **more)
     return list(begun), begun
 
@@ -55,7 +61,8 @@ def _status(error: Any) -> tuple[grpc.StatusCode, str]:
     return error.code(), error.details()
 
 
-each_kind = pytest.mark.parametrize("method", ["unary", "server_stream", "client_stream", "bidi"])
+each_kind = pytest.mark.parametrize("method", METHODS)
+each_servicer = pytest.mark.parametrize("method", ["unary", "server_stream"])
 
 
 @each_kind
@@ -69,11 +76,9 @@ def test_messages_of_any_size_go_both_ways(channel: grpc.Channel, method: str, s
 def test_many_messages_of_a_stream_keep_their_order(channel: grpc.Channel) -> None:
     """A stream's messages are answered one by one, in order; a stream without any is answered with none."""
     messages = [b"%d" % number * (number % 50) for number in range(2000)]
-    assert list(caller(channel, "bidi")(iter(messages), timeout=TIMEOUT_S)) == messages
-    assert caller(channel, "client_stream")(iter(messages), timeout=TIMEOUT_S) == b"".join(messages)
+    assert list(caller(channel, "exchange")(iter(messages), timeout=TIMEOUT_S)) == messages
     assert list(caller(channel, "server_stream")(b"2000 x", timeout=TIMEOUT_S)) == [b"x"] * 2000
-    assert list(caller(channel, "bidi")(iter([]), timeout=TIMEOUT_S)) == []
-    assert caller(channel, "client_stream")(iter([]), timeout=TIMEOUT_S) == b""
+    assert list(caller(channel, "exchange")(iter([]), timeout=TIMEOUT_S)) == []
 
 
 @each_kind
@@ -84,46 +89,23 @@ def test_compressed_requests_are_read(channel: grpc.Channel, method: str, compre
     assert _call(channel, method, message, compression=compression)[0] == [message]
 
 
-@each_kind
-def test_metadata_goes_both_ways(served: Served, channel: grpc.Channel, method: str) -> None:
-    """Metadata reaches the servicer, keys and bytes as sent; its own reaches the client, before and after."""
-    said = (("tenant-id", "t1"), ("x-many", "a,b"), ("test", "te"), ("trace-bin", b"\x00\x01\xfe\xff"))
-    answers, call = _call(channel, method, b"!meta done", metadata=said)
-    assert answers == [b"done"]
-    heard = served.plain.metadata
-    assert {key: heard.get(key) for key, _ in said} == dict(said)
-    assert not [key for key in heard if key.startswith(":") or key in ("te", "content-type", "grpc-timeout")]
-    assert {("first", "1"), ("first-bin", b"\x01\x80")} <= set(call.initial_metadata())
-    assert {("last", "2"), ("last-bin", b"")} <= set(call.trailing_metadata())
-
-
-@each_kind
-def test_a_servicer_knows_its_peer_and_its_deadline(channel: grpc.Channel, method: str) -> None:
-    """The servicer is told how long the client waits, if it says so, and who it is."""
-    (left_s,), _ = _call(channel, method, b"!time", timeout=15.0)
-    # grpcio counts a little more than was said.
-    assert 0.0 < float(left_s) <= 16.0
-    (peer,), _ = _call(channel, method, b"!peer")
-    assert peer.startswith(b"ipv4:127.0.0.1:")
-
-
-@each_kind
+@each_servicer
 def test_a_raised_error_is_unknown(channel: grpc.Channel, method: str) -> None:
     """A servicer's exception ends its call with UNKNOWN and the exception's text."""
-    streams = method in ("server_stream", "bidi")
+    streams = method == "server_stream"
     what = "Exception iterating responses: " if streams else "Exception calling application: "
     assert _status(_failed(channel, method, b"!raise oh no")) == (grpc.StatusCode.UNKNOWN, what + "oh no")
 
 
-@each_kind
+@each_servicer
 def test_an_aborted_call_has_its_code_details_and_metadata(channel: grpc.Channel, method: str) -> None:
     """abort() reaches the client with everything that was said."""
     error: Any = _failed(channel, method, b"!abort \xc3\xa4 100 %")
     assert _status(error) == (grpc.StatusCode.DATA_LOSS, "ä 100 %")
-    assert {("why", "told"), ("why-bin", b"\x00\xff")} <= set(error.trailing_metadata())
+    assert ("why", "told") in error.trailing_metadata()
 
 
-@each_kind
+@each_servicer
 def test_a_code_that_is_set_ends_the_call(channel: grpc.Channel, method: str) -> None:
     """set_code() and set_details() reach the client though the servicer returns normally."""
     error = _failed(channel, method, b"!code x")
@@ -143,7 +125,7 @@ def test_an_unreadable_request_is_an_internal_error(channel: grpc.Channel, metho
     assert _status(error) == (grpc.StatusCode.INTERNAL, "Exception deserializing request!")
 
 
-@each_kind
+@each_servicer
 def test_an_answer_that_cannot_be_written_is_an_internal_error(channel: grpc.Channel, method: str) -> None:
     """An answer that the method cannot serialize ends the call with INTERNAL."""
     error = _failed(channel, method, b"!unwritable")
@@ -167,7 +149,7 @@ def test_the_largest_request_is_served(channel: grpc.Channel, method: str) -> No
         assert _call(channel, method, message, compression=compression)[0] == [message]
 
 
-@each_kind
+@each_servicer
 def test_too_large_answers_are_refused(channel: grpc.Channel, method: str) -> None:
     """An answer above the limit ends with RESOURCE_EXHAUSTED."""
     error: Any = _failed(channel, method, b"!large %d" % (MESSAGE_BYTES_MAX + 1))
@@ -183,7 +165,7 @@ def test_unknown_methods_are_unimplemented(channel: grpc.Channel) -> None:
     assert _status(caught.value) == (grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
-@each_kind
+@each_servicer
 def test_a_deadline_ends_the_servicer_too(served: Served, channel: grpc.Channel, method: str) -> None:
     """A client that waits no longer gets DEADLINE_EXCEEDED, and the servicer's callbacks are called."""
     # So large that it is served on no connection's own thread, which would not hear of its client's end.
@@ -193,14 +175,9 @@ def test_a_deadline_ends_the_servicer_too(served: Served, channel: grpc.Channel,
     assert served.plain.ended.acquire(timeout=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("method", ["server_stream", "client_stream", "bidi"])
-def test_a_cancelled_stream_ends_its_servicer(served: Served, channel: grpc.Channel, method: str) -> None:
+def test_a_cancelled_stream_ends_its_servicer(served: Served, channel: grpc.Channel) -> None:
     """Cancelling in mid-stream wakes the servicer, and its callbacks are called."""
-    call, request = caller(channel, method), b"!hold x"
-    if method == "client_stream":
-        begun = call.future(iter([request]))
-    else:
-        begun = call(b"1 " + request if method == "server_stream" else iter([request]))
+    begun = caller(channel, "server_stream")(b"1 !hold x")
     assert served.plain.entered.acquire(timeout=TIMEOUT_S)
     begun.cancel()
     assert served.plain.ended.acquire(timeout=TIMEOUT_S)
@@ -210,7 +187,7 @@ def test_a_hundred_calls_at_once_on_one_connection(channel: grpc.Channel) -> Non
     """Calls of all kinds share a connection; none gets another's answer."""
 
     def call(number: int) -> bool:
-        method = ("unary", "server_stream", "client_stream", "bidi")[number % 4]
+        method = METHODS[number % len(METHODS)]
         message = b"%d " % number * (1 + number * 997 % 40_000)
         return _call(channel, method, message)[0] == [message]
 
@@ -223,7 +200,7 @@ def test_large_messages_at_once_on_one_connection(channel: grpc.Channel) -> None
     message = bytes(4 << 20)
 
     def call(number: int) -> int:
-        return len(_call(channel, ("unary", "bidi")[number % 2], message, timeout=60)[0][0])
+        return len(_call(channel, ("unary", "exchange")[number % 2], message, timeout=60)[0][0])
 
     with ThreadPoolExecutor(24) as pool:
         assert set(pool.map(call, range(24))) == {len(message)}
@@ -235,7 +212,7 @@ def test_many_connections_at_once(served: Served) -> None:
     def call(number: int) -> bool:
         message = b"%d" % number
         with served.channel() as own:
-            return _call(own, "bidi", message)[0] == _call(own, "unary", message)[0] == [message]
+            return _call(own, "exchange", message)[0] == _call(own, "unary", message)[0] == [message]
 
     with ThreadPoolExecutor(16) as pool:
         assert all(pool.map(call, range(64)))
@@ -247,8 +224,7 @@ def test_asyncio_clients_are_served(served: Served) -> None:
     async def kinds(channel: grpc.aio.Channel, number: int) -> bool:
         message = b"%d " % number * 1000
         unary = await channel.unary_unary(path("unary"))(message, timeout=TIMEOUT_S)
-        joined = await channel.stream_unary(path("client_stream"))(iter([message] * 3), timeout=TIMEOUT_S)
-        bidi = channel.stream_stream(path("bidi"))(timeout=TIMEOUT_S)
+        bidi = channel.stream_stream(path("exchange"))(timeout=TIMEOUT_S)
         echoes = []
         for _ in range(3):
             await bidi.write(message)
@@ -257,10 +233,10 @@ def test_asyncio_clients_are_served(served: Served) -> None:
         assert await bidi.read() is grpc.aio.EOF
         stream = channel.unary_stream(path("server_stream"))(b"3 " + message, timeout=TIMEOUT_S)
         several = [answer async for answer in stream]
-        return unary == message and joined == message * 3 and echoes == several == [message] * 3
+        return unary == message and echoes == several == [message] * 3
 
     async def cancelled(channel: grpc.aio.Channel) -> None:
-        bidi = channel.stream_stream(path("bidi"))(timeout=TIMEOUT_S)
+        bidi = channel.stream_stream(path("exchange"))(timeout=TIMEOUT_S)
         await bidi.write(b"one")
         assert await bidi.read() == b"one"
         bidi.cancel()

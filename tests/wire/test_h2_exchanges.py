@@ -13,11 +13,10 @@ import grpc
 import pytest
 
 from router.h2 import frames
+from router.h2.exchange_call import ExchangeMethod
 from router.h2.frames import FrameType, H2Code
-from router.h2.messages import prefixed
-from router.h2.methods import ExchangeMethod
 from tests.wire.h2_support import TRANSPORTS, caller, path, serving
-from tests.wire.raw_h2_support import RawClient, data_frame, open_frame
+from tests.wire.raw_h2_support import RawClient, data_frame, open_frame, prefixed
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
 
@@ -219,6 +218,10 @@ def test_an_exchange_that_cannot_begin_or_end_costs_no_place() -> None:
             def answers(self, message: bytes) -> Iterator[bytes]:
                 """Echoes."""
                 yield message
+
+            def last(self) -> tuple[()]:
+                """Says nothing."""
+                return ()
 
             close = _failing("cannot end")
 

@@ -13,9 +13,8 @@ import pytest
 
 from router.h2 import frames, peer, server
 from router.h2.frames import FrameType, H2Code, Setting
-from router.h2.messages import prefixed
 from tests.wire.h2_support import METHODS, Served
-from tests.wire.raw_h2_support import RawClient, data_frame, open_frame
+from tests.wire.raw_h2_support import RawClient, data_frame, open_frame, prefixed
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
 # Whatever was done, others are served and nothing is left of it.
@@ -175,10 +174,9 @@ def test_empty_data_costs_nothing_but_time(client: RawClient) -> None:
     assert client.answer(1)[0] == prefixed(b"at last")
 
 
-@pytest.mark.parametrize("method", ["bidi", "exchange"])
-def test_messages_that_wait_are_bounded(client: RawClient, served: Served, method: str) -> None:
+def test_messages_that_wait_are_bounded(client: RawClient, served: Served) -> None:
     """Tiny messages behind one that takes its time end their call when they are too many."""
-    client.open(1, method)
+    client.open(1, "exchange")
     # So large that it is served on no connection's own thread.
     first = prefixed(b"!stuck " + bytes(100_000))
     client.send(data_frame(1, first[:60_000]) + data_frame(1, first[60_000:]))
@@ -203,8 +201,9 @@ def test_a_client_that_takes_no_answers_is_disconnected(impatient: Served) -> No
     with RawClient(impatient.server.port, wide) as client:
         client.send(frames.number_frame(FrameType.WINDOW_UPDATE, 0, frames.WINDOW_BYTES_MOST - 65_535))
         for stream_id in range(1, 17, 2):
-            client.open(stream_id, "bidi" if stream_id % 4 == 1 else "unary")
-            client.say(stream_id, b"!large 8000000")
+            is_stream = stream_id % 4 == 1
+            client.open(stream_id, "server_stream" if is_stream else "unary")
+            client.say(stream_id, b"1 " * is_stream + b"!large 8000000")
         wait_until(lambda: impatient.server.open_calls == 0, "its calls are over")
         wait_until(lambda: impatient.server.connections == 0, "it is disconnected")
 
@@ -285,12 +284,12 @@ def test_too_many_connections_cost_idle_ones(monkeypatch: pytest.MonkeyPatch, se
         for client in (busy, idle, newer):
             client.next(FrameType.SETTINGS)
             client.next(FrameType.WINDOW_UPDATE)
-        busy.open(1, "bidi")
+        busy.open(1, "exchange")
         wait_until(lambda: served.server.open_calls == 1, "one is busy")
         fourth = opened.enter_context(RawClient(served.server.port))
         assert idle.end()[0] == H2Code.NO_ERROR
         for client in (newer, fourth):
-            client.open(1, "bidi")
+            client.open(1, "exchange")
         wait_until(lambda: served.server.open_calls == 3, "all are busy")
         with RawClient(served.server.port, greets=False) as fifth:
             assert fifth.frame() is None

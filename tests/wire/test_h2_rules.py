@@ -9,10 +9,9 @@ import pytest
 
 from router.h2 import frames
 from router.h2.frames import FrameType, H2Code, Setting
-from router.h2.messages import prefixed
 from tests.wire.h2_support import MESSAGE_BYTES_MAX, METHODS, Served
-from tests.wire.raw_h2_support import RawClient, data_frame, open_frame, request_block
-from tests.wire.router_wire_support import TIMEOUT_S
+from tests.wire.raw_h2_support import RawClient, data_frame, open_frame, prefixed, request_block
+from tests.wire.router_wire_support import wait_until
 
 _PING = frames.frame(FrameType.PING, 0, 0, bytes(8))
 
@@ -33,7 +32,7 @@ def _update(stream_id: int, number: int) -> bytes:
     return frames.number_frame(FrameType.WINDOW_UPDATE, stream_id, number)
 
 
-_OPEN = open_frame(1, "client_stream")
+_OPEN = open_frame(1, "exchange")
 _SETTING = frames.settings_frame
 
 
@@ -72,7 +71,7 @@ _SETTING = frames.settings_frame
             _OPEN + _update(1, 1 << 30) + _SETTING({Setting.INITIAL_WINDOW_SIZE: 1 << 30}),
             H2Code.FLOW_CONTROL_ERROR,
         ),
-        (_OPEN + open_frame(1, "client_stream"), H2Code.PROTOCOL_ERROR),
+        (_OPEN + _OPEN, H2Code.PROTOCOL_ERROR),
         (_OPEN + frames.frame(FrameType.DATA, frames.PADDED, 1, b"\x05x"), H2Code.PROTOCOL_ERROR),
         (_OPEN + frames.frame(FrameType.DATA, frames.PADDED, 1), H2Code.PROTOCOL_ERROR),
         (frames.frame(FrameType.PRIORITY, 0, 0, bytes(5)), H2Code.PROTOCOL_ERROR),
@@ -92,15 +91,18 @@ def test_a_broken_rule_ends_the_connection(client: RawClient, data: bytes, code:
 
 def test_more_than_a_window_is_refused(client: RawClient, served: Served) -> None:
     """DATA beyond a stream's window, which the client was told, ends the connection."""
-    client.open(1, "client_stream")
-    client.say(1, b"!hold on", ends=False)
-    # From here on its handler takes nothing, so that nothing of the window is given back.
-    assert served.plain.entered.acquire(timeout=TIMEOUT_S)
+    client.open(1, "exchange")
+    # So large that it is served on no connection's own thread.
     message = prefixed(bytes(MESSAGE_BYTES_MAX))
-    data = message + message[: 1 << 18]
+    data = prefixed(b"!stuck " + bytes(1 << 17)) + message + message[: 1 << 18]
     parts = [data[at : at + (1 << 16)] for at in range(0, len(data), 1 << 16)]
     client.send_until_closed(iter([data_frame(1, part) for part in parts]))
     assert client.end()[0] in (H2Code.FLOW_CONTROL_ERROR, None)
+    served.plain.released.set()
+    wait_until(lambda: served.server.open_calls == 0, "its call is over")
+    served.plain.released.clear()
+    while served.plain.entered.acquire(blocking=False):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -109,8 +111,8 @@ def test_more_than_a_window_is_refused(client: RawClient, served: Served) -> Non
 )
 def test_a_stream_error_ends_only_its_stream(client: RawClient, more: int, code: H2Code) -> None:
     """A window that grows by nothing, or by too much, resets its stream; the other calls go on."""
-    client.open(1, "bidi")
-    client.open(3, "bidi")
+    client.open(1, "exchange")
+    client.open(3, "exchange")
     client.send(_update(1, more))
     assert client.next(FrameType.RST_STREAM, 1).payload == code.to_bytes(4, "big")
     client.say(3, b"goes on")

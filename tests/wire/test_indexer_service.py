@@ -20,8 +20,7 @@ from indexer import ListenError
 from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
 from indexer.cli import main
-from indexer.grpc_server import IndexerServer
-from indexer.service import IndexerDoor
+from indexer.service import IndexerServer
 from tests.wire.engine_publisher import DEADLINE_S, EnginePublisher, stored, wait_until
 from tests.wire.inbox_support import ConnectedEngine
 from tests.wire.subscribe_support import MODEL, OTHER, POD, ROOT, TOKENS, Watched, block, started, stream
@@ -48,7 +47,7 @@ def channel(watched: Watched) -> Iterator[grpc.Channel]:
         watched.follow(*streams)
         watched.settled(2)
         watched.settled(5, pod=OTHER)
-        server = IndexerServer(IndexerDoor(watched.indexer, streams), "127.0.0.1", 0)
+        server = IndexerServer(watched.indexer, streams, "127.0.0.1", 0)
         server.start()
         server.set_ready()
         with grpc.insecure_channel(f"127.0.0.1:{server.port}") as opened:
@@ -137,7 +136,7 @@ def test_text_needs_a_tokenizer_and_is_what_its_tokens_are(watched: Watched) -> 
         engine.publish(stored([1], ids[:4]))
         watched.follow(stream(engine))
         server = IndexerServer(
-            IndexerDoor(watched.indexer, [stream(engine)], {MODEL: tokenizer}), "127.0.0.1", 0
+            watched.indexer, [stream(engine)], "127.0.0.1", 0, tokenizers={MODEL: tokenizer}
         )
         server.start()
         with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -183,7 +182,7 @@ def test_views_are_cleared_and_built_anew(channel: grpc.Channel, watched: Watche
 
 def test_an_indexer_is_not_ready_before_it_says_so(watched: Watched) -> None:
     """It is alive at once; its service is healthy once its views are built."""
-    server = IndexerServer(IndexerDoor(watched.indexer, []), "127.0.0.1", 0)
+    server = IndexerServer(watched.indexer, [], "127.0.0.1", 0)
     server.start()
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         health = health_pb2_grpc.HealthStub(channel)
@@ -215,7 +214,7 @@ def test_a_port_in_use_is_an_error_that_names_the_flag(watched: Watched) -> None
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ListenError, match=f"--grpc-port {port}"):
-            IndexerServer(IndexerDoor(watched.indexer, []), "127.0.0.1", port)
+            IndexerServer(watched.indexer, [], "127.0.0.1", port)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -14,8 +14,7 @@ import trustme
 from indexer import ConfigError
 from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
-from indexer.grpc_server import IndexerServer
-from indexer.service import IndexerDoor
+from indexer.service import IndexerServer
 from indexer.tls import server_credentials
 from tests.wire.engine_publisher import DEADLINE_S
 from tests.wire.subscribe_support import Watched
@@ -43,7 +42,7 @@ def serving(files: Files, *, clients: bool = False) -> Iterator[int]:
     """A server with these files; yields its port."""
     watched = Watched()
     credentials = server_credentials(files.cert, files.key, files.client_ca if clients else None)
-    server = IndexerServer(IndexerDoor(watched.indexer, []), "127.0.0.1", 0, credentials)
+    server = IndexerServer(watched.indexer, [], "127.0.0.1", 0, credentials)
     server.start()
     try:
         yield server.port

@@ -18,16 +18,16 @@ import pytest
 from indexer.config import IndexerConfig
 from indexer.peer_service import PeerIdentity
 from router.replicas import follow
-from router.replicas.follow import Followers, PeerState
+from router.replicas.follow import Followers, Peer
 from router.replicas.journal import LEDGER_SERVICE, Journal, LedgerDoor
-from router.replicas.news import FOLLOW, FollowRequest, News, Sent, news_messages, write_request
+from router.replicas.news import FOLLOW, FollowRequest, News, Sent, news_messages
 from tests.loopback import HERE, free_port
 from tests.unit.test_replicas import KEYS, ONE
 from tests.unit.test_replicas import Teller as Told
 from tests.wire.engine_publisher import wait_until
 
 SEED = 7
-OURS = PeerIdentity(fingerprint=SEED, form="flat", tiers=("gpu",))
+OURS = PeerIdentity(fingerprint=SEED, tiers=("gpu",))
 OTHER = FollowRequest("other", SEED)
 Answer = Callable[[bytes, grpc.ServicerContext], Iterator[bytes]]
 
@@ -63,9 +63,9 @@ class Watched:
         """Requests that were told."""
         return [sent.number for news in self.news for sent in news.sent]
 
-    def state(self, address: str) -> PeerState | None:
+    def state(self, address: str) -> Peer | None:
         """How one peer stands; None: it is not known."""
-        return next((one for one in self.followers.states if one.address == address), None)
+        return next((one for one in self.followers.peers if one.address == address), None)
 
     def wait_for(self, address: str, state: str, why: str = "") -> None:
         """Waits for a peer to be in a state, for a reason that has this in it."""
@@ -104,7 +104,7 @@ def served(servicer: Any, port: int = 0) -> Iterator[str]:
 @contextmanager
 def telling(told: Told, port: int = 0, identity: PeerIdentity | None = None) -> Iterator[str]:
     """A router's own door."""
-    identity = identity or PeerIdentity(fingerprint=SEED, form="flat", tiers=("gpu",))
+    identity = identity or PeerIdentity(fingerprint=SEED, tiers=("gpu",))
     told.journal.start()
     try:
         with served(LedgerDoor(told.journal, identity).add_to, port) as address:
@@ -117,8 +117,7 @@ def telling(told: Told, port: int = 0, identity: PeerIdentity | None = None) -> 
 def false_peer(answer: Answer) -> Iterator[str]:
     """A peer that tells what it is made to."""
     handlers = {"Follow": grpc.unary_stream_rpc_method_handler(answer)}
-    door = grpc.method_handlers_generic_handler(LEDGER_SERVICE, handlers)
-    with served(lambda server: server.add_generic_rpc_handlers((door,))) as address:
+    with served(lambda server: server.add_registered_method_handlers(LEDGER_SERVICE, handlers)) as address:
         yield address
 
 
@@ -211,7 +210,7 @@ def test_we_are_not_our_own_peer() -> None:
 
 def test_a_peer_with_another_seed_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """It tells nothing: the state says which flags differ, and so does the log, once."""
-    identity = PeerIdentity(fingerprint=8, form="flat", tiers=("gpu",))
+    identity = PeerIdentity(fingerprint=8, tiers=("gpu",))
     caplog.set_level(logging.WARNING)
     with telling(Told(), identity=identity) as address, following(address) as watched:
         watched.wait_for(address, "refused", "--hash-seed")
@@ -237,7 +236,7 @@ def test_a_newer_router_that_asks_is_told() -> None:
 @pytest.mark.parametrize(
     ("request_bytes", "details"),
     [
-        (write_request(FollowRequest("other", 8)), "fingerprint: "),
+        (msgspec.msgpack.encode(FollowRequest("other", 8)), "fingerprint: "),
         (msgspec.msgpack.encode({"instance": "other"}), "broken: .*fingerprint"),
         (b"\x00", "broken: "),
         (b"", "broken: "),
@@ -268,14 +267,14 @@ def test_the_door_serves_so_many() -> None:
     with telling(told) as address:
         for _ in range(64):
             told.journal.join()
-        assert refusal(address, write_request(OTHER)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert refusal(address, msgspec.msgpack.encode(OTHER)).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_an_unknown_name_is_told_and_looked_up_again(caplog: pytest.LogCaptureFixture) -> None:
     """A name without addresses is in the log once and in the state until it has some."""
     with caplog.at_level(logging.WARNING), following("no-such-router.invalid:9002") as watched:
         wait_until("it is known to be unknown", lambda: bool(watched.followers.unknown_names))
-        wait_until("it was looked up often", lambda: watched.followers.states == [])
+        wait_until("it was looked up often", lambda: watched.followers.peers == [])
     assert caplog.text.count("its name is not known") == 1
 
 
@@ -290,7 +289,7 @@ def test_an_address_that_nobody_names_any_more_is_forgotten(monkeypatch: pytest.
             named.clear()
             wait_until("it is told of still", lambda: len(watched.news) >= 3)
             assert watched.state(address) is not None
-        wait_until("it is forgotten", lambda: watched.followers.states == [])
+        wait_until("it is forgotten", lambda: watched.followers.peers == [])
 
 
 def test_a_journal_that_fails_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
@@ -301,7 +300,7 @@ def test_a_journal_that_fails_begins_anew(caplog: pytest.LogCaptureFixture) -> N
         watched.wait_for(address, "followed")
         with caplog.at_level(logging.ERROR):
             # No message can hold it.
-            journal.sent(1 << 64, ONE, None)
+            journal.note("sent", (1 << 64, ONE, None))
             wait_until("it is asked anew", lambda: len(watched.lost) == 1)
         told.ledger.dispatch(ONE)
         wait_until("it is told", lambda: watched.numbers == [0])

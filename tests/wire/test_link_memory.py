@@ -6,7 +6,7 @@ import time
 
 import zmq
 
-from indexer.follower import Link
+from indexer.follower import close_subscription, subscription
 from tests.wire.engine_publisher import wait_until
 
 MESSAGE_BYTES = 1 << 20
@@ -19,21 +19,24 @@ def test_few_messages_wait_at_the_socket() -> None:
         publisher = theirs.socket(zmq.PUB)
         publisher.setsockopt(zmq.LINGER, 0)
         port = publisher.bind_to_random_port("tcp://127.0.0.1")
-        link = Link(ours, f"tcp://127.0.0.1:{port}", topic_prefix="", max_message_bytes=4 * MESSAGE_BYTES)
+        endpoint = f"tcp://127.0.0.1:{port}"
+        link = subscription(ours, endpoint, "", 4 * MESSAGE_BYTES)
+        monitor = link.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        link.connect(endpoint)
         try:
-            wait_until("connected", lambda: link.next_change() is True)
+            wait_until("connected", lambda: bool(monitor.poll(0)))
             for sequence in range(SENT):
                 publisher.send_multipart([b"", sequence.to_bytes(8, "big"), bytes(MESSAGE_BYTES)])
-            wait_until("the first message", lambda: link.waiting)
+            wait_until("the first message", lambda: bool(link.poll(0)))
             # Time for the sockets' threads to hand over what they will; the rest goes with the publisher.
             time.sleep(3)
             publisher.close()
             received = 0
-            while link.socket.poll(1000):
-                link.receive()
+            while link.poll(1000):
+                link.recv_multipart()
                 received += 1
         finally:
             publisher.close()
-            link.close()
+            close_subscription(link, monitor)
     # Eight at the socket, and what the kernel's buffers hold.
     assert 1 <= received <= 60

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -13,27 +13,24 @@ import urllib3
 from prometheus_client import CollectorRegistry
 
 from indexer.page_server import CONNECTIONS_MAX
-from router.debug_http import DebugServer, Page
+from router.debug_pages import DebugServer, MetricsAuth, Page
 
 TIMEOUT_S = 300.0
 
 
-class Auth:
-    """Knows the token "known", and waits for `answers` to say no to any other."""
+class Reviewer:
+    """A cluster that knows the token "known", and waits for `answers` to say no to any other."""
 
     def __init__(self) -> None:
         self.answers = threading.Event()
         self.asked = threading.Semaphore(0)
 
-    def known(self, path: str, authorization: str | None) -> tuple[int | None] | None:
-        """See `MetricsAuth`."""
-        return (None,) if authorization == "known" else None
-
-    def refusal(self, path: str, authorization: str | None) -> int | None:
-        """See `MetricsAuth`."""
+    def review(self, kind: str, spec: Mapping[str, Any]) -> bytes:
+        if spec.get("token", "known") == "known":
+            return b'{"status": {"authenticated": true, "allowed": true}}'
         self.asked.release()
         self.answers.wait(TIMEOUT_S)
-        return 403
+        return b"{}"
 
 
 @contextmanager
@@ -131,18 +128,19 @@ def test_pages_that_take_long_delay_no_probe() -> None:
 
 def test_reviews_of_tokens_delay_no_known_token() -> None:
     """While the cluster does not answer for unknown tokens, probes and known tokens get their pages."""
-    auth = Auth()
-    with server(authorize=auth) as running, ExitStack() as closing:
-        closing.callback(auth.answers.set)
+    reviewer: Any = Reviewer()
+    with server(authorize=MetricsAuth(reviewer)) as running, ExitStack() as closing:
+        closing.callback(reviewer.answers.set)
+        assert status(running, "/metrics", authorization="Bearer known") == 200
         strangers = [connected(running, closing) for _ in range(40)]
         for client in strangers:
-            client.sendall(b"GET /metrics HTTP/1.1\r\nAuthorization: unknown\r\n\r\n")
+            client.sendall(b"GET /metrics HTTP/1.1\r\nAuthorization: Bearer unknown\r\n\r\n")
         for _ in range(8):
-            assert auth.asked.acquire(timeout=TIMEOUT_S)
+            assert reviewer.asked.acquire(timeout=TIMEOUT_S)
         assert status(running, "/ready") == 200
-        assert status(running, "/metrics", authorization="known") == 200
-        auth.answers.set()
-        assert {client.recv(12) for client in strangers} == {b"HTTP/1.1 403"}
+        assert status(running, "/metrics", authorization="Bearer known") == 200
+        reviewer.answers.set()
+        assert {client.recv(12) for client in strangers} == {b"HTTP/1.1 401"}
 
 
 def test_clients_that_do_not_read_are_cut() -> None:

@@ -12,7 +12,7 @@ import grpc
 import pytest
 import trustme
 
-from indexer import StreamState, peer_client, recovery
+from indexer import StreamState, peer_service, recovery
 from indexer.tls import server_credentials
 from tests.loopback import free_port
 from tests.wire.engine_publisher import DEADLINE_S, EnginePublisher, removed, stored, wait_until
@@ -132,7 +132,7 @@ def test_a_stale_view_is_healed_once_a_peer_is_there(
 ) -> None:
     """A view that lacks something asks peers again later, and is EXACT when one of them answers."""
     monkeypatch.setattr(recovery, "_HEAL_FIRST_S", 0.05)
-    monkeypatch.setattr(peer_client, "_DOWN_S", 0.0)
+    monkeypatch.setattr(peer_service, "_DOWN_S", 0.0)
     port = free_port()
     with indexer() as first:
         publish_from_the_start(engine, first)

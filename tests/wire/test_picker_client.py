@@ -45,7 +45,7 @@ def test_a_pick_names_the_best_pod_and_reports_its_requests_way() -> None:
         assert pick.prompt_tokens == len(TOKENIZER.encode(TEXT))
         pick.first_token()
         pick.first_token()
-        assert bench.ledger.work(B.address).decoding == 1
+        assert bench.ledger.board.work(B.address).decoding == 1
         pick.done(cached_tokens=16)
         pick.failed()
     record = bench.explain.one("mine")
@@ -81,17 +81,17 @@ def test_every_form_of_input_is_passed_on() -> None:
 
 
 def test_mistakes_are_told_before_anything_is_sent() -> None:
-    """Two inputs or an unknown chat option are the caller's mistake."""
-    with PickerClient("127.0.0.1:1") as client:
-        with pytest.raises(ValueError, match="one of"):
-            client.pick(TINY, prompt="a", token_ids=[1])
-        with pytest.raises(ValueError, match="not a chat option: modl"):
-            client.pick(TINY, messages=MESSAGES, chat_options={"modl": "x"})
+    """Two inputs are the caller's mistake."""
+    with PickerClient("127.0.0.1:1") as client, pytest.raises(ValueError, match="one of"):
+        client.pick(TINY, prompt="a", token_ids=[1])
 
 
 def test_errors_carry_the_routers_code_and_words() -> None:
-    """No such model, no pod and no router are told apart."""
+    """No such model, no pod, no such option and no router are told apart."""
     with picker(Bench().with_pods(A)) as client:
+        with pytest.raises(PickError, match="add_generation_prompt") as unreadable:
+            client.pick(TINY, messages=MESSAGES, chat_options={"modl": "x"})
+        assert unreadable.value.code is grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(PickError, match="gpt-9") as unknown:
             client.pick("gpt-9", prompt="hi")
         assert unknown.value.code is grpc.StatusCode.NOT_FOUND
@@ -121,8 +121,8 @@ def test_two_requests_under_one_id_are_told_apart_by_their_pods() -> None:
         one = client.pick(TINY, prompt=TEXT, request_id="same", candidates=[A.address])
         other = client.pick(TINY, prompt=TEXT, request_id="same", candidates=[B.address])
         other.done()
-        assert bench.ledger.work(A.address).awaiting == 1
-        assert bench.ledger.work(B.address).awaiting == 0
+        assert bench.ledger.board.work(A.address).awaiting == 1
+        assert bench.ledger.board.work(B.address).awaiting == 0
         one.done()
     assert len(bench.ledger) == 0
 

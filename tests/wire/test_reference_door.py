@@ -14,7 +14,6 @@ from router.body_guard import BodyGuard
 from router.ext_proc import ExtProcOptions
 from router.ext_proc_forms import LlmdForm
 from router.ext_proc_messages import BodyMode
-from router.gateway_pick import GatewayPick
 from router.parsers import DEFAULT_PARSERS, Parsers
 from router.rewrite import RewriteRule, RewriteRules
 from tests.unit.router_support import TINY, Bench, ready_pod
@@ -51,16 +50,16 @@ def door(
     bench = Bench().with_pods(A, B)
     options = options or ExtProcOptions(responses_full=True)
 
-    def form(picks: GatewayPick) -> LlmdForm:
-        return LlmdForm(
-            picks=picks,
-            metrics=bench.metrics,
-            parsers=Parsers(parsers),
-            held_bytes_max=options.max_request_bytes,
-            pods=bench.pods,
-            rewrites=RewriteRules(RULES, np.random.default_rng(1)),
-        )
-
+    guard = guard or BodyGuard()
+    form = LlmdForm(
+        router=bench.router,
+        guard=guard,
+        metrics=bench.metrics,
+        parsers=Parsers(parsers),
+        held_bytes_max=options.max_request_bytes,
+        pods=bench.pods,
+        rewrites=RewriteRules(RULES, np.random.default_rng(1)),
+    )
     with doors(bench, options, guard=guard, form=form) as served:
         yield served
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from indexer import PodStream, StreamState, relay_reader
+from indexer import PodStream, StreamState, relayed
 from tests.contract.redis_server import RedisServer, running_redis
 from tests.loopback import free_port
 from tests.wire.engine_publisher import EnginePublisher, removed, stored, wait_until
@@ -37,7 +37,7 @@ time.sleep(600)
 @pytest.fixture(autouse=True)
 def _followed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is not connected is looked for at once."""
-    monkeypatch.setattr(relay_reader, "_UNLINKED_S", 0.0)
+    monkeypatch.setattr(relayed, "_UNLINKED_S", 0.0)
 
 
 @pytest.fixture

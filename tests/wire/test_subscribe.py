@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from indexer import StreamState, recovery
-from indexer.dispatched import DispatchedPrompt
+from indexer.parity import DispatchedPrompt
 from tests.wire.engine_publisher import EnginePublisher, removed, wait_until
 from tests.wire.subscribe_support import POD, Watched, block, stream
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from indexer import PodStream, StreamState, follower
-from indexer.applied import Outcome
 from indexer.ingest import Ingest
+from indexer.view_parts import Outcome
 from tests.wire.engine_publisher import END, EnginePublisher, batch, wait_until
 from tests.wire.subscribe_support import OTHER, POD, Watched, block, stream
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from router.errors import ClusterError
 from router.kube.client import KubeClient
-from router.kube.events import EventPoster, Subject
-from router.kube.problems import Reason
+from router.kube.problems import EventPoster, Reason
 from tests.integration.kube.kube_support import Namespace, eventually
 
 
@@ -28,7 +27,8 @@ class FailingClient(KubeClient):
 @contextmanager
 def posting(namespace: Namespace, client: KubeClient) -> Iterator[EventPoster]:
     """A started poster of Events about a pod of the namespace."""
-    poster = EventPoster(client, lambda: Subject("v1", "Pod", namespace.name, "epp", "uid-1"))
+    epp = {"apiVersion": "v1", "kind": "Pod", "namespace": namespace.name, "name": "epp", "uid": "uid-1"}
+    poster = EventPoster(client, lambda: epp)
     poster.start()
     try:
         yield poster

@@ -138,6 +138,16 @@ def test_pods_that_do_not_match_or_are_not_ready(
         over(router, Reason.PODS_NOT_READY)
 
 
+def test_a_selector_that_the_api_server_cannot_read(
+    namespace: Namespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mistake in --endpoint-selector is told with the selector and what the API server says of it."""
+    config = namespace.config(selector="app in (a")
+    with kube_router(config) as router:
+        eventually(lambda: Reason.BAD_POOL in seen(router), "the problem")
+        assert "the selector app in (a is refused" in seen(router)[Reason.BAD_POOL]
+
+
 def test_a_wrong_target_port(namespace: Namespace, caplog: pytest.LogCaptureFixture) -> None:
     """Pods that are Ready while nothing listens at the pool's port are named; the right port heals."""
     namespace.pool(ports=[1])

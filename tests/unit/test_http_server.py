@@ -1,4 +1,4 @@
-"""model_server.http_io: bodies within their caps, work that ends with its client."""
+"""model_server.http_server: bodies within their caps, work that ends with its client."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from model_server import http_io
-from model_server.http_io import BodyReader, EventStream, QuietEnd, unless_disconnected
+from model_server import http_server
+from model_server.http_server import BodyReader, EventStream, quiet_end, unless_disconnected
 from model_server.openai_types import ApiError
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -97,7 +97,7 @@ def test_a_body_counts_until_it_has_been_used() -> None:
 
 def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that stops in the middle of its body gets 408."""
-    monkeypatch.setattr(http_io, "_BODY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(http_server, "_BODY_TIMEOUT_S", 0.01)
     assert status_of(BodyReader(10, 100), request(chunks(b"x", more=True))) == 408
 
 
@@ -134,7 +134,7 @@ def test_work_that_ends_first_counts() -> None:
 
 
 def test_a_stream_needs_nothing_but_asgi() -> None:
-    """On a server without direct bodies every piece goes through `send`, and the end is told."""
+    """On a server that lends no connection every piece goes through `send`, and the end is told."""
     sent: list[dict[str, Any]] = []
     ended: list[bool] = []
 
@@ -145,7 +145,7 @@ def test_a_stream_needs_nothing_but_asgi() -> None:
         yield b"two"
 
     def write_to(_: object) -> None:
-        pytest.fail("there is no body to write to")
+        pytest.fail("there is no connection to write to")
 
     stream = EventStream(b"one", rest(), lambda: ended.append(True), write_to=write_to)
     run(stream({"type": "http"}, chunks(more=True), send))
@@ -167,6 +167,6 @@ def test_a_cancelled_request_ends_quietly(started: bool) -> None:
             await send({"type": "http.response.start", "status": 200, "headers": []})
         raise asyncio.CancelledError
 
-    run(QuietEnd(app)({"type": "http"}, chunks(), send))
+    run(quiet_end(app)({"type": "http"}, chunks(), send))
     statuses = [message["status"] for message in sent if "status" in message]
     assert statuses == ([200] if started else [503])
