@@ -22,8 +22,7 @@ import urllib3
 from benchmarks import BASE_PORT
 from benchmarks.fake_pod import model_directory
 from router.local.envoy_config import Door
-from router.local.stack import HOST, ChildPlan, StackOptions, StackPlan, plan_stack
-from router.local.stack_api import await_pods
+from router.local.stack import HOST, ChildPlan, StackOptions, StackPlan, await_pods, plan_stack
 from router.local.supervisor import Supervisor, check_ports
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -29,20 +29,6 @@ def hash_block(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys | 
     return hashlib.sha256(encode_cbor((parent, token_ids, extra_keys))).digest()
 
 
-def salt_keys(cache_salt: str | None) -> ExtraKeys | None:
-    """Return the extra keys of a prompt's first block (the salt goes into no other)."""
-    return None if cache_salt is None else (("cache_salt", cache_salt),)
-
-
-def lora_keys(name: str, content_hash: str) -> ExtraKeys:
-    """Return what an adapter adds to the extra keys of all blocks; it comes before the salt.
-
-    vLLM has the adapter's path in the third place. Its content tells more: another adapter loaded from the
-    same path under the same name must not find the first one's blocks.
-    """
-    return (("lora", name, content_hash),)
-
-
 def event_hash(digest: bytes) -> int:
     """Return the number that stands for the digest in events: its low 64 bits, big-endian."""
     return int.from_bytes(digest[-8:], "big")

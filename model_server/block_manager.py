@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from model_server.blocks import Block, BlockPool
 from model_server.config import EngineConfig
@@ -310,19 +310,6 @@ class KvCache:
                 f"max_model_len is {max_model_len}, which takes {needed} blocks of {config.block_tokens} "
                 f"tokens, but there are {config.gpu_blocks}; add blocks or lower max_model_len"
             )
-
-    def stats(self) -> dict[str, Any]:
-        pool, host, offload = self.pool, self.host, self.offload
-        return {
-            "kv_usage": 1.0 - pool.num_free / pool.num_blocks,
-            "total_blocks": pool.num_blocks,
-            "host_blocks": host.num_blocks,
-            "host_usage": host.num_used / max(1, host.num_blocks),
-            "swapped_in_blocks": offload.swapped_in_blocks,
-            "swapped_out_blocks": offload.swapped_out_blocks,
-            "block_bytes": offload.copies.block_bytes,
-            "restores": offload.restores,
-        }
 
     def contents(self) -> dict[str, list[BlockContent]]:
         """Return what can be found in each tier, by medium; a content once for each copy."""

@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(f"{error.name} is not installed; install kvroute[model-server]")
     fields = given(args, ServeOptions)
-    fields["served_names"] = tuple(args.served_names or [_default_name(engine.model)])
+    default_name = engine.model if engine.model == TINY_MODEL else Path(engine.model).resolve().name
+    fields["served_names"] = tuple(args.served_names or [default_name])
     options = ServeOptions(engine, events=events, admin_token=token, **fields)
     try:
         serve.run(options)
@@ -150,10 +151,6 @@ def _events_config(args: argparse.Namespace) -> KVEventsConfig | None:
         return None
     fields = given(args, KVEventsConfig)
     return KVEventsConfig(**{**fields, "replay_endpoint": args.replay_endpoint or None})
-
-
-def _default_name(model: str) -> str:
-    return model if model == TINY_MODEL else Path(model).resolve().name
 
 
 def admin_token(args: argparse.Namespace) -> str | None:

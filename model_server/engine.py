@@ -45,13 +45,6 @@ class Engine:
 
     Other threads only append to the inbox; everything else belongs to the thread that steps: the engine's
     own after `start`, or the caller's of `step`.
-
-    Attributes:
-        vocab_size: Token ids are below this.
-        max_model_len: Most tokens of prompt and answer together.
-        block_tokens: Tokens in one KV block.
-        loras: The adapters that requests can name; None where there can be none.
-        is_sleeping: Whether it has given its memory back and runs nothing.
     """
 
     def __init__(
@@ -62,10 +55,10 @@ class Engine:
         max_model_len: int,
         loras: LoraRegistry | None = None,
     ) -> None:
-        self.vocab_size = executor.vocab_size
-        self.max_model_len = max_model_len
-        self.block_tokens = config.block_tokens
-        self.loras = loras
+        self.vocab_size = executor.vocab_size  # token ids are below this
+        self.max_model_len = max_model_len  # most tokens of prompt and answer together
+        self.block_tokens = config.block_tokens  # tokens in one KV block
+        self.loras = loras  # the adapters that requests can name; None where there can be none
         self._max_waiting = config.max_waiting
         self._caching = config.enable_prefix_caching
         self.executor = executor
@@ -78,7 +71,7 @@ class Engine:
             policy=config.scheduling_policy,
         )
         self._rate = PrefillRate()
-        self.is_sleeping = False
+        self.is_sleeping = False  # whether it has given its memory back and runs nothing
         self._serials = itertools.count()
         self._seeds = random.Random(config.seed)
         self._wake = threading.Condition()  # guards the next four
@@ -143,10 +136,7 @@ class Engine:
     def sleep(self) -> bool:
         """Forget all cached blocks, announce it, and give the memory of both tiers back.
 
-        Requests that come meanwhile wait until `wake_up`.
-
-        Returns:
-            False, with nothing done, while requests hold blocks.
+        Returns False, with nothing done, while requests hold blocks. Those that come wait until `wake_up`.
         """
         return self._ask(self._fall_asleep)
 
@@ -156,6 +146,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         scheduler, running = self.scheduler, len(self.scheduler.running)
+        pool, host, offload = self.cache.pool, self.cache.host, self.cache.offload
         return EngineStats(
             running=running,
             waiting=max(len(self._live) - running, 0),
@@ -170,7 +161,14 @@ class Engine:
             host_hits_tokens=scheduler.host_prompt_tokens,
             prefill_tokens_per_s=self._rate.tokens_per_s,
             asleep=self.is_sleeping,
-            **self.cache.stats(),
+            kv_usage=1.0 - pool.num_free / pool.num_blocks,
+            total_blocks=pool.num_blocks,
+            host_blocks=host.num_blocks,
+            host_usage=host.num_used / max(1, host.num_blocks),
+            swapped_in_blocks=offload.swapped_in_blocks,
+            swapped_out_blocks=offload.swapped_out_blocks,
+            block_bytes=offload.copies.block_bytes,
+            restores=offload.restores,
         )
 
     def start(self) -> None:
@@ -238,8 +236,7 @@ class Engine:
     def _fail(self, computed: Sequence[LiveRequest], error: Exception) -> None:
         """End the requests that a failed step was for; what it was to compute is cached nowhere.
 
-        Args:
-            computed: Those that were scheduled; none if scheduling failed, which may have been for any.
+        These are `computed`, those that were scheduled; none if scheduling failed, for whichever of them.
         """
         scheduler = self.scheduler
         # Some end in any case, so that an error that always comes again does not come for ever.

@@ -106,7 +106,7 @@ class Executor:
         except AdapterError:
             self._dropped.append(lora_id)
             raise
-        adapter = LoraRequest(name, lora_id, first)
+        adapter = LoraRequest(name, lora_id, first, directory)
         weakref.finalize(adapter, self._dropped.append, lora_id)
         return adapter
 

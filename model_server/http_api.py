@@ -6,7 +6,7 @@ modules of their own.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -101,18 +101,19 @@ class HttpApi:
         self._snapshots = _AtMost(_SNAPSHOTS_AT_ONCE, "snapshots are being sent")
         self._running: dict[str, set[Generation]] = {}
         self._threads = ThreadPoolExecutor(_PREPARE_THREADS, "prepare")
-        self._adapter_paths: dict[str, str] = {}
         self._started_s = int(time.time())
 
     def app(self, admin_port: int | None) -> ASGIApp:
         """Return the ASGI application of both ports, or of one where administration is not served."""
         options, model, post = self.options, self.model, partial(Route, methods=["POST"])
+        # Where this server publishes its KV events.
+        sources = {} if self.publisher is None else {"0": self.publisher.config.announced()}
         # Both ports serve these, without a secret: they tell nothing of prompts.
         for_all = [
             Route("/health", self._health),
             Route("/ping", self._health, methods=["GET", "POST"]),
-            Route("/version", self._version),
-            Route("/load", self._load),
+            Route("/version", _telling(lambda: {"version": version("kvroute")})),
+            Route("/load", _telling(lambda: {"server_load": self._requests.now})),  # requests handled
             Route("/metrics", self._metrics),
         ]
         serving = [
@@ -132,12 +133,12 @@ class HttpApi:
         admin = [
             post("/v1/load_lora_adapter", self._load_lora_adapter),
             post("/v1/unload_lora_adapter", self._unload_lora_adapter),
-            Route("/kv_event_sources", self._kv_event_sources),
+            Route("/kv_event_sources", _telling(lambda: sources)),
             Route("/kv_events/snapshot", self._kv_events_snapshot),
             post("/reset_prefix_cache", self._reset_prefix_cache),
             post("/sleep", self._sleep),
             post("/wake_up", self._wake_up),
-            Route("/is_sleeping", self._is_sleeping),
+            Route("/is_sleeping", _telling(lambda: {"is_sleeping": self.engine.is_sleeping})),
         ]
         handlers = dict.fromkeys((ApiError, HTTPException, Exception), _on_error)
 
@@ -195,20 +196,14 @@ class HttpApi:
     async def _models(self, _: Request) -> Response:
         """Tell the model's names, then its adapters with the model as their parent."""
         cards = [self._card(name, self.model.root, None) for name in self.model.names]
-        for name in self.model.adapters.names() if self.model.adapters is not None else ():
-            cards.append(self._card(name, self._adapter_paths.get(name, name), self.model.names[0]))
+        loaded = {} if self.model.adapters is None else self.model.adapters.loaded()
+        for name, adapter in loaded.items():
+            cards.append(self._card(name, str(adapter.directory), self.model.names[0]))
         return json_response({"object": "list", "data": cards})
 
     async def _health(self, _: Request) -> Response:
         """Answer 200 while the engine's loop turns, else 503; no body."""
         return Response(status_code=200 if self.healthy() else 503)
-
-    async def _version(self, _: Request) -> Response:
-        return json_response({"version": version("kvroute")})
-
-    async def _load(self, _: Request) -> Response:
-        """Tell how many requests are handled now."""
-        return json_response({"server_load": self._requests.now})
 
     async def _metrics(self, _: Request) -> Response:
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
@@ -224,7 +219,6 @@ class HttpApi:
             await self._in_thread(loras.load, body.lora_name, Path(body.lora_path))
         except AdapterError as error:
             raise ApiError(400, str(error), "lora_path") from error
-        self._adapter_paths[body.lora_name] = body.lora_path
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def _unload_lora_adapter(self, request: Request) -> Response:
@@ -236,13 +230,7 @@ class HttpApi:
             await self._in_thread(loras.unload, body.lora_name)
         except AdapterError as error:
             raise ApiError(404, str(error), "lora_name") from error
-        self._adapter_paths.pop(body.lora_name, None)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-    async def _kv_event_sources(self, _: Request) -> Response:
-        """Tell where this server publishes its KV events."""
-        publisher = self.publisher
-        return json_response({} if publisher is None else {"0": publisher.config.announced()})
 
     async def _kv_events_snapshot(self, _: Request) -> Response:
         """Tell what the caches hold, see `snapshot`."""
@@ -272,9 +260,6 @@ class HttpApi:
         """Take the memory again, with an empty cache; no harm to an engine that is awake."""
         await self._in_thread(self.engine.wake_up)
         return Response()
-
-    async def _is_sleeping(self, _: Request) -> Response:
-        return json_response({"is_sleeping": self.engine.is_sleeping})
 
     def _text(self, fields: GenerationBody) -> TextAssembler:
         return TextAssembler(
@@ -320,6 +305,15 @@ class HttpApi:
 
     async def _in_thread(self, work: Callable[..., _T], *args: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+
+def _telling(value: Callable[[], object]) -> Callable[[Request], Awaitable[Response]]:
+    """Return a handler that answers with a value."""
+
+    async def tell(_: Request) -> Response:
+        return json_response(value())
+
+    return tell
 
 
 def _joined(pieces: Iterator[bytes]) -> bytes:

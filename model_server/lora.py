@@ -30,6 +30,7 @@ class LoraRequest:
     name: str  # what requests call it
     lora_id: int  # number of this loading, from 1 on; never given twice
     content_hash: str  # hexadecimal SHA-256 of its files: what it computes depends on nothing else
+    directory: Path = Path()  # where it was loaded from
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -117,6 +118,6 @@ class LoraRegistry:
             raise RequestError(f"no adapter {name!r} is loaded", "model")
         return adapter
 
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the loaded adapters, in the order of their loading."""
-        return tuple(self._adapters.copy())
+    def loaded(self) -> dict[str, LoraRequest]:
+        """Return the loaded adapters by name, in the order of their loading."""
+        return self._adapters.copy()

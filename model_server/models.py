@@ -253,7 +253,8 @@ class Decoder:
         self._frequencies = {rope: frequencies(rope, shape.head_dim).to(device) for rope in set(shape.ropes)}
         self._embedding_scale = torch.tensor(shape.embedding_scale, dtype=dtype).item()
         self._activation = _ACTIVATIONS[shape.activation]
-        self._parts = projection_parts(shape, division)
+        # Each layer's projections (what adapters can change) by their checkpoint names.
+        self.projection_parts = projection_parts(shape, division)
 
     def weights(self) -> dict[str, Weight]:
         """Return all weights under their checkpoint names; write into them to load the model."""
@@ -275,10 +276,6 @@ class Decoder:
                 linear.pack()
         if not self.shape.tied_embeddings:  # else a second copy of them would be kept
             self._head.pack()
-
-    def projection_parts(self) -> dict[str, ProjectionPart]:
-        """Return each layer's projections (what adapters can change) by their checkpoint names."""
-        return self._parts
 
     def forward(
         self,

@@ -155,7 +155,8 @@ class Answer:
 
     def usage(self) -> Json:
         """Count tokens so far: generated ones together, cached ones per choice."""
-        prompt_tokens, completion_tokens = self._job.prompt_tokens, self._generation.completion_tokens
+        prompt_tokens = sum(map(len, self._job.prompts))  # of all prompts, each counted once
+        completion_tokens = self._generation.completion_tokens
         # The copies of one prompt share its cached prefix: it counts once, as its tokens do.
         cached = sum(self._generation.cached_tokens[:: self._copies])
         return {

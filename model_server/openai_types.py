@@ -16,16 +16,12 @@ from tokenization import PromptError
 
 _MESSAGE_CHARS_MAX = 1000
 
+# Where the error's type is not the status's own phrase.
 _TYPES = {
-    400: "BadRequestError",
     401: "AuthenticationError",
     403: "PermissionDeniedError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     500: "InternalServerError",
-    503: "ServiceUnavailableError",
 }
 
 Body: TypeAlias = dict[str, Any]
@@ -57,19 +53,14 @@ _T = TypeVar("_T")
 
 
 class ApiError(Exception):
-    """A request that is answered with an error.
-
-    Args:
-        status: HTTP status code.
-        message: What was wrong and what to do; cut where it quotes too much of the request.
-        param: The request's field at fault, if one is.
-    """
+    """A request that is answered with an error."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.param = param  # the request's field at fault, if one is
+        # Cut where it quotes too much of the request.
         self.message = message if len(message) <= _MESSAGE_CHARS_MAX else f"{message[:_MESSAGE_CHARS_MAX]}..."
-        self.param = param
 
     def body(self) -> bytes:
         """The JSON body (also the payload of an error event in a stream)."""

@@ -148,7 +148,7 @@ class ServedModel:
 
     def adapter_of(self, name: str) -> str | None:
         """The adapter that answers under this name; None is the model itself, or nobody."""
-        is_adapter = name not in self.names and self.adapters is not None and name in self.adapters.names()
+        is_adapter = name not in self.names and self.adapters is not None and name in self.adapters.loaded()
         return name if is_adapter else None
 
 
@@ -163,11 +163,6 @@ class Job:
     prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt (a chat has one)
     requests: tuple[GenerationRequest, ...]  # one per choice: `n` for the first prompt, then `n` for the next
     echoed: tuple[str, ...]  # what each choice's text begins with
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts, each counted once."""
-        return sum(map(len, self.prompts))
 
 
 def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> Job:

@@ -51,6 +51,7 @@ _ARRAY_32 = b"\xdd"
 _encode = msgspec.msgpack.encode
 logger = logging.getLogger(__name__)
 _BATCHES_BETWEEN_REPLAYS = 256
+_RANK = 0  # third element of every batch
 _JOIN_TIMEOUT_S = 5.0
 
 
@@ -144,9 +145,8 @@ class KVEventPublisher:
     EndpointError where an endpoint is malformed or in use.
     """
 
-    def __init__(self, config: KVEventsConfig, *, data_parallel_rank: int | None = 0) -> None:
+    def __init__(self, config: KVEventsConfig) -> None:
         self.boot_id = secrets.token_hex(8)  # names this process
-        self.rank = data_parallel_rank  # third element of every batch
         self._topic = config.topic.encode()
         self._ring = StepRing(config.buffer_steps)
         self._queue: deque[Step] = deque()
@@ -183,7 +183,7 @@ class KVEventPublisher:
     def publish(self, events: Sequence[KVEvent]) -> None:
         """Give one step's events the next sequence number and hand them over; never blocks."""
         with self._lock:
-            step = self._ring.append(time.time(), events, self.rank)
+            step = self._ring.append(time.time(), events, _RANK)
             if len(self._queue) >= self._queue_cap:
                 self._queue.popleft()
                 self._dropped += 1
@@ -194,7 +194,7 @@ class KVEventPublisher:
 
     def snapshot(self, cache: "KvCache") -> Snapshot:
         """Return what the caches hold and which batch comes next; to be called between two steps."""
-        return Snapshot(self.boot_id, self._ring.next_sequence, self.rank, cache.announcer, cache.contents())
+        return Snapshot(self.boot_id, self._ring.next_sequence, _RANK, cache.announcer, cache.contents())
 
     def stats(self) -> PublisherStats:
         replays, rejected = (self._replay.served, self._replay.rejected) if self._replay else (0, 0)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from model_server.block_hash import ROOT_DIGEST, ExtraKeys, hash_block, lora_keys, salt_keys
+from model_server.block_hash import ROOT_DIGEST, ExtraKeys, hash_block
 from model_server.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -299,11 +299,14 @@ class LiveRequest:
         return [table.block_ids for table in self.tables]
 
     def extra_keys(self, block_index: int) -> ExtraKeys | None:
-        """Return what enters the hash of one of its blocks beside the tokens."""
-        salt = salt_keys(self.request.cache_salt) if block_index == 0 else None
-        if self.adapter is None:
-            return salt
-        return lora_keys(self.adapter.name, self.adapter.content_hash) + (salt or ())
+        """Return what enters the hash of one of its blocks beside the tokens; a salt only the first.
+
+        vLLM has the adapter's path in the third place. Its content tells more: another adapter loaded from
+        the same path under the same name must not find the first one's blocks.
+        """
+        adapter, salt = self.adapter, self.request.cache_salt if block_index == 0 else None
+        of_adapter = () if adapter is None else (("lora", adapter.name, adapter.content_hash),)
+        return of_adapter + (() if salt is None else (("cache_salt", salt),)) or None
 
     def digest(self, index: int, block_tokens: int) -> bytes:
         """Return the hash of one of its full blocks, all of whose tokens are known."""

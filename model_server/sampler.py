@@ -85,7 +85,10 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
         divisors = torch.tensor(temperatures, device=logits.device)[:, None]
         logits.div_(divisors).sub_(logits.amax(dim=-1, keepdim=True)).exp_()
         drawn = _invert(logits, [_draw_of(row, 0) for row in rows]).tolist()
-        tokens = [-1 if is_restricted(row.params) else token for row, token in zip(rows, drawn, strict=True)]
+        tokens = [
+            token if _is_share(row.params) and row.params.top_p >= 1.0 else -1
+            for row, token in zip(rows, drawn, strict=True)
+        ]
     rest = [index for index, token in enumerate(tokens) if token < 0]
     if rest:
         drawn = _draw_from_top(logits[rest], [rows[index] for index in rest]).tolist()
@@ -237,11 +240,6 @@ def read_logprobs(
         )
     )
     return [None if count is None else next(told) for count in counts]
-
-
-def is_restricted(params: SamplingParams) -> bool:
-    """Tell whether any token is left out."""
-    return params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
 
 
 def left_of_all(probabilities: Tensor, wishes: Sequence[SamplingParams]) -> Tensor:

@@ -203,7 +203,7 @@ def load_adapter(directory: Path, model: Decoder) -> LoraAdapter:
         raise AdapterError(str(error)) from error
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{path}: cannot be read as safetensors: {error}") from error
-    parts = model.projection_parts()
+    parts = model.projection_parts
     factors = {
         (layer, projection): _fused(pairs, layer, projection, scaling, model)
         for layer, projection in {(layer, parts[part].projection) for layer, part in pairs}
@@ -230,7 +230,7 @@ def _read_adapter_config(config: HfConfig) -> tuple[int, float, list[str]]:
 
 def _read_pairs(path: Path, rank: int, model: Decoder) -> _Pairs:
     """Return the tensors {"A": [rank, inputs], "B": [rows, rank]} by layer and part: what is kept of them."""
-    parts, layers = model.projection_parts(), model.shape.layers
+    parts, layers = model.projection_parts, model.shape.layers
     pairs: _Pairs = {}
     with safe_open(path, framework="pt", device="cpu") as stored:
         for name in stored.keys():  # noqa: SIM118 (not a mapping)
@@ -263,7 +263,7 @@ def _check_complete(path: Path, pairs: _Pairs, targets: list[str]) -> None:
 
 def _fused(pairs: _Pairs, layer: int, projection: str, scaling: float, model: Decoder) -> LoraFactors:
     """Join the factors of a projection's parts: their downs above one another, their ups on a diagonal."""
-    parts = {name: part for name, part in model.projection_parts().items() if part.projection == projection}
+    parts = {name: part for name, part in model.projection_parts.items() if part.projection == projection}
     own = [name for name in parts if (layer, name) in pairs]
     down = torch.cat([pairs[layer, name]["A"].float() for name in own])
     up = torch.zeros((max(part.first_row + part.rows.count for part in parts.values()), len(down)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,9 +45,6 @@ _INLINE = (
 )
 # Never waits, nor must it: streams of Watch take all threads that they can get.
 _HEALTH = {"/grpc.health.v1.Health/Check": _INLINE_BYTES_MAX}
-
-Service = Callable[[Any], object]
-"""Adds a service to the listener that it is given."""
 
 
 def open_source(
@@ -160,8 +157,10 @@ def _load_age_max_s(config: RouterConfig) -> float:
     return max(CostParameters().load_age_max_s, LOAD_AGES * config.refresh_interval_s)
 
 
-def listen_grpc(config: RouterConfig, services: Mapping[str, Service], *, may_wait: bool) -> GrpcServer:
-    """Bind the gRPC port for these services, by their full names; `may_wait`: whether a pick may."""
+def listen_grpc(
+    config: RouterConfig, services: Sequence[Callable[[Any], object]], *, may_wait: bool
+) -> GrpcServer:
+    """Bind the gRPC port for what adds these services; `may_wait`: whether a pick may."""
     return GrpcServer(
         "--grpc-port",
         config.host,
@@ -175,8 +174,8 @@ def listen_grpc(config: RouterConfig, services: Mapping[str, Service], *, may_wa
         tls=_grpc_tls(config),
         # Whoever waits for its turn, or for another process, must not hold up its neighbours.
         inline=_HEALTH if may_wait else {**dict.fromkeys(_INLINE, _INLINE_BYTES_MAX), **_HEALTH},
-        services=tuple(services.values()),
-        service_names=tuple(services),
+        services=services,
+        reflects=True,
     )
 
 

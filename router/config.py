@@ -13,7 +13,6 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from indexer import ConfigError as IndexerConfigError
 from indexer import IndexerConfig
 from indexer.config import index_config
 from indexer.flags import CommandParser, add_flags, flag, port, said
@@ -274,13 +273,13 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
     """Read the command line: the configuration, and flags of the process rather than the router (logs).
 
     Raises:
-        ConfigError: A flag or the configuration file is wrong.
+        ConfigError, indexer.ConfigError: A flag or the configuration file is wrong.
     """
     flags = router_parser().parse_args(argv)
     picker = _picker(flags)
     pods_file, watch, kube = _discovery(flags, picker)
     tls, metrics_tls = tls_options(flags)
-    index = _index(flags)
+    index = index_config(flags)
     if picker is not None:
         index, kube = with_producers(picker, index, kube)
     settings = said(RouterConfig, flags) | {
@@ -311,13 +310,6 @@ def _compat(flags: argparse.Namespace, picker: PickerConfig | None) -> str:
     if compat == "off" and picker is not None and picker.picks:
         raise ConfigError("--compat off: our own answers do not carry what plugins set; choose answers")
     return compat
-
-
-def _index(flags: argparse.Namespace) -> IndexerConfig:
-    try:
-        return index_config(flags)
-    except IndexerConfigError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _picker(flags: argparse.Namespace) -> PickerConfig | None:

@@ -27,7 +27,7 @@ from router.errors import ClusterError
 from router.explain import Explain
 from router.health import Health
 from router.pods import Pod, PodSet, PodsSource
-from router.tcp_listen import bound_socket
+from router.process import bound_socket
 
 if TYPE_CHECKING:
     from indexer import KvIndexer

@@ -15,16 +15,16 @@ import yaml
 from router.config import RouterConfig
 from router.config_file import PickerConfig
 
-# By a name's ending: what follows the number. The longest ending wins.
+# By a name's ending: what follows the number. The first that fits counts.
 _UNITS = {
     "_tokens_per_s": "tokens/s",
+    "_s": "s",
     "_bytes": "bytes",
     "_bytes_max": "bytes",
+    "_bytes_per_pod": "bytes",
     "_tokens": "tokens",
     "_tokens_per_pod": "tokens",
-    "_bytes_per_pod": "bytes",
     "_blocks": "blocks",
-    "_s": "s",
 }
 _HIDDEN = "<hidden>"
 
@@ -41,13 +41,9 @@ def _told(settings: Any) -> dict[str, Any]:
         if not field.repr and value is not None:
             told[field.name] = _HIDDEN
         else:
-            told[field.name] = _value(value, _unit(field.name))
+            units = (unit for ending, unit in _UNITS.items() if field.name.endswith(ending))
+            told[field.name] = _value(value, next(units, ""))
     return told
-
-
-def _unit(name: str) -> str:
-    endings = (ending for ending in sorted(_UNITS, key=len, reverse=True) if name.endswith(ending))
-    return _UNITS.get(next(endings, ""), "")
 
 
 def _value(value: Any, unit: str) -> Any:

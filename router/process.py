@@ -1,4 +1,4 @@
-"""The process itself: how it logs, keeps its memory, and is told to stop. Knows no requests."""
+"""The process itself: how it logs, keeps its memory, listens, and is told to stop. Knows no requests."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from functools import partial
 import msgspec
 
 from indexer.flags import flag
+from router.errors import ListenError
 from router.flags import count, log_level, switch
 
 _CONSOLE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -24,6 +25,7 @@ _STEP_BYTES = 32 << 20
 _KEPT_BYTES = 256 << 20
 _FREE_BYTES_MAX = 64 << 20
 _COLLECT_AFTER = (20_000, 20, 20)
+_BACKLOG = 1024
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _flag = partial(flag, "process")
 
@@ -121,6 +123,15 @@ def calm_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_COLLECT_AFTER)
+
+
+def bound_socket(flag: str, host: str, port: int) -> socket.socket:
+    """Return a listening socket; a ListenError: the address is in use or not ours."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ListenError(f"{flag} {port}: cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 class StopSignals:

@@ -6,19 +6,18 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, closing
+from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
 
 from indexer import ConfigError as IndexerConfigError
 from indexer import KvIndexer
-from indexer.peer_service import PEER_SERVICE
 from indexer.subscribe import raise_open_files
 from router.access_log import AccessLogDoor
 from router.assembly import (
-    Service,
     connector_sign,
     entrance,
     listen_grpc,
@@ -39,13 +38,7 @@ from router.explain import Explain
 from router.ext_proc import ExtProcDoor, ExtProcOptions
 from router.ext_proc_forms import OwnForm, llmd_form
 from router.flags import told_in_vain
-from router.health import (
-    ACCESS_LOG_SERVICE,
-    CHECK_SERVICE,
-    EXT_PROC_SERVICE,
-    PICK_SERVICE,
-    Health,
-)
+from router.health import Health
 from router.ledger import Ledger, LedgerParameters
 from router.metrics import MetricTwins, RouterMetrics, StateCollector, StreamMetrics, TokenizerCollector
 from router.outcomes import EngineWatch, Outcomes, Reconciler
@@ -57,7 +50,6 @@ from router.probe import Prober
 from router.process import StopSignals, calm_collector, give_back, set_up_logs, use_one_heap
 from router.rates import PrefillRates, RateParameters
 from router.replicas.fleet import Fleet
-from router.replicas.journal import LEDGER_SERVICE
 from router.resources import Resources, read_resources
 from router.rewrite import RewriteRules
 from router.route import Router
@@ -160,12 +152,9 @@ class RouterServer:
     def _open(self, registry: CollectorRegistry, opened: ExitStack) -> None:
         """Makes the parts that hold sockets, loops and processes; each is closed before what it calls."""
         config = self._config
-        self._source = open_source(config, registry, self._take)
-        opened.callback(self._source.close)
-        self._tokenizers = TokenizerRegistry.load(
-            dict(config.tokenizers),
-            TokenizeOptions(config.tokenize_deadline_s),
-        )
+        self._source = opened.enter_context(closing(open_source(config, registry, self._take)))
+        tokenize = TokenizeOptions(config.tokenize_deadline_s)
+        self._tokenizers = TokenizerRegistry.load(dict(config.tokenizers), tokenize)
         opened.callback(self._tokenizers.close)
         registry.register(TokenizerCollector(self._tokenizers.local))
         self._traces = Traces.to_collector() if config.tracing else None
@@ -186,8 +175,7 @@ class RouterServer:
         registry.register(self._fleet)
         if config.index.peers:
             self._outcomes.join(self._fleet)
-        self.watch = self._pod_watch()
-        opened.callback(self.watch.close)
+        self.watch = opened.enter_context(closing(self._pod_watch()))
         self.router = Router(
             pods=self.pods,
             tokenizers=self._tokenizers,
@@ -198,13 +186,11 @@ class RouterServer:
             flow=self._flow,
             traces=self._traces,
         )
-        self._debug = listen_metrics(config, registry, self._pages())
-        opened.callback(self._debug.close)
-        self._grpc_health = listen_health(config, self.health)
-        opened.callback(self._grpc_health.close)
+        self._debug = opened.enter_context(closing(listen_metrics(config, registry, self._pages())))
+        self._grpc_health = opened.enter_context(closing(listen_health(config, self.health)))
         waits = may_wait(config, self._flow, self._tokenizers)
-        self._grpc = listen_grpc(config, self._services(registry), may_wait=waits)
-        opened.callback(self._grpc.close)
+        grpc = listen_grpc(config, self._services(registry), may_wait=waits)
+        self._grpc = opened.enter_context(closing(grpc))
         if self._flow is not None:
             # Before the doors: whoever waits in it waits in them.
             opened.callback(self._flow.close)
@@ -236,23 +222,23 @@ class RouterServer:
             routers=self._fleet.shown,
         )
 
-    def _services(self, registry: CollectorRegistry) -> dict[str, Service]:
-        """Make the services of the gRPC port, by their full names."""
+    def _services(self, registry: CollectorRegistry) -> list[Callable[[Any], object]]:
+        """Make the doors of the gRPC port; each adds its service to a server."""
         config, outcomes, metrics = self._config, self._outcomes, self._metrics
         guard = BodyGuard(
             config.forbidden_fields, lambda: connector_sign(config, self.pods.snapshot()) is not None
         )
         ext_proc = self._ext_proc(guard)
         opened = StreamMetrics(registry).opened if config.stream_metrics else None
-        return {
-            EXT_PROC_SERVICE: lambda server: ext_proc.add_to(server, opened),
-            CHECK_SERVICE: CheckDoor(self.router, guard, metrics, config.max_request_bytes).add_to,
-            PICK_SERVICE: PickDoor(self.router, outcomes, metrics, self.pods).add_to,
-            ACCESS_LOG_SERVICE: AccessLogDoor(outcomes, metrics, self.watch.distrust).add_to,
-            PEER_SERVICE: self.index.exports.add_to,
-            LEDGER_SERVICE: self._fleet.door.add_to,
-            "grpc.health.v1.Health": self.health.add_to,
-        }
+        return [
+            lambda server: ext_proc.add_to(server, opened),
+            CheckDoor(self.router, guard, metrics, config.max_request_bytes).add_to,
+            PickDoor(self.router, outcomes, metrics, self.pods).add_to,
+            AccessLogDoor(outcomes, metrics, self.watch.distrust).add_to,
+            self.index.exports.add_to,
+            self._fleet.door.add_to,
+            self.health.add_to,
+        ]
 
     def _ext_proc(self, guard: BodyGuard) -> ExtProcDoor:
         config, router, metrics = self._config, self.router, self._metrics

@@ -5,6 +5,7 @@ On a CPU single tokens can be left to a compiled kernel, which must compute what
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -171,17 +172,11 @@ class SdpaAttention:
             output[start:stop] = attended.permute(2, 1, 0, 3).flatten(1, 2)
 
     def _reads(self, view: View, spans: Sequence[Span]) -> _Reads:
-        singles: list[Span] = []
-        rows: list[int] = []
-        prefills: list[_Prefill] = []
-        row = 0
-        for span in spans:
-            if span.length == 1:
-                singles.append(span)
-                rows.append(row)
-            else:
-                prefills.append(self._prefill(view, span, row))
-            row += span.length
+        firsts = list(accumulate((span.length for span in spans), initial=0))[:-1]
+        singles = [span for span in spans if span.length == 1]
+        rows = [row for row, span in zip(firsts, spans, strict=True) if span.length == 1]
+        longer = [(span, row) for row, span in zip(firsts, spans, strict=True) if span.length > 1]
+        prefills = [self._prefill(view, span, row) for span, row in longer]
         if self.kernel is not None and singles:
             return _Reads(self.kernel.plan(view, singles, rows), (), prefills)
         return _Reads(None, list(self._singles(view, singles, rows)), prefills)

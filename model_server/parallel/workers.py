@@ -111,12 +111,10 @@ class Workers:
             for _ in range(count):
                 self._spawn()
             undo.pop_all()
-        self._watchers = [
-            threading.Thread(target=self._watch, args=(rank, process), name=f"rank {rank}", daemon=True)
-            for rank, process in enumerate(self._processes, 1)
-        ]
-        for watcher in self._watchers:
-            watcher.start()
+        for rank, process in enumerate(self._processes, 1):
+            threading.Thread(
+                target=self._watch, args=(rank, process), name=f"rank {rank}", daemon=True
+            ).start()
 
     def start(self, orders: Sequence[Start]) -> None:
         """Give each its first message."""

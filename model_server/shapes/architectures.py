@@ -166,9 +166,9 @@ def _gemma_ropes(config: HfConfig) -> tuple[Rope, Rope]:
     return local, everywhere
 
 
-def _read_rope(config: HfConfig, default_theta: float = 10000.0) -> Rope:
+def _read_rope(config: HfConfig) -> Rope:
     """Read `rope_parameters`, or the older `rope_scaling` and `rope_theta`."""
-    theta = config.number("rope_theta", default_theta)
+    theta = config.number("rope_theta", 10000.0)
     if config.has("rope_parameters"):
         return _rope_of(config.section("rope_parameters"), config, theta)
     return _rope_of(config.section("rope_scaling"), config, theta)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from router.h2.call_head import HEADERS, CallHead, Metadata, refusal_block, trailers_block
+from router.h2.header_blocks import HEADERS, CallHead, Metadata, refusal_block, trailers_block
 from router.h2.messages import MessageError, MessageReader, plain_prefix
 from router.h2.streams import Stream
 

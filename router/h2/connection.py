@@ -92,52 +92,42 @@ class H2Connection:
         self._control_answers = 0
         return out
 
-    def send_headers(self, stream: Stream, block: bytes, *, ends: bool = False) -> None:
-        """Begins an answer; with `ends` it is all there is."""
+    def send(
+        self, stream: Stream, headers: bytes | None = None, data: bytes = b"", trailers: bytes | None = None
+    ) -> None:
+        """Send a part of an answer, or keep it until the peer has room; headers alone are all of it."""
         if stream.is_closed:
-            return
-        self._say_headers(stream, block, ends=ends)
-
-    def send_data(self, stream: Stream, data: bytes) -> None:
-        """Sends bytes, or keeps them until the peer has room."""
-        if stream.is_closed or not data:
             return
         size = len(data)
-        if not stream.pending and size <= self._room(stream):
-            self.out += (frames.data_head(size << 8, 0, stream.id), data)
-            stream.send_window_bytes -= size
-            self._send_window_bytes -= size
-            return
-        if stream.pending is None:
-            stream.pending = deque()
-        stream.pending.append(memoryview(data))
-        stream.pending_bytes += size
-        self._send_pending(stream)
-
-    def send_trailers(self, stream: Stream, block: bytes) -> None:
-        """Ends the answer behind everything that still waits."""
-        if stream.is_closed:
-            return
-        if stream.pending:
-            stream.trailers = block
-        else:
-            self._say_headers(stream, block, ends=True)
-
-    def send_answer(self, stream: Stream, headers: bytes, data: bytes, trailers: bytes) -> None:
-        """Sends headers, data and trailers, as the three above do, in one piece where there is room."""
-        if stream.is_remote_closed and not stream.is_closed and 0 < len(data) <= self._room(stream):
+        if headers and trailers and stream.is_remote_closed and 0 < size <= self._room(stream):
+            # In one piece, without a look at what the parts leave behind.
             self.out += (
                 frames.headers_frame(stream.id, headers, ends=False),
-                frames.data_head(len(data) << 8, 0, stream.id),
+                frames.data_head(size << 8, 0, stream.id),
                 data,
                 frames.headers_frame(stream.id, trailers, ends=True),
             )
-            self._send_window_bytes -= len(data)
+            self._send_window_bytes -= size
             self._close(stream)
             return
-        self.send_headers(stream, headers)
-        self.send_data(stream, data)
-        self.send_trailers(stream, trailers)
+        if headers is not None:
+            self._say_headers(stream, headers, ends=not data and trailers is None)
+        if data and not stream.pending and size <= self._room(stream):
+            self.out += (frames.data_head(size << 8, 0, stream.id), data)
+            stream.send_window_bytes -= size
+            self._send_window_bytes -= size
+        elif data:
+            if stream.pending is None:
+                stream.pending = deque()
+            stream.pending.append(memoryview(data))
+            stream.pending_bytes += size
+            self._send_pending(stream)
+        if trailers is None:
+            return
+        if stream.pending:
+            stream.trailers = trailers
+        else:
+            self._say_headers(stream, trailers, ends=True)
 
     def reset(self, stream: Stream, code: H2Code) -> None:
         if not stream.is_closed:

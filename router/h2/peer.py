@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import grpc
 
 from indexer.repeated_log import RepeatedLog
-from router.h2.call_head import CallHead, call_head, refusal_block
 from router.h2.calls import Call
 from router.h2.connection import H2Connection
 from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from router.h2.frames import H2Code, H2Error
+from router.h2.header_blocks import CallHead, call_head, refusal_block
 from router.h2.servicer_calls import ServicerCall
 from router.h2.streams import Drained, Event, Opened, Received, Stream
 from router.h2.tls import HANDSHAKE, TlsLayer
@@ -138,14 +138,7 @@ class Peer:
         connection = self._connection
         try:
             with self._lock:
-                if headers is not None and trailers is not None:
-                    connection.send_answer(stream, headers, data, trailers)
-                else:
-                    if headers is not None:
-                        connection.send_headers(stream, headers, ends=not data)
-                    connection.send_data(stream, data)
-                    if trailers is not None:
-                        connection.send_trailers(stream, trailers)
+                connection.send(stream, headers, data, trailers)
                 if consumed:
                     connection.consumed(stream, consumed)
                 self._write_soon()

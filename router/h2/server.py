@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from indexer.repeated_log import RepeatedLog
 from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from router.h2.peer import Peer, host_of
 from router.h2.streams import Stream
-from router.tcp_listen import TcpListener, prepare
+from router.process import bound_socket
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
@@ -30,6 +31,7 @@ _SOCKET_TIMEOUT_S = 10
 _KEEPALIVE_S = 60
 _REFUSALS_MAX = 4096
 _STOP_S = 2.0
+_RETRY_S = 1.0
 # A client that needs longer for its request gives way to others.
 _PATIENCE_S = 2.0
 
@@ -45,7 +47,7 @@ class GrpcServer:
         threads: Calls served at once by other threads than their connection's.
         requests_max: Calls in all; beyond that they are refused with RESOURCE_EXHAUSTED.
         services: Each adds a service to the server that it is given.
-        service_names: What reflection shows; none: no reflection.
+        reflects: Whether clients may ask for the services.
         tls: Makes the context of the next connection that begins with TLS; None: there is plaintext alone.
         receive_bytes_max, send_bytes_max: Largest messages; None: one with a body of message_bytes_max.
         inline: Methods by path that a connection's own thread may serve, up to so many bytes of a call.
@@ -64,14 +66,15 @@ class GrpcServer:
         requests_max: int,
         message_bytes_max: int,
         services: Sequence[Callable[[Any], object]],
-        service_names: Sequence[str] = (),
+        reflects: bool = False,
         tls: Callable[[], ssl.SSLContext] | None = None,
         receive_bytes_max: int | None = None,
         send_bytes_max: int | None = None,
         inline: Mapping[str, int],
     ) -> None:
-        self._listener = TcpListener(flag, host, port, self._take, "grpc")
-        self.port = self._listener.port
+        self._socket = bound_socket(flag, host, port)
+        self.port: int = self._socket.getsockname()[1]
+        self._acceptor = threading.Thread(target=self._accept, name=f"grpc-{self.port}", daemon=True)
         self.tls = tls
         size = message_bytes_max + _MESSAGE_OVERHEAD_BYTES
         self.receive_bytes_max = receive_bytes_max or size
@@ -90,8 +93,9 @@ class GrpcServer:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
         for add in services:
             add(self)
-        if service_names:
-            shown = reflection.ReflectionServicer((*service_names, reflection.SERVICE_NAME))
+        if reflects:
+            names = {path.split("/")[1] for path in self._methods}
+            shown = reflection.ReflectionServicer((*names, reflection.SERVICE_NAME))
             method = ExchangeMethod(
                 lambda _call: _Reflection(shown),
                 reflection_pb2.ServerReflectionRequest.FromString,
@@ -124,7 +128,7 @@ class GrpcServer:
         return self._methods.get(path)
 
     def start(self) -> None:
-        self._listener.start()
+        self._acceptor.start()
 
     def drain(self) -> None:
         """Has clients connect anew, and so elsewhere, for their next calls."""
@@ -134,7 +138,12 @@ class GrpcServer:
     def close(self) -> None:
         """Ends serving, calls included. Idempotent."""
         self._is_closed = True
-        self._listener.close()
+        # Closing alone would leave the thread waiting.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        if self._acceptor.is_alive():
+            self._acceptor.join(_STOP_S)
         peers = self._connected()
         for peer in peers:
             peer.close()
@@ -193,6 +202,20 @@ class GrpcServer:
     def _connected(self) -> dict[Peer, threading.Thread]:
         with self._lock:
             return dict(self._peers)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, address = self._socket.accept()
+            except OSError as error:
+                if self._is_closed:
+                    return
+                # Out of file descriptors, say: whoever waits is served when some are free again.
+                where = f"port {self.port}"
+                _repeated.event("accept_failed", where, "%s: cannot accept a connection: %s", where, error)
+                time.sleep(_RETRY_S)
+                continue
+            self._take(connection, address)
 
     def _take(self, connection: socket.socket, address: Any) -> None:
         name = f"{address[0]}:{address[1]}"
@@ -272,7 +295,11 @@ class _Reflection:
 
 
 def _set_up(connection: socket.socket) -> None:
-    prepare(connection, _SOCKET_TIMEOUT_S)
+    # The kernel's own timeouts: Python's would ask twice for every message.
+    wait = struct.pack("ll", _SOCKET_TIMEOUT_S, 0)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)

@@ -15,7 +15,7 @@ from router.h2.messages import MessageError
 from router.h2.streams import Stream
 
 if TYPE_CHECKING:
-    from router.h2.call_head import Metadata
+    from router.h2.header_blocks import Metadata
     from router.h2.peer import Peer
 
 _log = logging.getLogger(__name__)

@@ -19,9 +19,8 @@ from typing import Any
 
 import urllib3
 
-from router.local import stack_api
 from router.local.envoy_config import POD_HEADER
-from router.local.stack import LocalStackError, StackPlan
+from router.local.stack import LocalStackError, StackPlan, await_events, decision, empty_caches
 
 _TIMEOUT = urllib3.Timeout(connect=5.0, read=60.0)
 _CONNECTIONS = 32
@@ -128,7 +127,7 @@ def _scenario(plan: StackPlan, url: str, *, explain: bool) -> _Run:
     run = {"turn": _converse(plan, client), "burst": _burst(client, _BURST_PER_POD * len(plan.pod_urls))}
     if explain:
         for answer in (*run["turn"], *run["burst"]):
-            answer.decision = stack_api.decision(plan, answer.request_id)
+            answer.decision = decision(plan, answer.request_id)
     return run
 
 
@@ -145,7 +144,7 @@ def _converse(plan: StackPlan, client: _ChatClient) -> list[Answer]:
 
 def _think(plan: StackPlan) -> None:
     time.sleep(_THINK_S)
-    stack_api.await_events(plan)
+    await_events(plan)
 
 
 def _burst(client: _ChatClient, count: int) -> list[Answer]:
@@ -166,7 +165,7 @@ def _warm_up(plan: StackPlan) -> None:
 
 
 def _forget(plan: StackPlan) -> None:
-    stack_api.empty_caches(plan)
+    empty_caches(plan)
     _think(plan)
 
 

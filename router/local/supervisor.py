@@ -49,15 +49,13 @@ def check_ports(ports: Iterable[int]) -> None:
         LocalStackError: Naming the first that cannot.
     """
     for port in ports:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, port))
-            except OSError as error:
-                raise LocalStackError(
-                    f"port {port} is in use ({error.strerror}); stop what holds it, or choose others with "
-                    "--port n or make's PORT=n (gateway), --base-port n or BASE_PORT=n (the rest)"
-                ) from error
+        try:
+            socket.create_server((HOST, port)).close()
+        except OSError as error:
+            raise LocalStackError(
+                f"port {port} is in use ({error.strerror}); stop what holds it, or choose others with "
+                "--port n or make's PORT=n (gateway), --base-port n or BASE_PORT=n (the rest)"
+            ) from error
 
 
 class Supervisor:

@@ -13,21 +13,15 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
 from indexer.flags import CommandParser, add_flags, said
 from router.local.demo import run_demo
-from router.local.stack import LocalStackError, StackOptions, StackPlan, plan_stack
-from router.local.stack_api import await_pods
+from router.local.stack import LocalStackError, StackOptions, StackPlan, await_pods, plan_stack
 from router.local.supervisor import Supervisor, check_ports
 
 _WATCH_S = 0.2
 # What model servers need and the router does not.
 _NEEDED = ("torch", "starlette", "uvicorn", "safetensors")
-
-
-class _InterruptedError(Exception):
-    """Ctrl-C or SIGTERM."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,11 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     options = StackOptions(**said(StackOptions, arguments))
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
+        signal.signal(number, signal.default_int_handler)
     try:
         _check_libraries()
         return _run(options, demo=not arguments.no_demo, stay=not arguments.demo_only)
-    except _InterruptedError:
+    except KeyboardInterrupt:
         return 0
     except (LocalStackError, ValueError, OSError) as error:
         print(f"kvroute up: error: {error}", file=sys.stderr)
@@ -61,7 +55,7 @@ def _run(options: StackOptions, *, demo: bool, stay: bool) -> int:
     try:
         _run_in(directory, supervisor, options, demo=demo, stay=stay)
         failed = bool(supervisor.restarted)
-    except _InterruptedError:
+    except KeyboardInterrupt:
         failed = False
         raise
     except (LocalStackError, ValueError, OSError) as error:
@@ -122,7 +116,7 @@ def _stay(plan: StackPlan, supervisor: Supervisor, directory: Path) -> None:
         while True:
             supervisor.check()
             time.sleep(_WATCH_S)
-    except _InterruptedError:
+    except KeyboardInterrupt:
         print("\nstopping", flush=True)
 
 
@@ -142,10 +136,6 @@ def _check_libraries() -> None:
             raise LocalStackError(
                 f"the library {module} is missing; install it with: pip install 'kvroute[model-server]'"
             )
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise _InterruptedError
 
 
 if __name__ == "__main__":

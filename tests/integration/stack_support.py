@@ -13,8 +13,7 @@ from typing import Any
 import urllib3
 from openai import OpenAI
 
-from router.local import stack_api
-from router.local.stack import StackOptions, StackPlan, plan_stack
+from router.local.stack import StackOptions, StackPlan, await_pods, decision, plan_stack
 from router.local.supervisor import Child, Supervisor
 from tests.integration.envoy_support import patient
 from tests.loopback import free_base
@@ -38,7 +37,7 @@ class RunningStack:
 
     def decision(self, request_id: str) -> dict[str, Any]:
         """The router's own explanation of one pick."""
-        return stack_api.decision(self.plan, request_id)
+        return decision(self.plan, request_id)
 
     def child(self, name: str) -> Child:
         """The running process of that name."""
@@ -75,7 +74,7 @@ def running_stack(directory: Path, **options: Any) -> Iterator[RunningStack]:
     with ExitStack() as closing:
         closing.callback(supervisor.stop)
         supervisor.start(plan.children)
-        stack_api.await_pods(plan, supervisor.check)
+        await_pods(plan, supervisor.check)
         yield RunningStack(plan, supervisor, directory, closing)
 
 

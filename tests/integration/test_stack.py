@@ -13,8 +13,9 @@ import pytest
 import urllib3
 from openai import APIStatusError, NotFoundError, OpenAI
 
-from router.local import demo, stack_api
+from router.local import demo
 from router.local.envoy_config import POD_HEADER
+from router.local.stack import await_events
 from tests.integration.stack_support import RunningStack, running_stack, wait_until
 
 MODEL = "kvroute-tiny"
@@ -163,4 +164,4 @@ def settle(stack: RunningStack) -> None:
     for url in stack.plan.pod_urls.values():
         wait_until("the pods are idle", lambda: stack.metric("vllm:num_requests_running", url) == 0)  # noqa: B023
     wait_until("the ledger is empty", lambda: stack.metric("llm_d_epp_request_running") == 0)
-    stack_api.await_events(stack.plan)
+    await_events(stack.plan)

@@ -14,8 +14,9 @@ import pytest
 import urllib3
 import zmq
 
-from router.local import demo, stack_api
+from router.local import demo
 from router.local.envoy_config import POD_HEADER
+from router.local.stack import empty_caches
 from tests.integration.stack_support import RunningStack, running_stack, wait_until
 
 MODEL = "kvroute-tiny"
@@ -37,7 +38,7 @@ def stack(running: RunningStack) -> Iterator[RunningStack]:
     wait_until("every process runs", lambda: _all_run(running))
     wait_until("both pods serve", lambda: running.metric("llm_d_epp_ready_endpoints") == 2)
     wait_until("the pods are idle", lambda: running.metric("llm_d_epp_request_running") == 0)
-    stack_api.empty_caches(running.plan)
+    empty_caches(running.plan)
     wait_until("the index holds no block", lambda: running.metric("kvroute_indexer_blocks") == 0)
 
 

@@ -155,19 +155,19 @@ def test_a_rank_keeps_its_part_of_an_adapter(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "base", "auto", CPU, Ranks(Division(rank, 2))).model for rank in range(2)
     ]
     alone = load_checkpoint(tmp_path / "base", "auto", CPU).model
-    for name, part in alone.projection_parts().items():
+    for name, part in alone.projection_parts.items():
         wanted = change(alone, directory, name)
         assert wanted.shape == (part.rows.whole, part.inputs.whole)
         got = [
             Weight(change(model, directory, name), (own.rows, own.inputs))
             for model in models
-            for own in [model.projection_parts()[name]]
+            for own in [model.projection_parts[name]]
         ]
         torch.testing.assert_close(together(got), wanted)
 
 
 def change(model: Decoder, directory: Path, name: str) -> torch.Tensor:
     """Return what an adapter adds to a projection's weight in layer 1, as far as the model has it."""
-    part = model.projection_parts()[name]
+    part = model.projection_parts[name]
     factors = load_adapter(directory, model).factors[1, part.projection]
     return (factors.up @ factors.down)[part.first_row : part.first_row + part.rows.count]

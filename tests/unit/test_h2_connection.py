@@ -41,9 +41,7 @@ def test_a_call_there_and_back() -> None:
     pair.client.send_data(stream.id, b"question", end_stream=True)
     pair.pump()
     assert (pair.heard[stream.id], pair.over) == (b"question", {stream.id})
-    pair.server.send_headers(stream, HEADERS)
-    pair.server.send_data(stream, b"answer")
-    pair.server.send_trailers(stream, TRAILERS)
+    pair.server.send(stream, HEADERS, b"answer", TRAILERS)
     pair.pump()
     assert (pair.answers[stream.id], pair.answered) == (b"answer", {stream.id})
     said = [event.headers for event in pair.events if hasattr(event, "headers")]
@@ -132,8 +130,7 @@ def test_who_does_not_take_answers_may_not_ask() -> None:
     """A stream whose answers wait for the client's window gets no room for more until they are sent."""
     pair = Pair(window_bytes=10_000, INITIAL_WINDOW_SIZE=0)
     stream = pair.open()
-    pair.server.send_headers(stream, HEADERS)
-    pair.server.send_data(stream, b"answer")
+    pair.server.send(stream, HEADERS, b"answer")
     pair.client.send_data(stream.id, bytes(10_000))
     pair.pump()
     pair.server.consumed(stream, 10_000)
@@ -164,7 +161,7 @@ def test_the_last_stream_number_is_served() -> None:
     connection = _begun()
     last = frames.STREAM_IDS
     (opened,) = connection.receive(_headers(frames.END_HEADERS | frames.END_STREAM, last, _BLOCK))
-    connection.send_trailers(opened.stream, TRAILERS)
+    connection.send(opened.stream, TRAILERS)
     assert connection.last_stream_id == last
     assert not connection.receive(_headers(frames.END_HEADERS | frames.END_STREAM, last, _BLOCK))
     assert not connection.receive(_headers(frames.END_HEADERS | frames.END_STREAM, 1, _BLOCK))
@@ -174,7 +171,7 @@ def test_an_answer_may_come_before_the_question_is_over() -> None:
     """A stream ended early is reset without an error, and what the client still sends is dropped."""
     pair = Pair()
     stream = pair.open()
-    pair.server.send_headers(stream, HEADERS + TRAILERS, ends=True)
+    pair.server.send(stream, HEADERS + TRAILERS)
     pair.client.send_data(stream.id, b"on its way")
     pair.pump()
     resets = [event for event in pair.events if isinstance(event, h2.events.StreamReset)]
@@ -182,8 +179,7 @@ def test_an_answer_may_come_before_the_question_is_over() -> None:
     assert pair.answered == {stream.id}
     assert not pair.heard
     # Whoever still serves it does no harm.
-    pair.server.send_data(stream, b"late")
-    pair.server.send_trailers(stream, TRAILERS)
+    pair.server.send(stream, None, b"late", TRAILERS)
     pair.server.consumed(stream, 5)
     pair.server.reset(stream, H2Code.CANCEL)
     assert not pair.server.take_out()
@@ -204,8 +200,7 @@ def test_a_reset_drops_what_waits() -> None:
     theirs, ours = pair.open(), pair.open()
     for stream in (theirs, ours):
         pair.client.send_data(stream.id, bytes(100))
-        pair.server.send_headers(stream, HEADERS)
-        pair.server.send_data(stream, bytes(1000))
+        pair.server.send(stream, HEADERS, bytes(1000))
     pair.pump()
     pair.client.reset_stream(theirs.id)
     pair.server.reset(ours, H2Code.CANCEL)

@@ -66,8 +66,7 @@ def _fed(parts: list[bytes]) -> tuple[H2Connection, str]:
         for data in parts:
             for event in connection.receive(data):
                 if isinstance(event, Opened):
-                    connection.send_headers(event.stream, HEADERS)
-                    connection.send_data(event.stream, b"answer")
+                    connection.send(event.stream, HEADERS, b"answer")
             assert len(connection.streams) <= 3
             assert sum(stream.unread_bytes for stream in connection.streams.values()) <= 3 * _WINDOW_BYTES
     except H2Error as error:
@@ -86,6 +85,7 @@ class Both(RuleBasedStateMachine):
         self.asked: dict[int, bytes] = {}
         self.said: dict[int, bytes] = {}
         self.asking: set[int] = set()
+        self.unanswered: set[int] = set()
         self.answering: set[int] = set()
         self.whole: set[int] = set()
         self.count = 0
@@ -96,7 +96,7 @@ class Both(RuleBasedStateMachine):
         """The client begins a stream."""
         stream = self.pair.open(ends=ends, more=tuple(("x-more", value) for value in more))
         assert [value.decode() for name, value in stream.head if name == b"x-more"] == more
-        self.pair.server.send_headers(stream, HEADERS)
+        self.unanswered.add(stream.id)
         self.asked[stream.id] = self.said[stream.id] = b""
         self.answering.add(stream.id)
         if not ends:
@@ -125,12 +125,12 @@ class Both(RuleBasedStateMachine):
         self.asking.discard(stream_id)
 
     @precondition(lambda self: self.answering)
-    @rule(data=st.data(), size=st.integers(0, 50_000))
+    @rule(data=st.data(), size=st.integers(1, 50_000))
     def answer(self, data: st.DataObject, size: int) -> None:
         """We send, and keep what the client has no room for."""
         stream_id = data.draw(st.sampled_from(sorted(self.answering)))
         part = self._bytes(size)
-        self.pair.server.send_data(self.pair.streams[stream_id], part)
+        self.pair.server.send(self.pair.streams[stream_id], self._headers(stream_id), part)
         self.said[stream_id] += part
 
     @precondition(lambda self: self.answering)
@@ -138,12 +138,18 @@ class Both(RuleBasedStateMachine):
     def answer_trailers(self, data: st.DataObject) -> None:
         """We end a stream, maybe before the client has."""
         stream_id = data.draw(st.sampled_from(sorted(self.answering)))
-        self.pair.server.send_trailers(self.pair.streams[stream_id], TRAILERS)
+        self.pair.server.send(self.pair.streams[stream_id], self._headers(stream_id), b"", TRAILERS)
         self.answering.discard(stream_id)
         self.asking.discard(stream_id)
         self.whole.add(stream_id)
         # What the client sent to a stream that is over is dropped.
         self.pair.pump()
+
+    def _headers(self, stream_id: int) -> bytes | None:
+        if stream_id not in self.unanswered:
+            return None
+        self.unanswered.remove(stream_id)
+        return HEADERS
 
     @precondition(lambda self: self.answering)
     @rule(data=st.data(), is_ours=st.booleans())

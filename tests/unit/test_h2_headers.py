@@ -10,9 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.h2.call_head import call_head, refusal_block, trailers_block
 from router.h2.frames import H2Code, H2Error
-from router.h2.header_blocks import LIST_BYTES_MAX, Fields, HeaderBlocks, field
+from router.h2.header_blocks import (
+    LIST_BYTES_MAX,
+    Fields,
+    HeaderBlocks,
+    call_head,
+    field,
+    refusal_block,
+    trailers_block,
+)
 
 _names = st.sampled_from([b":path", b":method", b"x-a", b"x-b", b"authorization", b"cookie"])
 _values = st.sampled_from([b"", b"/", b"POST", b"1", b"a" * 50, b"b" * 1500, b"c" * 3000]) | st.binary(

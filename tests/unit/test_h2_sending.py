@@ -14,10 +14,8 @@ def test_an_answer_follows_a_window_of_one_byte() -> None:
     pair = Pair(INITIAL_WINDOW_SIZE=0)
     stream = pair.open(ends=True)
     answer = bytes(range(256)) * 4
-    pair.server.send_headers(stream, HEADERS)
-    pair.server.send_data(stream, answer[:100])
-    pair.server.send_data(stream, answer[100:])
-    pair.server.send_trailers(stream, TRAILERS)
+    pair.server.send(stream, HEADERS, answer[:100])
+    pair.server.send(stream, None, answer[100:], TRAILERS)
     pair.pump()
     assert stream.pending_bytes == len(answer)
     for count in range(len(answer)):
@@ -33,8 +31,7 @@ def test_a_window_below_zero_has_to_be_filled_first() -> None:
     """Windows that the client makes smaller may go below 0; nothing is sent until they are above it again."""
     pair = Pair(INITIAL_WINDOW_SIZE=1000)
     stream = pair.open(ends=True)
-    pair.server.send_headers(stream, HEADERS)
-    pair.server.send_data(stream, b"a" * 1500)
+    pair.server.send(stream, HEADERS, b"a" * 1500)
     pair.pump()
     pair.client.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 200})
     pair.pump()
@@ -55,9 +52,7 @@ def test_streams_share_the_connections_window() -> None:
     pair = Pair(INITIAL_WINDOW_SIZE=1 << 20)
     streams = [pair.open(ends=True) for _ in range(3)]
     for stream in streams:
-        pair.server.send_headers(stream, HEADERS)
-        pair.server.send_data(stream, bytes(40_000))
-        pair.server.send_trailers(stream, TRAILERS)
+        pair.server.send(stream, HEADERS, bytes(40_000), TRAILERS)
     pair.pump()
     assert [len(pair.answers[stream.id]) for stream in streams] == [40_000, 25_535, 0]
     pair.client.increment_flow_control_window(54_465)
@@ -71,8 +66,7 @@ def test_frames_are_no_larger_than_the_client_takes(frame_bytes: int) -> None:
     pair = Pair(INITIAL_WINDOW_SIZE=1 << 24, MAX_FRAME_SIZE=frame_bytes)
     pair.client.increment_flow_control_window(1 << 24)
     stream = pair.open(ends=True)
-    pair.server.send_headers(stream, HEADERS)
-    pair.server.send_data(stream, bytes(3 << 20))
+    pair.server.send(stream, HEADERS, bytes(3 << 20))
     pair.pump()
     sizes = [len(event.data) for event in pair.events if isinstance(event, h2.events.DataReceived)]
     assert (max(sizes), sum(sizes)) == (frame_bytes, 3 << 20)
@@ -82,8 +76,7 @@ def test_what_new_settings_let_go_is_cut_by_them() -> None:
     """Settings that widen the windows and lower MAX_FRAME_SIZE at once, in this order, bring small frames."""
     pair = Pair(INITIAL_WINDOW_SIZE=0, MAX_FRAME_SIZE=1 << 15)
     stream = pair.open()
-    pair.server.send_headers(stream, HEADERS)
-    pair.server.send_data(stream, bytes(20_000))
+    pair.server.send(stream, HEADERS, bytes(20_000))
     pair.pump()
     changed = {SettingCodes.INITIAL_WINDOW_SIZE: 1 << 16, SettingCodes.MAX_FRAME_SIZE: 1 << 14}
     pair.client.update_settings(changed)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from model_server.block_hash import ROOT_DIGEST, encode_cbor, event_hash, hash_block, root_digest, salt_keys
+from model_server.block_hash import ROOT_DIGEST, encode_cbor, event_hash, hash_block, root_digest
+from model_server.requests import GenerationRequest, LiveRequest, SamplingParams
 
 VECTORS = json.loads((Path(__file__).parent.parent / "data" / "block_hash_vectors.json").read_bytes())
 
@@ -27,8 +28,13 @@ def test_hashes_equal_vllms(vector: dict) -> None:
 def test_the_salt_enters_as_vllm_tags_it() -> None:
     """The extra keys of a salted prompt's first block are the ones that the vectors were made with."""
     vector = next(vector for vector in VECTORS if vector["case"].startswith("salt"))
-    assert [list(key) for key in salt_keys("tenant-42") or ()] == vector["extra_keys"][0]
-    assert salt_keys(None) is None
+    salted, plain = (
+        LiveRequest(GenerationRequest("a", (1,), SamplingParams(max_tokens=1), cache_salt=salt), 0)
+        for salt in ("tenant-42", None)
+    )
+    assert [list(key) for key in salted.extra_keys(0) or ()] == vector["extra_keys"][0]
+    assert salted.extra_keys(1) is None
+    assert plain.extra_keys(0) is None
 
 
 def test_the_default_seed_is_vllms() -> None:

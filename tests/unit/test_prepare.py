@@ -53,7 +53,7 @@ def test_how_long_an_answer_may_be(api: Api, body: dict[str, Any], expected: int
 def test_a_chat_may_fill_the_context() -> None:
     """Without a limit of its own a chat's answer ends with the context."""
     prepared = job("chat", messages=MESSAGES)
-    assert prepared.requests[0].sampling.max_tokens == CONTEXT_TOKENS - prepared.prompt_tokens
+    assert prepared.requests[0].sampling.max_tokens == CONTEXT_TOKENS - sum(map(len, prepared.prompts))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_choices_are_ordered_by_prompt_then_copy() -> None:
     assert [request.prompt_token_ids for request in prepared.requests] == [(1,), (1,), (2, 3), (2, 3)]
     assert [request.sampling.seed for request in prepared.requests] == [8, 9, 8, 9]
     assert len({request.request_id for request in prepared.requests}) == 4
-    assert prepared.prompt_tokens == 3
+    assert sum(map(len, prepared.prompts)) == 3
 
 
 def test_extreme_seeds_stay_in_range() -> None:

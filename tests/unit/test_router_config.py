@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from indexer import ConfigError as IndexerConfigError
 from router import cli
 from router.config import RouterConfig, parse_flags
 from router.config_fields import seconds
@@ -299,8 +300,8 @@ def test_the_index_has_the_flags_of_the_stand_alone_indexer() -> None:
     ("flag", "error"),
     [
         ("--tier-weight=cpu", SystemExit),
-        ("--backend=redis", ConfigError),
-        ("--events-bind=ipc://x", ConfigError),
+        ("--backend=redis", IndexerConfigError),
+        ("--events-bind=ipc://x", IndexerConfigError),
     ],
 )
 def test_a_wrong_setting_of_the_index_is_the_routers_error(flag: str, error: type[BaseException]) -> None:
