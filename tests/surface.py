@@ -109,6 +109,8 @@ def grpc_methods() -> Iterator[str]:
     for _, text in _strings():
         if _SERVICE.fullmatch(text):
             yield text
+            # A method's path names its service, too.
+            yield text.removeprefix("/").partition("/")[0]
 
 
 def proto_fields() -> Iterator[str]:
