@@ -15,9 +15,8 @@ import msgspec
 from router.errors import RequestError
 
 MODEL_CHARS_MAX = 4096  # a model is named by a repository or a path; decisions that are kept keep its name
-
+# Why a request is picked by load alone whose whole prompt every pod will compute.
 CACHE_NOT_READ = "cache_not_read"
-"""Why a request is picked by load alone whose whole prompt every pod will compute."""
 
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _FIELDS = msgspec.json.Decoder(dict[str, Any])
