@@ -177,11 +177,11 @@ class BlockManager:
         """
         if self.swap and live.restore is None:
             self._register_tail(live)
-            kept = [self.offload.keep(block) for table in live.tables for block in table.held()]
-            for block in kept:
-                if block is not None:
-                    self._host.hold(block)
-                    live.swapped.append(block)
+            for block in (block for table in live.tables for block in table.held()):
+                if (kept := self.offload.keep(block)) is not None:
+                    # At once: the next block may need a slot, and would take one that nobody holds.
+                    self._host.hold(kept)
+                    live.swapped.append(kept)
         self.release(live)
 
     def release(self, live: LiveRequest) -> None:

@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.integration.engine_support import (
@@ -59,12 +59,34 @@ SETTINGS = st.fixed_dictionaries(
 WINDOWS = st.sampled_from([(None,), (5,), (5, None), (None, 3), (6, 6, None)])
 
 
+# Requests that swap into a host tier of three blocks: one block once took the slot of another of its request.
+SWAPPED_APART = [
+    *[Submit(shared=0, max_tokens=1) for _ in range(13)],
+    Submit(shared=0, max_tokens=11, copies=3),
+    Submit(shared=0, max_tokens=1),
+]
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     actions=st.lists(ACTIONS, min_size=15, max_size=50),
     chosen=SETTINGS,
     windows=WINDOWS,
     polls_per_copy=st.integers(0, 3),
+)
+@example(
+    actions=SWAPPED_APART,
+    chosen={
+        "gpu_blocks": 8,
+        "max_num_batched_tokens": 4,
+        "block_tokens": 2,
+        "scheduling_policy": "fcfs",
+        "cpu_blocks": 3,
+        "enable_prefix_caching": True,
+        "swap": True,
+    },
+    windows=(None,),
+    polls_per_copy=0,
 )
 def test_books_hold_under_any_schedule(
     actions: list,
