@@ -97,6 +97,23 @@ def test_an_aborted_restore_gives_its_blocks_back_at_once() -> None:
     assert engine.stats().kv_usage == 0
 
 
+def test_what_came_back_is_found_on_the_device() -> None:
+    """A second request of the same prompt shares the blocks that were restored for the first."""
+    engine, runner, events = checking_engine(gpu_blocks=12, cpu_blocks=24)
+    prompt = list(range(1, 18))
+    for name, text in (("a", prompt), ("b", [*range(20, 50), *range(20, 34)])):
+        engine.submit(request(name, text, max_tokens=1), Outputs())
+        run_to_end(engine)
+    for name in "cd":
+        engine.submit(request(name, prompt, max_tokens=12), Outputs())
+        engine.step()
+        engine.step()
+    run_to_end(engine)
+    assert engine.stats().restores == 1
+    assert ("d", 16, 1) in [chunk for step in runner.chunks for chunk in step]
+    assert events.mirror == cached_copies(engine)
+
+
 @pytest.mark.parametrize(("polls_per_copy", "others"), [(3, 4), (200, 0)])
 def test_what_was_swapped_is_never_computed_again(polls_per_copy: int, others: int) -> None:
     """With swap a preempted request computes again at most what was in its last block, however late it is.
