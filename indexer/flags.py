@@ -21,7 +21,6 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog, description=description, allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """End the process with status 2 and one line that names the error and where help is."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 

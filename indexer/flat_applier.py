@@ -82,7 +82,6 @@ class FlatApplier:
         self._scope = np.uint64(self._cache.scope)
 
     def apply(self, payloads: Sequence[bytes], *, with_runs: bool = False) -> Outcome:
-        """Apply payloads in order, whatever they hold."""
         columns = self._engine.decoder.decode(payloads)
         outcome = Outcome(runs=[] if with_runs else None)
         self._engine.progress.counts[:] = 0
@@ -107,7 +106,6 @@ class FlatApplier:
         return FlatCache(self._engine.index, holder, model, group, self.journal)
 
     def _apply_up_to(self, last: int, columns: Columns, outcome: Outcome) -> None:
-        """Apply the events from the row to go on with up to `last`, where a batch ends."""
         counts = self._engine.progress.counts
         while counts[ROW] < last:
             if self._run_kernel(columns, last, outcome) == NOT_PLAIN:
@@ -141,7 +139,6 @@ class FlatApplier:
     def _apply_event(
         self, event: KVEvent | PayloadError, hashes_done: int, ahead: Ahead, outcome: Outcome
     ) -> None:
-        """Let the view apply what the kernel has left of an event."""
         if hashes_done and isinstance(event, BlockStored | BlockRemoved):
             event = msgspec.structs.replace(event, block_hashes=event.block_hashes[hashes_done:])
         if not isinstance(event, PayloadError):

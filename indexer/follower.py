@@ -129,12 +129,10 @@ class ReplayingStream(EngineStream):
         self._timers[self._break_off] = min(now_s + self._config.replay_idle_s, self._replay_ends_s)
 
     def _break_off(self, now_s: float) -> None:
-        """The replay has not been answered for too long, or takes too long."""
         self._stop_replay()
         self._retry(now_s)
 
     def _retry(self, now_s: float) -> None:
-        """Ask once more, later and later; give up in the end."""
         self._replay_attempts += 1
         if self._replay_attempts < self._config.replay_attempts:
             self._timers[self._ask] = now_s + min(RETRY_MAX_S, _RETRY_S * 4 ** (self._replay_attempts - 1))
@@ -143,7 +141,6 @@ class ReplayingStream(EngineStream):
         self._perform(self._machine.replay_failed(), now_s)
 
     def _on_replay(self, now_s: float) -> None:
-        """Take a turn's share of the answers, then apply them together."""
         replay = self._replay
         actions: list[Action] = []
         assert replay is not None
@@ -242,7 +239,6 @@ class Follower(ReplayingStream):
             self._set_connected(is_made, now_s)
 
     def _on_live(self, now_s: float) -> None:
-        """Take a turn's share of what waits, then apply it together."""
         assert self._link is not None
         socket = self._link[0]
         self._set_connected(True, now_s)

@@ -84,7 +84,6 @@ class Journal:
         return self._changes is not None
 
     def begin(self) -> None:
-        """Record from now on; what was recorded before is forgotten."""
         self._changes = []
 
     def end(self) -> None:

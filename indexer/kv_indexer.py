@@ -42,10 +42,6 @@ class KvIndexer:
         on_link: Called with (pod, up) when the connection to the pod's publisher was made or lost. A killed
             engine on the same host shows here within milliseconds.
         clock: A monotonic clock, in seconds; every `now_s` is a time of this clock.
-
-    Attributes:
-        roster: All engines that are followed, with the state of each stream and its reason.
-        exports: Tells views to peers.
     """
 
     def __init__(
@@ -83,7 +79,6 @@ class KvIndexer:
 
     @property
     def bound_endpoint(self) -> str | None:
-        """Where pods connect to that publish to us; None if `events_bind` is not set."""
         return self._subscriber.bound_endpoint
 
     def start(self) -> None:
@@ -176,7 +171,6 @@ class KvIndexer:
         return found
 
     def explain(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None = None) -> list[Prefix]:
-        """Tells for each engine of these pods where the prefix that it holds ends, and why."""
         engines = self.roster.engines
         holders = list(self.roster.holders(pods))
         table = self._hybrid.refine(keys, self._index.match(keys, holders), prompt_tokens)
@@ -195,9 +189,6 @@ class KvIndexer:
         """Compare a reading of an engine's metrics page with its view, which is dropped if it must be wrong.
 
         Called by one thread, with readings of pods without further ranks.
-
-        Returns:
-            What was found wrong; None for nothing.
         """
         before = self._readings.get(pod)
         finding = reconcile(before, reading, self._held_blocks(pod, reading))
@@ -258,7 +249,6 @@ class KvIndexer:
             self._ingest.reconsider(mismatch.pod)
 
     def dropped(self, request_id: Hashable) -> None:
-        """The request failed, or is not heard of any more: nothing that it was to store is awaited."""
         self._parity.dropped(request_id)
 
     def check_parity(self) -> None:

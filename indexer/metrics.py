@@ -59,7 +59,6 @@ class IndexerMetrics:
             self._best_hits.add(number=longest_blocks)
 
     def forget(self, pod: str) -> None:
-        """Drops the series of a pod that is not followed any more."""
         for metric, label in (
             (self.stream_state, "pod"),
             (self.gaps, "pod"),
@@ -137,8 +136,6 @@ class IndexerMetrics:
 
 
 class _Sizes(Collector):
-    """Figures that are read when they are scraped."""
-
     def __init__(self, stats: Callable[[], IndexStats], speculative: Callable[[], int]) -> None:
         self._stats = stats
         self._speculative = speculative

@@ -133,7 +133,6 @@ class Orphans:
 
 
 def _blocks(orphan: Orphan) -> list[tuple[int | None, EngineHash]]:
-    """The blocks that an orphan stores, by group."""
     if orphan.run is not None:
         return [(None, engine_hash) for engine_hash in orphan.run.block_hashes]
     first = orphan.later[0]

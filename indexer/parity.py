@@ -108,7 +108,6 @@ class PodParity:
 
     @property
     def distrusted(self) -> bool:
-        """Whether a sign was seen, and not enough that tells otherwise since."""
         return self.to_be_met > 0
 
     def __str__(self) -> str:
@@ -207,11 +206,7 @@ class ParityWatch:
         return account is not None and account.distrusted
 
     def stored(self, pod: str, runs: Sequence[StoredRun], keys: Sequence[int]) -> None:
-        """The pod told of runs of new blocks, in order.
-
-        Args:
-            keys: The keys of all their blocks, maybe of others too.
-        """
+        """The pod told of runs of new blocks, in order; `keys`: of all their blocks, maybe of others too."""
         with self._lock:
             account = self._pods.get(pod)
             if account is None or not account.waiting:
@@ -229,11 +224,7 @@ class ParityWatch:
                         expectation.instead = run.tokens[: len(expectation.tokens)].copy()
 
     def settled(self, request_id: Hashable, now_s: float) -> Mismatch | None:
-        """The request got its first token, or ended: what has not come by now does not come.
-
-        Returns:
-            The mismatch that this shows; None for none.
-        """
+        """The request got its first token, or ended: what has not come by now does not come."""
         # Without the lock: mostly it was met before.
         if request_id not in self._expected:
             return None
@@ -266,7 +257,6 @@ class ParityWatch:
             metric.remove_by_labels({"pod": pod})
 
     def report(self) -> Sequence[PodParity]:
-        """What is known of each pod, to be read only."""
         with self._lock:
             return list(self._pods.values())
 

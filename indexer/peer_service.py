@@ -71,18 +71,6 @@ class PeerIdentity:
     tiers: tuple[str, ...]  # their names, best first; a tier's number is its place
     instance: str = field(default_factory=lambda: secrets.token_hex(16))  # another for each process
 
-    def request(self, engine: str, model: str) -> pb.SnapshotRequest:
-        """Make the request for a peer's view of an engine."""
-        return pb.SnapshotRequest(
-            schema=SCHEMA,
-            instance=self.instance,
-            fingerprint=self.fingerprint,
-            form=FORM,
-            tiers=self.tiers,
-            engine=engine,
-            model=model,
-        )
-
     def admit(self, request: pb.SnapshotRequest) -> None:
         """Check that another index can use our views.
 
@@ -210,7 +198,6 @@ class PeerClient:
             channel.close()
 
     def _addresses(self) -> list[tuple[str, str]]:
-        """Return host and address of all peers that may be reached, in any order."""
         found: list[tuple[str, str]] = []
         for peer in self._config.peers:
             if self._is_down(peer):
@@ -228,8 +215,17 @@ class PeerClient:
     def _snapshot(
         self, host: str, address: str, stream: PodStream, ends_s: float
     ) -> tuple[ViewSnapshot, int]:
-        reader = SnapshotReader(self._config, len(self._identity.tiers))
-        request = self._identity.request(stream.holder, stream.model)
+        identity = self._identity
+        reader = SnapshotReader(self._config, len(identity.tiers))
+        request = pb.SnapshotRequest(
+            schema=SCHEMA,
+            instance=identity.instance,
+            fingerprint=identity.fingerprint,
+            form=FORM,
+            tiers=identity.tiers,
+            engine=stream.holder,
+            model=stream.model,
+        )
         # The generated class has no types.
         stub: Any = pb_grpc.IndexPeerStub
         channel = self._channel(host, address)

@@ -51,7 +51,6 @@ class Reannouncements:
 
     @property
     def in_episode(self) -> bool:
-        """Whether the engine reports, as far as is known."""
         return self._stores_left > 0
 
     def of_lead(self, run: BlockStored, ahead: Ahead, holds: Callable[[BlockStored], bool]) -> bool | None:

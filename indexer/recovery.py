@@ -152,7 +152,6 @@ class EngineStream:
         self._exports.begin(told, mark, self._sink.list_view(self.name), now_s)
 
     def _end_export(self, now_s: float) -> None:
-        """The view is about to change: it is not listed any more, and what waited is taken."""
         if self._exports.holds:
             self._exports.abort("changed", "its view changed while it was listed")
             self._take(self._exports.take(), now_s)
@@ -179,7 +178,6 @@ class EngineStream:
         self._perform(self._machine.emptied_silently(reason), now_s)
 
     def stop(self) -> None:
-        """Ends what runs; the sink is told nothing more until something happens."""
         self._exports.abort("changed", "it is not followed any more")
         self._exports.take()
         self._stop_replay()
@@ -191,7 +189,6 @@ class EngineStream:
             self._feed = None
 
     def restart(self, reason: str = "internal_error") -> None:
-        """Forgets all, the view too."""
         self.stop()
         self._machine = self._new_machine()
         self._gaps_reported, self._source = 0, "none"
@@ -317,7 +314,6 @@ class EngineStream:
             self._restored(self._restoring, now_s)
 
     def _restored(self, fetched: Fetched, now_s: float) -> None:
-        """The snapshot is applied, all of it: the stream goes on from there."""
         self._restoring = None
         # What was published before the subscription took effect shows as a lost tail.
         self._check_tail_later(now_s)

@@ -92,7 +92,6 @@ class RepeatedLog:
             self._log.log(level, message, *values, exc_info=error)
 
     def _sweep(self, now_s: float) -> list[tuple[str, int]]:
-        """Forget sources whose minute is over; return those with events that were not logged."""
         if now_s - self._swept_s < _SWEEP_EVERY_S:
             return []
         self._swept_s = now_s

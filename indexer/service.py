@@ -41,7 +41,6 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
 
     Args:
         streams: Declared pods, which may be asked for before they are followed.
-        host: Address to listen on.
         credentials: For TLS; None for plain text.
         tokenizers: By model; for prompts that come as text.
 
@@ -90,7 +89,6 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
             raise ListenError(f"--grpc-port {port}: cannot listen on {address}") from error
 
     def start(self) -> None:
-        """Begin to serve: alive, but not ready yet."""
         self._server.start()
         self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         self._health.set(_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -130,7 +128,6 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
     def Explain(  # noqa: N802 (the name is the proto's)
         self, request: pb.ScoreRequest, context: grpc.ServicerContext
     ) -> pb.ExplainPrefixResponse:
-        """Tells for each engine where the prefix that it holds ends, and why."""
         keys, pods, prompt_tokens = self._prompt(request, context)
         prefixes = self._indexer.explain(keys, pods, prompt_tokens=prompt_tokens)
         return pb.ExplainPrefixResponse(
@@ -168,7 +165,6 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
     def Clear(  # noqa: N802 (the name is the proto's)
         self, request: pb.ClearRequest, context: grpc.ServicerContext
     ) -> pb.ClearResponse:
-        """Drops the views of pods, to be built anew."""
         followed = {engine.stream.pod for engine in self._indexer.roster.engines.values()}
         pods = list(dict.fromkeys(request.pods)) or sorted(followed)
         for pod in pods:

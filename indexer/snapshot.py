@@ -47,13 +47,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetched:
-    """What asking an engine, and then our peers, for a snapshot gave.
+    """What asking an engine, and then our peers, for a snapshot gave."""
 
-    Attributes:
-        answer: The engine's snapshot, or another router's view; None: nobody gave one.
-    """
-
-    answer: Snapshot | ViewSnapshot | None
+    answer: Snapshot | ViewSnapshot | None  # the engine's, or another router's view; None: nobody gave one
     size_bytes: int = 0  # of its messages
     refusal: str | None = None  # why the engine itself gave none; None where it did, or was not asked
     source: str = "engine"  # who gave it: "engine", "peer" or "redis"
@@ -103,7 +99,6 @@ class SnapshotFetcher:
         self._workers = ThreadPoolExecutor(at_once, "kvroute-snapshots")
 
     def fetch(self, stream: PodStream, deliver: Callable[[Fetched], None], *, others: bool) -> None:
-        """Begins to fetch, from the engine or else from others, if they may be asked, and returns."""
         self._workers.submit(self._run, stream, deliver, self._others if others else {})
 
     def close(self) -> None:

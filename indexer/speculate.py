@@ -128,7 +128,6 @@ class Speculation:
         self._end([request_id for request_id in due if self._is_over(request_id, now_s)])
 
     def _is_over(self, request_id: Hashable, now_s: float) -> bool:
-        """Whether a request ends now; of one that goes on it is said when to look again."""
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -144,7 +143,6 @@ class Speculation:
         heapq.heappush(self._due, (due_s, next(self._numbers), request_id))
 
     def _end(self, request_ids: Iterable[Hashable], pod: str | None = None) -> None:
-        """Ends what is assumed for requests, of one pod or of all; with its last pod the request."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is None:

@@ -43,7 +43,6 @@ class ViewExports:
 
     @property
     def running(self) -> bool:
-        """Whether the view is being listed, and must not change."""
         return self._told is not None
 
     @property
@@ -73,7 +72,6 @@ class ViewExports:
         self._told, self._turns, self._turn_s = told, self._list(mark, content), now_s
 
     def turn(self, now_s: float) -> None:
-        """Lists a turn's share; with the last one the snapshot is told."""
         told = self._told
         if told is None or now_s < self._turn_s:
             return
@@ -115,7 +113,6 @@ class ViewExports:
         return batches
 
     def _list(self, mark: tuple[int, bytes], content: ViewContent) -> Iterator[ViewSnapshot | None]:
-        """Look at a turn's share at each step; at the last one the list is whole."""
         parts: list[ViewPart] = []
         size_bytes = 0
         for part in content.parts:
