@@ -192,7 +192,8 @@ class Ingest:
         if engine is None:
             return
         state, because = engine.state, f" ({engine.reason})" if engine.reason else ""
-        self.metrics.set_state(pod, state)
+        for each in StreamState:
+            self.metrics.stream_state.labels(pod, each).set(each is state)
         _note("stream_state", pod, "stream of %s is %s%s", state, because)
 
     def received(self, pod: str, batches: int, gaps: int) -> None:

@@ -110,16 +110,11 @@ class Journal:
 _DECODER = msgspec.msgpack.Decoder(Entry)
 
 
-def encode_entry(entry: Entry) -> bytes:
-    """Return the entry as it lies on the server."""
-    return msgspec.msgpack.encode(entry)
-
-
 def decode_entry(data: bytes, tiers: int) -> Entry:
     """Read an entry.
 
     Args:
-        data: As `encode_entry` made it; anybody may write to a server.
+        data: Its msgpack, from a server to which anybody may write.
         tiers: How many tiers there are.
 
     Raises:
@@ -208,7 +203,7 @@ class Feed:
         self.relay.wake.set()
 
     def _tell(self, entry: Entry) -> None:
-        data, relay = encode_entry(entry), self.relay
+        data, relay = msgspec.msgpack.encode(entry), self.relay
         with relay.lock:
             self.has_ended |= relay.waiting_bytes + len(data) > _WAITING_BYTES_MAX
             if not self.has_ended:

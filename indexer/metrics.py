@@ -15,7 +15,6 @@ from prometheus_client.registry import Collector
 
 from indexer.index import IndexStats
 from indexer.repeated_log import REPEATED_EVENTS
-from indexer.stream import StreamState
 from indexer.tallies import Tallies
 
 _INDEX = "llm_d_epp_kv_cache_index_"
@@ -46,10 +45,6 @@ class IndexerMetrics:
         self._add_stream_metrics()
         registry.register(_Sizes(stats, speculative))
         registry.register(REPEATED_EVENTS)
-
-    def set_state(self, pod: str, state: StreamState) -> None:
-        for each in StreamState:
-            self.stream_state.labels(pod, each).set(each is state)
 
     def looked_up(self, longest_blocks: int, took_s: float) -> None:
         with self._lookups_lock:

@@ -103,7 +103,7 @@ class UncertainCopies:
         self._doubtful: dict[tuple[EngineHash, str], int] = {}
         self._stored_later: dict[tuple[EngineHash, str], int] = {}
         self._doubts = 0
-        self._has_inferred = False
+        self.has_inferred = False  # whether a block counts as gone because others went: likely, not certain
 
     def __len__(self) -> int:
         return len(self._copies) + len(self._doubtful)
@@ -112,11 +112,6 @@ class UncertainCopies:
     def in_doubt(self) -> bool:
         """Whether a block counts as held of which nobody knows whether it is there."""
         return bool(self._doubtful)
-
-    @property
-    def has_inferred(self) -> bool:
-        """Whether a block counts as gone because others went: likely, not certain."""
-        return self._has_inferred
 
     def add(self, hashes: Collection[EngineHash], tier: str) -> bool:
         """Note one uncertain copy more of each block; False, and nothing noted, where there is no room."""
@@ -142,7 +137,7 @@ class UncertainCopies:
         """Take note that a block is gone; return the doubtful blocks that must have gone before it."""
         begun = self._stored_later.pop((engine_hash, tier), 0)
         gone = [block for block, doubt in self._doubtful.items() if doubt <= begun and block[1] == tier]
-        self._has_inferred |= bool(gone)
+        self.has_inferred |= bool(gone)
         for block in gone:
             del self._doubtful[block]
             self._copies.pop(block, None)
@@ -171,7 +166,7 @@ class UncertainCopies:
         self._copies.clear()
         self._doubtful.clear()
         self._stored_later.clear()
-        self._has_inferred = False
+        self.has_inferred = False
 
 
 def _safely(holds: Callable[[BlockStored], bool], run: BlockStored) -> bool:

@@ -48,7 +48,7 @@ class EngineStream:
     """One engine's stream: its view, and whatever keeps it up. An error costs the view and nothing else."""
 
     def __init__(self, stream: PodStream, sockets: Subscriber) -> None:
-        self.stream, self._sockets = stream, sockets
+        self.stream, self.name, self._sockets = stream, stream.holder, sockets
         self._config, self._sink = sockets.config, sockets.sink
         self._machine = self._new_machine()
         self._reported: tuple[StreamState, str] | None = None
@@ -67,10 +67,6 @@ class EngineStream:
         self._changed_s = -math.inf
         # When to do what; what is not here is not to be done.
         self._timers: dict[Callable[[float], None], float] = {}
-
-    @property
-    def name(self) -> str:
-        return self.stream.holder
 
     @property
     def due_s(self) -> float:

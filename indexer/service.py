@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -139,14 +140,8 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
     def Stats(  # noqa: N802 (the name is the proto's)
         self, _request: pb.StatsRequest, _context: grpc.ServicerContext
     ) -> pb.StatsResponse:
-        stats = self._indexer.stats()
         return pb.StatsResponse(
-            blocks=stats.blocks,
-            capacity_blocks=stats.capacity_blocks,
-            holdings=stats.holdings,
-            evicted_blocks=stats.evicted_blocks,
-            used_bytes=stats.used_bytes,
-            capacity_bytes=stats.capacity_bytes,
+            **asdict(self._indexer.stats()),
             block_tokens=self._indexer.block_tokens,
             pending=sorted(self._indexer.pending()),
             pods=[
