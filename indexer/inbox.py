@@ -19,10 +19,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from indexer.config import PodStream
-from indexer.errors import ListenError
-from indexer.follower import ReplayingStream, close_subscription, subscription
+from indexer.errors import ListenError, PayloadError
+from indexer.follower import ReplayingStream, close_subscription, parse_live, subscription
 from indexer.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES
-from indexer.replay import Batch, Broken, parse_live
+from indexer.stream_actions import Batch
 
 if TYPE_CHECKING:
     from indexer.subscribe import Subscriber
@@ -201,9 +201,10 @@ class Inbox:
         self._end_lost(now_s)
 
     def _take(self, frames: list[zmq.Frame], taken: dict[_Source, list[Batch]], now_s: float) -> None:
-        message = parse_live([frame.bytes for frame in frames])
-        if isinstance(message, Broken):
-            self._sink.rejected(_NOBODY, message.reason)
+        try:
+            message = parse_live([frame.bytes for frame in frames])
+        except PayloadError as error:
+            self._sink.rejected(_NOBODY, error.reason)
             return
         topic = parse_topic(frames[0].bytes)
         if topic is None:

@@ -71,6 +71,17 @@ class PeerIdentity:
     tiers: tuple[str, ...]  # their names, best first; a tier's number is its place
     instance: str = field(default_factory=lambda: secrets.token_hex(16))  # another for each process
 
+    def request(self, engine: str, model: str) -> pb.SnapshotRequest:
+        return pb.SnapshotRequest(
+            schema=SCHEMA,
+            instance=self.instance,
+            fingerprint=self.fingerprint,
+            form=FORM,
+            tiers=self.tiers,
+            engine=engine,
+            model=model,
+        )
+
     def admit(self, request: pb.SnapshotRequest) -> None:
         """Check that another index can use our views.
 
@@ -215,17 +226,8 @@ class PeerClient:
     def _snapshot(
         self, host: str, address: str, stream: PodStream, ends_s: float
     ) -> tuple[ViewSnapshot, int]:
-        identity = self._identity
-        reader = SnapshotReader(self._config, len(identity.tiers))
-        request = pb.SnapshotRequest(
-            schema=SCHEMA,
-            instance=identity.instance,
-            fingerprint=identity.fingerprint,
-            form=FORM,
-            tiers=identity.tiers,
-            engine=stream.holder,
-            model=stream.model,
-        )
+        reader = SnapshotReader(self._config, len(self._identity.tiers))
+        request = self._identity.request(stream.holder, stream.model)
         # The generated class has no types.
         stub: Any = pb_grpc.IndexPeerStub
         channel = self._channel(host, address)

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 
 from indexer.config import PodStream
 from indexer.journal import Entry, Feed
-from indexer.replay import Batch
 from indexer.snapshot import Fetched, Snapshot
 from indexer.stream import StreamMachine, StreamState
-from indexer.stream_actions import Action, Apply, Clear, Fetch, Replay
+from indexer.stream_actions import Action, Apply, Batch, Clear, Fetch, Replay
 from indexer.view_exports import ViewExports, mark_of
 from indexer.view_parts import Outcome, ViewPart, ViewSnapshot
 

@@ -22,8 +22,8 @@ from indexer.errors import PayloadError, PeerError, UnavailableError
 from indexer.journal import Entry, decode_entry
 from indexer.peer_wire import SnapshotReader
 from indexer.recovery import EngineStream
-from indexer.replay import Batch
 from indexer.snapshot import Fetched
+from indexer.stream_actions import Batch
 from indexer.view_parts import Outcome, ViewSnapshot
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 from indexer.errors import PeerError
-from indexer.replay import Batch
 from indexer.stream import StreamMachine, StreamState
+from indexer.stream_actions import Batch
 from indexer.view_parts import ViewContent, ViewPart, ViewSnapshot
 
 _log = logging.getLogger(__name__)
