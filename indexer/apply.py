@@ -28,12 +28,7 @@ AMBIGUOUS_COPIES = "ambiguous_copies"
 
 
 class PodView:
-    """The index's view of one pod, kept up by its events.
-
-    Args:
-        cache_of: Makes the place where a KV cache group's blocks go; None asks for the lead group's, which
-            are the pod's own. Asked once for each group.
-    """
+    """The index's view of one pod, kept up by its events."""
 
     def __init__(
         self,
@@ -44,6 +39,7 @@ class PodView:
         hasher: BlockHasher,
         config: IndexerConfig,
     ) -> None:
+        # Makes the place of a KV cache group's blocks, once for each; None: the lead group's, the pod's own.
         self._cache_of = cache_of
         self._tiers = tiers
         self._hasher = hasher

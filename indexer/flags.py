@@ -37,9 +37,6 @@ def flag(
     """A field of a dataclass that a flag sets.
 
     Args:
-        group: Title in the help.
-        name: The flag, or several.
-        kind: From text to value.
         text: Help; of numbers in N the default is added.
         repr: Whether the setting may be shown; secrets may not.
         options: Further ones of `argparse`; with action="append" the values are a tuple.

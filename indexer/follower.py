@@ -37,17 +37,13 @@ _END_SEQUENCE = b"\xff" * _SEQUENCE_BYTES
 def subscription(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, topic_prefix: str, max_message_bytes: int
 ) -> zmq.Socket[bytes]:
-    """Make a SUB socket that bounds what it takes and how long it believes in a silent peer.
-
-    Args:
-        max_message_bytes: Above it the connection is cut.
-    """
+    """Make a SUB socket that bounds what it takes and how long it believes in a silent peer."""
     socket = context.socket(zmq.SUB)
     options = {
         zmq.LINGER: 0,
         # Messages that wait unread cost memory, each as much as it may have; the rest waits at the publisher.
         zmq.RCVHWM: 8,
-        zmq.MAXMSGSIZE: max_message_bytes,
+        zmq.MAXMSGSIZE: max_message_bytes,  # above it the connection is cut
         # Milliseconds.
         zmq.HEARTBEAT_IVL: 2000,
         zmq.HEARTBEAT_TIMEOUT: 6000,

@@ -44,9 +44,7 @@ _NO_KEYS = np.empty(0, np.uint64)
 class Ingest:
     """The index with the views of all pods that are followed, and whom what the streams bring is told.
 
-    Args:
-        wall_clock: The clock of event time stamps, seconds since the epoch; the rest as for `KvIndexer`.
-        index: One that is there already.
+    Callbacks and `clock` are those of `KvIndexer`; `wall_clock` is that of event time stamps, in seconds.
     """
 
     def __init__(

@@ -169,11 +169,7 @@ class Feed:
     bytes_since: int = 0  # of entries written since that view
 
     def list_from(self, state: FlatApplier, machine: StreamMachine, mark: tuple[int, bytes]) -> None:
-        """Begin the epoch with the view as it is, or go on with it, before the view is listed.
-
-        Args:
-            mark: Number and digest of the last batch in the view.
-        """
+        """Begin the epoch with the view as it is, or go on with it; `mark`: see `view_exports.mark_of`."""
         if self._state is None:
             state.journal.begin()
             self._state, self._facts = state, state.view.facts()

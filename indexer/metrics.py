@@ -27,11 +27,7 @@ _LOOKUP_BUCKETS_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)
 
 
 class IndexerMetrics:
-    """All metrics of one indexer.
-
-    Args:
-        stats: Tells the size of the index; asked at every scrape.
-    """
+    """All metrics of one indexer; `stats` and `speculative` are asked at every scrape."""
 
     def __init__(
         self, registry: CollectorRegistry, *, stats: Callable[[], IndexStats], speculative: Callable[[], int]

@@ -133,13 +133,7 @@ class _Expectation:
 
 
 class ParityWatch:
-    """Expectations of requests in flight, and what became of them. Thread-safe.
-
-    Args:
-        max_pods: Most pods that are remembered; those without dispatches for longest are forgotten.
-        never_hit_dispatches: So many unmet dispatches in a row are a sign.
-        warn_every_s: Shortest time between two warnings of one kind.
-    """
+    """Expectations of requests in flight, and what became of them. Thread-safe."""
 
     def __init__(
         self,
@@ -152,9 +146,9 @@ class ParityWatch:
     ) -> None:
         self._metrics = metrics
         self._max_expectations = max_expectations
-        self._max_pods = max_pods
-        self._never_hit_dispatches = never_hit_dispatches
-        self._warn_every_s = warn_every_s
+        self._max_pods = max_pods  # those without dispatches for longest are forgotten
+        self._never_hit_dispatches = never_hit_dispatches  # so many unmet in a row are a sign
+        self._warn_every_s = warn_every_s  # for warnings of one kind
         self._warned_s: dict[type, float] = {}
         self._secret = secrets.token_bytes(16)
         self._lock = threading.Lock()

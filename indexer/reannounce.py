@@ -90,13 +90,10 @@ class UncertainCopies:
     its place: the block is doubtful until a later event tells whether it is there. Engines evict what was
     used least recently: when a block is evicted that was stored after a doubt began, an uncertain copy that
     no event showed in use since has gone before it.
-
-    Args:
-        max_blocks: Most blocks with uncertain copies; they take some megabytes.
     """
 
     def __init__(self, max_blocks: int = 20_000) -> None:
-        self._max_blocks = max_blocks
+        self._max_blocks = max_blocks  # with uncertain copies; so many take some megabytes
         # By hash and tier.
         self._copies: dict[tuple[EngineHash, str], int] = {}
         # Doubtful blocks, and blocks stored while there were any: by the number of doubts begun until then.

@@ -166,9 +166,6 @@ class RedisLink:
 class Relay:
     """All that one router has to do with the server. Thread-safe.
 
-    Args:
-        fingerprint: `BlockHasher.fingerprint`: routers with other keys never meet.
-
     Raises:
         ConfigError: The URL is wrong. That the server cannot be reached is no error: it may come back.
     """
@@ -182,6 +179,7 @@ class Relay:
         self._lease_ms = max(1, int(config.redis_lease_s * 1000))
         self._ttl_ms = max(1, int(config.redis_view_ttl_s * 1000))
         form = ".".join((f"{fingerprint:016x}", f"v{SCHEMA}", *tiers))
+        # Routers with other keys never meet.
         self._prefix = f"{config.redis_namespace}:{form}:"
         self._owner = secrets.token_hex(8)
         self.reader = RelayReader(RedisLink(url, "read", metrics), self.key, config, len(tiers))

@@ -86,18 +86,14 @@ class _Stored:
 
 
 class RelayReader:
-    """Follows engines that others write; on the relay's thread but for `ask` and `forget`.
-
-    Args:
-        key: Names an engine's "lease", "stream" or "view".
-    """
+    """Follows engines that others write; on the relay's thread but for `ask` and `forget`."""
 
     def __init__(
         self, link: RedisLink, key: Callable[[str, str], bytes], config: IndexerConfig, tiers: int
     ) -> None:
         self.link = link
         self.has_more = False  # whether `turn` has left something to do at once
-        self._key = key
+        self._key = key  # names an engine's "lease", "stream" or "view"
         self._config = config
         self._tiers = tiers
         self._looked_s = -_LOOK_S

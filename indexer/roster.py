@@ -78,11 +78,7 @@ class Roster:
             self._change(holder, stream_state=state, stream_reason=reason, settled=settled)
 
     def doubt(self, holder: str, source: str, reason: str | None) -> bool:
-        """Record that this source doubts an engine's view, or with None that it does not any more.
-
-        Returns:
-            Whether the engine is followed and that is news.
-        """
+        """Record why this source doubts an engine's view, None: not any more; tell whether that is news."""
         with self._lock:
             engine = self.engines.get(holder)
             if engine is None or engine.doubts.get(source) == reason:
@@ -100,11 +96,7 @@ class Roster:
         return bool(states) and all(state is StreamState.EXACT for state in states)
 
     def link(self, holder: str, up: bool) -> bool | None:
-        """An engine's connection was made or lost.
-
-        Returns:
-            Whether its pod is linked now, if that changed; else None.
-        """
+        """An engine's connection came or went; tells whether its pod is linked now, None if as before."""
         with self._lock:
             pod = self.pod(holder)
             before = self._linked(pod)

@@ -61,11 +61,7 @@ class _Read(msgspec.Struct):
 
 
 class Runs:
-    """Blocks of one pod life's lead group, by the engine's hashes.
-
-    Args:
-        max_heads: Most heads of index blocks; no more than `HEADS_MAX` are held in any case.
-    """
+    """Blocks of one pod life's lead group, by the engine's hashes; of heads at most `HEADS_MAX`."""
 
     def __init__(
         self, model: str, cache: FlatCache, hasher: BlockHasher, tiers: Tiers, *, max_heads: int

@@ -75,23 +75,19 @@ def read_snapshot(data: bytes) -> Snapshot:
     return snapshot
 
 
+# A stream in, a view or None and its size in bytes out.
 Ask = Callable[[PodStream], tuple[ViewSnapshot | None, int]]
 
 
 class SnapshotFetcher:
-    """Fetches several at once.
-
-    Args:
-        others: Asked in this order for what an engine does not tell, by source: a stream in, a view or None
-            and its size in bytes out.
-    """
+    """Fetches several at once."""
 
     def __init__(self, config: IndexerConfig, others: Mapping[str, Ask]) -> None:
         token, at_once = config.admin_token, config.concurrent_snapshots
         self._authorization = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._max_bytes = config.snapshot_max_bytes
         self._total_s = config.snapshot_total_s
-        self._others = others
+        self._others = others  # by source; asked in this order for what an engine does not tell
         self._closing = threading.Event()
         self._http = urllib3.PoolManager(
             num_pools=at_once, retries=False, timeout=urllib3.Timeout(connect=_CONNECT_S, read=_IDLE_S)

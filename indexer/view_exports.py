@@ -27,14 +27,10 @@ _HELD_BYTES_MAX = 8 << 20
 
 
 class ViewExports:
-    """At most one list of a view at a time, and the live batches that wait for its end.
-
-    Args:
-        max_bytes: A view that takes more is not told.
-    """
+    """At most one list of a view at a time, and the live batches that wait for its end."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self._max_bytes = max_bytes  # a view that takes more is not told
         self._told: Future[ViewSnapshot] | None = None
         self._turns: Iterator[ViewSnapshot | None] = iter(())
         self._turn_s = math.inf
