@@ -116,7 +116,7 @@ class Inbox:
         self.publishers: dict[str, Publisher] = {}  # by name in the index; others only read it
         self._config, self._sink, self._sockets = config, sockets.sink, sockets
         self._declared: Mapping[str, PodStream] = {}
-        self._elsewhere: frozenset[str] = frozenset()
+        self._elsewhere: frozenset[str] = frozenset()  # pods that we connect to: passed over here
         self._lost: set[Connection] = set()
         # How many connections had each number so far; as many numbers as there ever were at once.
         self._uses: dict[int, int] = {}
@@ -153,11 +153,7 @@ class Inbox:
             publisher.reset(now_s)
 
     def declare(self, streams: Mapping[str, PodStream], elsewhere: frozenset[str], now_s: float) -> None:
-        """Sets which streams come here, and whose are followed elsewhere.
-
-        Args:
-            elsewhere: Pods that we connect to: what they publish here too is passed over.
-        """
+        """Sets which streams come here, and whose are followed elsewhere."""
         before, self._declared, self._elsewhere = self._declared, streams, elsewhere
         for holder, publisher in tuple(self.publishers.items()):
             is_other = holder in before or holder in streams or publisher.stream.pod in elsewhere

@@ -40,11 +40,6 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
 
     Its health by the service's name is that of the views: serving once they are built.
 
-    Args:
-        streams: Declared pods, which may be asked for before they are followed.
-        credentials: For TLS; None for plain text.
-        tokenizers: By model; for prompts that come as text.
-
     Raises:
         ListenError: The port is in use, or not ours.
     """
@@ -59,8 +54,8 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
         tokenizers: Mapping[str, PromptTokenizer] = MappingProxyType({}),
     ) -> None:
         self._indexer = indexer
-        self._streams = streams
-        self._tokenizers = tokenizers
+        self._streams = streams  # declared pods, which may be asked for before they are followed
+        self._tokenizers = tokenizers  # by model; for prompts that come as text
         self._server = grpc.server(
             ThreadPoolExecutor(_THREADS, thread_name_prefix="grpc"),
             options=[

@@ -39,17 +39,13 @@ class Speculation:
     shortly after its request is settled, or, as a safety net for requests of which nothing is heard any more,
     when its TTL is over. While a request waits for its first token the TTL starts again whenever its pod
     stores a block: it works off its queue. The hard cap ends it anyway.
-
-    Args:
-        ttl_s: Life of an assumption without a sign of life.
-        max_entries: Most triples of (request, pod, block); beyond it the oldest requests' are dropped. 0:
-            nothing is assumed.
     """
 
     def __init__(self, index: FlatIndex, *, ttl_s: float, max_s: float, max_entries: int) -> None:
         self._index = index
-        self._ttl_s = ttl_s
+        self._ttl_s = ttl_s  # of an assumption without a sign of life
         self._max_s = max_s
+        # Triples of (request, pod, block); beyond it the oldest requests' are dropped. 0: nothing is assumed.
         self._max_entries = max_entries
         self._lock = threading.Lock()
         self._entries = 0
