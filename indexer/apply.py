@@ -28,12 +28,7 @@ AMBIGUOUS_COPIES = "ambiguous_copies"
 
 
 class PodView:
-    """The index's view of one pod, kept up by its events.
-
-    Args:
-        cache_of: Makes the place where a KV cache group's blocks go; None asks for the lead group's, which
-            are the pod's own. Asked once for each group.
-    """
+    """The index's view of one pod, kept up by its events."""
 
     def __init__(
         self,
@@ -44,6 +39,7 @@ class PodView:
         hasher: BlockHasher,
         config: IndexerConfig,
     ) -> None:
+        # Makes the place of a KV cache group's blocks, once for each; None: the lead group's, the pod's own.
         self._cache_of = cache_of
         self._tiers = tiers
         self._hasher = hasher
@@ -126,7 +122,6 @@ class PodView:
         return AMBIGUOUS_COPIES if uncertain.in_doubt or has_inferred else None
 
     def facts(self) -> ViewFacts:
-        """What its events told, besides blocks."""
         return ViewFacts(
             run_tokens=self._runs.block_tokens,
             zero_is_a_hash=self._zero_is_a_hash,
@@ -140,7 +135,6 @@ class PodView:
                 yield None if part is None else ViewPart(group, part)
 
     def restore_facts(self, facts: ViewFacts) -> None:
-        """Begins a new life, of which another view of it told this."""
         self.clear()
         self._learn(facts)
 
@@ -209,7 +203,6 @@ class PodView:
             self._store_lead_run(event, ahead, outcome)
 
     def _store_lead_run(self, event: BlockStored, ahead: Ahead, outcome: Outcome) -> None:
-        """Stores a run of the lead group, unless it tells again what is there."""
         told_again = self._reannouncements.of_lead(event, ahead, self._lead_holds)
         tier = self._tiers.of_medium(event.medium)
         if told_again is not False:
@@ -224,12 +217,10 @@ class PodView:
                 outcome.skip("BlockStored", AMBIGUOUS_COPIES)
 
     def _discount(self, hashes: Sequence[EngineHash], tier: str) -> None:
-        """Counts one copy less of each block of the lead group; another one stays."""
         for engine_hash in hashes:
             self._runs.drop(engine_hash, tier)
 
     def _unusable(self, run: BlockStored) -> str | None:
-        """Why a run of the lead group cannot be given keys; None if it can."""
         if not run.block_size or not self._runs.fits(run.block_size):
             return "block_size"
         self._runs.block_tokens = run.block_size
@@ -238,7 +229,6 @@ class PodView:
         return None
 
     def _store_run(self, event: BlockStored, outcome: Outcome) -> None:
-        """Stores a run whose tokens are told, and all that waited for it."""
         ready: list[tuple[BlockStored | None, Sequence[CopyChange]]] = [(event, ())]
         while ready:
             run, later = ready.pop()
@@ -298,7 +288,6 @@ class PodView:
                 self._leaderless += 1
 
     def _lead_holds(self, run: BlockStored) -> bool:
-        """Whether the lead group holds all that a run from a prompt's start spans."""
         return (
             self._starts_prompt(run.parent_block_hash)
             and self._runs.fits(run.block_size)
@@ -323,7 +312,6 @@ class PodView:
             self._change(CopyChange(group, engine_hash, tier, stored), outcome)
 
     def _change(self, change: CopyChange, outcome: Outcome) -> None:
-        """One copy more, or one less, of a block whose tokens were told before."""
         if change.stored:
             if self._add_copy(change, outcome):
                 return

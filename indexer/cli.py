@@ -41,8 +41,6 @@ _port = partial(flag, _SERVING, kind=port, metavar="PORT")
 
 @dataclass(frozen=True, slots=True)
 class _ServiceFlags:
-    """Flags of the service, beside those of the index."""
-
     pods_file: Path | None = file_flag(
         _PODS,
         "--pods-file",
@@ -183,7 +181,6 @@ def _metrics_server(host: str, port: int, registry: CollectorRegistry) -> PageSe
 
 
 def _wait(indexer: KvIndexer, server: IndexerServer) -> None:
-    """Waits for a signal; tells when all views are built."""
     while not indexer.ready():
         if signal.sigtimedwait(_STOP_SIGNALS, _READY_POLL_S) is not None:
             return

@@ -38,29 +38,20 @@ def _shown(values: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PodStream:
-    """Where one pod publishes the events of its KV cache.
-
-    Attributes:
-        events_endpoint: ZMQ address of the pod's PUB socket, "tcp://ip:port"; None: the pod connects to ours.
-        replay_endpoint: ZMQ address of the pod's ROUTER socket that answers replays; None where it has none.
-        snapshot_admin: Whether that is at a port of administration, the only kind that is sent
-            `IndexerConfig.admin_token`.
-        ranks: Data-parallel engines behind this one serving endpoint; each publishes for itself, at its port
-            + rank. Ranks that serve ports of their own are pods of their own.
-        epoch: Which life of the pod this is, where whoever declares it can tell: with another one all that
-            was known of its cache is dropped.
-    """
+    """Where one pod publishes the events of its KV cache."""
 
     pod: str  # the pod's identity, "ip:port" of its serving endpoint
     model: str  # the base model's name; the root of every block key of this pod
-    events_endpoint: str | None
-    replay_endpoint: str | None = None
+    events_endpoint: str | None  # ZMQ address of its PUB socket, "tcp://ip:port"; None: it connects to ours
+    replay_endpoint: str | None = None  # ZMQ address of its ROUTER socket that answers replays, if it has one
     snapshot_url: str | None = None  # HTTP address that tells the state of its cache; None where it has none
-    snapshot_admin: bool = False
+    snapshot_admin: bool = False  # whether that is at an administration port, the only kind that gets a token
     first_sequence: int = 0  # number of its first batch: 0, but llm-d's simulator begins with 1
+    # Data-parallel engines behind this one serving endpoint; each publishes for itself, at its port + rank.
+    # Ranks that serve ports of their own are pods of their own.
     ranks: int = 1
     rank: int = 0  # which of them this is
-    epoch: str = ""
+    epoch: str = ""  # the pod's life, if its declarer can tell; with another one its cache is forgotten
     topic_prefix: str | None = None  # what to subscribe to; None: as `IndexerConfig` says
 
     @property
@@ -95,11 +86,6 @@ class PodStream:
 @dataclass(frozen=True, slots=True)
 class IndexerConfig:
     """Settings of a `KvIndexer`; those with a flag say it once, with its help.
-
-    Attributes:
-        events_bind: Where pods connect to that publish to us, "tcp://*:5557"; None: we connect to all.
-        admin_token: Bearer secret of pods' administration ports; None: they ask for none.
-        peer_ca: PEM file, for TLS to peers: their authority.
 
     Raises:
         ConfigError: A value is out of its range.

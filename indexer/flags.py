@@ -21,7 +21,6 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog, description=description, allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """End the process with status 2 and one line that names the error and where help is."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
@@ -38,9 +37,6 @@ def flag(
     """A field of a dataclass that a flag sets.
 
     Args:
-        group: Title in the help.
-        name: The flag, or several.
-        kind: From text to value.
         text: Help; of numbers in N the default is added.
         repr: Whether the setting may be shown; secrets may not.
         options: Further ones of `argparse`; with action="append" the values are a tuple.

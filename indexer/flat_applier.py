@@ -17,7 +17,7 @@ from indexer.apply import PodView
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError
 from indexer.event_columns import Columns, EventDecoder, handle_of
-from indexer.events import BlockRemoved, BlockStored, KVEvent
+from indexer.events import BlockRemoved, BlockStored
 from indexer.flat_apply import (
     ALL_DONE,
     FURTHER_COPIES,
@@ -82,7 +82,6 @@ class FlatApplier:
         self._scope = np.uint64(self._cache.scope)
 
     def apply(self, payloads: Sequence[bytes], *, with_runs: bool = False) -> Outcome:
-        """Apply payloads in order, whatever they hold."""
         columns = self._engine.decoder.decode(payloads)
         outcome = Outcome(runs=[] if with_runs else None)
         self._engine.progress.counts[:] = 0
@@ -107,7 +106,6 @@ class FlatApplier:
         return FlatCache(self._engine.index, holder, model, group, self.journal)
 
     def _apply_up_to(self, last: int, columns: Columns, outcome: Outcome) -> None:
-        """Apply the events from the row to go on with up to `last`, where a batch ends."""
         counts = self._engine.progress.counts
         while counts[ROW] < last:
             if self._run_kernel(columns, last, outcome) == NOT_PLAIN:
@@ -126,7 +124,11 @@ class FlatApplier:
         while counts[ROW] < batch.end:
             if ended == NOT_PLAIN:
                 ahead.position = int(counts[ROW]) - batch.first
-                self._apply_event(events[ahead.position], int(counts[HASHES_DONE]), ahead, outcome)
+                event, hashes_done = events[ahead.position], int(counts[HASHES_DONE])
+                if hashes_done and isinstance(event, BlockStored | BlockRemoved):
+                    event = msgspec.structs.replace(event, block_hashes=event.block_hashes[hashes_done:])
+                if not isinstance(event, PayloadError):
+                    self.view.apply_event(event, ahead, outcome)
                 counts[ROW] += 1
                 counts[HASHES_DONE] = 0
                 ended = ALL_DONE
@@ -137,15 +139,6 @@ class FlatApplier:
         for event in events:
             if isinstance(event, PayloadError):
                 outcome.reject(event.reason)
-
-    def _apply_event(
-        self, event: KVEvent | PayloadError, hashes_done: int, ahead: Ahead, outcome: Outcome
-    ) -> None:
-        """Let the view apply what the kernel has left of an event."""
-        if hashes_done and isinstance(event, BlockStored | BlockRemoved):
-            event = msgspec.structs.replace(event, block_hashes=event.block_hashes[hashes_done:])
-        if not isinstance(event, PayloadError):
-            self.view.apply_event(event, ahead, outcome)
 
     def _run_kernel(self, columns: Columns, last: int, outcome: Outcome) -> int:
         """Lets the kernel go on as far as it can; returns NOT_PLAIN where the view must take the next row."""

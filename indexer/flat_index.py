@@ -132,11 +132,7 @@ class FlatIndex:
         return reused
 
     def remove(self, pod: str, tier: str, keys: Keys) -> int:
-        """Takes one reference away for each key; what is not held is passed over.
-
-        Returns:
-            How many holdings (key, pod, tier) ended with it.
-        """
+        """Takes one reference away for each key that is held; tells how many holdings ended with it."""
         number = self.tiers.number(tier)
         ended = 0
         for start in range(0, len(keys), TURN_BLOCKS):
@@ -148,11 +144,7 @@ class FlatIndex:
         return ended
 
     def clear_pod(self, pod: str) -> int:
-        """Drops everything that the pod holds, in all tiers; its holdings are swept out turn by turn.
-
-        Returns:
-            How many blocks the pod held.
-        """
+        """Drops all blocks of the pod, and tells how many; its holdings are swept out turn by turn."""
         with self.lock:
             number = self._numbers.pop(pod, None)
             if number is None:
@@ -299,11 +291,7 @@ class FlatIndex:
             self._sweep_turn()
 
     def prepare(self, blocks: int) -> FlatArrays:
-        """The arrays, with room for a run of so many blocks. Call it under the lock, before each run.
-
-        Args:
-            blocks: No more than RUN_MAX.
-        """
+        """The arrays, with room for a run of RUN_MAX blocks at most. Call under the lock, before each run."""
         assert blocks <= layout.RUN_MAX
         self.sweep_for(blocks)
         for_blocks(self.arrays, blocks)

@@ -1,5 +1,9 @@
 """Follows one engine by asking its own sockets: the connection to its publisher, and replays.
 
+A replay speaks vLLM's protocol over a DEALER, all forms: ["", sequence] is asked; ["", sequence, payload] up
+to vLLM 0.24 or ["", topic, sequence, payload] later and from SGLang is answered, the last with a sequence of
+-1 and no payload.
+
 A subscription is one connection at most: when it is lost, whatever is still queued belongs to a life that may
 be over, so the whole socket is thrown away and a new one opened. Runs on the subscriber's thread only.
 """
@@ -14,45 +18,38 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from indexer.config import PodStream
+from indexer.errors import PayloadError
 from indexer.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES, EngineStream
-from indexer.replay import Batch, Broken, End, parse_answer, parse_live, replay_socket
 from indexer.stream import StreamState
-from indexer.stream_actions import Action, Fetch, Purpose, Replay
+from indexer.stream_actions import Action, Batch, Fetch, Purpose, Replay
 
 if TYPE_CHECKING:
     from indexer.subscribe import Subscriber
 
-_RETRY_S, RETRY_MAX_S = 0.1, 5.0
+_RETRY_S, _RETRY_MAX_S = 0.1, 5.0
 _REOPEN_S = 0.1
 _SLOT_RETRY_S = 0.02
 _READABLE = int(zmq.POLLIN)
-# Messages that wait unread cost memory, each as much as a message may have; the rest waits at the publisher.
-_RECEIVE_QUEUE = 8
-_HEARTBEAT_MS = 2000
-_HEARTBEAT_TIMEOUT_MS = 6000
-_RECONNECT_MS = 100
-_RECONNECT_MAX_MS = 1000
-_CONNECT_TIMEOUT_MS = 3000
+_SEQUENCE_BYTES = 8
+_END_SEQUENCE = b"\xff" * _SEQUENCE_BYTES
 
 
 def subscription(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, topic_prefix: str, max_message_bytes: int
 ) -> zmq.Socket[bytes]:
-    """Make a SUB socket that bounds what it takes and how long it believes in a silent peer.
-
-    Args:
-        max_message_bytes: Above it the connection is cut.
-    """
+    """Make a SUB socket that bounds what it takes and how long it believes in a silent peer."""
     socket = context.socket(zmq.SUB)
     options = {
         zmq.LINGER: 0,
-        zmq.RCVHWM: _RECEIVE_QUEUE,
-        zmq.MAXMSGSIZE: max_message_bytes,
-        zmq.HEARTBEAT_IVL: _HEARTBEAT_MS,
-        zmq.HEARTBEAT_TIMEOUT: _HEARTBEAT_TIMEOUT_MS,
-        zmq.RECONNECT_IVL: _RECONNECT_MS,
-        zmq.RECONNECT_IVL_MAX: _RECONNECT_MAX_MS,
-        zmq.CONNECT_TIMEOUT: _CONNECT_TIMEOUT_MS,
+        # Messages that wait unread cost memory, each as much as it may have; the rest waits at the publisher.
+        zmq.RCVHWM: 8,
+        zmq.MAXMSGSIZE: max_message_bytes,  # above it the connection is cut
+        # Milliseconds.
+        zmq.HEARTBEAT_IVL: 2000,
+        zmq.HEARTBEAT_TIMEOUT: 6000,
+        zmq.RECONNECT_IVL: 100,
+        zmq.RECONNECT_IVL_MAX: 1000,
+        zmq.CONNECT_TIMEOUT: 3000,
         zmq.IPV6: "[" in endpoint,
     }
     for option, value in options.items():
@@ -66,6 +63,58 @@ def close_subscription(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) ->
     socket.disable_monitor()
     monitor.close(linger=0)
     socket.close(linger=0)
+
+
+def _replay_socket(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int, max_message_bytes: int
+) -> zmq.Socket[bytes]:
+    """Ask an engine's ROUTER socket for all from a sequence number on; the socket gets its answers.
+
+    Raises:
+        zmq.ZMQError: The endpoint is unusable.
+    """
+    asked = context.socket(zmq.DEALER)
+    asked.linger = 0
+    asked.maxmsgsize = max_message_bytes
+    # The engine's ROUTER drops what we do not take at once, and a replay is as long as its buffer.
+    asked.rcvhwm = 100_000
+    asked.ipv6 = "[" in endpoint
+    try:
+        asked.connect(endpoint)
+        asked.send_multipart([b"", start.to_bytes(_SEQUENCE_BYTES, "big")], zmq.NOBLOCK)
+    except zmq.ZMQError:
+        asked.close()
+        raise
+    return asked
+
+
+def _parse_answer(frames: list[bytes]) -> Batch | None:
+    """Reads one message of a replay socket; None: the engine has told all that it knows.
+
+    Raises:
+        PayloadError: It does not follow the protocol.
+    """
+    if len(frames) not in (3, 4) or frames[0]:
+        raise PayloadError("replay_frames", f"an answer of {len(frames)} frames")
+    sequence, payload = frames[-2:]
+    return None if sequence == _END_SEQUENCE else _batch(sequence, payload)
+
+
+def parse_live(frames: list[bytes]) -> Batch:
+    """Reads one message of a publisher: [topic, sequence, payload].
+
+    Raises:
+        PayloadError: It does not follow the protocol.
+    """
+    if len(frames) != 3:
+        raise PayloadError("frame_count", f"a message of {len(frames)} frames")
+    return _batch(frames[1], frames[2])
+
+
+def _batch(sequence: bytes, payload: bytes) -> Batch:
+    if len(sequence) != _SEQUENCE_BYTES or sequence == _END_SEQUENCE:
+        raise PayloadError("sequence", f"a sequence number of {len(sequence)} bytes, or none")
+    return Batch(int.from_bytes(sequence, "big"), payload)
 
 
 class ReplayingStream(EngineStream):
@@ -115,7 +164,7 @@ class ReplayingStream(EngineStream):
             return
         limit = MESSAGE_FACTOR * self._config.max_payload_bytes
         try:
-            self._replay = replay_socket(self._sockets.context, endpoint, start, limit)
+            self._replay = _replay_socket(self._sockets.context, endpoint, start, limit)
         except zmq.ZMQError:
             self._sink.socket_error(self.name, "replay")
             self._retry(now_s)
@@ -129,26 +178,23 @@ class ReplayingStream(EngineStream):
         self._timers[self._break_off] = min(now_s + self._config.replay_idle_s, self._replay_ends_s)
 
     def _break_off(self, now_s: float) -> None:
-        """The replay has not been answered for too long, or takes too long."""
         self._stop_replay()
         self._retry(now_s)
 
     def _retry(self, now_s: float) -> None:
-        """Ask once more, later and later; give up in the end."""
         self._replay_attempts += 1
         if self._replay_attempts < self._config.replay_attempts:
-            self._timers[self._ask] = now_s + min(RETRY_MAX_S, _RETRY_S * 4 ** (self._replay_attempts - 1))
+            self._timers[self._ask] = now_s + min(_RETRY_MAX_S, _RETRY_S * 4 ** (self._replay_attempts - 1))
             return
         self._sink.replay(self.name, "failed")
         self._perform(self._machine.replay_failed(), now_s)
 
     def _on_replay(self, now_s: float) -> None:
-        """Take a turn's share of the answers, then apply them together."""
         replay = self._replay
         actions: list[Action] = []
         assert replay is not None
         for answer in self._answers(replay):
-            if isinstance(answer, End):
+            if answer is None:
                 self._stop_replay()
                 self._sink.replay(self.name, "completed")
                 if self._machine.state is StreamState.RECOVERING:
@@ -164,18 +210,18 @@ class ReplayingStream(EngineStream):
         if self._replay is replay:
             self._await_answer(now_s)
 
-    def _answers(self, replay: zmq.Socket[bytes]) -> Iterator[Batch | End]:
+    def _answers(self, replay: zmq.Socket[bytes]) -> Iterator[Batch | None]:
         taken_bytes = 0
         for _ in range(TURN_MESSAGES):
             try:
-                answer = parse_answer(replay.recv_multipart(zmq.NOBLOCK))
+                answer = _parse_answer(replay.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            if isinstance(answer, Broken):
-                self._sink.rejected(self.name, answer.reason)
+            except PayloadError as error:
+                self._sink.rejected(self.name, error.reason)
                 continue
             yield answer
-            if isinstance(answer, Batch) and (taken_bytes := taken_bytes + len(answer.payload)) >= TURN_BYTES:
+            if answer is not None and (taken_bytes := taken_bytes + len(answer.payload)) >= TURN_BYTES:
                 return
 
 
@@ -196,7 +242,7 @@ class Follower(ReplayingStream):
         self._close_link()
         super().reset(now_s)
         self._set_connected(False, now_s)
-        self._timers[self._open] = now_s + RETRY_MAX_S
+        self._timers[self._open] = now_s + _RETRY_MAX_S
 
     def _close_link(self) -> None:
         if self._link is not None:
@@ -221,7 +267,7 @@ class Follower(ReplayingStream):
         except zmq.ZMQError:
             close_subscription(socket, monitor)
             self._sink.socket_error(self.name, "subscribe")
-            self._timers[self._open] = now_s + RETRY_MAX_S
+            self._timers[self._open] = now_s + _RETRY_MAX_S
             return
         self._link = socket, monitor
         # The monitor first: a connection is known before its first message is read.
@@ -242,7 +288,6 @@ class Follower(ReplayingStream):
             self._set_connected(is_made, now_s)
 
     def _on_live(self, now_s: float) -> None:
-        """Take a turn's share of what waits, then apply it together."""
         assert self._link is not None
         socket = self._link[0]
         self._set_connected(True, now_s)
@@ -252,10 +297,11 @@ class Follower(ReplayingStream):
             # To ask whether a message is there costs a tenth of a receive that finds none.
             if taken_bytes >= TURN_BYTES or not int(socket.getsockopt(zmq.EVENTS)) & _READABLE:
                 break
-            message = parse_live(socket.recv_multipart(zmq.NOBLOCK))
-            if isinstance(message, Batch):
-                taken_bytes += len(message.payload)
-                batches.append(message)
+            try:
+                batch = parse_live(socket.recv_multipart(zmq.NOBLOCK))
+            except PayloadError as error:
+                self._sink.rejected(self.name, error.reason)
             else:
-                self._sink.rejected(self.name, message.reason)
+                taken_bytes += len(batch.payload)
+                batches.append(batch)
         self.live(batches, now_s)

@@ -19,10 +19,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from indexer.config import PodStream
-from indexer.errors import ListenError
-from indexer.follower import ReplayingStream, close_subscription, subscription
+from indexer.errors import ListenError, PayloadError
+from indexer.follower import ReplayingStream, close_subscription, parse_live, subscription
 from indexer.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES
-from indexer.replay import Batch, Broken, parse_live
+from indexer.stream_actions import Batch
 
 if TYPE_CHECKING:
     from indexer.subscribe import Subscriber
@@ -105,9 +105,6 @@ _Source = tuple[Publisher, Connection]
 class Inbox:
     """The bound socket and its publishers.
 
-    Attributes:
-        publishers: By their name in the index; others only read it.
-
     Raises:
         ListenError: The address is in use, or not ours.
     """
@@ -116,10 +113,10 @@ class Inbox:
         config = sockets.config
         assert config.events_bind is not None
         self.name = _NOBODY
-        self.publishers: dict[str, Publisher] = {}
+        self.publishers: dict[str, Publisher] = {}  # by name in the index; others only read it
         self._config, self._sink, self._sockets = config, sockets.sink, sockets
         self._declared: Mapping[str, PodStream] = {}
-        self._elsewhere: frozenset[str] = frozenset()
+        self._elsewhere: frozenset[str] = frozenset()  # pods that we connect to: passed over here
         self._lost: set[Connection] = set()
         # How many connections had each number so far; as many numbers as there ever were at once.
         self._uses: dict[int, int] = {}
@@ -137,7 +134,6 @@ class Inbox:
         sockets.watch(self, self._socket, self._on_live)
 
     def _end_lost(self, now_s: float) -> None:
-        """End lost connections once all that came on them is read."""
         if self._lost and not self._socket.poll(0):
             for publisher in self.publishers.values():
                 if publisher.connection in self._lost:
@@ -157,11 +153,7 @@ class Inbox:
             publisher.reset(now_s)
 
     def declare(self, streams: Mapping[str, PodStream], elsewhere: frozenset[str], now_s: float) -> None:
-        """Sets which streams come here, and whose are followed elsewhere.
-
-        Args:
-            elsewhere: Pods that we connect to: what they publish here too is passed over.
-        """
+        """Sets which streams come here, and whose are followed elsewhere."""
         before, self._declared, self._elsewhere = self._declared, streams, elsewhere
         for holder, publisher in tuple(self.publishers.items()):
             is_other = holder in before or holder in streams or publisher.stream.pod in elsewhere
@@ -185,12 +177,7 @@ class Inbox:
             else:
                 self._lost.add(Connection(number, self._uses.get(number, 0)))
 
-    def _connection(self, frame: zmq.Frame) -> Connection:
-        number = frame.get(zmq.SRCFD)
-        return Connection(number, self._uses.get(number, 0))
-
     def _on_live(self, now_s: float) -> None:
-        """Takes a turn's share of what waits; what is one publisher's is applied together."""
         taken: dict[_Source, list[Batch]] = {}
         taken_bytes = 0
         for _ in range(TURN_MESSAGES):
@@ -210,9 +197,10 @@ class Inbox:
         self._end_lost(now_s)
 
     def _take(self, frames: list[zmq.Frame], taken: dict[_Source, list[Batch]], now_s: float) -> None:
-        message = parse_live([frame.bytes for frame in frames])
-        if isinstance(message, Broken):
-            self._sink.rejected(_NOBODY, message.reason)
+        try:
+            message = parse_live([frame.bytes for frame in frames])
+        except PayloadError as error:
+            self._sink.rejected(_NOBODY, error.reason)
             return
         topic = parse_topic(frames[0].bytes)
         if topic is None:
@@ -222,10 +210,11 @@ class Inbox:
         if isinstance(publisher, str):
             self._sink.rejected(_NOBODY, publisher)
             return
-        taken.setdefault((publisher, self._connection(frames[-1])), []).append(message)
+        number = frames[-1].get(zmq.SRCFD)
+        connection = Connection(number, self._uses.get(number, 0))
+        taken.setdefault((publisher, connection), []).append(message)
 
     def _stream(self, topic: Topic, rank: int) -> PodStream:
-        """Whose message it is: a declared stream's, or one that nobody declared."""
         first = self._config.first_sequence
         stream = PodStream(topic.pod, topic.model, None, first_sequence=first, rank=rank)
         # A pod that was declared without ranks is one engine, whatever number it has among others.
@@ -248,7 +237,6 @@ class Inbox:
         return self.publishers[stream.holder]
 
     def _admit(self, stream: PodStream, now_s: float) -> bool:
-        """Makes room for a publisher that nobody declared, if there is any."""
         if now_s < self._full_until_s:
             return False
         undeclared = [each for each in self.publishers.values() if each.name not in self._declared]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
@@ -57,7 +57,7 @@ class PodMatches(Mapping[str, PodMatch]):
         *,
         strides: NDArray[np.int32] = _ALL_ONE,
         states: Mapping[str, StreamState] = _NO_STATES,
-        followed: frozenset[str] = frozenset(),
+        followed: Collection[str] = (),
     ) -> None:
         self.rows = rows  # each pod's row in the arrays
         self.tiers = tiers  # names and weights of the columns of `blocks_by_tier`

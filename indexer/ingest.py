@@ -44,12 +44,7 @@ _NO_KEYS = np.empty(0, np.uint64)
 class Ingest:
     """The index with the views of all pods that are followed, and whom what the streams bring is told.
 
-    Args:
-        on_stored: See `KvIndexer`.
-        on_link: See `KvIndexer`.
-        clock: See `KvIndexer`.
-        wall_clock: The clock of event time stamps, seconds since the epoch.
-        index: One that is there already.
+    Callbacks and `clock` are those of `KvIndexer`; `wall_clock` is that of event time stamps, in seconds.
     """
 
     def __init__(
@@ -140,7 +135,6 @@ class Ingest:
         return outcome
 
     def apply_entries(self, pod: str, entries: Sequence[bytes]) -> Outcome:
-        """Applies what another router recorded of an engine, in order."""
         view, outcome = self._pods[pod].view, Outcome()
         for data in entries:
             try:
@@ -196,7 +190,8 @@ class Ingest:
         if engine is None:
             return
         state, because = engine.state, f" ({engine.reason})" if engine.reason else ""
-        self.metrics.set_state(pod, state)
+        for each in StreamState:
+            self.metrics.stream_state.labels(pod, each).set(each is state)
         _note("stream_state", pod, "stream of %s is %s%s", state, because)
 
     def received(self, pod: str, batches: int, gaps: int) -> None:
@@ -225,7 +220,6 @@ class Ingest:
         return ViewContent(view.facts(), self.index.evicted_blocks, view.parts())
 
     def restore_facts(self, pod: str, facts: ViewFacts) -> None:
-        """Begins a new view from a peer's: what its events told."""
         self._pods[pod].view.restore_facts(facts)
         self._learn(pod, self._pods[pod].view)
 
@@ -274,7 +268,6 @@ class Ingest:
             self.index.learn_stride(pod, max(1, block_tokens // self.hasher.block_tokens))
 
     def _tell_stored(self, serving: str, keys: Keys, told: Sequence[int]) -> None:
-        """Tells whoever waits for blocks, `told` being their keys once more."""
         now_s = self.clock()
         self.speculation.stored(serving, told, now_s)
         _call(self.on_stored, serving, keys, now_s)

@@ -84,7 +84,6 @@ class Journal:
         return self._changes is not None
 
     def begin(self) -> None:
-        """Record from now on; what was recorded before is forgotten."""
         self._changes = []
 
     def end(self) -> None:
@@ -111,16 +110,11 @@ class Journal:
 _DECODER = msgspec.msgpack.Decoder(Entry)
 
 
-def encode_entry(entry: Entry) -> bytes:
-    """Return the entry as it lies on the server."""
-    return msgspec.msgpack.encode(entry)
-
-
 def decode_entry(data: bytes, tiers: int) -> Entry:
     """Read an entry.
 
     Args:
-        data: As `encode_entry` made it; anybody may write to a server.
+        data: Its msgpack, from a server to which anybody may write.
         tiers: How many tiers there are.
 
     Raises:
@@ -175,11 +169,7 @@ class Feed:
     bytes_since: int = 0  # of entries written since that view
 
     def list_from(self, state: FlatApplier, machine: StreamMachine, mark: tuple[int, bytes]) -> None:
-        """Begin the epoch with the view as it is, or go on with it, before the view is listed.
-
-        Args:
-            mark: Number and digest of the last batch in the view.
-        """
+        """Begin the epoch with the view as it is, or go on with it; `mark`: see `view_exports.mark_of`."""
         if self._state is None:
             state.journal.begin()
             self._state, self._facts = state, state.view.facts()
@@ -209,7 +199,7 @@ class Feed:
         self.relay.wake.set()
 
     def _tell(self, entry: Entry) -> None:
-        data, relay = encode_entry(entry), self.relay
+        data, relay = msgspec.msgpack.encode(entry), self.relay
         with relay.lock:
             self.has_ended |= relay.waiting_bytes + len(data) > _WAITING_BYTES_MAX
             if not self.has_ended:

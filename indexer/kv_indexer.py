@@ -42,10 +42,6 @@ class KvIndexer:
         on_link: Called with (pod, up) when the connection to the pod's publisher was made or lost. A killed
             engine on the same host shows here within milliseconds.
         clock: A monotonic clock, in seconds; every `now_s` is a time of this clock.
-
-    Attributes:
-        roster: All engines that are followed, with the state of each stream and its reason.
-        exports: Tells views to peers.
     """
 
     def __init__(
@@ -72,8 +68,7 @@ class KvIndexer:
             identity, self._subscriber.export, self._metrics, total_s=config.snapshot_total_s
         )
         self._bootstrap_s = config.bootstrap_s
-        self._followed: frozenset[str] = frozenset()
-        self._followed_since_s: Mapping[str, float] = {}
+        self._followed_s: Mapping[str, float] = {}  # by pod: since when; replaced as a whole
         self._readings: Mapping[str, EngineReading] = {}
         self._counted_s = -math.inf
 
@@ -83,7 +78,6 @@ class KvIndexer:
 
     @property
     def bound_endpoint(self) -> str | None:
-        """Where pods connect to that publish to us; None if `events_bind` is not set."""
         return self._subscriber.bound_endpoint
 
     def start(self) -> None:
@@ -105,18 +99,15 @@ class KvIndexer:
         """
         wanted = tuple(streams)
         self._subscriber.follow(wanted)
-        self._followed = frozenset(stream.pod for stream in wanted)
-        before, now_s = self._followed_since_s, self._clock()
-        self._followed_since_s = {pod: before.get(pod, now_s) for pod in self._followed}
+        before, now_s = self._followed_s, self._clock()
+        self._followed_s = {stream.pod: before.get(stream.pod, now_s) for stream in wanted}
 
     def pending(self) -> frozenset[str]:
         """Return followed pods whose view was never built, until `bootstrap_s` after they were followed."""
-        since_s, now_s = self._followed_since_s, self._clock()
-        states = self.roster.states
-        unsettled = self.roster.unsettled()
+        states, unsettled, now_s = self.roster.states, self.roster.unsettled(), self._clock()
         return frozenset(
             pod
-            for pod, followed_s in since_s.items()
+            for pod, followed_s in self._followed_s.items()
             if (pod in unsettled or pod not in states) and now_s - followed_s < self._bootstrap_s
         )
 
@@ -172,11 +163,10 @@ class KvIndexer:
         by_rank = self._hybrid.refine(keys, self._index.match(keys, roster.holders(pods)), prompt_tokens)
         found = roster.best_ranks(by_rank, pods)
         self._metrics.looked_up(found.longest, time.perf_counter() - started_s)
-        found.states, found.followed = roster.states, self._followed
+        found.states, found.followed = roster.states, self._followed_s
         return found
 
     def explain(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None = None) -> list[Prefix]:
-        """Tells for each engine of these pods where the prefix that it holds ends, and why."""
         engines = self.roster.engines
         holders = list(self.roster.holders(pods))
         table = self._hybrid.refine(keys, self._index.match(keys, holders), prompt_tokens)
@@ -195,15 +185,12 @@ class KvIndexer:
         """Compare a reading of an engine's metrics page with its view, which is dropped if it must be wrong.
 
         Called by one thread, with readings of pods without further ranks.
-
-        Returns:
-            What was found wrong; None for nothing.
         """
         before = self._readings.get(pod)
         finding = reconcile(before, reading, self._held_blocks(pod, reading))
         hits_moved = before is None or (reading.hit_tokens or 0) > (before.hit_tokens or 0)
         if finding is not None or hits_moved:
-            kept = {other: told for other, told in self._readings.items() if other in self._followed}
+            kept = {other: told for other, told in self._readings.items() if other in self._followed_s}
             self._readings = {**kept, pod: reading}
         if finding is not None:
             if not (before is not None and before.asleep and reading.asleep):
@@ -258,7 +245,6 @@ class KvIndexer:
             self._ingest.reconsider(mismatch.pod)
 
     def dropped(self, request_id: Hashable) -> None:
-        """The request failed, or is not heard of any more: nothing that it was to store is awaited."""
         self._parity.dropped(request_id)
 
     def check_parity(self) -> None:
@@ -278,7 +264,7 @@ class KvIndexer:
     def states(self) -> dict[str, StreamState]:
         """Return the state of each followed pod; before the subscriber has come to one: RECOVERING."""
         states = self.roster.states
-        return {pod: states.get(pod, StreamState.RECOVERING) for pod in self._followed}
+        return {pod: states.get(pod, StreamState.RECOVERING) for pod in self._followed_s}
 
 
 def _relay(config: IndexerConfig, identity: PeerIdentity, registry: CollectorRegistry) -> Relay | None:

@@ -15,7 +15,6 @@ from prometheus_client.registry import Collector
 
 from indexer.index import IndexStats
 from indexer.repeated_log import REPEATED_EVENTS
-from indexer.stream import StreamState
 from indexer.tallies import Tallies
 
 _INDEX = "llm_d_epp_kv_cache_index_"
@@ -28,11 +27,7 @@ _LOOKUP_BUCKETS_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)
 
 
 class IndexerMetrics:
-    """All metrics of one indexer.
-
-    Args:
-        stats: Tells the size of the index; asked at every scrape.
-    """
+    """All metrics of one indexer; `stats` and `speculative` are asked at every scrape."""
 
     def __init__(
         self, registry: CollectorRegistry, *, stats: Callable[[], IndexStats], speculative: Callable[[], int]
@@ -47,10 +42,6 @@ class IndexerMetrics:
         registry.register(_Sizes(stats, speculative))
         registry.register(REPEATED_EVENTS)
 
-    def set_state(self, pod: str, state: StreamState) -> None:
-        for each in StreamState:
-            self.stream_state.labels(pod, each).set(each is state)
-
     def looked_up(self, longest_blocks: int, took_s: float) -> None:
         with self._lookups_lock:
             self._lookup_s.observe(took_s)
@@ -59,7 +50,6 @@ class IndexerMetrics:
             self._best_hits.add(number=longest_blocks)
 
     def forget(self, pod: str) -> None:
-        """Drops the series of a pod that is not followed any more."""
         for metric, label in (
             (self.stream_state, "pod"),
             (self.gaps, "pod"),
@@ -137,8 +127,6 @@ class IndexerMetrics:
 
 
 class _Sizes(Collector):
-    """Figures that are read when they are scraped."""
-
     def __init__(self, stats: Callable[[], IndexStats], speculative: Callable[[], int]) -> None:
         self._stats = stats
         self._speculative = speculative

@@ -51,14 +51,10 @@ class Orphan:
 
 
 class Orphans:
-    """What waits, by the engine hash that it waits for.
-
-    Args:
-        max_tokens: Most tokens that wait; beyond it the oldest orphans are dropped.
-    """
+    """What waits, by the engine hash that it waits for."""
 
     def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
+        self._max_tokens = max_tokens  # beyond it the oldest orphans are dropped
         self._tokens = 0
         self._waiting: OrderedDict[Orphan, None] = OrderedDict()
         self._by_awaited: dict[EngineHash, dict[Orphan, None]] = {}
@@ -73,11 +69,7 @@ class Orphans:
         return self._by_awaited.keys()
 
     def hold(self, orphan: Orphan) -> int:
-        """Lets a run wait for its parent, or a group's copy until the lead group tells what the block is.
-
-        Returns:
-            How many orphans were dropped to make room.
-        """
+        """Lets a run wait for its parent, or a copy for its block; tells how many were dropped for room."""
         self._waiting[orphan] = None
         self._tokens += orphan.cost_tokens
         self._by_awaited.setdefault(orphan.awaited, {})[orphan] = None
@@ -133,7 +125,6 @@ class Orphans:
 
 
 def _blocks(orphan: Orphan) -> list[tuple[int | None, EngineHash]]:
-    """The blocks that an orphan stores, by group."""
     if orphan.run is not None:
         return [(None, engine_hash) for engine_hash in orphan.run.block_hashes]
     first = orphan.later[0]

@@ -210,8 +210,6 @@ class PageServer:
 
 
 class _Reading:
-    """Parser of one request's head; its methods are httptools' callbacks."""
-
     def __init__(self, head: bytes) -> None:
         self.request = Request("", {}, {})
         self.error: HTTPStatus | None = None
@@ -269,7 +267,6 @@ def _head(response: Response) -> bytes:
 
 
 def _cut_oldest(connections: dict[_Connection, None]) -> bool:
-    """Ends the oldest connection; returns whether there was one."""
     oldest = next(iter(connections), None)
     if oldest is None:
         return False

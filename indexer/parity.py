@@ -108,7 +108,6 @@ class PodParity:
 
     @property
     def distrusted(self) -> bool:
-        """Whether a sign was seen, and not enough that tells otherwise since."""
         return self.to_be_met > 0
 
     def __str__(self) -> str:
@@ -134,13 +133,7 @@ class _Expectation:
 
 
 class ParityWatch:
-    """Expectations of requests in flight, and what became of them. Thread-safe.
-
-    Args:
-        max_pods: Most pods that are remembered; those without dispatches for longest are forgotten.
-        never_hit_dispatches: So many unmet dispatches in a row are a sign.
-        warn_every_s: Shortest time between two warnings of one kind.
-    """
+    """Expectations of requests in flight, and what became of them. Thread-safe."""
 
     def __init__(
         self,
@@ -153,9 +146,9 @@ class ParityWatch:
     ) -> None:
         self._metrics = metrics
         self._max_expectations = max_expectations
-        self._max_pods = max_pods
-        self._never_hit_dispatches = never_hit_dispatches
-        self._warn_every_s = warn_every_s
+        self._max_pods = max_pods  # those without dispatches for longest are forgotten
+        self._never_hit_dispatches = never_hit_dispatches  # so many unmet in a row are a sign
+        self._warn_every_s = warn_every_s  # for warnings of one kind
         self._warned_s: dict[type, float] = {}
         self._secret = secrets.token_bytes(16)
         self._lock = threading.Lock()
@@ -207,11 +200,7 @@ class ParityWatch:
         return account is not None and account.distrusted
 
     def stored(self, pod: str, runs: Sequence[StoredRun], keys: Sequence[int]) -> None:
-        """The pod told of runs of new blocks, in order.
-
-        Args:
-            keys: The keys of all their blocks, maybe of others too.
-        """
+        """The pod told of runs of new blocks, in order; `keys`: of all their blocks, maybe of others too."""
         with self._lock:
             account = self._pods.get(pod)
             if account is None or not account.waiting:
@@ -229,11 +218,7 @@ class ParityWatch:
                         expectation.instead = run.tokens[: len(expectation.tokens)].copy()
 
     def settled(self, request_id: Hashable, now_s: float) -> Mismatch | None:
-        """The request got its first token, or ended: what has not come by now does not come.
-
-        Returns:
-            The mismatch that this shows; None for none.
-        """
+        """The request got its first token, or ended: what has not come by now does not come."""
         # Without the lock: mostly it was met before.
         if request_id not in self._expected:
             return None
@@ -266,7 +251,6 @@ class ParityWatch:
             metric.remove_by_labels({"pod": pod})
 
     def report(self) -> Sequence[PodParity]:
-        """What is known of each pod, to be read only."""
         with self._lock:
             return list(self._pods.values())
 

@@ -72,7 +72,6 @@ class PeerIdentity:
     instance: str = field(default_factory=lambda: secrets.token_hex(16))  # another for each process
 
     def request(self, engine: str, model: str) -> pb.SnapshotRequest:
-        """Make the request for a peer's view of an engine."""
         return pb.SnapshotRequest(
             schema=SCHEMA,
             instance=self.instance,
@@ -110,12 +109,7 @@ class PeerIdentity:
 
 
 class PeerDoor(pb_grpc.IndexPeerServicer):
-    """Tells views to peers. Thread-safe.
-
-    Args:
-        export: Lists an engine's view, given its name in the index and its model; see `Subscriber.export`.
-        total_s: Longest time that a view may take to be listed.
-    """
+    """Tells views to peers. Thread-safe."""
 
     def __init__(
         self,
@@ -126,9 +120,9 @@ class PeerDoor(pb_grpc.IndexPeerServicer):
         total_s: float,
     ) -> None:
         self.identity = identity
-        self._export = export
+        self._export = export  # lists the view of an engine, by its name in the index and its model
         self._metrics = metrics
-        self._total_s = total_s
+        self._total_s = total_s  # longest time that a view may take to be listed
         self._free = threading.Semaphore(_AT_ONCE)
 
     def add_to(self, server: grpc.Server) -> None:
@@ -210,7 +204,6 @@ class PeerClient:
             channel.close()
 
     def _addresses(self) -> list[tuple[str, str]]:
-        """Return host and address of all peers that may be reached, in any order."""
         found: list[tuple[str, str]] = []
         for peer in self._config.peers:
             if self._is_down(peer):

@@ -82,17 +82,13 @@ def snapshot_messages(snapshot: ViewSnapshot) -> Iterator[bytes]:
 
 
 class SnapshotReader:
-    """Reads one snapshot, within bounds.
-
-    Attributes:
-        size_bytes: Of all messages so far.
-    """
+    """Reads one snapshot, within bounds."""
 
     def __init__(self, config: IndexerConfig, tiers: int) -> None:
         self._tiers = tiers
         self._block_tokens = config.block_tokens
         self._max_bytes = config.snapshot_max_bytes
-        self.size_bytes = 0
+        self.size_bytes = 0  # of all messages so far
 
     def read(self, messages: Iterable[bytes]) -> ViewSnapshot:
         """Reads all messages, in order.
@@ -132,7 +128,6 @@ class SnapshotReader:
                 raise PeerError("broken", f"message {number}: {error}") from None
 
     def _groups(self, header: _Header) -> frozenset[int | None]:
-        """The groups of which parts may come."""
         tokens = header.facts.run_tokens
         _require(header.sequence <= _SEQUENCE_MAX, "sequence")
         _require(tokens is None or tokens % self._block_tokens == 0, "run_tokens")

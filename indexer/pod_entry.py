@@ -82,18 +82,14 @@ class EventDefaults:
 
 @dataclass(frozen=True, slots=True)
 class PodEntry:
-    """One declared endpoint.
-
-    Attributes:
-        life: Changes with whatever empties the pod's cache: another pod of that address, another process.
-    """
+    """One declared endpoint."""
 
     name: str
     namespace: str  # "default" where the file names none
     address: str
     port: int
     labels: Mapping[str, str] = field(default_factory=dict)
-    life: str = ""
+    life: str = ""  # changes with what empties the cache: another pod of that address, another process
     ready: bool = True  # whether its declarer lets it take requests
     events: EventDefaults = EventDefaults()  # how it publishes where its labels do not tell
 
@@ -109,7 +105,6 @@ class PodEntry:
         return None if port is None else pod_address(self.address, int(port))
 
     def stream(self) -> PodStream | None:
-        """Where the pod publishes its events; None for a pod without a model label."""
         model = self.labels.get(MODEL_LABEL)
         if not model:
             return None
@@ -214,8 +209,6 @@ def parse_pods(text: str, source: str) -> tuple[PodEntry, ...]:
 
 
 class _Reader:
-    """Reads YAML nodes, not values: they know their lines, and a port is the same text quoted or not."""
-
     def __init__(self, source: str) -> None:
         self._source = source
 

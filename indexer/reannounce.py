@@ -51,7 +51,6 @@ class Reannouncements:
 
     @property
     def in_episode(self) -> bool:
-        """Whether the engine reports, as far as is known."""
         return self._stores_left > 0
 
     def of_lead(self, run: BlockStored, ahead: Ahead, holds: Callable[[BlockStored], bool]) -> bool | None:
@@ -91,20 +90,17 @@ class UncertainCopies:
     its place: the block is doubtful until a later event tells whether it is there. Engines evict what was
     used least recently: when a block is evicted that was stored after a doubt began, an uncertain copy that
     no event showed in use since has gone before it.
-
-    Args:
-        max_blocks: Most blocks with uncertain copies; they take some megabytes.
     """
 
     def __init__(self, max_blocks: int = 20_000) -> None:
-        self._max_blocks = max_blocks
+        self._max_blocks = max_blocks  # with uncertain copies; so many take some megabytes
         # By hash and tier.
         self._copies: dict[tuple[EngineHash, str], int] = {}
         # Doubtful blocks, and blocks stored while there were any: by the number of doubts begun until then.
         self._doubtful: dict[tuple[EngineHash, str], int] = {}
         self._stored_later: dict[tuple[EngineHash, str], int] = {}
         self._doubts = 0
-        self._has_inferred = False
+        self.has_inferred = False  # whether a block counts as gone because others went: likely, not certain
 
     def __len__(self) -> int:
         return len(self._copies) + len(self._doubtful)
@@ -113,11 +109,6 @@ class UncertainCopies:
     def in_doubt(self) -> bool:
         """Whether a block counts as held of which nobody knows whether it is there."""
         return bool(self._doubtful)
-
-    @property
-    def has_inferred(self) -> bool:
-        """Whether a block counts as gone because others went: likely, not certain."""
-        return self._has_inferred
 
     def add(self, hashes: Collection[EngineHash], tier: str) -> bool:
         """Note one uncertain copy more of each block; False, and nothing noted, where there is no room."""
@@ -143,7 +134,7 @@ class UncertainCopies:
         """Take note that a block is gone; return the doubtful blocks that must have gone before it."""
         begun = self._stored_later.pop((engine_hash, tier), 0)
         gone = [block for block, doubt in self._doubtful.items() if doubt <= begun and block[1] == tier]
-        self._has_inferred |= bool(gone)
+        self.has_inferred |= bool(gone)
         for block in gone:
             del self._doubtful[block]
             self._copies.pop(block, None)
@@ -172,7 +163,7 @@ class UncertainCopies:
         self._copies.clear()
         self._doubtful.clear()
         self._stored_later.clear()
-        self._has_inferred = False
+        self.has_inferred = False
 
 
 def _safely(holds: Callable[[BlockStored], bool], run: BlockStored) -> bool:

@@ -51,7 +51,6 @@ class Finding(StrEnum):
 
     @property
     def emptied(self) -> bool:
-        """Whether it means that the engine's cache is empty."""
         return self is Finding.ASLEEP
 
 
@@ -61,9 +60,6 @@ def reconcile(before: EngineReading | None, now: EngineReading, held_blocks: int
     Args:
         before: The reading since which predicted and delivered hits are compared; None for none.
         held_blocks: Copies that the view holds in device memory, in the engine's blocks; None: not known.
-
-    Returns:
-        What is wrong; None where nothing is known to be.
     """
     if before is not None and _another_process(before, now):
         return Finding.PROCESS_CHANGED

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 
 from indexer.config import PodStream
 from indexer.journal import Entry, Feed
-from indexer.replay import Batch
 from indexer.snapshot import Fetched, Snapshot
 from indexer.stream import StreamMachine, StreamState
-from indexer.stream_actions import Action, Apply, Clear, Fetch, Replay
+from indexer.stream_actions import Action, Apply, Batch, Clear, Fetch, Replay
 from indexer.view_exports import ViewExports, mark_of
 from indexer.view_parts import Outcome, ViewPart, ViewSnapshot
 
@@ -48,7 +47,7 @@ class EngineStream:
     """One engine's stream: its view, and whatever keeps it up. An error costs the view and nothing else."""
 
     def __init__(self, stream: PodStream, sockets: Subscriber) -> None:
-        self.stream, self._sockets = stream, sockets
+        self.stream, self.name, self._sockets = stream, stream.holder, sockets
         self._config, self._sink = sockets.config, sockets.sink
         self._machine = self._new_machine()
         self._reported: tuple[StreamState, str] | None = None
@@ -67,10 +66,6 @@ class EngineStream:
         self._changed_s = -math.inf
         # When to do what; what is not here is not to be done.
         self._timers: dict[Callable[[float], None], float] = {}
-
-    @property
-    def name(self) -> str:
-        return self.stream.holder
 
     @property
     def due_s(self) -> float:
@@ -152,7 +147,6 @@ class EngineStream:
         self._exports.begin(told, mark, self._sink.list_view(self.name), now_s)
 
     def _end_export(self, now_s: float) -> None:
-        """The view is about to change: it is not listed any more, and what waited is taken."""
         if self._exports.holds:
             self._exports.abort("changed", "its view changed while it was listed")
             self._take(self._exports.take(), now_s)
@@ -179,7 +173,6 @@ class EngineStream:
         self._perform(self._machine.emptied_silently(reason), now_s)
 
     def stop(self) -> None:
-        """Ends what runs; the sink is told nothing more until something happens."""
         self._exports.abort("changed", "it is not followed any more")
         self._exports.take()
         self._stop_replay()
@@ -191,7 +184,6 @@ class EngineStream:
             self._feed = None
 
     def restart(self, reason: str = "internal_error") -> None:
-        """Forgets all, the view too."""
         self.stop()
         self._machine = self._new_machine()
         self._gaps_reported, self._source = 0, "none"
@@ -317,7 +309,6 @@ class EngineStream:
             self._restored(self._restoring, now_s)
 
     def _restored(self, fetched: Fetched, now_s: float) -> None:
-        """The snapshot is applied, all of it: the stream goes on from there."""
         self._restoring = None
         # What was published before the subscription took effect shows as a lost tail.
         self._check_tail_later(now_s)

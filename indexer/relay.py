@@ -166,14 +166,6 @@ class RedisLink:
 class Relay:
     """All that one router has to do with the server. Thread-safe.
 
-    Args:
-        fingerprint: `BlockHasher.fingerprint`: routers with other keys never meet.
-
-    Attributes:
-        lock: Guards what waits to be written, which the subscriber's thread adds.
-        waiting_bytes: Entries of all engines that wait.
-        wake: Set when there is something to write.
-
     Raises:
         ConfigError: The URL is wrong. That the server cannot be reached is no error: it may come back.
     """
@@ -187,12 +179,13 @@ class Relay:
         self._lease_ms = max(1, int(config.redis_lease_s * 1000))
         self._ttl_ms = max(1, int(config.redis_view_ttl_s * 1000))
         form = ".".join((f"{fingerprint:016x}", f"v{SCHEMA}", *tiers))
+        # Routers with other keys never meet.
         self._prefix = f"{config.redis_namespace}:{form}:"
         self._owner = secrets.token_hex(8)
         self.reader = RelayReader(RedisLink(url, "read", metrics), self.key, config, len(tiers))
-        self.lock = threading.Lock()
-        self.waiting_bytes = 0
-        self.wake = threading.Event()
+        self.lock = threading.Lock()  # guards what waits to be written, which the subscriber's thread adds
+        self.waiting_bytes = 0  # entries of all engines
+        self.wake = threading.Event()  # there is something to write
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvroute-relay", daemon=True)
         # Below: the thread's own. By engine: what is written in leases of ours.
@@ -298,7 +291,6 @@ class Relay:
         return bool(self._link.call(self._write, keys=keys, args=arguments))
 
     def _claim(self) -> None:
-        """Ask for the leases of engines whose view is exact here, and that nobody writes."""
         # Also where nothing is wanted, so that the metrics tell whether the server answers.
         seconds, microseconds = self._link.call(self._link.client.time)
         epoch = f"{seconds * 1000 + microseconds // 1000}"
@@ -320,7 +312,6 @@ class Relay:
         feed.listing.add_done_callback(lambda _: self.wake.set())
 
     def _end(self, feed: Feed) -> None:
-        """End an epoch of ours, and give its lease back if the server answers."""
         del self._feeds[feed.holder]
         with self.lock:
             feed.has_ended = True

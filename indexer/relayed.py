@@ -22,8 +22,8 @@ from indexer.errors import PayloadError, PeerError, UnavailableError
 from indexer.journal import Entry, decode_entry
 from indexer.peer_wire import SnapshotReader
 from indexer.recovery import EngineStream
-from indexer.replay import Batch
 from indexer.snapshot import Fetched
+from indexer.stream_actions import Batch
 from indexer.view_parts import Outcome, ViewSnapshot
 
 if TYPE_CHECKING:
@@ -86,21 +86,14 @@ class _Stored:
 
 
 class RelayReader:
-    """Follows engines that others write; on the relay's thread but for `ask` and `forget`.
-
-    Args:
-        key: Names an engine's "lease", "stream" or "view".
-
-    Attributes:
-        has_more: Whether `turn` has left something to do at once.
-    """
+    """Follows engines that others write; on the relay's thread but for `ask` and `forget`."""
 
     def __init__(
         self, link: RedisLink, key: Callable[[str, str], bytes], config: IndexerConfig, tiers: int
     ) -> None:
         self.link = link
-        self.has_more = False
-        self._key = key
+        self.has_more = False  # whether `turn` has left something to do at once
+        self._key = key  # names an engine's "lease", "stream" or "view"
         self._config = config
         self._tiers = tiers
         self._looked_s = -_LOOK_S
@@ -159,13 +152,11 @@ class RelayReader:
             self._read()
 
     def leave_all(self) -> None:
-        """Follow nothing for now."""
         self._leave(list(self._at))
         self._next.clear()
         self.has_more = False
 
     def _look(self, now_s: float) -> None:
-        """Find out which engines must be followed here, and in which epoch somebody writes them."""
         engines = self._roster.engines
         unlinked = [holder for holder, engine in engines.items() if not engine.linked]
         self._unlinked_s = {holder: self._unlinked_s.get(holder, now_s) for holder in unlinked}
@@ -184,7 +175,6 @@ class RelayReader:
         self._next = {holder: epoch for holder, epoch in epochs.items() if holder not in self._at}
 
     def _follow(self, holder: str, epoch: str) -> None:
-        """Begin with the view that lies there, if it is of this epoch."""
         stored = self._view(holder)
         if stored is None or stored.epoch != epoch:
             return
@@ -201,7 +191,6 @@ class RelayReader:
         self._subscriber.relay(holder, lambda stream, now_s: stream.up(fetched, entry, now_s), self)
 
     def _read(self) -> None:
-        """Take the entries of the engines that are followed."""
         streams = {self._key(holder, "stream"): holder for holder in self._at}
         places = {key: "{}-{}".format(*self._at[holder]) for key, holder in streams.items()}
         answer = self.link.call(self.link.client.xread, places, count=_ENTRIES_AT_ONCE)

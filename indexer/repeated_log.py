@@ -38,10 +38,6 @@ class RepeatedLog:
     """Log the first events of each source at once, and further ones as a number once a minute.
 
     Numbers that wait are logged with the next event of any source. Safe to share between threads.
-
-    Args:
-        lines: Most lines a minute and source.
-        sources_max: Sources beyond these share one number of lines.
     """
 
     def __init__(
@@ -53,8 +49,8 @@ class RepeatedLog:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._log = log
-        self._lines = lines
-        self._sources_max = sources_max
+        self._lines = lines  # a minute and source
+        self._sources_max = sources_max  # those beyond share one number of lines
         self._clock = clock
         self._lock = threading.Lock()
         self._sources: dict[str, _Source] = {}
@@ -92,7 +88,6 @@ class RepeatedLog:
             self._log.log(level, message, *values, exc_info=error)
 
     def _sweep(self, now_s: float) -> list[tuple[str, int]]:
-        """Forget sources whose minute is over; return those with events that were not logged."""
         if now_s - self._swept_s < _SWEEP_EVERY_S:
             return []
         self._swept_s = now_s

@@ -26,18 +26,14 @@ _ORDER = (StreamState.EXACT, StreamState.STALE, StreamState.RECOVERING)
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What is known of one engine's stream.
-
-    Attributes:
-        stream_state: How far the view can be trusted by what its stream tells, whoever doubts it.
-        doubts: By who has it: why a view is in doubt of whose stream nothing lacks.
-    """
+    """What is known of one engine's stream."""
 
     stream: PodStream
-    stream_state: StreamState = StreamState.RECOVERING
+    stream_state: StreamState = StreamState.RECOVERING  # what the stream itself tells, whoever doubts it
     stream_reason: str = "link_down"  # why; empty for EXACT
     settled: bool = False  # whether it was anything but RECOVERING since it is followed
     linked: bool = False
+    # By who has it: why a view is in doubt of whose stream nothing lacks.
     doubts: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -54,17 +50,13 @@ class EngineState:
 
 
 class Roster:
-    """All engines that are followed.
-
-    Attributes:
-        engines: By name in the index; replaced as a whole, never changed. So is all that follows from it.
-        states: State of each pod: its worst engine's.
-    """
+    """All engines that are followed."""
 
     def __init__(self) -> None:
         self._lock = Lock()
+        # By name in the index; replaced as a whole, never changed. So is all that follows from it.
         self.engines: Mapping[str, EngineState] = {}
-        self.states: Mapping[str, StreamState] = {}
+        self.states: Mapping[str, StreamState] = {}  # of each pod: its worst engine's
         self._members: Mapping[str, tuple[str, ...]] = {}
         # Those of the members that are not named as their pod.
         self._further: Mapping[str, tuple[str, ...]] = {}
@@ -86,11 +78,7 @@ class Roster:
             self._change(holder, stream_state=state, stream_reason=reason, settled=settled)
 
     def doubt(self, holder: str, source: str, reason: str | None) -> bool:
-        """Record that this source doubts an engine's view, or with None that it does not any more.
-
-        Returns:
-            Whether the engine is followed and that is news.
-        """
+        """Record why this source doubts an engine's view, None: not any more; tell whether that is news."""
         with self._lock:
             engine = self.engines.get(holder)
             if engine is None or engine.doubts.get(source) == reason:
@@ -103,17 +91,12 @@ class Roster:
         return self._members.get(pod, ())
 
     def lacks_nothing(self, pod: str) -> bool:
-        """Whether no engine's stream behind a pod lacks anything, in doubt or not."""
         engines = self.engines
         states = [engines[each].stream_state for each in self.members(pod) if each in engines]
         return bool(states) and all(state is StreamState.EXACT for state in states)
 
     def link(self, holder: str, up: bool) -> bool | None:
-        """An engine's connection was made or lost.
-
-        Returns:
-            Whether its pod is linked now, if that changed; else None.
-        """
+        """An engine's connection came or went; tells whether its pod is linked now, None if as before."""
         with self._lock:
             pod = self.pod(holder)
             before = self._linked(pod)
@@ -125,7 +108,6 @@ class Roster:
         return sum(engine.linked for engine in self.engines.values())
 
     def unsettled(self) -> frozenset[str]:
-        """Pods of which an engine's view was never built."""
         return frozenset(engine.stream.pod for engine in self.engines.values() if not engine.settled)
 
     def has_one_rank(self, pod: str) -> bool:
@@ -139,7 +121,6 @@ class Roster:
         return [*pods, *(holder for pod in pods for holder in further.get(pod, ()))]
 
     def best_ranks(self, table: PodMatches, pods: Collection[str]) -> PodMatches:
-        """Makes one row for each of `pods` from a match of all their `holders`."""
         if len(table.rows) == len(pods):
             return table
         rows = [

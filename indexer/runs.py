@@ -48,7 +48,6 @@ class _Head(msgspec.Struct):
     copies: dict[str, int] = {}
 
     def is_of(self, other: _Head) -> bool:
-        """Whether both are the same tokens after the same prefix."""
         return (self.parent_key, self.words, self.extras) == (other.parent_key, other.words, other.extras)
 
 
@@ -62,11 +61,7 @@ class _Read(msgspec.Struct):
 
 
 class Runs:
-    """Blocks of one pod life's lead group, by the engine's hashes.
-
-    Args:
-        max_heads: Most heads of index blocks; no more than `HEADS_MAX` are held in any case.
-    """
+    """Blocks of one pod life's lead group, by the engine's hashes; of heads at most `HEADS_MAX`."""
 
     def __init__(
         self, model: str, cache: FlatCache, hasher: BlockHasher, tiers: Tiers, *, max_heads: int
@@ -82,7 +77,6 @@ class Runs:
 
     @property
     def are_short(self) -> bool:
-        """Whether the engine's blocks are shorter than the index's."""
         return self.block_tokens is not None and self.block_tokens < self._hasher.block_tokens
 
     def fits(self, block_size: int) -> bool:
@@ -157,12 +151,10 @@ class Runs:
         return None if engine_hash in self._heads else self._cache.tail_key(engine_hash)
 
     def clear(self) -> None:
-        """Drops all, in the index too."""
         self._heads.clear()
         self._cache.clear()
 
     def _keep(self, engine_hash: EngineHash, head: _Head, tier: str) -> bool:
-        """Counts a copy of a head; tells whether its hash stood for another block before."""
         known = self._heads.pop(engine_hash, None)
         if known is None:
             reused = self._cache.tail_key(engine_hash) is not None and self._forget_end(engine_hash)
@@ -174,7 +166,6 @@ class Runs:
         return reused
 
     def _forget_end(self, engine_hash: EngineHash) -> bool:
-        """Drops all copies of the index block that ended with this hash; tells whether there were any."""
         dropped = False
         for tier in self._tiers.names:
             while self._cache.drop(engine_hash, tier) is not None:
@@ -197,7 +188,6 @@ class Runs:
         return _Read(before.parent_key, {}, run.block_hashes, keys)
 
     def _parent(self, parent_hash: EngineHash | None) -> _Head:
-        """What a run's first block goes on from."""
         if parent_hash is not None:
             if (head := self._heads.get(parent_hash)) is not None:
                 return head

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -39,12 +40,6 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
 
     Its health by the service's name is that of the views: serving once they are built.
 
-    Args:
-        streams: Declared pods, which may be asked for before they are followed.
-        host: Address to listen on.
-        credentials: For TLS; None for plain text.
-        tokenizers: By model; for prompts that come as text.
-
     Raises:
         ListenError: The port is in use, or not ours.
     """
@@ -59,8 +54,8 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
         tokenizers: Mapping[str, PromptTokenizer] = MappingProxyType({}),
     ) -> None:
         self._indexer = indexer
-        self._streams = streams
-        self._tokenizers = tokenizers
+        self._streams = streams  # declared pods, which may be asked for before they are followed
+        self._tokenizers = tokenizers  # by model; for prompts that come as text
         self._server = grpc.server(
             ThreadPoolExecutor(_THREADS, thread_name_prefix="grpc"),
             options=[
@@ -90,7 +85,6 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
             raise ListenError(f"--grpc-port {port}: cannot listen on {address}") from error
 
     def start(self) -> None:
-        """Begin to serve: alive, but not ready yet."""
         self._server.start()
         self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         self._health.set(_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -130,7 +124,6 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
     def Explain(  # noqa: N802 (the name is the proto's)
         self, request: pb.ScoreRequest, context: grpc.ServicerContext
     ) -> pb.ExplainPrefixResponse:
-        """Tells for each engine where the prefix that it holds ends, and why."""
         keys, pods, prompt_tokens = self._prompt(request, context)
         prefixes = self._indexer.explain(keys, pods, prompt_tokens=prompt_tokens)
         return pb.ExplainPrefixResponse(
@@ -142,14 +135,8 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
     def Stats(  # noqa: N802 (the name is the proto's)
         self, _request: pb.StatsRequest, _context: grpc.ServicerContext
     ) -> pb.StatsResponse:
-        stats = self._indexer.stats()
         return pb.StatsResponse(
-            blocks=stats.blocks,
-            capacity_blocks=stats.capacity_blocks,
-            holdings=stats.holdings,
-            evicted_blocks=stats.evicted_blocks,
-            used_bytes=stats.used_bytes,
-            capacity_bytes=stats.capacity_bytes,
+            **asdict(self._indexer.stats()),
             block_tokens=self._indexer.block_tokens,
             pending=sorted(self._indexer.pending()),
             pods=[
@@ -168,7 +155,6 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
     def Clear(  # noqa: N802 (the name is the proto's)
         self, request: pb.ClearRequest, context: grpc.ServicerContext
     ) -> pb.ClearResponse:
-        """Drops the views of pods, to be built anew."""
         followed = {engine.stream.pod for engine in self._indexer.roster.engines.values()}
         pods = list(dict.fromkeys(request.pods)) or sorted(followed)
         for pod in pods:

@@ -47,13 +47,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetched:
-    """What asking an engine, and then our peers, for a snapshot gave.
+    """What asking an engine, and then our peers, for a snapshot gave."""
 
-    Attributes:
-        answer: The engine's snapshot, or another router's view; None: nobody gave one.
-    """
-
-    answer: Snapshot | ViewSnapshot | None
+    answer: Snapshot | ViewSnapshot | None  # the engine's, or another router's view; None: nobody gave one
     size_bytes: int = 0  # of its messages
     refusal: str | None = None  # why the engine itself gave none; None where it did, or was not asked
     source: str = "engine"  # who gave it: "engine", "peer" or "redis"
@@ -79,23 +75,19 @@ def read_snapshot(data: bytes) -> Snapshot:
     return snapshot
 
 
+# A stream in, a view or None and its size in bytes out.
 Ask = Callable[[PodStream], tuple[ViewSnapshot | None, int]]
 
 
 class SnapshotFetcher:
-    """Fetches several at once.
-
-    Args:
-        others: Asked in this order for what an engine does not tell, by source: a stream in, a view or None
-            and its size in bytes out.
-    """
+    """Fetches several at once."""
 
     def __init__(self, config: IndexerConfig, others: Mapping[str, Ask]) -> None:
         token, at_once = config.admin_token, config.concurrent_snapshots
         self._authorization = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._max_bytes = config.snapshot_max_bytes
         self._total_s = config.snapshot_total_s
-        self._others = others
+        self._others = others  # by source; asked in this order for what an engine does not tell
         self._closing = threading.Event()
         self._http = urllib3.PoolManager(
             num_pools=at_once, retries=False, timeout=urllib3.Timeout(connect=_CONNECT_S, read=_IDLE_S)
@@ -103,7 +95,6 @@ class SnapshotFetcher:
         self._workers = ThreadPoolExecutor(at_once, "kvroute-snapshots")
 
     def fetch(self, stream: PodStream, deliver: Callable[[Fetched], None], *, others: bool) -> None:
-        """Begins to fetch, from the engine or else from others, if they may be asked, and returns."""
         self._workers.submit(self._run, stream, deliver, self._others if others else {})
 
     def close(self) -> None:

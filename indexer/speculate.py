@@ -39,17 +39,13 @@ class Speculation:
     shortly after its request is settled, or, as a safety net for requests of which nothing is heard any more,
     when its TTL is over. While a request waits for its first token the TTL starts again whenever its pod
     stores a block: it works off its queue. The hard cap ends it anyway.
-
-    Args:
-        ttl_s: Life of an assumption without a sign of life.
-        max_entries: Most triples of (request, pod, block); beyond it the oldest requests' are dropped. 0:
-            nothing is assumed.
     """
 
     def __init__(self, index: FlatIndex, *, ttl_s: float, max_s: float, max_entries: int) -> None:
         self._index = index
-        self._ttl_s = ttl_s
+        self._ttl_s = ttl_s  # of an assumption without a sign of life
         self._max_s = max_s
+        # Triples of (request, pod, block); beyond it the oldest requests' are dropped. 0: nothing is assumed.
         self._max_entries = max_entries
         self._lock = threading.Lock()
         self._entries = 0
@@ -128,7 +124,6 @@ class Speculation:
         self._end([request_id for request_id in due if self._is_over(request_id, now_s)])
 
     def _is_over(self, request_id: Hashable, now_s: float) -> bool:
-        """Whether a request ends now; of one that goes on it is said when to look again."""
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -144,7 +139,6 @@ class Speculation:
         heapq.heappush(self._due, (due_s, next(self._numbers), request_id))
 
     def _end(self, request_ids: Iterable[Hashable], pod: str | None = None) -> None:
-        """Ends what is assumed for requests, of one pod or of all; with its last pod the request."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is None:

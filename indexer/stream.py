@@ -221,7 +221,6 @@ class StreamMachine:
         return self._drain(give_up=not self._replayable)
 
     def snapshot_failed(self) -> list[Action]:
-        """There is no snapshot to be had, for now."""
         purpose, self._purpose = self._purpose, None
         if purpose is Purpose.HEALING:
             actions = self._drain(give_up=not self._replayable)
@@ -281,7 +280,6 @@ class StreamMachine:
         return [*actions, self._applied(sequence, payload)]
 
     def replay_ended(self) -> list[Action]:
-        """The replay socket has told all that it knows."""
         if self._purpose is None or self._purpose in FETCHES:
             return []
         purpose, self._purpose = self._purpose, None
@@ -310,7 +308,6 @@ class StreamMachine:
             self._told_empty = holds_nothing
 
     def damaged(self, view: int, reason: str) -> None:
-        """A batch for this view could not be applied in full."""
         if view == self._view:
             self._lacking = self._lacking or reason
 
@@ -321,7 +318,6 @@ class StreamMachine:
         return actions + self._ask(Purpose.HISTORY) if self._replayable else actions
 
     def _disproved(self) -> list[Action]:
-        """The engine does not have, any more or at all, the last batch in the view."""
         if not self._unproven:
             return self._restart("process_changed")
         # A peer may say the same again and again: it is asked a few times, then done without.
@@ -335,14 +331,12 @@ class StreamMachine:
         return [Fetch(peers)]
 
     def _fetch_again(self) -> list[Action]:
-        """Begins anew from a snapshot, if one is offered that live batches can follow."""
         self._fruitless += 1
         if not self._snapshots or self._fruitless > _FRUITLESS_MAX:
             return []
         return self._fetch(Purpose.SNAPSHOT)
 
     def _lose(self, lacking: str, reason: str | None = None) -> list[Action]:
-        """Clears the view, which from now on lacks something."""
         self._view += 1
         was_empty = self._empty
         self._next, self._lacking, self._last_digest, self._empty = None, lacking, b"", True
@@ -370,11 +364,7 @@ class StreamMachine:
         return Apply(payload, self._view)
 
     def _drain(self, *, give_up: bool) -> list[Action]:
-        """Applies what waits.
-
-        Args:
-            give_up: What is missing in front of it cannot be had: do without, rather than ask for it.
-        """
+        """Applies what waits; `give_up`: does without what is missing, which cannot be had."""
         actions: list[Action] = []
         while True:
             sequence, payload = self._waiting.first

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
 from xxhash import xxh3_128_digest
 
 
@@ -15,6 +16,13 @@ class StreamState(StrEnum):
     EXACT = "EXACT"
     RECOVERING = "RECOVERING"
     STALE = "STALE"
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """A published batch, not yet decoded."""
+
+    sequence: int
+    payload: bytes
 
 
 @dataclass(frozen=True, slots=True)

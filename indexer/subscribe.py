@@ -110,7 +110,6 @@ class Subscriber:
 
     @property
     def bound_endpoint(self) -> str | None:
-        """Where pods connect to; None if they do not."""
         return None if self._inbox is None else self._inbox.endpoint
 
     def start(self) -> None:
@@ -148,8 +147,6 @@ class Subscriber:
         self.call(partial(self._reconcile, wanted))
 
     def doubt(self, pod: str, reason: str, *, emptied: bool, seen_s: float | None = None) -> None:
-        """See `KvIndexer.doubt`."""
-
         def act() -> None:
             for owner in self._all_streams():
                 if owner.stream.pod == pod:
@@ -162,7 +159,6 @@ class Subscriber:
         """Lists an engine's view; the future gets it, or a PeerError: nothing of the view changed then.
 
         Args:
-            engine: Its name in the index.
             model: Which model it must serve; None: any.
             feed: Gets all changes from there on, for the relay; None: a peer asks.
         """

@@ -70,7 +70,6 @@ class Tiers:
         self._tier_by_medium[""] = GPU_TIER
 
     def number(self, tier: str) -> int:
-        """A tier's place in `names`; that of "other" for an unknown one."""
         return self._numbers.get(tier, self._numbers[OTHER_TIER])
 
     def of_medium(self, medium: str | None) -> str:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 from indexer.errors import PeerError
-from indexer.replay import Batch
 from indexer.stream import StreamMachine, StreamState
+from indexer.stream_actions import Batch
 from indexer.view_parts import ViewContent, ViewPart, ViewSnapshot
 
 _log = logging.getLogger(__name__)
@@ -27,14 +27,10 @@ _HELD_BYTES_MAX = 8 << 20
 
 
 class ViewExports:
-    """At most one list of a view at a time, and the live batches that wait for its end.
-
-    Args:
-        max_bytes: A view that takes more is not told.
-    """
+    """At most one list of a view at a time, and the live batches that wait for its end."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self._max_bytes = max_bytes  # a view that takes more is not told
         self._told: Future[ViewSnapshot] | None = None
         self._turns: Iterator[ViewSnapshot | None] = iter(())
         self._turn_s = math.inf
@@ -43,7 +39,6 @@ class ViewExports:
 
     @property
     def running(self) -> bool:
-        """Whether the view is being listed, and must not change."""
         return self._told is not None
 
     @property
@@ -73,7 +68,6 @@ class ViewExports:
         self._told, self._turns, self._turn_s = told, self._list(mark, content), now_s
 
     def turn(self, now_s: float) -> None:
-        """Lists a turn's share; with the last one the snapshot is told."""
         told = self._told
         if told is None or now_s < self._turn_s:
             return
@@ -115,7 +109,6 @@ class ViewExports:
         return batches
 
     def _list(self, mark: tuple[int, bytes], content: ViewContent) -> Iterator[ViewSnapshot | None]:
-        """Look at a turn's share at each step; at the last one the list is whole."""
         parts: list[ViewPart] = []
         size_bytes = 0
         for part in content.parts:

@@ -121,7 +121,6 @@ class Outcome:
 
     @property
     def ends_empty(self) -> bool:
-        """Whether the engine said that its cache is empty, and has stored nothing since."""
         return self.emptied and len(self.stored) == self.stored_before_clear
 
     def clear(self) -> None:

@@ -57,8 +57,6 @@ class Event(Struct, gc=False):
 
 
 class _Metadata(Struct):
-    """SGLang's map, in its arrays of July to September 2026, in the place of the adapter's name in vLLM's."""
-
     cache_salt: str | None = None
 
 
@@ -190,7 +188,6 @@ def _is_map(raw: bytes | Raw) -> bool:
 
 
 def _reason(raw: bytes | Raw) -> str:
-    """Tells a kind of event that we do not know from one that we know but cannot read."""
     try:
         event = _any.decode(raw)
     except BROKEN:

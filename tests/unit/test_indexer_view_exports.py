@@ -10,7 +10,7 @@ import pytest
 
 from indexer.errors import PeerError
 from indexer.flat_layout import HeldBlocks
-from indexer.replay import Batch
+from indexer.stream_actions import Batch
 from indexer.view_exports import ViewExports
 from indexer.view_parts import ViewContent, ViewFacts, ViewPart, ViewSnapshot
 
