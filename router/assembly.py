@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from router.pods import PodSet, PodsFile, PodSnapshot, PodsSource
 from router.replicas.journal import READERS_MAX
 from router.resources import Resources
 from router.schedule import Scheduler
+from router.tls import grpc_tls, metrics_tls
 from router.tokens import TokenizerRegistry
 
 # Plugins that split a request over engines, which hand its blocks on.
@@ -171,7 +171,7 @@ def listen_grpc(
         message_bytes_max=config.max_request_bytes,
         receive_bytes_max=config.receive_bytes_max,
         send_bytes_max=config.send_bytes_max,
-        tls=_grpc_tls(config),
+        tls=grpc_tls(config.tls) if config.tls is not None else None,
         # Whoever waits for its turn, or for another process, must not hold up its neighbours.
         inline=_HEALTH if may_wait else {**dict.fromkeys(_INLINE, _INLINE_BYTES_MAX), **_HEALTH},
         services=services,
@@ -195,28 +195,14 @@ def listen_health(config: RouterConfig, health: Health) -> GrpcServer:
 
 def listen_metrics(config: RouterConfig, registry: CollectorRegistry, pages: DebugPages) -> DebugServer:
     """Bind the metrics port."""
-    tls = None
-    if config.metrics_tls is not None:
-        from router.tls import metrics_tls
-
-        tls = metrics_tls(config.metrics_tls)
     return DebugServer(
         config.host,
         config.metrics_port,
         registry,
         pages.pages() | (profile_pages() if config.profiling else {}),
-        tls=tls,
+        tls=metrics_tls(config.metrics_tls) if config.metrics_tls is not None else None,
         authorize=_metrics_auth(config) if config.metrics_auth else None,
     )
-
-
-def _grpc_tls(config: RouterConfig) -> Callable[[], ssl.SSLContext] | None:
-    if config.tls is None:
-        return None
-    # What makes certificates takes its time to load, and most routers have none.
-    from router.tls import grpc_tls
-
-    return grpc_tls(config.tls)
 
 
 def _metrics_auth(config: RouterConfig) -> MetricsAuth:

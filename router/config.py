@@ -37,7 +37,7 @@ from router.kube.config import KubeConfig, kube_config
 from router.pods import DEFAULT_METRICS_PATH
 from router.process import LogFlags
 from router.producer_settings import metrics_path_of, tokenizers_of, with_producers
-from router.tls_options import TLS, MetricsTlsOptions, TlsFlags, TlsOptions, tls_options
+from router.tls import TLS, MetricsTlsOptions, TlsFlags, TlsOptions, tls_options
 from tokenization import TINY_DIRECTORY
 
 _TINY_MODEL = "kvroute-tiny"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from envoy.config.core.v3 import base_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from msgspec.structs import replace
@@ -40,7 +41,7 @@ from router.metrics import RouterMetrics
 from router.parsers import DEFAULT_PARSERS, OWN_PARSERS, PARSERS, Api, BodyForm, Parsers
 from router.pods import PodSet
 from router.request import MODEL_CHARS_MAX, RouteRequest
-from router.rewrite import RewriteRules, with_model
+from router.resources import RewriteRules
 from router.route import Router
 
 DOOR = "ext_proc"
@@ -266,3 +267,14 @@ def _parser_types(picker: PickerConfig) -> Sequence[str]:
             reference.section.fail("pluginRef", f"{kind} is no parser; there are {', '.join(PARSERS)}")
         types.append(kind)
     return types or DEFAULT_PARSERS
+
+
+def with_model(body: bytes, model: str) -> bytes:
+    """A JSON object with another model; its other values stay as they are: order, and numbers of any size.
+
+    Raises:
+        ValueError: It is no JSON object.
+    """
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    fields["model"] = msgspec.Raw(msgspec.json.encode(model))
+    return msgspec.json.encode(fields)

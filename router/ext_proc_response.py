@@ -18,7 +18,6 @@ from router.attribute_reporter import AttributeReporter
 from router.decision import Decision
 from router.ext_proc_messages import BodyMode, header_values, set_headers, streamed_answers
 from router.outcomes import RESPONSE, Outcomes
-from router.rewrite import restored_model
 
 _KEPT_BYTES_MAX = 1 << 20
 # A usage has some hundred bytes; what events tell of it one after the other is kept together.
@@ -279,3 +278,17 @@ class _Answer(msgspec.Struct):
         """The usage, wherever it stands; empty if it does not."""
         nested = self.response or self.message
         return bytes(self.usage) or (bytes(nested.usage) if nested else b"") or bytes(self.meta_info)
+
+
+def restored_model(body: bytes, target: str, client: str) -> bytes:
+    """A response, or a piece of one, with the model named as the client named it.
+
+    Every `"model":"TARGET"` is replaced; only where there is none, every `"model": "TARGET"`.
+    """
+    if not target or not client or target == client:
+        return body
+    before, after = msgspec.json.encode(target), msgspec.json.encode(client)
+    for lead in (b'"model":', b'"model": '):
+        if lead + before in body:
+            return body.replace(lead + before, lead + after)
+    return body

@@ -21,18 +21,14 @@ class Health:
 
     def __init__(self) -> None:
         self._servicer = _AnyService()
-        self._ready = False
+        self.ready = False
         self._servicer.set(_ALWAYS_SERVING, health_pb2.HealthCheckResponse.SERVING)
         self._tell()
 
-    @property
-    def ready(self) -> bool:
-        return self._ready
-
     def set_ready(self, ready: bool) -> None:
         """Changes the state; a change is told to watchers."""
-        if ready != self._ready:
-            self._ready = ready
+        if ready != self.ready:
+            self.ready = ready
             self._tell()
 
     def add_to(self, server: grpc.Server) -> None:
@@ -41,7 +37,7 @@ class Health:
     def _tell(self) -> None:
         status = health_pb2.HealthCheckResponse
         for service in _FOLLOW_READINESS:
-            self._servicer.set(service, status.SERVING if self._ready else status.NOT_SERVING)
+            self._servicer.set(service, status.SERVING if self.ready else status.NOT_SERVING)
 
 
 class _AnyService(health.HealthServicer):  # type: ignore[misc]

@@ -1,6 +1,7 @@
-"""Objectives and model rewrites from a file: YAML documents as in Kubernetes in, priorities and rules out.
+"""Objectives and model rewrites: YAML documents as in Kubernetes in, priorities and rules out.
 
-Strict like the configuration. Knows the two kinds; discovery in a cluster brings the same.
+Strict like the configuration. Discovery in a cluster brings the same two kinds. Rules are those of
+InferenceModelRewrite.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 from router.config_fields import Int32, Section, Settings, Text, documents, read_text
-from router.rewrite import RewriteRule
 
 _Version = Literal["llm-d.ai/v1alpha2", "inference.networking.x-k8s.io/v1alpha2"]
 
@@ -73,6 +74,51 @@ class _RewriteSpec(Settings):
 
 class _Rewrite(_Resource):
     spec: _RewriteSpec = msgspec.field(default_factory=_RewriteSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteRule:
+    """One rule."""
+
+    models: frozenset[str]  # names that it is for; empty: all
+    targets: Sequence[tuple[str, int | None]]  # (model, weight); None: no weight given
+
+    def draw(self, random: np.random.Generator) -> str:
+        """A target, by weight; where only some have one, the others are never drawn."""
+        weights = np.array([weight or 0 for _, weight in self.targets], float)
+        if not weights.any():
+            weights[:] = 1.0
+        place = int(np.searchsorted(weights.cumsum(), random.random() * weights.sum(), side="right"))
+        return self.targets[place][0]
+
+
+class RewriteRules:
+    """All rules; the first for exactly the model wins, then the first for all models.
+
+    Args:
+        rules: Oldest object first, in the objects' order.
+    """
+
+    def __init__(self, rules: Sequence[RewriteRule], random: np.random.Generator) -> None:
+        self._random = random
+        self.replace(rules)
+
+    def replace(self, rules: Sequence[RewriteRule]) -> None:
+        """Other rules from now on; a request sees those before or these."""
+        exact: dict[str, RewriteRule] = {}
+        generic: RewriteRule | None = None
+        for rule in rules:
+            for model in rule.models:
+                exact.setdefault(model, rule)
+            if not rule.models and generic is None:
+                generic = rule
+        self._rules = exact, generic
+
+    def target(self, model: str | None) -> str | None:
+        """What a model becomes; None: no rule is for it."""
+        exact, generic = self._rules
+        rule = exact.get(model or "", generic)
+        return rule.draw(self._random) if rule is not None else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,8 +50,7 @@ from router.probe import Prober
 from router.process import StopSignals, calm_collector, give_back, set_up_logs, use_one_heap
 from router.rates import PrefillRates, RateParameters
 from router.replicas.fleet import Fleet
-from router.resources import Resources, read_resources
-from router.rewrite import RewriteRules
+from router.resources import Resources, RewriteRules, read_resources
 from router.route import Router
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from router.traces import Traces

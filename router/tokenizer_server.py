@@ -27,8 +27,8 @@ from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import ConfigError, ListenError, RequestError
 from router.flags import model_source
 from router.prompt_tokens import PromptMedia
+from router.remote_tokenizers import APIS
 from router.request import RouteRequest, read_fields
-from router.tokenizer_sidecar import APIS
 from router.tokens import TokenizeOptions, TokenizerRegistry
 
 _log = logging.getLogger(__name__)

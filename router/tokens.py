@@ -36,9 +36,8 @@ from router.prompt_tokens import (
     too_much,
     unknown,
 )
+from router.remote_tokenizers import RenderTokenizer, SidecarTokenizer
 from router.request import RequestKind, RouteRequest
-from router.tokenizer_render import RenderTokenizer
-from router.tokenizer_sidecar import SidecarTokenizer
 from tokenization import PromptError, PromptTokenizer, TokenizerLoadError
 from tokenization.chat_messages import ITEMS_AT_ONCE_MAX, ManyItemsError, items_of
 from tokenization.openai_prompts import PromptLimits

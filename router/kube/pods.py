@@ -29,7 +29,7 @@ from router.kube.objects import (
     PoolReference,
     RewriteObject,
 )
-from router.rewrite import RewriteRule
+from router.resources import RewriteRule
 
 ANNOTATION_PREFIX = "kvroute.dev/"
 ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")

@@ -19,7 +19,7 @@ from router._pb import endpoint_picker_pb2 as pb
 from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 from router.outcomes import ACCESS_LOG
 from router.server import RouterServer
-from router.tls_options import TlsOptions
+from router.tls import TlsOptions
 from tests.contract.redis_server import running_redis
 from tests.integration.router_server_support import (
     METRICS,

@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from router.errors import ConfigError, ListenError
 from router.request import RequestKind, RouteRequest
 from router.server import RouterServer
-from router.tls_options import TlsOptions
+from router.tls import TlsOptions
 from tests.integration.router_server_support import (
     FakePod,
     fake_pods,

@@ -22,8 +22,7 @@ from router.errors import ConfigError
 from router.local.envoy_config import EnvoySettings, bootstrap
 from router.local.stack import envoy_command
 from router.server import RouterServer
-from router.tls import grpc_tls, metrics_tls, self_signed
-from router.tls_options import MetricsTlsOptions, TlsOptions
+from router.tls import MetricsTlsOptions, TlsOptions, grpc_tls, metrics_tls, self_signed
 from tests.integration.envoy_support import patient
 from tests.integration.router_server_support import fake_pods, ready_pods, running_router, write_pods
 from tests.loopback import free_port, listens

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from indexer.keys import MultimodalItem
 from router.errors import RequestError
 from router.prompt_tokens import MEDIA, PromptTokens
+from router.remote_tokenizers import read_rendered
 from router.request import RequestKind, RouteRequest
-from router.tokenizer_render import read_rendered
 from router.tokens import TokenizerRegistry
 from tests.unit.image_support import (
     FAMILIES,

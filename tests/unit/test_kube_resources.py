@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from router.kube.config import OLD_GROUP, POOL_GROUP, KubeConfig
 from router.kube.objects import BadObjectError, ObjectiveObject, RewriteObject, read
 from router.kube.pods import priorities_of, rewrites_of
-from router.rewrite import RewriteRules
+from router.resources import RewriteRules
 from tests.unit.kube_objects import JSON, raw
 
 POOL = KubeConfig(pool="p")

@@ -23,13 +23,13 @@ from router.errors import (
     RequestError,
     SaturatedError,
 )
-from router.ext_proc_forms import LlmdForm, kept_headers
+from router.ext_proc_forms import LlmdForm, kept_headers, with_model
 from router.ext_proc_messages import streamed_answers
+from router.ext_proc_response import restored_model
 from router.flow import _REFUSALS
 from router.parsers import Parsers
 from router.request import RequestKind, RouteRequest
-from router.resources import read_resources
-from router.rewrite import RewriteRule, RewriteRules, restored_model, with_model
+from router.resources import RewriteRule, RewriteRules, read_resources
 from tests.integration.hermetic_support import DATA
 from tests.unit.router_support import Bench
 from tests.wire.router_wire_support import set_headers

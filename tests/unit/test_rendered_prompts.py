@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from indexer.keys import BlockHasher, MultimodalItem
 from router.prompt_tokens import MEDIA, PromptTokens
+from router.remote_tokenizers import read_rendered
 from router.request import RequestKind
-from router.tokenizer_render import read_rendered
 from tests.support.decoding import decode_batch
 from tests.unit.indexer_support import OnePod
 from tests.unit.media_support import BLOCK_TOKENS, CASES, agreeing_blocks, answer, payloads

@@ -17,7 +17,7 @@ from router.flags import told_in_vain
 from router.print_config import printed_config
 from router.process import JsonFormatter
 from router.server import main
-from router.tls_options import MetricsTlsOptions, TlsOptions
+from router.tls import MetricsTlsOptions, TlsOptions
 
 PODS = ["--pods-file", "/pods.yaml"]
 # Flag and value -> the setting that it makes.

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, normalizers
 from router.errors import ConfigError, RequestError
 from router.parsers import http_request
 from router.prompt_tokens import MEDIA, PromptTokens
+from router.remote_tokenizers import read_rendered
 from router.request import RequestKind, RouteRequest
-from router.tokenizer_render import read_rendered
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from tests.unit.media_support import CASES, answer
 from tests.unit.router_support import TINY, TOKENIZER, completion

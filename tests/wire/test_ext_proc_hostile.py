@@ -20,7 +20,7 @@ from router.ext_proc import ExtProcOptions
 from router.ext_proc_forms import LlmdForm, OwnForm
 from router.ext_proc_messages import BodyMode
 from router.parsers import Parsers
-from router.rewrite import RewriteRules
+from router.resources import RewriteRules
 from tests.unit.router_support import TINY, Bench, ready_pod
 from tests.wire.router_wire_support import (
     Doors,

@@ -15,7 +15,7 @@ from router.ext_proc import ExtProcOptions
 from router.ext_proc_forms import LlmdForm
 from router.ext_proc_messages import BodyMode
 from router.parsers import DEFAULT_PARSERS, Parsers
-from router.rewrite import RewriteRule, RewriteRules
+from router.resources import RewriteRule, RewriteRules
 from tests.unit.router_support import TINY, Bench, ready_pod
 from tests.wire.router_wire_support import (
     Doors,

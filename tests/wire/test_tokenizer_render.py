@@ -9,8 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from router.remote_tokenizers import RenderTokenizer
 from router.request import RequestKind, RouteRequest
-from router.tokenizer_render import RenderTokenizer
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from tests.unit.media_support import CASES, answer
 from tests.unit.router_support import completion, ready_pod

@@ -1,8 +1,11 @@
-"""A model's tokens from a server that renders: vLLM's `/v1/.../render` endpoints, asked over HTTP.
+"""A model's tokens from other processes: servers that render, and `kvroute tokenizer` behind a Unix socket.
 
-The pod's own word, so it is right for every model, images included, at the price of a request. Keeps answers
-for a minute, since a client's next try is the same request; later the template may show another date, or the
-pods may have another template.
+vLLM's `/v1/.../render` endpoints, asked over HTTP, are the pod's own word, so right for every model, images
+included, at the price of a request. Answers are kept for a minute, since a client's next try is the same
+request; later the template may show another date, or the pods may have another template.
+
+`kvroute tokenizer` keeps the tokenizer's work and memory out of the router. A restart of it costs the
+requests meanwhile their tokens, no more.
 """
 
 from __future__ import annotations
@@ -15,12 +18,15 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
+import grpc
 import msgspec
 import numpy as np
 import urllib3
 from cachetools import TTLCache
 
-from router.errors import TokenizerUnavailableError
+from indexer.keys import MultimodalItem
+from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
+from router.errors import RequestError, TokenizerUnavailableError
 from router.pods import Pod
 from router.prompt_tokens import MediaFeatures, PromptTokens, unknown, with_features
 from router.request import RequestKind, RouteRequest
@@ -31,10 +37,17 @@ _PATHS = {
     RequestKind.RESPONSES: "/v1/responses/render",
     RequestKind.MESSAGES: "/v1/messages/render",
 }
+# The API of a request, as `Tokenize` is told it.
+APIS = {
+    RequestKind.CHAT: tokenizer_pb2.API_CHAT,
+    RequestKind.COMPLETIONS: tokenizer_pb2.API_COMPLETIONS,
+    RequestKind.RESPONSES: tokenizer_pb2.API_RESPONSES,
+    RequestKind.MESSAGES: tokenizer_pb2.API_MESSAGES,
+}
 # The pick has its own, shorter deadline; an answer that comes after it is kept for the next try.
 _CONNECT_S = 1.0
 _READ_S = 5.0
-_ANSWER_BYTES_MAX = 64 << 20
+_ANSWER_BYTES_MAX = 64 << 20  # 4 bytes each of 16 million tokens
 _CHUNK_BYTES = 64 << 10
 _KEPT_BYTES = 32 << 20
 _KEPT_S = 60.0
@@ -168,3 +181,74 @@ def _body(answer: urllib3.BaseHTTPResponse) -> bytes:
 def _size_bytes(tokens: PromptTokens) -> int:
     items = sum(_ITEM_BYTES + 4 * len(item.identifier) for media in tokens.media for item in media)
     return 500 + sum(ids.nbytes for ids in tokens.prompts) + items
+
+
+class SidecarTokenizer:
+    """Asks for one model's tokens; safe to share between threads.
+
+    Args:
+        socket: Path of its socket, which need not exist yet.
+    """
+
+    def __init__(self, model: str, socket: str) -> None:
+        self._model = model
+        self._socket = socket
+        self._channel = grpc.insecure_channel(
+            f"unix:{socket}",
+            options=[
+                ("grpc.max_receive_message_length", _ANSWER_BYTES_MAX),
+                ("grpc.enable_retries", 0),
+                # A process that comes back is found at once: trying costs nothing on the same machine.
+                ("grpc.initial_reconnect_backoff_ms", 100),
+                ("grpc.min_reconnect_backoff_ms", 100),
+                ("grpc.max_reconnect_backoff_ms", 1000),
+                # Channels to one address share a connection, and with it the state of a failed one.
+                ("grpc.use_local_subchannel_pool", 1),
+            ],
+        )
+        # The generated class has no types.
+        stub: Any = tokenizer_pb2_grpc.TokenizerStub
+        self._tokenize = stub(self._channel).Tokenize
+
+    def prompt_tokens(
+        self, request: RouteRequest, context_tokens: int | None, timeout_s: float
+    ) -> PromptTokens:
+        """Tokenizes a request there.
+
+        Raises:
+            RequestError: 400, when the prompt is not what the API allows.
+            TokenizerUnavailableError: The process is not there, or does not serve the model.
+            TimeoutError: No answer in time.
+        """
+        message = tokenizer_pb2.TokenizeRequest(
+            model=self._model,
+            api=APIS[request.kind],
+            body=msgspec.json.encode(request.body),
+            context_tokens=context_tokens or 0,
+            reads_media=True,
+        )
+        try:
+            answer = self._tokenize(message, timeout=timeout_s)
+        except grpc.RpcError as error:
+            return self._no_answer(request, error)
+        if answer.HasField("refusal"):
+            raise RequestError(400, answer.refusal.message, answer.refusal.param)
+        if answer.degraded:
+            return unknown(request, answer.degraded)
+        prompts = tuple(np.frombuffer(prompt, "<u4") for prompt in answer.prompts)
+        media = tuple(
+            tuple(MultimodalItem(item.identifier, item.offset, item.length) for item in prompt.items)
+            for prompt in answer.media
+        )
+        return PromptTokens(prompts, answer.total, partial=answer.partial or None, media=media)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _no_answer(self, request: RouteRequest, error: grpc.RpcError) -> PromptTokens:
+        code = error.code()
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise TimeoutError from error
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return unknown(request, "tokenize_queue_full")
+        raise TokenizerUnavailableError(f"unix:{self._socket}: {code.name}: {error.details()}") from error
