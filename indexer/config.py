@@ -38,7 +38,7 @@ def _shown(values: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PodStream:
-    """Where one pod publishes the events of its KV cache."""
+    """One pod's publisher of KV cache events."""
 
     pod: str  # the pod's identity, "ip:port" of its serving endpoint
     model: str  # the base model's name; the root of every block key of this pod

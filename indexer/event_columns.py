@@ -90,7 +90,7 @@ class Batch(Struct, frozen=True):
 
 
 class Columns(Struct, frozen=True):
-    """What some payloads hold."""
+    """Events of some payloads, as columns."""
 
     batches: Sequence[Batch]  # one for each payload, in order
     events: NDArray[np.int64]  # a row for each event, batch by batch: int64 [events, EVENT_COLUMNS]

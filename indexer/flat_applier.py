@@ -50,7 +50,7 @@ _REMOVALS = ((LAST_COPIES, "last"), (FURTHER_COPIES, "copy"))
 
 
 class FlatEngine:
-    """What the appliers of all pods share, for one thread."""
+    """State that the appliers of all pods share, for one thread."""
 
     def __init__(self, config: IndexerConfig, index: FlatIndex, hasher: BlockHasher) -> None:
         self.config = config
@@ -70,7 +70,7 @@ class FlatApplier:
         self._engine = engine
         self._stream = stream
         self._cache = FlatCache(engine.index, stream.holder, stream.model, journal=self.journal)
-        # What its events made known.
+        # State that its events made known.
         self.view = PodView(
             stream.model,
             cache_of=self._cache_of,

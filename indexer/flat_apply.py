@@ -20,7 +20,7 @@ from indexer.flat_update import for_blocks, remove_named, store_blocks
 from indexer.hybrid import FULL_ATTENTION
 from indexer.keys import chain_keys
 
-# Of each place in `event_columns.SPEC_KINDS`: whether all blocks of such a group are needed.
+# Whether all blocks of a group are needed, by the place of its kind in `event_columns.SPEC_KINDS`.
 _ALL_NEEDED = np.array([kind in FULL_ATTENTION for kind in rows.SPEC_KINDS])
 
 # Why a run of the kernel ended.
@@ -44,7 +44,7 @@ COUNTS = 8
 
 
 class PlainPod(NamedTuple):
-    """What the kernel must know of a pod."""
+    """Facts about a pod that the kernel needs."""
 
     number: int  # its number in the index
     block_tokens: int  # tokens of an engine block
@@ -55,7 +55,7 @@ class PlainPod(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Where the kernel writes."""
+    """Arrays that the kernel writes."""
 
     counts: NDArray[np.int64]  # [COUNTS]
     keys: NDArray[np.uint64]  # [room]: keys of all blocks stored, then overwritten

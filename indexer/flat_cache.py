@@ -54,7 +54,7 @@ class FlatCache:
         group: int | None = None,
         journal: Journal | None = None,
     ) -> None:
-        # What the engine's hashes are mixed with.
+        # Number that the engine's hashes are mixed with.
         self.scope = xxh3_64_intdigest(model.encode("utf-8", "surrogatepass"))
         self._index = index
         self._holder = holder

@@ -198,7 +198,7 @@ class ReplayingStream(EngineStream):
                 self._stop_replay()
                 self._sink.replay(self.name, "completed")
                 if self._machine.state is StreamState.RECOVERING:
-                    # What was published before the subscription took effect shows as a lost tail.
+                    # Batches published before the subscription took effect show as a lost tail.
                     self._check_tail_later(now_s)
                 actions += self._machine.replay_ended()
                 break

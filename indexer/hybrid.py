@@ -146,13 +146,13 @@ FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attent
 _SLIDING_WINDOW = frozenset({"sliding_window", "sliding_window_mla"})
 
 
-# What an engine tells that names no groups, and a group of which nothing is indexed.
+# Facts of an engine that names no groups, and of a group of which nothing is indexed.
 _ONLY = GroupFact(0, usable=True, leads=True)
 _UNUSABLE = GroupFact(0, usable=False, leads=False)
 
 
 class CacheGroups:
-    """What is known of one pod life's groups."""
+    """Facts known of one pod life's groups."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens

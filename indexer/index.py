@@ -1,4 +1,4 @@
-"""What an index tells: how far pods hold a prompt and why, how far that can be trusted, and its size."""
+"""Answers of an index: how far pods hold a prompt and why, how far that can be trusted, and its size."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class PrefixEnd(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What one engine holds of a prompt."""
+    """The part of a prompt that one engine holds."""
 
     engine: str
     state: StreamState  # state of its stream; STALE if it is not followed

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # A longer entry is neither written nor read.
 ENTRY_BYTES_MAX = 32 << 20
 _CHANGES_MAX = 1 << 20
-# What may wait for the server, of all engines; an epoch of which more comes ends.
+# Bytes that may wait for the server, of all engines; an epoch of which more comes ends.
 _WAITING_BYTES_MAX = 64 << 20
 
 # Number of an epoch's first entry, which changes nothing: no number before it was ever an epoch's.
@@ -65,7 +65,7 @@ class Change(Struct, frozen=True, array_like=True):
 
 
 class Entry(Struct, frozen=True, array_like=True):
-    """What some batches of an engine's stream did to a view."""
+    """Changes that some batches of an engine's stream made to a view."""
 
     sequence: Annotated[int, Meta(ge=0)]  # of the last of these batches
     digest: Annotated[bytes, Meta(min_length=16, max_length=16)]  # XXH3-128 of that batch's payload

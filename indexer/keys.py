@@ -259,7 +259,7 @@ def read_extras(event: BlockStored, *, starts_prompt: bool) -> RunExtras:
 
 
 def pack(items: Sequence[Any], start: int, block_tokens: int) -> bytes:
-    """What one index block depends on besides tokens; b"" for nothing.
+    """Pack what one index block depends on besides tokens into bytes; b"" for nothing.
 
     A multimodal item counts where it begins: all blocks behind depend on that one through their chain, and an
     event does not tell where the item ends. So the bytes do not depend on the engine's block size.

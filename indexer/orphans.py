@@ -51,7 +51,7 @@ class Orphan:
 
 
 class Orphans:
-    """What waits, by the engine hash that it waits for."""
+    """Stores that wait, by the engine hash that they wait for."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens  # beyond it the oldest orphans are dropped

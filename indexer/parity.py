@@ -94,7 +94,7 @@ class Mismatch:
 
 @dataclass(slots=True)
 class PodParity:
-    """What is known of one pod."""
+    """State of one pod."""
 
     pod: str
     model: str = ""

@@ -42,10 +42,10 @@ _CODES = {
 }
 _OVERHEAD_BYTES = 4096
 _CONNECT_MS = 3000
-# Who could not be reached is not asked again for so long: there are many engines to ask for.
+# A peer that could not be reached is not asked again for so long: there are many engines to ask for.
 _DOWN_S = 5.0
 _ADDRESSES_MAX = 64
-# Who has too many askers is asked again after this.
+# A peer that has too many askers is asked again after this.
 _BUSY_S = 0.25
 # Labels that a peer's refusal may bring into our metrics.
 _REASONS = frozenset(
@@ -288,7 +288,7 @@ def resolve(peer: str) -> list[tuple[str, str]]:
 
 
 def credentials(config: IndexerConfig) -> grpc.ChannelCredentials | None:
-    """What peers are shown, and held against; None: no TLS.
+    """Credentials that peers are shown, and held against; None: no TLS.
 
     Raises:
         ConfigError: A file cannot be read.

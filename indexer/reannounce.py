@@ -19,7 +19,7 @@ _EPISODE_STORES = 1000
 
 
 class Ahead:
-    """What comes in a batch behind the event at `position`."""
+    """Events of a batch behind the one at `position`."""
 
     def __init__(self, events: Sequence[KVEvent | PayloadError]) -> None:
         self.position = 0  # of the event that is applied now

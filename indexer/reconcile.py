@@ -24,7 +24,7 @@ _PHANTOM_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """What one page told, and we predicted until then; None where it is not told."""
+    """Counts that one page told, and that we predicted until then; None where it is not told."""
 
     started_s: float | None = None  # start time of the process, seconds since the epoch
     capacity_blocks: int | None = None

@@ -342,7 +342,7 @@ def _pool(url: str) -> ConnectionPool:
             f"IndexerConfig.redis_url: no {scheme}:// URL of the form "
             f"{scheme}://[user:password@]host:port/database, or unix://path"
         ) from None
-    # What the relay counts on, whatever options of the same names the URL has.
+    # Options that the relay counts on, whatever the URL says of them.
     pool.connection_kwargs.update(
         socket_timeout=_TIMEOUT_S,
         socket_connect_timeout=_TIMEOUT_S,

@@ -26,7 +26,7 @@ _ORDER = (StreamState.EXACT, StreamState.STALE, StreamState.RECOVERING)
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """What is known of one engine's stream."""
+    """State of one engine's stream."""
 
     stream: PodStream
     stream_state: StreamState = StreamState.RECOVERING  # what the stream itself tells, whoever doubts it
@@ -58,7 +58,7 @@ class Roster:
         self.engines: Mapping[str, EngineState] = {}
         self.states: Mapping[str, StreamState] = {}  # of each pod: its worst engine's
         self._members: Mapping[str, tuple[str, ...]] = {}
-        # Those of the members that are not named as their pod.
+        # Members that are not named as their pod.
         self._further: Mapping[str, tuple[str, ...]] = {}
 
     def opened(self, stream: PodStream) -> None:

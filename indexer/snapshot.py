@@ -35,7 +35,7 @@ _IDLE_S = 5.0
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine's cache holds at one moment."""
+    """Contents of an engine's cache at one moment."""
 
     schema: int
     boot_id: str
@@ -47,7 +47,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetched:
-    """What asking an engine, and then our peers, for a snapshot gave."""
+    """Result of asking an engine, and then our peers, for a snapshot."""
 
     answer: Snapshot | ViewSnapshot | None  # the engine's, or another router's view; None: nobody gave one
     size_bytes: int = 0  # of its messages

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from indexer.journal import Feed
     from indexer.relay import Relay
 
-# Who has sockets watched; whoever fails is reset.
+# Owners of watched sockets; whoever fails is reset.
 Owner = EngineStream | Inbox
 
 _log = logging.getLogger(__name__)
@@ -147,6 +147,11 @@ class Subscriber:
         self.call(partial(self._reconcile, wanted))
 
     def doubt(self, pod: str, reason: str, *, emptied: bool, seen_s: float | None = None) -> None:
+        """Take another source's word that a pod's view is wrong: build it anew, or, if `emptied`, clear it.
+
+        A view that has changed since `seen_s` (None: now), when the cache was seen to be empty, stays.
+        """
+
         def act() -> None:
             for owner in self._all_streams():
                 if owner.stream.pod == pod:

@@ -1,4 +1,4 @@
-"""What is made of TLS files, and made anew when they change; and a gRPC server's credentials."""
+"""Objects made of TLS files, and made anew when they change; and a gRPC server's credentials."""
 
 from __future__ import annotations
 

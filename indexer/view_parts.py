@@ -28,7 +28,7 @@ _HARMLESS = frozenset({"unknown_hash"})
 
 
 class GroupFact(Struct, frozen=True):
-    """What is known of one KV cache group, and which of its blocks an engine needs to resume behind a prefix.
+    """Facts about one KV cache group, and which of its blocks an engine needs to resume behind a prefix.
 
     These are the rules of vLLM's cache managers: full attention needs all blocks, a sliding window those that
     cover `window - 1` tokens before the prefix's end, a linear layer the one that holds the state at the end,
@@ -50,7 +50,7 @@ class GroupFact(Struct, frozen=True):
 
 
 class ViewFacts(Struct, frozen=True):
-    """What later events of a pod need to be understood, besides its blocks."""
+    """Facts that later events of a pod need to be understood, besides its blocks."""
 
     run_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None  # of an engine block; None before the first
     zero_is_a_hash: bool  # whether the engine told of a block with the hash 0
@@ -105,7 +105,7 @@ class StoredRun(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Outcome:
-    """What applying events or whole payloads did, and which of them could not be used."""
+    """Effects of applying events or whole payloads, and which of them could not be used."""
 
     # Keys of the blocks that were announced with their tokens, run by run, parents first.
     stored: list[Keys] = field(default_factory=list)

@@ -27,7 +27,7 @@ ChoiceEnd = Literal["stop", "length"]
 
 
 class Delta(msgspec.Struct, frozen=True, gc=False):
-    """What is new in one choice."""
+    """News of one choice."""
 
     text: str  # may be empty while text is held back
     finish_reason: ChoiceEnd | None  # set on a choice's last delta
@@ -137,7 +137,7 @@ class StopStrings:
         return held
 
     def _first_open_match(self, text: str) -> int:
-        """Where the longest tail begins that could grow into a stop string; the text's end if none could."""
+        """Return where the longest tail begins that could become a stop string; else the end of the text."""
         longest = max(map(len, self.stops))
         for at in range(max(0, len(text) - longest + 1), len(text)):
             tail = text[at:]

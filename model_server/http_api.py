@@ -106,7 +106,7 @@ class HttpApi:
     def app(self, admin_port: int | None) -> ASGIApp:
         """Return the ASGI application of both ports, or of one where administration is not served."""
         options, model, post = self.options, self.model, partial(Route, methods=["POST"])
-        # Where this server publishes its KV events.
+        # Address where this server publishes its KV events.
         sources = {} if self.publisher is None else {"0": self.publisher.config.announced()}
         # Both ports serve these, without a secret: they tell nothing of prompts.
         for_all = [

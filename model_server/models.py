@@ -127,9 +127,9 @@ class DecoderLayer:
             "down": linear(shape.hidden, own.intermediate),
         }
         self.input_norm, self.mlp_input_norm = empty(shape.hidden), empty(shape.hidden)
-        # Of what attention and MLP add, if the shape has output norms.
+        # Norms of what attention and MLP add, if the shape has output norms.
         self.attention_norm, self.mlp_norm = empty(shape.hidden), empty(shape.hidden)
-        # Of each query and key head, if the shape has head norms.
+        # Norms of each query and key head, if the shape has head norms.
         self.query_norm, self.key_norm = empty(shape.head_dim), empty(shape.head_dim)
 
     def weights(self) -> dict[str, Weight]:

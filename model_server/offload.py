@@ -31,7 +31,7 @@ class HostTier:
     num_blocks: int  # slots
     announcer: Announcer
     announce: Callable[[KVEvent], None]
-    # What is here or on its way here, least recently used first.
+    # Blocks that are here or on their way here, least recently used first.
     kept: OrderedDict[ContentKey, HostBlock] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class Offload:
     restores: int = 0  # times that a request waited for blocks to be restored
 
     def __post_init__(self) -> None:
-        # What was asked for since the last flush: blocks to store, with their places, and restores.
+        # Requests since the last flush: blocks to store, with their places, and restores.
         self._stores: list[tuple[int, HostBlock]] = []
         self._restores: list[Restore] = []
         self._storing: deque[tuple[Transfer, list[HostBlock]]] = deque()

@@ -16,7 +16,7 @@ from tokenization import PromptError
 
 _MESSAGE_CHARS_MAX = 1000
 
-# Where the error's type is not the status's own phrase.
+# Error types that are not the status's own phrase.
 _TYPES = {
     401: "AuthenticationError",
     403: "PermissionDeniedError",

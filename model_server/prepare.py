@@ -33,7 +33,7 @@ from tokenization.openai_prompts import PromptLimits, chat_prompt, completion_pr
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \n\t]{1,8}"}
 _COMPLETION_MAX_TOKENS_DEFAULT = 16
 _CHOICES_MAX = 1024
-# What a request's sampling has under the names and with the meanings of the body's fields.
+# Sampling parameters with the names and meanings of the body's fields.
 _COPIED = (
     *("temperature", "top_p", "min_p", "min_tokens", "ignore_eos"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out, and a request's state while it lives there; and counters.
+"""Inputs and outputs of the engine, a request's state while it lives there, and counters.
 
 Nothing here knows text or HTTP. A live request is plain state that the scheduler and the block manager share.
 """

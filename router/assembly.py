@@ -112,7 +112,7 @@ def ranker(config: RouterConfig) -> Pipeline | None:
 
 
 def scheduler(config: RouterConfig, pods: PodSet, ledger: Ledger, ranker: Pipeline | None) -> Scheduler:
-    """Who picks."""
+    """Make the scheduler."""
     return Scheduler(
         pods.board,
         ledger,
@@ -160,7 +160,7 @@ def _load_age_max_s(config: RouterConfig) -> float:
 def listen_grpc(
     config: RouterConfig, services: Sequence[Callable[[Any], object]], *, may_wait: bool
 ) -> GrpcServer:
-    """Bind the gRPC port for what adds these services; `may_wait`: whether a pick may."""
+    """Bind the gRPC port for these services (a ListenError: it is in use); `may_wait`: whether a pick may."""
     return GrpcServer(
         "--grpc-port",
         config.host,
@@ -180,7 +180,7 @@ def listen_grpc(
 
 
 def listen_health(config: RouterConfig, health: Health) -> GrpcServer:
-    """Bind the port of gRPC health alone."""
+    """Bind the port of gRPC health alone; a ListenError if it is in use."""
     return GrpcServer(
         "--grpc-health-port",
         config.host,
@@ -194,7 +194,7 @@ def listen_health(config: RouterConfig, health: Health) -> GrpcServer:
 
 
 def listen_metrics(config: RouterConfig, registry: CollectorRegistry, pages: DebugPages) -> DebugServer:
-    """Bind the metrics port."""
+    """Bind the metrics port; a ListenError if it is in use."""
     return DebugServer(
         config.host,
         config.metrics_port,

@@ -102,7 +102,7 @@ class BandSettings(Settings):
 class FlowSettings(Settings):
     """The section `flowControl`: how long requests wait, and for what."""
 
-    # What may wait in all bands; None: no limit of its own.
+    # Limits of what waits in all bands; None: no limit of its own.
     requests_max: Quantity | None = field(default=None, name="maxRequests")
     bytes_max: Quantity | None = field(default=None, name="maxBytes")
     ttl_s: Duration = field(default=Duration(60.0), name="defaultRequestTTL")  # a request waits no longer
@@ -150,7 +150,7 @@ class PickerConfig(Settings):
 
     @property
     def directory(self) -> Path:
-        """Where relative paths begin."""
+        """Folder that relative paths begin at."""
         return Path(self.section.source).parent
 
     @property

@@ -72,7 +72,7 @@ class CostParameters(NamedTuple):
 
 
 class RequestFacts(NamedTuple):
-    """What pricing needs to know of a request and of the whole fleet."""
+    """Facts about a request and the whole fleet that pricing needs."""
 
     prompt_tokens: float
     now_s: float

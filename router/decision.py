@@ -109,7 +109,7 @@ class Ranking:
         )
 
     def _view(self, pod: str) -> str:
-        """Of a pod whose stream was not opened."""
+        """State of a pod whose stream was not opened."""
         return self.matches[0].state(pod) if self.matches else StreamState.STALE
 
 
@@ -148,7 +148,7 @@ def _queue(candidate: Candidate) -> str:
 
 
 class Routing(msgspec.Struct, frozen=True):
-    """What a configured pipeline decided beyond the order."""
+    """Decisions of a configured pipeline beyond the order."""
 
     destinations: tuple[str, ...]  # addresses for the gateway to try, in order; never empty
     scores: Mapping[str, float]  # weighted sums by address, of all that passed the filters
@@ -160,7 +160,7 @@ class Routing(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What was decided for one request, and on which grounds."""
+    """Decision for one request, and its grounds."""
 
     request_id: str
     kind: str

@@ -54,7 +54,7 @@ class Entry(msgspec.Struct, eq=False):
 
 
 class SentAdapters:
-    """Which adapters the requests in flight need, by pod. Thread-safe.
+    """Adapters that the requests in flight need, by pod. Thread-safe.
 
     An engine tells its adapters as of the last scrape; what was sent there since is known here.
     """
@@ -65,7 +65,7 @@ class SentAdapters:
         self._requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def on(self, pod: str) -> tuple[str, ...]:
-        """Those that the pod's requests need, the one that came first first."""
+        """Adapters that the pod's requests need, the one that came first first."""
         with self._lock:
             return tuple(self._requests.get(pod, ()))
 

@@ -1,4 +1,4 @@
-"""What can go wrong in the router, at its start, in its cluster, and with a client's request."""
+"""Errors of the router: at its start, in its cluster, and with a client's request."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ class UsageReader:
             text = self._kept + chunk if self._kept else chunk
             end = text.rfind(b"\n") + 1
             self._kept = text[end:]
-            # Of nearly all chunks no line needs to be looked at.
+            # In nearly all chunks no line needs to be looked at.
             if end and (b'"usage"' in text or b'"meta_info"' in text):
                 for line in text[:end].split(b"\n"):
                     self._event_line(line)

@@ -102,7 +102,7 @@ class FlowControl:
         self._priority_of = priority_of
         self._fairness_of = fairness_of
         self._clock = clock
-        # Whom doors enter that can end a request in flight; None: nobody is taken back.
+        # Registry of requests that their doors can end in flight; None: nobody is taken back.
         self.evictions = Evictions() if settings.evicts else None
         self._queue = FlowQueue(settings)
         self._pending = 0

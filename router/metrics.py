@@ -311,7 +311,7 @@ _PER_TOKENIZER: tuple[tuple[Any, str, str, str], ...] = (
 
 @dataclass(eq=False)
 class TokenizerCollector(Collector):
-    """What the tokenizers of this process tell of themselves."""
+    """Metrics of the tokenizers of this process."""
 
     tokenizers: Mapping[str, PromptTokenizer]  # by base model
 

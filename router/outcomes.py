@@ -48,7 +48,7 @@ Seconds = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
 
 
 class Heard(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was heard of a request that is none of this router's; other routers are sent it as it is."""
+    """News of a request that is none of this router's; other routers are sent it as it is."""
 
     request_id: Text
     # `FIRST_TOKEN`, `DONE`, `FAILED` or `REFUSED` (the pod answered that the client asked something wrong: it

@@ -33,7 +33,7 @@ _ENGINE_PATHS = {"trtllm-serve": "/prometheus/metrics"}
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """What a pod serves, as its /v1/models says."""
+    """Models that a pod serves, as its /v1/models says."""
 
     base: str
     aliases: frozenset[str]  # all names of the base model, `base` included
@@ -46,7 +46,7 @@ class ServedModels:
 
 @dataclass(frozen=True, slots=True)
 class EventSources:
-    """Where an engine says that it publishes its KV events."""
+    """Address at which an engine says that it publishes its KV events."""
 
     told: bool = False  # whether it has such a page
     off: bool = False  # whether it says that it publishes nothing
@@ -193,7 +193,7 @@ class PodsSource:
         raise NotImplementedError
 
     def shown(self, now_s: float) -> Any:
-        """What /debug/discovery shows."""
+        """Return what /debug/discovery shows."""
         raise NotImplementedError
 
     def start(self, news: Callable[[], None]) -> None:
@@ -203,7 +203,7 @@ class PodsSource:
         """Ends it; idempotent."""
 
     def waits_for(self) -> Sequence[str]:
-        """What is missing before it is known which pods there are."""
+        """Return what is missing before it is known which pods there are."""
         return ()
 
     def look(self, pods: Iterable[Pod], engines: Collection[EngineState], now_s: float) -> None:

@@ -40,7 +40,7 @@ _ENDPOINT = re.compile(r"tcp://[^\s/]*:([0-9]{1,5})")
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a pod answered."""
+    """Answer of a pod."""
 
     address: str
     healthy: bool  # whether GET /health was answered with 200

@@ -32,7 +32,7 @@ _flag = partial(flag, "process")
 
 @dataclass(frozen=True, slots=True)
 class LogFlags:
-    """What the process tells, and how."""
+    """Flags of logging."""
 
     v: int = _flag("-v --v", count, 0, "1 and above: every detail", metavar="LEVEL")
     zap_log_level: int | None = _flag(

@@ -61,7 +61,7 @@ PromptMedia: TypeAlias = tuple[MultimodalItem, ...]
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
-    """What is known of a request's prompts."""
+    """Facts known of a request's prompts."""
 
     prompts: tuple[TokenIds, ...]  # token ids of every prompt (completions may hold several); empty: unknown
     total: int  # number of prompt tokens, estimated from the body's size when unknown
@@ -114,7 +114,7 @@ def known_prompts(request: RouteRequest, tokenizer: PromptTokenizer, limits: Pro
 
 
 def too_much(request: RouteRequest, context_tokens: int | None) -> PromptTokens | None:
-    """What is seen at once to be of no use to any cache; None for any other request."""
+    """Tell of a request seen at once to be of no use to any cache; None for any other request."""
     prompt = request.body.get("prompt")
     if request.kind is not RequestKind.COMPLETIONS or type(prompt) is not list or not prompt:
         return None

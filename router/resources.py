@@ -115,7 +115,7 @@ class RewriteRules:
         self._rules = exact, generic
 
     def target(self, model: str | None) -> str | None:
-        """What a model becomes; None: no rule is for it."""
+        """Return what a model becomes; None: no rule is for it."""
         exact, generic = self._rules
         rule = exact.get(model or "", generic)
         return rule.draw(self._random) if rule is not None else None
@@ -123,7 +123,7 @@ class RewriteRules:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What the file says."""
+    """Contents of the file."""
 
     priorities: Mapping[str, int] = field(default_factory=dict)  # by objective
     rules: Sequence[RewriteRule] = ()  # those of the oldest object first

@@ -50,7 +50,7 @@ _OTHER_SHARE = 0.1
 
 
 class Prompted(msgspec.Struct, frozen=True):
-    """What is known of a request's prompts when it is scheduled."""
+    """Facts known of a request's prompts when it is scheduled."""
 
     request: RouteRequest
     tokens: PromptTokens

@@ -65,7 +65,7 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """Where an engine tells a value."""
+    """Place where an engine tells a value."""
 
     name: bytes
     label: tuple[bytes, bytes] | None = (
@@ -81,7 +81,7 @@ class _Engine:
     waiting: _Series
     running: _Series
     kv_usage: _Series
-    # Where the tokens of a block and the number of blocks are told; the first that is there counts.
+    # Places of the tokens of a block and the number of blocks; the first that is there counts.
     sizes: tuple[tuple[_Series, _Series], ...]
     # Labels that tell several engines on one page apart, whose loads add up. Series that differ in others
     # only say the same again: ranks that compute the same requests together, or parts of a total.

@@ -34,7 +34,7 @@ _SUITES = {
     "TLS_RSA_WITH_AES_128_GCM_SHA256": "AES128-GCM-SHA256",
     "TLS_RSA_WITH_AES_256_GCM_SHA384": "AES256-GCM-SHA384",
 }
-# Those of TLS 1.3 are always on, here as in Go.
+# Suites of TLS 1.3 are always on, here as in Go.
 _SUITES_13 = ("TLS_AES_128_GCM_SHA256", "TLS_AES_256_GCM_SHA384", "TLS_CHACHA20_POLY1305_SHA256")
 _VERSIONS = {
     "VersionTLS12": ssl.TLSVersion.TLSv1_2,
@@ -103,7 +103,7 @@ class MetricsTlsOptions:
 
 @dataclass(frozen=True, slots=True)
 class TlsFlags:
-    """Which ports have TLS."""
+    """Flags that say which ports have TLS."""
 
     secure_serving: bool = switch(
         TLS,

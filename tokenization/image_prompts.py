@@ -244,7 +244,7 @@ _IDS_MAX = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """Where an image's ids stand."""
+    """Place of an image's ids."""
 
     offset: int  # of the first
     length: int  # how many; they may share an id with the text, or the image, behind

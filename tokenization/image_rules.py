@@ -1,4 +1,4 @@
-"""What images become in a model's prompts: its files in, a rule out, or None for what is not surely known.
+"""Rules for images in a model's prompts: its files in, a rule out, or None for what is not surely known.
 
 The family is what vLLM goes by: the architecture in config.json. Any other, code of the model's own, a
 processor of another name and settings that contradict each other have no rule. Each rule is that of a
@@ -150,7 +150,7 @@ _LLAVA_VISION = {"clip_vision_model": 1, "siglip_vision_model": 0}
 
 @dataclass(frozen=True, slots=True)
 class ImageFiles:
-    """What config.json and the files like it say of a model's images; empty for one that is not there."""
+    """Facts of config.json and the files like it about a model's images; empty for one that is not there."""
 
     config: Settings
     preprocessor: Settings

@@ -42,7 +42,7 @@ _READ_AS_FLAGS = frozenset(
 
 
 class PromptLimits(msgspec.Struct, frozen=True):
-    """What the caller allows."""
+    """Limits that the caller sets."""
 
     chars_max: int | None = None  # longer text is refused without the work of encoding it; None takes any
     context_tokens: int | None = None  # the model's, for requests that want to be cut to it; None: not known

@@ -118,7 +118,7 @@ _ANY_TEXT = re.compile("")
 
 
 def read_by_mistral(directory: Path, special_tokens: Iterable[str]) -> re.Pattern[str] | None:
-    """What is in every text that a tokenizer of Mistral's own reads otherwise than `tokenizer.json`.
+    """Parts of every text that a tokenizer of Mistral's own reads otherwise than `tokenizer.json`.
 
     Without any weights the directory does not tell, and Mistral's tokenizer is taken for the engines' own:
     rather no ids than wrong ones.

@@ -21,7 +21,7 @@ Numbers: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Where the KV of all layers lies."""
+    """Memory for the KV of all layers."""
 
     groups: tuple[KvGroupSpec, ...]  # of the layers; each has a block table of its own in every span
     num_blocks: int  # blocks in the pool, shared by all groups
@@ -57,7 +57,7 @@ class Span(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the layers of one group and one window share: they read the same blocks."""
+    """Inputs that the layers of one group and one window share: they read the same blocks."""
 
     group: int
     window: int | None

@@ -52,7 +52,7 @@ class _LanesModel(models.PrimitiveModel):
 
 
 class _Site(NamedTuple):
-    """Where an operation is generated."""
+    """Place where an operation is generated."""
 
     context: Any  # numba's, of the target
     builder: Any  # LLVM's

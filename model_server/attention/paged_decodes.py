@@ -25,7 +25,7 @@ TILE_TOKENS = 64  # whose weights are computed at once
 # Room for a query head's scores of a tile, which are written four at a time.
 SCORES = TILE_TOKENS + 16
 
-# What numba sees instead: it has no 16-bit floats.
+# Types that numba sees instead: it has no 16-bit floats.
 SEEN_AS = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
 # A thread's stack is 8 MiB by default; an operator may have chosen less.
 _STACK_BYTES = 1 << 19

@@ -257,7 +257,7 @@ def main(arguments: Sequence[str]) -> int:
     except (EOFError, ConnectionError):
         return 0
     except Exception:
-        # What others break by ending is no fault of this rank's.
+        # An error that others cause by ending is no fault of this rank's.
         if not _closes(connection, _NOTICE_MS):
             logger.critical("this rank cannot go on", exc_info=True)
         return _EXIT_FAILED

@@ -25,7 +25,7 @@ class Call:
         head: CallHead = stream.head
         self._peer = peer
         self._stream = stream
-        # Of a call with more bytes nothing is served on its connection's own thread.
+        # A call with more bytes is not served on its connection's own thread.
         self._inline_bytes_max = peer.host.inline.get(head.path, -1)
         self._reader = MessageReader(head.encoding, peer.host.receive_bytes_max)
         self._has_headers = False

@@ -137,7 +137,7 @@ class FrameReader:
         return bool(self._rest) or not self._is_begun
 
     def feed(self, data: bytes) -> Iterable[Frame]:
-        """Frames that are complete with these bytes; to be read to the end."""
+        """Return the frames that are complete with these bytes; an H2Error for one too large or no HTTP/2."""
         if not self._rest and self._has_settings and len(data) >= HEAD_BYTES:
             # Nearly always one frame comes by itself.
             upper, lower, kind, flags, stream_id = read_head(data)
@@ -201,7 +201,7 @@ class FrameReader:
 
 
 def check_unused(kind: int, stream_id: int, payload: bytes) -> None:
-    """Check a frame from which nothing follows here, if a client may send it at all."""
+    """Check a frame from which nothing follows here; an H2Error if no client may send it."""
     if kind == FrameType.PUSH_PROMISE:
         raise H2Error(H2Code.PROTOCOL_ERROR, "a client does not push")
     if kind == FrameType.GOAWAY and (stream_id or len(payload) < 8):
@@ -213,13 +213,13 @@ def check_unused(kind: int, stream_id: int, payload: bytes) -> None:
 
 
 def unpadded(payload: bytes) -> bytes:
-    """Return a padded frame's payload without its padding."""
+    """Return a padded frame's payload without its padding; an H2Error if that is as long as the frame."""
     if not payload or payload[0] >= len(payload):
         raise H2Error(H2Code.PROTOCOL_ERROR, "padding as long as its frame")
     return payload[1 : len(payload) - payload[0]]
 
 
 def expect_size(payload: bytes, size: int, what: str) -> None:
-    """Check a payload that has but one size."""
+    """Check a payload that has but one size; an H2Error if it has another."""
     if len(payload) != size:
         raise H2Error(H2Code.FRAME_SIZE_ERROR, f"{what} of {len(payload)} bytes instead of {size}")

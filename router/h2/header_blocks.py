@@ -103,7 +103,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class CallHead:
-    """What a call says before its first message."""
+    """Headers of a call, before its first message."""
 
     path: str  # "/package.Service/Method"
     encoding: str  # of its compressed messages; "identity": none are

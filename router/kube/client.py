@@ -46,7 +46,7 @@ _NO_QUERY: Mapping[str, str] = {}
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is listed or watched."""
+    """Objects that are listed or watched."""
 
     group: str  # "" for the core group
     version: str
@@ -214,7 +214,7 @@ class KubeClient:
                 headers=headers | {secret["key"]: secret["value"] for secret in secrets},
                 timeout=urllib3.Timeout(connect=_CONNECT_S, read=read_s),
                 preload_content=False,
-                # Who calls knows better when to try again.
+                # The caller knows better when to try again.
                 retries=False,
             )
         if 200 <= response.status < 300:

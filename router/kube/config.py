@@ -1,4 +1,4 @@
-"""What discovery in Kubernetes is told: flags in, one checked KubeConfig out."""
+"""Settings of discovery in Kubernetes: flags in, one checked KubeConfig out."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _flag = partial(flag, _GROUP)
 
 @dataclass(frozen=True, slots=True)
 class KubeConfig:
-    """Where pods are found: in a pool, or by `selector`."""
+    """Source of pods: a pool, or `selector`."""
 
     pool: str = _flag(
         "--pool-name",

@@ -44,7 +44,7 @@ _EXACT = "Exact"
 
 @dataclass(frozen=True, slots=True)
 class PodEndpoints:
-    """What a pod is to us."""
+    """The role of a pod for us."""
 
     entries: tuple[PodEntry, ...] = ()  # its endpoints, also while it is not Ready: its cache outlives that
     complaint: str = ""  # an annotation that is not understood, and so is passed over

@@ -73,7 +73,7 @@ _FIRST_WORDS_STAY = frozenset({Reason.API_UNREACHABLE})
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What discovery knows now."""
+    """Facts that discovery knows now."""
 
     errors: Mapping[str, ClusterError | None] = field(default_factory=dict)  # why a watch fails, by its name
     pool_listed: bool = False
@@ -96,7 +96,7 @@ class Fact(NamedTuple):
 
 
 def of_cluster(found: Found, config: KubeConfig, namespace: str) -> Iterator[Fact]:
-    """What is wrong with watches, the pool, and the objects that they tell of."""
+    """Problems of watches, the pool, and the objects that they tell of."""
     version = f"{config.pool_group}/{POOL_VERSIONS[config.pool_group]}"
     for what, error in found.errors.items():
         if error is None:
@@ -139,7 +139,7 @@ _WHAT_IT_MEANS = {
 def of_pods(
     pods: Iterable[Pod], engines: Collection[EngineState], probed: Collection[str] = ()
 ) -> Iterator[Fact]:
-    """What is wrong with pods' ports and event streams.
+    """Problems of pods' ports and event streams.
 
     Args:
         engines: The event streams that are followed.

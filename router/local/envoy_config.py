@@ -47,7 +47,7 @@ _Action = tuple[dict[str, Any], list[dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class EnvoySettings:
-    """What the configuration depends on, as `StackOptions` has it; all addresses are (host, port)."""
+    """Inputs of the configuration, as `StackOptions` has them; all addresses are (host, port)."""
 
     gateway: Address
     router_grpc: Address

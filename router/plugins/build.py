@@ -132,7 +132,7 @@ _PRECISE_SCORER = "precise-prefix-cache-scorer"
 # Types whose parameters are others' to read.
 _READ_ELSEWHERE = frozenset({*PARSERS, *FLOW_TYPES, REPORTER})
 
-# What there is in the place of types that we do not have.
+# Replacements of types that we do not have.
 INSTEAD: Mapping[str, str] = {
     "data-parallel-profile-handler": "one endpoint for each rank, which discovery makes",
     "latency-scorer": "ttft-cost-scorer, which needs no predictor",

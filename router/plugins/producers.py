@@ -47,7 +47,7 @@ class PrecisePrefix:
 
 
 class ApproximatePrefix(Settings):
-    """What this router sent where: an LRU of prompt hashes for each pod."""
+    """Record of what was sent where: an LRU of prompt hashes for each pod."""
 
     auto_tune: bool = True  # would take the block size from the engines, whose events we have
     block_size_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 16  # at 4 bytes a token; at least 64 count

@@ -37,7 +37,7 @@ class WeightedScorer:
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """What a profile chose."""
+    """Choice of a profile."""
 
     profile: str  # its name
     endpoints: Sequence[Endpoint]  # best first; never empty
@@ -218,7 +218,7 @@ class PrefillApart(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Handled:
-    """What the profiles chose."""
+    """Choice of all profiles."""
 
     primary: Picked  # where the request goes
     targets: Mapping[str, Endpoint]  # first picks by profile; "" is where the request goes

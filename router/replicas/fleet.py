@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _NAME = "kvroute_router_ledger_"
 
 REQUESTS_MAX = 100_000
-"""Of one peer; as many as its ledger holds."""
+"""Requests of one peer; as many as its ledger holds."""
 
 
 class Fleet(Collector):

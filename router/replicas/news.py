@@ -37,7 +37,7 @@ Number = Annotated[int, Meta(ge=0)]
 
 
 class FollowRequest(Struct, frozen=True):
-    """Who asks."""
+    """Identity of the router that asks."""
 
     instance: Text  # another text for each process
     fingerprint: Number  # of the seed and the length of blocks; shows that the asker knows the seed
@@ -122,7 +122,7 @@ def news_messages(news: News) -> Iterator[bytes]:
 
 
 def read_news(message: bytes) -> News:
-    """Read and check news, see `read`; an empty message is news of nothing."""
+    """Read and check news, see `read` for errors; an empty message is news of nothing."""
     return read(News, message) if message else News()
 
 
