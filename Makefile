@@ -15,6 +15,7 @@ UP_ARGS ?=
 
 # Test processes side by side, one per core: each holds torch and starts servers. 0: all tests in one process.
 TEST_WORKERS ?= 2
+PYTEST = $(BIN)/pytest --numprocesses=$(TEST_WORKERS) --dist=worksteal
 
 # Container images. PYTHON_BASE_IMAGE and TORCH_INDEX_URL: see docker/*.Dockerfile; without-torch ends before torch.
 IMAGE_PREFIX ?= kvroute
@@ -24,12 +25,14 @@ PYTHON_IMAGE := $(or $(PYTHON_BASE_IMAGE),python:3.11-slim-bookworm)
 BUILD_ARGS := --build-arg BASE_IMAGE=$(PYTHON_IMAGE) $(if $(PIP_INDEX_URL),--build-arg PIP_INDEX_URL) \
   $(if $(filter-out undefined,$(origin TORCH_INDEX_URL)),--build-arg TORCH_INDEX_URL=$(TORCH_INDEX_URL))
 
-.PHONY: help setup up test test-kind images envoy-image wheelhouse check format bench lock proto clean
+.PHONY: help setup up test test-fast test-deep test-kind images envoy-image wheelhouse check format bench lock proto clean
 
 help:
 	@echo "make up         start the local stack (2 model servers, router, Envoy), show it, stay up until Ctrl-C"
 	@echo "make up DEMO=1  the same, but end after the demonstration; also REPLICAS=n PORT=n BASE_PORT=n"
 	@echo "make test       all tests that need no cluster; also TEST_WORKERS=n, PYTEST_ARGS="
+	@echo "make test-fast  unit tests with few examples of each property, for the loop while editing"
+	@echo "make test-deep  properties alone, with ten times as many examples"
 	@echo "make check      ruff and mypy"
 	@echo "make test-kind  tests in a kind cluster (says what it needs)"
 	@echo "make images     container images of router and model server; also IMAGE_PREFIX=, IMAGE_TAG=, TORCH_INDEX_URL="
@@ -61,7 +64,13 @@ up: setup
 	@exec $(BIN)/kvroute up --replicas $(REPLICAS) --port $(PORT) --base-port $(BASE_PORT) $(if $(filter 1,$(DEMO)),--demo-only) $(UP_ARGS)
 
 test: setup
-	$(BIN)/pytest --numprocesses=$(TEST_WORKERS) --dist=worksteal $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+test-fast: setup
+	$(PYTEST) tests/unit --hypothesis-profile=fast $(PYTEST_ARGS)
+
+test-deep: setup
+	$(PYTEST) -m "hypothesis and not kind" --hypothesis-profile=deep --timeout=7200 $(PYTEST_ARGS)
 
 test-kind: setup
 	$(BIN)/pytest tests/kind -m kind $(PYTEST_ARGS)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -17,6 +18,7 @@ from hypothesis.stateful import (
 
 from indexer.tiers import SPECULATIVE_TIER
 from tests.contract.index_backends import BACKENDS, TIERS, keys
+from tests.support.depth import examples
 from tests.support.held_copies import references
 from tests.support.reference_index import ReferenceIndex
 
@@ -159,12 +161,13 @@ class IndexMachine(RuleBasedStateMachine):
         return tiers
 
 
+@pytest.mark.hypothesis
 def test_an_index_equals_the_reference() -> None:
     """Whatever is stored, removed, cleared and evicted, the index tells what the reference tells."""
     run_state_machine_as_test(
         IndexMachine,
         settings=settings(
-            max_examples=50,
+            max_examples=examples(50),
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],

@@ -15,6 +15,7 @@ from tests.integration.engine_support import (
     request,
     run_to_end,
 )
+from tests.support.depth import examples
 from tests.support.engine_invariants import check_engine
 
 
@@ -67,7 +68,9 @@ SWAPPED_APART = [
 ]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     actions=st.lists(ACTIONS, min_size=15, max_size=50),
     chosen=SETTINGS,

@@ -23,6 +23,7 @@ from tests.integration.model_server_support import (
     running_server,
     wait_until,
 )
+from tests.support.depth import examples
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CONTEXT_TOKENS = 256
@@ -307,7 +308,7 @@ GOOD = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     path=st.sampled_from([COMPLETIONS, CHAT, "/tokenize", "/detokenize"]),
     good=GOOD,
@@ -324,7 +325,7 @@ def test_no_body_breaks_the_server(
     assert b'"error"' not in answer.data or answer.status != 200
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(raw=st.binary(max_size=200))
 def test_no_bytes_break_the_server(server: RunningServer, raw: bytes) -> None:
     """Any bytes at all are a 400 unless they happen to be a request."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from router.body_guard import GATEWAY_ONLY_FIELDS, BodyGuard
 from router.errors import RequestError
 from router.parsers import http_request
+from tests.support.depth import examples
 
 PARAMS = {"do_remote_prefill": True, "remote_block_ids": []}
 CONTAINERS = ("vllm_xargs", "sampling_params", "extra_args", "extra_body", "nvext")
@@ -216,7 +217,7 @@ def _name(name: str, draw: st.DataObject) -> str:
     return '"' + (name if at < 0 else f"{name[:at]}\\u{ord(name[at]):04x}{name[at + 1 :]}") + '"'
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     members=st.lists(st.tuples(_NAMES, _VALUES), max_size=4).map(Pairs),
     path=st.sampled_from(PATHS),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from benchmarks.large_vocabulary import REGEXES
+from tests.support.depth import examples
 from tests.unit.tokenizer_support import SPECIAL, mistral_v3
 from tokenization import TINY_DIRECTORY, TokenizerLoadError, UnsupportedPromptError
 from tokenization.encoder import TextEncoder, hard_texts, is_segmentable
@@ -81,13 +82,14 @@ ATOMS = (
 texts = st.lists(st.sampled_from(ATOMS) | st.text(max_size=6), max_size=24).map("".join)
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("name", sorted(MAKERS))
 def test_ids_are_the_librarys(name: str) -> None:
     """Any text of any family's tokenizer has the ids that the library gives it."""
     tokenizer = MAKERS[name]()
     encoder = TextEncoder(tokenizer)
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=examples(100), deadline=None)
     @given(texts)
     def are_the_librarys(text: str) -> None:
         expected = tokenizer.encode(text, add_special_tokens=False).ids

@@ -15,6 +15,7 @@ from indexer.decode import decode_event, split_batch
 from indexer.errors import PayloadError
 from indexer.event_columns import Columns, EventDecoder, handle_of
 from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from tests.support.depth import examples
 from tests.unit.event_payloads_support import PLAIN_ARRAY, PLAIN_MAP, damaged, payloads, unhurried
 from tests.unit.indexer_support import DATA, read_json, read_lines
 
@@ -142,7 +143,7 @@ def test_whatever_is_in_a_batch_is_read_as_event_by_event(batch: list[bytes]) ->
     check(decode(*batch), batch)
 
 
-@settings(unhurried, max_examples=200)
+@settings(unhurried, max_examples=examples(200))
 @given(st.lists(hostile, max_size=4))
 def test_no_bytes_do_harm(batch: list[bytes]) -> None:
     """Whatever a payload holds, it is refused or read, and costs its neighbours nothing."""

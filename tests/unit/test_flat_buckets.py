@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from indexer.flat_buckets import behind, delete, empty_table, home_of, insert, room_for
+from tests.support.depth import examples
 
 MOST = 5_000
 # Of few hashes entries pile up; the least and the largest ones meet around the table's end.
@@ -56,7 +57,7 @@ def holds(table: NDArray[np.uint64], held: list[Entry]) -> bool:
     ),
     usual=st.sampled_from([100, 2000, MOST]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_a_table_grows_under_its_entries(
     seed: int, turns: list[tuple[int, list[int], int]], usual: int
 ) -> None:

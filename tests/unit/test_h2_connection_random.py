@@ -13,6 +13,7 @@ from router.h2 import frames
 from router.h2.connection import H2Connection
 from router.h2.frames import FrameType, H2Code, H2Error
 from router.h2.streams import Opened
+from tests.support.depth import examples
 from tests.unit.h2_pair import HEADERS, REQUEST, TRAILERS, Pair, fields
 
 _WINDOW_BYTES = 20_000
@@ -38,7 +39,7 @@ _garbage = st.lists(_frames | _heads | st.binary(max_size=40), max_size=30).map(
 
 
 @given(st.sampled_from([b"", frames.PREFACE, _BEGIN]), _garbage, st.lists(st.integers(0, 2000), max_size=10))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_any_bytes_are_read_or_refused(begin: bytes, garbage: bytes, cuts: list[int]) -> None:
     """Whatever comes, however it is cut, ends in events or one H2Error, and its caps hold."""
     data = begin + garbage
@@ -50,7 +51,7 @@ def test_any_bytes_are_read_or_refused(begin: bytes, garbage: bytes, cuts: list[
 
 
 @given(_garbage, st.integers(1, 9))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_bytes_one_by_one_mean_the_same(garbage: bytes, size: int) -> None:
     """Frames in tiny pieces are the same frames."""
     data = _BEGIN + garbage
@@ -236,7 +237,7 @@ class Both(RuleBasedStateMachine):
         return (b"%d," % self.count * (size // 2 + 1))[:size]
 
 
-Both.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+Both.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 test_an_honest_client_loses_nothing = Both.TestCase
 
 

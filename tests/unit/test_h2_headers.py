@@ -20,6 +20,7 @@ from router.h2.header_blocks import (
     refusal_block,
     trailers_block,
 )
+from tests.support.depth import examples
 
 _names = st.sampled_from([b":path", b":method", b"x-a", b"x-b", b"authorization", b"cookie"])
 _values = st.sampled_from([b"", b"/", b"POST", b"1", b"a" * 50, b"b" * 1500, b"c" * 3000]) | st.binary(
@@ -33,7 +34,7 @@ _steps = st.lists(
 
 
 @given(_steps)
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_blocks_mean_what_they_mean_to_a_plain_decoder(steps: list[object]) -> None:
     """Whatever an encoder does to the table, each block is read as a decoder without a cache reads it."""
     encoder, plain = hpack.Encoder(), hpack.Decoder()
@@ -59,7 +60,7 @@ def test_blocks_mean_what_they_mean_to_a_plain_decoder(steps: list[object]) -> N
 
 
 @given(st.lists(st.binary(max_size=12), max_size=30))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_any_block_means_what_it_means_to_a_plain_decoder(sent: list[bytes]) -> None:
     """Blocks that no encoder would make are refused where a plain decoder refuses them."""
     plain, blocks = (

@@ -85,6 +85,7 @@ messages = st.lists(
 )
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_templates_show_the_same_with_and_without_idle_rounds(name: str) -> None:
     """A template that searches shows what Jinja shows of it as it is written."""

@@ -18,6 +18,7 @@ from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from tests.support.depth import examples
 from tests.unit.image_support import LLAVA_VISION, library
 from tokenization.image_prompts import ImageSize
 from tokenization.image_rules import ImageFiles, always, by_pixels, image_rule, in_rows, joined
@@ -75,7 +76,7 @@ def test_qwens_grid_is_what_the_processor_makes_of_pixels(size: tuple[int, int])
 
 
 @given(st.integers(1, 400), st.integers(1, 400), st.sampled_from([(8, 1, 96), (14, 2, 280), (16, 1, 100)]))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_pixtrals_rows_are_the_processors(width: int, height: int, kind: tuple[int, int, int]) -> None:
     """Rows and columns are those of the resized image; each row ends with a break, the last with the end."""
     patch, merge, edge = kind

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
+from tests.support.depth import examples
 from tests.unit.tokenizer_support import mistral_v3
 from tokenization import TINY_DIRECTORY, IncrementalDecoder, PromptTokenizer
 
@@ -34,7 +35,7 @@ def pieces(decoder: IncrementalDecoder, token_ids: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("skip", [True, False])
 @given(token_ids=st.lists(st.one_of(SPECIALS, BYTES, IDS), max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_remembered_texts_change_nothing(skip: bool, token_ids: list[int]) -> None:
     """Any ids of a byte-level tokenizer, broken characters and special ones too, join to their text."""
     whole = TINY.decode(token_ids, skip_special_tokens=skip)
@@ -42,7 +43,7 @@ def test_remembered_texts_change_nothing(skip: bool, token_ids: list[int]) -> No
 
 
 @given(token_ids=st.lists(st.one_of(SPECIALS, BYTES, IDS), max_size=30))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_each_id_is_shown_as_soon_as_without_them(token_ids: list[int]) -> None:
     """Remembering texts neither holds text back nor emits it earlier."""
     plain = IncrementalDecoder(TINY)
@@ -51,7 +52,7 @@ def test_each_id_is_shown_as_soon_as_without_them(token_ids: list[int]) -> None:
 
 
 @given(text=st.text(max_size=30))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_a_decoder_that_looks_around_is_asked_each_time(text: str) -> None:
     """Where an id's text depends on its neighbours none is remembered, and the spaces are all there."""
     tokenizer = sentencepiece()

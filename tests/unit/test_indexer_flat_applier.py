@@ -23,6 +23,7 @@ from indexer.hybrid import group_holder
 from indexer.keys import BlockHasher, Keys
 from indexer.tiers import Tiers
 from indexer.view_parts import Outcome
+from tests.support.depth import examples
 from tests.support.plain_view import DecodingApplier, MappedCache
 from tests.support.reference_index import ReferenceIndex
 from tests.unit.indexer_support import read_lines
@@ -189,7 +190,7 @@ HASHER = BlockHasher(4, 1)
 KEYS = {models: all_keys(HASHER, set(models)) for models in [("m",), ("m", "n")]}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data(), grouped=st.booleans(), two_models=st.booleans(), two_seeds=st.booleans())
 def test_the_kernel_does_what_the_views_do(
     data: st.DataObject, grouped: bool, two_models: bool, two_seeds: bool

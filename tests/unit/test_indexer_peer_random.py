@@ -9,6 +9,7 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from indexer.journal import Entry, decode_entry
+from tests.support.depth import examples
 from tests.unit.indexer_support import read_lines
 from tests.unit.peer_views import DIGEST, MODEL, PODS, TIERS, Views, assert_same, payload, removal
 from tests.unit.test_indexer_flat_applier import KEYS, batches
@@ -16,7 +17,7 @@ from tests.unit.test_indexer_flat_applier import KEYS, batches
 POD, OTHER = PODS
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data(), grouped=st.booleans())
 def test_a_copied_view_goes_on_like_the_one_it_was_copied_from(data: st.DataObject, grouped: bool) -> None:
     """A view that is copied at any moment does with all later events what its origin does."""
@@ -42,7 +43,7 @@ def test_a_copied_view_goes_on_like_the_one_it_was_copied_from(data: st.DataObje
     event(f"copied: {copied}")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data(), grouped=st.booleans())
 def test_a_view_goes_on_by_what_another_recorded(data: st.DataObject, grouped: bool) -> None:
     """Changes recorded at one router and applied at another leave the same blocks, copies and groups."""

@@ -16,6 +16,7 @@ from indexer.errors import PeerError
 from indexer.flat_layout import HeldBlocks
 from indexer.peer_wire import MESSAGE_BYTES_MAX, SnapshotReader, snapshot_messages
 from indexer.view_parts import ViewPart, ViewSnapshot
+from tests.support.depth import examples
 from tests.unit.peer_views import DIGEST, PODS, TIERS, Views, payload, removal
 
 POD = PODS[0]
@@ -194,7 +195,7 @@ def spoilt(draw: st.DrawFn, messages: list[bytes]) -> list[bytes]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_no_message_breaks_an_index(data: st.DataObject) -> None:
     """Whatever a peer sends is refused with a reason, or is a view that can be used and cleared."""

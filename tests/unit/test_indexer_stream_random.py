@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from indexer.stream import StreamState
+from tests.support.depth import examples
 from tests.unit.stream_support import Loop
 
 
@@ -163,4 +164,4 @@ class StreamRules(RuleBasedStateMachine):
 
 
 TestStream = StreamRules.TestCase
-TestStream.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestStream.settings = settings(max_examples=examples(300), stateful_step_count=40, deadline=None)

@@ -13,6 +13,7 @@ from model_server.block_hash import event_hash
 from model_server.events import Announcer, BlockContent, BlockStored, KVEventBatch
 from model_server.publish import Snapshot
 from model_server.shapes import kv_groups
+from tests.support.depth import examples
 
 SIZE = 2
 ANNOUNCER = Announcer(kv_groups((None, 8)), SIZE)
@@ -103,7 +104,7 @@ _BLOCKS = st.lists(
 
 
 @given(device=_BLOCKS, host=_BLOCKS)
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_whatever_is_held_is_told(device: list[BlockContent], host: list[BlockContent]) -> None:
     """Copies, contents, tiers and groups are those of both tiers."""
     assert copies(told(device, host)) == wanted("GPU", device) + wanted("CPU", host)

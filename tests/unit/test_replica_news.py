@@ -27,6 +27,7 @@ from router.replicas.news import (
     read_news,
     sent_of,
 )
+from tests.support.depth import examples
 
 POD = "10.0.0.1:8000"
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -66,7 +67,7 @@ def carried(news: News) -> list[News]:
     return [read_news(message) for message in news_messages(news)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(news=NEWS)
 def test_what_is_told_is_what_is_read(news: News) -> None:
     """Every field of every kind survives the wire."""
@@ -165,7 +166,7 @@ def test_an_outcome_that_is_out_of_bounds_is_refused(named: str, fields: dict[st
         read_news(msgspec.msgpack.encode({"heard": [fields]}))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(data=st.binary(max_size=300))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     """Whatever a peer sends is read, or refused by one error."""

@@ -20,6 +20,7 @@ from router.replicas import journal as journal_module
 from router.replicas.fleet import OthersWork
 from router.replicas.journal import Journal
 from router.replicas.news import News, Sent
+from tests.support.depth import examples
 from tests.unit.replica_support import PEER, Follower, told
 from tests.unit.router_support import Bench, completion, long_text, ready_pod
 
@@ -358,7 +359,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(steps=STEPS)
 def test_after_any_history_a_follower_counts_what_the_teller_counts(steps: list[tuple[Any, ...]]) -> None:
     """Whatever happens, and whenever one joins or is lost, told means equal: each sum of each pod."""

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.board import PodBoard, PodWork
+from tests.support.depth import examples
 from tests.unit.pricing_support import load
 
 PODS = ("a:0", "a:1", "a:2")
@@ -35,7 +36,7 @@ def assert_equal(board: PodBoard, flying: list[Flying]) -> None:
             assert board.pods[row]["head_tokens"] == (queued[0] if queued else 0)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(
         st.tuples(st.sampled_from(["begin", "end_prefill", "end", "declare"]), st.integers(0, 20)),

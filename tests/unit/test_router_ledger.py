@@ -13,6 +13,7 @@ from router.board import PodWork
 from router.dispatch import Dispatch
 from router.ledger import Ledger, LedgerParameters
 from router.rates import Lesson
+from tests.support.depth import examples
 
 PARAMETERS = LedgerParameters(
     capacity=5,
@@ -222,7 +223,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(STEPS)
 def test_sums_always_equal_a_recount(steps: list[tuple[str, int, int, int | None, int | None]]) -> None:
     """After any history the per-pod sums equal what a plain list of the requests in flight adds up to."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from model_server.draw import CHUNK, draw, weigh
 from model_server.requests import SamplingParams
 from model_server.sampler import SamplingRow, left_of_all, left_of_best, sample, uniform
+from tests.support.depth import examples
 
 VOCAB_SIZE = 1000
 
@@ -54,7 +55,7 @@ wishes = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.lists(wishes, min_size=1, max_size=4), st.integers(0, 2**32), st.sampled_from([0.05, 0.2, 1.0, 9.0])
 )
@@ -82,7 +83,7 @@ def test_the_best_tokens_are_nearly_always_enough() -> None:
     assert left_of_best(flat, params, 256)[2].tolist() == [False, False]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.lists(wishes, min_size=1, max_size=5), st.integers(0, 2**32), st.sampled_from([0.02, 0.3, 3.0]))
 def test_the_token_drawn_is_the_full_sorts(rows: list[SamplingParams], seed: int, temperature: float) -> None:
     """Whichever quick way a row takes, alone or in a batch, its token is that of sorting everything."""
@@ -102,7 +103,7 @@ def test_the_token_drawn_is_the_full_sorts(rows: list[SamplingParams], seed: int
     assert drawn[0] == drawn[1] == drawn[2] == sample(logits.clone(), asked)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.integers(0, 2**32), st.integers(0, 2**32), st.sampled_from([0, 3, 40, 700]))
 def test_a_draw_inverts_the_cumulated_probability(seed: int, position: int, top_k: int) -> None:
     """The token drawn is the first whose cumulated probability exceeds the draw, up to rounding."""
@@ -138,7 +139,7 @@ def test_no_heat_brings_a_forbidden_token_back(temperature: float, top_k: int) -
     assert sample(logits, [SamplingRow(params, 1, 0)]) == [700]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.lists(st.sampled_from([0.96875, 0.5, 0.0625, 1e-9]), min_size=1, max_size=4),
     st.integers(0, 2**32),
@@ -195,7 +196,7 @@ def test_weights_are_as_precise_as_float32() -> None:
     np.testing.assert_allclose(weights, exact, rtol=1e-6)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.sampled_from([1, 127, 128, 129, 1000]),
     st.integers(0, 2**32),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.depth import examples
 from tokenization import (
     TINY_DIRECTORY,
     IncrementalDecoder,
@@ -64,14 +65,14 @@ def test_chat_ids_equal_transformers(options: dict[str, object]) -> None:
 
 
 @given(st.text(max_size=200))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_text_survives_a_round_trip(text: str) -> None:
     """Byte-level BPE gives any text back unchanged."""
     assert TINY.decode(TINY.encode(text), skip_special_tokens=False) == text
 
 
 @given(st.lists(st.one_of(st.integers(3, 258), st.integers(0, 4095)), max_size=60))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_incremental_decoding_equals_decoding_at_once(token_ids: list[int]) -> None:
     """Pieces emitted one id at a time join to the text of all ids, also for broken UTF-8."""
     decoder = IncrementalDecoder(TINY)
@@ -197,7 +198,7 @@ message_like = st.fixed_dictionaries(
 
 
 @given(st.lists(message_like | json_values, max_size=4), json_values, json_values)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_no_chat_body_raises_anything_but_a_prompt_error(
     messages: object, tools: object, kwargs: object
 ) -> None:

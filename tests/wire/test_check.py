@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router.ext_proc import ExtProcOptions
+from tests.support.depth import examples
 from tests.unit.router_support import TINY, Bench, long_text, ready_pod
 from tests.wire.router_wire_support import TIMEOUT_S, Doors, doors
 
@@ -162,11 +163,12 @@ def test_requests_without_a_body_and_unknown_paths_pass() -> None:
     assert bench.sample("kvroute_router_dropped_messages_total", door="check", reason="partial_body") == 0
 
 
+@pytest.mark.hypothesis
 def test_hostile_requests_are_always_answered() -> None:
     """Any body, path and headers are answered with a pod or an error, never with a broken call."""
     with doors(Bench().with_pods(A)) as served:
 
-        @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=60, deadline=None)
+        @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=examples(60), deadline=None)
         @given(
             body=st.binary(max_size=80),
             path=st.text(max_size=20),

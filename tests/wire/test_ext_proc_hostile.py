@@ -21,6 +21,7 @@ from router.ext_proc_forms import LlmdForm, OwnForm
 from router.ext_proc_messages import BodyMode
 from router.parsers import Parsers
 from router.resources import RewriteRules
+from tests.support.depth import examples
 from tests.unit.router_support import TINY, Bench, ready_pod
 from tests.wire.router_wire_support import (
     Doors,
@@ -152,12 +153,13 @@ def check_order(answers: Sequence[pb.ProcessingResponse]) -> None:
             assert len(chunk) <= 62_000
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", DOORS)
 def test_no_stream_breaks_the_door(kind: str) -> None:
     """Whatever is sent in whatever order: well-formed answers, a clean end, nothing left in the ledger."""
     with served(kind) as door:
 
-        @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
         @given(st.lists(messages(), max_size=8))
         def play(sent: list[pb.ProcessingRequest]) -> None:
             check_order(door.exchange(*sent))
