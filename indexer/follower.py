@@ -26,7 +26,7 @@ from indexer.stream_actions import Action, Batch, Fetch, Purpose, Replay
 if TYPE_CHECKING:
     from indexer.subscribe import Subscriber
 
-_RETRY_S, _RETRY_MAX_S = 0.1, 5.0
+_RETRY_S, RETRY_MAX_S = 0.1, 5.0
 _REOPEN_S = 0.1
 _SLOT_RETRY_S = 0.02
 _READABLE = int(zmq.POLLIN)
@@ -184,7 +184,7 @@ class ReplayingStream(EngineStream):
     def _retry(self, now_s: float) -> None:
         self._replay_attempts += 1
         if self._replay_attempts < self._config.replay_attempts:
-            self._timers[self._ask] = now_s + min(_RETRY_MAX_S, _RETRY_S * 4 ** (self._replay_attempts - 1))
+            self._timers[self._ask] = now_s + min(RETRY_MAX_S, _RETRY_S * 4 ** (self._replay_attempts - 1))
             return
         self._sink.replay(self.name, "failed")
         self._perform(self._machine.replay_failed(), now_s)
@@ -242,7 +242,7 @@ class Follower(ReplayingStream):
         self._close_link()
         super().reset(now_s)
         self._set_connected(False, now_s)
-        self._timers[self._open] = now_s + _RETRY_MAX_S
+        self._timers[self._open] = now_s + RETRY_MAX_S
 
     def _close_link(self) -> None:
         if self._link is not None:
@@ -267,7 +267,7 @@ class Follower(ReplayingStream):
         except zmq.ZMQError:
             close_subscription(socket, monitor)
             self._sink.socket_error(self.name, "subscribe")
-            self._timers[self._open] = now_s + _RETRY_MAX_S
+            self._timers[self._open] = now_s + RETRY_MAX_S
             return
         self._link = socket, monitor
         # The monitor first: a connection is known before its first message is read.

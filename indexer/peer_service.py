@@ -43,7 +43,7 @@ _CODES = {
 _OVERHEAD_BYTES = 4096
 _CONNECT_MS = 3000
 # A peer that could not be reached is not asked again for so long: there are many engines to ask for.
-_DOWN_S = 5.0
+DOWN_S = 5.0
 _ADDRESSES_MAX = 64
 # A peer that has too many askers is asked again after this.
 _BUSY_S = 0.25
@@ -255,7 +255,7 @@ class PeerClient:
     def _set_down(self, name: str) -> None:
         now_s = time.monotonic()
         still = {other: until_s for other, until_s in self._down_until_s.items() if until_s > now_s}
-        self._down_until_s = {**still, name: now_s + _DOWN_S}
+        self._down_until_s = {**still, name: now_s + DOWN_S}
 
     def _failed(self, stream: PodStream, address: str, error: PeerError) -> None:
         self._metrics.peers_asked.labels(error.reason).inc()

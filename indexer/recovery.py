@@ -35,12 +35,12 @@ _HELD_TURN_MESSAGES = 4 * TURN_MESSAGES
 MESSAGE_FACTOR = 2
 
 # Quiet for this long, a stream's tail is checked.
-_QUIET_S = 1.0
+QUIET_S = 1.0
 # Between two snapshots of one engine.
 _FETCH_SPACING_S = 1.0
 # Pauses before what a STALE view lacks is tried to be had again: the first at most, and the last. They are
 # drawn a little at random, so that many views that broke together are not mended all at once.
-_HEAL_FIRST_S, _HEAL_LAST_S = 30.0, 600.0
+HEAL_FIRST_S, _HEAL_LAST_S = 30.0, 600.0
 
 
 class EngineStream:
@@ -61,7 +61,7 @@ class EngineStream:
         # Where the view comes from, if that was not told yet.
         self._source: str | None = "none"
         self._fetched_s, self._peers = -math.inf, True
-        self._heal_pause_s = _HEAL_FIRST_S
+        self._heal_pause_s = HEAL_FIRST_S
         self._snapshot_offered = True
         self._changed_s = -math.inf
         # When to do what; what is not here is not to be done.
@@ -95,7 +95,7 @@ class EngineStream:
         self._perform(self._machine.check_tail(), now_s)
 
     def _check_tail_later(self, now_s: float) -> None:
-        self._timers[self._check_tail] = now_s + _QUIET_S
+        self._timers[self._check_tail] = now_s + QUIET_S
 
     def _heal(self, now_s: float) -> None:
         self._perform(self._machine.heal(), now_s)
@@ -112,7 +112,7 @@ class EngineStream:
             self._source = None
         if current[0] is StreamState.EXACT:
             self._timers.pop(self._heal, None)
-            self._heal_pause_s = _HEAL_FIRST_S
+            self._heal_pause_s = HEAL_FIRST_S
 
     def link_up(self, now_s: float) -> None:
         self._snapshot_offered = True

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 # An engine that was not connected for so long is followed here.
-_UNLINKED_S = 2.0
+UNLINKED_S = 2.0
 _ENTRIES_AT_ONCE = 64
 
 _MESSAGES = msgspec.msgpack.Decoder(list[bytes])
@@ -160,7 +160,7 @@ class RelayReader:
         engines = self._roster.engines
         unlinked = [holder for holder, engine in engines.items() if not engine.linked]
         self._unlinked_s = {holder: self._unlinked_s.get(holder, now_s) for holder in unlinked}
-        wanted = [holder for holder in unlinked if now_s - self._unlinked_s[holder] >= _UNLINKED_S]
+        wanted = [holder for holder in unlinked if now_s - self._unlinked_s[holder] >= UNLINKED_S]
         if not wanted:
             # So that the metrics tell whether the server answers.
             self.link.call(self.link.client.ping)

@@ -83,7 +83,7 @@ class StreamMachine:
         self._fruitless, self._last_live = 0, -1
         # Number and digest of the last batch that this process of the engine sent to us.
         self._seen: tuple[int, bytes] | None = None
-        self._waiting = WaitingBatches(max_batches, max_bytes)
+        self.waiting = WaitingBatches(max_batches, max_bytes)
         # What runs: why; of a replay from where, whether there was an answer, whether a check was passed.
         self._purpose: Purpose | None = None
         self._asked_from = 0
@@ -145,18 +145,18 @@ class StreamMachine:
         self._up = False
         self._purpose = self._seen = None
         self._last_live = -1
-        self._waiting.forget()
+        self.waiting.forget()
         return []
 
     def live(self, sequence: int, payload: bytes) -> list[Action]:
         self.forgo_tail()
         actions: list[Action] = [] if self._up else self.link_up()
         if sequence <= self._last_live:
-            self._waiting.forget()
+            self.waiting.forget()
             self._seen = None
             actions = self._restart("sequence_went_back")
         self._last_live = sequence
-        self._waiting.hold(sequence, payload)
+        self.waiting.hold(sequence, payload)
         waits = self._purpose not in (None, Purpose.RETRY)
         return actions if waits else actions + self._drain(give_up=not self._replayable)
 
@@ -208,7 +208,7 @@ class StreamMachine:
         self._last_digest, self._unproven = digest, True
         if self._replayable:
             return self._ask(Purpose.IDENTITY)
-        if self._seen == (sequence, digest) or self._waiting.has(sequence, digest):
+        if self._seen == (sequence, digest) or self.waiting.has(sequence, digest):
             self._unproven = False
             return self._drain(give_up=True)
         return self._disproved()
@@ -367,7 +367,7 @@ class StreamMachine:
         """Applies what waits; `give_up`: does without what is missing, which cannot be had."""
         actions: list[Action] = []
         while True:
-            sequence, payload = self._waiting.first
+            sequence, payload = self.waiting.first
             if self._next is not None and sequence > self._next:
                 self.gaps += not (give_up and self._replayable)
                 if not give_up:
@@ -378,7 +378,7 @@ class StreamMachine:
                 give_up = not self._replayable
             if payload is None:
                 return actions
-            self._waiting.pop()
+            self.waiting.pop()
             if self._fits(sequence):
                 actions.append(self._applied(sequence, payload))
 

@@ -34,7 +34,7 @@ class ViewExports:
         self._told: Future[ViewSnapshot] | None = None
         self._turns: Iterator[ViewSnapshot | None] = iter(())
         self._turn_s = math.inf
-        self._held: deque[Batch] = deque()
+        self.held: deque[Batch] = deque()
         self._held_bytes = 0
 
     @property
@@ -44,12 +44,12 @@ class ViewExports:
     @property
     def holds(self) -> bool:
         """Whether live batches must wait: the view is listed, or others wait since it was."""
-        return self.running or bool(self._held)
+        return self.running or bool(self.held)
 
     @property
     def due_s(self) -> float:
         """When `turn` must be called next, or the batches that waited be taken."""
-        return self._turn_s if self.running else -math.inf if self._held else math.inf
+        return self._turn_s if self.running else -math.inf if self.held else math.inf
 
     def begin(
         self, told: Future[ViewSnapshot], mark: tuple[int, bytes], content: ViewContent, now_s: float
@@ -94,17 +94,17 @@ class ViewExports:
 
     def hold(self, batches: Sequence[Batch]) -> bool:
         """Lets live batches wait; False: too many wait, and all of them must be taken now."""
-        self._held.extend(batches)
+        self.held.extend(batches)
         self._held_bytes += sum(len(batch.payload) for batch in batches)
-        if len(self._held) <= _HELD_BATCHES_MAX and self._held_bytes <= _HELD_BYTES_MAX:
+        if len(self.held) <= _HELD_BATCHES_MAX and self._held_bytes <= _HELD_BYTES_MAX:
             return True
         self.abort("busy", "the stream says too much for its view to be listed")
         return False
 
     def take(self, most: int | None = None) -> list[Batch]:
         """The oldest batches that waited; None: all of them."""
-        number = len(self._held) if most is None else min(most, len(self._held))
-        batches = [self._held.popleft() for _ in range(number)]
+        number = len(self.held) if most is None else min(most, len(self.held))
+        batches = [self.held.popleft() for _ in range(number)]
         self._held_bytes -= sum(len(batch.payload) for batch in batches)
         return batches
 

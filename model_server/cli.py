@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] == [_DEMO]:
         return _demo_offload(arguments[1:])
-    parser = _parser()
+    parser = command_parser()
     args = parser.parse_args(arguments)
     try:
         engine, events = EngineConfig(**given(args, EngineConfig)), _events_config(args)
@@ -113,7 +113,8 @@ def _exit_at_once(_: int, __: FrameType | None) -> NoReturn:
     os._exit(0)
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's flags."""
     parser = OneLineParser(
         prog="kvroute model-server",
         description="Serve one model over an OpenAI-compatible API and publish what its KV cache holds.",

@@ -26,7 +26,6 @@ from model_server.errors import StartError
 from model_server.openai_types import ApiError
 
 HEAD_BYTES_MAX = 256 << 10
-_BODY_TIMEOUT_S = 60.0
 # After a refusal this much more is read and thrown away, so that a client still sending can read the answer.
 _DISCARD_BYTES_MAX = 64 << 20
 _DISCARD_TIMEOUT_S = 5.0
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 GRACE_S = 2.0
 _ABORT_S = 1
 # Longer than common proxies keep idle connections, so that it is they who close them.
-_KEEP_ALIVE_S = 120
+KEEP_ALIVE_S = 120
 _BACKLOG = 2048
 _LOOK_S = 1.0  # also how often answers get a new date
 
@@ -123,7 +122,7 @@ class HttpServer(uvicorn.Server):
             access_log=False,
             server_header=False,
             backlog=_BACKLOG,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(GRACE_S) + _ABORT_S,
         )
         super().__init__(config)
@@ -207,6 +206,7 @@ class BodyReader:
 
     max_bytes: int
     total_max_bytes: int
+    timeout_s: float = 60.0
     _total_bytes: int = 0
 
     @asynccontextmanager
@@ -227,11 +227,11 @@ class BodyReader:
         try:
             if int(request.headers.get("content-length", "0")) > self.max_bytes:
                 raise self._too_large()
-            async with asyncio.timeout(_BODY_TIMEOUT_S):
+            async with asyncio.timeout(self.timeout_s):
                 async for chunk in chunks:
                     self._take(body, chunk)
         except TimeoutError as error:
-            raise ApiError(408, f"the body did not arrive within {_BODY_TIMEOUT_S:g} s") from error
+            raise ApiError(408, f"the body did not arrive within {self.timeout_s:g} s") from error
         except ApiError:
             await _discard(chunks)
             raise

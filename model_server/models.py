@@ -52,13 +52,13 @@ class Linear:
 
         Else oneDNN reorders all of it in every call, which for 8 rows takes as long as the multiplication.
         """
-        if self.weight.device.type == "cpu" and self.weight.dtype == torch.bfloat16 and _can_pack():
+        if self.weight.device.type == "cpu" and self.weight.dtype == torch.bfloat16 and can_pack():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR_ROWS)
             self.weight = self.weight.new_empty(0)
 
 
 @cache
-def _can_pack() -> bool:
+def can_pack() -> bool:
     """Tell whether packing works here; runs it once to know, for the operators are private to torch."""
     inputs, weight = torch.ones((1, 8), dtype=torch.bfloat16), torch.ones((8, 8), dtype=torch.bfloat16)
     trial = Linear(weight)

@@ -26,7 +26,7 @@ _CHUNK = 128  # tokens
 _ATTEMPTS = 3
 # Probabilities that are looked at in one go on a CPU: for many more, each of a dozen operations would get new
 # memory from the system, and that takes longer than the operation.
-_AT_ONCE = 1 << 20
+LOGITS_AT_ONCE = 1 << 20
 # Nearly always enough: sorting a whole vocabulary takes ten times as long as finding so many best tokens.
 CANDIDATES = 256
 
@@ -48,7 +48,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     adjust(logits, rows)
     random = [index for index, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
     tokens = best(logits) if len(random) < len(rows) else [0] * len(rows)
-    at_once = max(1, _AT_ONCE // logits.shape[-1] if logits.device.type == "cpu" else len(logits))
+    at_once = max(1, LOGITS_AT_ONCE // logits.shape[-1] if logits.device.type == "cpu" else len(logits))
     for first in range(0, len(random), at_once):
         some = random[first : first + at_once]
         # To be changed: where these are all rows, themselves instead of a copy.

@@ -29,7 +29,7 @@ from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenizationError
 logger = logging.getLogger(__name__)
 
 # A step that takes longer, with work to do, is a hang: no sane token budget needs this long.
-_STUCK_S = 60.0
+STUCK_S = 60.0
 
 
 class EngineDiedError(ModelServerError):
@@ -122,7 +122,7 @@ class Server:
     def _healthy(self) -> bool:
         stats = self.engine.stats()
         has_work = stats.running + stats.waiting > 0 and not self.engine.is_sleeping
-        stuck = has_work and time.monotonic() - stats.last_step_monotonic_s > _STUCK_S
+        stuck = has_work and time.monotonic() - stats.last_step_monotonic_s > STUCK_S
         return stats.healthy and not stuck and (self.publisher is None or self.publisher.healthy)
 
     def _cache_config(self) -> dict[str, str]:

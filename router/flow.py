@@ -176,7 +176,7 @@ class FlowControl:
         waited_s = self._clock() - waiting.arrived_s
         self._waits.labels(str(waiting.priority), waiting.outcome).observe(waited_s)
         if waiting.outcome != DISPATCHED:
-            raise FlowError(*_REFUSALS[waiting.outcome])
+            raise FlowError(*REFUSALS[waiting.outcome])
         try:
             yield
         finally:
@@ -253,7 +253,7 @@ class FlowControl:
 
 
 # By outcome: status, reason and message.
-_REFUSALS = {
+REFUSALS = {
     "capacity": (429, "rejected-saturated", "too many requests wait for the model servers"),
     "no-endpoints": (503, "rejected-no-endpoints", "no model server became ready while the request waited"),
     "ttl": (429, "rejected-ttl-expired", "the request waited too long for the model servers"),

@@ -74,7 +74,7 @@ class RouterServer:
     """
 
     def __init__(self, config: RouterConfig) -> None:
-        self._config = config
+        self.config = config
         # What the configuration may have wrong comes before whatever opens sockets.
         self._ranker = ranker(config)
         registry = CollectorRegistry()
@@ -83,7 +83,7 @@ class RouterServer:
         self.pods = PodSet()
         self._admission, self._flow = entrance(config, resources.priorities, self.pods, registry)
         self._ledger = Ledger(LedgerParameters(lifetime_s=config.request_lifetime_s), self.pods.board)
-        self._rates = PrefillRates(
+        self.rates = PrefillRates(
             RateParameters(prior_tokens_per_s=config.prefill_tokens_per_s), self.pods.board
         )
         self._metrics = RouterMetrics(registry)
@@ -92,15 +92,15 @@ class RouterServer:
             registry.register(MetricTwins(registry))
         self.explain = Explain(_DECISIONS_KEPT, self._pod_name)
         # The index is made after those who call it: it calls them, too.
-        self._outcomes = Outcomes(
+        self.outcomes = Outcomes(
             self._ledger,
-            self._rates,
+            self.rates,
             self.explain,
             self._metrics,
             lambda request, now_s: self.index.settle(request, now_s),
             lambda request: self.index.dropped(request),
         )
-        self._reconciler = Reconciler(self._outcomes)
+        self._reconciler = Reconciler(self.outcomes)
         self.health = Health()
         self._stopping = threading.Event()
         self._review_due_s = 0.0
@@ -139,7 +139,7 @@ class RouterServer:
         """Tells gateways to go elsewhere and waits, with a limit, for the requests inside the doors."""
         self._stop_housekeeping()
         self._grpc.drain()
-        deadline_s = time.monotonic() + self._config.drain_timeout_s
+        deadline_s = time.monotonic() + self.config.drain_timeout_s
         while self._metrics.requests_inside and time.monotonic() < deadline_s:
             time.sleep(_HOUSEKEEPING_S)
 
@@ -150,7 +150,7 @@ class RouterServer:
 
     def _open(self, registry: CollectorRegistry, opened: ExitStack) -> None:
         """Makes the parts that hold sockets, loops and processes; each is closed before what it calls."""
-        config = self._config
+        config = self.config
         self._source = opened.enter_context(closing(open_source(config, registry, self._take)))
         tokenize = TokenizeOptions(config.tokenize_deadline_s)
         self._tokenizers = TokenizerRegistry.load(dict(config.tokenizers), tokenize)
@@ -162,18 +162,18 @@ class RouterServer:
         self.index = KvIndexer(
             config.index,
             registry=registry,
-            on_stored=self._outcomes.stored,
+            on_stored=self.outcomes.stored,
             # Likewise made after the index.
             on_link=lambda pod, up: self.watch.link(pod, up),
         )
         opened.callback(self.index.close)
         self._fleet = Fleet(
-            config.index, self.index.exports.identity, self._ledger, self.pods, self.index, self._outcomes
+            config.index, self.index.exports.identity, self._ledger, self.pods, self.index, self.outcomes
         )
         opened.callback(self._fleet.close)
         registry.register(self._fleet)
         if config.index.peers:
-            self._outcomes.join(self._fleet)
+            self.outcomes.join(self._fleet)
         self.watch = opened.enter_context(closing(self._pod_watch()))
         self.router = Router(
             pods=self.pods,
@@ -181,7 +181,7 @@ class RouterServer:
             index=self.index,
             admission=self._admission,
             scheduler=scheduler(config, self.pods, self._ledger, self._ranker),
-            sink=self._outcomes,
+            sink=self.outcomes,
             flow=self._flow,
             traces=self._traces,
         )
@@ -195,7 +195,7 @@ class RouterServer:
             opened.callback(self._flow.close)
 
     def _pod_watch(self) -> PodWatch:
-        config = self._config
+        config = self.config
         return PodWatch(
             self._source,
             self.pods,
@@ -223,7 +223,7 @@ class RouterServer:
 
     def _services(self, registry: CollectorRegistry) -> list[Callable[[Any], object]]:
         """Make the doors of the gRPC port; each adds its service to a server."""
-        config, outcomes, metrics = self._config, self._outcomes, self._metrics
+        config, outcomes, metrics = self.config, self.outcomes, self._metrics
         guard = BodyGuard(
             config.forbidden_fields, lambda: connector_sign(config, self.pods.snapshot()) is not None
         )
@@ -240,13 +240,13 @@ class RouterServer:
         ]
 
     def _ext_proc(self, guard: BodyGuard) -> ExtProcDoor:
-        config, router, metrics = self._config, self.router, self._metrics
+        config, router, metrics = self.config, self.router, self._metrics
         options = ExtProcOptions(config.max_request_bytes, config.responses_full, config.subset_filter)
         if config.compat == "off":
-            return ExtProcDoor(OwnForm(router=router, guard=guard, metrics=metrics), self._outcomes, options)
+            return ExtProcDoor(OwnForm(router=router, guard=guard, metrics=metrics), self.outcomes, options)
         form = llmd_form(config, self._rewrites, router, guard, metrics, self.pods)
         evictions = self._flow.evictions if self._flow is not None else None
-        return ExtProcDoor(form, self._outcomes, options, evictions)
+        return ExtProcDoor(form, self.outcomes, options, evictions)
 
     def _stop_housekeeping(self) -> None:
         self._stopping.set()
@@ -264,12 +264,12 @@ class RouterServer:
                 _log.exception("housekeeping failed; it goes on")
 
     def _tidy(self, now_s: float) -> None:
-        self._outcomes.expire(now_s)
+        self.outcomes.expire(now_s)
         self._reconciler.look(self.pods.snapshot(), now_s)
         if now_s >= self._review_due_s:
             self._review_due_s = now_s + _REVIEW_EVERY_S
             self.index.check_parity()
-            self._rates.review(now_s)
+            self.rates.review(now_s)
         if now_s >= self._give_back_due_s:
             self._give_back_due_s = now_s + _GIVE_BACK_EVERY_S
             give_back()
@@ -278,8 +278,8 @@ class RouterServer:
             engines = self.index.roster.engines.values()
             self._source.look(self.pods.snapshot().values(), tuple(engines), now_s)
         if not self.health.ready and self._synced(now_s):
-            sign = connector_sign(self._config, self.pods.snapshot())
-            if sign is not None and self._config.forbidden_fields:
+            sign = connector_sign(self.config, self.pods.snapshot())
+            if sign is not None and self.config.forbidden_fields:
                 _log.warning(
                     "engines have a KV connector, so requests whose body cannot be checked are refused: "
                     "sign=%s; the gateway must not fail open (failure_mode_allow: false)",
@@ -294,12 +294,12 @@ class RouterServer:
             return False
         if self._listed_s is None:
             self._listed_s = now_s
-        late = now_s - self._listed_s > self._config.sync_timeout_s
+        late = now_s - self._listed_s > self.config.sync_timeout_s
         if not (self.watch.synced or late):
             return False
         pods = self.pods.snapshot()
         # Pods that are Ready and refuse us, all of them: it is we whom a network policy does not know yet.
-        if self._config.kube is not None and not late and _all_refuse(pods.values()):
+        if self.config.kube is not None and not late and _all_refuse(pods.values()):
             return False
         return not any(pod in pods and pods[pod].ready for pod in self.index.pending())
 
@@ -309,12 +309,12 @@ class RouterServer:
 
     def _take(self, resources: Resources) -> None:
         """Objectives and rewrites of the cluster, whenever they change."""
-        self._admission.priorities = dict(self._config.priorities) | dict(resources.priorities)
+        self._admission.priorities = dict(self.config.priorities) | dict(resources.priorities)
         self._rewrites.replace(resources.rules)
 
     def _forget_others(self, pods: Collection[str], anew: Collection[str]) -> None:
         # What begins anew may be another machine.
-        self._rates.keep(set(pods).difference(anew))
+        self.rates.keep(set(pods).difference(anew))
         self._metrics.keep(pods)
         self._ledger.keep(pods)
 

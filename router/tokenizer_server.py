@@ -128,7 +128,7 @@ def _media(items: PromptMedia) -> tokenizer_pb2.PromptMedia:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs until SIGTERM or SIGINT; returns the exit status."""
-    flags = _parser().parse_args(argv)
+    flags = command_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Blocked before any thread begins, so that the signals wait for sigwait, which misses none.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
@@ -149,7 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's flags."""
     parser = CommandParser(prog="kvroute tokenizer", description="Tokenizes for routers on the same machine.")
     parser.add_argument("--socket", type=Path, required=True, metavar="PATH", help="Unix socket to listen on")
     parser.add_argument(

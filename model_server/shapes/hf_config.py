@@ -13,19 +13,19 @@ class HfConfig:
     """A JSON object that knows which file, and which field of it, it came from."""
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
-        self._values = values
+        self.values = values
         self.where = where
 
     def has(self, field: str) -> bool:
         """Tell whether the field is there and not null."""
-        return self._values.get(field) is not None
+        return self.values.get(field) is not None
 
     def is_set(self, field: str) -> bool:
         """Tell whether the field holds anything but null, false, or an empty list, object or string."""
-        return bool(self._values.get(field))
+        return bool(self.values.get(field))
 
     def is_text(self, field: str) -> bool:
-        return isinstance(self._values.get(field), str)
+        return isinstance(self.values.get(field), str)
 
     def integer(self, field: str, default: int | None = None, *, minimum: int = 1) -> int:
         """Read an integer of at least `minimum`, which is 0 or 1."""
@@ -65,14 +65,14 @@ class HfConfig:
 
     def texts(self) -> list[str]:
         """Return the object's values, all of which must be strings."""
-        return [self.text(field, "") for field in self._values]
+        return [self.text(field, "") for field in self.values]
 
     def error(self, field: str, value: object, wanted: str) -> ModelError:
         """Return the error for a field that cannot be used."""
         return ModelError(f"{self.where}: field {field!r} is {value!r}; it must be {wanted}")
 
     def _read(self, field: str, default: object, holds: Callable[[Any], bool], wanted: str) -> Any:
-        value = self._values.get(field)
+        value = self.values.get(field)
         if value is None:
             value = default
         if value is None:

@@ -18,8 +18,6 @@ from router.h2.streams import Drained, Event, OpenBlock, Opened, Received, Reset
 # All streams of a connection together may have so much on its way. It is given back as it comes, for messages
 # that come in parts, side by side, would otherwise wait for each other for ever.
 _CONNECTION_WINDOW_BYTES = 32 << 20
-# And so much unread: beyond it the stream that asks for more is given up.
-_UNREAD_BYTES_MAX = 128 << 20
 # A peer that asks for so many answers without taking one does not want them.
 _CONTROL_ANSWERS_MAX = 1000
 # An enum's members take ten times as long to look up, and every frame would.
@@ -32,14 +30,22 @@ class H2Connection:
     Args:
         read_head: Makes of a request's header fields what its stream's `head` shall be.
         window_bytes: How much of one stream may be on its way or unread.
+        unread_bytes_max: Unread bytes of all streams; a stream that sends more is reset.
     """
 
-    def __init__(self, read_head: Callable[[Fields], Any], *, streams_max: int, window_bytes: int) -> None:
+    def __init__(
+        self,
+        read_head: Callable[[Fields], Any],
+        *,
+        streams_max: int,
+        window_bytes: int,
+        unread_bytes_max: int = 128 << 20,
+    ) -> None:
         self.streams: dict[int, Stream] = {}  # the open ones by number
         self.last_stream_id = 0  # the highest that the peer has used
         self.steps = 0  # frames that came so far, header blocks counted as one
         self._streams_max = streams_max
-        self._window_bytes = window_bytes
+        self._window_bytes, self._unread_bytes_max = window_bytes, unread_bytes_max
         self._heads = HeaderBlocks(read_head)
         self._reader = FrameReader()
         self._events: list[Event] = []
@@ -49,7 +55,7 @@ class H2Connection:
         self._peer_window_bytes = frames.WINDOW_BYTES_DEFAULT
         self._send_window_bytes = frames.WINDOW_BYTES_DEFAULT
         self._receive_window_bytes = _CONNECTION_WINDOW_BYTES
-        self._unread_bytes = 0
+        self.unread_bytes = 0
         settings = {
             Setting.MAX_CONCURRENT_STREAMS: streams_max,
             Setting.INITIAL_WINDOW_SIZE: window_bytes,
@@ -139,7 +145,7 @@ class H2Connection:
         if stream.is_closed:
             return  # given back when it was closed
         stream.unread_bytes -= size
-        self._unread_bytes -= size
+        self.unread_bytes -= size
         if stream.is_remote_closed:
             return
         stream.consumed_bytes += size
@@ -171,8 +177,8 @@ class H2Connection:
         if stream.receive_window_bytes < 0:
             raise H2Error(H2Code.FLOW_CONTROL_ERROR, "more data than the stream's window")
         stream.unread_bytes += size
-        self._unread_bytes += size
-        if self._unread_bytes > _UNREAD_BYTES_MAX:
+        self.unread_bytes += size
+        if self.unread_bytes > self._unread_bytes_max:
             self._give_up(stream, H2Code.ENHANCE_YOUR_CALM)
             return
         is_over = bool(flags & frames.END_STREAM)
@@ -345,7 +351,7 @@ class H2Connection:
         stream.is_closed = stream.is_remote_closed = True
         stream.pending = None
         stream.pending_bytes = 0
-        self._unread_bytes -= stream.unread_bytes
+        self.unread_bytes -= stream.unread_bytes
         self.streams.pop(stream.id, None)
 
     def _return_window(self, stream: Stream) -> None:

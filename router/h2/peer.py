@@ -35,9 +35,9 @@ _repeated = RepeatedLog(_log)
 
 _RECEIVE_BYTES = 256 << 10
 # A frame's parts follow each other at once; whoever needs longer is no gateway.
-_FRAME_S = 10.0
+FRAME_S = 10.0
 # Whoever takes an answer byte by byte keeps a thread that long.
-_WRITE_S = 30.0
+WRITE_S = 30.0
 _FAREWELL_S = 0.05
 # Answers to short calls that came at once leave together, and before a call with a larger message.
 _SHORT_BYTES = 8 << 10
@@ -202,7 +202,7 @@ class Peer:
             self._step_s = None
         elif self._step_s is None:
             self._step_s = time.monotonic()
-        elif time.monotonic() - self._step_s > _FRAME_S:
+        elif time.monotonic() - self._step_s > FRAME_S:
             raise _too_slow()
 
     def _take(self, event: Event) -> None:
@@ -307,7 +307,7 @@ class Peer:
             raise
 
     def _send_rest(self, data: memoryview) -> None:
-        end_s = time.monotonic() + _WRITE_S
+        end_s = time.monotonic() + WRITE_S
         while data:
             if time.monotonic() > end_s:
                 raise TimeoutError
@@ -346,4 +346,4 @@ class Peer:
 
 
 def _too_slow() -> H2Error:
-    return H2Error(H2Code.PROTOCOL_ERROR, f"a frame is not complete after {_FRAME_S:g} s")
+    return H2Error(H2Code.PROTOCOL_ERROR, f"a frame is not complete after {FRAME_S:g} s")

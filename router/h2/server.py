@@ -25,9 +25,9 @@ _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
 
 _MESSAGE_OVERHEAD_BYTES = 1 << 20
-_CONNECTIONS_MAX = 1024
+CONNECTIONS_MAX = 1024
 # A client that takes nothing for so long is gone; so is one within a frame, see `Peer`.
-_SOCKET_TIMEOUT_S = 10
+SOCKET_TIMEOUT_S = 10
 _KEEPALIVE_S = 60
 _REFUSALS_MAX = 4096
 _STOP_S = 2.0
@@ -254,7 +254,7 @@ class GrpcServer:
             OSError: There are too many.
         """
         with self._lock:
-            is_full = len(self._peers) >= _CONNECTIONS_MAX
+            is_full = len(self._peers) >= CONNECTIONS_MAX
             idle = next((peer for peer in self._peers if peer.is_idle), None) if is_full else None
             if self._is_closed or (is_full and idle is None):
                 raise OSError("too many connections")
@@ -296,7 +296,7 @@ class _Reflection:
 
 def _set_up(connection: socket.socket) -> None:
     # The kernel's own timeouts: Python's would ask twice for every message.
-    wait = struct.pack("ll", _SOCKET_TIMEOUT_S, 0)
+    wait = struct.pack("ll", SOCKET_TIMEOUT_S, 0)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -33,11 +33,11 @@ _TOLD_EVERY_S = 30.0
 # Kubernetes forgets Events after an hour.
 _POSTED_EVERY_S = 1800.0
 _NAMES_MAX = 3
-_SETTLING_S = 5.0
-_REFUSED_S = 3.0
+SETTLING_S = 5.0
+REFUSED_S = 3.0
 _UNREACHABLE_S = 10.0
-_BLIP_S = 2.0
-_UNLINKED_S = 15.0
+BLIP_S = 2.0
+UNLINKED_S = 15.0
 _UNPROVED_S = 90.0
 _BAD_REQUEST, _NOT_FOUND = 400, 404
 _REFUSALS = (401, 403)
@@ -110,7 +110,7 @@ def of_cluster(found: Found, config: KubeConfig, namespace: str) -> Iterator[Fac
         elif error.status == _BAD_REQUEST and what == "pods":
             yield Fact(Reason.BAD_POOL, what, f"the selector {found.selector} is refused: {error}")
         else:
-            yield Fact(Reason.API_UNREACHABLE, "", str(error), _BLIP_S)
+            yield Fact(Reason.API_UNREACHABLE, "", str(error), BLIP_S)
     pool = f"InferencePool {config.pool} of {config.pool_group}"
     if config.pool and found.pool_listed and found.pool_problem:
         yield Fact(Reason.BAD_POOL, "", f"{pool} in namespace {namespace}: {found.pool_problem}")
@@ -119,10 +119,10 @@ def of_cluster(found: Found, config: KubeConfig, namespace: str) -> Iterator[Fac
     if found.pods_listed and found.selector:
         which = f"of namespace {namespace} that match {found.selector}"
         if not found.pods and not found.bad.get(Reason.BAD_POD):
-            yield Fact(Reason.NO_PODS_MATCH, "", f"there are no pods {which}", _SETTLING_S)
+            yield Fact(Reason.NO_PODS_MATCH, "", f"there are no pods {which}", SETTLING_S)
         elif not found.ready:
             text = f"none of the {found.pods} pods {which} is Ready"
-            yield Fact(Reason.PODS_NOT_READY, "", text, _SETTLING_S)
+            yield Fact(Reason.PODS_NOT_READY, "", text, SETTLING_S)
     for reason, bad in found.bad.items():
         for name, what in bad.items():
             yield Fact(reason, name, f"{name}: {what}" if name else what)
@@ -151,7 +151,7 @@ def of_pods(
     for pod in pods:
         which = f"{pod.name} ({pod.address})"
         if pod.entry.ready and pod.refused and pod.address not in probed:
-            yield Fact(Reason.WRONG_TARGET_PORT, pod.address, which, _REFUSED_S)
+            yield Fact(Reason.WRONG_TARGET_PORT, pod.address, which, REFUSED_S)
         elif pod.entry.ready and pod.refused:
             text = f"{which}: connection refused, though the pod's readiness probe reaches that port"
             yield Fact(Reason.POD_UNREACHABLE, pod.address, text, _UNREACHABLE_S)
@@ -169,11 +169,11 @@ def _without_events(pod: Pod, engines: Sequence[EngineState]) -> tuple[str, floa
         return "the engine says that its KV events are off", 0.0
     if not engines:
         if pod.models is None:
-            return "/v1/models tells no model, so its events would mean nothing", _UNLINKED_S
-        return "its events are not followed", _UNLINKED_S
+            return "/v1/models tells no model, so its events would mean nothing", UNLINKED_S
+        return "its events are not followed", UNLINKED_S
     for engine in engines:
         if not engine.linked:
-            return f"nothing answers at {engine.stream.events_endpoint}", _UNLINKED_S
+            return f"nothing answers at {engine.stream.events_endpoint}", UNLINKED_S
         if engine.state is not StreamState.EXACT:
             return f"its events prove nothing: {engine.state} ({engine.reason})", _UNPROVED_S
     return None

@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 _OURS = "kvroute_discovery_"
 _WAIT_MIN_S, _WAIT_MAX_S = 0.2, 10.0
 # Of a kind that need not exist: how often it is looked for.
-_ABSENT_S = 30.0
+ABSENT_S = 30.0
 _SHORTEST_S = 0.5
 _STOP_S = 2.0
 # Gone: what can be told only by a new list.
@@ -194,7 +194,7 @@ class Reflector(Generic[_T]):
             try:
                 kind = self._list(kinds, why, turn)
                 if kind is None:
-                    self._pause(turn, _ABSENT_S)
+                    self._pause(turn, ABSENT_S)
                     continue
                 while turn == self._turn:
                     # The server's own end: the version is good to go on from.
@@ -248,7 +248,7 @@ class Reflector(Generic[_T]):
 
     def _watch(self, kind: Kind, turn: int, *, short: bool) -> None:
         """Follows events until the server ends the watch."""
-        lasts_s = min(self.deadline_s, _ABSENT_S if short else self.deadline_s) * random.uniform(0.5, 0.8)
+        lasts_s = min(self.deadline_s, ABSENT_S if short else self.deadline_s) * random.uniform(0.5, 0.8)
         began_s = time.monotonic()
         stream = self.client.watch(kind, self.mirror.version, lasts_s=lasts_s, silent_s=self.deadline_s)
         try:

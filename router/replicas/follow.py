@@ -24,11 +24,11 @@ from router.replicas.news import FOLLOW, MESSAGE_BYTES_MAX, FollowRequest, News,
 
 _log = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 1.0
-_SILENCE_MAX_S = 3 * HEARTBEAT_S
+LOOK_EVERY_S = 1.0
+SILENCE_MAX_S = 3 * HEARTBEAT_S
 _FOLLOWED_MAX = 64
 # Until one that was lost is asked again, at first and at most; one that refuses will hardly change its mind.
-_AGAIN_S, _AGAIN_MAX_S, _REFUSED_AGAIN_S = 0.2, 2.0, 10.0
+AGAIN_S, AGAIN_MAX_S, REFUSED_AGAIN_S = 0.2, 2.0, 10.0
 # Room for another version's messages, and for a single item that is larger.
 _RECEIVE_BYTES_MAX = 2 * MESSAGE_BYTES_MAX + 4096
 
@@ -82,7 +82,7 @@ class Followers:
                 self._look()
             except Exception:
                 _log.exception("looking for routers failed; it goes on")
-            self.closing.wait(_LOOK_EVERY_S)
+            self.closing.wait(LOOK_EVERY_S)
 
     def _look(self) -> None:
         named = dict(self._named())
@@ -134,7 +134,7 @@ class Peer:
     def watch(self, now_s: float) -> None:
         """End the call to one that has fallen silent, or never says anything."""
         call = self._call
-        if call is not None and now_s - max(self._asked_s, self.heard_s or 0.0) > _SILENCE_MAX_S:
+        if call is not None and now_s - max(self._asked_s, self.heard_s or 0.0) > SILENCE_MAX_S:
             self._silent = True
             call.cancel()
 
@@ -144,7 +144,7 @@ class Peer:
             call.cancel()
 
     def _run(self) -> None:
-        again_s = _AGAIN_S
+        again_s = AGAIN_S
         while self.is_named and not self._owner.closing.is_set():
             self._silent = False
             try:
@@ -174,8 +174,8 @@ class Peer:
         elif self.state == REFUSED and old_why != self.why:
             _log.warning("the router %s does not tell of its requests: %s", self.address, error)
         if self.state != LOST:
-            return _REFUSED_AGAIN_S
-        return _AGAIN_S if was_followed else min(2 * again_s, _AGAIN_MAX_S)
+            return REFUSED_AGAIN_S
+        return AGAIN_S if was_followed else min(2 * again_s, AGAIN_MAX_S)
 
     def _follow(self) -> None:
         """Take what it tells until it ends.
@@ -205,7 +205,7 @@ class Peer:
     def _refusal(self, error: Any) -> PeerError:
         code, details = error.code(), str(error.details())
         if code is grpc.StatusCode.CANCELLED and self._silent:
-            return PeerError(LOST, f"it was silent for {_SILENCE_MAX_S:g} s")
+            return PeerError(LOST, f"it was silent for {SILENCE_MAX_S:g} s")
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             return PeerError(LOST, details)
         if code is grpc.StatusCode.UNIMPLEMENTED:

@@ -38,10 +38,6 @@ _CODES = {
     "gone": grpc.StatusCode.UNAVAILABLE,
 }
 
-# Of one that takes too little.
-_UNREAD_BYTES_MAX = 16 << 20
-# Seconds' worth, which are there only if nobody tells them.
-_CHANGES_MAX = 1_000_000
 # So that others have fewer messages to read where much comes.
 _GATHER_S = 0.01
 
@@ -52,6 +48,8 @@ class Journal:
 
     ledger: Ledger
     clock: Callable[[], float] = time.monotonic  # that of the ledger's times
+    unread_bytes_max: int = 16 << 20  # messages that one reader may leave unread
+    changes_max: int = 1_000_000  # changes that wait to be sent: seconds' worth, unless the thread is stuck
 
     def __post_init__(self) -> None:
         # Each by what it is: a field of `News`, or "joined".
@@ -86,7 +84,7 @@ class Journal:
         Raises:
             PeerError: "busy": too many do.
         """
-        reader = Reader()
+        reader = Reader(self.unread_bytes_max)
         with self._lock:
             if len(self._readers) >= READERS_MAX or self._is_closed:
                 raise PeerError("busy", f"{len(self._readers)} routers follow already")
@@ -118,7 +116,7 @@ class Journal:
             change: A number; of "sent" with the dispatch and the keys of the blocks that it will bring, if
                 known; of "heard" what was heard.
         """
-        if len(self._changes) < _CHANGES_MAX:
+        if len(self._changes) < self.changes_max:
             self._changes.append((kind, change))
         self._wake.set()
 
@@ -130,8 +128,8 @@ class Journal:
     def tell(self) -> None:
         """Tells what was noted until now; if it cannot be told, all who follow are told all anew."""
         try:
-            if len(self._changes) >= _CHANGES_MAX:
-                raise OverflowError(f"{_CHANGES_MAX} changes were not told")
+            if len(self._changes) >= self.changes_max:
+                raise OverflowError(f"{self.changes_max} changes were not told")
             noted: dict[str, list[Any]] = defaultdict(list)
             while self._changes:
                 kind, change = self._changes.popleft()
@@ -196,11 +194,11 @@ class Journal:
 class Reader:
     """Messages for one that follows, as long as it takes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, unread_bytes_max: int) -> None:
         # Whether it was told what is in flight.
         self.has_begun = False
         self._messages: deque[bytes] = deque()
-        self._unread_bytes = 0
+        self._unread_bytes, self._unread_bytes_max = 0, unread_bytes_max
         self._over: PeerError | None = None
         self._changed = threading.Condition()
 
@@ -225,7 +223,7 @@ class Reader:
         with self._changed:
             self._messages.extend(messages)
             self._unread_bytes += sum(map(len, messages))
-            if self._unread_bytes > _UNREAD_BYTES_MAX:
+            if self._unread_bytes > self._unread_bytes_max:
                 self.end("behind", f"{self._unread_bytes} bytes were not taken")
             self._changed.notify_all()
 

@@ -130,7 +130,7 @@ def test_the_tokenizer_takes_its_command_line() -> None:
     """The sidecar's own parser does, too, and it listens where the router asks."""
     deployment = one(manifests(EVERYTHING), "Deployment", "-epp")
     args = container(deployment, "tokenizer")["args"]
-    flags = tokenizer_server._parser().parse_args(args[1:])
+    flags = tokenizer_server.command_parser().parse_args(args[1:])
     assert f"--tokenizer=qwen3-8b=unix:{flags.socket}" in container(deployment, "router")["args"]
 
 
@@ -154,7 +154,7 @@ def test_our_model_server_takes_its_command_line(values: dict[str, Any], model: 
     objects = manifests({"modelServers": values})
     server = container(one(objects, "Deployment", "-models"), "model-server")
     args = [arg.replace("$(POD_IP)", "10.0.0.1") for arg in server["args"]]
-    flags = model_server_cli._parser().parse_args(args[1:])
+    flags = model_server_cli.command_parser().parse_args(args[1:])
     assert (flags.model, flags.host) == (model, "0.0.0.0")
     assert flags.endpoint == "tcp://*:5557"
     assert flags.replay_endpoint == ("" if values.get("kvReplayPort") == 0 else "tcp://*:5558")
@@ -257,7 +257,7 @@ def test_routers_are_told_of_the_administration_port_and_its_secret() -> None:
     objects = manifests({"modelServers": secret})
     models = one(objects, "Deployment", "-models")
     server = container(models, "model-server")
-    flags = model_server_cli._parser().parse_args(server["args"][1:])
+    flags = model_server_cli.command_parser().parse_args(server["args"][1:])
     told = models["spec"]["template"]["metadata"]["annotations"]["kvroute.dev/admin-port"]
     assert int(told) == flags.admin_port == 9001
     router = container(one(objects, "Deployment", "-epp"), "router")

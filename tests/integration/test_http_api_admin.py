@@ -184,7 +184,7 @@ def test_a_stuck_engine_is_not_healthy(server: RunningServer, monkeypatch: pytes
         return run(chunks)
 
     monkeypatch.setattr(server.engine.executor, "run", hanging)
-    monkeypatch.setattr(serve, "_STUCK_S", 0.05)
+    monkeypatch.setattr(serve, "STUCK_S", 0.05)
     thread = threading.Thread(target=lambda: text(server, max_tokens=1))
     thread.start()
     try:

@@ -178,7 +178,7 @@ def test_headers_that_never_end_are_cut_off(server: RunningServer) -> None:
 
 def test_a_head_that_stays_unfinished_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that stops in the middle of its first or a later head is hung up on."""
-    monkeypatch.setattr(http_server, "_KEEP_ALIVE_S", 1)
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 1)
     with running_server() as impatient:
         host, port = impatient.url.removeprefix("http://").split(":")
         for whole in (b"", b"GET /health HTTP/1.1\r\n\r\n"):

@@ -87,12 +87,12 @@ def test_a_new_life_at_an_address_is_learnt_anew(tmp_path: Path) -> None:
             all_ready(router, 2)
             slow = pods[0].address
             for _ in range(20):
-                router._rates.observe(slow, 1_000.0, 10.0, time.monotonic())
-            assert router._rates.board.prefill_tokens_per_s(slow) < 1_000.0
+                router.rates.observe(slow, 1_000.0, 10.0, time.monotonic())
+            assert router.rates.board.prefill_tokens_per_s(slow) < 1_000.0
             path.write_text(path.read_text().replace("pod-0", "another"))
             wait_until(lambda: router.pods.snapshot()[slow].name == "another", "the new pod")
-            prior = router._config.prefill_tokens_per_s
-            wait_until(lambda: router._rates.board.prefill_tokens_per_s(slow) == prior, "its own rate")
+            prior = router.config.prefill_tokens_per_s
+            wait_until(lambda: router.rates.board.prefill_tokens_per_s(slow) == prior, "its own rate")
 
 
 def test_a_pod_whose_load_cannot_be_read_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

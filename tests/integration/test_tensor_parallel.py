@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -188,10 +189,12 @@ def test_adapters_are_loaded_on_all_ranks(tmp_path: Path) -> None:
 def test_a_lost_rank_is_noticed_without_requests() -> None:
     """When a process is killed the engine is not healthy and takes nothing more, also if it was idle."""
     engine = build_engine(EngineConfig(tensor_parallel_size=2, torch_threads=1), EventLog())
+    others = set(threading.enumerate())
     engine.start()
+    (stepping,) = (thread for thread in set(threading.enumerate()) - others if thread.name == "engine")
     (other,) = children(os.getpid())
     os.kill(other, signal.SIGKILL)
-    wait_until(lambda: engine._thread is not None and not engine._thread.is_alive())
+    wait_until(lambda: not stepping.is_alive())
     assert not engine.stats().healthy
     with pytest.raises(EngineClosedError):
         engine.submit(request("a", [5, 6, 7]), Outputs())

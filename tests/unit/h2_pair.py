@@ -35,8 +35,17 @@ class Pair:
         events: All of the client's.
     """
 
-    def __init__(self, *, streams_max: int = 100, window_bytes: int = 1 << 16, **settings: int) -> None:
-        self.server = H2Connection(fields, streams_max=streams_max, window_bytes=window_bytes)
+    def __init__(
+        self,
+        *,
+        streams_max: int = 100,
+        window_bytes: int = 1 << 16,
+        unread_bytes_max: int = 1 << 27,
+        **settings: int,
+    ) -> None:
+        self.server = H2Connection(
+            fields, streams_max=streams_max, window_bytes=window_bytes, unread_bytes_max=unread_bytes_max
+        )
         config = h2.config.H2Configuration(client_side=True, header_encoding="utf-8")
         self.client: Any = h2.connection.H2Connection(config)
         self.streams: dict[int, Stream] = {}

@@ -241,10 +241,9 @@ def test_a_clients_goaway_changes_nothing() -> None:
     assert len(connection.receive(_headers(frames.END_HEADERS, 1, _BLOCK))) == 1
 
 
-def test_too_much_unread_ends_the_stream_that_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_much_unread_ends_the_stream_that_goes_on() -> None:
     """Beyond what a connection may have unread the stream that sends is given up; taking some makes room."""
-    monkeypatch.setattr("router.h2.connection._UNREAD_BYTES_MAX", 30_000)
-    pair = Pair(window_bytes=1 << 16)
+    pair = Pair(window_bytes=1 << 16, unread_bytes_max=30_000)
     first, second = pair.open(), pair.open()
     pair.client.send_data(first.id, bytes(16_000))
     pair.client.send_data(second.id, bytes(14_000))

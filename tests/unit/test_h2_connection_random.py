@@ -210,7 +210,7 @@ class Both(RuleBasedStateMachine):
             assert 0 <= stream.receive_window_bytes <= _WINDOW_BYTES
             assert 0 <= stream.unread_bytes <= _WINDOW_BYTES
             assert stream.pending_bytes == sum(map(len, stream.pending or ()))
-        assert server._unread_bytes == sum(stream.unread_bytes for stream in server.streams.values())
+        assert server.unread_bytes == sum(stream.unread_bytes for stream in server.streams.values())
 
     def teardown(self) -> None:
         """In the end the client opens all windows and takes everything: nothing may be missing."""

@@ -228,8 +228,8 @@ def test_what_is_watched_is_bounded(steps: list[tuple[str, int, int, str]]) -> N
             watch.dropped(str(request))
         else:
             watch.forget_pod(pod)
-        assert len(watch._expected) <= 3
         assert len(watch.report()) <= 2
+        assert sum(len(account.waiting) for account in watch.report()) <= 3
     for request in range(6):
         watch.settled(str(request), 0.0)
-    assert not any(account.waiting for account in watch._pods.values())
+    assert not any(account.waiting for account in watch.report())

@@ -13,7 +13,7 @@ def test_what_waits_for_a_replay_is_bounded() -> None:
     for _ in range(10):
         loop.publish()
         loop.deliver()
-    assert len(loop.machine._waiting) <= 2
+    assert len(loop.machine.waiting) <= 2
     loop.settle()
     assert loop.view == loop.whole_life()
     assert (loop.clears, told(loop)) == ([], (EXACT, ""))
@@ -26,7 +26,7 @@ def test_batches_dropped_while_they_waited_are_replayed_without_another_event() 
     for _ in range(3):
         loop.publish()
         loop.deliver()
-    assert not loop.machine._waiting
+    assert not loop.machine.waiting
     loop.settle()
     assert loop.view == loop.whole_life()
 
@@ -48,7 +48,7 @@ def test_bytes_that_wait_are_bounded_too() -> None:
     machine.link_up()
     for sequence in range(1, 10):
         machine.live(sequence, b"x" * 60)
-        assert machine._waiting.size_bytes <= 100
+        assert machine.waiting.size_bytes <= 100
 
 
 def test_a_lost_tail_is_found_when_the_stream_is_quiet() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
 
 import pytest
 
@@ -30,11 +32,14 @@ def _shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (Path(directory) / "part").mkdir()
     (Path(directory) / "part" / "kernel.nbi").write_bytes(b"compiled")
     cache_directory.cache_clear()
-    writable = kernel_cache._is_writable
+
+    def temporary_file(dir: Path) -> IO[bytes]:
+        if dir.is_relative_to(image):
+            raise PermissionError(dir)
+        return TemporaryFile(dir=dir)
+
     # By permissions root could not be kept from writing.
-    monkeypatch.setattr(
-        kernel_cache, "_is_writable", lambda path: not path.is_relative_to(image) and writable(path)
-    )
+    monkeypatch.setattr(kernel_cache, "TemporaryFile", temporary_file)
     return image
 
 

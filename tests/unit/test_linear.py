@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from model_server.models import Linear, _can_pack
+from model_server.models import Linear, can_pack
 from model_server.weights import load_checkpoint
 from tests.unit.model_support import CPU, new_pool, save_reference, span, step, text_of
 
@@ -25,9 +25,9 @@ def _one_thread() -> None:
 def _unpackable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A torch without the operators."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    _can_pack.cache_clear()
+    can_pack.cache_clear()
     yield
-    _can_pack.cache_clear()
+    can_pack.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -52,7 +52,7 @@ def test_a_packed_weight_is_kept_once() -> None:
     for linear in (half, full):
         linear.pack()
     assert full.weight.shape == (8, 8)
-    assert half.weight.numel() == (0 if _can_pack() else 64)
+    assert half.weight.numel() == (0 if can_pack() else 64)
 
 
 @pytest.mark.usefixtures("_unpackable")

@@ -240,8 +240,9 @@ def test_a_restarted_program_explains_the_exit_status(
     monkeypatch.setattr(up, "plan_stack", lambda _options, _directory: plan)
     monkeypatch.setattr(up, "await_pods", lambda _plan, _check: None)
     monkeypatch.setattr(Supervisor, "start", lambda self, _plans: self.restarted.append("router"))
+    monkeypatch.setattr(up, "run_demo", lambda _plan, _check: None)
     monkeypatch.setattr(up.signal, "signal", lambda _number, _handler: None)
-    assert up._run(StackOptions(), demo=False, stay=False) == 1
+    assert up.main(["--demo-only"]) == 1
     assert capsys.readouterr().err.splitlines() == [
         "kvroute up: exit status 1 because of programs that died and were restarted: router"
     ]

@@ -120,7 +120,7 @@ def test_a_context_over_capacity_is_refused() -> None:
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "kvroute-tiny"])
 def test_parameters_are_those_of_the_model(name: str) -> None:
     """Each preset has as many parameters as transformers gives a model of the same configuration."""
-    values = dict(PRESETS[name]._values)
+    values = dict(PRESETS[name].values)
     model_class = getattr(transformers, values.pop("architectures")[0])  # type: ignore[index]
     with torch.device("meta"):
         model = model_class(model_class.config_class(**values))
@@ -224,7 +224,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
 def test_a_directory_is_read_like_a_preset(tmp_path: Path) -> None:
     """A checkpoint directory plans as its config.json says; what is neither names the presets."""
-    (tmp_path / "config.json").write_text(json.dumps(PRESETS[QWEN]._values))
+    (tmp_path / "config.json").write_text(json.dumps(PRESETS[QWEN].values))
     assert decoder_shape(find_model(str(tmp_path))) == decoder_shape(PRESETS[QWEN])
     assert find_model("Qwen3-8B") is PRESETS[QWEN]
     with pytest.raises(ModelError, match="neither a model directory nor one of gemma-3-1b, "):

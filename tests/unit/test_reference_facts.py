@@ -26,7 +26,7 @@ from router.errors import (
 from router.ext_proc_forms import LlmdForm, kept_headers, with_model
 from router.ext_proc_messages import streamed_answers
 from router.ext_proc_response import restored_model
-from router.flow import _REFUSALS
+from router.flow import REFUSALS
 from router.parsers import Parsers
 from router.request import RequestKind, RouteRequest
 from router.resources import RewriteRule, RewriteRules, read_resources
@@ -303,7 +303,7 @@ def test_flow_controls_outcomes_are_the_references() -> None:
     """Every refusal of flow control has the status and reason that the table gives it."""
     table = {(status, reason) for _, _, status, reason in FACTS["flow_control_outcomes"]["cases"] if reason}
     ours = {
-        (error.status, error.dropped_reason) for error in (FlowError(*known) for known in _REFUSALS.values())
+        (error.status, error.dropped_reason) for error in (FlowError(*known) for known in REFUSALS.values())
     }
     assert ours == table
 

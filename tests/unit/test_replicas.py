@@ -16,7 +16,6 @@ from router.ledger import Ledger, LedgerParameters
 from router.outcomes import DONE, FIRST_TOKEN, REPORT, Heard
 from router.rates import Lesson
 from router.replicas import fleet as fleet_module
-from router.replicas import journal as journal_module
 from router.replicas.fleet import OthersWork
 from router.replicas.journal import Journal
 from router.replicas.news import News, Sent
@@ -232,12 +231,11 @@ def test_nothing_is_noted_while_nobody_follows() -> None:
 def test_one_that_takes_nothing_is_given_up() -> None:
     """Its messages are bounded; it is told so, and the others go on."""
     teller = Teller()
-    slow, quick = teller.journal.join(), teller.journal.join()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal_module, "_UNREAD_BYTES_MAX", 1_000)
-        for number in range(20):
-            teller.ledger.dispatch(replace(ONE, request_id=str(number)), KEYS)
-            assert len(told(teller.journal, quick)) == 1
+    journal = Journal(teller.ledger, lambda: 0.0, unread_bytes_max=1_000)
+    slow, quick = journal.join(), journal.join()
+    for number in range(20):
+        teller.ledger.dispatch(replace(ONE, request_id=str(number)), KEYS)
+        assert len(told(journal, quick)) == 1
     with pytest.raises(PeerError, match=r"^behind: "):
         slow.take(0.0)
 
@@ -245,15 +243,14 @@ def test_one_that_takes_nothing_is_given_up() -> None:
 def test_too_many_changes_end_all_accounts() -> None:
     """What nobody has told in time is dropped with all accounts; who asks again is told all."""
     teller = Teller()
-    reader = teller.journal.join()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal_module, "_CHANGES_MAX", 10)
-        for number in range(20):
-            teller.ledger.dispatch(replace(ONE, request_id=str(number)), KEYS)
-        teller.journal.tell()
+    journal = Journal(teller.ledger, lambda: 0.0, changes_max=10)
+    reader = journal.join()
+    for number in range(20):
+        teller.ledger.dispatch(replace(ONE, request_id=str(number)), KEYS)
+    journal.tell()
     with pytest.raises(PeerError, match=r"^behind: "):
         reader.take(0.0)
-    (news,) = told(teller.journal, teller.journal.join())
+    (news,) = told(journal, journal.join())
     assert len(news.sent) == 20
 
 

@@ -98,7 +98,7 @@ def test_the_token_drawn_is_the_full_sorts(rows: list[SamplingParams], seed: int
                 "model_server.sampler.left_of_best",
                 partial(left_of_best, candidates=min(candidates, VOCAB_SIZE)),
             )
-            patch.setattr("model_server.sampler._AT_ONCE", at_once)
+            patch.setattr("model_server.sampler.LOGITS_AT_ONCE", at_once)
             drawn.append(sample(logits.clone(), asked))
     assert drawn[0] == drawn[1] == drawn[2] == sample(logits.clone(), asked)
 

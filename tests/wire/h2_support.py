@@ -36,12 +36,14 @@ class Plain:
         entered: Counts the calls that hold.
         ended: Callbacks that were called.
         exchanges: All that were opened.
+        orders: More that a request may name, with what is to be done.
     """
 
     released: threading.Event = field(default_factory=threading.Event)
     entered: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     ended: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     exchanges: list[Echo] = field(default_factory=list)
+    orders: dict[str, Callable[[bytes, grpc.ServicerContext], bytes]] = field(default_factory=dict)
 
     def unary(self, request: bytes, context: grpc.ServicerContext) -> bytes:
         """Echoes."""
@@ -74,7 +76,8 @@ class Plain:
         if not request.startswith(b"!"):
             return request
         order, _, rest = request[1:].partition(b" ")
-        result: bytes = getattr(self, f"_{order.decode()}")(rest, context)
+        obey = self.orders.get(order.decode()) or getattr(self, f"_{order.decode()}")
+        result: bytes = obey(rest, context)
         return result
 
     def _raise(self, rest: bytes, _context: grpc.ServicerContext) -> bytes:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import termios
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +100,17 @@ class RawClient:
         _, _, kind, flags, stream_id = frames.read_head(self._rest, 0)
         payload, self._rest = self._rest[frames.HEAD_BYTES : size], self._rest[size:]
         return Frame(kind, flags, stream_id, payload)
+
+    def is_full(self) -> bool:
+        """Whether data waits to be read, and for a tenth of a second no more came: the server cannot send."""
+        before, now = b"", b""
+        for at in range(20):
+            now = fcntl.ioctl(self.socket, termios.FIONREAD, bytes(4))
+            if (at and now != before) or not any(now):
+                return False
+            before = now
+            time.sleep(0.005)
+        return True
 
     def next(self, kind: int, stream_id: int | None = None) -> Frame:
         """The next frame of this type, and of this stream; those before it are dropped."""

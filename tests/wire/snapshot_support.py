@@ -30,7 +30,7 @@ class SnapshotServer:
         self.answer = answer
         self.asked = 0
         self.secrets: list[str | None] = []
-        self._closing = threading.Event()
+        self.closing = threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -42,7 +42,7 @@ class SnapshotServer:
                 self.send_header("content-length", str(1 << 40 if data is None else len(data)))
                 self.end_headers()
                 if data is None:
-                    outer._closing.wait(60)
+                    outer.closing.wait(60)
                 else:
                     self.wfile.write(data)
 
@@ -58,7 +58,7 @@ class SnapshotServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing.set()
+        self.closing.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

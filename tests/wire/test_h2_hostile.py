@@ -24,9 +24,9 @@ pytestmark = pytest.mark.usefixtures("sound")
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch, served: Served) -> Served:
     """The server, with less patience for slow clients."""
-    monkeypatch.setattr(server, "_SOCKET_TIMEOUT_S", 1)
-    monkeypatch.setattr(peer, "_FRAME_S", 0.3)
-    monkeypatch.setattr(peer, "_WRITE_S", 1.0)
+    monkeypatch.setattr(server, "SOCKET_TIMEOUT_S", 1)
+    monkeypatch.setattr(peer, "FRAME_S", 0.3)
+    monkeypatch.setattr(peer, "WRITE_S", 1.0)
     return served
 
 
@@ -278,7 +278,7 @@ def test_messages_in_parts_do_not_wait_for_each_other(client: RawClient) -> None
 
 def test_too_many_connections_cost_idle_ones(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
     """Beyond the limit the oldest connection without calls goes; if all have some, the new one does."""
-    monkeypatch.setattr(server, "_CONNECTIONS_MAX", 3)
+    monkeypatch.setattr(server, "CONNECTIONS_MAX", 3)
     with ExitStack() as opened:
         busy, idle, newer = (opened.enter_context(RawClient(served.server.port)) for _ in range(3))
         for client in (busy, idle, newer):

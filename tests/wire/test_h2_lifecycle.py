@@ -15,7 +15,7 @@ import pytest
 from router.errors import ListenError
 from router.h2 import GrpcServer, frames
 from router.h2.frames import FrameType, H2Code, Setting
-from tests.wire.h2_support import METHODS, TRANSPORTS, Served, caller, serving
+from tests.wire.h2_support import METHODS, TRANSPORTS, caller, serving
 from tests.wire.raw_h2_support import RawClient, data_frame, open_frame, prefixed
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
@@ -76,7 +76,7 @@ def test_close_ends_stuck_calls(transport: str) -> None:
                 deaf.say(stream_id, b"1 !large 8000000")
             for _ in stuck:
                 assert served.plain.entered.acquire(timeout=TIMEOUT_S)
-            wait_until(lambda: _has_stuck_writer(served), "a writer waits for the deaf client")
+            wait_until(deaf.is_full, "a writer waits for the deaf client")
             closer = threading.Thread(target=served.server.close)
             closer.start()
             # Well below what a writer that takes nothing is given.
@@ -88,14 +88,6 @@ def test_close_ends_stuck_calls(transport: str) -> None:
                 error: Any = caught.value
                 assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
         served.server.close()
-
-
-def _has_stuck_writer(served: Served) -> bool:
-    for _ in range(20):
-        time.sleep(0.005)
-        if not any(peer._lock.locked() for peer in list(served.server._peers)):
-            return False
-    return True
 
 
 def test_a_closed_port_is_free_again() -> None:
@@ -181,7 +173,7 @@ def test_a_callback_that_fails_harms_nobody(transport: str, method: str) -> None
             context.add_callback(called.release)
             return b"done"
 
-        setattr(served.plain, "_careless", careless)  # noqa: B010
+        served.plain.orders["careless"] = careless
         with served.channel() as channel:
             for _ in range(5):
                 if method == "unary":

@@ -35,11 +35,11 @@ Answer = Callable[[bytes, grpc.ServicerContext], Iterator[bytes]]
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes seconds takes tenths of them."""
-    monkeypatch.setattr(follow, "_LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(follow, "_SILENCE_MAX_S", 2.0)
-    monkeypatch.setattr(follow, "_REFUSED_AGAIN_S", 0.2)
-    monkeypatch.setattr(follow, "_AGAIN_S", 0.05)
-    monkeypatch.setattr(follow, "_AGAIN_MAX_S", 0.1)
+    monkeypatch.setattr(follow, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(follow, "SILENCE_MAX_S", 2.0)
+    monkeypatch.setattr(follow, "REFUSED_AGAIN_S", 0.2)
+    monkeypatch.setattr(follow, "AGAIN_S", 0.05)
+    monkeypatch.setattr(follow, "AGAIN_MAX_S", 0.1)
 
 
 class Watched:

@@ -131,8 +131,8 @@ def test_a_stale_view_is_healed_once_a_peer_is_there(
     engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A view that lacks something asks peers again later, and is EXACT when one of them answers."""
-    monkeypatch.setattr(recovery, "_HEAL_FIRST_S", 0.05)
-    monkeypatch.setattr(peer_service, "_DOWN_S", 0.0)
+    monkeypatch.setattr(recovery, "HEAL_FIRST_S", 0.05)
+    monkeypatch.setattr(peer_service, "DOWN_S", 0.0)
     port = free_port()
     with indexer() as first:
         publish_from_the_start(engine, first)
@@ -267,7 +267,7 @@ def test_without_a_replay_socket_a_batch_in_common_proves_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A peer's view counts if we received its last batch ourselves; of a quiet engine it is not believed."""
-    monkeypatch.setattr(recovery, "_HEAL_FIRST_S", 0.05)
+    monkeypatch.setattr(recovery, "HEAL_FIRST_S", 0.05)
     with EnginePublisher(replay=False) as engine, indexer() as first:
         publish_from_the_start(engine, first)
         with serving(first) as address, indexer(address) as second:
@@ -297,7 +297,7 @@ def test_events_wait_while_a_view_is_told_and_are_not_lost(
     """Batches that come while a view is listed are applied after it, on both sides."""
     with indexer() as first:
         publish_from_the_start(engine, first)
-        while_listed(monkeypatch, lambda: engine.publish(block(5)), lambda exports: bool(exports._held))
+        while_listed(monkeypatch, lambda: engine.publish(block(5)), lambda exports: bool(exports.held))
         with serving(first) as address, indexer(address) as second:
             second.follow(stream(engine))
             second.settled(5)

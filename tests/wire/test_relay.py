@@ -37,7 +37,7 @@ time.sleep(600)
 @pytest.fixture(autouse=True)
 def _followed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is not connected is looked for at once."""
-    monkeypatch.setattr(relayed, "_UNLINKED_S", 0.0)
+    monkeypatch.setattr(relayed, "UNLINKED_S", 0.0)
 
 
 @pytest.fixture

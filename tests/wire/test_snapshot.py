@@ -171,7 +171,7 @@ def test_a_stale_view_is_healed_by_a_later_snapshot(
     watched: Watched, engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What lacks once does not lack for ever; until the snapshot comes the view is used as it is."""
-    monkeypatch.setattr(recovery, "_HEAL_FIRST_S", 0.01)
+    monkeypatch.setattr(recovery, "HEAL_FIRST_S", 0.01)
     answers = [(500, b""), (500, b""), (200, body(2, batch(block(1), block(2))))]
     with SnapshotServer(lambda number: answers[min(number, 2)]) as server:
         engine.publish(block(1))

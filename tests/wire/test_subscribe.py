@@ -58,7 +58,7 @@ def test_a_gap_is_healed_by_a_replay(
 ) -> None:
     """A batch lost on the way is replayed, and everything is applied in order."""
     # Else a look at the tail may find the batch before the gap shows.
-    monkeypatch.setattr(recovery, "_QUIET_S", 3600.0)
+    monkeypatch.setattr(recovery, "QUIET_S", 3600.0)
     watched.follow(stream(engine))
     watched.settled(0)
     engine.wait_for_subscriber()
@@ -108,7 +108,7 @@ def test_a_replay_socket_that_is_dead_costs_the_history_only(watched: Watched) -
 @pytest.mark.parametrize("answers", [0, 1], ids=["silent at once", "silent halfway"])
 def test_a_replay_that_failed_is_tried_again_later(answers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay socket that is silent in all attempts leaves the view STALE, and EXACT once it answers."""
-    monkeypatch.setattr(recovery, "_HEAL_FIRST_S", 0.05)
+    monkeypatch.setattr(recovery, "HEAL_FIRST_S", 0.05)
     watched = Watched(replay_attempts=2, replay_idle_s=0.2)
     with EnginePublisher() as engine:
         for number in (1, 2, 3):

@@ -173,7 +173,7 @@ def test_an_error_of_our_own_costs_one_view(
         return apply(self, pod, payloads)
 
     monkeypatch.setattr(Ingest, "apply", apply_once_broken)
-    monkeypatch.setattr(follower, "_RETRY_MAX_S", 0.01)
+    monkeypatch.setattr(follower, "RETRY_MAX_S", 0.01)
     with EnginePublisher() as other:
         other.publish(block(1), block(2))
         watched.follow(stream(engine), stream(other, OTHER))

@@ -29,7 +29,7 @@ from tests.integration.router_server_support import FakePod, get
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lasts a moment is a problem already, so that the tests need not wait for it."""
-    for name in ("_SETTLING_S", "_REFUSED_S", "_UNLINKED_S", "_BLIP_S"):
+    for name in ("SETTLING_S", "REFUSED_S", "UNLINKED_S", "BLIP_S"):
         monkeypatch.setattr(problems_module, name, 0.5)
 
 

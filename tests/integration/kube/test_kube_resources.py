@@ -89,7 +89,7 @@ def test_the_newer_groups_objects_win_once_it_is_defined(
     own_namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where llm-d.ai's objectives are defined those of the older group do not count, with no restart."""
-    monkeypatch.setattr(watch, "_ABSENT_S", 2.0)
+    monkeypatch.setattr(watch, "ABSENT_S", 2.0)
     own_namespace.pool()
     one = own_namespace.pod("one", ready=False)
     one.metrics = SATURATED
