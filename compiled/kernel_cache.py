@@ -7,16 +7,17 @@ copied to the temporary directory, where a processor unlike the one they were co
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile, gettempdir
 
 from xxhash import xxh3_64_hexdigest
 
-# Files with what is compiled into kernels; those with kernels import `jit`.
-_CONSTANTS = (*("jit.py", "events.py", "flat_layout.py", "lanes.py", "paged_decodes.py"),)
+_PACKAGES = ("compiled", "indexer", "model_server", "router")
+_IMPORT = re.compile(rb"^from ([\w.]+) import (\([^)]*\)|\w+)", re.MULTILINE)
+_CONSTANT = re.compile(rb"\b[A-Z][A-Z0-9_]+\b")
 _NAME = "kvroute-kernels"
 
 
@@ -32,7 +33,7 @@ def cache_directory(chosen: str) -> str | None:
     Returns:
         Its path; None if there is none that can be written: kernels are compiled at each start then.
     """
-    digest = _digest(Path(__file__).parents[1])
+    digest = sources_digest(Path(__file__).parents[1])
     try:
         below = chosen or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         directory = Path(below) / _NAME / digest
@@ -43,17 +44,17 @@ def cache_directory(chosen: str) -> str | None:
     return _copied(directory) if directory.is_dir() else None
 
 
-def _digest(root: Path) -> str:
-    patterns = (
-        "compiled/*.py",
-        "indexer/*.py",
-        "router/*.py",
-        "model_server/*.py",
-        "model_server/attention/*.py",
-    )
-    texts = {path: path.read_bytes() for path in sorted(chain.from_iterable(map(root.glob, patterns)))}
-    used = [text for path, text in texts.items() if path.name in _CONSTANTS or b".jit import" in text]
-    return xxh3_64_hexdigest(b"\0".join(used))
+def sources_digest(root: Path) -> str:
+    """Return a digest of the files with kernels and of those whose constants are compiled into them."""
+    texts = {path: path.read_bytes() for package in _PACKAGES for path in (root / package).rglob("*.py")}
+    used = {path for path, text in texts.items() if b"jit import" in text}
+    for path in tuple(used):
+        for module, names in _IMPORT.findall(texts[path]):
+            source = root / module.decode().replace(".", "/")
+            if _CONSTANT.search(names):
+                used.add(source.with_suffix(".py"))
+            used.add(source / f"{names.decode()}.py")
+    return xxh3_64_hexdigest(b"\0".join(texts[path] for path in sorted(used & texts.keys())))
 
 
 def _is_writable(directory: Path) -> bool:
