@@ -169,7 +169,7 @@ def step_numbers(
         token_ids.extend(chunk.live.token_ids[chunk.start : chunk.stop])
         if chunk.samples:
             rows.append(len(token_ids) - 1)
-    spans = [(chunk.start, chunk.length, chunk.live.block_ids) for chunk in chunks]
+    spans: list[SpanNumbers] = [(chunk.start, chunk.length, chunk.live.block_ids) for chunk in chunks]
     lora_ids = [0 if chunk.live.adapter is None else chunk.live.adapter.lora_id for chunk in chunks]
     return token_ids, rows, spans, lora_ids if any(lora_ids) else []
 

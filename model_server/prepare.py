@@ -30,7 +30,7 @@ from tokenization import PromptError, PromptTokenizer, PromptTooLongError
 from tokenization.openai_prompts import PromptLimits, chat_prompt, completion_prompts
 
 # Between JSON's words; without a bound a model may write spaces to its last token.
-_JSON_OPTIONS = {"whitespace_pattern": r"[ \n\t]{1,8}"}
+_JSON_WHITESPACE = r"[ \n\t]{1,8}"
 _COMPLETION_MAX_TOKENS_DEFAULT = 16
 _CHOICES_MAX = 1024
 # Sampling parameters with the names and meanings of the body's fields.
@@ -117,7 +117,7 @@ def _grammar(fields: GenerationBody) -> str:
 
 
 def _json_grammar(schema: dict[str, Any] | str) -> str:
-    return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _JSON_WHITESPACE})
 
 
 @dataclass(frozen=True, slots=True)
