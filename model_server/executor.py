@@ -199,10 +199,10 @@ def _sampling_row(live: LiveRequest, eos_token_ids: frozenset[int]) -> SamplingR
     params, constraint = live.request.sampling, live.request.constraint
     is_early = live.num_generated < params.min_tokens
     return SamplingRow(
-        params,
-        live.sampling_seed,
-        live.num_generated,
-        params.stop_token_ids | eos_token_ids if is_early else frozenset(),
-        live.token_ids,
-        None if constraint is None else constraint.allowed_bits(),
+        params=params,
+        seed=live.sampling_seed,
+        position=live.num_generated,
+        banned=params.stop_token_ids | eos_token_ids if is_early else frozenset(),
+        token_ids=live.token_ids,
+        allowed_bits=None if constraint is None else constraint.allowed_bits(),
     )

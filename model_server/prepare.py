@@ -206,7 +206,8 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
     shows_text = fields.echoes and not fields.return_token_ids
     texts = [model.tokenizer.decode(prompt) if shows_text else "" for prompt in prompts]
     echoed = tuple(text for text in texts for _ in range(copies))
-    return Job(api, f"{_ID_PREFIXES[api]}-{shown_id}", name, fields, prompts, requests, echoed)
+    request_id = f"{_ID_PREFIXES[api]}-{shown_id}"
+    return Job(api, request_id, model=name, fields=fields, prompts=prompts, requests=requests, echoed=echoed)
 
 
 def tokenize(model: ServedModel, raw: bytes) -> dict[str, object]:
