@@ -169,7 +169,7 @@ def step_numbers(
         token_ids.extend(chunk.live.token_ids[chunk.start : chunk.stop])
         if chunk.samples:
             rows.append(len(token_ids) - 1)
-    spans = [(chunk.start, chunk.length, chunk.live.block_ids) for chunk in chunks]
+    spans: list[SpanNumbers] = [(chunk.start, chunk.length, chunk.live.block_ids) for chunk in chunks]
     lora_ids = [0 if chunk.live.adapter is None else chunk.live.adapter.lora_id for chunk in chunks]
     return token_ids, rows, spans, lora_ids if any(lora_ids) else []
 
@@ -199,10 +199,10 @@ def _sampling_row(live: LiveRequest, eos_token_ids: frozenset[int]) -> SamplingR
     params, constraint = live.request.sampling, live.request.constraint
     is_early = live.num_generated < params.min_tokens
     return SamplingRow(
-        params,
-        live.sampling_seed,
-        live.num_generated,
-        params.stop_token_ids | eos_token_ids if is_early else frozenset(),
-        live.token_ids,
-        None if constraint is None else constraint.allowed_bits(),
+        params=params,
+        seed=live.sampling_seed,
+        position=live.num_generated,
+        banned=params.stop_token_ids | eos_token_ids if is_early else frozenset(),
+        token_ids=live.token_ids,
+        allowed_bits=None if constraint is None else constraint.allowed_bits(),
     )

@@ -205,6 +205,7 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats, labels = self.engine_stats(), (self.model_name, _ENGINE_INDEX)
+        told: list[tuple[Sequence[Sequence[str]], type[GaugeMetricFamily | CounterMetricFamily], object]]
         told = [(_ENGINE_GAUGES, GaugeMetricFamily, stats), (_ENGINE_COUNTERS, CounterMetricFamily, stats)]
         if self.publisher_stats is not None:
             told.append((_PUBLISHER_COUNTERS, CounterMetricFamily, self.publisher_stats()))

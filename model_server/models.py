@@ -7,6 +7,7 @@ all ranks.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -45,7 +46,8 @@ class Linear:
         """Return inputs @ weight.T + bias, [rows, outputs]."""
         if self._packed is None:
             return functional.linear(inputs, self.weight, bias)
-        return torch.ops.mkldnn._linear_pointwise(inputs, self._packed, bias, "none", [], "")
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, bias, "none", [], "")
+        return output
 
     def pack(self) -> None:
         """Let go of the plain weight for one in the order that oneDNN reads, where that helps.
@@ -172,7 +174,10 @@ def projection_parts(shape: DecoderShape, division: Division) -> dict[str, Proje
     }
 
 
-_ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": partial(functional.gelu, approximate="tanh")}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
 
 
 def frequencies(rope: Rope, head_dim: int) -> Tensor:

@@ -30,7 +30,7 @@ from tokenization import PromptError, PromptTokenizer, PromptTooLongError
 from tokenization.openai_prompts import PromptLimits, chat_prompt, completion_prompts
 
 # Between JSON's words; without a bound a model may write spaces to its last token.
-_JSON_OPTIONS = {"whitespace_pattern": r"[ \n\t]{1,8}"}
+_JSON_WHITESPACE = r"[ \n\t]{1,8}"
 _COMPLETION_MAX_TOKENS_DEFAULT = 16
 _CHOICES_MAX = 1024
 # Sampling parameters with the names and meanings of the body's fields.
@@ -117,7 +117,7 @@ def _grammar(fields: GenerationBody) -> str:
 
 
 def _json_grammar(schema: dict[str, Any] | str) -> str:
-    return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _JSON_WHITESPACE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,8 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
     shows_text = fields.echoes and not fields.return_token_ids
     texts = [model.tokenizer.decode(prompt) if shows_text else "" for prompt in prompts]
     echoed = tuple(text for text in texts for _ in range(copies))
-    return Job(api, f"{_ID_PREFIXES[api]}-{shown_id}", name, fields, prompts, requests, echoed)
+    request_id = f"{_ID_PREFIXES[api]}-{shown_id}"
+    return Job(api, request_id, model=name, fields=fields, prompts=prompts, requests=requests, echoed=echoed)
 
 
 def tokenize(model: ServedModel, raw: bytes) -> dict[str, object]:

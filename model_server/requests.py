@@ -322,11 +322,11 @@ class LiveRequest:
     ) -> TokenOutput:
         """Return what its sink is told of a step, or of its end."""
         return TokenOutput(
-            self.request_id,
-            () if token is None else (token.token_id,),
-            reason,
-            self.cached_tokens or 0,
-            error,
-            () if token is None or token.logprobs is None else (token.logprobs,),
-            self.started_s,
+            request_id=self.request_id,
+            token_ids=() if token is None else (token.token_id,),
+            finish_reason=reason,
+            cached_tokens=self.cached_tokens or 0,
+            error=error,
+            logprobs=() if token is None or token.logprobs is None else (token.logprobs,),
+            started_s=self.started_s,
         )

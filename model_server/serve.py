@@ -90,16 +90,22 @@ class Server:
             max_loras = self.options.engine.max_loras
             registry.register(LoraCollector(max_loras, self._async_engine.adapters_in_use, time.time))
         model = ServedModel(
-            self.options.served_names,
-            self.options.engine.model,
-            self.tokenizer,
-            self.engine.max_model_len,
-            self.engine.vocab_size,
-            GrammarTokenizer(self.tokenizer),
-            self.engine.loras,
+            names=self.options.served_names,
+            root=self.options.engine.model,
+            tokenizer=self.tokenizer,
+            max_model_len=self.engine.max_model_len,
+            vocab_size=self.engine.vocab_size,
+            grammars=GrammarTokenizer(self.tokenizer),
+            adapters=self.engine.loras,
         )
         api = HttpApi(
-            self.options, model, self.engine, self._async_engine, self.publisher, registry, self._healthy
+            options=self.options,
+            model=model,
+            engine=self.engine,
+            async_engine=self._async_engine,
+            publisher=self.publisher,
+            registry=registry,
+            healthy=self._healthy,
         )
         admin_port = None if admin is None else admin.getsockname()[1]
         self._http = HttpServer(api.app(admin_port), on_ready, lambda: self.engine.stats().healthy)

@@ -48,7 +48,7 @@ _both = types.UniTuple(lanes_type, 2)
 @register_model(_Lanes)
 class _LanesModel(models.PrimitiveModel):
     def __init__(self, manager: object, lanes: object) -> None:
-        super().__init__(manager, lanes, VECTOR)
+        super().__init__(manager, lanes, VECTOR)  # type: ignore[no-untyped-call]  # numba gives it no types
 
 
 class _Site(NamedTuple):

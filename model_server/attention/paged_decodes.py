@@ -90,7 +90,7 @@ class PagedDecodes:
     def plan(self, view: View, spans: Sequence[Span], rows: Sequence[int]) -> PagedPlan:
         """Lay out one step of spans of one token each, at these rows of the flat batch."""
         table, begins, stops = reads_of(view, spans, self._block_tokens)
-        arrays = table.astype(np.int32), np.array(rows, np.int64), begins, stops
+        arrays: tuple[np.ndarray, ...] = table.astype(np.int32), np.array(rows, np.int64), begins, stops
         names = "tables", "rows", "begins", "stops"
         shape, many = self._shape, _SEQUENCES_PER_THREAD * torch.get_num_threads()
         job = Job(
@@ -137,7 +137,8 @@ def paged_fault(shape: AttentionShape, dtype: torch.dtype, device: torch.device)
         return "numba is not installed, which compiles it"
     import numba
 
-    if numba.config.DISABLE_JIT:
+    config: Any = numba.config  # numba defines its settings at import, which mypy cannot see
+    if config.DISABLE_JIT:
         return "NUMBA_DISABLE_JIT forbids to compile it"
     if dtype == torch.float16 and not _converts_float16():
         return "this processor does not convert float16"
@@ -153,7 +154,8 @@ def _converts_float16() -> bool:
     import numba
     from numba.core.codegen import get_host_cpu_features
 
-    features = numba.config.CPU_FEATURES
+    config: Any = numba.config
+    features = config.CPU_FEATURES
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     return not is_x86 or "+f16c" in (get_host_cpu_features() if features is None else features)
 

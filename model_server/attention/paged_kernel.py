@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numba
 import numpy as np
-from numba import carray
+from numba import carray  # type: ignore[attr-defined]  # numba lists no names to export
 from numpy.typing import NDArray
 
 from compiled.jit import callback, inlined
@@ -65,10 +65,10 @@ def decode_kernel(dtype: type) -> Any:
             shrinks=carray(stack(4 * heads * LANES), heads * LANES, np.float32),
             tops=carray(stack(4 * heads), heads, np.float32),
         )
-        keys = carray(pointer(job.keys), (_ANY, shape.head_dim), dtype)
-        values = carray(pointer(job.values), (_ANY, shape.head_dim), dtype)
-        queries = carray(pointer(job.queries), (_ANY, shape.head_dim), dtype)
-        output = carray(pointer(job.output), (_ANY, shape.head_dim), dtype)
+        keys: _Rows = carray(pointer(job.keys), (_ANY, shape.head_dim), dtype)
+        values: _Rows = carray(pointer(job.values), (_ANY, shape.head_dim), dtype)
+        queries: _Rows = carray(pointer(job.queries), (_ANY, shape.head_dim), dtype)
+        output: _Rows = carray(pointer(job.output), (_ANY, shape.head_dim), dtype)
         tables = carray(pointer(job.tables), (job.sequences, job.width), np.int32)
         rows = carray(pointer(job.rows), (job.sequences,), np.int64)
         begins = carray(pointer(job.begins), (job.sequences,), np.int64)

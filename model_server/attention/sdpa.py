@@ -117,11 +117,13 @@ class SdpaAttention:
             reads=[self._reads(view, spans) for view in self._views],
         )
 
-    def store(self, layer: int, key: Tensor, value: Tensor, meta: SdpaMeta) -> None:
+    def store(self, layer: int, key: Tensor, value: Tensor, meta: StepMeta) -> None:
+        assert isinstance(meta, SdpaMeta)
         group, plane = self._places[layer]
         self._pool.write(plane, key, value, meta.writes[group])
 
-    def attend(self, query: Tensor, layer: int, meta: SdpaMeta) -> Tensor:
+    def attend(self, query: Tensor, layer: int, meta: StepMeta) -> Tensor:
+        assert isinstance(meta, SdpaMeta)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         plane, reads = self._places[layer][1], meta.reads[self._view_of[layer]]
         window = self._shape.windows[layer]

@@ -209,7 +209,9 @@ def _decode_step(deployment: Deployment, gpu: Gpu, batch: int, context_tokens: i
     bound: Literal["weights bandwidth", "KV bandwidth", "compute"] = "compute"
     if compute_s <= weights_s + kv_s:
         bound = "weights bandwidth" if weights_s >= kv_s else "KV bandwidth"
-    return DecodeStep(batch, step_s, weights_s, kv_s, compute_s, batch / step_s, bound)
+    return DecodeStep(
+        batch, step_s, weights_s, kv_s=kv_s, compute_s=compute_s, tokens_per_s=batch / step_s, bound=bound
+    )
 
 
 def _batches(most: int, asked: int | None) -> Iterator[int]:

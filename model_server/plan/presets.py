@@ -59,7 +59,8 @@ GPUS: dict[str, Gpu] = {
 CUSTOM = _gpu("custom", 0, 0, 0, _PCIE_5)
 
 
-_TIED, _UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+_TIED: dict[str, object] = {"tie_word_embeddings": True}
+_UNTIED: dict[str, object] = {"tie_word_embeddings": False}
 _FAMILIES: dict[str, dict[str, object]] = {
     "Gemma3": {"vocab_size": 262_144, "head_dim": 256, "sliding_window": 512},
     "Llama": {"vocab_size": 128_256, "head_dim": 128, "max_position_embeddings": 131_072, **_UNTIED},
@@ -108,4 +109,4 @@ def _preset(name: str, family: str, sizes: tuple[int, ...], fields: dict[str, ob
     return HfConfig({**common, **_FAMILIES[family], **dict(zip(_SIZES, sizes, strict=True)), **fields}, name)
 
 
-PRESETS = {name.lower(): _preset(name, *rest) for name, *rest in _MODELS} | {TINY_MODEL: TINY_CONFIG}
+PRESETS = {model[0].lower(): _preset(*model) for model in _MODELS} | {TINY_MODEL: TINY_CONFIG}
