@@ -27,7 +27,7 @@ from benchmarks.fake_pod import model_directory
 from model_server.events import MEDIUM_GPU, BlockHash, BlockStored
 from model_server.replay import ReplayServer, StepRing
 from tokenization import PromptTokenizer
-from tokenization.openai_prompts import chat_prompt
+from tokenization.prompts import chat_prompt
 
 BLOCK_TOKENS = 16
 _RUN_BLOCKS = 32

@@ -21,9 +21,9 @@ import urllib3
 
 from benchmarks import BASE_PORT
 from benchmarks.fake_pod import model_directory
-from router.local.envoy_config import Door
-from router.local.stack import HOST, ChildPlan, StackOptions, StackPlan, await_pods, plan_stack
-from router.local.supervisor import Supervisor, check_ports
+from kvroute.envoy_config import Door
+from kvroute.stack import HOST, ChildPlan, StackOptions, StackPlan, await_pods, plan_stack
+from kvroute.supervisor import Supervisor, check_ports
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _LOAD_TIMEOUT_S = 120.0

@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks import fake_kube_api
 from benchmarks.gateway_stack import HOST, Picker, PickerPlace, fake_pods
 from benchmarks.rival_environment import rivals_home
-from router.local.stack import ChildPlan
+from kvroute.stack import ChildPlan
 
 MODULE, VERSION = "sigs.k8s.io/gateway-api-inference-extension", "v1.5.0"
 _BUILD_TIMEOUT_S = 3600.0

@@ -33,7 +33,7 @@ from benchmarks.pick_inside import measure as measure_inside
 from benchmarks.pickers import measure_pickers
 from benchmarks.report import Report, options_of, options_parser
 from benchmarks.rivals import measure_rivals
-from router.local.envoy_config import Door
+from kvroute.envoy_config import Door
 
 EVENT_BLOCKS_PER_S = 50_000
 _CLIENTS = 32

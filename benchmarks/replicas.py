@@ -28,10 +28,10 @@ from benchmarks.report import Report, cpu_s, read_options
 from indexer import IndexerConfig, KvIndexer
 from indexer.peer_service import PeerIdentity
 from indexer.pod_entry import PodEntry
+from kvroute.stack import HOST
 from router.dispatch import Dispatch
 from router.h2 import GrpcServer
 from router.ledger import Ledger, LedgerParameters
-from router.local.stack import HOST
 from router.pods import PodSet
 from router.rates import Lesson
 from router.replicas.fleet import OthersWork

@@ -28,8 +28,8 @@ from benchmarks.conversations import write_bodies
 from benchmarks.fake_pod import model_directory
 from benchmarks.gateway_stack import first_pod_ports, process_cpu_s
 from benchmarks.report import read_options
-from router.local.stack import HOST, ChildPlan, StackOptions, StackPlan, plan_stack
-from router.local.supervisor import check_ports
+from kvroute.stack import HOST, ChildPlan, StackOptions, StackPlan, plan_stack
+from kvroute.supervisor import check_ports
 
 _PODS = 16
 _ROUNDS = 5

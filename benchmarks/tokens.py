@@ -34,7 +34,7 @@ from router.parsers import http_request
 from router.request import RequestKind, RouteRequest, api_request
 from router.tokens import TokenizeOptions, TokenizerRegistry
 from tokenization import TINY_DIRECTORY
-from tokenization.chat_template import ChatTemplate
+from tokenization.templates.chat_template import ChatTemplate
 from tokenization.tokenizer import PromptTokenizer
 
 _MODEL, _REASONING, _QWEN3, _FALLBACK = "bench", "reasoning", "qwen3", "fallback"

@@ -26,6 +26,7 @@ COPY compiled compiled
 COPY tokenization tokenization
 COPY indexer indexer
 COPY router router
+COPY kvroute kvroute
 COPY model_server model_server
 RUN /opt/build/bin/python -m hatchling build --target wheel \
     && python3 -m pip --no-cache-dir --disable-pip-version-check --python /opt/venv/bin/python \

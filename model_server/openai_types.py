@@ -1,7 +1,7 @@
 """The OpenAI request bodies, JSON bytes in and checked fields out, and the API's errors.
 
 Types and ranges are checked here once; unknown fields are ignored, known ones that would change the answer
-and are not supported are refused. The prompt itself is left to ``tokenization.openai_prompts``.
+and are not supported are refused. The prompt itself is left to ``tokenization.prompts``.
 """
 
 import re

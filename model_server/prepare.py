@@ -27,7 +27,7 @@ from model_server.openai_types import (
 )
 from model_server.requests import GenerationRequest, SamplingParams
 from tokenization import PromptError, PromptTokenizer, PromptTooLongError
-from tokenization.openai_prompts import PromptLimits, chat_prompt, completion_prompts
+from tokenization.prompts import PromptLimits, chat_prompt, completion_prompts
 
 # Between JSON's words; without a bound a model may write spaces to its last token.
 _JSON_WHITESPACE = r"[ \n\t]{1,8}"

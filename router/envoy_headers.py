@@ -39,7 +39,7 @@ GATEWAY_ONLY_HEADERS: tuple[str, ...] = (
 )
 """Names in lower case, with and without a router's use for them: engines and sidecars obey them all.
 
-Envoy removes them before any filter runs (`router.local.envoy_config`, the chart), so that what a filter sets
+Envoy removes them before any filter runs (`kvroute.envoy_config`, the chart), so that what a filter sets
 later stays.
 """
 

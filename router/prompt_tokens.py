@@ -26,16 +26,16 @@ from tokenization import (
     TokenIds,
     UnsupportedPromptError,
 )
-from tokenization.anthropic_messages import messages_as_chat
-from tokenization.image_prompts import ExpandedPrompt
-from tokenization.openai_prompts import (
+from tokenization.apis.anthropic import messages_as_chat
+from tokenization.apis.responses import responses_as_chat
+from tokenization.images.prompts import ExpandedPrompt
+from tokenization.prompts import (
     PromptLimits,
     chat_prefix,
     chat_prompt,
     completion_prompts,
     image_chat,
 )
-from tokenization.openai_responses import responses_as_chat
 
 # Why a prompt that every engine will refuse is routed by load alone.
 LONGER_THAN_CONTEXT = "longer_than_context"

@@ -39,9 +39,9 @@ from router.prompt_tokens import (
 from router.remote_tokenizers import RenderTokenizer, SidecarTokenizer
 from router.request import RequestKind, RouteRequest
 from tokenization import PromptError, PromptTokenizer, TokenizerLoadError
-from tokenization.chat_messages import ITEMS_AT_ONCE_MAX, ManyItemsError, items_of
-from tokenization.openai_prompts import PromptLimits
-from tokenization.template_files import hub_directory
+from tokenization.apis.chat import ITEMS_AT_ONCE_MAX, ManyItemsError, items_of
+from tokenization.prompts import PromptLimits
+from tokenization.templates.files import hub_directory
 
 _log = logging.getLogger(__name__)
 

@@ -27,10 +27,10 @@ from msgspec import inspect
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
+from kvroute.cli import main as kvroute
 from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
 from model_server.publish import PublisherStats
 from model_server.requests import EngineStats
-from router.cli import main as kvroute
 from router.config import parse_flags
 from router.config_fields import Settings
 from router.errors import ConfigError

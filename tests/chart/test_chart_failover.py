@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import urllib3
 
-from router.local.stack import envoy_command
+from kvroute.stack import envoy_command
 from router.server import RouterServer
 from tests.chart.helm import CHART, clusters, envoy_bootstrap
 from tests.integration.envoy_support import patient

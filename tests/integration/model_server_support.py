@@ -23,7 +23,7 @@ from model_server.engine import Engine
 from model_server.publish import KVEventPublisher, KVEventsConfig
 from model_server.serve import ServeOptions, Server, load_tokenizer, reserve
 from tokenization import PromptTokenizer
-from tokenization.openai_prompts import chat_prompt
+from tokenization.prompts import chat_prompt
 
 MODEL = "kvroute-tiny"
 DEADLINE_S = 300.0

@@ -18,9 +18,9 @@ import trustme
 import urllib3
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvroute.envoy_config import EnvoySettings, bootstrap
+from kvroute.stack import envoy_command
 from router.errors import ConfigError
-from router.local.envoy_config import EnvoySettings, bootstrap
-from router.local.stack import envoy_command
 from router.server import RouterServer
 from router.tls import MetricsTlsOptions, TlsOptions, grpc_tls, metrics_tls, self_signed
 from tests.integration.envoy_support import patient

@@ -31,8 +31,8 @@ from tests.unit.image_support import (
 )
 from tests.unit.indexer_support import OnePod, stored
 from tokenization import PromptTokenizer
-from tokenization.image_prompts import ImageSize
-from tokenization.image_rules import joined
+from tokenization.images.prompts import ImageSize
+from tokenization.images.rules import joined
 
 MODEL = "seer"
 GUESS = 1000

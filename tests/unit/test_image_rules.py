@@ -19,8 +19,8 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.unit.image_support import LLAVA_VISION, library
-from tokenization.image_prompts import ImageSize
-from tokenization.image_rules import ImageFiles, always, by_pixels, image_rule, in_rows, joined
+from tokenization.images.prompts import ImageSize
+from tokenization.images.rules import ImageFiles, always, by_pixels, image_rule, in_rows, joined
 
 SIDES = st.integers(1, 700) | st.integers(1, 20_000)
 SQUARES = st.sampled_from([(14, 2), (16, 2), (14, 1)])

@@ -19,7 +19,7 @@ with PickerClient("127.0.0.1:9002") as picker:
 def test_every_program_can_be_imported_beside_the_others() -> None:
     """No two protos define one name, and no import has a side effect that another one cannot bear."""
     programs = (
-        "router.cli, router.server, router.client, router.tokenizer_server, indexer.cli, indexer.service"
+        "kvroute.cli, router.server, router.client, router.tokenizer_server, indexer.cli, indexer.service"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", f"import {programs}"], check=True)
 

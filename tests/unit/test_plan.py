@@ -241,7 +241,7 @@ def test_a_pool_without_room_is_empty() -> None:
 def test_planning_needs_no_torch() -> None:
     """The command answers where torch is not installed, as in the router's image."""
     script = (
-        "import sys; sys.modules['torch'] = None; from router.cli import main\n"
+        "import sys; sys.modules['torch'] = None; from kvroute.cli import main\n"
         "sys.exit(main(['plan', '--model', 'qwen3-8b', '--json']))"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

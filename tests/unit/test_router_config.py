@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer import ConfigError as IndexerConfigError
-from router import cli
+from kvroute import cli
 from router.config import RouterConfig, parse_flags
 from router.config_fields import seconds
 from router.config_file import read_config

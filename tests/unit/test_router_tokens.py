@@ -22,7 +22,7 @@ from router.tokens import TokenizeOptions, TokenizerRegistry
 from tests.unit.media_support import CASES, answer
 from tests.unit.router_support import TINY, TOKENIZER, completion
 from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenIds
-from tokenization.openai_prompts import chat_prompt
+from tokenization.prompts import chat_prompt
 
 
 class BrokenTokenizer(PromptTokenizer):

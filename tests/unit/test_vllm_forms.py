@@ -11,8 +11,8 @@ from router.parsers import http_request
 from router.tokens import TokenizerRegistry
 from tests.unit.tokenizer_support import tokenizer_for
 from tokenization import PromptError, UnsupportedPromptError
-from tokenization.chat_template import ChatTemplate
-from tokenization.openai_prompts import chat_prompt
+from tokenization.prompts import chat_prompt
+from tokenization.templates.chat_template import ChatTemplate
 
 BY_PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
 SHOWN = (

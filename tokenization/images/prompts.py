@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tokenization.chat_messages import medium_of
+from tokenization.apis.chat import medium_of
 from tokenization.encoder import TokenIds
-from tokenization.image_rules import ImageRule, ImageSize, joined
+from tokenization.images.rules import ImageRule, ImageSize, joined
 
 # Segments, blocks or filling bytes in front of the size; many times what metadata have.
 _STEPS_MAX = 1 << 14

@@ -26,8 +26,8 @@ from indexer.pod_entry import (
     REPLAY_PORT_LABEL,
     SNAPSHOT_LABEL,
 )
+from kvroute.envoy_config import Door, EnvoySettings, Responses, bootstrap
 from router.flags import switch
-from router.local.envoy_config import Door, EnvoySettings, Responses, bootstrap
 
 HOST = "127.0.0.1"
 TINY_MODEL = "kvroute-tiny"

@@ -15,7 +15,7 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from tokenization.chat_messages import (
+from tokenization.apis.chat import (
     ManyItemsError,
     MediaForm,
     chat_messages,
@@ -26,7 +26,7 @@ from tokenization.chat_messages import (
 )
 from tokenization.encoder import TokenIds
 from tokenization.errors import PromptError, PromptTooLongError, UnsupportedPromptError
-from tokenization.image_prompts import ExpandedPrompt, expanded, image_parts
+from tokenization.images.prompts import ExpandedPrompt, expanded, image_parts
 from tokenization.tokenizer import PromptTokenizer
 
 Body = Mapping[str, Any]

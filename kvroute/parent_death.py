@@ -1,4 +1,4 @@
-"""Ties a program's life to its parent's: `python tether.py PARENT_PID PROGRAM [ARGUMENT ...]`.
+"""Ties a program's life to its parent's: `python parent_death.py PARENT_PID PROGRAM [ARGUMENT ...]`.
 
 Asks the kernel for SIGTERM when the parent ends, however it ends, and then becomes the program. A script of
 its own, because between fork and exec of a process with threads no Python may run. Without Linux it only

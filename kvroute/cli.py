@@ -11,7 +11,7 @@ from pathlib import Path
 
 # Command -> the module whose main(argv) runs it, and what it is for.
 _COMMANDS = {
-    "up": ("router.local.up", "start model servers, router and Envoy on this machine and show what they do"),
+    "up": ("kvroute.up", "start model servers, router and Envoy on this machine and show what they do"),
     "router": ("router.server", "run the endpoint picker: Envoy or any gateway asks it which pod to use"),
     "tokenizer": ("router.tokenizer_server", "tokenize for routers on this machine, in a process of its own"),
     "indexer": ("indexer.cli", "run the index of what every model server's KV cache holds on its own"),

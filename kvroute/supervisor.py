@@ -18,8 +18,8 @@ from pathlib import Path
 
 import urllib3
 
-from router.local import tether
-from router.local.stack import HOST, ChildPlan, LocalStackError
+from kvroute import parent_death
+from kvroute.stack import HOST, ChildPlan, LocalStackError
 
 READY_TIMEOUT_S = 120.0
 BACK_OFF_S = (0.0, 0.5, 1.0, 2.0, 4.0)
@@ -147,7 +147,7 @@ class Supervisor:
         with log_path.open("ab") as log:
             log_start = log.seek(0, os.SEEK_END)
             process = subprocess.Popen(
-                [sys.executable, "-I", tether.__file__, str(os.getpid()), *plan.argv],
+                [sys.executable, "-I", parent_death.__file__, str(os.getpid()), *plan.argv],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -19,8 +19,8 @@ from typing import Any
 
 import urllib3
 
-from router.local.envoy_config import POD_HEADER
-from router.local.stack import LocalStackError, StackPlan, await_events, decision, empty_caches
+from kvroute.envoy_config import POD_HEADER
+from kvroute.stack import LocalStackError, StackPlan, await_events, decision, empty_caches
 
 _TIMEOUT = urllib3.Timeout(connect=5.0, read=60.0)
 _CONNECTIONS = 32

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tokenization.chat_messages import CallsInOrder, objects
+from tokenization.apis.chat import CallsInOrder, objects
 from tokenization.errors import PromptError, UnsupportedPromptError
 
 Body = Mapping[str, Any]

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from indexer.flags import CommandParser, add_flags, said
-from router.local.demo import run_demo
-from router.local.stack import LocalStackError, StackOptions, StackPlan, await_pods, plan_stack
-from router.local.supervisor import Supervisor, check_ports
+from kvroute.demo import run_demo
+from kvroute.stack import LocalStackError, StackOptions, StackPlan, await_pods, plan_stack
+from kvroute.supervisor import Supervisor, check_ports
 
 _WATCH_S = 0.2
 # What model servers need and the router does not.

@@ -18,7 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tokenization.encoder import TokenIds
-from tokenization.template_files import token_text_of
+from tokenization.templates.files import token_text_of
 
 _ASPECT_MAX = 200
 

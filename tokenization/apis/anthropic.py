@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tokenization.chat_messages import BILLING, objects
+from tokenization.apis.chat import BILLING, objects
 from tokenization.errors import PromptError, UnsupportedPromptError
 
 Body = Mapping[str, Any]

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import jinja2
 import msgspec
 
-from tokenization.chat_messages import ManyItemsError, checked_message, items_of
+from tokenization.apis.chat import ManyItemsError, checked_message, items_of
 from tokenization.errors import PromptError, TokenizerLoadError, UnsupportedPromptError
-from tokenization.template_environment import ENVIRONMENT, WHILE, wants_parts, while_set, without_idle_rounds
+from tokenization.templates.environment import ENVIRONMENT, WHILE, wants_parts, while_set, without_idle_rounds
 
 _CAPACITY_BYTES = 32 << 20
 _RAW_MESSAGES = msgspec.json.Decoder(list[msgspec.Raw])
