@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from model_server.build import build_engine
 from model_server.config import EngineConfig
-from model_server.engine import Engine
-from model_server.events import NullSink
+from model_server.engine.build import build_engine
+from model_server.engine.core import Engine
+from model_server.kv_events.events import NullSink
 from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
 
 # Seconds of the wall, or of the process's own threads (which spin while they wait for one another).

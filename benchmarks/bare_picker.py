@@ -13,11 +13,11 @@ import grpc
 from envoy.service.auth.v3 import external_auth_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from router.check import ok_answer
-from router.ext_proc_messages import response_headers_answer, routed_answer, streamed_answers
+from router.doors.ext_authz import ok_answer
+from router.doors.ext_proc_messages import response_headers_answer, routed_answer, streamed_answers
+from router.doors.health import CHECK_SERVICE, EXT_PROC_SERVICE
 from router.h2 import GrpcServer
 from router.h2.exchange_call import ExchangeMethod
-from router.health import CHECK_SERVICE, EXT_PROC_SERVICE
 
 _MESSAGE_BYTES_MAX = 8 << 20
 _THREADS = 320

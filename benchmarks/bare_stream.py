@@ -15,7 +15,7 @@ from socket import socket
 
 from starlette.types import Receive, Scope, Send
 
-from model_server.http_server import HttpServer
+from model_server.openai.http_server import HttpServer
 
 CHUNK = (
     b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1700000000,'

@@ -21,11 +21,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.against_transformers import SHAPE, Figure
-from model_server.build import build_engine
 from model_server.config import EngineConfig
-from model_server.engine import Engine
-from model_server.events import EventSink, KVEvent, NullSink
-from model_server.publish import KVEventPublisher, KVEventsConfig
+from model_server.engine.build import build_engine
+from model_server.engine.core import Engine
+from model_server.kv_events.events import EventSink, KVEvent, NullSink
+from model_server.kv_events.publisher import KVEventPublisher, KVEventsConfig
 from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
 
 _BATCH = 32

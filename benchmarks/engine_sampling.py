@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.against_transformers import Figure
 from model_server.requests import SamplingParams
-from model_server.sampler import SamplingRow, sample
+from model_server.worker.sampler import SamplingRow, sample
 
 _BATCH = 32
 _VOCABULARY = 151_936

@@ -12,8 +12,8 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from indexer.config import IndexerConfig, PodStream
-from indexer.flat_index import FlatIndex
-from indexer.ingest import Ingest
+from indexer.index.index import FlatIndex
+from indexer.streams.ingest import Ingest
 
 MODEL = "bench"
 BLOCK_TOKENS = 16

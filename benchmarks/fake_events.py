@@ -24,8 +24,8 @@ from random import Random
 import zmq
 
 from benchmarks.fake_pod import model_directory
-from model_server.events import MEDIUM_GPU, BlockHash, BlockStored
-from model_server.replay import ReplayServer, StepRing
+from model_server.kv_events.events import MEDIUM_GPU, BlockHash, BlockStored
+from model_server.kv_events.replay import ReplayServer, StepRing
 from tokenization import PromptTokenizer
 from tokenization.prompts import chat_prompt
 

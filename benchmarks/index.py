@@ -30,7 +30,7 @@ from benchmarks.index_stalls import measure_clear, measure_growth, measure_under
 from benchmarks.memory_limits import Chill, measure_memory
 from benchmarks.radix_rival import measure_rival
 from benchmarks.report import Options, each_us, read_options
-from indexer.flat_applier import warm_kernels
+from indexer.views.applier import warm_kernels
 
 _SIZES = {"1M": 1_000_000, "10M": 10_000_000}
 _HOT_CALLS = 300

@@ -14,8 +14,8 @@ import numpy as np
 from benchmarks.event_payloads import PROMPT_BLOCKS, Shape, in_calls, ingest, make_payloads
 from benchmarks.index_load import CHAIN_BLOCKS, PODS, Filled, fill, flat, two_pods
 from benchmarks.report import Options, each_us
-from indexer.flat_index import TURN_BLOCKS
-from indexer.flat_update import store_blocks
+from indexer.index.index import TURN_BLOCKS
+from indexer.index.update import store_blocks
 
 _EVENTS_PER_S = 100_000
 _PAYLOADS_PER_CALL = 16

@@ -28,9 +28,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.report import Report, read_options
 from model_server.attention import Attention, KvLayout, SdpaAttention, Span, StepMeta
-from model_server.models import Decoder
+from model_server.model.decoder import Decoder
+from model_server.model.weights import load_checkpoint
 from model_server.shapes import undivided
-from model_server.weights import load_checkpoint
 
 _LAYERS = 4
 _HEADS = 4

@@ -36,21 +36,21 @@ from benchmarks.report import Options, read_options
 from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.pod_entry import PodEntry
 from router._pb import endpoint_picker_pb2 as pb
-from router.admission import Admission, UtilizationDetector
-from router.body_guard import BodyGuard
-from router.check import CheckDoor
-from router.explain import Explain
-from router.health import CHECK_SERVICE, PICK_SERVICE
-from router.ledger import Ledger, LedgerParameters
-from router.metrics import RouterMetrics
-from router.outcomes import ACCESS_LOG, Outcomes
-from router.pick_service import PickDoor
-from router.pods import Pod, PodSet, ServedModels
-from router.rates import PrefillRates, RateParameters
-from router.route import Router
-from router.schedule import Scheduler
-from router.scrape import EngineLoad
-from router.tokens import TokenizeOptions, TokenizerRegistry
+from router.doors.ext_authz import CheckDoor
+from router.doors.health import CHECK_SERVICE, PICK_SERVICE
+from router.doors.pick import PickDoor
+from router.feedback.lifecycle import ACCESS_LOG, Outcomes
+from router.inflight.ledger import Ledger, LedgerParameters
+from router.inflight.rates import PrefillRates, RateParameters
+from router.observe.decision_log import Explain
+from router.observe.metrics import RouterMetrics
+from router.picking.admission import Admission, UtilizationDetector
+from router.picking.route import Router
+from router.picking.scheduler import Scheduler
+from router.pods.engine_load import EngineLoad
+from router.pods.pod_set import Pod, PodSet, ServedModels
+from router.prompts.body_guard import BodyGuard
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 
 _PODS = 16
 _EVENTS_PORT, _REPLAY_PORT = BASE_PORT + 601, BASE_PORT + 701

@@ -26,18 +26,18 @@ from prometheus_client import CollectorRegistry
 from benchmarks.queues import Arrival, Policy, Router, arrivals, run
 from benchmarks.report import Report, cpu_s, read_options
 from indexer import IndexerConfig, KvIndexer
-from indexer.peer_service import PeerIdentity
+from indexer.peers.service import PeerIdentity
 from indexer.pod_entry import PodEntry
 from kvroute.stack import HOST
-from router.dispatch import Dispatch
+from router.feedback.change_log import Journal, LedgerDoor
+from router.feedback.fleet import OthersWork
+from router.feedback.follower import Followers
+from router.feedback.messages import News, read_news
 from router.h2 import GrpcServer
-from router.ledger import Ledger, LedgerParameters
-from router.pods import PodSet
-from router.rates import Lesson
-from router.replicas.fleet import OthersWork
-from router.replicas.follow import Followers
-from router.replicas.journal import Journal, LedgerDoor
-from router.replicas.news import News, read_news
+from router.inflight.dispatch import Dispatch
+from router.inflight.ledger import Ledger, LedgerParameters
+from router.inflight.rates import Lesson
+from router.pods.pod_set import PodSet
 
 _LOADS = ((4, 0.5), (4, 0.8), (8, 0.9))
 _SIZES = ("short", "mixed")

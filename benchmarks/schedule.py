@@ -13,15 +13,15 @@ from msgspec.structs import replace
 
 from benchmarks.report import Options, cpu_s, read_options
 from indexer import PodMatches, StreamState
+from indexer.index.tiers import Tiers
 from indexer.pod_entry import PodEntry
-from indexer.tiers import Tiers
-from router.candidates import Lineups
-from router.ledger import Ledger, LedgerParameters
-from router.pods import Pod, PodSet, ServedModels
-from router.prompt_tokens import known
-from router.request import RequestKind, RouteRequest
-from router.schedule import Prompted, Scheduler
-from router.scrape import EngineLoad
+from router.inflight.ledger import Ledger, LedgerParameters
+from router.picking.candidates import Lineups
+from router.picking.scheduler import Prompted, Scheduler
+from router.pods.engine_load import EngineLoad
+from router.pods.pod_set import Pod, PodSet, ServedModels
+from router.prompts.prompt_tokens import known
+from router.prompts.request import RequestKind, RouteRequest
 
 _PODS = (5, 25, 100, 400)
 _PROMPT_TOKENS = 8192

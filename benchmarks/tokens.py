@@ -30,9 +30,9 @@ from tokenizers import Tokenizer, normalizers
 
 from benchmarks.large_vocabulary import qwen_tokenizer
 from benchmarks.report import cpu_s, options_of, options_parser
-from router.parsers import http_request
-from router.request import RequestKind, RouteRequest, api_request
-from router.tokens import TokenizeOptions, TokenizerRegistry
+from router.prompts.parsers import http_request
+from router.prompts.request import RequestKind, RouteRequest, api_request
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 from tokenization import TINY_DIRECTORY
 from tokenization.templates.chat_template import ChatTemplate
 from tokenization.tokenizer import PromptTokenizer

@@ -22,7 +22,8 @@ FROM packages AS kvroute
 COPY docker/build.txt ./
 RUN ./install /opt/build build.txt
 COPY pyproject.toml README.md LICENSE ./
-COPY compiled compiled
+COPY common common
+COPY planning planning
 COPY tokenization tokenization
 COPY indexer indexer
 COPY router router

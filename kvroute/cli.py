@@ -12,14 +12,20 @@ from pathlib import Path
 # Command -> the module whose main(argv) runs it, and what it is for.
 _COMMANDS = {
     "up": ("kvroute.up", "start model servers, router and Envoy on this machine and show what they do"),
-    "router": ("router.server", "run the endpoint picker: Envoy or any gateway asks it which pod to use"),
-    "tokenizer": ("router.tokenizer_server", "tokenize for routers on this machine, in a process of its own"),
-    "indexer": ("indexer.cli", "run the index of what every model server's KV cache holds on its own"),
+    "router": ("router.app.server", "run the endpoint picker: Envoy or any gateway asks it which pod to use"),
+    "tokenizer": (
+        "router.prompts.tokenizer_server",
+        "tokenize for routers on this machine, in a process of its own",
+    ),
+    "indexer": (
+        "indexer.service.cli",
+        "run the index of what every model server's KV cache holds on its own",
+    ),
     "model-server": (
         "model_server.cli",
         "run a model behind an OpenAI-compatible API, telling what its cache holds",
     ),
-    "plan": ("model_server.plan.cli", "tell what a model can hold and how fast it can be on some GPUs"),
+    "plan": ("planning.cli", "tell what a model can hold and how fast it can be on some GPUs"),
     "bench": ("", "measure keys, index, events, tokens, picks or the engine; needs a checkout"),
 }
 _BENCHMARKS = {

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import yaml
 
-from router.envoy_headers import DESTINATION_HEADER, GATEWAY_ONLY_HEADERS
+from router.doors.headers import DESTINATION_HEADER, GATEWAY_ONLY_HEADERS
 
 POD_HEADER = "x-kvroute-pod"
 """Response header that names the pod which answered."""

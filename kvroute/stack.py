@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_args
 
 import urllib3
 
-from indexer.flags import flag
+from common.flags import flag
 from indexer.pod_entry import (
     ADMIN_PORT_LABEL,
     EVENTS_PORT_LABEL,
@@ -27,7 +27,7 @@ from indexer.pod_entry import (
     SNAPSHOT_LABEL,
 )
 from kvroute.envoy_config import Door, EnvoySettings, Responses, bootstrap
-from router.flags import switch
+from router.config.flags import switch
 
 HOST = "127.0.0.1"
 TINY_MODEL = "kvroute-tiny"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from indexer.flags import CommandParser, add_flags, said
+from common.flags import CommandParser, add_flags, said
 from kvroute.demo import run_demo
 from kvroute.stack import LocalStackError, StackOptions, StackPlan, await_pods, plan_stack
 from kvroute.supervisor import Supervisor, check_ports

@@ -13,7 +13,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from model_server.publish import PublisherStats
+from model_server.kv_events.publisher import PublisherStats
 from model_server.requests import EngineStats
 
 _ENGINE_INDEX = "0"

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import uvloop
 
-from model_server.build import build_engine, log_pool
 from model_server.config import TINY_MODEL, ServeOptions
-from model_server.engine import Engine
+from model_server.engine.build import build_engine, log_pool
+from model_server.engine.core import Engine
 from model_server.errors import ModelServerError, StartError
-from model_server.events import NullSink
-from model_server.generation import AsyncEngine
-from model_server.http_api import HttpApi
-from model_server.http_server import GRACE_S, HttpServer, stop_by_signals
+from model_server.kv_events.events import NullSink
+from model_server.kv_events.publisher import KVEventPublisher
 from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
-from model_server.prepare import GrammarTokenizer, ServedModel
-from model_server.publish import KVEventPublisher
+from model_server.openai.app import HttpApi
+from model_server.openai.generation import AsyncEngine
+from model_server.openai.http_server import GRACE_S, HttpServer, stop_by_signals
+from model_server.openai.prompts import GrammarTokenizer, ServedModel
 from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenizationError
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from model_server.attention.cpu_kernel.decodes import paged_fault
 from model_server.attention.kv_pool import Attention, KvLayout, Span, StepMeta
-from model_server.attention.paged_decodes import paged_fault
 from model_server.attention.sdpa import SdpaAttention
 from model_server.shapes import AttentionShape, undivided
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from model_server.attention.cpu_kernel.decodes import PagedDecodes, PagedPlan
 from model_server.attention.kv_pool import (
     Fp8KvPool,
     KvLayout,
@@ -25,7 +26,6 @@ from model_server.attention.kv_pool import (
     slots_of,
     to_device,
 )
-from model_server.attention.paged_decodes import PagedDecodes, PagedPlan
 from model_server.shapes import AttentionShape
 
 # Query rows per call: few enough that little of the masked half is computed, many enough to fill the cores.

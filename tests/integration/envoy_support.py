@@ -13,7 +13,7 @@ import urllib3
 
 from kvroute.envoy_config import EnvoySettings, bootstrap
 from kvroute.stack import envoy_command
-from router.server import RouterServer
+from router.app.server import RouterServer
 from tests.integration.router_server_support import FakePod, fake_pods, ready_pods, running_router, write_pods
 from tests.loopback import HERE, free_ports, listens
 from tests.unit.router_support import TINY

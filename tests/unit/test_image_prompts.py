@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from indexer.keys import MultimodalItem
 from router.errors import RequestError
-from router.prompt_tokens import MEDIA, PromptTokens
-from router.remote_tokenizers import read_rendered
-from router.request import RequestKind, RouteRequest
-from router.tokens import TokenizerRegistry
+from router.prompts.prompt_tokens import MEDIA, PromptTokens
+from router.prompts.remote_tokenizers import read_rendered
+from router.prompts.request import RequestKind, RouteRequest
+from router.prompts.tokenizers import TokenizerRegistry
 from tests.unit.image_support import (
     FAMILIES,
     PARTS,

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from indexer import IndexerConfig, KvIndexer
+from indexer.audit.speculation import Speculation
+from indexer.index.tiers import Tiers
 from indexer.keys import Keys
-from indexer.speculate import Speculation
-from indexer.tiers import Tiers
 from tests.support.reference_index import ReferenceIndex
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from compiled import kernel_cache
-from compiled.kernel_cache import cache_directory, sources_digest
+from common import kernel_cache
+from common.kernel_cache import cache_directory, sources_digest
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def test_kernels_of_other_sources_are_not_used(tmp_path: Path) -> None:
     kernel, constants = tmp_path / "indexer/views/kernel.py", tmp_path / "indexer/index/layout.py"
     for path in (kernel, constants):
         path.parent.mkdir(parents=True)
-    kernel.write_text("from compiled.jit import kernel\nfrom indexer.index import layout\n")
+    kernel.write_text("from common.jit import kernel\nfrom indexer.index import layout\n")
     constants.write_text("SLOTS = 8\n")
     before = sources_digest(tmp_path)
     constants.write_text("SLOTS = 16\n")

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.request import RequestKind, RouteRequest
-from router.tokens import TokenizeOptions, TokenizerRegistry
+from router.prompts.request import RequestKind, RouteRequest
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 from tests.unit.router_support import TINY, completion
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 from tokenization.apis import responses as openai_responses

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.request import RequestKind, RouteRequest
-from router.tokens import TokenizerRegistry
+from router.prompts.request import RequestKind, RouteRequest
+from router.prompts.tokenizers import TokenizerRegistry
 from tokenization import TINY_DIRECTORY, PromptError, PromptTokenizer, UnsupportedPromptError
 from tokenization.apis.anthropic import messages_as_chat
 from tokenization.apis.responses import responses_as_chat

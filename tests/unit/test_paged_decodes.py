@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled.kernel_cache import cache_directory
+from common.kernel_cache import cache_directory
 from model_server.attention import KvLayout, SdpaAttention, Span, new_attention
-from model_server.attention.paged_decodes import PagedDecodes, paged_fault
+from model_server.attention.cpu_kernel.decodes import PagedDecodes, paged_fault
+from model_server.model.weights import load_checkpoint
 from model_server.shapes import AttentionShape, undivided
-from model_server.weights import load_checkpoint
 from tests.unit.model_support import BLOCK_TOKENS, CPU, reference_logits, save_reference, span, step, text_of
 
 pytestmark = pytest.mark.skipif(numba.config.DISABLE_JIT, reason="kernels are not compiled")

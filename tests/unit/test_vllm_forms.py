@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from router.parsers import http_request
-from router.tokens import TokenizerRegistry
+from router.prompts.parsers import http_request
+from router.prompts.tokenizers import TokenizerRegistry
 from tests.unit.tokenizer_support import tokenizer_for
 from tokenization import PromptError, UnsupportedPromptError
 from tokenization.prompts import chat_prompt

@@ -17,11 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import ConfigError, ListenError, RequestError
-from router.parsers import http_request
-from router.prompt_tokens import PromptTokens
-from router.request import RequestKind, RouteRequest
-from router.tokenizer_server import SERVICE, TokenizerServer
-from router.tokens import TokenizeOptions, TokenizerRegistry
+from router.prompts.parsers import http_request
+from router.prompts.prompt_tokens import PromptTokens
+from router.prompts.request import RequestKind, RouteRequest
+from router.prompts.tokenizer_server import SERVICE, TokenizerServer
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 from tests.unit.image_support import image_part, write_model
 from tests.unit.router_support import TOKENIZER, completion
 from tokenization import TINY_DIRECTORY
