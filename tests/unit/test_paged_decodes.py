@@ -252,12 +252,12 @@ def test_a_kernel_that_cannot_be_loaded_is_not_used(tmp_path: Path) -> None:
 def test_a_kernel_with_other_numbers_than_torch_is_not_used() -> None:
     """At each start the kernel's numbers are compared with torch's; where they differ the log says so."""
     spoil = """
-from model_server.attention import paged_decodes
-attend = paged_decodes.PagedDecodes.attend
+from model_server.attention.cpu_kernel import decodes
+attend = decodes.PagedDecodes.attend
 def wrong(self, query, plane, plan, output):
     attend(self, query, plane, plan, output)
     output[:, 0] = output[:, 1]
-paged_decodes.PagedDecodes.attend = wrong
+decodes.PagedDecodes.attend = wrong
 """
     chosen, said = chosen_with(spoil)
     assert chosen == "NoneType"
