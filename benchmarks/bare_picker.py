@@ -1,6 +1,6 @@
-"""The floor: the same servers as the router's, whose doors always answer the same pod.
+"""Floor of the pick benchmark: the router's servers with services that always answer the same pod.
 
-`python -m benchmarks.bare_picker GRPC_PORT POD skip|full`; what the router costs above this is what it does.
+`python -m benchmarks.bare_picker GRPC_PORT POD skip|full`; the router's cost above it is its own work.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _BareExchange:
 
 
 def main(port: int, pod: str, responses: str) -> None:
-    """Serves until it is killed."""
+    """Serve until the process is killed."""
     answer = ok_answer(pod, None, ())
 
     def check(_message: external_auth_pb2.CheckRequest, _context: grpc.ServicerContext) -> bytes:

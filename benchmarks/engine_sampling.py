@@ -1,4 +1,4 @@
-"""What choosing the next tokens of a batch takes with a large vocabulary, beside sorting all of it.
+"""Time to sample a batch from a large vocabulary, compared with one sort of it.
 
 In: how many rounds. Out: milliseconds for 32 rows of 151,936 logits, of a model that knows what it wants and
 of one that does not. The sort is what a top-p draw would begin with otherwise.

@@ -1,4 +1,4 @@
-"""What the host tier saves and costs: a 4k-token prefix restored or recomputed, copies beside memcpy.
+"""Gain and cost of the host tier: a 4k-token prefix restored or recomputed; copies compared with memcpy.
 
 The model is the 91-million-parameter one of `against_transformers`, in bf16 with random weights.
 """

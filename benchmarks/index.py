@@ -1,4 +1,4 @@
-"""What a match costs, and the memory of a block: `python -m benchmarks.index [--json] [--quick] [--rivals]`.
+"""Time of a match, and memory of a block: `python -m benchmarks.index [--json] [--quick] [--rivals]`.
 
 A match finds how many blocks of a 1,000-block prompt each of 256 pods holds, per tier. Wall time of single
 calls, medians. Two pods hold each chain, unless the name says otherwise. "hot": the same chain again and
@@ -39,7 +39,7 @@ _NAME = "match_1000x256"
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Measure and print all figures."""
     options = read_options(__doc__, rivals=True)
     options.report.machine()
     warm_kernels()
