@@ -53,7 +53,9 @@ _DOORS: dict[str, Door] = {"check_grpc": "check_grpc", "extproc": "ext_proc"}
 def main() -> int:
     """Measure and print all figures."""
     parser = options_parser(__doc__, rivals=True, rounds=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of each period of load (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="seconds of each period of load (default: %(default)s)"
+    )
     read = parser.parse_args()
     options = options_of(read)
     report = options.report

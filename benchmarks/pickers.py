@@ -36,7 +36,9 @@ Turn = dict[str, Stretch]
 def main() -> int:
     """Measure and print all figures."""
     parser = options_parser(__doc__, rounds=7)
-    parser.add_argument("--seconds", type=float, default=2.0, help="seconds of each period of load (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="seconds of each period of load (default: %(default)s)"
+    )
     read = parser.parse_args()
     options = options_of(read)
     options.report.machine()

@@ -85,7 +85,9 @@ def options_parser(doc: str | None, *, rivals: bool = False, rounds: int = 7) ->
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: show that it runs")
-    parser.add_argument("--rounds", type=int, default=rounds, help="rounds of each figure (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help="rounds of each figure (default: %(default)s)"
+    )
     if rivals:
         parser.add_argument("--rivals", action="store_true", help="also measure rivals on the same load")
     return parser

@@ -61,7 +61,9 @@ Message = dict[str, Any]
 def main() -> int:
     """Measure and print all figures."""
     parser = options_parser(__doc__, rounds=31)
-    parser.add_argument("--tokenizer", type=Path, default=TINY_DIRECTORY, help="directory of a model (default: the tiny one)")
+    parser.add_argument(
+        "--tokenizer", type=Path, default=TINY_DIRECTORY, help="directory of a model (default: the tiny one)"
+    )
     read = parser.parse_args()
     options = options_of(read)
     options.report.machine()
