@@ -57,7 +57,7 @@ $(READY): requirements.lock pyproject.toml
 	  --reinstall-package opentelemetry-proto -r requirements.lock
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	@echo "compiling the index (the first time: a minute or two)"
-	@$(BIN)/python -c "from indexer.flat_applier import warm_kernels; warm_kernels()"
+	@$(BIN)/python -c "from indexer.views.applier import warm_kernels; warm_kernels()"
 	@touch $@
 
 up: setup

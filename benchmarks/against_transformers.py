@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from model_server.build import build_engine
 from model_server.config import EngineConfig
-from model_server.engine import Engine
-from model_server.events import NullSink
+from model_server.engine.build import build_engine
+from model_server.engine.core import Engine
+from model_server.kv_events.events import NullSink
 from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
 
-# Seconds of the wall, or of the process's own threads (which spin while they wait for one another).
+# Wall-clock seconds, or CPU seconds of the process's threads (which spin while they wait for each other).
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 _PROMPT_TOKENS = 256

@@ -1,6 +1,6 @@
-"""The floor: the same servers as the router's, whose doors always answer the same pod.
+"""Floor of the pick benchmark: the router's servers with services that always answer the same pod.
 
-`python -m benchmarks.bare_picker GRPC_PORT POD skip|full`; what the router costs above this is what it does.
+`python -m benchmarks.bare_picker GRPC_PORT POD skip|full`; the router's cost above it is its own work.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import grpc
 from envoy.service.auth.v3 import external_auth_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from router.check import ok_answer
-from router.ext_proc_messages import response_headers_answer, routed_answer, streamed_answers
+from router.doors.ext_authz import ok_answer
+from router.doors.ext_proc_messages import response_headers_answer, routed_answer, streamed_answers
+from router.doors.health import CHECK_SERVICE, EXT_PROC_SERVICE
 from router.h2 import GrpcServer
 from router.h2.exchange_call import ExchangeMethod
-from router.health import CHECK_SERVICE, EXT_PROC_SERVICE
 
 _MESSAGE_BYTES_MAX = 8 << 20
 _THREADS = 320
@@ -62,7 +62,7 @@ class _BareExchange:
 
 
 def main(port: int, pod: str, responses: str) -> None:
-    """Serves until it is killed."""
+    """Serve until the process is killed."""
     answer = ok_answer(pod, None, ())
 
     def check(_message: external_auth_pb2.CheckRequest, _context: grpc.ServicerContext) -> bytes:

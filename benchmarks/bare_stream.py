@@ -1,4 +1,4 @@
-"""A server that streams a constant chunk a step, woken by another thread: what any stream costs in uvicorn.
+"""Floor of the streaming benchmark: a uvicorn server that streams constant chunks, woken by another thread.
 
 In: chat completions that stream, of which only max_tokens counts. Out: that many chunks, written alone. It
 has neither router nor engine nor JSON to make; the HTTP server is the model server's own.
@@ -15,7 +15,7 @@ from socket import socket
 
 from starlette.types import Receive, Scope, Send
 
-from model_server.http_server import HttpServer
+from model_server.openai.http_server import HttpServer
 
 CHUNK = (
     b'data: {"id":"chatcmpl-0123456789abcdef","object":"chat.completion.chunk","created":1700000000,'
@@ -26,7 +26,7 @@ END = b"data: [DONE]\n\n"
 
 
 class BareStream:
-    """The ASGI application, and the thread that stands for an engine.
+    """ASGI application, and the thread that stands for an engine.
 
     Args:
         loop: Where it is served.
@@ -46,12 +46,12 @@ class BareStream:
             await self._server.serve(sockets=[listener])
 
     def stop(self) -> None:
-        """End `serve`; called on the loop."""
+        """Stop `serve`; call it on the loop."""
         assert self._server is not None
         self._server.stop()
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
-        """Stream; the ASGI interface."""
+        """Stream constant chunks; the ASGI interface."""
         body = b""
         while True:
             message = await receive()
@@ -76,7 +76,7 @@ class BareStream:
 
 
 class Ticker:
-    """A thread that has a loop call something at every step, while somebody waits for it.
+    """Thread that schedules a callback on an event loop at every step while a request waits.
 
     Args:
         loop: The loop.

@@ -1,4 +1,4 @@
-"""A stream of constant chunks without an HTTP server: what waking a loop and writing to a socket cost alone.
+"""Floor of the streaming benchmark without an HTTP server: one loop wake-up and one socket write per chunk.
 
 In: requests as `benchmarks.stream_client` sends them, of which only max_tokens counts. Out: that many chunks,
 each written by the callback that another thread has the loop call: no task, no parser, no ASGI.
@@ -19,7 +19,7 @@ _FRAMED_END = b"%x\r\n%b\r\n0\r\n\r\n" % (len(END), END)
 
 
 class BareWakeup:
-    """The server, and the thread that stands for an engine.
+    """Server, and the thread that stands for an engine.
 
     Args:
         loop: Where it is served.
@@ -40,7 +40,7 @@ class BareWakeup:
                 await self._stopping.wait()
 
     def stop(self) -> None:
-        """End `serve`; called on the loop."""
+        """Stop `serve`; call it on the loop."""
         self._stopping.set()
 
     def _write_all(self) -> None:

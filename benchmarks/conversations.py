@@ -1,4 +1,4 @@
-"""Chats of a wanted size that share a system prompt and differ in all else, and the model that they are for.
+"""Chats of given sizes that share only their system prompt, and the model for them.
 
 The messages are English prose. The model has Qwen3's chat template and 130,000 tokens, as users' models have.
 """
@@ -23,7 +23,7 @@ _TEMPLATE = Path(__file__).with_name("qwen3_template.jinja")
 
 
 def write_bodies(directory: Path, *, tiny: bool = False) -> dict[str, Path]:
-    """One file per size, one chat a line; and small chats that ask for streams of many and of few events.
+    """Write one file per size, one chat a line, and small chats that request long and short streams.
 
     Beside them, as the folder that `model_directory` names, lies the model's tokenizer.
 
@@ -51,7 +51,7 @@ def _write_model(directory: Path, *, tiny: bool) -> None:
     if tiny:
         shutil.copytree(TINY_DIRECTORY, directory)
         return
-    # Brings transformers, which loads for seconds.
+    # Imports transformers, which takes seconds.
     from benchmarks.large_vocabulary import qwen_tokenizer
 
     directory.mkdir()
@@ -60,7 +60,7 @@ def _write_model(directory: Path, *, tiny: bool) -> None:
 
 
 def _chat(prose_words: Sequence[str], size_bytes: int, seed: int) -> dict[str, object]:
-    """A conversation of many turns, the last one the user's."""
+    """Return a conversation of many turns that ends with the user's."""
     random = Random(seed)
     messages = [{"role": "system", "content": _SYSTEM}]
     written = len(_SYSTEM)

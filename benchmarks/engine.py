@@ -1,4 +1,4 @@
-"""How fast the model server's engine is: `python -m benchmarks.engine [--json] [--threads N] [--clock cpu]`.
+"""Throughput of the engine: `python -m benchmarks.engine [--json] [--threads N] [--clock cpu]`.
 
 Prints medians over rounds, as a table or as one JSON object a line. Each part is a module of its own; what a
 figure is compared with runs in the same process and in turns, so that noise meets both sides.
@@ -26,11 +26,11 @@ _PARTS = {
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Measure and print all figures."""
     parser = options_parser(__doc__, rounds=5)
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default: %(default)s)")
     parser.add_argument(
-        "--clock", choices=CLOCKS, default="wall", help="cpu on a busy machine (default: %(default)s)"
+        "--clock", choices=CLOCKS, default="wall", help="use cpu on a busy machine (default: %(default)s)"
     )
     parser.add_argument(
         "--part", choices=_PARTS, nargs="+", default=list(_PARTS), help="measure only these (default: all)"

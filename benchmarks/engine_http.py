@@ -1,4 +1,4 @@
-"""What one more streamed token costs the HTTP side: the real server, with the model's arithmetic taken out.
+"""CPU of one more streamed token in the HTTP server, without the model's arithmetic.
 
 In: how many rounds. Out: CPU time of the event loop's thread per token, the clients being another process;
 and beside it, in turns, that of two servers whose chunks are constant: uvicorn, and a bare loop that is woken
@@ -23,11 +23,11 @@ import uvloop
 from benchmarks.against_transformers import Figure
 from benchmarks.bare_stream import BareStream
 from benchmarks.bare_wakeup import BareWakeup
-from model_server.build import build_engine
 from model_server.config import TINY_MODEL, EngineConfig
-from model_server.events import NullSink
+from model_server.engine.build import build_engine
+from model_server.engine.scheduler import Chunk
+from model_server.kv_events.events import NullSink
 from model_server.requests import ChosenToken
-from model_server.scheduler import Chunk
 from model_server.serve import ServeOptions, Server, load_tokenizer, reserve
 
 _STREAMS = (1, 4, 32)
@@ -39,7 +39,7 @@ _READY_S = 60.0
 
 
 class _Serving(Protocol):
-    """What is measured."""
+    """Interface of the measured servers."""
 
     async def serve(self, listener: object, on_ready: Callable[[], None], /) -> None:
         """Answer requests until `stop`."""
@@ -49,7 +49,7 @@ class _Serving(Protocol):
 
 
 def measure(rounds: int, _: Callable[[], float]) -> Iterator[Figure]:
-    """Yields `http_token_cpu_us` and its two floors for one stream and for several at once.
+    """Yield `http_token_cpu_us` and its two floors for one stream and for several at once.
 
     Args:
         rounds: The figures are their medians.
@@ -89,7 +89,7 @@ def measure(rounds: int, _: Callable[[], float]) -> Iterator[Figure]:
 def _serving(
     new: Callable[[asyncio.AbstractEventLoop], _Serving],
 ) -> Iterator[tuple[int, asyncio.AbstractEventLoop]]:
-    """Serve on a thread of its own; gives the port and the loop."""
+    """Serve on a thread; yield the port and the loop."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, reserve("127.0.0.1", 0) as listener:
         loop, ready = runner.get_loop(), threading.Event()
         server = new(loop)

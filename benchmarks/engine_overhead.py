@@ -1,4 +1,4 @@
-"""What a step costs beside the model's arithmetic, and what publishing its events costs of the throughput.
+"""Step overhead beside the model's arithmetic, and the cost of publishing events.
 
 The engine is the one of `against_transformers`, at batch 32. For the overhead the decoder's forward pass is
 replaced by ready-made logits: what is left is scheduling, block hashing, laying out the batch, sampling,
@@ -21,11 +21,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.against_transformers import SHAPE, Figure
-from model_server.build import build_engine
 from model_server.config import EngineConfig
-from model_server.engine import Engine
-from model_server.events import EventSink, KVEvent, NullSink
-from model_server.publish import KVEventPublisher, KVEventsConfig
+from model_server.engine.build import build_engine
+from model_server.engine.core import Engine
+from model_server.kv_events.events import EventSink, KVEvent, NullSink
+from model_server.kv_events.publisher import KVEventPublisher, KVEventsConfig
 from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
 
 _BATCH = 32
@@ -58,14 +58,14 @@ def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
 
 
 class _CountingPublisher:
-    """The publisher, and how many batches it was given."""
+    """Publisher, and the number of batches handed to it."""
 
     def __init__(self, publisher: KVEventPublisher) -> None:
         self._publisher = publisher
         self._given = 0
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """Hand one step's events over."""
+        """Hand one step's events to the publisher."""
         self._given += 1
         self._publisher.publish(events)
 
@@ -102,13 +102,13 @@ def _engine(directory: Path, sink: EventSink) -> Engine:
 
 
 def _take_arithmetic_out(engine: Engine) -> None:
-    # As far apart as a model's: flat ones would make top-p keep thousands of tokens.
+    # Logits are spread as a model's: flat logits would make top-p keep thousands of tokens.
     logits = 4 * torch.randn((_BATCH, SHAPE["vocab_size"]))
 
     made = torch.empty_like(logits)
 
     def ready_made(_: Tensor, rows: Tensor, *__: object) -> Tensor:
-        # Sampling changes its logits.
+        # Sampling modifies its logits in place.
         return made.copy_(logits)[: len(rows)]
 
     engine.executor.runner.model.forward = ready_made  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Payloads as vLLM publishes them, and the indexer's own way for them: from bytes to the index, counted."""
+"""Payloads as vLLM publishes them, and the indexer's path from their bytes to the index."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from indexer.config import IndexerConfig, PodStream
-from indexer.flat_index import FlatIndex
-from indexer.ingest import Ingest
+from indexer.index.index import FlatIndex
+from indexer.streams.ingest import Ingest
 
 MODEL = "bench"
 BLOCK_TOKENS = 16
@@ -23,7 +23,7 @@ _VOCABULARY = 128_000
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What events look like.
+    """Shape of the events.
 
     Attributes:
         blocks_per_event: 32 is a chunk of prefill, 1 a sequence that decodes.
@@ -38,7 +38,7 @@ class Shape:
     lora_name: str | None = None
 
     def told(self) -> dict[str, object]:
-        """For a figure's setting."""
+        """Return this shape as a figure's setting."""
         return {
             "blocks_per_event": self.blocks_per_event,
             "events_per_payload": self.events_per_payload,
@@ -50,7 +50,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Payloads:
-    """Stores of some prompts, and the removals of all of their blocks, tails first as engines evict."""
+    """Stores of prompts, and the removals of all their blocks, tails first as engines evict."""
 
     stores: Sequence[bytes]
     removals: Sequence[bytes]
@@ -58,7 +58,7 @@ class Payloads:
 
 
 def make_payloads(shape: Shape, blocks: int, seed: int = 0) -> Payloads:
-    """Prompts of 1,024 blocks, or one of fewer; as many at a time as a payload has events."""
+    """Make payloads for prompts of 1,024 blocks, or one of fewer, in groups of a payload's events."""
     rng = np.random.default_rng(seed)
     length = min(PROMPT_BLOCKS, max(shape.blocks_per_event, blocks // shape.events_per_payload))
     steps = length // shape.blocks_per_event
@@ -76,7 +76,7 @@ def make_payloads(shape: Shape, blocks: int, seed: int = 0) -> Payloads:
 
 
 def ingest(index: FlatIndex, pods: Sequence[str]) -> Ingest:
-    """The subscriber's sink, with these pods followed."""
+    """Return the subscriber's handler with these pods followed."""
     config = IndexerConfig(block_tokens=BLOCK_TOKENS, hash_seed=7, engine_hashes_per_pod=1 << 30)
     ignore: Callable[..., None] = lambda *_: None  # noqa: E731 (twice the same)
     sink = Ingest(config, CollectorRegistry(), ignore, ignore, time.monotonic, index=index)
@@ -86,7 +86,7 @@ def ingest(index: FlatIndex, pods: Sequence[str]) -> Ingest:
 
 
 def in_calls(payloads: Sequence[bytes], per_call: int) -> Iterator[Sequence[bytes]]:
-    """As many payloads at once as the subscriber found waiting."""
+    """Yield groups of as many payloads as the subscriber reads at once."""
     for start in range(0, len(payloads), per_call):
         yield payloads[start : start + per_call]
 

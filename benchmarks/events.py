@@ -1,4 +1,4 @@
-"""How many blocks of events one core applies: `python -m benchmarks.events [--json] [--quick] [--rivals]`.
+"""Blocks per second that one core applies: `python -m benchmarks.events [--json] [--quick] [--rivals]`.
 
 From the bytes of ZMQ payloads to blocks in the index, by the subscriber's own sink, metrics included, without
 the socket. Blocks per second of CPU time, medians over rounds. A round stores prompts and removes all their
@@ -20,9 +20,9 @@ from benchmarks.event_payloads import (
 from benchmarks.index_load import PODS
 from benchmarks.radix_rival import measure_rival
 from benchmarks.report import Options, cpu_s, read_options
-from indexer.flat_applier import warm_kernels
-from indexer.flat_index import FlatIndex
-from indexer.tiers import Tiers
+from indexer.index.index import FlatIndex
+from indexer.index.tiers import Tiers
+from indexer.views.applier import warm_kernels
 
 _POD = PODS[0]
 _BLOCKS = {32: 262_144, 1: 65_536}
@@ -32,7 +32,7 @@ Apply = Callable[[Sequence[bytes]], object]
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Measure and print all figures."""
     options = read_options(__doc__, rivals=True)
     options.report.machine()
     warm_kernels()
@@ -76,7 +76,7 @@ def _rounds(
     setting: dict[str, object],
     per_call: int,
 ) -> None:
-    """Stores all and removes all, again and again; the first time warms."""
+    """Store and remove all payloads repeatedly; the first round warms caches."""
     stored, removed = [], []
     for _ in range(options.rounds + 1):
         stored.append(_rate(payloads.stores, payloads.blocks, apply, per_call))
@@ -88,7 +88,7 @@ def _rounds(
 
 
 def _rate(payloads: Sequence[bytes], blocks: int, apply: Apply, per_call: int = 16) -> float:
-    """Blocks per second of CPU time."""
+    """Return blocks per second of CPU time."""
 
     def work() -> None:
         for some in in_calls(payloads, per_call):

@@ -1,4 +1,4 @@
-"""The event side of the fake pods: they tell a cache which nobody computed, on one thread for all of them.
+"""Event publishers of the fake pods, on one thread: they announce blocks that were never computed.
 
 `python -m benchmarks.fake_events EVENTS_PORT REPLAY_PORT COUNT BODIES`. Every second pod holds the prompts of
 BODIES (a file with one chat body a line) from the start. Each line on stdin is a number of blocks per second
@@ -24,18 +24,18 @@ from random import Random
 import zmq
 
 from benchmarks.fake_pod import model_directory
-from model_server.events import MEDIUM_GPU, BlockHash, BlockStored
-from model_server.replay import ReplayServer, StepRing
+from model_server.kv_events.events import MEDIUM_GPU, BlockHash, BlockStored
+from model_server.kv_events.replay import ReplayServer, StepRing
 from tokenization import PromptTokenizer
-from tokenization.openai_prompts import chat_prompt
+from tokenization.prompts import chat_prompt
 
 BLOCK_TOKENS = 16
 _RUN_BLOCKS = 32
 _STEP_S = 0.02
-# Steps are not in step: a quarter of the pods ends one at a time.
+# Steps are staggered: a quarter of the pods ends a step at a time.
 _PHASES = 4
 _BATCHES_KEPT = 10_000
-# As long on the wire as those of a real model.
+# Same length on the wire as a real model's token ids.
 _VOCABULARY = 150_000
 _HASH_FACTOR, _HASH_MASK = 0x9E37_79B9_7F4A_7C15, (1 << 64) - 1
 
@@ -56,12 +56,12 @@ class _Pod:
         self._parent: BlockHash | None = None
 
     def holds(self, token_ids: list[int]) -> None:
-        """A whole prompt's full blocks."""
+        """Store all full blocks of a prompt."""
         blocks = len(token_ids) // BLOCK_TOKENS
         self._publish([self._store(None, token_ids[: blocks * BLOCK_TOKENS], blocks)])
 
     def steps(self, runs: Sequence[list[int]]) -> None:
-        """Stores runs of blocks in one step, each after the last one."""
+        """Store runs of blocks in one step, each after the previous one."""
         stored = []
         for token_ids in runs:
             stored.append(self._store(self._parent, token_ids, _RUN_BLOCKS))
@@ -80,7 +80,7 @@ class _Pod:
 
 
 def main(events_port: int, replay_port: int, number: int, bodies: Path) -> None:
-    """Publishes until it is killed or its standard input ends."""
+    """Publish until the process is killed or its standard input ends."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 4 * number + 64)
     pods = [_Pod(context, events_port + at, replay_port + at) for at in range(number)]
@@ -114,7 +114,7 @@ def _store_at_will(pods: Sequence[_Pod]) -> None:
 
 
 class _Replays:
-    """Answers whoever asks a pod for past batches."""
+    """Replay server of past batches for all pods."""
 
     def __init__(self, pods: Sequence[_Pod]) -> None:
         self._poller = zmq.Poller()
@@ -124,7 +124,7 @@ class _Replays:
         self._open: set[ReplayServer] = set()
 
     def serve_until(self, until_s: float) -> None:
-        """Serves all until then; those that are not finished go on the next time."""
+        """Serve all pods until the deadline; unfinished replays continue in the next call."""
         while True:
             left_ms = max(0, math.ceil(1000 * (until_s - time.monotonic())))
             asked = {self._servers[ready] for ready, _ in self._poller.poll(left_ms)}
@@ -137,7 +137,7 @@ class _Replays:
 def _read_rates(rate: list[float]) -> None:
     for line in sys.stdin:
         rate[0] = float(line)
-    # Who began this is gone, perhaps without a word: nobody else's index should follow these pods.
+    # The parent is gone, perhaps killed: no other index should follow these pods.
     signal.raise_signal(signal.SIGTERM)
 
 

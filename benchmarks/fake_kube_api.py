@@ -1,4 +1,4 @@
-"""Just enough of the Kubernetes API for a picker to learn of its pods.
+"""Minimal Kubernetes API from which a picker discovers its pods.
 
 `python -m benchmarks.fake_kube_api PORT PODS POD_PORT`. Lists and watches in; out an InferencePool and its
 pods, `pod_host(0)` and further, which are ready from the start and never change. No request that is measured
@@ -19,12 +19,12 @@ _GROUP, _LABELS, _VERSION = "inference.networking.k8s.io", {"app": "pods"}, "1"
 
 
 def pod_host(number: int) -> str:
-    """Where a pod listens: each has an address of its own, all the same port."""
+    """Return a pod's address; all pods use the same port."""
     return f"127.0.1.{number + 1}"
 
 
 def main(port: int, pods: int, pod_port: int) -> None:
-    """Serves until it is killed."""
+    """Serve until the process is killed."""
     kept = {
         f"/api/v1/namespaces/{NAMESPACE}/pods": [_pod(number) for number in range(pods)],
         f"/apis/{_GROUP}/v1/namespaces/{NAMESPACE}/inferencepools": [_pool(pod_port)],
@@ -98,7 +98,7 @@ def _listed(objects: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _told(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a watch that wants the initial state is told, with the sign that this was all."""
+    """Return the initial events of a watch, ending with the bookmark."""
     known = {"resourceVersion": _VERSION, "annotations": {"k8s.io/initial-events-end": "true"}}
     bookmark = {"apiVersion": objects[0]["apiVersion"], "kind": objects[0]["kind"], "metadata": known}
     return [*({"type": "ADDED", "object": one} for one in objects), {"type": "BOOKMARK", "object": bookmark}]

@@ -1,4 +1,4 @@
-"""Model servers that compute nothing: what is measured in front of them is the gateway alone.
+"""Model servers that compute nothing, so that only the gateway is measured.
 
 `python -m benchmarks.fake_pod FIRST_PORT COUNT [HOST...]`; one process on COUNT ports of each host
 (127.0.0.1), which speaks just enough HTTP/1.1 for Envoy, other routers and probes. A chat that asks for a
@@ -18,7 +18,7 @@ from typing import cast
 import uvloop
 
 CHUNKS, CHUNKS_FEW = 32, 2
-"""Events of a stream with many and with few."""
+"""Number of events of a long and of a short stream."""
 MODEL = "bench-model"
 MAX_MODEL_LEN = 1_048_576
 
@@ -66,7 +66,7 @@ _PAGES = {
 _NOT_FOUND = _answer(b"{}", status=b"404 Not Found")
 _STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _TICK_S = 0.001
-# As clients write it, and as pickers do that write a body anew.
+# As clients write it, and as pickers that rewrite a body do.
 _STREAMED = (b'"stream": true', b'"stream":true')
 _MAX_TOKENS = re.compile(rb'"max_tokens": ?(\d+)')
 _LAST_CHUNK = b"0\r\n\r\n"
@@ -81,7 +81,7 @@ _STREAM_DONE = _chunk(b"data: [DONE]\n\n")
 
 
 class _Pod(asyncio.Protocol):
-    """One connection; requests are answered in the order in which they come."""
+    """One connection; requests are answered in order."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport
@@ -107,7 +107,7 @@ class _Pod(asyncio.Protocol):
             self._transport.write(_PAGES.get(path, _NOT_FOUND))
 
     def _stream(self, left: int, ticks: int) -> None:
-        # One event every so many turns of the loop, so that the gateway sees them one by one.
+        # One event every few turns of the loop, so that the gateway receives them one by one.
         if left:
             if left % ticks == 0:
                 self._transport.write(_STREAM_EVENT)
@@ -117,7 +117,7 @@ class _Pod(asyncio.Protocol):
 
 
 def _request_end(received: bytearray) -> int:
-    """Where the first request ends; 0 while it is not complete."""
+    """Return the offset at which the first request ends; 0 while it is incomplete."""
     head_end = received.find(b"\r\n\r\n") + 4
     if head_end < 4:
         return 0
@@ -127,13 +127,13 @@ def _request_end(received: bytearray) -> int:
         end = head_end + int(rest.split(b"\r\n", 1)[0])
         return end if len(received) >= end else 0
     if b"\r\ntransfer-encoding: chunked" in head:
-        # No body here holds the last chunk's bytes.
+        # No body here contains the bytes of the last chunk.
         return received.find(_LAST_CHUNK, head_end - 2) + 5 if received.endswith(_LAST_CHUNK) else 0
     return head_end
 
 
 async def main(first_port: int, count: int, hosts: Sequence[str]) -> None:
-    """Serves until it is killed."""
+    """Serve until the process is killed."""
     loop = asyncio.get_running_loop()
     servers = [
         await loop.create_server(_Pod, host, port)

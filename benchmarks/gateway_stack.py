@@ -21,15 +21,15 @@ import urllib3
 
 from benchmarks import BASE_PORT
 from benchmarks.fake_pod import model_directory
-from router.local.envoy_config import Door
-from router.local.stack import HOST, ChildPlan, StackOptions, StackPlan, await_pods, plan_stack
-from router.local.supervisor import Supervisor, check_ports
+from kvroute.envoy_config import Door
+from kvroute.stack import HOST, ChildPlan, StackOptions, StackPlan, await_pods, plan_stack
+from kvroute.supervisor import Supervisor, check_ports
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _LOAD_TIMEOUT_S = 120.0
 # The access log's last flush belongs to the requests of a stretch.
 _SETTLE_S = 0.3
-# What the pods hold from the start is announced and applied when nobody is busy with it any more.
+# The initial blocks are announced and applied when no process works on them any more.
 _CALM_CORES, _CALM_LOOKS, _CALM_TIMEOUT_S = 0.15, 3, 120.0
 # Relative to the base port: the gateway's, and that of Envoy's own pages.
 _GATEWAY_PORT, _ADMIN_PORT = 50, 51
@@ -39,7 +39,7 @@ _ADMITTED = "llm_d_epp_kv_cache_index_admissions_total"
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How often and how long is measured.
+    """Number of rounds, and seconds of each.
 
     Attributes:
         quick: Whether it is enough that everything runs: nothing is warmed.
@@ -52,7 +52,7 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class PickerPlace:
-    """Where a picker stands that is not the router.
+    """Another picker in the router's place.
 
     Attributes:
         base_port: Its gRPC port; further ones until `base_port` + 50 are its own, but the third is Envoy's.
@@ -67,12 +67,12 @@ class PickerPlace:
 
 
 Picker = Callable[[PickerPlace], Sequence[ChildPlan]]
-"""The processes in the router's place and the pods', the picker itself named "router"."""
+"""Processes of the picker and of the pods; the picker is named "router"."""
 
 
 @dataclass(frozen=True, slots=True)
 class StackSetting:
-    """What stands behind a figure.
+    """Configuration of a measured stack.
 
     Attributes:
         picker: What stands in the router's place; None: the router.
@@ -90,7 +90,7 @@ class StackSetting:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """One stretch of load.
+    """Result of one period of load.
 
     Attributes:
         seen: What the clients saw.
@@ -115,26 +115,26 @@ class GatewayStack:
         self._pids = {child.plan.name: child.process.pid for child in supervisor.children}
 
     def load(self, bodies: Path, clients: int, seconds: float, *, repeated: bool = False) -> Stretch:
-        """HTTP load at the gateway: chats that go on by a new turn, or the chats again and again."""
+        """Send HTTP load to the gateway: chats with a new turn each, or repeated chats."""
         return self._stretch("benchmarks.load", self.url, bodies, clients, seconds, repeated=repeated)
 
     def pick_load(self, bodies: Path, callers: int, seconds: float, *, repeated: bool = False) -> Stretch:
-        """The same as calls of PickEndpoint at the router."""
+        """Send the same load as PickEndpoint calls to the router."""
         address = self.grpc_address
         return self._stretch("benchmarks.pick_load", address, bodies, callers, seconds, repeated=repeated)
 
     def store_blocks(self, per_s: int) -> None:
-        """Lets the pods announce so many blocks per second from now on."""
+        """Set the number of blocks that the pods announce per second."""
         self._events.stdin.write(f"{per_s}\n".encode())
         self._events.stdin.flush()
 
     def admitted_blocks(self) -> int:
-        """Blocks that the router has taken from events so far."""
+        """Return the number of blocks that the router has applied from events."""
         page: str = urllib3.request("GET", self._metrics_url).data.decode()
         return int(float(page.partition(f"\n{_ADMITTED} ")[2].partition("\n")[0]))
 
     def cpu_s(self, name: str) -> float:
-        """CPU seconds that a process has used so far."""
+        """Return the CPU seconds that a process has used."""
         return process_cpu_s(self._pids[name])
 
     def _stretch(
@@ -149,14 +149,14 @@ class GatewayStack:
         return Stretch(seen, cpu_ms, (self._answers() - answers) / requests)
 
     def _answers(self) -> int:
-        """Messages that Envoy has had from its ext_proc door so far."""
+        """Return the number of ext_proc messages that Envoy has received."""
         page: str = urllib3.request("GET", self._stats_url).data.decode()
         return int(page.partition(": ")[2] or 0)
 
 
 @contextmanager
 def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Iterator[GatewayStack]:
-    """Starts a stack and ends it."""
+    """Start a stack; stop it on exit."""
     base = setting.base_port
     gateway = base + _GATEWAY_PORT
     model = str(model_directory(bodies))
@@ -192,20 +192,20 @@ def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Itera
 
 
 def bare_picker(place: PickerPlace) -> Sequence[ChildPlan]:
-    """The router's own server, whose doors do nothing."""
+    """Return the command of the router's server with services that do nothing."""
     grpc, http = place.base_port, place.first_pod_port
     argv = [sys.executable, "-m", "benchmarks.bare_picker", str(grpc), f"{HOST}:{http}", place.responses]
     return fake_pods(http, place.pods), ChildPlan("router", argv, (grpc,))
 
 
 def fake_pods(first_port: int, number: int, *hosts: str) -> ChildPlan:
-    """Pods that compute nothing, on so many ports of each host (127.0.0.1)."""
+    """Return the command of pods that compute nothing, on `number` ports of each host (127.0.0.1)."""
     argv = [sys.executable, "-m", "benchmarks.fake_pod", str(first_port), str(number), *hosts]
     return ChildPlan("pods", argv, range(first_port, first_port + number))
 
 
 def _with_admin(plan: StackPlan, port: int) -> str:
-    """Envoy's configuration with its own pages on, and no health checks, which not every picker answers."""
+    """Return Envoy's configuration with admin pages, without health checks, which some pickers lack."""
     address = {"socket_address": {"address": HOST, "port_value": port}}
     config = {**json.loads(plan.files["envoy.json"]), "admin": {"address": address}}
     for cluster in config["static_resources"]["clusters"]:
@@ -226,7 +226,7 @@ def _await_calm(cpu_s: Callable[[], float]) -> None:
 def run_load(
     module: str, target: str, bodies: Path, clients: int, seconds: float, *, repeated: bool = False
 ) -> dict[str, float]:
-    """One stretch of load from a process of its own."""
+    """Run one period of load in a child process."""
     argv = [sys.executable, "-m", module, target, str(bodies), str(clients), str(seconds)]
     argv += ["repeated"] if repeated else []
     done = subprocess.run(argv, stdout=subprocess.PIPE, timeout=_LOAD_TIMEOUT_S, check=True)
@@ -235,13 +235,13 @@ def run_load(
 
 
 def process_cpu_s(pid: int) -> float:
-    """User and system time of a process and all its threads (/proc/PID/stat, fields 14 and 15)."""
+    """Return user and system time of a process and all its threads (/proc/PID/stat, fields 14 and 15)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
 def first_pod_ports(plan: StackPlan) -> Sequence[int]:
-    """Where the plan's first pod listens for HTTP, publishes, and replays; the others' follow one by one."""
+    """Return the first pod's ports for HTTP, events and replay; the other pods' ports follow."""
     return next(child.ports for child in plan.children if child.name.startswith("model-server"))
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from benchmarks import fake_kube_api
 from benchmarks.gateway_stack import HOST, Picker, PickerPlace, fake_pods
 from benchmarks.rival_environment import rivals_home
-from router.local.stack import ChildPlan
+from kvroute.stack import ChildPlan
 
 MODULE, VERSION = "sigs.k8s.io/gateway-api-inference-extension", "v1.5.0"
 _BUILD_TIMEOUT_S = 3600.0
@@ -31,7 +31,7 @@ _KUBE_PORT, _METRICS_PORT, _HEALTH_PORT, _POD_PORT = 5, 6, 7, 8
 
 
 def go_picker(directory: Path) -> Picker:
-    """The picker, compiled.
+    """The compiled picker.
 
     Args:
         directory: Where its kubeconfig goes.
@@ -65,7 +65,7 @@ def go_picker(directory: Path) -> Picker:
 
 
 def program_path() -> Path:
-    """Where the compiled picker is kept."""
+    """Return the path of the compiled picker."""
     return rivals_home() / f"gie-epp-{VERSION}" / "epp"
 
 
@@ -106,7 +106,7 @@ def _kubeconfig(server: str) -> str:
 
 
 def _become(kube_port: int, config: str, argv: Sequence[str]) -> None:
-    """Becomes the picker once the API is there, without which it ends."""
+    """Wait for the API, then replace this process by the picker, which exits without an API."""
     while True:
         with socket.socket() as probe:
             if probe.connect_ex((HOST, kube_port)) == 0:

@@ -1,4 +1,4 @@
-"""What the host tier saves and costs: a 4k-token prefix restored or recomputed, copies beside memcpy.
+"""Gain and cost of the host tier: a 4k-token prefix restored or recomputed; copies compared with memcpy.
 
 The model is the 91-million-parameter one of `against_transformers`, in bf16 with random weights.
 """
@@ -16,11 +16,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.against_transformers import SHAPE, Figure
-from model_server.block_copies import CpuCopies
-from model_server.build import build_engine
 from model_server.config import EngineConfig
-from model_server.engine import Engine
-from model_server.events import NullSink
+from model_server.engine.build import build_engine
+from model_server.engine.core import Engine
+from model_server.kv_cache.copies import CpuCopies
+from model_server.kv_events.events import NullSink
 from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
 
 _PREFIX_TOKENS = 4096

@@ -1,4 +1,4 @@
-"""What a match costs, and the memory of a block: `python -m benchmarks.index [--json] [--quick] [--rivals]`.
+"""Time of a match, and memory of a block: `python -m benchmarks.index [--json] [--quick] [--rivals]`.
 
 A match finds how many blocks of a 1,000-block prompt each of 256 pods holds, per tier. Wall time of single
 calls, medians. Two pods hold each chain, unless the name says otherwise. "hot": the same chain again and
@@ -30,7 +30,7 @@ from benchmarks.index_stalls import measure_clear, measure_growth, measure_under
 from benchmarks.memory_limits import Chill, measure_memory
 from benchmarks.radix_rival import measure_rival
 from benchmarks.report import Options, each_us, read_options
-from indexer.flat_applier import warm_kernels
+from indexer.views.applier import warm_kernels
 
 _SIZES = {"1M": 1_000_000, "10M": 10_000_000}
 _HOT_CALLS = 300
@@ -39,7 +39,7 @@ _NAME = "match_1000x256"
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Measure and print all figures."""
     options = read_options(__doc__, rivals=True)
     options.report.machine()
     warm_kernels()

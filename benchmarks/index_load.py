@@ -1,4 +1,4 @@
-"""Filled indexes to be matched: chains of blocks, and which of 256 pods hold how much of each."""
+"""Filled indexes for matches: chains of blocks, and how much of each 256 pods hold."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from indexer.flat_index import FlatIndex
+from indexer.index.index import FlatIndex
+from indexer.index.tiers import GPU_TIER, Tiers
 from indexer.keys import Keys
-from indexer.tiers import GPU_TIER, Tiers
 
 PODS = tuple(f"10.0.{number // 250}.{number % 250}:8000" for number in range(256))
 CHAIN_BLOCKS = 1000
-# A chain is not stored in one go: as chunks of prefill, with those of other pods between them.
+# A chain is stored in chunks of prefill, interleaved with those of other pods.
 RUN_BLOCKS = 32
 
 # From a chain's number to the pods that hold it, and how many of its blocks.
@@ -22,7 +22,7 @@ Depths = Callable[[int], dict[str, int]]
 
 @dataclass(slots=True)
 class Filled:
-    """An index with chains in it.
+    """An index that contains chains.
 
     Attributes:
         pods: All pods, to be asked for.
@@ -34,32 +34,32 @@ class Filled:
     pods: frozenset[str] = field(default=frozenset(PODS))
 
     def match(self, number: int) -> None:
-        """Matches one chain against all pods."""
+        """Match one chain against all pods."""
         self.index.match(self.chains[number % len(self.chains)], self.pods)
 
 
 def flat(blocks: int) -> FlatIndex:
-    """A flat index with room for so many blocks and a few more."""
+    """Return a flat index with room for slightly more than the given blocks."""
     return FlatIndex((blocks + (1 << 16)) * 128, Tiers(), capacity_blocks=blocks + (1 << 16))
 
 
 def two_pods(number: int) -> dict[str, int]:
-    """Two pods hold all of a chain."""
+    """Return holders: two pods hold all of a chain."""
     return {PODS[number % len(PODS)]: CHAIN_BLOCKS, PODS[(7 * number + 1) % len(PODS)]: CHAIN_BLOCKS}
 
 
 def all_pods(_number: int) -> dict[str, int]:
-    """Every pod holds all of a chain."""
+    """Return holders: every pod holds all of a chain."""
     return dict.fromkeys(PODS, CHAIN_BLOCKS)
 
 
 def staggered(_number: int) -> dict[str, int]:
-    """Every pod holds a chain to a depth of its own."""
+    """Return holders: every pod holds a chain to a different depth."""
     return {pod: CHAIN_BLOCKS * (place + 1) // len(PODS) for place, pod in enumerate(PODS)}
 
 
 def fill(index: FlatIndex, blocks: int, depths: Depths, *, scattered: bool = False) -> Filled:
-    """Stores chains, run by run, those of many pods between each other.
+    """Store chains, run by run, interleaved between pods.
 
     Args:
         scattered: Block by block instead, in no order: what nothing in the index can foresee.

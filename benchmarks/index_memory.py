@@ -18,9 +18,9 @@ from benchmarks.event_payloads import Shape, in_calls, ingest, make_payloads
 from benchmarks.index_load import PODS
 from benchmarks.report import Options
 from indexer.config import PodStream
-from indexer.flat_applier import warm_kernels
-from indexer.flat_index import FlatIndex
-from indexer.tiers import Tiers
+from indexer.index.index import FlatIndex
+from indexer.index.tiers import Tiers
+from indexer.views.applier import warm_kernels
 
 _POOL_BLOCKS = 131_072
 _THOUSANDS = (300, 500, 750, 1000, 1200, 1500, 1800, 2000, 2500, 3000, 4000, 8000)
@@ -29,7 +29,7 @@ _ROOT = Path(__file__).parents[1]
 
 
 def measure_resident(options: Options) -> None:
-    """Prints bytes per block, per further holder, and whether the ceiling holds under churn."""
+    """Print bytes per block and per further holder, and resident bytes per ceiling under churn."""
     sizes = [4096] if options.quick else [thousands * 1000 for thousands in _THOUSANDS]
     per_block = {blocks: _child(blocks, 1, 0) / blocks for blocks in sizes}
     by_size = {str(blocks): round(value, 1) for blocks, value in per_block.items()}
@@ -50,7 +50,7 @@ def measure_resident(options: Options) -> None:
 
 
 def main() -> int:
-    """Of one case: prints by how much the process grew, in bytes."""
+    """Run one case; print by how many bytes the process grew."""
     blocks, holders, capacity_bytes = map(int, sys.argv[1:4])
     warm_kernels()
     pool = make_payloads(Shape(32), min(_POOL_BLOCKS, blocks))
@@ -63,7 +63,7 @@ def main() -> int:
         _apply(index, pool.stores, f"model-{done}", PODS[:holders])
         done += pool.blocks
     grown = _resident_bytes() - before
-    # Per block asked for: the last pool may have gone beyond.
+    # Scaled to the requested blocks: the last pool may exceed them.
     print(json.dumps(grown if capacity_bytes else grown * blocks / done))
     return 0
 

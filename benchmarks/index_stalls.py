@@ -1,4 +1,4 @@
-"""How long readers of the index wait for its writers: as events stream in, a pod is cleared, tables grow."""
+"""Time that readers of the index wait for writers: events arrive, a pod is cleared, tables grow."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 from benchmarks.event_payloads import PROMPT_BLOCKS, Shape, in_calls, ingest, make_payloads
 from benchmarks.index_load import CHAIN_BLOCKS, PODS, Filled, fill, flat, two_pods
 from benchmarks.report import Options, each_us
-from indexer.flat_index import TURN_BLOCKS
-from indexer.flat_update import store_blocks
+from indexer.index.index import TURN_BLOCKS
+from indexer.index.update import store_blocks
 
 _EVENTS_PER_S = 100_000
 _PAYLOADS_PER_CALL = 16
@@ -25,7 +25,7 @@ _TOGETHER = 8
 
 
 def measure_under_events(options: Options) -> None:
-    """Prints what a match costs while another thread applies 100,000 events of one block a second."""
+    """Print the time of a match while another thread applies 100,000 events of one block a second."""
     blocks = options.of_size(1_000_000, 4 * CHAIN_BLOCKS)
     filled = fill(flat(2 * blocks), blocks, two_pods)
     calls = [partial(filled.match, 0)] * options.of_size(20_000, 16)
@@ -50,7 +50,7 @@ def measure_under_events(options: Options) -> None:
 
 
 def measure_clear(options: Options, filled: Filled) -> None:
-    """Prints the longest match while one pod's blocks are cleared and swept out of the index."""
+    """Print the longest match while one pod's blocks are cleared and swept out of the index."""
     worst = []
     for number in range(options.rounds):
         calls = [partial(filled.match, chain) for chain in range(options.of_size(2_000, 5))]
@@ -69,7 +69,7 @@ def measure_clear(options: Options, filled: Filled) -> None:
 
 
 def measure_growth(options: Options) -> None:
-    """Prints the most CPU time under the lock to make room for a run of blocks while an index fills."""
+    """Print the most CPU time under the lock to make room for a run of blocks while an index fills."""
     blocks = options.of_size(4_000_000, 8 * TURN_BLOCKS)
     rng = np.random.default_rng(5)
     worst, all_us = [], []
@@ -98,7 +98,7 @@ def measure_growth(options: Options) -> None:
 
 def _clear(filled: Filled, pod: str, cleared: threading.Event) -> None:
     filled.index.clear_pod(pod)
-    # What is void is swept out when the size is asked for.
+    # Asking for the size removes cleared blocks.
     filled.index.stats()
     cleared.set()
 
@@ -113,7 +113,7 @@ def _paused_us(calls: list[partial[None]]) -> list[float]:
 
 @contextmanager
 def _events(options: Options, filled: Filled) -> Iterator[list[int]]:
-    """A thread that applies events at a steady rate; how many so far."""
+    """Apply events on a thread at a steady rate; yield a list whose only item is their number."""
     payloads = make_payloads(Shape(1), options.of_size(16 * PROMPT_BLOCKS, 256))
     sink = ingest(filled.index, PODS[:1])
     applied, stop = [0], threading.Event()

@@ -1,4 +1,4 @@
-"""What block keys of a prompt cost: `python -m benchmarks.keys [--json] [--quick] [--rivals]`.
+"""Time to compute a prompt's block keys: `python -m benchmarks.keys [--json] [--quick] [--rivals]`.
 
 A prompt's token ids come as a uint32 buffer, as the tokenizer hands them over; one chained key per block goes
 out. Beside it, in the same run: the same prompt as a Python list, the keys with extras in every block, and
@@ -22,7 +22,7 @@ _CALLS = 300
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Measure and print all figures."""
     options = read_options(__doc__, rivals=True)
     options.report.machine()
     for tokens, block_tokens in _PROMPTS:

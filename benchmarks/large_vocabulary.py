@@ -28,14 +28,14 @@ REGEXES = {
 
 
 def qwen_tokenizer() -> Tokenizer:
-    """A tokenizer of 130,000 tokens that normalizes and cuts texts as Qwen's does."""
+    """Return a tokenizer of 130,000 tokens that normalizes and splits text as Qwen's does."""
     tokenizer = byte_level(TEKKEN, REGEXES["qwen-2"], ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
     tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
 
 def byte_level(file: str, regex: str, special_tokens: Sequence[str]) -> Tokenizer:
-    """The vocabulary of a file of mistral-common's behind a regex."""
+    """Return a tokenizer of one of mistral-common's vocabularies behind a split regex."""
     vocabulary, merges = _vocabulary(file)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -51,7 +51,7 @@ def byte_level(file: str, regex: str, special_tokens: Sequence[str]) -> Tokenize
 
 @cache
 def _vocabulary(file: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Ids and merges in the alphabet of byte-level BPE; a rank file tells merges by its order."""
+    """Return ids and merges in the alphabet of byte-level BPE; a rank file implies merges by its order."""
     data = json.loads(files("mistral_common.data").joinpath(file).read_text())
     size = data["config"]["default_vocab_size"] - data["config"]["default_num_special_tokens"]
     ranks = {base64.b64decode(entry["token_bytes"]): at for at, entry in enumerate(data["vocab"][:size])}

@@ -25,7 +25,7 @@ _PATH = "/v1/chat/completions"
 
 
 class _Client(asyncio.Protocol):
-    """One connection: the next request goes out when the answer to the last is complete."""
+    """One connection in a closed loop: it sends the next request when the last answer is complete."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -60,7 +60,7 @@ class _Client(asyncio.Protocol):
 
 
 class Load:
-    """One stretch of load.
+    """One period of load.
 
     Attributes:
         requests: Complete requests to be sent, for ever.
@@ -85,7 +85,7 @@ class Load:
         self._address = (host, int(port))
 
     async def run(self, seconds: float) -> dict[str, float]:
-        """Runs the clients; returns what they saw."""
+        """Run the clients; return their results."""
         loop = asyncio.get_running_loop()
         started_s = time.perf_counter()
         for _ in range(self._open):
@@ -108,13 +108,13 @@ class Load:
         }
 
     def answered(self, answer: bytes, took_s: float) -> None:
-        """Takes a complete answer."""
+        """Record a complete answer."""
         self._times_s.append(took_s)
         self._bytes += len(answer)
         self.errors += answer[9:12] != b"200"
 
     def closed(self) -> None:
-        """A client has gone."""
+        """Record that a client has disconnected."""
         self._open -= 1
         if not self._open and not self._ended.done():
             self._ended.set_result(None)
@@ -131,7 +131,7 @@ def _is_complete(received: bytes) -> bool:
 
 
 async def main(url: str, bodies: Path, clients: int, seconds: float, *, repeated: bool) -> None:
-    """Runs one stretch and prints what was seen."""
+    """Run one period of load and print its result."""
     chats = bodies.read_bytes().splitlines()
     load = Load(url, cycle(chats) if repeated else next_turns(chats), clients)
     print(json.dumps(await load.run(seconds)), flush=True)

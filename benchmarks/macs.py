@@ -1,4 +1,4 @@
-"""What the KV cache saves: multiply-accumulates that one generation really executes with and without it.
+"""Multiply-accumulates that one generation executes with and without a KV cache.
 
 The engine's decoder writes the same text twice: with a KV pool, one token a step, and without, the whole text
 anew in every step. torch counts the operations that run, by the sizes of the tensors that reach its kernels:
@@ -28,9 +28,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.report import Report, read_options
 from model_server.attention import Attention, KvLayout, SdpaAttention, Span, StepMeta
-from model_server.models import Decoder
+from model_server.model.decoder import Decoder
+from model_server.model.weights import load_checkpoint
 from model_server.shapes import undivided
-from model_server.weights import load_checkpoint
 
 _LAYERS = 4
 _HEADS = 4
@@ -39,7 +39,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step executed.
+    """Operations that one step executed.
 
     Attributes:
         tokens: Length of the text, the last one known.
@@ -110,7 +110,7 @@ def generate(
 def _forward(model: Decoder, pool: Attention, text: Sequence[int], span: Span) -> tuple[Tensor, Counter[str]]:
     """Return the last token's logits, and what was executed for the logits of all tokens of the span."""
     counted = _CountedAttention(pool)
-    # All rows, or the last layer would leave out what only other tokens' logits need.
+    # All rows, since the last layer would skip what only other tokens' logits need.
     rows = torch.arange(span.length)
     with _CountedLinears(model.shape.hidden, counted.macs):
         logits = model.forward(
@@ -127,15 +127,15 @@ class _CountedAttention:
         self.macs: Counter[str] = Counter()
 
     def prepare(self, spans: Sequence[Span]) -> StepMeta:
-        """Lay out one step."""
+        """Lay out the blocks of one step."""
         return self._pool.prepare(spans)
 
     def store(self, layer: int, key: Tensor, value: Tensor, meta: StepMeta) -> None:
-        """Write the KV."""
+        """Write keys and values."""
         self._pool.store(layer, key, value, meta)
 
     def attend(self, query: Tensor, layer: int, meta: StepMeta) -> Tensor:
-        """Attend, counted."""
+        """Attend and count the operations."""
         return _counted(self.macs, "attention", lambda: self._pool.attend(query, layer, meta))
 
     def block_tensors(self) -> Sequence[Tensor]:
@@ -144,7 +144,7 @@ class _CountedAttention:
 
 
 class _CountedLinears(TorchFunctionMode):
-    """Counts linear layers: those of attention have the model's width on both sides, or three times it."""
+    """Counter of linear layers; those of attention have the model's width on both sides, or 3 x."""
 
     def __init__(self, width: int, macs: Counter[str]) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def _report(report: Report, width: int, prompt_tokens: int, steps: int) -> None:
 
 
 def main() -> int:
-    """Counts and prints."""
+    """Count and print all figures."""
     options = read_options(__doc__)
     options.report.machine()
     _report(options.report, options.of_size(256, 64), options.of_size(128, 16), options.of_size(32, 4))

@@ -1,4 +1,4 @@
-"""What the machine's memory can do at best: the physical limit beside the figures, in the same run."""
+"""Limits of the machine's memory, measured in the same run as the figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHILL_BYTES = 128 << 20
 
 
 def measure_memory(options: Options) -> float:
-    """Prints latency, the cost of a random read among many independent ones, and bandwidth.
+    """Print latency, the cost of a random read among many independent ones, and bandwidth.
 
     Returns:
         Nanoseconds of one independent random read: the least that a block far from the last one can cost.
@@ -43,14 +43,14 @@ def measure_memory(options: Options) -> float:
 
 
 class Chill:
-    """Memory that is read to make everything else cold."""
+    """Memory whose reading evicts everything else from the caches."""
 
     def __init__(self, options: Options) -> None:
         self._far = np.ones(options.of_size(_CHILL_BYTES, 1 << 16) // 8, np.uint64)
         self.size_bytes = self._far.nbytes
 
     def __call__(self) -> None:
-        """Reads it all."""
+        """Read all of the memory."""
         self._far.sum()
 
 

@@ -19,7 +19,7 @@ _STRIDE_CHARS = 97
 
 
 def next_turns(chats: Sequence[bytes], *, seed: int | None = None) -> Iterator[bytes]:
-    """The chats in turn, for ever, each time with another turn at the end.
+    """Yield the chats in turn without end, each time with a new last turn.
 
     Args:
         chats: JSON objects whose last list of objects is that of the messages.
@@ -27,7 +27,7 @@ def next_turns(chats: Sequence[bytes], *, seed: int | None = None) -> Iterator[b
     """
     text = prose()
     last = len(text) - 2 * (ANSWER_CHARS + QUESTION_CHARS)
-    # Where processes begin must differ: a turn that comes again is not new.
+    # Processes must start at different places: a repeated turn is not new.
     at = Random(seed).randrange(last)
     for before, _, behind in cycle([chat.rpartition(b"}]") for chat in chats]):
         at = (at + _STRIDE_CHARS) % last
@@ -39,6 +39,6 @@ def next_turns(chats: Sequence[bytes], *, seed: int | None = None) -> Iterator[b
 
 @cache
 def prose() -> bytes:
-    """The Python manual's words, without what JSON would escape."""
+    """Return the Python manual's words, without those that JSON would escape."""
     words = " ".join(" ".join(topics.values()).split())
     return words.replace("\\", "").replace('"', "'").encode("ascii", "ignore")

@@ -1,4 +1,4 @@
-"""What a pick costs behind a real Envoy, door by door.
+"""CPU of a pick behind a real Envoy, per service.
 
 `python -m benchmarks.pick [--json] [--quick] [--rivals]`. 16 pods of which 8 hold each warm conversation,
 tokenization and prefix match included. CPU is read from the processes' own accounts (Linux) and is the median
@@ -33,27 +33,29 @@ from benchmarks.pick_inside import measure as measure_inside
 from benchmarks.pickers import measure_pickers
 from benchmarks.report import Report, options_of, options_parser
 from benchmarks.rivals import measure_rivals
-from router.local.envoy_config import Door
+from kvroute.envoy_config import Door
 
 EVENT_BLOCKS_PER_S = 50_000
 _CLIENTS = 32
-# A few streams at a time, so that Envoy hands on every chunk by itself.
+# Few streams at a time, so that Envoy forwards every chunk separately.
 _STREAM_CLIENTS = 4
 _IDLE_PODS = 100
-# Stretches until the words of the new turns have come once, as they have in a router that serves for a while.
+# Periods of load until the words of new turns have occurred once, as in a router that has served for a while.
 _STRETCHES_OF_WORDS = 12
-# Requests of one stretch that show that each chat is known, and stretches at most until then.
+# Requests of one period that show that each chat is known; maximum periods until then.
 _WARM_REQUESTS = 2 * max(chats for _, chats in SIZES.values())
 _WARM_STRETCHES = 10
-# How long --quick measures, and how long streams, some of which have to end.
+# Seconds that --quick measures; longer for streams, since some have to end.
 _QUICK_S, _QUICK_STREAMS_S = 0.1, 0.5
 _DOORS: dict[str, Door] = {"check_grpc": "check_grpc", "extproc": "ext_proc"}
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Measure and print all figures."""
     parser = options_parser(__doc__, rivals=True, rounds=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each stretch (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="seconds of each period of load (default: %(default)s)"
+    )
     read = parser.parse_args()
     options = options_of(read)
     report = options.report
@@ -79,7 +81,7 @@ def main() -> int:
 
 
 def _quick(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
-    """Every kind of figure once, from two stacks: to start one takes longer than all its figures."""
+    """Print every kind of figure once, from two stacks, because starting a stack takes longest."""
     first, *_, last = _DOORS
     setting = StackSetting(door=_DOORS[first])
     with gateway_stack(setting, bodies["small"], directory) as stack:
@@ -94,13 +96,13 @@ def _quick(bodies: dict[str, Path], directory: Path, effort: Effort, report: Rep
 
 
 def _door(name: str, bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
-    """One door's CPU at each prompt size and its throughput, also under events; with the first also unary."""
+    """Print one service's CPU per prompt size and its throughput, also under events; the first also unary."""
     setting = StackSetting(door=_DOORS[name])
     with gateway_stack(setting, bodies["all"], directory) as stack:
         stack.load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)
         _door_figures(name, stack, setting, bodies, effort, report)
     if name == "check_grpc":
-        # Nobody reports how these picks go on, so the ledger forgets them soon.
+        # Nobody reports the ends of these picks, so the ledger expires them soon.
         flags = ("--request-lifetime", "2s")
         with gateway_stack(replace(setting, router_flags=flags), bodies["all"], directory) as stack:
             stack.pick_load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)
@@ -143,7 +145,7 @@ def _unary_figure(
 def _under_events(
     name: str, stack: GatewayStack, bodies: Path, setting: StackSetting, effort: Effort, report: Report
 ) -> None:
-    """The load on small chats again, while the pods announce blocks; the setting tells how many arrived."""
+    """Repeat the load of small chats while pods announce blocks; the setting has how many arrived."""
     stack.store_blocks(EVENT_BLOCKS_PER_S)
     begun_s, admitted = time.monotonic(), stack.admitted_blocks()
     rounds = _rounds(effort, partial(stack.load, bodies, _CLIENTS, effort.seconds))
@@ -157,7 +159,7 @@ def _under_events(
 
 
 def _full(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
-    """Both phases of ext_proc, and what one more chunk of a stream adds."""
+    """Print the CPU of both phases of ext_proc, and of one more chunk of a stream."""
     setting = StackSetting(door="ext_proc", responses="full")
     with gateway_stack(setting, bodies["all"], directory) as stack:
         stack.load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)
@@ -184,7 +186,7 @@ def _chunks(
     effort: Effort,
     report: Report,
 ) -> None:
-    """What one more chunk adds: streams of many and of few chunks, which take the same time.
+    """Print the CPU of one more chunk, from streams of many and of few chunks that take the same time.
 
     So both have the same requests per second, equally cold caches, and as much that goes on beside them. A
     chunk is a message that the door has answered, by Envoy's count. The setting tells the figure as it was
@@ -244,7 +246,7 @@ def _idle_figure(stack: GatewayStack, setting: StackSetting, effort: Effort, rep
 
 
 def _rounds(effort: Effort, stretch: Callable[..., Stretch]) -> list[Stretch]:
-    """Some stretches of load after those that warm caches: every chat was there before it goes on."""
+    """Run periods of load after a warm-up in which every chat was sent once."""
     if effort.quick:
         return [stretch()]
     for _ in range(_WARM_STRETCHES):

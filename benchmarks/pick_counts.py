@@ -1,4 +1,4 @@
-"""What a pick takes, where clocks say little: its instructions and cache misses, counted by valgrind.
+"""Instructions and cache misses of a pick, counted by valgrind.
 
 `python -m benchmarks.pick_counts [--json] [--quick]`. The requests of `pick_inside`, small ones with a new
 turn each, from their bytes to the answers' and to their ends, on a simulated processor with the caches of one
@@ -39,7 +39,7 @@ _VALGRIND = (
     "--cache-sim=yes",
     "--smc-check=all-non-file",
 )
-# Of callgrind's events; reads and writes.
+# Names of callgrind's events; reads and writes.
 _FIGURES = {
     "instructions": ("Ir",),
     "l1i_misses": ("I1mr",),
@@ -49,7 +49,7 @@ _FIGURES = {
 
 
 class Load(NamedTuple):
-    """The requests that are served.
+    """Requests to serve.
 
     Attributes:
         warm_bursts: Before anything is counted, so that most words of the prose have come once.
@@ -82,7 +82,7 @@ def serve(load: Load, callgrind: Callable[[str], None]) -> None:
             for _ in range(load.warm_bursts):
                 _burst(inside, inside.requests(lines, _BURST))
             counted = [inside.requests(lines, _BURST) for _ in range(load.bursts)]
-            # As in the router, which puts what stays out of the collector's sight.
+            # As in the router, which freezes permanent objects for the garbage collector.
             gc.collect()
             gc.freeze()
             callgrind("--instr=on")
@@ -106,7 +106,7 @@ def _callgrind(command: str) -> None:
 
 
 def measure(report: Report, load: Load) -> None:
-    """Counts, and prints the figures.
+    """Count, and print the figures.
 
     Raises:
         SystemExit: There is no valgrind, or what it ran failed.
@@ -142,13 +142,13 @@ def _run(argv: list[str], environment: dict[str, str], where: str) -> None:
 
 
 def _totals(dump: Path) -> dict[str, int]:
-    """The sums of a dump by event."""
+    """Return the sums of a dump by event."""
     lines = dict(line.split(": ", 1) for line in dump.read_text("utf-8").splitlines() if ": " in line)
     return dict(zip(lines["events"].split(), map(int, lines["totals"].split()), strict=False))
 
 
 def main() -> int:
-    """Counts and prints."""
+    """Count and print all figures."""
     if sys.argv[1:2] in ([_INSIDE], [_BEFORE]):
         serve(Load(*json.loads(sys.argv[2])), _callgrind if sys.argv[1] == _INSIDE else lambda _command: None)
         return 0

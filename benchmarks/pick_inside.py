@@ -1,4 +1,4 @@
-"""Where a pick's time goes inside the router: the door's own code on whole requests, without sockets.
+"""CPU of a pick inside the router, by step: the service's code on whole requests, without sockets.
 
 `python -m benchmarks.pick_inside [--json] [--quick] [--rounds N]`; also the last part of `benchmarks.pick`.
 16 pods of which 8 hold each warm conversation, told by real events; each request adds a turn to one. CPU of
@@ -36,26 +36,26 @@ from benchmarks.report import Options, read_options
 from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.pod_entry import PodEntry
 from router._pb import endpoint_picker_pb2 as pb
-from router.admission import Admission, UtilizationDetector
-from router.body_guard import BodyGuard
-from router.check import CheckDoor
-from router.explain import Explain
-from router.health import CHECK_SERVICE, PICK_SERVICE
-from router.ledger import Ledger, LedgerParameters
-from router.metrics import RouterMetrics
-from router.outcomes import ACCESS_LOG, Outcomes
-from router.pick_service import PickDoor
-from router.pods import Pod, PodSet, ServedModels
-from router.rates import PrefillRates, RateParameters
-from router.route import Router
-from router.schedule import Scheduler
-from router.scrape import EngineLoad
-from router.tokens import TokenizeOptions, TokenizerRegistry
+from router.doors.ext_authz import CheckDoor
+from router.doors.health import CHECK_SERVICE, PICK_SERVICE
+from router.doors.pick import PickDoor
+from router.feedback.lifecycle import ACCESS_LOG, Outcomes
+from router.inflight.ledger import Ledger, LedgerParameters
+from router.inflight.rates import PrefillRates, RateParameters
+from router.observe.decision_log import Explain
+from router.observe.metrics import RouterMetrics
+from router.picking.admission import Admission, UtilizationDetector
+from router.picking.route import Router
+from router.picking.scheduler import Scheduler
+from router.pods.engine_load import EngineLoad
+from router.pods.pod_set import Pod, PodSet, ServedModels
+from router.prompts.body_guard import BodyGuard
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 
 _PODS = 16
 _EVENTS_PORT, _REPLAY_PORT = BASE_PORT + 601, BASE_PORT + 701
 _WAIT_S = 120.0
-# Far off, so that a busy machine cannot turn the measured work into a refusal.
+# Far away, so that a busy machine cannot turn the measured work into a rejection.
 _DEADLINE_S = 30.0
 _BODY_BYTES_MAX = 8 << 20
 _DECISIONS_KEPT = 1000
@@ -76,7 +76,7 @@ _HEADERS = {
 
 
 class Inside:
-    """One router's own code, with pods that it knows from their events.
+    """One router without sockets, with pods that it knows from their events.
 
     Args:
         bodies: A file with one chat body a line, which every second pod holds.
@@ -110,7 +110,7 @@ class Inside:
         picks = PickDoor(self.router, self.outcomes, metrics, pods)
         self.pick_endpoint = _served(_handler(picks, f"/{PICK_SERVICE}/PickEndpoint"))
         self._numbers = count()
-        # Alive as long as the router: a view whose publisher is gone counts less.
+        # Keep the publisher alive as long as the router: a view without one counts less.
         argv = [sys.executable, "-m", "benchmarks.fake_events", str(_EVENTS_PORT), str(_REPLAY_PORT)]
         self._events = subprocess.Popen([*argv, str(_PODS), str(bodies)], stdin=subprocess.PIPE)
         entries = [PodEntry(f"pod-{at}", "bench", f"10.0.0.{at}", 8000) for at in range(_PODS)]
@@ -120,7 +120,7 @@ class Inside:
         self._follow([entry.pod for entry in entries])
 
     def requests(self, bodies: Iterator[bytes], number: int) -> list[tuple[str, bytes]]:
-        """Requests with new ids, as Envoy sends them."""
+        """Yield requests with new ids, as Envoy sends them."""
         made = []
         for body, at in zip(bodies, range(number), strict=False):
             request_id = f"{next(self._numbers):08x}-0000-4000-8000-{at:012x}"
@@ -132,18 +132,18 @@ class Inside:
         return made
 
     def end(self, request_id: str) -> None:
-        """The access log tells that the request is over."""
+        """Report the end of a request as an access log entry."""
         self.outcomes.ended(request_id, ACCESS_LOG, time.monotonic(), late_s=0.01)
 
     def close(self) -> None:
-        """Ends its threads and the pods."""
+        """Stop the router's threads and the pods."""
         self.index.close()
         self.tokenizers.close()
         self._events.kill()
         self._events.communicate()
 
     def _follow(self, pods: list[str]) -> None:
-        """Has the pods tell what they hold, and waits until all of it is known."""
+        """Have the pods publish their blocks, and wait until the index has them."""
         streams = [
             PodStream(
                 pod,
@@ -171,14 +171,14 @@ class Inside:
 
 
 def measure(bodies: dict[str, Path], options: Options) -> None:
-    """Prints the figures of every size."""
+    """Print the figures of every size."""
     report, rounds, bursts = options.report, options.rounds, options.of_size(30, 1)
     inside = Inside(bodies["small" if options.quick else "all"])
     try:
         for size in SIZES:
             burst = options.of_size(_BURSTS[size], 2)
             chats = bodies[size].read_bytes().splitlines()[: burst if options.quick else None]
-            # What goes on was there before.
+            # Send each chat once before it continues.
             _round(inside, iter(chats), len(chats), 1)
             lines = next_turns(chats)
             whole: list[float] = []
@@ -199,7 +199,7 @@ def measure(bodies: dict[str, Path], options: Options) -> None:
 
 
 def _round(inside: Inside, lines: Iterator[bytes], burst: int, bursts: int) -> tuple[float, float]:
-    """CPU microseconds of a request, and of its end."""
+    """Return CPU microseconds of a request, and of its end."""
     route_ns = end_ns = 0
     for _ in range(bursts):
         requests = inside.requests(lines, burst)
@@ -218,7 +218,7 @@ def _round(inside: Inside, lines: Iterator[bytes], burst: int, bursts: int) -> t
 def _picks(
     inside: Inside, lines: Iterator[bytes], burst: int, bursts: int, rounds: int
 ) -> dict[str, list[float]]:
-    """CPU microseconds of a PickEndpoint call, and of forgetting it."""
+    """Return CPU microseconds of a PickEndpoint call, and of its expiry."""
     values: dict[str, list[float]] = {"pick": [], "expire": []}
     for at in range(rounds + 1):
         pick_ns = expire_ns = 0
@@ -245,7 +245,7 @@ def _pick_request(body: bytes) -> bytes:
 
 
 def _handler(door: CheckDoor | PickDoor, path: str) -> Any:
-    """The door's method, as a gRPC server finds it."""
+    """Return the service's method, as a gRPC server looks it up."""
     found: dict[str, Any] = {}
 
     def add(_service: str, handlers: dict[str, Any]) -> None:
@@ -256,7 +256,7 @@ def _handler(door: CheckDoor | PickDoor, path: str) -> Any:
 
 
 def _served(handler: Any) -> Callable[[bytes], bytes]:
-    """The method as a gRPC server calls it: bytes in, bytes out."""
+    """Return the method as a gRPC server calls it: bytes in, bytes out."""
     context = SimpleNamespace(is_active=lambda: True)
     return lambda message: handler.unary_unary(handler.request_deserializer(message), context)
 
@@ -264,7 +264,7 @@ def _served(handler: Any) -> Callable[[bytes], bytes]:
 def _parts(
     inside: Inside, lines: Iterator[bytes], burst: int, bursts: int, rounds: int
 ) -> dict[str, list[float]]:
-    """CPU microseconds of a request's steps."""
+    """Return CPU microseconds of a request's steps."""
     values: dict[str, list[float]] = {}
     with _watched(inside) as took_ns:
         for _ in range(rounds):
@@ -277,7 +277,7 @@ def _parts(
 
 @contextmanager
 def _watched(inside: Inside) -> Iterator[dict[str, int]]:
-    """Has the steps add their nanoseconds up."""
+    """Patch the steps so that they accumulate their nanoseconds."""
     took_ns: dict[str, int] = {}
     steps: list[tuple[Any, str, str]] = [
         (inside.tokenizers, "prompt_tokens", "tokens"),
@@ -316,7 +316,7 @@ def _pod(entry: PodEntry) -> Pod:
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Measure and print all figures."""
     read = read_options(__doc__)
     read.report.machine()
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:

@@ -21,7 +21,7 @@ from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 
 
 async def main(address: str, bodies: Path, callers: int, seconds: float, *, repeated: bool) -> None:
-    """Runs one stretch and prints what was seen."""
+    """Run one period of load and print its result."""
     chats = bodies.read_bytes().splitlines()
     requests = map(_request, cycle(chats) if repeated else next_turns(chats))
     end_s = time.perf_counter() + seconds

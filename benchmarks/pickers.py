@@ -25,18 +25,20 @@ from benchmarks.report import Report, options_of, options_parser
 _OURS, _OTHER = "kvroute", "gie_epp"
 _CLIENTS, _STREAM_CLIENTS = 32, 4
 _OTHER_BASE_PORT = BASE_PORT + 3000
-# Stretches until the words of the new turns have come once, as they have in a router that serves for a while.
+# Periods of load until the words of new turns have occurred once, as in a router that has served for a while.
 _STRETCHES_OF_WORDS = 12
 _WARM_STRETCHES = 3
 
 Turn = dict[str, Stretch]
-"""A stretch of each picker."""
+"""One period of load per picker, by name."""
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Measure and print all figures."""
     parser = options_parser(__doc__, rounds=7)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each stretch (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="seconds of each period of load (default: %(default)s)"
+    )
     read = parser.parse_args()
     options = options_of(read)
     options.report.machine()
@@ -48,7 +50,7 @@ def main() -> int:
 
 
 def measure_pickers(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
-    """Measures both, unless the other cannot be had."""
+    """Measure both pickers; skip the comparison if the Go picker is unavailable."""
     setting = StackSetting(door="ext_proc", responses="full")
     with ExitStack() as stacks:
         try:
@@ -70,7 +72,7 @@ def measure_pickers(bodies: dict[str, Path], directory: Path, effort: Effort, re
 
 
 def _turns(pair: dict[str, GatewayStack], bodies: Path, clients: int, effort: Effort) -> list[Turn]:
-    """Stretches of both in turns; those before have brought each chat once."""
+    """Run both in turns, after a warm-up that sent each chat once."""
     for stack in pair.values():
         for _ in range(_WARM_STRETCHES):
             stack.load(bodies, clients, effort.seconds, repeated=True)
@@ -95,7 +97,7 @@ def _report(turns: list[Turn], size: str, report: Report) -> None:
 
 
 def _chunks(pair: dict[str, GatewayStack], bodies: dict[str, Path], effort: Effort, report: Report) -> None:
-    """What one more chunk of a response adds: streams of many and of few, see `pick`."""
+    """Print the CPU of one more chunk of a response, see `pick`."""
     few = _turns(pair, bodies["sparse"], _STREAM_CLIENTS, effort)
     many = _turns(pair, bodies["stream"], _STREAM_CLIENTS, effort)
     for name in (_OURS, _OTHER):

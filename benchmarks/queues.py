@@ -1,4 +1,4 @@
-"""How long first tokens take behind each way to price a queue, in virtual time.
+"""Time to first token in virtual time, by routing policy.
 
 `python -m benchmarks.queues [--json] [--quick] [--rounds N]`. The pods are the model server's own schedulers
 in its default order, whose steps take a time by their tokens instead of being computed; the router's board
@@ -21,17 +21,17 @@ import numpy as np
 import torch
 
 from benchmarks.report import read_options
-from model_server.block_copies import CpuCopies
-from model_server.block_manager import BlockManager
-from model_server.blocks import BlockPool
-from model_server.events import Announcer
-from model_server.offload import HostTier, Offload
+from model_server.engine.scheduler import Chunk, Scheduler
+from model_server.kv_cache.block_pool import BlockPool
+from model_server.kv_cache.copies import CpuCopies
+from model_server.kv_cache.host_tier import HostTier, Offload
+from model_server.kv_cache.manager import BlockManager
+from model_server.kv_events.events import Announcer
 from model_server.requests import GenerationRequest, LiveRequest, SamplingParams
-from model_server.scheduler import Chunk, Scheduler
 from model_server.shapes import undivided
-from router.board import PodBoard
-from router.cost import CREDIT, CostParameters, RequestFacts, price
-from router.scrape import EngineLoad
+from router.picking.cost import CREDIT, CostParameters, RequestFacts, price
+from router.pods.engine_load import EngineLoad
+from router.pods.load_table import PodBoard
 
 _BLOCK_TOKENS = 16
 _POOL_BLOCKS = 65_536
@@ -49,7 +49,7 @@ _PARAMETERS = CostParameters().record()[0]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request: when it comes, and what it begins with."""
+    """A request: its arrival time and its prefix."""
 
     number: int
     arrived_s: float
@@ -58,7 +58,7 @@ class Arrival:
 
 
 class Pod:
-    """A scheduler whose steps end at times that are told."""
+    """A scheduler in virtual time."""
 
     def __init__(self) -> None:
         announcer = Announcer(undivided(1), _BLOCK_TOKENS)
@@ -74,7 +74,7 @@ class Pod:
         self._step: list[Chunk] = []
 
     def add(self, arrival: Arrival) -> None:
-        """Takes a request."""
+        """Queue a request."""
         shared = range(arrival.prompt * _SHARED_TOKENS, (arrival.prompt + 1) * _SHARED_TOKENS)
         own = [10**6 + arrival.number] * (arrival.tokens - _SHARED_TOKENS)
         request = GenerationRequest(str(arrival.number), (*shared, *own), SamplingParams(max_tokens=1))
@@ -82,7 +82,7 @@ class Pod:
         self._scheduler.add(live)
 
     def begin_step(self) -> float | None:
-        """The seconds that the next step takes; None: one runs, or there is nothing to do."""
+        """Return the duration of the next step in seconds, or None if one runs or nothing is queued."""
         if self._step:
             return None
         self._step = self._scheduler.schedule(1 / _TOKENS_PER_S)
@@ -90,7 +90,7 @@ class Pod:
         return _STEP_S + tokens / _TOKENS_PER_S if tokens else None
 
     def end_step(self) -> list[int]:
-        """The requests that have their first tokens."""
+        """Return the requests that got their first tokens."""
         done = []
         for chunk in self._step:
             chunk.live.computed = chunk.stop
@@ -102,17 +102,17 @@ class Pod:
 
 
 class Policy(Protocol):
-    """Who sends requests to pods."""
+    """Routing policy."""
 
     def pick(self, arrival: Arrival) -> int:
-        """The pod for a request, which is entered there."""
+        """Return the pod for a request, and record the request there."""
 
     def first_token(self, number: int, now_s: float) -> None:
-        """A request is prefilled."""
+        """Record that a request is prefilled."""
 
 
 class Router:
-    """The board and the price, with what was sent where as the view of the caches."""
+    """Cost policy of the router, with dispatched prompts as the view of the caches."""
 
     def __init__(self, pods: int, seed: int) -> None:
         self._names = [str(number) for number in range(pods)]
@@ -127,7 +127,7 @@ class Router:
         self._random = random.Random(seed)
 
     def scraped(self, requests: Sequence[int], now_s: float) -> None:
-        """Each pod told how many requests it has, of which it computes one."""
+        """Report each pod's number of requests, of which it computes one."""
         for name, number in zip(self._names, requests, strict=True):
             running = min(1, number)
             load = EngineLoad(number - running, running, 0.0, None, now_s, _TOKENS_PER_S)
@@ -147,14 +147,14 @@ class Router:
         return pod
 
     def send(self, arrival: Arrival, pod: int, now_s: float) -> None:
-        """A request was sent to a pod."""
+        """Record that a request was sent to a pod."""
         cached = _SHARED_TOKENS if (pod, arrival.prompt) in self._sent else 0
         self.holds(pod, arrival.prompt)
         name = self._names[pod]
         self._sent_to[arrival.number] = name, self._board.begin(name, arrival.tokens - cached, now_s)
 
     def holds(self, pod: int, prompt: int) -> None:
-        """The pod holds, or will soon hold, what requests begin with."""
+        """Record that the pod holds, or will soon hold, a request's prefix."""
         self._sent.add((pod, prompt))
 
     def first_token(self, number: int, now_s: float) -> None:
@@ -163,7 +163,7 @@ class Router:
 
 
 class LeastRequests:
-    """The first of the pods with the fewest requests that wait for their first tokens."""
+    """Least requests: the first pod with the fewest requests awaiting a first token."""
 
     def __init__(self, pods: int, _seed: int) -> None:
         self._waiting = [0] * pods
@@ -182,7 +182,7 @@ class LeastRequests:
 
 
 class RoundRobin:
-    """One pod after the other."""
+    """Round-robin."""
 
     def __init__(self, pods: int, _seed: int) -> None:
         self._count = pods
@@ -192,7 +192,7 @@ class RoundRobin:
         return arrival.number % self._count
 
     def first_token(self, _number: int, _now_s: float) -> None:
-        """Nothing is known of pods."""
+        """Do nothing; this policy ignores load."""
 
 
 # By name: made of the number of pods and a seed.
@@ -204,7 +204,7 @@ _POLICIES: dict[str, Callable[[int, int], Policy]] = {
 
 
 def run(arrivals: Sequence[Arrival], pods: int, policy: Policy) -> list[float]:
-    """Seconds until the first token of each request."""
+    """Return seconds until the first token of each request."""
     engines = [Pod() for _ in range(pods)]
     ttft_s = [0.0] * len(arrivals)
     # (when, whose step is over or -1, which request comes)
@@ -225,7 +225,7 @@ def run(arrivals: Sequence[Arrival], pods: int, policy: Policy) -> list[float]:
 
 
 def arrivals(count: int, pods: int, load: float, size: str, seed: int) -> list[Arrival]:
-    """Requests at random times and of random lengths."""
+    """Return requests at random times and of random lengths."""
     chance = random.Random(seed)
     mean, spread = _SIZES[size]
     per_s = load * pods * _TOKENS_PER_S / math.exp(mean + spread**2 / 2)
@@ -238,7 +238,7 @@ def arrivals(count: int, pods: int, load: float, size: str, seed: int) -> list[A
 
 
 def main() -> int:
-    """Simulates and prints."""
+    """Simulate and print all figures."""
     options = read_options(__doc__, rounds=_ROUNDS)
     options.report.machine()
     requests = options.of_size(_REQUESTS, 30)

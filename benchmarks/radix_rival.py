@@ -21,7 +21,7 @@ _CHILD_S = 600.0
 
 
 def measure_rival(options: Options, what: str) -> None:
-    """Prints the rival's figures, or that it could not be had.
+    """Print the rival's figures, or that it is unavailable.
 
     Args:
         what: "events", "match" or "keys".

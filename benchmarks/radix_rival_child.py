@@ -19,7 +19,7 @@ _PROMPT_BLOCKS = 1000
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Measure and print all figures."""
     what, rounds, quick = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1"
     if what == "events":
         for blocks_per_event in (32, 1):
@@ -85,7 +85,7 @@ def _apply(tree: RadixTree, events: Sequence[bytes]) -> float:
     started_s = time.process_time()
     for event in events:
         tree.apply_event(0, event)
-    # Behind all events in the queue of the tree's own thread.
+    # Queued behind all events of the tree's own thread.
     tree.find_matches([0])
     return time.process_time() - started_s
 

@@ -1,4 +1,4 @@
-"""What several routers lose that know nothing of each other, and what sharing their ledgers brings and costs.
+"""Time to first token behind several routers with and without shared ledgers, and the CPU of sharing.
 
 `python -m benchmarks.replicas [--json] [--quick] [--rounds N]`. First in virtual time, as in `queues`: the
 same requests and pods behind one router, and behind several, each of which gets any request with the same
@@ -26,18 +26,18 @@ from prometheus_client import CollectorRegistry
 from benchmarks.queues import Arrival, Policy, Router, arrivals, run
 from benchmarks.report import Report, cpu_s, read_options
 from indexer import IndexerConfig, KvIndexer
-from indexer.peer_service import PeerIdentity
+from indexer.peers.service import PeerIdentity
 from indexer.pod_entry import PodEntry
-from router.dispatch import Dispatch
+from kvroute.stack import HOST
+from router.feedback.change_log import Journal, LedgerDoor
+from router.feedback.fleet import OthersWork
+from router.feedback.follower import Followers
+from router.feedback.messages import News, read_news
 from router.h2 import GrpcServer
-from router.ledger import Ledger, LedgerParameters
-from router.local.stack import HOST
-from router.pods import PodSet
-from router.rates import Lesson
-from router.replicas.fleet import OthersWork
-from router.replicas.follow import Followers
-from router.replicas.journal import Journal, LedgerDoor
-from router.replicas.news import News, read_news
+from router.inflight.dispatch import Dispatch
+from router.inflight.ledger import Ledger, LedgerParameters
+from router.inflight.rates import Lesson
+from router.pods.pod_set import PodSet
 
 _LOADS = ((4, 0.5), (4, 0.8), (8, 0.9))
 _SIZES = ("short", "mixed")
@@ -52,7 +52,7 @@ _BLOCKS, _NEW_BLOCKS = 128, 32
 
 
 class Fleet:
-    """Several routers, of which any may get a request.
+    """Several routers; a request reaches any of them.
 
     Args:
         routers: How many.
@@ -88,7 +88,7 @@ class Fleet:
         at, arrival, pod = self._sent.pop(number)
         self._routers[at].first_token(number, now_s)
         for router in self._routers:
-            # Events reach everyone.
+            # Events reach all routers.
             router.holds(pod, arrival.prompt)
         self._tell(at, now_s, lambda router, then_s: router.first_token(number, then_s))
 
@@ -106,7 +106,7 @@ class Fleet:
 
 
 def _policies() -> Iterator[tuple[str, Callable[[int, int], Policy]]]:
-    """By name: made of the number of pods and a seed."""
+    """Policies by name; each is made from the number of pods and a seed."""
     yield "1_router", partial(Fleet, routers=1, late_s=None)
     yield f"{_ROUTERS}_routers_alone", partial(Fleet, routers=_ROUTERS, late_s=None)
     for late_ms in _LATE_MS:
@@ -131,7 +131,7 @@ def _simulate(report: Report, requests: int, rounds: int) -> None:
 
 
 class Costs:
-    """Dispatches and ends, told to nobody, told, and taken."""
+    """Dispatches and ends: kept local, sent to a peer, and received."""
 
     def __init__(self) -> None:
         self.entries = [PodEntry(f"pod-{at}", "bench", f"10.0.0.{at}", 8000) for at in range(_PODS)]
@@ -147,11 +147,11 @@ class Costs:
         self._keys = np.random.default_rng(7).integers(0, 1 << 63, (64, _BLOCKS)).astype(np.uint64)
 
     def untold(self, requests: int) -> float:
-        """CPU microseconds of the ledger for one request, nobody being told."""
+        """Return CPU microseconds of the ledger for one request without peers."""
         return 1e6 * cpu_s(lambda: self._serve(requests)) / requests
 
     def shared(self, requests: int) -> tuple[float, float]:
-        """The same with telling, and of taking it, from and to the wire's bytes."""
+        """Return the same for sending, and for receiving, including encoding and decoding."""
         reader = self._journal.join()
         messages: list[bytes] = []
 
@@ -194,7 +194,7 @@ class Costs:
 
 
 def _late_ms(requests: int) -> list[float]:
-    """Milliseconds until another router has a request, one at a time, over this machine's loopback."""
+    """Return milliseconds until another router has a request, one at a time, over loopback."""
     ledger = Ledger(LedgerParameters())
     journal = Journal(ledger)
     ours, theirs = (PeerIdentity(fingerprint=7, tiers=("gpu",)) for _ in range(2))
@@ -234,7 +234,7 @@ def _late_ms(requests: int) -> list[float]:
 
 
 def main() -> int:
-    """Simulates, measures and prints."""
+    """Simulate, measure and print all figures."""
     options = read_options(__doc__, rounds=_ROUNDS)
     report = options.report
     report.machine()

@@ -1,4 +1,4 @@
-"""Figures of a benchmark as they come: JSON lines or a table, behind one line about the machine."""
+"""Output of a benchmark: JSON lines or a table, after one line about the machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MANY = 100
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line says.
+    """Options of the command line.
 
     Attributes:
         quick: Tiny sizes: does it run, not how fast.
@@ -32,18 +32,18 @@ class Options:
     rivals: bool
 
     def of_size(self, full: int, quick: int) -> int:
-        """How much of something, in full and in quick."""
+        """Return the amount for a full or a quick run."""
         return quick if self.quick else full
 
 
 class Report:
-    """Prints figures."""
+    """Print figures."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
 
     def figure(self, name: str, unit: str, values: Sequence[float], **setting: object) -> float:
-        """Prints the median of some rounds, and tells it; of many also what one in ten was faster than."""
+        """Print and return the median of some rounds; for many rounds also print the fastest tenth."""
         value = statistics.median(values)
         if len(values) >= _MANY:
             setting["p10"] = float(f"{sorted(values)[len(values) // 10]:.4g}")
@@ -56,7 +56,7 @@ class Report:
         return value
 
     def machine(self) -> None:
-        """Says what the figures were measured on, and how busy it is."""
+        """Print the machine and its load."""
         self.figure(
             "machine",
             "cores",
@@ -70,12 +70,12 @@ class Report:
 
 
 def read_options(doc: str | None, *, rivals: bool = False, rounds: int = 7) -> Options:
-    """Reads the command line of a benchmark that has no options of its own; see `options_parser`."""
+    """Parse the command line of a benchmark without options of its own; see `options_parser`."""
     return options_of(options_parser(doc, rivals=rivals, rounds=rounds).parse_args())
 
 
 def options_parser(doc: str | None, *, rivals: bool = False, rounds: int = 7) -> argparse.ArgumentParser:
-    """What reads the command line of a benchmark.
+    """Return the argument parser of a benchmark.
 
     Args:
         doc: What its module says of itself.
@@ -84,21 +84,23 @@ def options_parser(doc: str | None, *, rivals: bool = False, rounds: int = 7) ->
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run, not how fast")
-    parser.add_argument("--rounds", type=int, default=rounds, help="of each figure (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: show that it runs")
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help="rounds of each figure (default: %(default)s)"
+    )
     if rivals:
-        parser.add_argument("--rivals", action="store_true", help="others on the same load, too")
+        parser.add_argument("--rivals", action="store_true", help="also measure rivals on the same load")
     return parser
 
 
 def options_of(read: argparse.Namespace) -> Options:
-    """The options that all benchmarks have."""
+    """Return the options that all benchmarks have."""
     rounds = 1 if read.quick else read.rounds
     return Options(Report(as_json=read.json), read.quick, rounds, getattr(read, "rivals", False))
 
 
 def each_us(calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Wall time of each of these calls: where they are too short to be counted in CPU time."""
+    """Return the wall time of each call, for calls too short to be counted in CPU time."""
     times = []
     for call in calls:
         started_ns = time.perf_counter_ns()
@@ -108,7 +110,7 @@ def each_us(calls: Sequence[Callable[[], object]]) -> list[float]:
 
 
 def cpu_s(work: Callable[[], object]) -> float:
-    """CPU time of this process for some work; other load on the machine does not count."""
+    """Return this process's CPU time for some work; other load on the machine does not count."""
     started_s = time.process_time()
     work()
     return time.process_time() - started_s

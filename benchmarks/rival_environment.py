@@ -1,4 +1,4 @@
-"""Environments of what is measured beside kvroute, in the user's cache directory, apart from its own."""
+"""Virtual environments of rivals, in the user's cache directory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 
 def rivals_home() -> Path:
-    """Where they are kept."""
+    """Return the directory of the environments."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     return cache / "kvroute" / "rivals"
 
 
 def environment(package: str) -> Path:
-    """The python of an environment with a package from PyPI in it, made on demand and kept."""
+    """Return the python of an environment with a package from PyPI, created on first use."""
     home = rivals_home() / package
     python = home / "bin" / "python"
     if not (home / ".ready").exists():

@@ -1,4 +1,4 @@
-"""Other routers on the load that kvroute has: `sglang-router` and `smg` from PyPI.
+"""Other routers on the same load as kvroute: `sglang-router` and `smg` from PyPI.
 
 Each lives in an environment of its own, made on demand in the user's cache directory and kept. Per router:
 requests per second, latency added to the pods' own, and CPU of the whole path per request (ours: Envoy and
@@ -46,11 +46,11 @@ RIVALS = (
 
 
 def measure_rivals(bodies: Path, directory: Path, effort: Effort, report: Any) -> None:
-    """Measures ours, each rival and the bare pods, in turns."""
+    """Measure kvroute, each rival and the bare pods, in turns."""
     direct = _direct(bodies, effort)
     base_p50_ms = sorted(one["p50_ms"] for one in direct)[len(direct) // 2]
     with gateway_stack(StackSetting(), bodies, directory) as stack:
-        # What goes on was there before, here and at the rivals.
+        # Send each chat once before it continues, here and at the rivals.
         stack.load(bodies, _CLIENTS, effort.seconds, repeated=True)
         rounds = [stack.load(bodies, _CLIENTS, effort.seconds) for _ in range(effort.rounds + 1)][1:]
         alone = [stack.load(bodies, 1, effort.seconds).seen for _ in range(effort.rounds)]
@@ -84,7 +84,7 @@ def _report(
 
 
 def _direct(bodies: Path, effort: Effort) -> list[dict[str, float]]:
-    """One client at one pod: the latency that every path has."""
+    """Return the latency of one client at one pod, which every path includes."""
     with _pods():
         url = f"http://{HOST}:{_PODS_PORT}"
         return [run_load("benchmarks.load", url, bodies, 1, effort.seconds) for _ in range(effort.rounds)]

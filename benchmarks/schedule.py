@@ -1,4 +1,4 @@
-"""What a scheduling cycle costs, from the matches of a request to its answer: 5, 25, 100 and 400 pods.
+"""CPU of a scheduling cycle, from a request's matches to its decision: 5, 25, 100 and 400 pods.
 
 `python -m benchmarks.schedule [--json] [--quick] [--rounds N]`. Measured are the credit of every candidate's
 cache, its price, the ranking, the ledger's entry and the decision, in CPU time of this process; every pod has
@@ -13,15 +13,15 @@ from msgspec.structs import replace
 
 from benchmarks.report import Options, cpu_s, read_options
 from indexer import PodMatches, StreamState
+from indexer.index.tiers import Tiers
 from indexer.pod_entry import PodEntry
-from indexer.tiers import Tiers
-from router.candidates import Lineups
-from router.ledger import Ledger, LedgerParameters
-from router.pods import Pod, PodSet, ServedModels
-from router.prompt_tokens import known
-from router.request import RequestKind, RouteRequest
-from router.schedule import Prompted, Scheduler
-from router.scrape import EngineLoad
+from router.inflight.ledger import Ledger, LedgerParameters
+from router.picking.candidates import Lineups
+from router.picking.scheduler import Prompted, Scheduler
+from router.pods.engine_load import EngineLoad
+from router.pods.pod_set import Pod, PodSet, ServedModels
+from router.prompts.prompt_tokens import known
+from router.prompts.request import RequestKind, RouteRequest
 
 _PODS = (5, 25, 100, 400)
 _PROMPT_TOKENS = 8192
@@ -30,7 +30,7 @@ _CYCLES = 500
 
 
 class Fleet:
-    """Busy pods that hold shorter and longer parts of one prompt."""
+    """Busy pods that hold prefixes of different lengths of one prompt."""
 
     def __init__(self, pods: int) -> None:
         self._pods = PodSet()
@@ -54,7 +54,7 @@ class Fleet:
             self._ledger.first_token(str(number + 1), 1.0)
 
     def requests(self, count: int) -> list[Prompted]:
-        """Requests to be scheduled, each once."""
+        """Return requests to schedule, each once."""
         first, self._number = self._number + 1, self._number + count
         requests = (
             replace(self._prompted.request, request_id=str(number)) for number in range(first, first + count)
@@ -62,18 +62,18 @@ class Fleet:
         return [msgspec.structs.replace(self._prompted, request=request) for request in requests]
 
     def run(self, requests: list[Prompted]) -> None:
-        """Schedules them one after the other."""
+        """Schedule requests one after the other."""
         for prompted in requests:
             self._scheduler.schedule(prompted, self._lineup, self._pods.snapshot(), self._matches, 1.0)
 
     def end_newest(self, count: int) -> None:
-        """Ends as many requests as were scheduled last."""
+        """End the requests that were scheduled last."""
         for number in range(self._number, self._number - count, -1):
             self._ledger.end(str(number), 1.0)
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Measure and print all figures."""
     options = read_options(__doc__, rounds=9)
     options.report.machine()
     measure(options)
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def measure(options: Options) -> None:
-    """Prints the figures of every number of pods."""
+    """Print the figures of every number of pods."""
     cycles = options.of_size(_CYCLES, 20)
     for pods in _PODS:
         options.report.figure(
@@ -96,7 +96,7 @@ def measure(options: Options) -> None:
 
 
 def _measure(fleet: Fleet, rounds: int, cycles: int) -> list[float]:
-    """CPU microseconds of a cycle, of each round; the one before them warms caches."""
+    """Return CPU microseconds of a cycle per round, after a warm-up round."""
     return [_round_us(fleet, cycles) for _ in range(rounds + 1)][1:]
 
 

@@ -1,4 +1,4 @@
-"""How long the router takes from its start until it is ready, its kernels compiled before.
+"""Time from the router's start until it is ready, with kernels compiled before.
 
 `python -m benchmarks.startup [--json] [--quick] [--rounds N]`. A process with index and tokenizer inside, and
 16 pods that answer its probes and tell it, when asked, what their caches hold. `ready_s` is the time until
@@ -28,8 +28,8 @@ from benchmarks.conversations import write_bodies
 from benchmarks.fake_pod import model_directory
 from benchmarks.gateway_stack import first_pod_ports, process_cpu_s
 from benchmarks.report import read_options
-from router.local.stack import HOST, ChildPlan, StackOptions, StackPlan, plan_stack
-from router.local.supervisor import check_ports
+from kvroute.stack import HOST, ChildPlan, StackOptions, StackPlan, plan_stack
+from kvroute.supervisor import check_ports
 
 _PODS = 16
 _ROUNDS = 5
@@ -48,7 +48,7 @@ _LIBRARIES = (
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What one start took.
+    """Time and CPU of one start.
 
     Attributes:
         wall_s: Time, from before the process was there.
@@ -60,11 +60,11 @@ class Taken:
 
 
 class NotReadyError(Exception):
-    """A process ended, or took too long, before it was ready."""
+    """Raised when a process ends, or times out, before it is ready."""
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Measure and print all figures."""
     options = read_options(__doc__, rounds=_ROUNDS)
     options.report.machine()
     pods = options.of_size(_PODS, 2)
@@ -75,7 +75,7 @@ def main() -> int:
         plan = plan_stack(StackOptions(pods, _BASE_PORT + 50, _BASE_PORT, model), directory)
         (directory / "pods.yaml").write_text(plan.files["pods.yaml"])
         with _fake_pods(plan, pods, bodies):
-            # The first fills the caches, the kernels' among them.
+            # The first start fills the caches, including the kernels'.
             turns = [(_imported(), _started(plan, directory)) for _ in range(options.rounds + 1)][1:]
     for what, starts in zip(("imports", "ready"), zip(*turns, strict=True), strict=True):
         setting = {"pods": pods} if what == "ready" else {"libraries": len(_LIBRARIES)}
@@ -85,7 +85,7 @@ def main() -> int:
 
 
 def _imported() -> Taken:
-    """An interpreter's life with nothing but the libraries."""
+    """Measure an interpreter that imports only the libraries."""
     argv = [sys.executable, "-c", f"import {', '.join(_LIBRARIES)}"]
     before, then_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     subprocess.run(argv, check=True, timeout=_TIMEOUT_S)
@@ -94,7 +94,7 @@ def _imported() -> Taken:
 
 
 def _started(plan: StackPlan, directory: Path) -> Taken:
-    """The router's start; it is ended again."""
+    """Measure one start of the router, and stop it."""
     router = next(child for child in plan.children if child.name == "router")
     check_ports(router.ports)
     log_path = directory / "router.log"
@@ -123,7 +123,7 @@ def _await_ready(router: ChildPlan, process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _fake_pods(plan: StackPlan, number: int, bodies: Path) -> Iterator[None]:
-    """Pods that compute nothing, of which every second one holds the bodies' prompts."""
+    """Start pods that compute nothing; every second one holds the bodies' prompts."""
     http, events, replay = first_pod_ports(plan)[:3]
     check_ports(plan.ports)
     commands = (

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def main() -> int:
-    """Reads all streams at once."""
+    """Read all streams concurrently."""
     port, streams, tokens = map(int, sys.argv[1:])
     with ThreadPoolExecutor(streams) as threads:
         list(threads.map(lambda _: _read_stream(port, tokens), range(streams)))
@@ -28,7 +28,7 @@ def _read_stream(port: int, tokens: int) -> None:
     answer = connection.getresponse().read()
     connection.close()
     assert answer.endswith(b"data: [DONE]\n\n"), answer[-200:]
-    # Tokens that are only a part of a character are shown with the next one.
+    # A token that is only part of a character is shown with the next one.
     assert answer.count(b'"content":"') > 0.9 * tokens, "the tokens did not come one by one"
 
 

@@ -1,4 +1,4 @@
-"""What a prompt's token ids cost the router, beside the bare tokenizer library in the same run.
+"""CPU of a prompt's token ids in the router, compared with the bare tokenizer library.
 
 `python -m benchmarks.tokens [--json] [--quick] [--tokenizer DIR] [--rounds N]`. Texts are English prose,
 never seen before but for what a conversation repeats. CPU of the whole process, medians over rounds:
@@ -30,11 +30,11 @@ from tokenizers import Tokenizer, normalizers
 
 from benchmarks.large_vocabulary import qwen_tokenizer
 from benchmarks.report import cpu_s, options_of, options_parser
-from router.parsers import http_request
-from router.request import RequestKind, RouteRequest, api_request
-from router.tokens import TokenizeOptions, TokenizerRegistry
+from router.prompts.parsers import http_request
+from router.prompts.request import RequestKind, RouteRequest, api_request
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 from tokenization import TINY_DIRECTORY
-from tokenization.chat_template import ChatTemplate
+from tokenization.templates.chat_template import ChatTemplate
 from tokenization.tokenizer import PromptTokenizer
 
 _MODEL, _REASONING, _QWEN3, _FALLBACK = "bench", "reasoning", "qwen3", "fallback"
@@ -46,7 +46,7 @@ _QUESTION_CHARS = 300
 _ANSWER_CHARS = 1200
 _NEW_ANSWER_CHARS = 200
 _NEW_QUESTION_CHARS = 100
-# Far off, so that a busy machine cannot turn the measured work into a refusal.
+# Far away, so that a busy machine cannot turn the measured work into a rejection.
 _DEADLINE_S = 30.0
 _MANY, _MANY_QUICK = 500, 4
 _PATHS = {
@@ -59,9 +59,11 @@ Message = dict[str, Any]
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Measure and print all figures."""
     parser = options_parser(__doc__, rounds=31)
-    parser.add_argument("--tokenizer", type=Path, default=TINY_DIRECTORY, help="default: the tiny one")
+    parser.add_argument(
+        "--tokenizer", type=Path, default=TINY_DIRECTORY, help="directory of a model (default: the tiny one)"
+    )
     read = parser.parse_args()
     options = options_of(read)
     options.report.machine()
@@ -92,7 +94,7 @@ class Bench:
             tokenizers[_REASONING] = _with_template(self._library, _REASONING_TEMPLATE)
         large = self._library if is_quick else qwen_tokenizer()
         tokenizers[_QWEN3] = _with_template(large, _QWEN3_TEMPLATE)
-        # fastokens refuses this normalizer, which changes nothing in these texts.
+        # fastokens rejects this normalizer, which does not change these texts.
         refused = Tokenizer.from_str(large.to_str())
         refused.normalizer = normalizers.NFKC()
         tokenizers[_FALLBACK] = _with_template(refused, _QWEN3_TEMPLATE)
@@ -107,7 +109,7 @@ class Bench:
         self.prompt_tokens = 0.0
 
     def measure(self, rounds: int) -> dict[str, list[float]]:
-        """CPU seconds of every round by name."""
+        """Return CPU seconds of every round by name."""
         figures: dict[str, list[float]] = {}
         lengths = []
         for _ in range(rounds):
@@ -119,7 +121,7 @@ class Bench:
         return figures
 
     def measure_many(self, conversations: int) -> list[float]:
-        """CPU seconds of every turn but the first ones."""
+        """Return CPU seconds of every turn except the first ones."""
         talks = [self._conversation() for _ in range(conversations)]
         for talk in talks:
             self._tokens(_MODEL, talk)
@@ -199,7 +201,7 @@ class Bench:
 
 
 def _with_template(library: Tokenizer, template: Path) -> PromptTokenizer:
-    """A tokenizer behind another chat template."""
+    """Return a tokenizer with another chat template."""
     source = template.read_text(encoding="utf-8")
     return PromptTokenizer(library, ChatTemplate(source, {}), frozenset())
 
@@ -209,7 +211,7 @@ def _body(messages: list[Message], api: str) -> bytes:
 
 
 def _prose() -> Iterator[str]:
-    """The Python manual's paragraphs for ever, each time with other words in front."""
+    """Yield the Python manual's paragraphs without end, each with different words in front."""
     paragraphs = [part for topic in topics.values() for part in topic.split("\n\n") if len(part) > 200]
     turn = 0
     while True:

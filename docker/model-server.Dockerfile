@@ -22,10 +22,12 @@ FROM packages AS kvroute
 COPY docker/build.txt ./
 RUN ./install /opt/build build.txt
 COPY pyproject.toml README.md LICENSE ./
-COPY compiled compiled
+COPY common common
+COPY planning planning
 COPY tokenization tokenization
 COPY indexer indexer
 COPY router router
+COPY kvroute kvroute
 COPY model_server model_server
 RUN /opt/build/bin/python -m hatchling build --target wheel \
     && python3 -m pip --no-cache-dir --disable-pip-version-check --python /opt/venv/bin/python \

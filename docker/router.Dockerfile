@@ -24,10 +24,12 @@ FROM packages AS kvroute
 COPY docker/build.txt ./
 RUN ./install /opt/build build.txt
 COPY pyproject.toml README.md LICENSE ./
-COPY compiled compiled
+COPY common common
+COPY planning planning
 COPY tokenization tokenization
 COPY indexer indexer
 COPY router router
+COPY kvroute kvroute
 COPY model_server model_server
 RUN /opt/build/bin/python -m hatchling build --target wheel \
     && python3 -m pip --no-cache-dir --disable-pip-version-check --python /opt/venv/bin/python \
@@ -36,7 +38,7 @@ RUN /opt/build/bin/python -m hatchling build --target wheel \
 # compiled for another processor for none at all. Making a router compiles all that it will need.
 ENV NUMBA_CACHE_DIR=/opt/kvroute NUMBA_CPU_NAME=generic
 RUN printf 'endpoints: []\n' > pods.yaml \
-    && /opt/venv/bin/python -I -c "from router.config import parse_flags; from router.server import RouterServer; \
+    && /opt/venv/bin/python -I -c "from router.app.config import parse_flags; from router.app.server import RouterServer; \
        RouterServer(parse_flags(['--pods-file', 'pods.yaml'])[0]).close()" \
     && chmod -R a+rX /opt/kvroute
 

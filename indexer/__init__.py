@@ -2,9 +2,9 @@
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError, IndexerError, ListenError, PayloadError, TokenError
-from indexer.index import IndexStats, PodMatch, PodMatches
+from indexer.index.contract import IndexStats, PodMatch, PodMatches
 from indexer.kv_indexer import KvIndexer
-from indexer.stream import StreamState
+from indexer.streams.state_machine import StreamState
 
 __all__ = [
     "ConfigError",

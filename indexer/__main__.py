@@ -2,6 +2,6 @@
 
 import sys
 
-from indexer.cli import main
+from indexer.service.cli import main
 
 sys.exit(main())

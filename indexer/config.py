@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from common.flags import file_flag, flag, pair, said
 from indexer.errors import ConfigError
-from indexer.flags import file_flag, flag, pair, said
-from indexer.tiers import DEFAULT_TIERS, DEFAULT_WEIGHTS
+from indexer.index.tiers import DEFAULT_TIERS, DEFAULT_WEIGHTS
 
 DEFAULT_EVENTS_PORT = 5557
 

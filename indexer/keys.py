@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from compiled.jit import inlined, kernel
+from common.jit import inlined, kernel
 from indexer.errors import TokenError
-from indexer.events import BlockStored
+from indexer.wire.events import BlockStored
 
 # Block keys in the order of the prompt: uint64 [blocks].
 Keys: TypeAlias = NDArray[np.uint64]

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
+from indexer.audit.engine_counters import EngineReading, Finding, reconcile
+from indexer.audit.mismatch_watch import DispatchedPrompt
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError
-from indexer.flat_applier import warm_kernels
-from indexer.index import IndexStats, PodMatches, Prefix, explain_prefix
-from indexer.ingest import Ingest
+from indexer.index.contract import IndexStats, PodMatches, Prefix, explain_prefix
 from indexer.keys import Keys, Tokens
-from indexer.parity import DispatchedPrompt
-from indexer.peer_service import PeerClient, PeerDoor, PeerIdentity
-from indexer.reconcile import EngineReading, Finding, reconcile
-from indexer.stream import StreamState
-from indexer.subscribe import Subscriber
+from indexer.peers.service import PeerClient, PeerDoor, PeerIdentity
+from indexer.streams.ingest import Ingest
+from indexer.streams.state_machine import StreamState
+from indexer.streams.subscriber import Subscriber
+from indexer.views.applier import warm_kernels
 
 if TYPE_CHECKING:
-    from indexer.relay import Relay
+    from indexer.streams.relay import Relay
 
 # Between two counts of a view's blocks, which looks at the whole index.
 _COUNT_EVERY_S = 10.0
@@ -271,7 +271,7 @@ def _relay(config: IndexerConfig, identity: PeerIdentity, registry: CollectorReg
     if config.backend != "redis":
         return None
     try:
-        from indexer.relay import Relay
+        from indexer.streams.relay import Relay
     except ModuleNotFoundError as error:
         if error.name != "redis":
             raise

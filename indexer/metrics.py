@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from indexer.index import IndexStats
-from indexer.repeated_log import REPEATED_EVENTS
-from indexer.tallies import Tallies
+from common.counters import Tallies
+from common.repeated_log import REPEATED_EVENTS
+from indexer.index.contract import IndexStats
 
 _INDEX = "llm_d_epp_kv_cache_index_"
 _EVENTS = "llm_d_epp_kv_cache_events_"

@@ -87,7 +87,7 @@ def _demo_offload(arguments: Sequence[str]) -> int:
     add_flags(parser.add_argument_group("engine"), EngineConfig, fitted)
     args = parser.parse_args(arguments)
     try:
-        from model_server.demo_offload import demonstrate
+        from model_server.engine.demo_offload import demonstrate
 
         if args.gpu_blocks is None:  # one other prompt pushes this one out
             args.gpu_blocks = -(-(args.prompt_tokens + 1) // max(1, args.block_tokens))

@@ -13,7 +13,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from model_server.publish import PublisherStats
+from model_server.kv_events.publisher import PublisherStats
 from model_server.requests import EngineStats
 
 _ENGINE_INDEX = "0"
@@ -205,6 +205,7 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats, labels = self.engine_stats(), (self.model_name, _ENGINE_INDEX)
+        told: list[tuple[Sequence[Sequence[str]], type[GaugeMetricFamily | CounterMetricFamily], object]]
         told = [(_ENGINE_GAUGES, GaugeMetricFamily, stats), (_ENGINE_COUNTERS, CounterMetricFamily, stats)]
         if self.publisher_stats is not None:
             told.append((_PUBLISHER_COUNTERS, CounterMetricFamily, self.publisher_stats()))

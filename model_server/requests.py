@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from model_server.block_hash import ROOT_DIGEST, ExtraKeys, hash_block
 from model_server.errors import RequestError
+from model_server.kv_events.hashing import ROOT_DIGEST, ExtraKeys, hash_block
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -216,9 +216,9 @@ class EngineStats:
 
 
 if TYPE_CHECKING:
-    from model_server.blocks import Block
-    from model_server.lora import LoraRequest
-    from model_server.offload import HostBlock, Restore
+    from model_server.kv_cache.block_pool import Block
+    from model_server.kv_cache.host_tier import HostBlock, Restore
+    from model_server.model.lora import LoraRequest
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -322,11 +322,11 @@ class LiveRequest:
     ) -> TokenOutput:
         """Return what its sink is told of a step, or of its end."""
         return TokenOutput(
-            self.request_id,
-            () if token is None else (token.token_id,),
-            reason,
-            self.cached_tokens or 0,
-            error,
-            () if token is None or token.logprobs is None else (token.logprobs,),
-            self.started_s,
+            request_id=self.request_id,
+            token_ids=() if token is None else (token.token_id,),
+            finish_reason=reason,
+            cached_tokens=self.cached_tokens or 0,
+            error=error,
+            logprobs=() if token is None or token.logprobs is None else (token.logprobs,),
+            started_s=self.started_s,
         )

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import uvloop
 
-from model_server.build import build_engine, log_pool
 from model_server.config import TINY_MODEL, ServeOptions
-from model_server.engine import Engine
+from model_server.engine.build import build_engine, log_pool
+from model_server.engine.core import Engine
 from model_server.errors import ModelServerError, StartError
-from model_server.events import NullSink
-from model_server.generation import AsyncEngine
-from model_server.http_api import HttpApi
-from model_server.http_server import GRACE_S, HttpServer, stop_by_signals
+from model_server.kv_events.events import NullSink
+from model_server.kv_events.publisher import KVEventPublisher
 from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
-from model_server.prepare import GrammarTokenizer, ServedModel
-from model_server.publish import KVEventPublisher
+from model_server.openai.app import HttpApi
+from model_server.openai.generation import AsyncEngine
+from model_server.openai.http_server import GRACE_S, HttpServer, stop_by_signals
+from model_server.openai.prompts import GrammarTokenizer, ServedModel
 from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenizationError
 
 logger = logging.getLogger(__name__)
@@ -90,16 +90,22 @@ class Server:
             max_loras = self.options.engine.max_loras
             registry.register(LoraCollector(max_loras, self._async_engine.adapters_in_use, time.time))
         model = ServedModel(
-            self.options.served_names,
-            self.options.engine.model,
-            self.tokenizer,
-            self.engine.max_model_len,
-            self.engine.vocab_size,
-            GrammarTokenizer(self.tokenizer),
-            self.engine.loras,
+            names=self.options.served_names,
+            root=self.options.engine.model,
+            tokenizer=self.tokenizer,
+            max_model_len=self.engine.max_model_len,
+            vocab_size=self.engine.vocab_size,
+            grammars=GrammarTokenizer(self.tokenizer),
+            adapters=self.engine.loras,
         )
         api = HttpApi(
-            self.options, model, self.engine, self._async_engine, self.publisher, registry, self._healthy
+            options=self.options,
+            model=model,
+            engine=self.engine,
+            async_engine=self._async_engine,
+            publisher=self.publisher,
+            registry=registry,
+            healthy=self._healthy,
         )
         admin_port = None if admin is None else admin.getsockname()[1]
         self._http = HttpServer(api.app(admin_port), on_ready, lambda: self.engine.stats().healthy)

@@ -2,6 +2,6 @@
 
 import sys
 
-from router.server import main
+from router.app.server import main
 
 sys.exit(main())

@@ -27,14 +27,14 @@ from msgspec import inspect
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
+from kvroute.cli import main as kvroute
+from model_server.kv_events.publisher import PublisherStats
 from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
-from model_server.publish import PublisherStats
 from model_server.requests import EngineStats
-from router.cli import main as kvroute
-from router.config import parse_flags
-from router.config_fields import Settings
+from router.app.config import parse_flags
+from router.app.server import RouterServer
+from router.config.fields import Settings
 from router.errors import ConfigError
-from router.server import RouterServer
 
 ROOT = Path(__file__).parents[1]
 _CHART = ROOT / "charts" / "kvroute"

@@ -13,12 +13,12 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
-from tokenization.chat_template import ChatTemplate, Message
 from tokenization.encoder import TextEncoder, TokenIds
 from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
-from tokenization.image_rules import ImageFiles, ImageRule, image_rule
+from tokenization.images.rules import ImageFiles, ImageRule, image_rule
 from tokenization.incremental import OwnTexts
-from tokenization.template_files import (
+from tokenization.templates.chat_template import ChatTemplate, Message
+from tokenization.templates.files import (
     TemplateSources,
     read_by_mistral,
     read_json,

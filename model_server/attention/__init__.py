@@ -6,8 +6,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from model_server.attention.cpu_kernel.decodes import paged_fault
 from model_server.attention.kv_pool import Attention, KvLayout, Span, StepMeta
-from model_server.attention.paged_decodes import paged_fault
 from model_server.attention.sdpa import SdpaAttention
 from model_server.shapes import AttentionShape, undivided
 
@@ -60,7 +60,7 @@ def _attended(dtype: torch.dtype, paged: bool) -> Tensor:
     size = _TRIAL_SHAPE.kv_heads, _TRIAL_SHAPE.head_dim
     for context, table in zip(_TRIAL_CONTEXTS, _TRIAL_TABLES, strict=True):
         text = torch.randn((2, context, *size), generator=generator).to(dtype)
-        attention.store(0, *text, attention.prepare([Span(0, context, [table])]))
+        attention.store(0, text[0], text[1], attention.prepare([Span(0, context, [table])]))
     last = [
         Span(context - 1, 1, [table]) for context, table in zip(_TRIAL_CONTEXTS, _TRIAL_TABLES, strict=True)
     ]

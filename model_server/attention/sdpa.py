@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from model_server.attention.cpu_kernel.decodes import PagedDecodes, PagedPlan
 from model_server.attention.kv_pool import (
     Fp8KvPool,
     KvLayout,
@@ -25,7 +26,6 @@ from model_server.attention.kv_pool import (
     slots_of,
     to_device,
 )
-from model_server.attention.paged_decodes import PagedDecodes, PagedPlan
 from model_server.shapes import AttentionShape
 
 # Query rows per call: few enough that little of the masked half is computed, many enough to fill the cores.
@@ -117,11 +117,13 @@ class SdpaAttention:
             reads=[self._reads(view, spans) for view in self._views],
         )
 
-    def store(self, layer: int, key: Tensor, value: Tensor, meta: SdpaMeta) -> None:
+    def store(self, layer: int, key: Tensor, value: Tensor, meta: StepMeta) -> None:
+        assert isinstance(meta, SdpaMeta)
         group, plane = self._places[layer]
         self._pool.write(plane, key, value, meta.writes[group])
 
-    def attend(self, query: Tensor, layer: int, meta: SdpaMeta) -> Tensor:
+    def attend(self, query: Tensor, layer: int, meta: StepMeta) -> Tensor:
+        assert isinstance(meta, SdpaMeta)
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         plane, reads = self._places[layer][1], meta.reads[self._view_of[layer]]
         window = self._shape.windows[layer]

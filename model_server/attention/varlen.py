@@ -67,12 +67,14 @@ class VarlenAttention:
             max_context=max(span.stop for span in spans),
         )
 
-    def store(self, layer: int, key: Tensor, value: Tensor, meta: VarlenMeta) -> None:
+    def store(self, layer: int, key: Tensor, value: Tensor, meta: StepMeta) -> None:
+        assert isinstance(meta, VarlenMeta)
         group, plane = self._places[layer]
         for pool, new in ((self._keys[plane], key), (self._values[plane], value)):
             pool.flatten(0, 1).index_copy_(0, meta.slots[group], new)
 
-    def attend(self, query: Tensor, layer: int, meta: VarlenMeta) -> Tensor:
+    def attend(self, query: Tensor, layer: int, meta: StepMeta) -> Tensor:
+        assert isinstance(meta, VarlenMeta)
         group, plane = self._places[layer]
         window = self._shape.windows[layer]
         attended = varlen_attn(

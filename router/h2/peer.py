@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from indexer.repeated_log import RepeatedLog
+from common.repeated_log import RepeatedLog
 from router.h2.calls import Call
 from router.h2.connection import H2Connection
 from router.h2.exchange_call import ExchangeCall, ExchangeMethod

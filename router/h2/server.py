@@ -15,11 +15,11 @@ from typing import Any
 
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from indexer.repeated_log import RepeatedLog
+from common.repeated_log import RepeatedLog
+from router.app.process import bound_socket
 from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from router.h2.peer import Peer, host_of
 from router.h2.streams import Stream
-from router.process import bound_socket
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 
-from indexer.repeated_log import RepeatedLog
+from common.repeated_log import RepeatedLog
 from router.h2.calls import Call
 from router.h2.messages import MessageError
 from router.h2.streams import Stream

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from router.scrape import LoraLoad
+from router.pods.engine_load import LoraLoad
 
 
 class PrefixMatch(NamedTuple):

@@ -16,16 +16,22 @@ from typing import Any
 
 import numpy as np
 
-from router.attribute_reporter import TYPE as REPORTER
-from router.config_fields import Settings
-from router.config_file import DiscoverySettings, PickerConfig, PluginEntry, ProfileEntry, WeightedReference
+from router.config.fields import Settings
+from router.config.picker_file import (
+    DiscoverySettings,
+    PickerConfig,
+    PluginEntry,
+    ProfileEntry,
+    WeightedReference,
+)
 from router.errors import ConfigError
-from router.flow_config import FLOW_TYPES
-from router.parsers import PARSERS
+from router.picking.flow_config import FLOW_TYPES
 from router.plugins import cache_scorers, labels, load
 from router.plugins.api import Filter, Picker, Scorer
+from router.plugins.attribute_reporter import TYPE as REPORTER
 from router.plugins.cache_scorers import APPROXIMATE, PRECISE, PRODUCER_KEY
 from router.plugins.pipeline import Pipeline
+from router.plugins.producer_settings import MetricsSettings, TokenSettings
 from router.plugins.producers import (
     AgentIdentity,
     ApproximatePrefix,
@@ -49,7 +55,7 @@ from router.plugins.profiles import (
     WeightedScorer,
 )
 from router.plugins.session_affinity import SessionAffinity
-from router.producer_settings import MetricsSettings, TokenSettings
+from router.prompts.parsers import PARSERS
 
 ENTRY_POINTS = "kvroute.plugins"
 _SINGLE = "single-profile-handler"

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import field
 
-from router.config_fields import Count, Settings, Share, Text
+from router.config.fields import Count, Settings, Share, Text
 from router.plugins.api import Endpoint, PluginRequest
 
 APPROXIMATE = "approx-prefix-cache-producer"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
-from router.config_fields import Settings, Text
+from router.config.fields import Settings, Text
 from router.plugins.api import Endpoint, PluginRequest
 
 ROLE_LABEL = "llm-d.ai/role"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
-from router.config_fields import Count, Number, Settings, Share, Text, Whole
+from router.config.fields import Count, Number, Settings, Share, Text, Whole
 from router.plugins.api import Endpoint, PluginRequest
 from router.plugins.cache_scorers import APPROXIMATE, PRODUCER_KEY
 

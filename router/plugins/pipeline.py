@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from router.decision import Routing
 from router.errors import RequestError
+from router.picking.decision import Routing
 from router.plugins.api import Endpoint, Observer, PluginRequest, Stateful
 from router.plugins.producers import AttributeProducer, PrefixProducer
 from router.plugins.profiles import Handled, PluginError, ProfileHandler
-from router.pods import Pod, PodSnapshot
-from tokenization.chat_messages import decoded
+from router.pods.pod_set import Pod, PodSnapshot
+from tokenization.apis.chat import decoded
 
 if TYPE_CHECKING:
     from indexer import PodMatches
-    from router.candidates import Lineup
-    from router.schedule import Prompted
+    from router.picking.candidates import Lineup
+    from router.picking.scheduler import Prompted
 
 _log = logging.getLogger(__name__)
 

@@ -10,14 +10,14 @@ import msgspec
 import xxhash
 from msgspec import Meta
 
-from router.config_fields import Settings, Text, Whole
+from router.config.fields import Settings, Text, Whole
+from router.picking.sessions import agent_session, cookie_value
 from router.plugins.api import PrefixMatch
-from router.request import RouteRequest
-from router.sessions import agent_session, cookie_value
+from router.prompts.request import RouteRequest
 
 if TYPE_CHECKING:
     from indexer import PodMatches
-    from router.schedule import Prompted
+    from router.picking.scheduler import Prompted
 
 # What the reference takes for a token's size where nothing tokenizes.
 _TOKEN_BYTES = 4

@@ -17,7 +17,7 @@ from msgspec import Meta
 from msgspec import field as option
 from numpy.typing import NDArray
 
-from router.config_fields import Settings, Text, Whole
+from router.config.fields import Settings, Text, Whole
 from router.plugins.api import Endpoint, Filter, Picker, PluginRequest, Scored, Scorer
 from router.plugins.cache_scorers import APPROXIMATE, PRODUCER_KEY
 

@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
-from router.config_fields import Number, Settings, Text
+from router.config.fields import Number, Settings, Text
+from router.picking.sessions import SESSION_ID_HEADER, Sessions
 from router.plugins.api import Endpoint, PluginRequest
-from router.sessions import SESSION_ID_HEADER, Sessions
 
 TOKEN_HEADER = "x-session-token"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from router.local.envoy_config import INFERENCE_PATHS, Door, EnvoySettings, bootstrap
+from kvroute.envoy_config import INFERENCE_PATHS, Door, EnvoySettings, bootstrap
 
 # A port that is bound in every pod, and addresses that the chart replaces.
 GATEWAY = ("0.0.0.0", 8080)

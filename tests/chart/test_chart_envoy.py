@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from router.local.envoy_config import INFERENCE_PATHS
-from router.local.stack import envoy_command
+from kvroute.envoy_config import INFERENCE_PATHS
+from kvroute.stack import envoy_command
 from tests.chart.envoy_parts import GATEWAY, Responses, envoy_parts, local_bootstrap, manager
 from tests.chart.helm import CHART, EVERYTHING, clusters, envoy_bootstrap, gateway_manager, manifests, one
 

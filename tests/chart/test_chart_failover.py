@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import urllib3
 
-from router.local.stack import envoy_command
-from router.server import RouterServer
+from kvroute.stack import envoy_command
+from router.app.server import RouterServer
 from tests.chart.helm import CHART, clusters, envoy_bootstrap
 from tests.integration.envoy_support import patient
 from tests.integration.router_server_support import FakePod, fake_pods, running_router, write_pods

@@ -14,12 +14,12 @@ import urllib3
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
-from indexer.relay import RedisMetrics
+from indexer.streams.relay import RedisMetrics
+from kvroute.envoy_config import EnvoySettings, bootstrap
+from kvroute.stack import envoy_command
 from model_server.metrics import EngineCollector, RequestMetrics
 from model_server.requests import EngineStats
-from router.kube.problems import Problems
-from router.local.envoy_config import EnvoySettings, bootstrap
-from router.local.stack import envoy_command
+from router.pods.kube.problems import Problems
 from tests.chart.helm import CHART, EVERYTHING, FULLNAME, manifests, one
 from tests.integration.router_server_support import fake_pods, running_router, write_pods
 from tests.loopback import HERE, free_ports, listens

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from model_server import cli as model_server_cli
-from router import tokenizer_server
-from router.config import parse_flags
+from router.app.config import parse_flags
+from router.prompts import tokenizer_server
 from tests.chart.helm import CHART, EVERYTHING, container, lint, manifests, one, pods, template, text
 
 GOLDEN = Path(__file__).parent / "golden"

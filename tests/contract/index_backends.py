@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from indexer.flat_index import FlatIndex
+from indexer.index.index import FlatIndex
+from indexer.index.tiers import Tiers
 from indexer.keys import Keys
-from indexer.tiers import Tiers
 from tests.support.reference_index import ReferenceIndex
 
 TIERS = Tiers()

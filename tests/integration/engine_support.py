@@ -4,13 +4,13 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
-from model_server.block_hash import event_hash
-from model_server.build import most_tokens
 from model_server.config import EngineConfig
-from model_server.engine import Engine
-from model_server.events import AllBlocksCleared, BlockRemoved, KVEvent
+from model_server.engine.build import most_tokens
+from model_server.engine.core import Engine
+from model_server.engine.scheduler import Chunk
+from model_server.kv_events.events import AllBlocksCleared, BlockRemoved, KVEvent
+from model_server.kv_events.hashing import event_hash
 from model_server.requests import ChosenToken, GenerationRequest, SamplingParams, TokenOutput
-from model_server.scheduler import Chunk
 from model_server.shapes import kv_groups
 from tests.support.engine_invariants import check_engine
 

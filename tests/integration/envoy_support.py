@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import urllib3
 
-from router.local.envoy_config import EnvoySettings, bootstrap
-from router.local.stack import envoy_command
-from router.server import RouterServer
+from kvroute.envoy_config import EnvoySettings, bootstrap
+from kvroute.stack import envoy_command
+from router.app.server import RouterServer
 from tests.integration.router_server_support import FakePod, fake_pods, ready_pods, running_router, write_pods
 from tests.loopback import HERE, free_ports, listens
 from tests.unit.router_support import TINY

@@ -19,8 +19,8 @@ import yaml
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from google.protobuf import json_format
 
-from router.config import parse_flags
-from router.server import RouterServer
+from router.app.config import parse_flags
+from router.app.server import RouterServer
 from tests.integration.router_server_support import get
 from tests.wire.router_wire_support import set_headers, wait_until
 

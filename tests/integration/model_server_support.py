@@ -16,14 +16,14 @@ import uvloop
 import zmq
 from openai import OpenAI
 
-from model_server.build import build_engine
 from model_server.cli import main
 from model_server.config import EngineConfig
-from model_server.engine import Engine
-from model_server.publish import KVEventPublisher, KVEventsConfig
+from model_server.engine.build import build_engine
+from model_server.engine.core import Engine
+from model_server.kv_events.publisher import KVEventPublisher, KVEventsConfig
 from model_server.serve import ServeOptions, Server, load_tokenizer, reserve
 from tokenization import PromptTokenizer
-from tokenization.openai_prompts import chat_prompt
+from tokenization.prompts import chat_prompt
 
 MODEL = "kvroute-tiny"
 DEADLINE_S = 300.0

@@ -15,8 +15,8 @@ import urllib3
 
 from indexer import IndexerConfig
 from indexer.pod_entry import pod_address
-from router.config import RouterConfig
-from router.server import RouterServer
+from router.app.config import RouterConfig
+from router.app.server import RouterServer
 from tests.loopback import HERE, free_port
 
 STREAM_PIECE_BYTES = 700

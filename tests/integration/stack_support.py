@@ -13,8 +13,8 @@ from typing import Any
 import urllib3
 from openai import OpenAI
 
-from router.local.stack import StackOptions, StackPlan, await_pods, decision, plan_stack
-from router.local.supervisor import Child, Supervisor
+from kvroute.stack import StackOptions, StackPlan, await_pods, decision, plan_stack
+from kvroute.supervisor import Child, Supervisor
 from tests.integration.envoy_support import patient
 from tests.loopback import free_base
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import go_picker
-from router.cli import bench
+from kvroute.cli import bench
 from tests.loopback import free_base
 from tests.surface_file import lines_of
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from model_server.build import build_engine, log_pool, served
 from model_server.config import TINY_MODEL, EngineConfig
-from model_server.events import NullSink
-from model_server.plan.deployment import Deployment
-from model_server.plan.presets import PRESETS
+from model_server.engine.build import build_engine, log_pool, served
+from model_server.kv_events.events import NullSink
 from model_server.shapes import decoder_shape
+from model_server.shapes.deployment import Deployment
+from planning.presets import PRESETS
 from tests.integration.engine_support import Outputs, checking_engine, request
 from tests.support.engine_invariants import check_engine
 from tests.unit.model_support import save_reference
@@ -88,7 +88,7 @@ def test_a_block_is_as_large_as_the_engines(
 def test_the_log_tells_the_pool(caplog: pytest.LogCaptureFixture) -> None:
     """At start-up one line tells the pool as vLLM does, one as kvroute plan does."""
     config = EngineConfig(gpu_blocks=128, max_model_len=500, dtype="bfloat16")
-    with caplog.at_level(logging.INFO, logger="model_server.build"):
+    with caplog.at_level(logging.INFO, logger="model_server.engine.build"):
         log_pool(build_engine(config, NullSink()), config)
     assert caplog.messages[:2] == [
         "CPU KV cache size: 2,048 tokens, Maximum concurrency for 500 tokens per request: 4.10x",
@@ -100,6 +100,6 @@ def test_the_log_tells_the_pool(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_log_has_the_plan_beside_it(caplog: pytest.LogCaptureFixture) -> None:
     """On CUDA a third line tells what the device's memory would hold."""
     config = EngineConfig(gpu_blocks=128, device="cuda")
-    with caplog.at_level(logging.INFO, logger="model_server.build"):
+    with caplog.at_level(logging.INFO, logger="model_server.engine.build"):
         log_pool(build_engine(config, NullSink()), config)
     assert caplog.messages[2].startswith("kvroute plan, 0.9 of this device's memory: ")

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from model_server.build import build_engine
 from model_server.config import EngineConfig
+from model_server.engine.build import build_engine
 from tests.integration.engine_support import EventLog, Outputs, request, run_to_end
 from tests.unit.model_support import save_reference, text_of
 

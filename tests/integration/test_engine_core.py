@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import pytest
 
 from model_server.config import EngineConfig
-from model_server.engine import Engine
+from model_server.engine.core import Engine
+from model_server.engine.scheduler import Chunk
 from model_server.errors import ConfigError, EngineClosedError, QueueFullError, RequestError
-from model_server.events import AllBlocksCleared, BlockRemoved, BlockStored
+from model_server.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored
 from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
-from model_server.scheduler import Chunk
 from tests.integration.engine_support import (
     EOS,
     VOCAB_SIZE,

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import torch
 
-from model_server.build import build_engine
 from model_server.config import EngineConfig
-from model_server.engine import Engine
-from model_server.events import BlockStored, KVEvent, KVEventBatch, encode_batch
+from model_server.engine.build import build_engine
+from model_server.engine.core import Engine
+from model_server.kv_events.events import BlockStored, KVEvent, KVEventBatch, encode_batch
 from tests.integration.engine_support import (
     EventLog,
     Outputs,

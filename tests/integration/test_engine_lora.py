@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from model_server.build import build_engine
 from model_server.config import EngineConfig
-from model_server.engine import Engine
+from model_server.engine.build import build_engine
+from model_server.engine.core import Engine
 from model_server.errors import RequestError
-from model_server.events import BlockStored
+from model_server.kv_events.events import BlockStored
 from model_server.requests import GenerationRequest, SamplingParams
 from tests.integration.engine_support import EventLog, Outputs, checking_engine, request, run_to_end
 from tests.unit.lora_support import merged, save_adapter

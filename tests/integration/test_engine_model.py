@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from model_server.block_hash import ROOT_DIGEST, hash_block
-from model_server.build import build_engine
 from model_server.config import EngineConfig
-from model_server.engine import Engine
+from model_server.engine.build import build_engine
+from model_server.engine.core import Engine
 from model_server.errors import ConfigError, WorkerError
+from model_server.kv_events.hashing import ROOT_DIGEST, hash_block
+from model_server.model.weights import load_checkpoint, load_tiny
 from model_server.requests import GenerationRequest
-from model_server.weights import load_checkpoint, load_tiny
 from tests.integration.engine_support import EventLog, Outputs, cached_copies, request, run_to_end
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
@@ -126,7 +126,7 @@ def test_no_stop_token_comes_before_min_tokens(alone: dict[str, list[int]]) -> N
 def test_the_tiny_model_is_the_same_in_every_process() -> None:
     """Weights do not depend on the process or on torch's global random state."""
     script = (
-        "import torch, hashlib; torch.manual_seed(3); from model_server.weights import load_tiny\n"
+        "import torch, hashlib; torch.manual_seed(3); from model_server.model.weights import load_tiny\n"
         "weights = load_tiny('auto', torch.device('cpu')).model.weights()\n"
         "print(hashlib.sha256(b''.join(w.tensor.numpy().tobytes() for w in weights.values())).hexdigest())"
     )

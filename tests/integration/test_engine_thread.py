@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from model_server.engine import Engine
+from model_server.engine.core import Engine
 from model_server.errors import EngineClosedError
 from model_server.requests import TokenOutput
 from tests.integration.engine_support import CheckingRunner, EventLog, checking_engine, next_token, request

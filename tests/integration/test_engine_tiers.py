@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from model_server import cli
-from model_server.build import build_engine
 from model_server.config import EngineConfig
+from model_server.engine.build import build_engine
 from model_server.errors import ConfigError
-from model_server.events import AllBlocksCleared
+from model_server.kv_events.events import AllBlocksCleared
 from tests.integration.engine_support import (
     EventLog,
     Outputs,

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from router.envoy_headers import GATEWAY_ONLY_HEADERS
-from router.local.envoy_config import INFERENCE_PATHS, EnvoySettings, bootstrap
+from kvroute.envoy_config import INFERENCE_PATHS, EnvoySettings, bootstrap
+from router.doors.headers import GATEWAY_ONLY_HEADERS
 from tests.integration.envoy_support import running_envoy
 from tests.loopback import HERE, free_ports
 

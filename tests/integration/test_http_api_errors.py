@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai import BadRequestError, InternalServerError
 
-from model_server import http_server
+from model_server.openai import http_server
 from tests.integration.model_server_support import (
     MAX_BODY_BYTES,
     MODEL,

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from model_server.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from model_server.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from tests.integration.model_server_support import (
     MODEL,
     RunningServer,

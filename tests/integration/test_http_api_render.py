@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from router.request import RequestKind, api_request
-from router.tokens import TokenizeOptions, TokenizerRegistry
+from router.prompts.request import RequestKind, api_request
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 from tests.integration.model_server_support import MODEL, RunningServer, running_server
 
 TALK = [

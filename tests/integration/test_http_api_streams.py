@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from model_server.http_server import ModelServerProtocol
+from model_server.openai.http_server import ModelServerProtocol
 from tests.integration.model_server_support import DEADLINE_S, RunningServer, running_server, wait_until
 
 CHAT = "/v1/chat/completions"

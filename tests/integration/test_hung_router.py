@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import urllib3
 
-from router.local.envoy_config import EnvoySettings, bootstrap
+from kvroute.envoy_config import EnvoySettings, bootstrap
 from tests.integration.envoy_support import BODY, running_envoy
 from tests.integration.router_server_support import fake_pods, write_pods
 from tests.loopback import HERE, free_ports, listens

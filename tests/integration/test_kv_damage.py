@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from model_server.build import build_engine
 from model_server.config import EngineConfig
-from model_server.engine import Engine
-from model_server.events import NullSink
+from model_server.engine.build import build_engine
+from model_server.engine.core import Engine
+from model_server.kv_events.events import NullSink
 from model_server.requests import GenerationRequest, LiveRequest, SamplingParams, TokenLogprobs, TokenOutput
 from tests.unit.model_support import save_reference, text_of
 

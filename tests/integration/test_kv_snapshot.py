@@ -13,12 +13,12 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from common.flags import add_flags
 from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.config import index_config
-from indexer.flags import add_flags
 from indexer.pod_entry import PodEntry
-from indexer.snapshot import Snapshot, read_snapshot
-from model_server.events import KVEventBatch
+from indexer.streams.snapshot import Snapshot, read_snapshot
+from model_server.kv_events.events import KVEventBatch
 from tests.integration.model_server_support import (
     MODEL,
     RunningServer,

@@ -17,9 +17,9 @@ import trustme
 from indexer import IndexerConfig
 from router._pb import endpoint_picker_pb2 as pb
 from router._pb import endpoint_picker_pb2_grpc as pb_grpc
-from router.outcomes import ACCESS_LOG
-from router.server import RouterServer
-from router.tls import TlsOptions
+from router.app.server import RouterServer
+from router.app.tls import TlsOptions
+from router.feedback.lifecycle import ACCESS_LOG
 from tests.contract.redis_server import running_redis
 from tests.integration.router_server_support import (
     METRICS,

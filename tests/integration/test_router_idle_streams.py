@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
-from router.replicas.journal import READERS_MAX
+from router.feedback.change_log import READERS_MAX
 from tests.integration.router_server_support import fake_pods, write_pods
 from tests.integration.test_router_process import FREE_PORTS, grpc_port, process
 from tests.unit.router_support import TINY

@@ -14,8 +14,8 @@ import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from router.debug_pages import profile_pages
-from router.server import RouterServer
+from router.app.debug_pages import profile_pages
+from router.app.server import RouterServer
 from tests.integration.router_server_support import fake_pods, get, ready_pods, running_router, write_pods
 from tests.unit.router_support import TINY
 from tests.wire.router_wire_support import Stream, body, headers, wait_until

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from router.app.server import RouterServer
 from router.errors import SaturatedError
-from router.request import RequestKind, RouteRequest
-from router.server import RouterServer
+from router.prompts.request import RequestKind, RouteRequest
 from tests.integration.router_server_support import fake_pods, get, ready_pods, running_router, write_pods
 from tests.unit.router_support import completion
 from tests.wire.router_wire_support import wait_until
@@ -100,7 +100,7 @@ def test_a_pod_whose_load_cannot_be_read_is_told_of(tmp_path: Path, caplog: pyte
     with fake_pods(1) as (pod,):
         pod.metrics_path = "/prometheus/metrics"
         path = write_pods(tmp_path / "pods.yaml", [pod.address])
-        with caplog.at_level(logging.WARNING, "router.pod_watch"), running_router(path) as router:
+        with caplog.at_level(logging.WARNING, "router.pods.watch"), running_router(path) as router:
             hidden = f'kvroute_router_pod_hides_load{{pod="{pod.address}"}}'
             wait_until(lambda: f"{hidden} 1.0" in get(router, "/metrics")[1].decode(), "the gauge")
             assert router.pods.snapshot()[pod.address].ready
@@ -121,7 +121,7 @@ def test_a_senseless_gauge_is_told_of_and_leaves_the_others(
     with fake_pods(1) as (pod,):
         sound = pod.metrics
         path = write_pods(tmp_path / "pods.yaml", [pod.address])
-        with caplog.at_level(logging.WARNING, "router.pod_watch"), running_router(path) as router:
+        with caplog.at_level(logging.WARNING, "router.pods.watch"), running_router(path) as router:
             wait_until(lambda: _kv_usage(router) == 0.5, "its load")
             pod.metrics = sound.replace(" 0.5", " NaN").replace('waiting{engine="0"} 0.0', "waiting 3.0")
             missing = f'kvroute_router_pod_load_untold{{figure="kv_usage",pod="{pod.address}"}} 1.0'

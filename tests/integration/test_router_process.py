@@ -17,7 +17,7 @@ import pytest
 from envoy.service.accesslog.v3 import als_pb2_grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
-from router.ext_proc_messages import BodyMode
+from router.doors.ext_proc_messages import BodyMode
 from tests.integration.router_server_support import fake_pods, write_pods
 from tests.unit.router_support import TINY
 from tests.wire.router_wire_support import Stream, body, headers, wait_until

@@ -16,10 +16,10 @@ from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from router.app.server import RouterServer
+from router.app.tls import TlsOptions
 from router.errors import ConfigError, ListenError
-from router.request import RequestKind, RouteRequest
-from router.server import RouterServer
-from router.tls import TlsOptions
+from router.prompts.request import RequestKind, RouteRequest
 from tests.integration.router_server_support import (
     FakePod,
     fake_pods,
@@ -52,7 +52,7 @@ def test_the_start_tells_that_a_pool_fails_closed(
 ) -> None:
     """Where pods have a role, the log says at start that unreadable bodies are refused, and by what sign."""
     with (
-        caplog.at_level(logging.INFO, logger="router.server"),
+        caplog.at_level(logging.INFO, logger="router.app.server"),
         fake_pods(1) as (pod,),
         running_router(write_pods(tmp_path / "pods.yaml", [pod.address], **labels)),
     ):

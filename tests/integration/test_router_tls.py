@@ -18,11 +18,11 @@ import trustme
 import urllib3
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvroute.envoy_config import EnvoySettings, bootstrap
+from kvroute.stack import envoy_command
+from router.app.server import RouterServer
+from router.app.tls import MetricsTlsOptions, TlsOptions, grpc_tls, metrics_tls, self_signed
 from router.errors import ConfigError
-from router.local.envoy_config import EnvoySettings, bootstrap
-from router.local.stack import envoy_command
-from router.server import RouterServer
-from router.tls import MetricsTlsOptions, TlsOptions, grpc_tls, metrics_tls, self_signed
 from tests.integration.envoy_support import patient
 from tests.integration.router_server_support import fake_pods, ready_pods, running_router, write_pods
 from tests.loopback import free_port, listens

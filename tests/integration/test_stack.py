@@ -13,9 +13,9 @@ import pytest
 import urllib3
 from openai import APIStatusError, NotFoundError, OpenAI
 
-from router.local import demo
-from router.local.envoy_config import POD_HEADER
-from router.local.stack import await_events
+from kvroute import demo
+from kvroute.envoy_config import POD_HEADER
+from kvroute.stack import await_events
 from tests.integration.stack_support import RunningStack, running_stack, wait_until
 
 MODEL = "kvroute-tiny"

@@ -14,9 +14,9 @@ import pytest
 import urllib3
 import zmq
 
-from router.local import demo
-from router.local.envoy_config import POD_HEADER
-from router.local.stack import empty_caches
+from kvroute import demo
+from kvroute.envoy_config import POD_HEADER
+from kvroute.stack import empty_caches
 from tests.integration.stack_support import RunningStack, running_stack, wait_until
 
 MODEL = "kvroute-tiny"

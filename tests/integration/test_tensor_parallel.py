@@ -12,13 +12,13 @@ import pytest
 import torch
 import urllib3
 
-from model_server.build import build_engine
 from model_server.config import EngineConfig
-from model_server.engine import Engine
+from model_server.engine.build import build_engine
+from model_server.engine.core import Engine
 from model_server.errors import AdapterError, ConfigError, EngineClosedError, ModelError, WorkerError
-from model_server.parallel.workers import Start, Workers
 from model_server.requests import GenerationRequest
 from model_server.shapes import Division
+from model_server.worker.workers import Start, Workers
 from tests.integration.engine_support import EventLog, Outputs, cached_copies, request, run_to_end
 from tests.integration.model_server_support import exit_code, wait_until
 from tests.integration.test_engine_architectures import ARCHITECTURES
@@ -230,7 +230,7 @@ def children(pid: int) -> list[int]:
             command = (status.parent / "cmdline").read_bytes()
         except OSError:
             continue
-        if fields[0] != "Z" and int(fields[1]) == pid and b"model_server.parallel.workers" in command:
+        if fields[0] != "Z" and int(fields[1]) == pid and b"model_server.worker.workers" in command:
             found.append(int(status.parent.name))
     return found
 

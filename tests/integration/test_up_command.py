@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import urllib3
 
-from router.local.stack import LocalStackError, StackOptions, plan_stack
-from router.local.supervisor import check_ports
+from kvroute.stack import LocalStackError, StackOptions, plan_stack
+from kvroute.supervisor import check_ports
 from tests.integration.stack_support import on_free_ports, wait_until
 
 # One model server, for tests of how the command ends: to load another takes seconds.
@@ -33,7 +33,7 @@ def stack_ports() -> tuple[int, int]:
 
 def command(*arguments: str, ports: tuple[int, int]) -> list[str]:
     """The command line of `kvroute up`."""
-    return [sys.executable, "-c", "from router.cli import main; raise SystemExit(main())", "up",
+    return [sys.executable, "-c", "from kvroute.cli import main; raise SystemExit(main())", "up",
             "--port", str(ports[0]), "--base-port", str(ports[1]), *arguments]  # fmt: skip
 
 

@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800), pytest.mark.usefixtur
 
 _START_ROUTER = """
 import pathlib
-from router.config import parse_flags
-from router.server import RouterServer
+from router.app.config import parse_flags
+from router.app.server import RouterServer
 pods = pathlib.Path("/tmp/pods.yaml")
 pods.write_text("endpoints: []")
 RouterServer(parse_flags(["--pods-file", str(pods)])[0]).close()

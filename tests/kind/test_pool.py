@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from router.local.envoy_config import EnvoySettings, bootstrap
+from kvroute.envoy_config import EnvoySettings, bootstrap
 from tests.kind.cluster import NODE_PORTS, Cluster
 from tests.kind.images import ENVOY
 from tests.kind.release import Release

@@ -15,7 +15,7 @@ from typing import Any
 
 import urllib3
 
-from router.local.envoy_config import POD_HEADER
+from kvroute.envoy_config import POD_HEADER
 
 MODEL = "kvroute-tiny"
 _TIMEOUT = urllib3.Timeout(connect=10.0, read=120.0)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from indexer.decode import decode_event, split_batch
 from indexer.errors import PayloadError
-from indexer.events import KVEvent
+from indexer.wire.decode import decode_event, split_batch
+from indexer.wire.events import KVEvent
 
 
 class EventBatch(Struct, frozen=True):

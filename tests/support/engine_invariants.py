@@ -6,9 +6,9 @@ In: an engine between two steps, or its parts. Out: nothing, or an AssertionErro
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from model_server.blocks import Block, BlockPool
-from model_server.engine import Engine
-from model_server.offload import HostBlock, HostTier
+from model_server.engine.core import Engine
+from model_server.kv_cache.block_pool import Block, BlockPool
+from model_server.kv_cache.host_tier import HostBlock, HostTier
 from model_server.requests import LiveRequest
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from indexer.flat_cache import FlatCache
-from indexer.flat_index import FlatIndex
+from indexer.index.index import FlatIndex
+from indexer.views.block_cache import FlatCache
 from tests.support.reference_index import ReferenceIndex
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from indexer.apply import PodView
 from indexer.errors import PayloadError
-from indexer.events import EngineHash
-from indexer.flat_cache import Dropped
 from indexer.keys import Keys
-from indexer.reannounce import Ahead
-from indexer.view_parts import Outcome
+from indexer.views.block_cache import Dropped
+from indexer.views.full_reports import Ahead
+from indexer.views.pod_view import PodView
+from indexer.views.view_parts import Outcome
+from indexer.wire.events import EngineHash
 from tests.support.decoding import EventBatch, decode_batch
 from tests.support.reference_index import ReferenceIndex
 

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from indexer import event_columns as rows
-from indexer.events import BlockStored
+from indexer.wire import columns as rows
+from indexer.wire.events import BlockStored
 
 # Kernels are compiled within some test's first example, and the machine may be busy.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

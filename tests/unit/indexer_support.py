@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from indexer.apply import PodView
 from indexer.config import IndexerConfig
-from indexer.events import BlockStored, KVEvent
-from indexer.flat_cache import FlatCache
-from indexer.flat_index import FlatIndex
-from indexer.hybrid import HybridMatcher, group_holder
-from indexer.index import PodMatch
+from indexer.index.contract import PodMatch
+from indexer.index.index import FlatIndex
+from indexer.index.tiers import Tiers
 from indexer.keys import BlockHasher, Keys
-from indexer.tiers import Tiers
-from indexer.view_parts import Outcome
+from indexer.views.block_cache import FlatCache
+from indexer.views.hybrid import HybridMatcher, group_holder
+from indexer.views.pod_view import PodView
+from indexer.views.view_parts import Outcome
+from indexer.wire.events import BlockStored, KVEvent
 from tests.support.decoding import EventBatch
 from tests.support.plain_view import MappedCache, apply_batch
 from tests.support.reference_index import ReferenceIndex

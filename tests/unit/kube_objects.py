@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from router.kube.objects import PodObject, read
+from router.pods.kube.objects import PodObject, read
 
 JSON = st.recursive(
     st.none()

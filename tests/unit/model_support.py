@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from model_server.attention import Attention, KvLayout, SdpaAttention, Span
-from model_server.lora import LoraBatch
-from model_server.models import Decoder
+from model_server.model.decoder import Decoder
+from model_server.model.lora import LoraBatch
 from model_server.shapes import undivided
 
 BLOCK_TOKENS = 4

@@ -8,13 +8,13 @@ import msgspec
 import numpy as np
 
 from indexer.config import IndexerConfig, PodStream
-from indexer.flat_applier import FlatApplier, FlatEngine
-from indexer.flat_index import FlatIndex
-from indexer.hybrid import group_holder
+from indexer.index.index import FlatIndex
+from indexer.index.tiers import Tiers
 from indexer.keys import BlockHasher, Keys
-from indexer.peer_wire import SnapshotReader, snapshot_messages
-from indexer.tiers import Tiers
-from indexer.view_parts import Outcome, ViewSnapshot
+from indexer.peers.messages import SnapshotReader, snapshot_messages
+from indexer.views.applier import FlatApplier, FlatEngine
+from indexer.views.hybrid import group_holder
+from indexer.views.view_parts import Outcome, ViewSnapshot
 from tests.support.held_copies import references
 
 PODS = ("10.0.0.1:8000", "10.0.0.2:8000")

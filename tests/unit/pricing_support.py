@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from router.board import PodBoard
-from router.cost import CREDIT, CostParameters, RequestFacts, price
-from router.scrape import EngineLoad
+from router.picking.cost import CREDIT, CostParameters, RequestFacts, price
+from router.pods.engine_load import EngineLoad
+from router.pods.load_table import PodBoard
 
 PARAMETERS = CostParameters()
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from router.board import PodBoard
-from router.ledger import Ledger, LedgerParameters
-from router.replicas.fleet import OthersWork
-from router.replicas.journal import Journal, Reader
-from router.replicas.news import News, read_news
+from router.feedback.change_log import Journal, Reader
+from router.feedback.fleet import OthersWork
+from router.feedback.messages import News, read_news
+from router.inflight.ledger import Ledger, LedgerParameters
+from router.pods.load_table import PodBoard
 from tests.unit.router_support import Bench, PlainIndex
 
 PEER = "10.0.0.9:9002"

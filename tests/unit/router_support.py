@@ -10,23 +10,23 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from indexer import PodMatches, StreamState
+from indexer.audit.mismatch_watch import DispatchKey
+from indexer.index.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
 from indexer.keys import Keys, Tokens
-from indexer.parity import DispatchKey
 from indexer.pod_entry import PodEntry
-from indexer.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
-from router.admission import Admission, UtilizationDetector
-from router.explain import Explain
-from router.ledger import Ledger, LedgerParameters
-from router.metrics import RouterMetrics
-from router.outcomes import Outcomes
+from router.feedback.lifecycle import Outcomes
+from router.inflight.ledger import Ledger, LedgerParameters
+from router.inflight.rates import PrefillRates, RateParameters
+from router.observe.decision_log import Explain
+from router.observe.metrics import RouterMetrics
+from router.observe.tracing import Traces
+from router.picking.admission import Admission, UtilizationDetector
+from router.picking.route import Router
+from router.picking.scheduler import Scheduler
 from router.plugins.pipeline import Pipeline
-from router.pods import Pod, PodSet, ServedModels
-from router.rates import PrefillRates, RateParameters
-from router.request import RequestKind, RouteRequest
-from router.route import Router
-from router.schedule import Scheduler
-from router.tokens import TokenizerRegistry
-from router.traces import Traces
+from router.pods.pod_set import Pod, PodSet, ServedModels
+from router.prompts.request import RequestKind, RouteRequest
+from router.prompts.tokenizers import TokenizerRegistry
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 TINY = "kvroute-tiny"

@@ -6,8 +6,8 @@ from collections import deque
 
 from xxhash import xxh3_128_digest
 
-from indexer.stream import StreamMachine, StreamState
-from indexer.stream_actions import Action, Apply, Clear, Fetch, Replay
+from indexer.streams.actions import Action, Apply, Clear, Fetch, Replay
+from indexer.streams.state_machine import StreamMachine, StreamState
 
 EXACT, RECOVERING, STALE = StreamState.EXACT, StreamState.RECOVERING, StreamState.STALE
 

@@ -1,4 +1,4 @@
-"""model_server.openai_responses: the same bytes, awaited or written as they come."""
+"""model_server.openai.answers: the same bytes, awaited or written as they come."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from model_server.engine import OutputSink
-from model_server.generation import AsyncEngine, TextAssembler
+from model_server.engine.core import OutputSink
 from model_server.metrics import RequestMetrics
-from model_server.openai_responses import Answer
-from model_server.openai_types import generation_body
-from model_server.prepare import Job
+from model_server.openai.answers import Answer
+from model_server.openai.generation import AsyncEngine, TextAssembler
+from model_server.openai.prompts import Job
+from model_server.openai.types import generation_body
 from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from model_server.attention.lanes import (
+from model_server.attention.cpu_kernel.simd import (
     LANES,
     PART,
     largest_of,

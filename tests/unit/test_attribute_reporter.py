@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from router.attribute_reporter import AttributeReporter
-from router.config_file import parse_config
+from router.config.picker_file import parse_config
+from router.plugins.attribute_reporter import AttributeReporter
 
 
 def reporter(**expressions: str) -> AttributeReporter:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.body_guard import GATEWAY_ONLY_FIELDS, BodyGuard
 from router.errors import RequestError
-from router.parsers import http_request
+from router.prompts.body_guard import GATEWAY_ONLY_FIELDS, BodyGuard
+from router.prompts.parsers import http_request
 from tests.support.depth import examples
 
 PARAMS = {"do_remote_prefill": True, "remote_block_ids": []}

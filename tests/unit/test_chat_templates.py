@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.unit.tokenizer_support import tekken
 from tokenization import MediaPromptError, PromptError, PromptTokenizer
-from tokenization.chat_template import ChatTemplate
-from tokenization.openai_prompts import chat_prefix, chat_prompt, completion_prompts
+from tokenization.prompts import chat_prefix, chat_prompt, completion_prompts
+from tokenization.templates.chat_template import ChatTemplate
 
 # Each in the manner of its family: BOS by the template, headers, trimming, tools, parts, thinking, documents.
 LLAMA = """\

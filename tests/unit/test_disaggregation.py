@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import yaml
 
-from router.board import PodWork
-from router.config_file import parse_config
+from router.config.picker_file import parse_config
+from router.feedback.change_log import Journal
+from router.picking.scheduler import Scheduler
 from router.plugins.build import build_pipeline
 from router.plugins.labels import ROLE_LABEL
-from router.replicas.journal import Journal
-from router.schedule import Scheduler
+from router.pods.load_table import PodWork
 from tests.unit import replica_support
 from tests.unit.router_support import Bench, completion, entry, long_text, ready_pod
 

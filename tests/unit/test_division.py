@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from model_server import weights
 from model_server.errors import ConfigError
-from model_server.models import Decoder, Weight
-from model_server.parallel.ranks import Ranks
+from model_server.model import weights
+from model_server.model.decoder import Decoder, Weight
+from model_server.model.ranks import Ranks
+from model_server.model.weights import load_adapter, load_checkpoint, load_tiny
 from model_server.shapes import TINY_CONFIG, DecoderShape, Division, check_divisible, decoder_shape
-from model_server.weights import load_adapter, load_checkpoint, load_tiny
 from tests.unit.lora_support import save_adapter
 from tests.unit.model_support import CPU, save_reference
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer import event_columns as rows
-from indexer.decode import decode_event, split_batch
 from indexer.errors import PayloadError
-from indexer.event_columns import Columns, EventDecoder, handle_of
-from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from indexer.wire import columns as rows
+from indexer.wire.columns import Columns, EventDecoder, handle_of
+from indexer.wire.decode import decode_event, split_batch
+from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from tests.support.depth import examples
 from tests.unit.event_payloads_support import PLAIN_ARRAY, PLAIN_MAP, damaged, payloads, unhurried
 from tests.unit.indexer_support import DATA, read_json, read_lines

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.pod_entry import MODEL_LABEL, PodEntry
-from router.pods import NOT_TOLD, EventSources
-from router.probe import event_sources
+from router.pods.pod_set import NOT_TOLD, EventSources
+from router.pods.probe import event_sources
 from tests.unit.kube_objects import JSON
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.flow import Evictions
+from router.picking.flow import Evictions
 
 
 @settings(deadline=None)

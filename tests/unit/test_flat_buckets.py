@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from indexer.flat_buckets import behind, delete, empty_table, home_of, insert, room_for
+from indexer.index.hash_table import behind, delete, empty_table, home_of, insert, room_for
 from tests.support.depth import examples
 
 MOST = 5_000

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from indexer.flat_cache import FlatCache
-from indexer.flat_index import FlatIndex
-from indexer.flat_layout import ALIAS_BYTES, BLOCK_BYTES, FURTHER_BYTES
+from indexer.index.index import FlatIndex
+from indexer.index.layout import ALIAS_BYTES, BLOCK_BYTES, FURTHER_BYTES
+from indexer.index.tiers import Tiers
 from indexer.keys import Keys
-from indexer.tiers import Tiers
+from indexer.views.block_cache import FlatCache
 
 TIERS = Tiers()
 PODS = tuple(f"10.0.0.{number}:8000" for number in range(60))

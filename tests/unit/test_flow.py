@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from router.admission import ConcurrencyDetector, UtilizationDetector
-from router.board import POD
-from router.config_file import BandSettings, FlowSettings, parse_config
+from router.config.picker_file import BandSettings, FlowSettings, parse_config
 from router.errors import ConfigError, FlowError
-from router.flow import FlowControl
-from router.flow_config import fairness_of, flow_of
-from router.flow_queue import FAIRNESS, FlowQueue, Waiting
-from router.pods import PodSet
-from router.request import RequestKind, RouteRequest
+from router.picking.admission import ConcurrencyDetector, UtilizationDetector
+from router.picking.flow import FlowControl
+from router.picking.flow_config import fairness_of, flow_of
+from router.picking.flow_queue import FAIRNESS, FlowQueue, Waiting
+from router.pods.load_table import POD
+from router.pods.pod_set import PodSet
+from router.prompts.request import RequestKind, RouteRequest
 from tests.unit.router_support import entry, ready_pod
 from tests.wire.router_wire_support import wait_until
 

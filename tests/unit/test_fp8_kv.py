@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from model_server.attention import KvLayout, SdpaAttention
 from model_server.attention.kv_pool import Fp8KvPool
-from model_server.build import build_engine
 from model_server.config import EngineConfig
-from model_server.events import NullSink
+from model_server.engine.build import build_engine
+from model_server.kv_events.events import NullSink
+from model_server.model.weights import load_checkpoint
 from model_server.shapes import AttentionShape, undivided
-from model_server.weights import load_checkpoint
 from tests.integration.engine_support import Outputs, request, run_to_end
 from tests.unit.model_support import (
     CPU,

@@ -1,4 +1,4 @@
-"""model_server.generation: from the engine's thread to the event loop, with an engine that does as told."""
+"""openai.generation: from the engine's thread to the event loop, with an engine that does as told."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from model_server.errors import EngineClosedError, QueueFullError, RequestError
-from model_server.generation import AsyncEngine, Generation, TextAssembler
 from model_server.metrics import RequestMetrics
-from model_server.openai_types import ApiError
+from model_server.openai.generation import AsyncEngine, Generation, TextAssembler
+from model_server.openai.types import ApiError
 from model_server.requests import FinishReason, GenerationRequest, SamplingParams, TokenOutput
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 

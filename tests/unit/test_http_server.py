@@ -1,4 +1,4 @@
-"""model_server.http_server: bodies within their caps, work that ends with its client."""
+"""model_server.openai.http_server: bodies within their caps, work that ends with its client."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from model_server.http_server import BodyReader, EventStream, quiet_end, unless_disconnected
-from model_server.openai_types import ApiError
+from model_server.openai.http_server import BodyReader, EventStream, quiet_end, unless_disconnected
+from model_server.openai.types import ApiError
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from jinja2 import nodes
 from jinja2.utils import Namespace
 
-from tokenization.chat_template import ChatTemplate
-from tokenization.template_environment import ENVIRONMENT, stopping, while_set
+from tokenization.templates.chat_template import ChatTemplate
+from tokenization.templates.environment import ENVIRONMENT, stopping, while_set
 
 SEARCH = """\
 {% for m in messages[::-1] %}{% set place = (messages | length - 1) - loop.index0 %}

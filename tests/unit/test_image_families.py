@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.unit.image_support import FAMILIES, TEXT, files_of, library, write_model
 from tokenization import PromptTokenizer, TokenizerLoadError
-from tokenization.image_prompts import ImageSize
-from tokenization.image_rules import ImageFiles, ImageRule, image_rule
+from tokenization.images.prompts import ImageSize
+from tokenization.images.rules import ImageFiles, ImageRule, image_rule
 
 SIZE = ImageSize(100, 60)
 # Ids of an image of this size.

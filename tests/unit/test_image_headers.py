@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from tokenization.image_prompts import ImageSize, image_size, may_be_turned, size_of_url
+from tokenization.images.prompts import ImageSize, image_size, may_be_turned, size_of_url
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
 SIDES = st.integers(1, 300)

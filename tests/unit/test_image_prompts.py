@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from indexer.keys import MultimodalItem
 from router.errors import RequestError
-from router.prompt_tokens import MEDIA, PromptTokens
-from router.remote_tokenizers import read_rendered
-from router.request import RequestKind, RouteRequest
-from router.tokens import TokenizerRegistry
+from router.prompts.prompt_tokens import MEDIA, PromptTokens
+from router.prompts.remote_tokenizers import read_rendered
+from router.prompts.request import RequestKind, RouteRequest
+from router.prompts.tokenizers import TokenizerRegistry
 from tests.unit.image_support import (
     FAMILIES,
     PARTS,
@@ -31,8 +31,8 @@ from tests.unit.image_support import (
 )
 from tests.unit.indexer_support import OnePod, stored
 from tokenization import PromptTokenizer
-from tokenization.image_prompts import ImageSize
-from tokenization.image_rules import joined
+from tokenization.images.prompts import ImageSize
+from tokenization.images.rules import joined
 
 MODEL = "seer"
 GUESS = 1000

@@ -68,7 +68,7 @@ def test_the_routers_image_has_every_dependency_and_no_torch() -> None:
 def test_the_model_servers_image_has_what_the_model_server_imports() -> None:
     """All that model_server and tokenization import is in its image; torch and its needs come apart."""
     imported = _imported("model_server") | _imported("tokenization")
-    needed = _distributions(imported - {"model_server", "tokenization", "torch"})
+    needed = _distributions(imported - {"common", "model_server", "tokenization", "torch"})
     assert {"numpy", "msgspec", "starlette", "uvicorn", "tokenizers"} <= needed
     names = _names(_DOCKER / "model-server.txt")
     assert needed <= names

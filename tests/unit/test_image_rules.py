@@ -20,8 +20,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from tests.support.depth import examples
 from tests.unit.image_support import LLAVA_VISION, library
-from tokenization.image_prompts import ImageSize
-from tokenization.image_rules import ImageFiles, always, by_pixels, image_rule, in_rows, joined
+from tokenization.images.prompts import ImageSize
+from tokenization.images.rules import ImageFiles, always, by_pixels, image_rule, in_rows, joined
 
 SIDES = st.integers(1, 700) | st.integers(1, 20_000)
 SQUARES = st.sampled_from([(14, 2), (16, 2), (14, 1)])

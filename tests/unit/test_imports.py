@@ -19,7 +19,8 @@ with PickerClient("127.0.0.1:9002") as picker:
 def test_every_program_can_be_imported_beside_the_others() -> None:
     """No two protos define one name, and no import has a side effect that another one cannot bear."""
     programs = (
-        "router.cli, router.server, router.client, router.tokenizer_server, indexer.cli, indexer.service"
+        "kvroute.cli, router.app.server, router.client, router.prompts.tokenizer_server, "
+        "indexer.service.cli, indexer.service.grpc_server"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", f"import {programs}"], check=True)
 
@@ -27,7 +28,7 @@ def test_every_program_can_be_imported_beside_the_others() -> None:
 def test_the_model_server_is_made_without_router_and_indexer() -> None:
     """Its hashes are foreign handles to the index: it shares how kernels are compiled, and nothing else."""
     program = """
-import sys, model_server.serve, model_server.attention.paged_kernel
+import sys, model_server.serve, model_server.attention.cpu_kernel.kernel
 sys.exit(", ".join(name for name in sys.modules if name.split(".")[0] in ("router", "indexer")) or None)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -36,7 +37,7 @@ sys.exit(", ".join(name for name in sys.modules if name.split(".")[0] in ("route
 @pytest.mark.parametrize(
     ("program", "follows", "status", "told"),
     [
-        ("import compiled, indexer, router, tokenization", "skip", 0, "no issues found"),
+        ("import common, indexer, kvroute, planning, router, tokenization", "skip", 0, "no issues found"),
         (MISUSE, "silent", 1, 'Unexpected keyword argument "mesages"'),
     ],
     ids=["packages", "client"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from indexer.events import AllBlocksCleared, BlockRemoved
+from indexer.wire.events import AllBlocksCleared, BlockRemoved
 from tests.unit.indexer_support import OnePod, stored
 
 TOKENS = list(range(100, 124))

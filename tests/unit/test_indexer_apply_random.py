@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from indexer.hybrid import group_holder
+from indexer.views.hybrid import group_holder
+from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from tests.support.decoding import EventBatch
 from tests.support.held_copies import references
 from tests.support.plain_view import apply_batch

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.decode import decode_event
 from indexer.errors import PayloadError
-from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored
+from indexer.wire.decode import decode_event
+from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.support.decoding import Decoded, decode_batch
 from tests.unit.indexer_support import read_json
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from indexer.config import PodStream
-from indexer.index import PrefixEnd, explain_prefix
-from indexer.roster import EngineState
-from indexer.stream import StreamState
-from indexer.tiers import Tiers
+from indexer.index.contract import PrefixEnd, explain_prefix
+from indexer.index.tiers import Tiers
+from indexer.streams.engine_registry import EngineState
+from indexer.streams.state_machine import StreamState
 
 TIERS = Tiers()
 GPU, CPU = (1 << TIERS.number(tier) for tier in ("gpu", "cpu"))

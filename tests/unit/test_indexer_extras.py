@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.errors import TokenError
-from indexer.events import BlockStored
 from indexer.keys import MultimodalItem, extras_of_prompt, pack, read_extras
+from indexer.wire.events import BlockStored
 from tests.unit.indexer_support import OnePod, read_json, stored
 
 PLACEHOLDER = 151_655

@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from indexer.apply import PodView
 from indexer.config import IndexerConfig, PodStream
-from indexer.flat_applier import FlatApplier, FlatEngine
-from indexer.flat_buckets import GOLDEN, hash_bits
-from indexer.flat_cache import FlatCache
-from indexer.flat_index import TURN_BLOCKS, FlatIndex
-from indexer.flat_names import name_of
-from indexer.hybrid import group_holder
+from indexer.index.engine_hashes import name_of
+from indexer.index.hash_table import GOLDEN, hash_bits
+from indexer.index.index import TURN_BLOCKS, FlatIndex
+from indexer.index.tiers import Tiers
 from indexer.keys import BlockHasher, Keys
-from indexer.tiers import Tiers
-from indexer.view_parts import Outcome
+from indexer.views.applier import FlatApplier, FlatEngine
+from indexer.views.block_cache import FlatCache
+from indexer.views.hybrid import group_holder
+from indexer.views.pod_view import PodView
+from indexer.views.view_parts import Outcome
 from tests.support.depth import examples
 from tests.support.plain_view import DecodingApplier, MappedCache
 from tests.support.reference_index import ReferenceIndex

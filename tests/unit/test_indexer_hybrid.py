@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored
-from indexer.hybrid import group_holder, usable_blocks
-from indexer.view_parts import GroupFact
+from indexer.views.hybrid import group_holder, usable_blocks
+from indexer.views.view_parts import GroupFact
+from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.support.decoding import decode_batch
 from tests.unit.indexer_support import POD, OnePod, read_lines, stored
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.events import AllBlocksCleared, BlockRemoved, KVEvent
+from indexer.wire.events import AllBlocksCleared, BlockRemoved, KVEvent
 from tests.unit.indexer_support import OnePod, stored
 
 PROMPTS = ["abcdefgh", "abcxyz", "q"]

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.events import BlockRemoved
+from indexer.wire.events import BlockRemoved
 from tests.unit.indexer_support import OnePod, stored
 
 TOKENS = list(range(100, 124))

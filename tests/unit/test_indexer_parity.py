@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from indexer.index import IndexStats
+from indexer.audit.mismatch_watch import TRUSTED_AFTER, ParityWatch, PodParity
+from indexer.index.contract import IndexStats
 from indexer.keys import BlockHasher, Keys
 from indexer.metrics import IndexerMetrics
-from indexer.parity import TRUSTED_AFTER, ParityWatch, PodParity
-from indexer.view_parts import StoredRun
+from indexer.views.view_parts import StoredRun
 
 POD, OTHER, MODEL = "10.0.0.1:8000", "10.0.0.2:8000", "m"
 HASHER = BlockHasher(4, 1)

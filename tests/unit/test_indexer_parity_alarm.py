@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from indexer.index import IndexStats
+from indexer.audit.mismatch_watch import DispatchKey, ParityWatch
+from indexer.index.contract import IndexStats
 from indexer.keys import BlockHasher
 from indexer.metrics import IndexerMetrics
-from indexer.parity import DispatchKey, ParityWatch
-from indexer.view_parts import StoredRun
+from indexer.views.view_parts import StoredRun
 
 POD, MODEL = "10.0.0.1:8000", "m"
 HASHER = BlockHasher(4, 1)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored
 from indexer.keys import MultimodalItem, extras_of_prompt
-from indexer.runs import HEADS_MAX
+from indexer.views.runs import HEADS_MAX
+from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.unit.indexer_support import POD, OnePod, stored
 
 TOKENS = list(range(1000, 1000 + 256))

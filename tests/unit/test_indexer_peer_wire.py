@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from indexer.config import IndexerConfig
 from indexer.errors import PeerError
-from indexer.flat_layout import HeldBlocks
-from indexer.peer_wire import MESSAGE_BYTES_MAX, SnapshotReader, snapshot_messages
-from indexer.view_parts import ViewPart, ViewSnapshot
+from indexer.index.layout import HeldBlocks
+from indexer.peers.messages import MESSAGE_BYTES_MAX, SnapshotReader, snapshot_messages
+from indexer.views.view_parts import ViewPart, ViewSnapshot
 from tests.support.depth import examples
 from tests.unit.peer_views import DIGEST, PODS, TIERS, Views, payload, removal
 

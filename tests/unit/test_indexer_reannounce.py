@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from indexer.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from indexer.hybrid import group_holder
+from indexer.views.hybrid import group_holder
+from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from tests.support.decoding import decode_batch
 from tests.support.held_copies import references
 from tests.unit.indexer_support import POD, OnePod, read_lines, stored

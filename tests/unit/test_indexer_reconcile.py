@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from indexer.reconcile import EngineReading, Finding, reconcile
+from indexer.audit.engine_counters import EngineReading, Finding, reconcile
 
 BEFORE = EngineReading(
     started_s=1e9,

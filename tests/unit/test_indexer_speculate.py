@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from indexer import IndexerConfig, KvIndexer
+from indexer.audit.speculation import Speculation
+from indexer.index.tiers import Tiers
 from indexer.keys import Keys
-from indexer.speculate import Speculation
-from indexer.tiers import Tiers
 from tests.support.contents import items_within
 from tests.support.reference_index import ReferenceIndex
 

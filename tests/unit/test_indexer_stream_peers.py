@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from indexer.stream_actions import Fetch
+from indexer.streams.actions import Fetch
 from tests.unit.stream_support import EXACT, RECOVERING, STALE, Loop, followed, payload, told
 
 

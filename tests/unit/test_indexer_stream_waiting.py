@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from indexer.stream import StreamMachine
+from indexer.streams.state_machine import StreamMachine
 from tests.unit.stream_support import EXACT, followed, told
 
 

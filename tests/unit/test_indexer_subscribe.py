@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from indexer.subscribe import gather_s
+from indexer.streams.subscriber import gather_s
 
 
 @pytest.mark.parametrize(

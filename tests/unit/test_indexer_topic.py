@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.inbox import Topic, batch_rank, parse_topic
+from indexer.streams.bound import Topic, batch_rank, parse_topic
 
 
 @pytest.mark.parametrize(

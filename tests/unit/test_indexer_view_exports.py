@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from indexer.errors import PeerError
-from indexer.flat_layout import HeldBlocks
-from indexer.stream_actions import Batch
-from indexer.view_exports import ViewExports
-from indexer.view_parts import ViewContent, ViewFacts, ViewPart, ViewSnapshot
+from indexer.index.layout import HeldBlocks
+from indexer.streams.actions import Batch
+from indexer.streams.view_export import ViewExports
+from indexer.views.view_parts import ViewContent, ViewFacts, ViewPart, ViewSnapshot
 
 FACTS = ViewFacts(None, False, False, ())
 MARK = (7, b"d" * 16)

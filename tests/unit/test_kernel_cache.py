@@ -10,8 +10,8 @@ from typing import IO
 
 import pytest
 
-from compiled import kernel_cache
-from compiled.kernel_cache import cache_directory
+from common import kernel_cache
+from common.kernel_cache import cache_directory, sources_digest
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +80,15 @@ def test_without_a_place_to_write_there_is_no_cache(tmp_path: Path, monkeypatch:
     image = _shipped(tmp_path, monkeypatch)
     monkeypatch.setattr(kernel_cache, "gettempdir", lambda: "/proc/none")
     assert cache_directory(str(image)) is None
+
+
+def test_kernels_of_other_sources_are_not_used(tmp_path: Path) -> None:
+    """A constant that a kernel's module imports is compiled in: its change, in any folder, is noticed."""
+    kernel, constants = tmp_path / "indexer/views/kernel.py", tmp_path / "indexer/index/layout.py"
+    for path in (kernel, constants):
+        path.parent.mkdir(parents=True)
+    kernel.write_text("from common.jit import kernel\nfrom indexer.index import layout\n")
+    constants.write_text("SLOTS = 8\n")
+    before = sources_digest(tmp_path)
+    constants.write_text("SLOTS = 16\n")
+    assert sources_digest(tmp_path) != before

@@ -12,10 +12,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.config import parse_flags
-from router.config_file import parse_config
+from router.app.config import parse_flags
+from router.config.picker_file import parse_config
 from router.errors import ConfigError
-from router.flow_config import flow_of
+from router.picking.flow_config import flow_of
 from router.plugins.build import build_pipeline
 from router.plugins.labels import HeaderLabelScorer
 from router.plugins.testkit import endpoint, request, scores

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from router.config import parse_flags
+from router.app.config import parse_flags
+from router.config.kube import OLD_GROUP, KubeConfig
 from router.errors import ConfigError
-from router.kube.config import OLD_GROUP, KubeConfig
 
 SELECTOR = ["--endpoint-selector=app=x,role in (a,b)", "--endpoint-target-ports=8000, 8001"]
 

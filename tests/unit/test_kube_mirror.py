@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from router.errors import ClusterError
-from router.kube.objects import BadObjectError, Head, ObjectList, PodObject, WatchEvent, read
-from router.kube.watch import Mirror
+from router.pods.kube.objects import BadObjectError, Head, ObjectList, PodObject, WatchEvent, read
+from router.pods.kube.reflector import Mirror
 from tests.unit.kube_objects import JSON, pod_json, raw
 
 

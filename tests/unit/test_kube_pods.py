@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from indexer.config import PODS_MAX
 from indexer.pod_entry import EVENT_LABELS, EventDefaults
-from router.kube.config import KubeConfig
-from router.kube.objects import BadObjectError, OldPoolObject, PodObject, PoolObject, read
-from router.kube.pods import PodEndpoints, Pool, declared, endpoints_of, is_ready, pool_of
+from router.config.kube import KubeConfig
+from router.pods.kube.objects import BadObjectError, OldPoolObject, PodObject, PoolObject, read
+from router.pods.kube.pods import PodEndpoints, Pool, declared, endpoints_of, is_ready, pool_of
 from tests.unit.kube_objects import JSON, pod, pod_json, raw
 
 ONE = KubeConfig(target_ports=(8000,), events_port=5557, replay_port=5558)

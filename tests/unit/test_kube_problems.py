@@ -11,13 +11,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from indexer import PodStream, StreamState
-from indexer.roster import EngineState
+from indexer.streams.engine_registry import EngineState
+from router.config.kube import KubeConfig
 from router.errors import ClusterError
-from router.kube.config import KubeConfig
-from router.kube.problems import Fact, Found, Problems, Reason, of_cluster, of_pods
-from router.pod_watch import judge
-from router.pods import EventSources, Pod
-from router.probe import ProbeResult
+from router.pods.kube.problems import Fact, Found, Problems, Reason, of_cluster, of_pods
+from router.pods.pod_set import EventSources, Pod
+from router.pods.probe import ProbeResult
+from router.pods.watch import judge
 from tests.unit.router_support import ready_pod
 
 CONFIG = KubeConfig(pool="p")

@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.kube.config import OLD_GROUP, POOL_GROUP, KubeConfig
-from router.kube.objects import BadObjectError, ObjectiveObject, RewriteObject, read
-from router.kube.pods import priorities_of, rewrites_of
-from router.resources import RewriteRules
+from router.config.kube import OLD_GROUP, POOL_GROUP, KubeConfig
+from router.config.resources import RewriteRules
+from router.pods.kube.objects import BadObjectError, ObjectiveObject, RewriteObject, read
+from router.pods.kube.pods import priorities_of, rewrites_of
 from tests.unit.kube_objects import JSON, raw
 
 POOL = KubeConfig(pool="p")

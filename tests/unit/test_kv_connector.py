@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 import yaml
 
-from router.assembly import connector_sign
-from router.config import parse_flags
-from router.pods import PodSet
+from router.app.config import parse_flags
+from router.app.wiring import connector_sign
+from router.pods.pod_set import PodSet
 from tests.unit.router_support import entry
 
 PODS = ["--pods-file", "/pods.yaml"]

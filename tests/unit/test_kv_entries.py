@@ -11,9 +11,9 @@ from torch import Tensor
 from model_server.attention import Attention, KvLayout, SdpaAttention, Span
 from model_server.attention import varlen as varlen_module
 from model_server.attention.varlen import VarlenAttention
-from model_server.models import Decoder
+from model_server.model.decoder import Decoder
+from model_server.model.weights import load_checkpoint
 from model_server.shapes import KvGroupSpec, kv_groups, undivided
-from model_server.weights import load_checkpoint
 from tests.unit.model_support import BLOCK_TOKENS, CPU, save_reference, step, text_of
 from tests.unit.varlen_support import kernel_in_plain_torch, needs_cuda
 

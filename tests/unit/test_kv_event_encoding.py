@@ -1,4 +1,4 @@
-"""model_server.events against batches encoded by vLLM 0.32.0 itself."""
+"""model_server.kv_events.events against batches encoded by vLLM 0.32.0 itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from model_server.events import (
+from model_server.kv_events.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

@@ -1,4 +1,4 @@
-"""model_server.models: packed for the processor, a weight gives the same numbers."""
+"""model_server.model.decoder: packed for the processor, a weight gives the same numbers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from model_server.models import Linear, can_pack
-from model_server.weights import load_checkpoint
+from model_server.model.decoder import Linear, can_pack
+from model_server.model.weights import load_checkpoint
 from tests.unit.model_support import CPU, new_pool, save_reference, span, step, text_of
 
 ROWS = (1, 2, 7, 33, 300)

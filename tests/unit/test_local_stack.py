@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from indexer.pod_entry import parse_pods
-from router.local import up
-from router.local.envoy_config import EnvoySettings, bootstrap
-from router.local.stack import (
+from kvroute import up
+from kvroute.envoy_config import EnvoySettings, bootstrap
+from kvroute.stack import (
     ChildPlan,
     LocalStackError,
     StackOptions,
@@ -25,7 +25,7 @@ from router.local.stack import (
     envoy_command,
     plan_stack,
 )
-from router.local.supervisor import Supervisor, check_ports
+from kvroute.supervisor import Supervisor, check_ports
 from tests.loopback import free_port
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.macs import Step, cached_macs, generate, new_model, uncached_macs
-from model_server.models import Decoder
+from model_server.model.decoder import Decoder
 
 WIDTH = 32
 PROMPT = [5, 17, 300, 2, 44, 9, 121]

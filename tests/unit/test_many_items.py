@@ -10,13 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.request import RequestKind, RouteRequest
-from router.tokens import TokenizeOptions, TokenizerRegistry
+from router.prompts.request import RequestKind, RouteRequest
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 from tests.unit.router_support import TINY, completion
-from tokenization import TINY_DIRECTORY, PromptTokenizer, openai_responses
-from tokenization.chat_messages import ITEMS_AT_ONCE_MAX, CallsInOrder, ManyItemsError, items_of
-from tokenization.openai_prompts import PromptLimits, chat_prompt
-from tokenization.openai_responses import responses_as_chat
+from tokenization import TINY_DIRECTORY, PromptTokenizer
+from tokenization.apis import responses as openai_responses
+from tokenization.apis.chat import ITEMS_AT_ONCE_MAX, CallsInOrder, ManyItemsError, items_of
+from tokenization.apis.responses import responses_as_chat
+from tokenization.prompts import PromptLimits, chat_prompt
 
 MANY = ITEMS_AT_ONCE_MAX + 1
 LIMITS = PromptLimits(items_max=ITEMS_AT_ONCE_MAX)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenization import MediaPromptError, PromptError
-from tokenization.chat_messages import ManyItemsError, chat_messages
-from tokenization.chat_template import MessageMemory
+from tokenization.apis.chat import ManyItemsError, chat_messages
+from tokenization.templates.chat_template import MessageMemory
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": [2]}'}}
 KEYS = {"name": "f", "arguments": json.dumps({f"key {at}": at for at in range(900)})}

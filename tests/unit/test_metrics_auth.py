@@ -15,9 +15,9 @@ import pytest
 import urllib3
 import yaml
 
-from router.debug_pages import MetricsAuth
-from router.kube.client import KubeClient
-from router.kube.config import KubeConfig
+from router.app.debug_pages import MetricsAuth
+from router.config.kube import KubeConfig
+from router.pods.kube.client import KubeClient
 from tests.integration.router_server_support import fake_pods, running_router, write_pods
 
 PATHS = {

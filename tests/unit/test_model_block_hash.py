@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from model_server.block_hash import ROOT_DIGEST, encode_cbor, event_hash, hash_block, root_digest
+from model_server.kv_events.hashing import ROOT_DIGEST, encode_cbor, event_hash, hash_block, root_digest
 from model_server.requests import GenerationRequest, LiveRequest, SamplingParams
 
 VECTORS = json.loads((Path(__file__).parent.parent / "data" / "block_hash_vectors.json").read_bytes())

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from model_server.blocks import Block, BlockPool
-from model_server.events import AllBlocksCleared, Announcer, BlockContent, BlockRemoved, BlockStored
+from model_server.kv_cache.block_pool import Block, BlockPool
+from model_server.kv_events.events import AllBlocksCleared, Announcer, BlockContent, BlockRemoved, BlockStored
 from model_server.shapes import undivided
 from tests.support.engine_invariants import check_pool
 

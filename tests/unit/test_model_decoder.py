@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from model_server.attention import KvLayout, SdpaAttention, Span
+from model_server.model.weights import load_checkpoint
 from model_server.shapes import kv_groups
-from model_server.weights import load_checkpoint
 from tests.unit.model_support import (
     BLOCK_TOKENS,
     CPU,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model_server.requests import SamplingParams
-from model_server.sampler import SamplingRow, best, sample, uniform
+from model_server.worker.sampler import SamplingRow, best, sample, uniform
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0])
 
@@ -108,7 +108,7 @@ def test_the_extreme_draws_choose_tokens_that_are_left(
     monkeypatch: pytest.MonkeyPatch, extreme: float, token: int
 ) -> None:
     """The least and the greatest draw choose the first and the last token kept, not an excluded neighbour."""
-    monkeypatch.setattr("model_server.sampler.uniform", lambda seed, position: extreme)
+    monkeypatch.setattr("model_server.worker.sampler.uniform", lambda seed, position: extreme)
     logits = torch.tensor([[-9.0, 3.0, -9.0, -9.0, 3.0, -9.0]])
     assert sample(logits, [SamplingRow(SamplingParams(max_tokens=1, top_k=2), 1, 0)]) == [token]
 

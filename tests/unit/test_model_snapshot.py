@@ -9,9 +9,9 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_server.block_hash import event_hash
-from model_server.events import Announcer, BlockContent, BlockStored, KVEventBatch
-from model_server.publish import Snapshot
+from model_server.kv_events.events import Announcer, BlockContent, BlockStored, KVEventBatch
+from model_server.kv_events.hashing import event_hash
+from model_server.kv_events.publisher import Snapshot
 from model_server.shapes import kv_groups
 from tests.support.depth import examples
 

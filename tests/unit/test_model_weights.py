@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model_server.errors import ConfigError, ModelError
+from model_server.model.weights import load_checkpoint, new_model, torch_device
 from model_server.shapes import HfConfig
-from model_server.weights import load_checkpoint, new_model, torch_device
 
 CPU = torch.device("cpu")
 CONFIG: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""model_server.openai_responses: what a stream's events say, one by one."""
+"""model_server.openai.answers: what a stream's events say, one by one."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_server.generation import Delta
-from model_server.openai_responses import Answer
-from model_server.openai_types import Api, generation_body
-from model_server.prepare import Job
+from model_server.openai.answers import Answer
+from model_server.openai.generation import Delta
+from model_server.openai.prompts import Job
+from model_server.openai.types import Api, generation_body
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 TOKENIZER = PromptTokenizer.from_directory(TINY_DIRECTORY)

@@ -1,4 +1,4 @@
-"""model_server.openai_types: JSON bytes to checked fields, or an error that names the field."""
+"""model_server.openai.types: JSON bytes to checked fields, or an error that names the field."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from model_server.openai_types import Api, ApiError, decode_body, generation_body
+from model_server.openai.types import Api, ApiError, decode_body, generation_body
 
 
 def test_all_fields_may_be_null() -> None:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.request import RequestKind, RouteRequest
-from router.tokens import TokenizerRegistry
+from router.prompts.request import RequestKind, RouteRequest
+from router.prompts.tokenizers import TokenizerRegistry
 from tokenization import TINY_DIRECTORY, PromptError, PromptTokenizer, UnsupportedPromptError
-from tokenization.anthropic_messages import messages_as_chat
-from tokenization.openai_responses import responses_as_chat
+from tokenization.apis.anthropic import messages_as_chat
+from tokenization.apis.responses import responses_as_chat
 
 MODEL = "kvroute-tiny"
 TINY = PromptTokenizer.from_directory(TINY_DIRECTORY)

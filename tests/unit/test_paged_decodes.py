@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled.kernel_cache import cache_directory
+from common.kernel_cache import cache_directory
 from model_server.attention import KvLayout, SdpaAttention, Span, new_attention
-from model_server.attention.paged_decodes import PagedDecodes, paged_fault
+from model_server.attention.cpu_kernel.decodes import PagedDecodes, paged_fault
+from model_server.model.weights import load_checkpoint
 from model_server.shapes import AttentionShape, undivided
-from model_server.weights import load_checkpoint
 from tests.unit.model_support import BLOCK_TOKENS, CPU, reference_logits, save_reference, span, step, text_of
 
 pytestmark = pytest.mark.skipif(numba.config.DISABLE_JIT, reason="kernels are not compiled")
@@ -252,12 +252,12 @@ def test_a_kernel_that_cannot_be_loaded_is_not_used(tmp_path: Path) -> None:
 def test_a_kernel_with_other_numbers_than_torch_is_not_used() -> None:
     """At each start the kernel's numbers are compared with torch's; where they differ the log says so."""
     spoil = """
-from model_server.attention import paged_decodes
-attend = paged_decodes.PagedDecodes.attend
+from model_server.attention.cpu_kernel import decodes
+attend = decodes.PagedDecodes.attend
 def wrong(self, query, plane, plan, output):
     attend(self, query, plane, plan, output)
     output[:, 0] = output[:, 1]
-paged_decodes.PagedDecodes.attend = wrong
+decodes.PagedDecodes.attend = wrong
 """
     chosen, said = chosen_with(spoil)
     assert chosen == "NoneType"

@@ -1,6 +1,6 @@
 """Copies on all ranks: what rank 0 takes as done is done everywhere before anything that follows."""
 
-from model_server.executor import SharedTransfer
+from model_server.worker.executor import SharedTransfer
 from tests.integration.engine_support import LateTransfer
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from model_server.config import EngineConfig
 from model_server.errors import AdapterError, ModelError, ModelServerError
-from model_server.parallel.workers import Answer, Order, Start, encode, read_answer, read_order, read_start
 from model_server.shapes import Division
+from model_server.worker.workers import Answer, Order, Start, encode, read_answer, read_order, read_start
 
 NUMBERS = st.integers(0, 2**31 - 1)
 ARRAYS = st.lists(NUMBERS, max_size=40).map(lambda numbers: array("i", numbers))

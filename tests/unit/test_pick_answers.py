@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer import PodMatches, StreamState
+from indexer.index.tiers import Tiers
 from indexer.pod_entry import PodEntry
-from indexer.tiers import Tiers
 from router._pb import endpoint_picker_pb2 as pb
-from router.cost import CREDIT, PRICE
-from router.decision import Decision, Ranking
-from router.pick_service import answer
-from router.pods import PodSet
+from router.doors.pick import answer
+from router.picking.cost import CREDIT, PRICE
+from router.picking.decision import Decision, Ranking
+from router.pods.pod_set import PodSet
 
 SECONDS = ("cost_s", "queued_prefill_s", "own_prefill_s", "copy_s", "kv_pressure_s")
 numbers = st.floats(allow_nan=False)

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model_server.attention import KvLayout, new_attention
-from model_server.block_copies import bytes_of_block
 from model_server.errors import CapacityError, ConfigError, ModelError
-from model_server.plan.deployment import Deployment
-from model_server.plan.plan import Budget, Plan, Pool, make_plan
-from model_server.plan.presets import GPUS, PRESETS, find_model
+from model_server.kv_cache.copies import bytes_of_block
 from model_server.shapes import decoder_shape
+from model_server.shapes.deployment import Deployment
+from planning.plan import Budget, Plan, Pool, make_plan
+from planning.presets import GPUS, PRESETS, find_model
 
 H100, H200 = GPUS["h100"], GPUS["h200"]
 CONTEXT_TOKENS = 8192
@@ -241,7 +241,7 @@ def test_a_pool_without_room_is_empty() -> None:
 def test_planning_needs_no_torch() -> None:
     """The command answers where torch is not installed, as in the router's image."""
     script = (
-        "import sys; sys.modules['torch'] = None; from router.cli import main\n"
+        "import sys; sys.modules['torch'] = None; from kvroute.cli import main\n"
         "sys.exit(main(['plan', '--model', 'qwen3-8b', '--json']))"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

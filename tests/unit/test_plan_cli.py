@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from model_server.plan.cli import main
-from model_server.plan.presets import GPUS, PRESETS
+from planning.cli import main
+from planning.presets import GPUS, PRESETS
 
 
 def test_the_page_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:

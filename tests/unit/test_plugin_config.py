@@ -14,17 +14,17 @@ from envoy.service.auth.v3.external_auth_pb2 import CheckResponse
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
-from router.check import ok_answer
-from router.config_file import parse_config
-from router.decision import Routing
-from router.envoy_headers import system_owned
+from router.config.picker_file import parse_config
+from router.doors.ext_authz import ok_answer
+from router.doors.headers import system_owned
 from router.errors import ConfigError, RequestError
-from router.flow_config import flow_of
-from router.metrics import MetricTwins
+from router.observe.metrics import MetricTwins
+from router.picking.decision import Routing
+from router.picking.flow_config import flow_of
+from router.picking.scheduler import Scheduler
 from router.plugins.build import INSTEAD, MAKERS, build_pipeline
 from router.plugins.pipeline import Pipeline
-from router.schedule import Scheduler
-from router.scrape import EngineLoad
+from router.pods.engine_load import EngineLoad
 from tests.integration.hermetic_support import DATA
 from tests.unit.router_support import Bench, completion, entry, long_text, ready_pod
 

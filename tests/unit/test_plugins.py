@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from router.config_file import parse_config
+from router.config.picker_file import parse_config
 from router.errors import ConfigError
 from router.plugins.api import PrefixMatch
 from router.plugins.build import make
@@ -40,7 +40,7 @@ from router.plugins.profiles import (
 )
 from router.plugins.session_affinity import SessionAffinity
 from router.plugins.testkit import endpoint, kept, picks, request, scores
-from router.scrape import LoraLoad
+from router.pods.engine_load import LoraLoad
 
 HALF = PrefixMatch(5.0, 10, 5, 64)
 

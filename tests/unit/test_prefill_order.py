@@ -3,8 +3,8 @@
 import pytest
 
 from model_server.config import SchedulingPolicy
+from model_server.engine.scheduler import PrefillRate, order_key
 from model_server.requests import GenerationRequest, LiveRequest, SamplingParams
-from model_server.scheduler import PrefillRate, order_key
 from tests.unit.test_model_scheduler import new_scheduler, step
 
 

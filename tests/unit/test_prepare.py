@@ -1,4 +1,4 @@
-"""model_server.prepare: a body's bytes to the engine's requests."""
+"""model_server.openai.prompts: a body's bytes to the engine's requests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from model_server.openai_types import Api, ApiError
-from model_server.prepare import GrammarTokenizer, Job, ServedModel, detokenize, prepare, render, tokenize
+from model_server.openai.prompts import (
+    GrammarTokenizer,
+    Job,
+    ServedModel,
+    detokenize,
+    prepare,
+    render,
+    tokenize,
+)
+from model_server.openai.types import Api, ApiError
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 CONTEXT_TOKENS = 100

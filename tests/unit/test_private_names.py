@@ -48,7 +48,7 @@ def private_names(source: str) -> Iterator[str]:
 
 
 def test_no_private_name_is_used() -> None:
-    """Bounds that a test changes are arguments or public constants, and what it looks at has a public name."""
+    """Bounds that a test changes are arguments or public constants; what a test reads has a public name."""
     texts = {str(path.relative_to(TESTS)): path.read_text() for path in TESTS.rglob("*.py")}
     found = {path: [*private_names(text)] for path, text in texts.items()}
     assert {path: names for path, names in found.items() if names} == {}

@@ -13,9 +13,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.admission import Admission, UtilizationDetector
-from router.board import PodBoard
-from router.body_guard import BodyGuard
+from router.config.resources import RewriteRule, RewriteRules, read_resources
+from router.doors.ext_proc_forms import LlmdForm, kept_headers, with_model
+from router.doors.ext_proc_messages import streamed_answers
+from router.doors.ext_proc_response import restored_model
 from router.errors import (
     ConfigError,
     FlowError,
@@ -23,13 +24,12 @@ from router.errors import (
     RequestError,
     SaturatedError,
 )
-from router.ext_proc_forms import LlmdForm, kept_headers, with_model
-from router.ext_proc_messages import streamed_answers
-from router.ext_proc_response import restored_model
-from router.flow import REFUSALS
-from router.parsers import Parsers
-from router.request import RequestKind, RouteRequest
-from router.resources import RewriteRule, RewriteRules, read_resources
+from router.picking.admission import Admission, UtilizationDetector
+from router.picking.flow import REFUSALS
+from router.pods.load_table import PodBoard
+from router.prompts.body_guard import BodyGuard
+from router.prompts.parsers import Parsers
+from router.prompts.request import RequestKind, RouteRequest
 from tests.integration.hermetic_support import DATA
 from tests.unit.router_support import Bench
 from tests.wire.router_wire_support import set_headers

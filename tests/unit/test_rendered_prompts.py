@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.keys import BlockHasher, MultimodalItem
-from router.prompt_tokens import MEDIA, PromptTokens
-from router.remote_tokenizers import read_rendered
-from router.request import RequestKind
+from router.prompts.prompt_tokens import MEDIA, PromptTokens
+from router.prompts.remote_tokenizers import read_rendered
+from router.prompts.request import RequestKind
 from tests.support.decoding import decode_batch
 from tests.unit.indexer_support import OnePod
 from tests.unit.media_support import BLOCK_TOKENS, CASES, agreeing_blocks, answer, payloads

@@ -7,7 +7,7 @@ import logging
 import pytest
 from prometheus_client import CollectorRegistry
 
-from indexer.repeated_log import REPEATED_EVENTS, RepeatedLog
+from common.repeated_log import REPEATED_EVENTS, RepeatedLog
 
 _log = logging.getLogger("test_repeated_log")
 

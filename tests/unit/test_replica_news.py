@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.errors import PeerError
-from router.dispatch import Dispatch
-from router.outcomes import DONE, FAILED, FIRST_TOKEN, REFUSED, Heard
-from router.rates import Lesson
-from router.replicas.news import (
+from router.feedback.lifecycle import DONE, FAILED, FIRST_TOKEN, REFUSED, Heard
+from router.feedback.messages import (
     KEYS_MAX,
     MESSAGE_BYTES_MAX,
     FollowRequest,
@@ -27,6 +25,8 @@ from router.replicas.news import (
     read_news,
     sent_of,
 )
+from router.inflight.dispatch import Dispatch
+from router.inflight.rates import Lesson
 from tests.support.depth import examples
 
 POD = "10.0.0.1:8000"

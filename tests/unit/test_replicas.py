@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from indexer.errors import PeerError
-from router.dispatch import Dispatch
-from router.ledger import Ledger, LedgerParameters
-from router.outcomes import DONE, FIRST_TOKEN, REPORT, Heard
-from router.rates import Lesson
-from router.replicas import fleet as fleet_module
-from router.replicas.fleet import OthersWork
-from router.replicas.journal import Journal
-from router.replicas.news import News, Sent
+from router.feedback import fleet as fleet_module
+from router.feedback.change_log import Journal
+from router.feedback.fleet import OthersWork
+from router.feedback.lifecycle import DONE, FIRST_TOKEN, REPORT, Heard
+from router.feedback.messages import News, Sent
+from router.inflight.dispatch import Dispatch
+from router.inflight.ledger import Ledger, LedgerParameters
+from router.inflight.rates import Lesson
 from tests.support.depth import examples
 from tests.unit.replica_support import PEER, Follower, told
 from tests.unit.router_support import Bench, completion, long_text, ready_pod

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from router.admission import Admission, UtilizationDetector
-from router.board import PodBoard
-from router.cost import adapter_s
 from router.errors import SaturatedError
-from router.scrape import EngineLoad, LoraLoad
+from router.picking.admission import Admission, UtilizationDetector
+from router.picking.cost import adapter_s
+from router.pods.engine_load import EngineLoad, LoraLoad
+from router.pods.load_table import PodBoard
 from tests.unit.pricing_support import load
 
 PRIORITIES = {"batch": -1, "chat": 5}

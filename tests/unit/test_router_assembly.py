@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from router.assembly import entrance, scheduler
-from router.config import RouterConfig
+from router.app.config import RouterConfig
+from router.app.wiring import entrance, scheduler
 from router.errors import SaturatedError
 from tests.unit.pricing_support import load
 from tests.unit.router_support import Bench, completion, ready_pod

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.board import PodBoard, PodWork
+from router.pods.load_table import PodBoard, PodWork
 from tests.support.depth import examples
 from tests.unit.pricing_support import load
 

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.outcomes import RESPONSE
-from router.request import CACHE_NOT_READ, RequestKind, RouteRequest, reads_cache, usage_tells_all
+from router.feedback.lifecycle import RESPONSE
+from router.prompts.request import CACHE_NOT_READ, RequestKind, RouteRequest, reads_cache, usage_tells_all
 from tests.unit.router_support import TINY, Bench, completion, long_text, ready_pod
 
 A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")

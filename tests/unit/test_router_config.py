@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer import ConfigError as IndexerConfigError
-from router import cli
-from router.config import RouterConfig, parse_flags
-from router.config_fields import seconds
-from router.config_file import read_config
+from kvroute import cli
+from router.app.config import RouterConfig, parse_flags
+from router.config.fields import seconds
+from router.config.picker_file import read_config
 from router.errors import ConfigError
 
 PODS = ["--pods-file", "/pods.yaml"]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.reconcile import EngineReading
-from router.scrape import EnginePage
+from indexer.audit.engine_counters import EngineReading
+from router.pods.engine_load import EnginePage
 
 PAGE = b"""process_start_time_seconds 1.7e+09
 vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0

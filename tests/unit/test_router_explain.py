@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from router.config_file import parse_config
-from router.explain import Explain
-from router.outcomes import REPORT, RESPONSE
+from router.config.picker_file import parse_config
+from router.feedback.lifecycle import REPORT, RESPONSE
+from router.observe.decision_log import Explain
 from router.plugins.build import build_pipeline
 from router.plugins.labels import ROLE_LABEL
-from router.pods import Pod
-from router.request import RequestKind, RouteRequest
+from router.pods.pod_set import Pod
+from router.prompts.request import RequestKind, RouteRequest
 from tests.unit.router_support import TINY, Bench, completion, entry, long_text, ready_pod
 
 DISAGGREGATED = """

@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from indexer import IndexerConfig
-from router.config import RouterConfig, parse_flags
+from router.app.config import RouterConfig, parse_flags
+from router.app.print_config import printed_config
+from router.app.process import JsonFormatter
+from router.app.server import main
+from router.app.tls import MetricsTlsOptions, TlsOptions
+from router.config.flags import told_in_vain
 from router.errors import ConfigError
-from router.flags import told_in_vain
-from router.print_config import printed_config
-from router.process import JsonFormatter
-from router.server import main
-from router.tls import MetricsTlsOptions, TlsOptions
 
 PODS = ["--pods-file", "/pods.yaml"]
 # Flag and value -> the setting that it makes.

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from indexer.keys import Keys
-from router.board import PodWork
-from router.dispatch import Dispatch
-from router.ledger import Ledger, LedgerParameters
-from router.rates import Lesson
+from router.inflight.dispatch import Dispatch
+from router.inflight.ledger import Ledger, LedgerParameters
+from router.inflight.rates import Lesson
+from router.pods.load_table import PodWork
 from tests.support.depth import examples
 
 PARAMETERS = LedgerParameters(

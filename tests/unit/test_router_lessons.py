@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from indexer import StreamState
-from router.cost import CostParameters
-from router.outcomes import RESPONSE
-from router.rates import RateParameters
-from router.request import RequestKind, RouteRequest
-from router.scrape import EngineLoad, LoraLoad
+from router.feedback.lifecycle import RESPONSE
+from router.inflight.rates import RateParameters
+from router.picking.cost import CostParameters
+from router.pods.engine_load import EngineLoad, LoraLoad
+from router.prompts.request import RequestKind, RouteRequest
 from tests.unit.router_support import TINY, Bench, completion, long_text, ready_pod
 
 A = ready_pod("10.0.0.1:8000")

@@ -7,10 +7,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from router.candidates import Lineups
 from router.errors import NoEndpointError
-from router.pods import PodSet
-from router.scrape import EngineLoad
+from router.picking.candidates import Lineups
+from router.pods.engine_load import EngineLoad
+from router.pods.pod_set import PodSet
 from tests.unit.router_support import completion, entry, ready_pod
 
 A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")

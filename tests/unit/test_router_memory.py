@@ -12,7 +12,7 @@ import pytest
 
 _PROGRAM = """
 import ctypes, re, sys, threading
-from router.process import use_one_heap
+from router.app.process import use_one_heap
 
 if "one" in sys.argv:
     use_one_heap()
@@ -46,7 +46,7 @@ def _in_heap(how: str) -> int:
 _GIVE_BACK = """
 import ctypes
 from pathlib import Path
-from router.process import give_back, use_one_heap
+from router.app.process import give_back, use_one_heap
 
 def resident_mib():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from indexer import IndexerConfig, KvIndexer, StreamState
-from router.outcomes import ACCESS_LOG, REPORT, RESPONSE, Echoes
-from router.rates import RateParameters
+from router.feedback.lifecycle import ACCESS_LOG, REPORT, RESPONSE, Echoes
+from router.inflight.rates import RateParameters
 from tests.unit.router_support import (
     TINY,
     TOKENIZER,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.cost import CREDIT, PRICE, least_cost_first
-from router.decision import Ranking, reason_for
+from router.picking.cost import CREDIT, PRICE, least_cost_first
+from router.picking.decision import Ranking, reason_for
 
 
 def ranking(*pods: tuple[float, int, int], seed: int = 1) -> Ranking:

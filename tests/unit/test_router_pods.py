@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL, RANKS_LABEL, EventDefaults
-from router.candidates import ASLEEP, lineup_for
 from router.errors import NoEndpointError, RequestError
-from router.pod_watch import judge, next_probe_s, pod_stream
-from router.pods import NOT_READY_THERE, NOT_TOLD, EventSources, Pod, PodSet
-from router.probe import ProbeResult, served_models
+from router.picking.candidates import ASLEEP, lineup_for
+from router.pods.pod_set import NOT_READY_THERE, NOT_TOLD, EventSources, Pod, PodSet
+from router.pods.probe import ProbeResult, served_models
+from router.pods.watch import judge, next_probe_s, pod_stream
 from tests.unit.pricing_support import load
 from tests.unit.router_support import TINY, completion, entry, ready_pod
 

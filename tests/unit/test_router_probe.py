@@ -11,8 +11,8 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 import pytest
 
 from indexer.pod_entry import ADMIN_PORT_LABEL
-from router.pods import metrics_page
-from router.probe import HttpGetter, Prober, ProbeResult
+from router.pods.pod_set import metrics_page
+from router.pods.probe import HttpGetter, Prober, ProbeResult
 from tests.unit.router_support import entry
 from tests.unit.test_router_scrape import PAGE, TRTLLM
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from indexer.reconcile import EngineReading
-from router.dispatch import Dispatch
-from router.ledger import Ledger, LedgerParameters
-from router.outcomes import REPORT, EngineWatch
-from router.rates import Lesson
+from indexer.audit.engine_counters import EngineReading
+from router.feedback.lifecycle import REPORT, EngineWatch
+from router.inflight.dispatch import Dispatch
+from router.inflight.ledger import Ledger, LedgerParameters
+from router.inflight.rates import Lesson
 from tests.unit.router_support import Bench, completion, long_text, ready_pod
 
 A = "10.0.0.1:8000"

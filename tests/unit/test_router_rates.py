@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.board import PodBoard
-from router.rates import Lesson, PrefillRates, RateParameters
+from router.inflight.rates import Lesson, PrefillRates, RateParameters
+from router.pods.load_table import PodBoard
 from tests.unit.pricing_support import load
 
 PARAMETERS = RateParameters(

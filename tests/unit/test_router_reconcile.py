@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from router.outcomes import RESPONSE, Reconciler
-from router.pods import Pod
-from router.scrape import EngineLoad
+from router.feedback.lifecycle import RESPONSE, Reconciler
+from router.pods.engine_load import EngineLoad
+from router.pods.pod_set import Pod
 from tests.unit.router_support import Bench, completion, long_text, ready_pod
 
 A = ready_pod("10.0.0.1:8000")

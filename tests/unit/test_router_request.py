@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.errors import RequestError
-from router.parsers import http_request
-from router.request import RequestKind, too_large
+from router.prompts.parsers import http_request
+from router.prompts.request import RequestKind, too_large
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.ext_proc_response import UsageReader
+from router.doors.ext_proc_response import UsageReader
 
 USAGE = b'{"id":"x","usage":{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":7}}}'
 EVENTS = (

@@ -13,8 +13,8 @@ import pytest
 from indexer import StreamState
 from indexer.errors import TokenError
 from router.errors import RequestError, SaturatedError
-from router.request import RequestKind, RouteRequest
-from router.scrape import EngineLoad, LoraLoad
+from router.pods.engine_load import EngineLoad, LoraLoad
+from router.prompts.request import RequestKind, RouteRequest
 from tests.unit.router_support import TINY, TOKENIZER, Bench, completion, long_text, ready_pod
 
 A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")

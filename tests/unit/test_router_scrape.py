@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, Info, generate_latest
 
-from router.scrape import EngineLoad, EnginePage, LoraLoad
+from router.pods.engine_load import EngineLoad, EnginePage, LoraLoad
 
 
 def engine_load(page: bytes, now_s: float) -> EngineLoad | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from router.decision import Decision
-from router.outcomes import REPORT
-from router.sessions import Sessions, session_of
+from router.feedback.lifecycle import REPORT
+from router.picking.decision import Decision
+from router.picking.sessions import Sessions, session_of
 from tests.unit.router_support import Bench, completion, ready_pod
 
 A, B = ready_pod("10.0.0.1:8000", model="m"), ready_pod("10.0.0.2:8000", model="m")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from router.metrics import StateCollector
+from router.observe.metrics import StateCollector
 from tests.unit.pricing_support import load
 from tests.unit.router_support import Bench, ready_pod
 

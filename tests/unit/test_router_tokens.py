@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers
 
 from router.errors import ConfigError, RequestError
-from router.parsers import http_request
-from router.prompt_tokens import MEDIA, PromptTokens
-from router.remote_tokenizers import read_rendered
-from router.request import RequestKind, RouteRequest
-from router.tokens import TokenizeOptions, TokenizerRegistry
+from router.prompts.parsers import http_request
+from router.prompts.prompt_tokens import MEDIA, PromptTokens
+from router.prompts.remote_tokenizers import read_rendered
+from router.prompts.request import RequestKind, RouteRequest
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 from tests.unit.media_support import CASES, answer
 from tests.unit.router_support import TINY, TOKENIZER, completion
 from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenIds
-from tokenization.openai_prompts import chat_prompt
+from tokenization.prompts import chat_prompt
 
 
 class BrokenTokenizer(PromptTokenizer):

@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as pb_grpc
 
 from router.errors import ConfigError, RequestError
-from router.traces import Traces
+from router.observe.tracing import Traces
 from tests.unit.router_support import Bench, completion, long_text, ready_pod
 
 A = ready_pod("10.0.0.1:8000")

@@ -1,4 +1,4 @@
-"""model_server.sampler and the draw: the quick ways find what the plain definitions say."""
+"""model_server.worker.sampler and the draw: the quick ways find what the plain definitions say."""
 
 from functools import partial
 
@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model_server.draw import CHUNK, draw, weigh
 from model_server.requests import SamplingParams
-from model_server.sampler import SamplingRow, left_of_all, left_of_best, sample, uniform
+from model_server.worker.draw import CHUNK, draw, weigh
+from model_server.worker.sampler import SamplingRow, left_of_all, left_of_best, sample, uniform
 from tests.support.depth import examples
 
 VOCAB_SIZE = 1000
@@ -93,12 +93,12 @@ def test_the_token_drawn_is_the_full_sorts(rows: list[SamplingParams], seed: int
     drawn = []
     for candidates, at_once in ((VOCAB_SIZE + 1, 1 << 20), (2, 1 << 20), (256, VOCAB_SIZE)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("model_server.sampler.CANDIDATES", candidates)
+            patch.setattr("model_server.worker.sampler.CANDIDATES", candidates)
             patch.setattr(
-                "model_server.sampler.left_of_best",
+                "model_server.worker.sampler.left_of_best",
                 partial(left_of_best, candidates=min(candidates, VOCAB_SIZE)),
             )
-            patch.setattr("model_server.sampler.LOGITS_AT_ONCE", at_once)
+            patch.setattr("model_server.worker.sampler.LOGITS_AT_ONCE", at_once)
             drawn.append(sample(logits.clone(), asked))
     assert drawn[0] == drawn[1] == drawn[2] == sample(logits.clone(), asked)
 
@@ -124,7 +124,7 @@ def test_the_ends_of_any_vocabulary_are_reached(
     monkeypatch: pytest.MonkeyPatch, size: int, extreme: float
 ) -> None:
     """The least draw chooses the first token and the greatest the last, in vocabularies of any length."""
-    monkeypatch.setattr("model_server.sampler.uniform", lambda seed, position: extreme)
+    monkeypatch.setattr("model_server.worker.sampler.uniform", lambda seed, position: extreme)
     row = SamplingRow(SamplingParams(max_tokens=1), 1, 0)
     assert sample(torch.zeros(1, size), [row]) == [size - 1 if extreme else 0]
 

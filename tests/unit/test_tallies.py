@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from indexer.tallies import Tallies
+from common.counters import Tallies
 
 BOUNDS = (0.1, 1, 2.5)
 labels = st.tuples(st.sampled_from("ab"), st.sampled_from("xy"))

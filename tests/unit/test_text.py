@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_server.generation import StopStrings, TextAssembler
+from model_server.openai.generation import StopStrings, TextAssembler
 from model_server.requests import FinishReason, TokenOutput
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 

@@ -21,8 +21,8 @@ from tokenization import (
     PromptTooLongError,
     TokenizerLoadError,
 )
-from tokenization.chat_template import ChatTemplate
-from tokenization.openai_prompts import PromptLimits, chat_prompt, completion_prompts
+from tokenization.prompts import PromptLimits, chat_prompt, completion_prompts
+from tokenization.templates.chat_template import ChatTemplate
 
 TINY = PromptTokenizer.from_directory(TINY_DIRECTORY)
 CONVERSATION = [

@@ -28,7 +28,7 @@ LOAD = """
 import sys, time
 from pathlib import Path
 from tokenization import PromptTokenizer, TokenizerLoadError
-from tokenization.template_files import hub_directory
+from tokenization.templates.files import hub_directory
 time.sleep = lambda _seconds: None  # the Hub's client pauses between its attempts, 23 s in all
 try:
     directory = hub_directory(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

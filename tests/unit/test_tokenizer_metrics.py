@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer, normalizers
 
-from router.metrics import TokenizerCollector
+from router.observe.metrics import TokenizerCollector
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 

@@ -16,7 +16,7 @@ _GIVEN = (
 
 def test_every_reason_is_documented() -> None:
     """A reason that the code gives stands in the operator's guide, and the guide names no other."""
-    sources = [path.read_text("utf-8") for path in (ROOT / "router").glob("*.py")]
+    sources = [path.read_text("utf-8") for path in (ROOT / "router").rglob("*.py")]
     given = {name for text in sources for form in _GIVEN for name in re.findall(form, text, re.MULTILINE)}
     assert {"unsupported_prompt", "tokenize_deadline", "too_many_prompts", "media", "no_model"} <= given
     guide = (ROOT / "docs/operations.md").read_text("utf-8")

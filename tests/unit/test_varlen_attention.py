@@ -9,8 +9,8 @@ import torch
 from model_server.attention import KvLayout, SdpaAttention, Span, new_attention
 from model_server.attention import varlen as varlen_module
 from model_server.attention.varlen import VarlenAttention, varlen_fault
+from model_server.model.weights import load_checkpoint
 from model_server.shapes import kv_groups, undivided
-from model_server.weights import load_checkpoint
 from tests.unit.model_support import BLOCK_TOKENS, CPU, reference_logits, save_reference, step, text_of
 from tests.unit.varlen_support import kernel_in_plain_torch, needs_cuda
 

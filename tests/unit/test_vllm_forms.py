@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from router.parsers import http_request
-from router.tokens import TokenizerRegistry
+from router.prompts.parsers import http_request
+from router.prompts.tokenizers import TokenizerRegistry
 from tests.unit.tokenizer_support import tokenizer_for
 from tokenization import PromptError, UnsupportedPromptError
-from tokenization.chat_template import ChatTemplate
-from tokenization.openai_prompts import chat_prompt
+from tokenization.prompts import chat_prompt
+from tokenization.templates.chat_template import ChatTemplate
 
 BY_PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
 SHOWN = (

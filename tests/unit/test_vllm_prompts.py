@@ -16,10 +16,10 @@ from tokenizers import AddedToken, Tokenizer, processors
 
 from tests.unit.tokenizer_support import SPECIAL, tekken
 from tokenization import TINY_DIRECTORY, PromptTokenizer, UnsupportedPromptError
-from tokenization.anthropic_messages import messages_as_chat
-from tokenization.chat_template import ChatTemplate
-from tokenization.openai_prompts import PromptLimits, chat_prompt, completion_prompts
-from tokenization.openai_responses import responses_as_chat
+from tokenization.apis.anthropic import messages_as_chat
+from tokenization.apis.responses import responses_as_chat
+from tokenization.prompts import PromptLimits, chat_prompt, completion_prompts
+from tokenization.templates.chat_template import ChatTemplate
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "vllm_0_32_prompts.json").read_text("utf-8"))
 TEKKEN = str(files("mistral_common.data").joinpath("tekken_240911.json"))

@@ -11,7 +11,7 @@ from transformers.utils import sentencepiece_model_pb2_new as sentencepiece
 
 from benchmarks.large_vocabulary import REGEXES, TEKKEN, byte_level
 from tokenization import TINY_DIRECTORY, PromptTokenizer
-from tokenization.chat_template import ChatTemplate
+from tokenization.templates.chat_template import ChatTemplate
 
 SPECIAL = ("<s>", "</s>", "[INST]", "[/INST]", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 

@@ -14,8 +14,8 @@ import pytest
 
 from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
-from indexer.service import IndexerServer
-from indexer.view_exports import ViewExports
+from indexer.service.grpc_server import IndexerServer
+from indexer.streams.view_export import ViewExports
 from tests.wire.engine_publisher import DEADLINE_S
 from tests.wire.subscribe_support import Watched
 

@@ -11,8 +11,8 @@ from typing import Any
 import msgpack
 import zmq
 
-from model_server.events import BlockRemoved
-from model_server.publish import KVEventPublisher, KVEventsConfig
+from model_server.kv_events.events import BlockRemoved
+from model_server.kv_events.publisher import KVEventPublisher, KVEventsConfig
 
 DEADLINE_MS = 300_000
 END = b"\xff" * 8

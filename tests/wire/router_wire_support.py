@@ -15,14 +15,14 @@ import grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
-from router.access_log import AccessLogDoor
-from router.body_guard import BodyGuard
-from router.check import CheckDoor
-from router.ext_proc import ExtProcDoor, ExtProcOptions
-from router.ext_proc_forms import OwnForm
+from router.doors.access_log import AccessLogDoor
+from router.doors.ext_authz import CheckDoor
+from router.doors.ext_proc import ExtProcDoor, ExtProcOptions
+from router.doors.ext_proc_forms import OwnForm
+from router.doors.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE
+from router.doors.pick import PickDoor
 from router.h2 import GrpcServer
-from router.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE
-from router.pick_service import PickDoor
+from router.prompts.body_guard import BodyGuard
 from tests.unit.router_support import Bench
 
 TIMEOUT_S = 300.0

@@ -13,7 +13,7 @@ from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
 
 from indexer import PodMatches
-from router.outcomes import Heard
+from router.feedback.lifecycle import Heard
 from tests.unit.router_support import Bench, completion, ready_pod
 from tests.wire.router_wire_support import TIMEOUT_S, Doors, doors
 

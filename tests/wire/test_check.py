@@ -11,7 +11,7 @@ from envoy.service.auth.v3 import external_auth_pb2_grpc as pb_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.ext_proc import ExtProcOptions
+from router.doors.ext_proc import ExtProcOptions
 from tests.support.depth import examples
 from tests.unit.router_support import TINY, Bench, long_text, ready_pod
 from tests.wire.router_wire_support import TIMEOUT_S, Doors, doors

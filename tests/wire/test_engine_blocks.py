@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 
 from indexer import StreamState
-from indexer.index import PrefixEnd
-from router.decision import Decision
+from indexer.index.contract import PrefixEnd
+from router.picking.decision import Decision
 from tests.unit.router_support import TINY, Bench, PlainIndex, completion, ready_pod
 from tests.wire.engine_publisher import EnginePublisher, stored, wait_until
 from tests.wire.subscribe_support import Watched, stream

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from router.ext_proc import ExtProcOptions
+from router.doors.ext_proc import ExtProcOptions
 from tests.unit.router_support import TINY, Bench, long_text, ready_pod
 from tests.wire.router_wire_support import (
     body,

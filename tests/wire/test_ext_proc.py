@@ -10,8 +10,8 @@ import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from google.protobuf import json_format
 
-from router.ext_proc import ExtProcOptions
-from router.ext_proc_messages import BodyMode
+from router.doors.ext_proc import ExtProcOptions
+from router.doors.ext_proc_messages import BodyMode
 from tests.unit.router_support import TINY, Bench, ready_pod
 from tests.wire.router_wire_support import body, doors, headers, set_headers, streamed_bytes
 

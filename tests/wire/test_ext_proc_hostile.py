@@ -15,12 +15,12 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.body_guard import BodyGuard
-from router.ext_proc import ExtProcOptions
-from router.ext_proc_forms import LlmdForm, OwnForm
-from router.ext_proc_messages import BodyMode
-from router.parsers import Parsers
-from router.resources import RewriteRules
+from router.config.resources import RewriteRules
+from router.doors.ext_proc import ExtProcOptions
+from router.doors.ext_proc_forms import LlmdForm, OwnForm
+from router.doors.ext_proc_messages import BodyMode
+from router.prompts.body_guard import BodyGuard
+from router.prompts.parsers import Parsers
 from tests.support.depth import examples
 from tests.unit.router_support import TINY, Bench, ready_pod
 from tests.wire.router_wire_support import (

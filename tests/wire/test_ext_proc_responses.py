@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from router.ext_proc import ExtProcOptions
-from router.ext_proc_messages import BodyMode
+from router.doors.ext_proc import ExtProcOptions
+from router.doors.ext_proc_messages import BodyMode
 from tests.unit.router_support import TINY, Bench, long_text, ready_pod
 from tests.wire.router_wire_support import (
     Doors,

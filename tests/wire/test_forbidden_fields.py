@@ -7,9 +7,9 @@ import json
 import grpc
 import pytest
 
-from router.body_guard import BodyGuard
-from router.envoy_headers import GATEWAY_ONLY_HEADERS
-from router.ext_proc_messages import BodyMode
+from router.doors.ext_proc_messages import BodyMode
+from router.doors.headers import GATEWAY_ONLY_HEADERS
+from router.prompts.body_guard import BodyGuard
 from tests.unit.router_support import TINY, Bench, ready_pod
 from tests.wire.router_wire_support import (
     body,

@@ -8,7 +8,7 @@ import socket
 import pytest
 from prometheus_client import CollectorRegistry
 
-from indexer.repeated_log import REPEATED_EVENTS
+from common.repeated_log import REPEATED_EVENTS
 from router.h2.server import GrpcServer
 
 CLIENTS = 50

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from router.decision import Decision
-from router.request import RequestKind, api_request
-from router.tokens import TokenizeOptions, TokenizerRegistry
+from router.picking.decision import Decision
+from router.prompts.request import RequestKind, api_request
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 from tests.unit.image_support import image_part, write_model
 from tests.unit.media_support import BLOCK_TOKENS, CASES, agreeing_blocks, answer, engine_hashes, payloads
 from tests.unit.router_support import Bench, ready_pod

@@ -19,8 +19,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from indexer import ListenError
 from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
-from indexer.cli import main
-from indexer.service import IndexerServer
+from indexer.service.cli import main
+from indexer.service.grpc_server import IndexerServer
 from tests.wire.engine_publisher import DEADLINE_S, EnginePublisher, stored, wait_until
 from tests.wire.inbox_support import ConnectedEngine
 from tests.wire.subscribe_support import MODEL, OTHER, POD, ROOT, TOKENS, Watched, block, started, stream

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from indexer.config import IndexerConfig
-from indexer.peer_service import PeerIdentity
-from router.replicas import follow
-from router.replicas.follow import Followers, Peer
-from router.replicas.journal import LEDGER_SERVICE, Journal, LedgerDoor
-from router.replicas.news import FOLLOW, FollowRequest, News, Sent, news_messages
+from indexer.peers.service import PeerIdentity
+from router.feedback import follower as follow
+from router.feedback.change_log import LEDGER_SERVICE, Journal, LedgerDoor
+from router.feedback.follower import Followers, Peer
+from router.feedback.messages import FOLLOW, FollowRequest, News, Sent, news_messages
 from tests.loopback import HERE, free_port
 from tests.unit.test_replicas import KEYS, ONE
 from tests.unit.test_replicas import Teller as Told

@@ -6,7 +6,7 @@ import time
 
 import zmq
 
-from indexer.follower import close_subscription, subscription
+from indexer.streams.dialled import close_subscription, subscription
 from tests.wire.engine_publisher import wait_until
 
 MESSAGE_BYTES = 1 << 20

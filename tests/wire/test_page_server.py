@@ -12,8 +12,8 @@ import pytest
 import urllib3
 from prometheus_client import CollectorRegistry
 
-from indexer.page_server import CONNECTIONS_MAX
-from router.debug_pages import DebugServer, MetricsAuth, Page
+from common.page_server import CONNECTIONS_MAX
+from router.app.debug_pages import DebugServer, MetricsAuth, Page
 
 TIMEOUT_S = 300.0
 

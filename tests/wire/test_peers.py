@@ -12,8 +12,10 @@ import grpc
 import pytest
 import trustme
 
-from indexer import StreamState, peer_service, recovery
-from indexer.tls import server_credentials
+from common.tls import server_credentials
+from indexer import StreamState
+from indexer.peers import service as peer_service
+from indexer.streams import recovery
 from tests.loopback import free_port
 from tests.wire.engine_publisher import DEADLINE_S, EnginePublisher, removed, stored, wait_until
 from tests.wire.peer_support import (

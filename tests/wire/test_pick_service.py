@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from router._pb import endpoint_picker_pb2 as pb
 from router._pb import endpoint_picker_pb2_grpc as pb_grpc
+from router.doors.pick import route_request
 from router.errors import RequestError
-from router.pick_service import route_request
 from tests.unit.router_support import TINY, TOKENIZER, Bench, long_text, ready_pod
 from tests.wire.router_wire_support import TIMEOUT_S, Doors, doors
 

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from model_server.errors import ConfigError
-from model_server.publish import EndpointError, KVEventPublisher, KVEventsConfig, binds
+from model_server.kv_events.publisher import EndpointError, KVEventPublisher, KVEventsConfig, binds
 from tests.wire.publisher_support import (
     number_of,
     open_publisher,

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from router.body_guard import BodyGuard
-from router.ext_proc import ExtProcOptions
-from router.ext_proc_forms import LlmdForm
-from router.ext_proc_messages import BodyMode
-from router.parsers import DEFAULT_PARSERS, Parsers
-from router.resources import RewriteRule, RewriteRules
+from router.config.resources import RewriteRule, RewriteRules
+from router.doors.ext_proc import ExtProcOptions
+from router.doors.ext_proc_forms import LlmdForm
+from router.doors.ext_proc_messages import BodyMode
+from router.prompts.body_guard import BodyGuard
+from router.prompts.parsers import DEFAULT_PARSERS, Parsers
 from tests.unit.router_support import TINY, Bench, ready_pod
 from tests.wire.router_wire_support import (
     Doors,

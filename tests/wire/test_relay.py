@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from indexer import PodStream, StreamState, relayed
+from indexer import PodStream, StreamState
+from indexer.streams import relayed
 from tests.contract.redis_server import RedisServer, running_redis
 from tests.loopback import free_port
 from tests.wire.engine_publisher import EnginePublisher, removed, stored, wait_until

@@ -7,8 +7,8 @@ import struct
 import pytest
 import zmq
 
-from model_server.publish import KVEventPublisher
-from model_server.replay import StepRing
+from model_server.kv_events.publisher import KVEventPublisher
+from model_server.kv_events.replay import StepRing
 from tests.wire.publisher_support import open_publisher, removed, replay, socket, wait_for
 
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from indexer import PodStream, StreamState, recovery
-from indexer.reconcile import EngineReading, Finding
+from indexer import PodStream, StreamState
+from indexer.audit.engine_counters import EngineReading, Finding
+from indexer.streams import recovery
 from tests.wire.engine_publisher import EnginePublisher, batch, removed, wait_until
 from tests.wire.snapshot_support import SnapshotServer, body
 from tests.wire.subscribe_support import POD, Watched, block, stream

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from indexer import StreamState, recovery
-from indexer.parity import DispatchedPrompt
+from indexer import StreamState
+from indexer.audit.mismatch_watch import DispatchedPrompt
+from indexer.streams import recovery
 from tests.wire.engine_publisher import EnginePublisher, removed, wait_until
 from tests.wire.subscribe_support import POD, Watched, block, stream
 

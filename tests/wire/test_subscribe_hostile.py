@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import pytest
 
-from indexer import PodStream, StreamState, follower
-from indexer.ingest import Ingest
-from indexer.view_parts import Outcome
+from indexer import PodStream, StreamState
+from indexer.streams import dialled as follower
+from indexer.streams.ingest import Ingest
+from indexer.views.view_parts import Outcome
 from tests.wire.engine_publisher import END, EnginePublisher, batch, wait_until
 from tests.wire.subscribe_support import OTHER, POD, Watched, block, stream
 

@@ -9,9 +9,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from router.remote_tokenizers import RenderTokenizer
-from router.request import RequestKind, RouteRequest
-from router.tokens import TokenizeOptions, TokenizerRegistry
+from router.prompts.remote_tokenizers import RenderTokenizer
+from router.prompts.request import RequestKind, RouteRequest
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 from tests.unit.media_support import CASES, answer
 from tests.unit.router_support import completion, ready_pod
 from tests.wire.render_support import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Renderer, running_renderer

@@ -17,17 +17,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import ConfigError, ListenError, RequestError
-from router.parsers import http_request
-from router.prompt_tokens import PromptTokens
-from router.request import RequestKind, RouteRequest
-from router.tokenizer_server import SERVICE, TokenizerServer
-from router.tokens import TokenizeOptions, TokenizerRegistry
+from router.prompts.parsers import http_request
+from router.prompts.prompt_tokens import PromptTokens
+from router.prompts.request import RequestKind, RouteRequest
+from router.prompts.tokenizer_server import SERVICE, TokenizerServer
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 from tests.unit.image_support import image_part, write_model
 from tests.unit.router_support import TOKENIZER, completion
 from tokenization import TINY_DIRECTORY
-from tokenization.anthropic_messages import messages_as_chat
-from tokenization.openai_prompts import chat_prompt
-from tokenization.openai_responses import responses_as_chat
+from tokenization.apis.anthropic import messages_as_chat
+from tokenization.apis.responses import responses_as_chat
+from tokenization.prompts import chat_prompt
 
 MODEL = "m"
 DEADLINE_S = 300.0
@@ -147,7 +147,7 @@ def test_images_come_through_with_their_names(socket: Path, tmp_path: Path) -> N
 
 def test_a_restart_costs_only_the_requests_meanwhile(registry: TokenizerRegistry, socket: Path) -> None:
     """Without the process requests go by load, with their reason; a new one, even after a kill, is found."""
-    run = "import sys; from router.cli import main; sys.exit(main(sys.argv[1:]))"
+    run = "import sys; from kvroute.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", run, "tokenizer", "--socket", str(socket)]
     command += ["--model", f"{MODEL}={TINY_DIRECTORY}"]
     assert registry.prompt_tokens(chat(), MODEL).degraded == "tokenizer_unavailable"

@@ -1,5 +1,5 @@
 {{/* Envoy's bootstrap. What the local stack's Envoy has, too, comes from files/envoy.json, which tests/chart writes from
-     router/local/envoy.yaml; a cluster's addresses, several routers, probes and metrics are added here. */}}
+     kvroute/envoy.yaml; a cluster's addresses, several routers, probes and metrics are added here. */}}
 
 {{- define "kvroute.envoy.bootstrap" -}}
 {{- $parts := .Files.Get "files/envoy.json" | fromJson -}}

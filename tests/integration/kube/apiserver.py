@@ -23,7 +23,7 @@ import yaml
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
-from router.local import tether
+from kvroute import parent_death
 from tests.loopback import free_ports
 
 _ISSUER = "https://kubernetes.default.svc"
@@ -262,7 +262,7 @@ class ApiServer:
 
 def _tied(program: str) -> list[str]:
     """The command of a program that ends with us, however we end."""
-    return [sys.executable, tether.__file__, str(os.getpid()), program]
+    return [sys.executable, parent_death.__file__, str(os.getpid()), program]
 
 
 def _end(process: subprocess.Popen[bytes], *, kill: bool) -> None:

@@ -14,9 +14,9 @@ import grpc
 
 from router._pb import endpoint_picker_pb2 as pb
 from router._pb import endpoint_picker_pb2_grpc as pb_grpc
-from router.kube.config import LLMD_GROUP, OLD_GROUP, POOL_GROUP, KubeConfig
-from router.kube.problems import Reason
-from router.server import RouterServer
+from router.app.server import RouterServer
+from router.config.kube import LLMD_GROUP, OLD_GROUP, POOL_GROUP, KubeConfig
+from router.pods.kube.problems import Reason
 from tests.integration.kube.apiserver import ApiServer
 from tests.integration.router_server_support import FakePod, get, running_router
 

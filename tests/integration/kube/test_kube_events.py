@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from router.errors import ClusterError
-from router.kube.client import KubeClient
-from router.kube.problems import EventPoster, Reason
+from router.pods.kube.client import KubeClient
+from router.pods.kube.problems import EventPoster, Reason
 from tests.integration.kube.kube_support import Namespace, eventually
 
 

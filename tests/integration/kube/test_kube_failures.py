@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-import router.kube.source
-from router.kube.client import Kind, KubeClient, WatchStream
-from router.kube.problems import Reason
-from router.server import RouterServer
+import router.pods.kube.source
+from router.app.server import RouterServer
+from router.pods.kube.client import Kind, KubeClient, WatchStream
+from router.pods.kube.problems import Reason
 from tests.integration.kube.kube_support import (
     Namespace,
     Picker,
@@ -163,7 +163,7 @@ def test_a_version_that_is_gone_means_a_new_list(
     own_namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server's 410 Gone, after etcd dropped its history, is answered with a list, and is no problem."""
-    monkeypatch.setattr(router.kube.source, "KubeClient", _Forgetful)
+    monkeypatch.setattr(router.pods.kube.source, "KubeClient", _Forgetful)
     own_namespace.pool()
     one = own_namespace.pod("one")
     own_namespace.server.forget_history()

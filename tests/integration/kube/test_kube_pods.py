@@ -7,7 +7,7 @@ from contextlib import closing
 
 import numpy as np
 
-from router.server import RouterServer
+from router.app.server import RouterServer
 from tests.integration.kube.kube_support import Namespace, Picker, eventually_picked, kube_router
 from tests.integration.router_server_support import FakePod, get
 from tests.wire.engine_publisher import EnginePublisher, stored

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from router.kube import problems as problems_module
-from router.kube.config import OLD_GROUP, POOL_GROUP
-from router.kube.problems import Reason
-from router.server import RouterServer
+from router.app.server import RouterServer
+from router.config.kube import OLD_GROUP, POOL_GROUP
+from router.pods.kube import problems as problems_module
+from router.pods.kube.problems import Reason
 from tests.integration.kube.kube_support import (
     POOL,
     Namespace,

@@ -11,9 +11,9 @@ import grpc
 import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
-from router.kube import watch
-from router.kube.config import LLMD_GROUP, OLD_GROUP
-from router.server import RouterServer
+from router.app.server import RouterServer
+from router.config.kube import LLMD_GROUP, OLD_GROUP
+from router.pods.kube import reflector as watch
 from tests.integration.kube.kube_support import Namespace, Picker, eventually, kube_router
 from tests.integration.router_server_support import METRICS
 from tests.wire.router_wire_support import Stream, body, headers, streamed_bytes

@@ -1,0 +1,275 @@
+"""HTTP/1.1 server for pages: a listening socket and a coroutine that answers in, bounded connections out.
+
+One event loop on a thread of its own holds all connections, so idle and slow ones delay nobody. Each serves
+one GET or HEAD, bounded in size and time. Knows nothing of what pages show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from email.utils import formatdate
+from http import HTTPStatus
+from ssl import SSLContext
+from threading import Thread
+from typing import Any, TypeVar
+from urllib.parse import parse_qs, urlsplit
+
+import httptools
+
+from common.repeated_log import RepeatedLog
+
+_log = logging.getLogger(__name__)
+
+CONNECTIONS_MAX = 512
+_ACCEPTED_AT_ONCE = 16
+_RETRY_S = 1.0
+# A bearer token of a cluster is at most 16 KiB.
+_HEAD_BYTES_MAX = 24 << 10
+_HEAD_S, _SEND_S = 5.0, 10.0
+_SENDING_MAX = 16
+_THREADS, _WAITING_MAX = 8, 64
+_TEXT = "text/plain; charset=utf-8"
+
+_T = TypeVar("_T")
+_Connection = asyncio.Task[None]
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """Answer to a request."""
+
+    status: int
+    body: bytes
+    content_type: str = _TEXT
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """GET or HEAD of a page; header names are in lower case."""
+
+    path: str
+    query: Mapping[str, str]
+    headers: Mapping[str, str]
+
+
+class BusyError(Exception):
+    """Too many requests wait; the server answers 503."""
+
+
+class Lane:
+    """Threads for one kind of work that may block, with a bounded queue."""
+
+    def __init__(self, name: str) -> None:
+        self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=name)
+        self._waiting = 0
+
+    async def run(self, work: Callable[[], _T]) -> _T:
+        """Run `work` on a thread.
+
+        Raises:
+            BusyError: Too much waits already.
+        """
+        if self._waiting >= _WAITING_MAX:
+            raise BusyError
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+        finally:
+            self._waiting -= 1
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=True, cancel_futures=True)
+
+
+class PageServer:
+    """Serves from `start` on.
+
+    Args:
+        listener: Listening socket, closed with the server.
+        answer: Runs on the event loop, so blocking work belongs into a `Lane`.
+        tls: Gives the context for a new connection; None: plaintext.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        answer: Callable[[Request], Awaitable[Response]],
+        tls: Callable[[], SSLContext] | None = None,
+    ) -> None:
+        listener.setblocking(False)
+        self.port: int = listener.getsockname()[1]
+        self._listener, self._answer, self._tls = listener, answer, tls
+        self._connections: set[_Connection] = set()
+        # Oldest first: connections whose request is not complete, and those that are sent a response.
+        self._asking: dict[_Connection, None] = {}
+        self._sending: dict[_Connection, None] = {}
+        self._failures = RepeatedLog(_log)
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._run, name="pages", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End serving and free the port. Idempotent."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+        self._listener.close()
+        self._loop.close()
+
+    def _run(self) -> None:
+        # Errors of a connection outside of `_serve` are its client's doing.
+        self._loop.set_exception_handler(lambda _loop, context: _log.debug("%s", context))
+        self._loop.add_reader(self._listener, self._accept)
+        self._loop.run_forever()
+        self._loop.remove_reader(self._listener)
+        for connection in self._connections:
+            connection.cancel()
+        if self._connections:
+            self._loop.run_until_complete(asyncio.wait(set(self._connections)))
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                accepted, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError as error:
+                # Out of file descriptors, say: clients that wait are served when some are free again.
+                self._failures.event(
+                    "accept_failed", "accept", "port %d: cannot accept a connection: %s", self.port, error
+                )
+                self._loop.remove_reader(self._listener)
+                self._loop.call_later(_RETRY_S, self._loop.add_reader, self._listener, self._accept)
+                return
+            if len(self._connections) >= CONNECTIONS_MAX and not _cut_oldest(self._asking):
+                accepted.close()
+                continue
+            accepted.setblocking(False)
+            connection = self._loop.create_task(self._serve(accepted))
+            self._connections.add(connection)
+            self._asking[connection] = None
+            connection.add_done_callback(self._forget)
+
+    def _forget(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+        self._asking.pop(connection, None)
+        self._sending.pop(connection, None)
+
+    async def _serve(self, accepted: socket.socket) -> None:
+        connection: Any = asyncio.current_task()
+        reader = asyncio.StreamReader(_HEAD_BYTES_MAX)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        transport: Any = None
+        # Clients that went away, are too slow, or show no certificate.
+        with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
+            try:
+                async with asyncio.timeout(_HEAD_S):
+                    transport, _ = await self._loop.connect_accepted_socket(
+                        lambda: protocol, accepted, ssl=self._tls and self._tls()
+                    )
+                    request = await _read(reader)
+                self._asking.pop(connection, None)
+                response = await self._respond(request)
+                if len(self._sending) >= _SENDING_MAX:
+                    _cut_oldest(self._sending)
+                self._sending[connection] = None
+                async with asyncio.timeout(_SEND_S):
+                    writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
+                    writer.write(_head(response))
+                    if not request.is_head:
+                        writer.write(response.body)
+                    writer.close()
+                    await writer.wait_closed()
+            finally:
+                if transport is None:
+                    accepted.close()
+                else:
+                    transport.abort()
+
+    async def _respond(self, read: _Reading) -> Response:
+        if read.error is not None:
+            return _error(read.error)
+        try:
+            return await self._answer(read.request)
+        except BusyError:
+            return _error(HTTPStatus.SERVICE_UNAVAILABLE)
+        except Exception as error:
+            path = read.request.path[:100]
+            self._failures.event(
+                "page_failed", path, "page %s failed", path, level=logging.ERROR, error=error
+            )
+            return _error(HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+class _Reading:
+    def __init__(self, head: bytes) -> None:
+        self.request = Request("", {}, {})
+        self.error: HTTPStatus | None = None
+        self._url = b""
+        self._headers: dict[str, str] = {}
+        self._is_whole = False
+        parser = httptools.HttpRequestParser(self)
+        try:
+            # An offer to speak another protocol is not taken.
+            with suppress(httptools.HttpParserUpgrade):
+                parser.feed_data(head)
+            url = urlsplit(self._url.decode("latin-1"))
+            query = {name: values[-1] for name, values in parse_qs(url.query).items()}
+        except (httptools.HttpParserError, ValueError):
+            self.error = HTTPStatus.BAD_REQUEST
+            return
+        self.is_head = parser.get_method() == b"HEAD"
+        self.request = Request(url.path, query, self._headers)
+        if parser.get_method() not in (b"GET", b"HEAD"):
+            self.error = HTTPStatus.METHOD_NOT_ALLOWED
+        elif not self._is_whole:
+            self.error = HTTPStatus.BAD_REQUEST
+
+    is_head = False
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_message_complete(self) -> None:
+        self._is_whole = True
+
+
+async def _read(reader: asyncio.StreamReader) -> _Reading:
+    try:
+        return _Reading(await reader.readuntil(b"\r\n\r\n"))
+    except asyncio.LimitOverrunError:
+        too_large = _Reading(b"")
+        too_large.error = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+        return too_large
+
+
+def _error(status: HTTPStatus) -> Response:
+    return Response(status, f"{status.phrase}\n".encode())
+
+
+def _head(response: Response) -> bytes:
+    return (
+        f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}\r\n"
+        f"Server: kvroute\r\nDate: {formatdate(usegmt=True)}\r\nConnection: close\r\n"
+        f"Content-Type: {response.content_type}\r\nContent-Length: {len(response.body)}\r\n\r\n"
+    ).encode("latin-1")
+
+
+def _cut_oldest(connections: dict[_Connection, None]) -> bool:
+    oldest = next(iter(connections), None)
+    if oldest is None:
+        return False
+    del connections[oldest]
+    oldest.cancel()
+    return True

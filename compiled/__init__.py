@@ -1,1 +1,0 @@
-"""What compiles kernels, and where it keeps them; shared by router, indexer and model server."""

@@ -1,0 +1,1 @@
+"""Is the index right: speculation, mismatched tokens, the engines' own counters."""

@@ -1,0 +1,165 @@
+"""What pods will soon hold: the blocks of requests that were just sent to them.
+
+They lie in the index beside the confirmed blocks, in a tier of their own, one reference for each request.
+They save bursts of one fresh context, whose requests would else be sent anywhere but to the pod that
+computes it. Time comes in; this module knows when an assumption begins and ends, the index knows what it
+means.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TypeAlias
+
+from indexer.index.index import FlatIndex
+from indexer.index.tiers import SPECULATIVE_TIER
+from indexer.keys import Keys
+
+# When to look at which request, and a number that no other has.
+_Due: TypeAlias = tuple[float, int, Hashable]
+
+
+@dataclass(slots=True)
+class _Request:
+    renewed_s: float  # its TTL runs from here, or from the last sign of life of its pods
+    ends_s: float  # its end in any case: the hard cap, or the grace after it was settled
+    assumed: dict[str, Keys] = field(default_factory=dict)  # blocks, by pod
+
+
+class Speculation:
+    """Blocks that are assumed, by the requests that they are assumed for. Thread-safe.
+
+    Callers tell requests apart by their ids: a client's own, which it may use again, does not.
+
+    An assumption ends when an event confirms its last block (an engine stores a prompt's blocks in order),
+    shortly after its request is settled, or, as a safety net for requests of which nothing is heard any more,
+    when its TTL is over. While a request waits for its first token the TTL starts again whenever its pod
+    stores a block: it works off its queue. The hard cap ends it anyway.
+    """
+
+    def __init__(self, index: FlatIndex, *, ttl_s: float, max_s: float, max_entries: int) -> None:
+        self._index = index
+        self._ttl_s = ttl_s  # of an assumption without a sign of life
+        self._max_s = max_s
+        # Triples of (request, pod, block); beyond it the oldest requests' are dropped. 0: nothing is assumed.
+        self._max_entries = max_entries
+        self._lock = threading.Lock()
+        self._entries = 0
+        self._requests: dict[Hashable, _Request] = {}
+        # Of each pod: the last blocks that are assumed, and the requests that wait for them.
+        self._awaited: dict[str, dict[int, list[Hashable]]] = {}
+        self._stored_s: dict[str, float] = {}
+        # A heap; a request's real deadline may have moved since, and it may be over.
+        self._due: list[_Due] = []
+        self._numbers = count()
+
+    def __len__(self) -> int:
+        return self._entries
+
+    def assume(self, request_id: Hashable, pod: str, keys: Keys, now_s: float) -> None:
+        """The request was sent to this pod; said again, its TTL starts again, with these blocks."""
+        if not len(keys) or not self._max_entries:
+            return
+        with self._lock:
+            if request_id in self._requests:
+                # If it was over, it begins anew.
+                self._expire(now_s)
+            request = self._requests.get(request_id)
+            if request is None:
+                request = self._requests[request_id] = _Request(now_s, now_s + self._max_s)
+                self._look_later(now_s + self._ttl_s, request_id)
+            request.renewed_s = now_s
+            self._release(request_id, request, pod)
+            request.assumed[pod] = keys
+            self._entries += len(keys)
+            self._awaited.setdefault(pod, {}).setdefault(int(keys[-1]), []).append(request_id)
+            self._index.add(pod, SPECULATIVE_TIER, keys)
+            if self._entries > self._max_entries:
+                self._expire(now_s)
+            while self._entries > self._max_entries:
+                self._end([next(iter(self._requests))])
+
+    def settle(self, request_id: Hashable, now_s: float, grace_s: float) -> None:
+        """The request got its first token, failed or ended; unknown requests are passed over."""
+        with self._lock:
+            request = self._requests.get(request_id)
+            if request is not None and now_s + grace_s < request.ends_s:
+                request.ends_s = now_s + grace_s
+                self._look_later(request.ends_s, request_id)
+
+    def stored(self, pod: str, keys: Sequence[int], now_s: float) -> None:
+        """The pod told that it holds these blocks: who waited for one as its last is confirmed."""
+        if pod not in self._awaited:
+            return
+        with self._lock:
+            awaited = self._awaited.get(pod)
+            if awaited is None:
+                return
+            self._stored_s[pod] = now_s
+            # Nearly always nobody waited: that is seen without making a set.
+            if awaited.keys().isdisjoint(keys):
+                return
+            self._end([each for key in awaited.keys() & keys for each in awaited[key]], pod)
+
+    def drop_pod(self, pod: str) -> None:
+        with self._lock:
+            awaited = self._awaited.get(pod, {})
+            self._end([each for requests in awaited.values() for each in requests], pod)
+
+    def expire(self, now_s: float) -> None:
+        # Without the lock, on a copy: an entry that is added meanwhile is not over yet.
+        first = self._due[:1]
+        if first and first[0][0] <= now_s:
+            with self._lock:
+                self._expire(now_s)
+
+    def _expire(self, now_s: float) -> None:
+        due: list[Hashable] = []
+        while self._due and self._due[0][0] <= now_s:
+            due.append(heapq.heappop(self._due)[2])
+        self._end([request_id for request_id in due if self._is_over(request_id, now_s)])
+
+    def _is_over(self, request_id: Hashable, now_s: float) -> bool:
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        if request.ends_s <= now_s:
+            return True
+        signs_s = [self._stored_s.get(pod, 0.0) for pod in request.assumed]
+        deadline_s = min(request.ends_s, max([request.renewed_s, *signs_s]) + self._ttl_s)
+        if deadline_s > now_s:
+            self._look_later(deadline_s, request_id)
+        return deadline_s <= now_s
+
+    def _look_later(self, due_s: float, request_id: Hashable) -> None:
+        heapq.heappush(self._due, (due_s, next(self._numbers), request_id))
+
+    def _end(self, request_ids: Iterable[Hashable], pod: str | None = None) -> None:
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            for each in tuple(request.assumed) if pod is None else (pod,):
+                self._release(request_id, request, each)
+            if not request.assumed:
+                del self._requests[request_id]
+
+    def _release(self, request_id: Hashable, request: _Request, pod: str) -> None:
+        keys = request.assumed.pop(pod, None)
+        if keys is None:
+            return
+        self._index.remove(pod, SPECULATIVE_TIER, keys)
+        self._entries -= len(keys)
+        awaited, last = self._awaited[pod], int(keys[-1])
+        waiting = awaited[last]
+        if len(waiting) > 1:
+            waiting.remove(request_id)
+            return
+        del awaited[last]
+        if not awaited:
+            del self._awaited[pod]
+            self._stored_s.pop(pod, None)

@@ -1,0 +1,1 @@
+"""Block to pods: layout, copies, names, match, update."""

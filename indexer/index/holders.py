@@ -1,0 +1,319 @@
+"""Kernels of the flat index: who holds a block, in which tiers, in how many copies.
+
+A slot has room for four holders; with the fifth they move to a row of bitsets, one for each tier. Copies of a
+block beyond the first are counted apart, by (slot, pod, tier): few have any.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from common.jit import inlined, kernel
+from indexer.index import layout
+from indexer.index.hash_table import behind, delete, hash_bits, home_of, insert
+from indexer.index.layout import HALF, LOW, NOTHING, ONE, FlatArrays
+
+
+@inlined
+def _which(slot: int, pod: int, tier: int) -> np.uint64:
+    return (np.uint64(slot) << np.uint64(20)) | (np.uint64(pod) << np.uint64(4)) | np.uint64(tier)
+
+
+@inlined
+def _find(arrays: FlatArrays, which: np.uint64) -> int:
+    """Return the place of an entry in `further`; -1: there is none."""
+    buckets = arrays.further_buckets
+    bits = hash_bits(which)
+    place = home_of(bits, buckets)
+    while buckets[place] != NOTHING:
+        if buckets[place] >> HALF == bits:
+            entry = np.int64(buckets[place] & LOW) - 1
+            if arrays.further[entry, 0] == which:
+                return entry
+        place = behind(place, buckets)
+    return -1
+
+
+@inlined
+def count_further(arrays: FlatArrays, slot: int, pod: int, tier: int) -> int:
+    """How many copies beyond the first there are."""
+    if arrays.counters[layout.FURTHER] == 0:
+        return 0
+    entry = _find(arrays, _which(slot, pod, tier))
+    return np.int64(arrays.further[entry, 1]) if entry >= 0 else 0
+
+
+@inlined
+def add_further(arrays: FlatArrays, slot: int, pod: int, tier: int, copies: int) -> None:
+    """Counts copies more; there must be room for one more entry."""
+    which = _which(slot, pod, tier)
+    entry = _find(arrays, which)
+    if entry < 0:
+        entry = _take_entry(arrays)
+        arrays.further[entry, 0] = which
+        arrays.further[entry, 1] = NOTHING
+        insert(arrays.further_buckets, hash_bits(which), entry + 1)
+    arrays.further[entry, 1] += np.uint64(copies)
+
+
+@inlined
+def drop_further(arrays: FlatArrays, slot: int, pod: int, tier: int) -> int:
+    """Counts a copy less; tells how many are left beyond the first, -1 if there were none."""
+    if arrays.counters[layout.FURTHER] == 0:
+        return -1
+    entry = _find(arrays, _which(slot, pod, tier))
+    if entry < 0:
+        return -1
+    left = np.int64(arrays.further[entry, 1]) - 1
+    arrays.further[entry, 1] = np.uint64(left)
+    if left == 0:
+        _give_entry(arrays, entry)
+    return left
+
+
+@kernel
+def forget_further(arrays: FlatArrays, slot: int, pod: int, tier: int) -> None:
+    """Drops all copies beyond the first."""
+    if arrays.counters[layout.FURTHER]:
+        entry = _find(arrays, _which(slot, pod, tier))
+        if entry >= 0:
+            _give_entry(arrays, entry)
+
+
+@inlined
+def _take_entry(arrays: FlatArrays) -> int:
+    counters = arrays.counters
+    counters[layout.FURTHER] += 1
+    entry = counters[layout.FURTHER_FREE]
+    if entry == layout.NO_SLOT:
+        entry = counters[layout.FURTHER_USED]
+        counters[layout.FURTHER_USED] = entry + 1
+    else:
+        counters[layout.FURTHER_FREE] = np.int64(arrays.further[entry, 1])
+    return entry
+
+
+@kernel
+def _give_entry(arrays: FlatArrays, entry: int) -> None:
+    delete(arrays.further_buckets, hash_bits(arrays.further[entry, 0]), entry + 1)
+    arrays.further[entry, 1] = np.uint64(arrays.counters[layout.FURTHER_FREE])
+    arrays.counters[layout.FURTHER_FREE] = entry
+    arrays.counters[layout.FURTHER] -= 1
+
+
+_WORD_BITS = np.uint64(63)
+# Each six bits in a row of this number are different, so that the upper six of a shifted one tell the shift
+# (Leiserson, Prokop, Randall: "Using de Bruijn sequences to index a 1 in a computer word", 1998).
+_DE_BRUIJN = np.uint64(0x03F7_9D71_B4CB_0A89)
+_PLACES = np.zeros(64, np.int64)
+for _place in range(64):
+    _PLACES[(int(_DE_BRUIJN) << _place & 0xFFFF_FFFF_FFFF_FFFF) >> 58] = _place
+
+
+@inlined
+def in_row(arrays: FlatArrays, slot: int) -> bool:
+    """Whether a slot's holders have moved to a row."""
+    return arrays.slots[slot, layout.LAST_HOLDER] == np.uint32(layout.IN_ROW)
+
+
+@inlined
+def lowest_bit(bits: np.uint64) -> int:
+    """Place of the lowest bit set; `bits` is not 0."""
+    return _PLACES[((bits & (~bits + ONE)) * _DE_BRUIJN) >> np.uint64(58)]
+
+
+@inlined
+def held_tiers(arrays: FlatArrays, slot: int, pod: int) -> int:
+    """A bit for each tier in which a pod holds the block."""
+    slots = arrays.slots
+    if in_row(arrays, slot):
+        row = np.int64(slots[slot, layout.HOLDER])
+        bit = np.uint64(pod) & _WORD_BITS
+        tiers = 0
+        for tier in range(arrays.counters[layout.TIERS_USED]):
+            if (arrays.rows[tier, row, pod >> 6] >> bit) & ONE != NOTHING:
+                tiers |= 1 << tier
+        return tiers
+    for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
+        holder = np.int64(slots[slot, column])
+        if holder & layout.POD_MASK == pod and holder >> layout.TIER_SHIFT != 0:
+            return (holder >> layout.TIER_SHIFT) & layout.TIER_MASK
+    return 0
+
+
+@inlined
+def hold(arrays: FlatArrays, slot: int, pod: int, tier: int, copies: int) -> None:
+    """Counts copies more of a block that has a slot."""
+    slots = arrays.slots
+    if tier >= arrays.counters[layout.TIERS_USED]:
+        arrays.counters[layout.TIERS_USED] = tier + 1
+    empty = -1
+    if not in_row(arrays, slot):
+        for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
+            holder = np.int64(slots[slot, column])
+            if holder >> layout.TIER_SHIFT == 0:
+                if empty < 0:
+                    empty = column
+            elif holder & layout.POD_MASK == pod:
+                _hold_again(arrays, slot, column, pod, tier, copies)
+                return
+        if empty >= 0:
+            holder = pod | (1 << (layout.TIER_SHIFT + tier))
+            if copies > 1:
+                holder |= 1 << (layout.FURTHER_SHIFT + tier)
+                add_further(arrays, slot, pod, tier, copies - 1)
+            slots[slot, empty] = np.uint32(holder)
+            arrays.pod_blocks[pod] += 1
+            return
+        _move_to_row(arrays, slot)
+    if held_tiers(arrays, slot, pod) == 0:
+        arrays.pod_blocks[pod] += 1
+    row = np.int64(slots[slot, layout.HOLDER])
+    bit = ONE << (np.uint64(pod) & _WORD_BITS)
+    if arrays.rows[tier, row, pod >> 6] & bit != NOTHING:
+        add_further(arrays, slot, pod, tier, copies)
+    else:
+        arrays.rows[tier, row, pod >> 6] |= bit
+        if copies > 1:
+            add_further(arrays, slot, pod, tier, copies - 1)
+
+
+@inlined
+def _hold_again(arrays: FlatArrays, slot: int, column: int, pod: int, tier: int, copies: int) -> None:
+    """Counts copies more for a pod that is among a slot's holders."""
+    holder = np.int64(arrays.slots[slot, column])
+    beyond_first = copies - 1
+    if (holder >> (layout.TIER_SHIFT + tier)) & 1:
+        beyond_first = copies
+    holder |= 1 << (layout.TIER_SHIFT + tier)
+    if beyond_first:
+        holder |= 1 << (layout.FURTHER_SHIFT + tier)
+        add_further(arrays, slot, pod, tier, beyond_first)
+    arrays.slots[slot, column] = np.uint32(holder)
+
+
+@kernel
+def _move_to_row(arrays: FlatArrays, slot: int) -> None:
+    slots = arrays.slots
+    counters = arrays.counters
+    row = counters[layout.ROW_FREE]
+    if row == layout.NO_SLOT:
+        row = counters[layout.ROWS_USED]
+        counters[layout.ROWS_USED] = row + 1
+    else:
+        counters[layout.ROW_FREE] = np.int64(arrays.rows[0, row, 0])
+        arrays.rows[0, row, 0] = NOTHING
+    counters[layout.ROWS] += 1
+    for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
+        holder = np.int64(slots[slot, column])
+        pod = holder & layout.POD_MASK
+        for tier in range(counters[layout.TIERS_USED]):
+            if (holder >> (layout.TIER_SHIFT + tier)) & 1:
+                arrays.rows[tier, row, pod >> 6] |= ONE << (np.uint64(pod) & _WORD_BITS)
+    slots[slot, layout.HOLDER] = np.uint32(row)
+    slots[slot, layout.LAST_HOLDER] = np.uint32(layout.IN_ROW)
+
+
+@inlined
+def release(arrays: FlatArrays, slot: int, pod: int, tier: int) -> int:
+    """Counts a copy less.
+
+    Returns:
+        -1: none was held; 0: further copies stay; 1: it was the last in this tier; 2: the slot has no holder
+        any more.
+    """
+    if (held_tiers(arrays, slot, pod) >> tier) & 1 == 0:
+        return -1
+    if in_row(arrays, slot):
+        if drop_further(arrays, slot, pod, tier) >= 0:
+            return 0
+        row = np.int64(arrays.slots[slot, layout.HOLDER])
+        arrays.rows[tier, row, pod >> 6] &= ~(ONE << (np.uint64(pod) & _WORD_BITS))
+        if held_tiers(arrays, slot, pod):
+            return 1
+        arrays.pod_blocks[pod] -= 1
+        return 2 if drop_empty_row(arrays, slot) else 1
+    for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
+        holder = np.int64(arrays.slots[slot, column])
+        if holder & layout.POD_MASK != pod or holder >> layout.TIER_SHIFT == 0:
+            continue
+        if (holder >> (layout.FURTHER_SHIFT + tier)) & 1:
+            if drop_further(arrays, slot, pod, tier) == 0:
+                arrays.slots[slot, column] = np.uint32(holder & ~(1 << (layout.FURTHER_SHIFT + tier)))
+            return 0
+        holder &= ~(1 << (layout.TIER_SHIFT + tier))
+        if (holder >> layout.TIER_SHIFT) & layout.TIER_MASK:
+            arrays.slots[slot, column] = np.uint32(holder)
+            return 1
+        arrays.slots[slot, column] = np.uint32(0)
+        arrays.pod_blocks[pod] -= 1
+        break
+    return 2 if is_unheld(arrays, slot) else 1
+
+
+@inlined
+def is_unheld(arrays: FlatArrays, slot: int) -> bool:
+    """Whether a slot that has no row has no holder."""
+    held = np.uint32(0)
+    for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
+        held |= arrays.slots[slot, column]
+    return held == np.uint32(0)
+
+
+@kernel
+def drop_empty_row(arrays: FlatArrays, slot: int) -> bool:
+    """Gives a row back if it has no holder."""
+    row = np.int64(arrays.slots[slot, layout.HOLDER])
+    for tier in range(arrays.counters[layout.TIERS_USED]):
+        for word in range(arrays.rows.shape[2]):
+            if arrays.rows[tier, row, word] != NOTHING:
+                return False
+    _give_row(arrays, slot)
+    return True
+
+
+@kernel
+def _give_row(arrays: FlatArrays, slot: int) -> None:
+    row = np.int64(arrays.slots[slot, layout.HOLDER])
+    arrays.rows[0, row, 0] = np.uint64(arrays.counters[layout.ROW_FREE])
+    arrays.counters[layout.ROW_FREE] = row
+    arrays.counters[layout.ROWS] -= 1
+    for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
+        arrays.slots[slot, column] = np.uint32(0)
+
+
+@kernel
+def drop_holders(arrays: FlatArrays, slot: int, only_gone: bool) -> bool:
+    """Takes away all holders, or those whose pods are gone; tells whether none is left."""
+    if in_row(arrays, slot):
+        row = np.int64(arrays.slots[slot, layout.HOLDER])
+        for word in range(arrays.rows.shape[2]):
+            held = NOTHING
+            for tier in range(arrays.counters[layout.TIERS_USED]):
+                held |= arrays.rows[tier, row, word]
+            while held != NOTHING:
+                bit = held & (~held + ONE)
+                held ^= bit
+                pod = (word << 6) + lowest_bit(bit)
+                if not only_gone or arrays.gone[pod]:
+                    _drop_from_row(arrays, slot, row, pod, bit)
+        return drop_empty_row(arrays, slot)
+    for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
+        holder = np.int64(arrays.slots[slot, column])
+        pod = holder & layout.POD_MASK
+        if holder >> layout.TIER_SHIFT and (not only_gone or arrays.gone[pod]):
+            for tier in range(arrays.counters[layout.TIERS_USED]):
+                if (holder >> (layout.FURTHER_SHIFT + tier)) & 1:
+                    forget_further(arrays, slot, pod, tier)
+            arrays.slots[slot, column] = np.uint32(0)
+            arrays.pod_blocks[pod] -= 1
+    return is_unheld(arrays, slot)
+
+
+@kernel
+def _drop_from_row(arrays: FlatArrays, slot: int, row: int, pod: int, bit: np.uint64) -> None:
+    for tier in range(arrays.counters[layout.TIERS_USED]):
+        if arrays.rows[tier, row, pod >> 6] & bit != NOTHING:
+            arrays.rows[tier, row, pod >> 6] &= ~bit
+            forget_further(arrays, slot, pod, tier)
+    arrays.pod_blocks[pod] -= 1

@@ -1,0 +1,301 @@
+"""Kernels of the flat index: how far each of many pods holds a chain, in one pass over its blocks.
+
+A pod's blocks are counted in intervals: it enters a tier at one block and leaves it at a later one, so that
+blocks where nothing changes cost nothing per pod. While many pods are in the race they are bitsets; when a
+block has no row, four at most are left, and followed one by one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.jit import inlined, kernel
+from indexer.index import layout
+from indexer.index.hash_table import find, use
+from indexer.index.holders import held_tiers, in_row, lowest_bit
+from indexer.index.layout import NOTHING, ONE, FlatArrays
+
+# Columns of a followed pod.
+_POD = 0
+_TIER = 1
+_SINCE = 2
+
+_WORD_BITS = np.uint64(63)
+
+
+class Scratch(NamedTuple):
+    """Memory of one match, made once; see `scratch`."""
+
+    racing: NDArray[np.uint64]  # uint64 [words]: the pods that hold all blocks so far
+    current: NDArray[np.uint64]  # uint64 [tiers, words]: those of them that are in this tier since some block
+    since: NDArray[np.int64]  # int64 [pods]: that block
+    sums: NDArray[np.int32]  # int32 [pods, tiers]: blocks counted so far
+    # int64 [HOLDERS, 3]: pods that are followed one by one, their tier, and since when.
+    followed: NDArray[np.int64]
+
+
+def scratch(rows: NDArray[np.uint64]) -> Scratch:
+    """Memory for matches on an index with such rows."""
+    tiers, _, words = rows.shape
+    return Scratch(
+        racing=np.zeros(words, np.uint64),
+        current=np.zeros((tiers, words), np.uint64),
+        since=np.zeros(words * 64, np.int64),
+        sums=np.zeros((words * 64, tiers), np.int32),
+        followed=np.zeros((layout.HOLDERS, 3), np.int64),
+    )
+
+
+@kernel
+def match_blocks(
+    arrays: FlatArrays,
+    memory: Scratch,
+    keys: NDArray[np.uint64],
+    pods: NDArray[np.int64],
+    chain: NDArray[np.int64],
+    counts: NDArray[np.int32],
+    blocks: NDArray[np.int32],
+) -> int:
+    """Counts the blocks of each pod's longest unbroken prefix, and uses those of the longest.
+
+    Args:
+        keys: uint64 [blocks].
+        pods: int64 [pods], their numbers; -1 for one that holds nothing.
+        chain: int64 [blocks or more], written: slots.
+        counts: int32 [pods, tiers], zeros, written: blocks by the best tier that holds them.
+        blocks: int32 [pods], written: their sums.
+
+    Returns:
+        Length of the longest prefix.
+    """
+    tiers = arrays.counters[layout.TIERS_USED]
+    # Nobody asked for uses no block.
+    longest = len(keys) if _line_up(memory, pods, tiers) else 0
+    # -1: the race is run in bitsets.
+    followers = -1
+    guess = np.int64(-1)
+    for place in range(longest):
+        slot = find(arrays, keys[place], guess)
+        if slot < 0:
+            longest = place
+            break
+        guess = slot + 1
+        chain[place] = slot
+        if followers >= 0:
+            followers = _follow(arrays, slot, place, memory, followers)
+        elif not in_row(arrays, slot):
+            followers = _begin_following(arrays, slot, place, memory, tiers)
+        elif not _all_in_best(arrays, slot, memory) and not _race(arrays, slot, place, memory, tiers):
+            followers = 0
+        if followers == 0:
+            longest = place
+            break
+    _finish(longest, memory, followers, tiers)
+    _write_sums(memory, pods, tiers, counts, blocks)
+    use(arrays, chain, longest)
+    return longest
+
+
+@inlined
+def _write_sums(
+    memory: Scratch,
+    pods: NDArray[np.int64],
+    tiers: int,
+    counts: NDArray[np.int32],
+    blocks: NDArray[np.int32],
+) -> None:
+    """Writes what was counted of each pod that was asked for."""
+    for place in range(len(pods)):
+        total = np.int32(0)
+        for tier in range(tiers):
+            if pods[place] >= 0:
+                counts[place, tier] = memory.sums[pods[place], tier]
+                total += memory.sums[pods[place], tier]
+        blocks[place] = total
+
+
+@inlined
+def _line_up(memory: Scratch, pods: NDArray[np.int64], tiers: int) -> bool:
+    """Begins a race; tells whether anybody takes part."""
+    anybody = False
+    for word in range(len(memory.racing)):
+        memory.racing[word] = NOTHING
+        for tier in range(tiers):
+            memory.current[tier, word] = NOTHING
+    for place in range(len(pods)):
+        pod = pods[place]
+        if pod >= 0:
+            anybody = True
+            memory.racing[pod >> 6] |= ONE << (np.uint64(pod) & _WORD_BITS)
+            for tier in range(tiers):
+                memory.sums[pod, tier] = 0
+    return anybody
+
+
+@inlined
+def _all_in_best(arrays: FlatArrays, slot: int, memory: Scratch) -> bool:
+    """Whether all pods in the race held the last block in the best tier, and hold this one there."""
+    row = np.int64(arrays.slots[slot, layout.HOLDER])
+    others = NOTHING
+    for word in range(len(memory.racing)):
+        racing = memory.racing[word]
+        others |= racing & ~(memory.current[0, word] & arrays.rows[0, row, word])
+    return others == NOTHING
+
+
+@inlined
+def _race(arrays: FlatArrays, slot: int, place: int, memory: Scratch, tiers: int) -> bool:
+    """Notes which pods leave the race at this block, and which of the others hold it in another tier.
+
+    Returns:
+        Whether any is left.
+    """
+    row = np.int64(arrays.slots[slot, layout.HOLDER])
+    left_any = NOTHING
+    for word in range(len(memory.racing)):
+        racing = memory.racing[word]
+        if racing & ~(memory.current[0, word] & arrays.rows[0, row, word]):
+            racing = _change_tiers(arrays, row, word, place, memory, tiers)
+        left_any |= racing
+    return left_any != NOTHING
+
+
+@inlined
+def _change_tiers(
+    arrays: FlatArrays, row: int, word: int, place: int, memory: Scratch, tiers: int
+) -> np.uint64:
+    """Of 64 pods not all of which hold the last block and this one in the best tier: tells who is left."""
+    racing = memory.racing[word]
+    held = NOTHING
+    for tier in range(tiers):
+        here = arrays.rows[tier, row, word] & racing & ~held
+        held |= here
+        old = memory.current[tier, word]
+        memory.current[tier, word] = here
+        _leave(memory, tier, word, old & ~here, place)
+        _come(memory, tier, tiers, word, here & ~old, place)
+    memory.racing[word] = held
+    return held
+
+
+@inlined
+def _leave(memory: Scratch, tier: int, word: int, bits: np.uint64, place: int) -> None:
+    """Counts the intervals of pods that are in this tier no more."""
+    while bits != NOTHING:
+        pod = (word << 6) + lowest_bit(bits)
+        bits &= bits - ONE
+        memory.sums[pod, tier] += np.int32(place - memory.since[pod])
+
+
+@inlined
+def _come(memory: Scratch, tier: int, tiers: int, word: int, bits: np.uint64, place: int) -> None:
+    """Begins the intervals of pods that are in this tier from now on."""
+    for slower in range(tier + 1, tiers):
+        # Who comes from a slower tier has not been counted there yet.
+        moved = memory.current[slower, word] & bits
+        memory.current[slower, word] ^= moved
+        _leave(memory, slower, word, moved, place)
+    while bits != NOTHING:
+        memory.since[(word << 6) + lowest_bit(bits)] = place
+        bits &= bits - ONE
+
+
+@inlined
+def _begin_following(arrays: FlatArrays, slot: int, place: int, memory: Scratch, tiers: int) -> int:
+    """Turns from bitsets to the few pods that hold this block; tells how many."""
+    followed = memory.followed
+    followers = 0
+    for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
+        holder = np.int64(arrays.slots[slot, column])
+        pod = holder & layout.POD_MASK
+        word = pod >> 6
+        bit = ONE << (np.uint64(pod) & _WORD_BITS)
+        if (
+            holder >> layout.TIER_SHIFT == 0
+            or word >= len(memory.racing)
+            or memory.racing[word] & bit == NOTHING
+        ):
+            continue
+        tier = lowest_bit(np.uint64(holder >> layout.TIER_SHIFT))
+        followed[followers, _POD] = pod
+        followed[followers, _TIER] = tier
+        followed[followers, _SINCE] = place
+        if memory.current[tier, word] & bit != NOTHING:
+            followed[followers, _SINCE] = memory.since[pod]
+            memory.current[tier, word] ^= bit
+        followers += 1
+    _end_intervals(memory, place, tiers)
+    return followers
+
+
+@inlined
+def _end_intervals(memory: Scratch, place: int, tiers: int) -> None:
+    """Counts the intervals of all pods that are still in bitsets up to this block."""
+    for word in range(len(memory.racing)):
+        for tier in range(tiers):
+            _leave(memory, tier, word, memory.current[tier, word], place)
+
+
+@inlined
+def _follow(arrays: FlatArrays, slot: int, place: int, memory: Scratch, followers: int) -> int:
+    """Looks for the followed pods in this block; tells how many are left."""
+    followed = memory.followed
+    follower = 0
+    while follower < followers:
+        pod = followed[follower, _POD]
+        tiers = held_tiers(arrays, slot, pod)
+        old = followed[follower, _TIER]
+        if tiers & ((2 << old) - 1) == 1 << old:
+            follower += 1
+            continue
+        memory.sums[pod, old] += np.int32(place - followed[follower, _SINCE])
+        if tiers:
+            followed[follower, _TIER] = lowest_bit(np.uint64(tiers))
+            followed[follower, _SINCE] = place
+            follower += 1
+        else:
+            followers -= 1
+            for column in range(3):
+                followed[follower, column] = followed[followers, column]
+    return followers
+
+
+@inlined
+def _finish(longest: int, memory: Scratch, followers: int, tiers: int) -> None:
+    """Counts the intervals that last to the end."""
+    if followers < 0:
+        _end_intervals(memory, longest, tiers)
+    for follower in range(max(0, followers)):
+        pod, tier, since = memory.followed[follower]
+        memory.sums[pod, tier] += np.int32(longest - since)
+
+
+@kernel
+def held_blocks(arrays: FlatArrays, keys: NDArray[np.uint64], pod: int, tiers: NDArray[np.uint8]) -> None:
+    """Writes, for each key, a bit for each tier in which the pod holds it."""
+    guess = np.int64(-1)
+    for place in range(len(keys)):
+        slot = find(arrays, keys[place], guess)
+        if slot >= 0:
+            guess = slot + 1
+            tiers[place] = np.uint8(held_tiers(arrays, slot, pod))
+
+
+@kernel
+def cut_to_strides(
+    blocks: NDArray[np.int32], blocks_by_tier: NDArray[np.int32], strides: NDArray[np.int32]
+) -> None:
+    """Round each row's blocks down to a multiple of its stride.
+
+    An engine drops the end of a chain first, so what is cut off lies in the slowest tier that holds any.
+    """
+    for row in range(len(blocks)):
+        over = blocks[row] % strides[row]
+        blocks[row] -= over
+        for tier in range(blocks_by_tier.shape[1] - 1, -1, -1):
+            taken = min(over, blocks_by_tier[row, tier])
+            blocks_by_tier[row, tier] -= taken
+            over -= taken

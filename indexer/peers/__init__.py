@@ -1,0 +1,1 @@
+"""Views for other routers, and theirs."""

@@ -1,0 +1,167 @@
+"""A view's snapshot on its way to a peer: from values to messages of at most 1 MiB, and back.
+
+Each message is a msgpack map, told apart by `type`; columns of numbers are bytes, little-endian. First comes
+a header, then parts, then the end with their number. What a peer sends is checked here, once: types, lengths,
+bounds; nothing is used of a snapshot that is not complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+from numpy.typing import NDArray
+
+from indexer.config import IndexerConfig
+from indexer.errors import PeerError
+from indexer.index.layout import PART_BLOCKS, HeldBlocks
+from indexer.views.view_parts import ViewFacts, ViewPart, ViewSnapshot
+
+# Higher whenever keys, names or the form of these messages change.
+SCHEMA = 2
+MESSAGE_BYTES_MAX = 1 << 20
+
+# What parts are made of: names of blocks.
+FORM = "flat"
+
+# More copies than this of one block in one tier are not believed.
+COPIES_MAX = 65_536
+DIGEST_BYTES = 16
+
+_SEQUENCE_MAX = (1 << 64) - 2
+# What a message takes in memory at least: so much of it counts against the bound.
+_MESSAGE_BYTES = 1024
+
+_Group = Annotated[int, Meta(ge=0, le=65_535)] | None
+_Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+
+
+class _Header(Struct, frozen=True, tag="header"):
+    sequence: Annotated[int, Meta(ge=0)]
+    digest: _Digest
+    evicted_blocks: Annotated[int, Meta(ge=0)]
+    facts: ViewFacts
+
+
+class _Held(Struct, frozen=True, tag="held"):
+    group: _Group
+    keys: bytes
+    tiers: bytes
+    name_counts: bytes
+    names: bytes
+    copies: bytes
+
+
+class _End(Struct, frozen=True, tag="end"):
+    parts: int
+
+
+_Message = _Header | _Held | _End
+_DECODER = msgspec.msgpack.Decoder(_Message)
+
+
+def snapshot_messages(snapshot: ViewSnapshot) -> Iterator[bytes]:
+    """A snapshot as messages.
+
+    Raises:
+        PeerError: A part is too large for a message.
+    """
+    encode = msgspec.msgpack.encode
+    header = _Header(snapshot.sequence, snapshot.digest, snapshot.evicted_blocks, snapshot.facts)
+    yield encode(header)
+    for part in snapshot.parts:
+        assert isinstance(part, ViewPart), "a view that was just listed has no changes"
+        message = encode(_Held(part.group, *(column.tobytes() for column in part.blocks)))
+        if len(message) > MESSAGE_BYTES_MAX:
+            raise PeerError("too_large", f"a part of {len(message)} bytes, at most {MESSAGE_BYTES_MAX}")
+        yield message
+    yield encode(_End(len(snapshot.parts)))
+
+
+class SnapshotReader:
+    """Reads one snapshot, within bounds."""
+
+    def __init__(self, config: IndexerConfig, tiers: int) -> None:
+        self._tiers = tiers
+        self._block_tokens = config.block_tokens
+        self._max_bytes = config.snapshot_max_bytes
+        self.size_bytes = 0  # of all messages so far
+
+    def read(self, messages: Iterable[bytes]) -> ViewSnapshot:
+        """Reads all messages, in order.
+
+        Raises:
+            PeerError: They are none, not all of them, or more than may be.
+        """
+        decoded = self._decoded(messages)
+        header, end = next(decoded, None), None
+        if not isinstance(header, _Header):
+            raise PeerError("broken", "it does not begin with a header")
+        groups, parts = self._groups(header), list[ViewPart]()
+        for message in decoded:
+            _require(end is None, "a message behind the end")
+            match message:
+                case _Header():
+                    raise PeerError("broken", "a second header")
+                case _End(told):
+                    end = told
+                case _:
+                    _require(message.group in groups, f"group {message.group} was not told")
+                    parts.append(ViewPart(message.group, self._held(message)))
+        if end != len(parts):
+            raise PeerError("broken", f"it ended after {len(parts)} parts of {end}")
+        return ViewSnapshot(header.sequence, header.digest, header.facts, header.evicted_blocks, parts)
+
+    def _decoded(self, messages: Iterable[bytes]) -> Iterator[_Message]:
+        counted_bytes = 0
+        for number, data in enumerate(messages):
+            self.size_bytes += len(data)
+            counted_bytes += max(len(data), _MESSAGE_BYTES)
+            if counted_bytes > self._max_bytes:
+                raise PeerError("too_large", f"more than {self._max_bytes} bytes")
+            try:
+                yield _DECODER.decode(data)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                raise PeerError("broken", f"message {number}: {error}") from None
+
+    def _groups(self, header: _Header) -> frozenset[int | None]:
+        tokens = header.facts.run_tokens
+        _require(header.sequence <= _SEQUENCE_MAX, "sequence")
+        _require(tokens is None or tokens % self._block_tokens == 0, "run_tokens")
+        usable = (fact.group for fact in header.facts.groups if fact.usable and not fact.leads)
+        return frozenset((None, *usable))
+
+    def _held(self, message: _Held) -> HeldBlocks:
+        keys, names = _words(message.keys), _words(message.names)
+        tiers, name_counts = _bytes(message.tiers), _bytes(message.name_counts)
+        copies = _words(message.copies).view(np.int64)
+        _require(0 < len(keys) <= PART_BLOCKS, "number of blocks")
+        _require(len(keys) == len(tiers) == len(name_counts), "columns of different lengths")
+        _require(bool(tiers.all()) and int(tiers.max()) < 1 << self._tiers, "tiers")
+        _require(int(name_counts.sum()) == len(names) <= 2 * PART_BLOCKS and names.all(), "names")
+        _require(len(copies) % 3 == 0 and len(copies) <= 6 * PART_BLOCKS, "number of copies")
+        further = copies.reshape(-1, 3)
+        places, tier, count = further[:, 0], further[:, 1], further[:, 2]
+        in_bounds = (places >= 0) & (places < len(keys)) & (tier >= 0) & (tier < self._tiers)
+        _require(bool(in_bounds.all()), "place or tier of copies")
+        _require(bool(((count > 0) & (count < COPIES_MAX)).all()), "number of copies of a block")
+        _require(bool(((tiers[places] >> tier) & 1).all()), "copies in a tier that does not hold the block")
+        return HeldBlocks(keys, tiers, name_counts, names, further)
+
+
+def _words(data: bytes) -> NDArray[np.uint64]:
+    """A column of 64-bit numbers, in memory of its own, as the kernels want it."""
+    _require(len(data) % 8 == 0, "a column with part of a number")
+    return np.frombuffer(data, "<u8").astype(np.uint64)
+
+
+def _bytes(data: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(data, np.uint8).copy()
+
+
+def _require(condition: bool | np.bool, what: str) -> None:
+    if not condition:
+        raise PeerError("broken", f"not as it should be: {what}")

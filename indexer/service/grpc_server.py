@@ -1,0 +1,236 @@
+"""The stand-alone indexer's gRPC server: prompts in, how much of them each pod holds out.
+
+Answers proto/kvroute/v1/indexer.proto; everything it tells comes from a `KvIndexer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from indexer._pb import indexer_pb2 as pb
+from indexer._pb import indexer_pb2_grpc as pb_grpc
+from indexer.config import PodStream
+from indexer.errors import ListenError, TokenError
+from indexer.index.contract import PodMatch, Prefix
+from indexer.keys import Keys
+from indexer.kv_indexer import KvIndexer
+from indexer.peers.service import PEER_SERVICE
+from indexer.streams.state_machine import StreamState
+from tokenization import PromptError, PromptTokenizer
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["IndexerService"].full_name
+_PROMPTS_MAX = 1024
+_STOP_S = 2.0
+_THREADS = 8
+_CALLS_AT_ONCE = 64
+# Room for a prompt of some million tokens.
+_MAX_MESSAGE_BYTES = 16 << 20
+
+
+class IndexerServer(pb_grpc.IndexerServiceServicer):
+    """Server of kvroute.v1.IndexerService, bound when made, and of the service that peers ask.
+
+    Its health by the service's name is that of the views: serving once they are built.
+
+    Raises:
+        ListenError: The port is in use, or not ours.
+    """
+
+    def __init__(
+        self,
+        indexer: KvIndexer,
+        streams: Sequence[PodStream],
+        host: str,
+        port: int,
+        credentials: grpc.ServerCredentials | None = None,
+        tokenizers: Mapping[str, PromptTokenizer] = MappingProxyType({}),
+    ) -> None:
+        self._indexer = indexer
+        self._streams = streams  # declared pods, which may be asked for before they are followed
+        self._tokenizers = tokenizers  # by model; for prompts that come as text
+        self._server = grpc.server(
+            ThreadPoolExecutor(_THREADS, thread_name_prefix="grpc"),
+            options=[
+                # Two indexers on one port would share its requests without a word.
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+            ],
+            maximum_concurrent_rpcs=_CALLS_AT_ONCE,
+        )
+        # The generated function has no types.
+        add_service: Any = pb_grpc.add_IndexerServiceServicer_to_server
+        add_service(self, self._server)
+        indexer.exports.add_to(self._server)
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            (_SERVICE, PEER_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+        )
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if credentials is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise ListenError(f"--grpc-port {port}: cannot listen on {address}") from error
+
+    def start(self) -> None:
+        self._server.start()
+        self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        self._health.set(_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    def set_ready(self) -> None:
+        """Report that the views are built, or have had their time."""
+        self._health.set(_SERVICE, health_pb2.HealthCheckResponse.SERVING)
+
+    def close(self, grace_s: float) -> None:
+        self._health.enter_graceful_shutdown()
+        # gRPC never ends a call whose message it could not read, and would wait for it for ever.
+        self._server.stop(grace_s).wait(grace_s + _STOP_S)
+
+    def Score(  # noqa: N802 (the name is the proto's)
+        self, request: pb.ScoreRequest, context: grpc.ServicerContext
+    ) -> pb.ScoreResponse:
+        keys, pods, prompt_tokens = self._prompt(request, context)
+        matches = self._indexer.match(keys, pods, prompt_tokens=prompt_tokens).values()
+        ranked = sorted(matches, key=lambda match: (-match.cached_blocks, match.pod))
+        return pb.ScoreResponse(
+            pods=[self._score(match) for match in ranked],
+            block_tokens=self._indexer.block_tokens,
+            prompt_blocks=len(keys),
+        )
+
+    def ScoreBatch(  # noqa: N802 (the name is the proto's)
+        self, request: pb.ScoreBatchRequest, context: grpc.ServicerContext
+    ) -> pb.ScoreBatchResponse:
+        if len(request.prompts) > _PROMPTS_MAX:
+            _abort(
+                context,
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"prompts: are {len(request.prompts)}, at most {_PROMPTS_MAX}",
+            )
+        return pb.ScoreBatchResponse(responses=[self.Score(prompt, context) for prompt in request.prompts])
+
+    def Explain(  # noqa: N802 (the name is the proto's)
+        self, request: pb.ScoreRequest, context: grpc.ServicerContext
+    ) -> pb.ExplainPrefixResponse:
+        keys, pods, prompt_tokens = self._prompt(request, context)
+        prefixes = self._indexer.explain(keys, pods, prompt_tokens=prompt_tokens)
+        return pb.ExplainPrefixResponse(
+            engines=[_explanation(prefix) for prefix in prefixes],
+            block_tokens=self._indexer.block_tokens,
+            prompt_blocks=len(keys),
+        )
+
+    def Stats(  # noqa: N802 (the name is the proto's)
+        self, _request: pb.StatsRequest, _context: grpc.ServicerContext
+    ) -> pb.StatsResponse:
+        return pb.StatsResponse(
+            **asdict(self._indexer.stats()),
+            block_tokens=self._indexer.block_tokens,
+            pending=sorted(self._indexer.pending()),
+            pods=[
+                pb.PodStream(
+                    pod=engine.stream.pod,
+                    model=engine.stream.model,
+                    state=_state(engine.state),
+                    reason=engine.reason,
+                    rank=engine.stream.rank,
+                    linked=engine.linked,
+                )
+                for engine in self._indexer.roster.engines.values()
+            ],
+        )
+
+    def Clear(  # noqa: N802 (the name is the proto's)
+        self, request: pb.ClearRequest, context: grpc.ServicerContext
+    ) -> pb.ClearResponse:
+        followed = {engine.stream.pod for engine in self._indexer.roster.engines.values()}
+        pods = list(dict.fromkeys(request.pods)) or sorted(followed)
+        for pod in pods:
+            if pod not in followed:
+                _abort(context, grpc.StatusCode.NOT_FOUND, f"pods: {pod!r} is not followed")
+        for pod in pods:
+            self._indexer.doubt(pod, "cleared_by_hand")
+        return pb.ClearResponse(pods=len(pods))
+
+    def _prompt(
+        self, request: pb.ScoreRequest, context: grpc.ServicerContext
+    ) -> tuple[Keys, Sequence[str], int]:
+        """Keys of the prompt, the pods that are asked for, and the prompt's length in tokens."""
+        if not request.model:
+            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "model: is missing")
+        if request.text and request.token_ids:
+            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "text: is there beside token_ids")
+        pods = list(dict.fromkeys(request.pods)) or self._serving(request.model)
+        if not pods:
+            _abort(context, grpc.StatusCode.NOT_FOUND, f"model: no pod serves {request.model!r}")
+        token_ids = self._encoded(request, context) if request.text else request.token_ids
+        try:
+            keys = self._indexer.block_keys(
+                request.model, token_ids, lora_name=request.lora_name, cache_salt=request.cache_salt
+            )
+        except TokenError as error:
+            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"token_ids: {error}")
+        return keys, pods, len(token_ids)
+
+    def _serving(self, model: str) -> list[str]:
+        """Pods of a model: those that were declared, then those that came by themselves."""
+        engines = self._indexer.roster.engines.values()
+        streams = [*self._streams, *(engine.stream for engine in engines)]
+        return list(dict.fromkeys(stream.pod for stream in streams if stream.model == model))
+
+    def _encoded(self, request: pb.ScoreRequest, context: grpc.ServicerContext) -> Sequence[int]:
+        tokenizer = self._tokenizers.get(request.model)
+        if tokenizer is None:
+            _abort(
+                context,
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"text: there is no tokenizer for {request.model!r}; start with --tokenizer MODEL=DIR",
+            )
+        try:
+            return tokenizer.encode(request.text)
+        except PromptError as error:
+            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"text: {error}")
+
+    def _score(self, match: PodMatch) -> pb.PodScore:
+        return pb.PodScore(
+            pod=match.pod,
+            cached_blocks=match.cached_blocks,
+            cached_tokens=match.cached_blocks * self._indexer.block_tokens,
+            blocks_by_tier=match.blocks_by_tier,
+            weighted_blocks=match.weighted_blocks,
+            state=_state(match.state),
+        )
+
+
+def _explanation(prefix: Prefix) -> pb.EngineExplanation:
+    return pb.EngineExplanation(
+        engine=prefix.engine,
+        state=_state(prefix.state),
+        reason=prefix.reason,
+        cached_blocks=prefix.cached_blocks,
+        end=f"PREFIX_END_{prefix.end.name}",
+        held_blocks=prefix.held_blocks,
+        held_beyond=prefix.held_beyond,
+        tiers=[pb.TierRun(tier=tier, blocks=blocks) for tier, blocks in prefix.tiers],
+    )
+
+
+def _state(state: StreamState) -> str:
+    return f"STREAM_STATE_{state.name}"
+
+
+def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, details: str) -> NoReturn:
+    context.abort(code, details)
+    raise AssertionError("abort raises")

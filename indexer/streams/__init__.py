@@ -1,0 +1,1 @@
+"""Event streams of engines: sockets, sequence numbers, replay, snapshots, recovery."""

@@ -1,0 +1,263 @@
+"""The socket that pods connect to: messages of all of them in, each into the recovery of its own stream.
+
+Who published is told by the topic, `kv@<pod>@<model>`, and the batch's rank. A model's name may hold any
+characters, '@' and '/' too, so only the first two '@' part it; pods are "ip:port", "[ipv6]:port" or any name.
+The socket tells for each message the connection that it came on, and when a connection was lost: so a
+publisher that vanished is noticed within its heartbeat, as where we connect. Runs on the subscriber's thread
+only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from indexer.config import PodStream
+from indexer.errors import ListenError, PayloadError
+from indexer.streams.actions import Batch
+from indexer.streams.dialled import ReplayingStream, close_subscription, parse_live, subscription
+from indexer.streams.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES
+
+if TYPE_CHECKING:
+    from indexer.streams.subscriber import Subscriber
+
+_NOBODY = "inbox"
+# Full of pods, it does not look for room again before this time.
+_FULL_S = 1.0
+_PREFIX = b"kv"
+_TOPIC_BYTES_MAX = 1024
+_RANK_MAX = 65_535
+_PARTS = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_RANK = msgspec.msgpack.Decoder(int | None)
+
+
+class Topic(NamedTuple):
+    """The names in a topic."""
+
+    pod: str
+    model: str
+
+
+def parse_topic(frame: bytes) -> Topic | None:
+    """Reads the topic of a message; None if it names no pod and model."""
+    parts = frame.split(b"@", 2) if len(frame) <= _TOPIC_BYTES_MAX else ()
+    if len(parts) != 3 or parts[0] != _PREFIX:
+        return None
+    try:
+        pod, model = parts[1].decode(), parts[2].decode()
+    except UnicodeDecodeError:
+        return None
+    usable = pod and model and pod.isprintable() and "#" not in pod and not pod.isspace()
+    return Topic(pod, model) if usable else None
+
+
+def batch_rank(payload: bytes) -> int:
+    """The data-parallel rank that a batch names; 0 if it names none, or cannot be read."""
+    try:
+        parts = _PARTS.decode(payload)
+        rank = _RANK.decode(parts[2]) if len(parts) > 2 else None
+    except (msgspec.MsgspecError, RecursionError):
+        return 0
+    return rank if rank is not None and 0 <= rank <= _RANK_MAX else 0
+
+
+class Connection(NamedTuple):
+    """One TCP connection."""
+
+    number: int  # its file descriptor, which is used again once it is lost
+    use: int  # how many connections had this number, with it
+
+
+class Publisher(ReplayingStream):
+    """One engine that publishes to the inbox."""
+
+    connection: Connection | None = None  # the one that its messages come on
+    lost_s = -math.inf  # when the last one was lost
+
+    def reset(self, now_s: float) -> None:
+        super().reset(now_s)
+        # Its next message brings it up again.
+        self.lost(now_s)
+
+    def live_on(self, connection: Connection, batches: list[Batch], now_s: float) -> None:
+        if connection != self.connection:
+            self.lost(now_s)
+            self.connection = connection
+            self._set_connected(True, now_s)
+        self.live(batches, now_s)
+
+    def lost(self, now_s: float) -> None:
+        if self.connection is not None:
+            self.connection, self.lost_s = None, now_s
+            self._set_connected(False, now_s)
+
+
+# Of whom, and on which connection, a message is.
+_Source = tuple[Publisher, Connection]
+
+
+class Inbox:
+    """The bound socket and its publishers.
+
+    Raises:
+        ListenError: The address is in use, or not ours.
+    """
+
+    def __init__(self, sockets: Subscriber) -> None:
+        config = sockets.config
+        assert config.events_bind is not None
+        self.name = _NOBODY
+        self.publishers: dict[str, Publisher] = {}  # by name in the index; others only read it
+        self._config, self._sink, self._sockets = config, sockets.sink, sockets
+        self._declared: Mapping[str, PodStream] = {}
+        self._elsewhere: frozenset[str] = frozenset()  # pods that we connect to: passed over here
+        self._lost: set[Connection] = set()
+        # How many connections had each number so far; as many numbers as there ever were at once.
+        self._uses: dict[int, int] = {}
+        self._full_until_s = -math.inf
+        limit = MESSAGE_FACTOR * config.max_payload_bytes
+        self._socket = subscription(sockets.context, config.events_bind, config.topic_prefix, limit)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        try:
+            self._socket.bind(config.events_bind)
+        except zmq.ZMQError as error:
+            close_subscription(self._socket, self._monitor)
+            raise ListenError(f"events_bind {config.events_bind}: cannot listen: {error.strerror}") from error
+        self.endpoint: str = self._socket.get_string(zmq.LAST_ENDPOINT)
+        sockets.watch(self, self._monitor, self._on_monitor)
+        sockets.watch(self, self._socket, self._on_live)
+
+    def _end_lost(self, now_s: float) -> None:
+        if self._lost and not self._socket.poll(0):
+            for publisher in self.publishers.values():
+                if publisher.connection in self._lost:
+                    publisher.lost(now_s)
+            self._lost.clear()
+
+    def close(self) -> None:
+        for publisher in self.publishers.values():
+            publisher.close()
+        self._sockets.unwatch(self._monitor)
+        self._sockets.unwatch(self._socket)
+        close_subscription(self._socket, self._monitor)
+
+    def reset(self, now_s: float) -> None:
+        """After an error that is no publisher's own all views are in doubt."""
+        for publisher in self.publishers.values():
+            publisher.reset(now_s)
+
+    def declare(self, streams: Mapping[str, PodStream], elsewhere: frozenset[str], now_s: float) -> None:
+        """Sets which streams come here, and whose are followed elsewhere."""
+        before, self._declared, self._elsewhere = self._declared, streams, elsewhere
+        for holder, publisher in tuple(self.publishers.items()):
+            is_other = holder in before or holder in streams or publisher.stream.pod in elsewhere
+            # It may have come before its declaration.
+            if is_other and streams.get(holder) != publisher.stream:
+                self._forget(holder)
+        for holder, stream in streams.items():
+            if holder not in self.publishers:
+                self._open(stream, now_s)
+
+    def _on_monitor(self, now_s: float) -> None:
+        self._take_changes()
+        self._end_lost(now_s)
+
+    def _take_changes(self) -> None:
+        while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+            message = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            number = message["value"]
+            if message["event"] == zmq.EVENT_ACCEPTED:
+                self._uses[number] = self._uses.get(number, 0) + 1
+            else:
+                self._lost.add(Connection(number, self._uses.get(number, 0)))
+
+    def _on_live(self, now_s: float) -> None:
+        taken: dict[_Source, list[Batch]] = {}
+        taken_bytes = 0
+        for _ in range(TURN_MESSAGES):
+            if taken_bytes >= TURN_BYTES:
+                break
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            # Its connection may have the number of one that was lost a moment ago.
+            self._take_changes()
+            taken_bytes += sum(map(len, frames))
+            self._take(frames, taken, now_s)
+        for (publisher, connection), batches in taken.items():
+            if self.publishers.get(publisher.name) is publisher:
+                self._sockets.guarded(publisher, partial(publisher.live_on, connection, batches))
+        self._end_lost(now_s)
+
+    def _take(self, frames: list[zmq.Frame], taken: dict[_Source, list[Batch]], now_s: float) -> None:
+        try:
+            message = parse_live([frame.bytes for frame in frames])
+        except PayloadError as error:
+            self._sink.rejected(_NOBODY, error.reason)
+            return
+        topic = parse_topic(frames[0].bytes)
+        if topic is None:
+            self._sink.rejected(_NOBODY, "topic")
+            return
+        publisher = self._publisher(topic, batch_rank(message.payload), now_s)
+        if isinstance(publisher, str):
+            self._sink.rejected(_NOBODY, publisher)
+            return
+        number = frames[-1].get(zmq.SRCFD)
+        connection = Connection(number, self._uses.get(number, 0))
+        taken.setdefault((publisher, connection), []).append(message)
+
+    def _stream(self, topic: Topic, rank: int) -> PodStream:
+        first = self._config.first_sequence
+        stream = PodStream(topic.pod, topic.model, None, first_sequence=first, rank=rank)
+        # A pod that was declared without ranks is one engine, whatever number it has among others.
+        return self._declared.get(stream.holder) or self._declared.get(topic.pod) or stream
+
+    def _publisher(self, topic: Topic, rank: int, now_s: float) -> Publisher | str:
+        """Return whose message it is, or why nothing is taken of this publisher."""
+        if topic.pod in self._elsewhere:
+            return "followed_elsewhere"
+        stream = self._stream(topic, rank)
+        publisher = self.publishers.get(stream.holder)
+        if publisher is None and not self._admit(stream, now_s):
+            return "too_many_pods"
+        if publisher is not None and publisher.stream.model != stream.model:
+            if publisher.connection is not None:
+                return "other_model"
+            # Another model under one name is another engine.
+            self._forget(stream.holder)
+            self._open(stream, now_s)
+        return self.publishers[stream.holder]
+
+    def _admit(self, stream: PodStream, now_s: float) -> bool:
+        if now_s < self._full_until_s:
+            return False
+        undeclared = [each for each in self.publishers.values() if each.name not in self._declared]
+        if len(undeclared) >= self._config.undeclared_pods:
+            lost_before_s = now_s - self._config.undeclared_forget_s
+            gone = [each for each in undeclared if not each.connected and each.lost_s <= lost_before_s]
+            if not gone:
+                self._full_until_s = now_s + _FULL_S
+                return False
+            self._forget(gone[0].name)
+        self._open(stream, now_s)
+        return True
+
+    def _open(self, stream: PodStream, now_s: float) -> None:
+        self._sink.opened(stream)
+        publisher = Publisher(stream, self._sockets)
+        publisher.lost_s = now_s
+        publisher.report()
+        self.publishers[stream.holder] = publisher
+
+    def _forget(self, holder: str) -> None:
+        self.publishers.pop(holder).close()
+        self._sockets.end_relay(holder)
+        self._sink.closed(holder)

@@ -1,0 +1,307 @@
+"""Follows one engine by asking its own sockets: the connection to its publisher, and replays.
+
+A replay speaks vLLM's protocol over a DEALER, all forms: ["", sequence] is asked; ["", sequence, payload] up
+to vLLM 0.24 or ["", topic, sequence, payload] later and from SGLang is answered, the last with a sequence of
+-1 and no payload.
+
+A subscription is one connection at most: when it is lost, whatever is still queued belongs to a life that may
+be over, so the whole socket is thrown away and a new one opened. Runs on the subscriber's thread only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from indexer.config import PodStream
+from indexer.errors import PayloadError
+from indexer.streams.actions import Action, Batch, Fetch, Purpose, Replay
+from indexer.streams.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES, EngineStream
+from indexer.streams.state_machine import StreamState
+
+if TYPE_CHECKING:
+    from indexer.streams.subscriber import Subscriber
+
+_RETRY_S, RETRY_MAX_S = 0.1, 5.0
+_REOPEN_S = 0.1
+_SLOT_RETRY_S = 0.02
+_READABLE = int(zmq.POLLIN)
+_SEQUENCE_BYTES = 8
+_END_SEQUENCE = b"\xff" * _SEQUENCE_BYTES
+
+
+def subscription(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, topic_prefix: str, max_message_bytes: int
+) -> zmq.Socket[bytes]:
+    """Make a SUB socket that bounds what it takes and how long it believes in a silent peer."""
+    socket = context.socket(zmq.SUB)
+    options = {
+        zmq.LINGER: 0,
+        # Messages that wait unread cost memory, each as much as it may have; the rest waits at the publisher.
+        zmq.RCVHWM: 8,
+        zmq.MAXMSGSIZE: max_message_bytes,  # above it the connection is cut
+        # Milliseconds.
+        zmq.HEARTBEAT_IVL: 2000,
+        zmq.HEARTBEAT_TIMEOUT: 6000,
+        zmq.RECONNECT_IVL: 100,
+        zmq.RECONNECT_IVL_MAX: 1000,
+        zmq.CONNECT_TIMEOUT: 3000,
+        zmq.IPV6: "[" in endpoint,
+    }
+    for option, value in options.items():
+        socket.setsockopt(option, value)
+    socket.subscribe(topic_prefix)
+    return socket
+
+
+def close_subscription(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+    """Close a subscription and the socket that tells of its connections."""
+    socket.disable_monitor()
+    monitor.close(linger=0)
+    socket.close(linger=0)
+
+
+def _replay_socket(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int, max_message_bytes: int
+) -> zmq.Socket[bytes]:
+    """Ask an engine's ROUTER socket for all from a sequence number on; the socket gets its answers.
+
+    Raises:
+        zmq.ZMQError: The endpoint is unusable.
+    """
+    asked = context.socket(zmq.DEALER)
+    asked.linger = 0
+    asked.maxmsgsize = max_message_bytes
+    # The engine's ROUTER drops what we do not take at once, and a replay is as long as its buffer.
+    asked.rcvhwm = 100_000
+    asked.ipv6 = "[" in endpoint
+    try:
+        asked.connect(endpoint)
+        asked.send_multipart([b"", start.to_bytes(_SEQUENCE_BYTES, "big")], zmq.NOBLOCK)
+    except zmq.ZMQError:
+        asked.close()
+        raise
+    return asked
+
+
+def _parse_answer(frames: list[bytes]) -> Batch | None:
+    """Reads one message of a replay socket; None: the engine has told all that it knows.
+
+    Raises:
+        PayloadError: It does not follow the protocol.
+    """
+    if len(frames) not in (3, 4) or frames[0]:
+        raise PayloadError("replay_frames", f"an answer of {len(frames)} frames")
+    sequence, payload = frames[-2:]
+    return None if sequence == _END_SEQUENCE else _batch(sequence, payload)
+
+
+def parse_live(frames: list[bytes]) -> Batch:
+    """Reads one message of a publisher: [topic, sequence, payload].
+
+    Raises:
+        PayloadError: It does not follow the protocol.
+    """
+    if len(frames) != 3:
+        raise PayloadError("frame_count", f"a message of {len(frames)} frames")
+    return _batch(frames[1], frames[2])
+
+
+def _batch(sequence: bytes, payload: bytes) -> Batch:
+    if len(sequence) != _SEQUENCE_BYTES or sequence == _END_SEQUENCE:
+        raise PayloadError("sequence", f"a sequence number of {len(sequence)} bytes, or none")
+    return Batch(int.from_bytes(sequence, "big"), payload)
+
+
+class ReplayingStream(EngineStream):
+    """A stream of an engine that connects to us or we to it, and that is asked for what is missing."""
+
+    connected = False
+    _replay: zmq.Socket[bytes] | None = None
+    _replay_ends_s = 0.0
+    _replay_attempts = 0
+
+    def _set_connected(self, up: bool, now_s: float) -> None:
+        if up == self.connected:
+            return
+        self.connected = up
+        if up:
+            self._sockets.end_relay(self.name)
+        self._sink.link(self.name, up)
+        if up:
+            self.link_up(now_s)
+        else:
+            self.link_down(now_s)
+
+    def _begin_replay(self, now_s: float) -> None:
+        if self._replay is not None:
+            self._sink.replay(self.name, "superseded")
+        self._stop_replay()
+        self._replay_attempts = 0
+        if self._machine.reason == Purpose.HISTORY:
+            self._source = "replay"
+        self._ask(now_s)
+
+    def _stop_replay(self) -> None:
+        self._timers.pop(self._ask, None)
+        if self._replay is not None:
+            self._timers.pop(self._break_off, None)
+            self._sockets.unwatch(self._replay)
+            self._replay.close()
+            self._replay = None
+            self._sockets.free_replays += 1
+
+    def _ask(self, now_s: float) -> None:
+        start, endpoint = self._machine.replay_start, self.stream.replay_endpoint
+        if start is None or endpoint is None:
+            return
+        if not self._sockets.free_replays:
+            self._timers[self._ask] = now_s + _SLOT_RETRY_S
+            return
+        limit = MESSAGE_FACTOR * self._config.max_payload_bytes
+        try:
+            self._replay = _replay_socket(self._sockets.context, endpoint, start, limit)
+        except zmq.ZMQError:
+            self._sink.socket_error(self.name, "replay")
+            self._retry(now_s)
+            return
+        self._replay_ends_s = now_s + self._config.replay_total_s
+        self._await_answer(now_s)
+        self._sockets.free_replays -= 1
+        self._sockets.watch(self, self._replay, self._on_replay)
+
+    def _await_answer(self, now_s: float) -> None:
+        self._timers[self._break_off] = min(now_s + self._config.replay_idle_s, self._replay_ends_s)
+
+    def _break_off(self, now_s: float) -> None:
+        self._stop_replay()
+        self._retry(now_s)
+
+    def _retry(self, now_s: float) -> None:
+        self._replay_attempts += 1
+        if self._replay_attempts < self._config.replay_attempts:
+            self._timers[self._ask] = now_s + min(RETRY_MAX_S, _RETRY_S * 4 ** (self._replay_attempts - 1))
+            return
+        self._sink.replay(self.name, "failed")
+        self._perform(self._machine.replay_failed(), now_s)
+
+    def _on_replay(self, now_s: float) -> None:
+        replay = self._replay
+        actions: list[Action] = []
+        assert replay is not None
+        for answer in self._answers(replay):
+            if answer is None:
+                self._stop_replay()
+                self._sink.replay(self.name, "completed")
+                if self._machine.state is StreamState.RECOVERING:
+                    # Batches published before the subscription took effect show as a lost tail.
+                    self._check_tail_later(now_s)
+                actions += self._machine.replay_ended()
+                break
+            step = self._machine.replayed(answer.sequence, answer.payload)
+            actions += step
+            if any(isinstance(action, Replay | Fetch) for action in step):
+                break
+        self._perform(actions, now_s)
+        if self._replay is replay:
+            self._await_answer(now_s)
+
+    def _answers(self, replay: zmq.Socket[bytes]) -> Iterator[Batch | None]:
+        taken_bytes = 0
+        for _ in range(TURN_MESSAGES):
+            try:
+                answer = _parse_answer(replay.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            except PayloadError as error:
+                self._sink.rejected(self.name, error.reason)
+                continue
+            yield answer
+            if answer is not None and (taken_bytes := taken_bytes + len(answer.payload)) >= TURN_BYTES:
+                return
+
+
+class Follower(ReplayingStream):
+    """One engine's stream whose publisher we connect to."""
+
+    def __init__(self, stream: PodStream, sockets: Subscriber) -> None:
+        super().__init__(stream, sockets)
+        # The subscription, and the socket that tells of its connection.
+        self._link: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
+        self._timers[self._open] = -math.inf
+
+    def close(self) -> None:
+        super().close()
+        self._close_link()
+
+    def reset(self, now_s: float) -> None:
+        self._close_link()
+        super().reset(now_s)
+        self._set_connected(False, now_s)
+        self._timers[self._open] = now_s + RETRY_MAX_S
+
+    def _close_link(self) -> None:
+        if self._link is not None:
+            for socket in self._link:
+                self._sockets.unwatch(socket)
+            close_subscription(*self._link)
+            self._link = None
+        self._timers.pop(self._open, None)
+
+    def _open(self, now_s: float) -> None:
+        endpoint, topic = self.stream.events_endpoint, self.stream.topic_prefix
+        assert endpoint is not None
+        socket = subscription(
+            self._sockets.context,
+            endpoint,
+            self._config.topic_prefix if topic is None else topic,
+            MESSAGE_FACTOR * self._config.max_payload_bytes,
+        )
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError:
+            close_subscription(socket, monitor)
+            self._sink.socket_error(self.name, "subscribe")
+            self._timers[self._open] = now_s + RETRY_MAX_S
+            return
+        self._link = socket, monitor
+        # The monitor first: a connection is known before its first message is read.
+        self._sockets.watch(self, monitor, self._on_monitor)
+        self._sockets.watch(self, socket, self._on_live)
+        self.report()
+
+    def _on_monitor(self, now_s: float) -> None:
+        while self._link is not None:
+            try:
+                change = recv_monitor_message(self._link[1], zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            is_made = change["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if not is_made:
+                self._close_link()
+                self._timers[self._open] = now_s + _REOPEN_S
+            self._set_connected(is_made, now_s)
+
+    def _on_live(self, now_s: float) -> None:
+        assert self._link is not None
+        socket = self._link[0]
+        self._set_connected(True, now_s)
+        batches: list[Batch] = []
+        taken_bytes = 0
+        for _ in range(TURN_MESSAGES):
+            # To ask whether a message is there costs a tenth of a receive that finds none.
+            if taken_bytes >= TURN_BYTES or not int(socket.getsockopt(zmq.EVENTS)) & _READABLE:
+                break
+            try:
+                batch = parse_live(socket.recv_multipart(zmq.NOBLOCK))
+            except PayloadError as error:
+                self._sink.rejected(self.name, error.reason)
+            else:
+                taken_bytes += len(batch.payload)
+                batches.append(batch)
+        self.live(batches, now_s)

@@ -1,0 +1,320 @@
+"""Takes the streams of all pods: decodes their batches, applies them to the index, counts what happens.
+
+What the streams bring ends here; everything runs on the subscriber's thread. A `pod` is one engine, by its
+name in the index: `PodStream.holder`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from common.repeated_log import RepeatedLog
+from indexer.audit.mismatch_watch import OTHER_TOKENS, ParityWatch
+from indexer.audit.speculation import Speculation
+from indexer.config import IndexerConfig, PodStream
+from indexer.errors import PayloadError, PeerError
+from indexer.index.index import FlatIndex
+from indexer.index.tiers import GPU_TIER, Tiers
+from indexer.keys import BlockHasher, Keys
+from indexer.metrics import IndexerMetrics
+from indexer.streams.change_log import Entry, decode_entry
+from indexer.streams.engine_registry import Roster
+from indexer.streams.snapshot import Fetched, Snapshot
+from indexer.streams.state_machine import StreamState
+from indexer.views.applier import FlatApplier, FlatEngine
+from indexer.views.hybrid import HybridMatcher
+from indexer.views.pod_view import PodView
+from indexer.views.view_parts import Outcome, ViewContent, ViewFacts, ViewPart
+
+_log = logging.getLogger(__name__)
+# A publisher can make its stream change at each message.
+_repeated = RepeatedLog(_log, lines=20, sources_max=1024)
+
+_COUNT_MARGIN = 16
+_NO_KEYS = np.empty(0, np.uint64)
+
+
+class Ingest:
+    """The index with the views of all pods that are followed, and whom what the streams bring is told.
+
+    Callbacks and `clock` are those of `KvIndexer`; `wall_clock` is that of event time stamps, in seconds.
+    """
+
+    def __init__(
+        self,
+        config: IndexerConfig,
+        registry: CollectorRegistry,
+        on_stored: Callable[[str, Keys, float], None],
+        on_link: Callable[[str, bool], None],
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float] = time.time,
+        index: FlatIndex | None = None,
+    ) -> None:
+        self.config = config
+        self.on_stored, self.on_link = on_stored, on_link
+        self.clock, self.wall_clock = clock, wall_clock
+        seed = secrets.randbits(64) if config.hash_seed is None else config.hash_seed
+        self.hasher = BlockHasher(config.block_tokens, seed)
+        if index is None:
+            tiers = Tiers(config.tier_weights, config.tier_by_medium)
+            index = FlatIndex(config.capacity_bytes, tiers, capacity_blocks=config.capacity_blocks)
+        self.index = index
+        self.speculation = Speculation(
+            self.index,
+            ttl_s=config.speculative_ttl_s,
+            max_s=config.speculative_max_s,
+            max_entries=config.speculative_entries,
+        )
+        self.hybrid = HybridMatcher(self.index, config.block_tokens)
+        self.metrics = IndexerMetrics(registry, stats=self.index.stats, speculative=self._speculative_entries)
+        self.parity = ParityWatch(self.metrics)
+        self.roster = Roster()
+        self._engine = FlatEngine(self.config, self.index, self.hasher)
+        self._pods: dict[str, FlatApplier] = {}
+        # Of each pod, as the metrics show them.
+        self._orphans: dict[str, int] = {}
+
+    def held_blocks(self, holder: str, *, on_device: bool) -> int:
+        """Blocks of its engine that a view holds, at least; any thread may ask.
+
+        Args:
+            on_device: Only those in device memory; takes milliseconds for each million blocks of the index.
+        """
+        state = self._pods.get(holder)
+        plain = None if state is None else state.view.plain
+        if plain is None:
+            return 0
+        split = max(1, plain.block_tokens // self.hasher.block_tokens)
+        if not on_device:
+            return self.index.pod_blocks(holder) // split
+        held = self.index.tier_blocks(holder, GPU_TIER)
+        # What came and went while they were counted may count twice.
+        return (held - held // _COUNT_MARGIN) // split
+
+    def opened(self, stream: PodStream) -> None:
+        self._pods[stream.holder] = FlatApplier(self._engine, stream)
+        self.roster.opened(stream)
+        at = stream.events_endpoint or "our socket"
+        _note("stream_opened", stream.holder, "following %s (%s) at %s", stream.model, at)
+
+    def closed(self, pod: str) -> None:
+        self._pods.pop(pod).view.clear()
+        self.hybrid.learn(pod, None)
+        self.index.learn_stride(pod, 1)
+        self.speculation.drop_pod(self.roster.pod(pod))
+        self.parity.forget_pod(self.roster.pod(pod))
+        self.roster.closed(pod)
+        self.metrics.subscribers.set(self.roster.linked_engines())
+        self._orphans.pop(pod, None)
+        self.metrics.forget(pod)
+        _note("stream_closed", pod, "%s is not followed any more")
+
+    def apply(self, pod: str, payloads: Sequence[bytes]) -> Outcome:
+        state = self._pods[pod]
+        serving = self.roster.pod(pod)
+        outcome = state.apply(payloads, with_runs=self.parity.waits_for(serving))
+        self._learn(pod, state.view)
+        self._count(pod, outcome)
+        keys = _joined(outcome.stored)
+        told = keys.tolist()
+        self._doubt(pod, "events", state.view.doubt)
+        if outcome.runs:
+            self.parity.stored(serving, outcome.runs, told)
+            self.reconsider(serving)
+        if outcome.emptied:
+            self.speculation.drop_pod(serving)
+        if outcome.stored:
+            self._tell_stored(serving, keys, told)
+        return outcome
+
+    def apply_entries(self, pod: str, entries: Sequence[bytes]) -> Outcome:
+        view, outcome = self._pods[pod].view, Outcome()
+        for data in entries:
+            try:
+                stored, damage = view.take(decode_entry(data, len(self.index.tiers.names)))
+            except PayloadError as error:
+                self.rejected(pod, error.reason)
+                outcome.doubt(error.reason)
+            else:
+                outcome.stored += stored
+                outcome.damage = outcome.damage or damage
+        self._learn(pod, view)
+        if outcome.stored:
+            keys = _joined(outcome.stored)
+            self._tell_stored(self.roster.pod(pod), keys, keys.tolist())
+        return outcome
+
+    def state_of(self, pod: str) -> FlatApplier:
+        return self._pods[pod]
+
+    def clear(self, pod: str, reason: str) -> None:
+        self._pods[pod].view.clear()
+        self._doubt(pod, "events", None)
+        self.hybrid.learn(pod, None)
+        self.speculation.drop_pod(self.roster.pod(pod))
+        self.metrics.clears.labels(reason).inc()
+        _repeated.event("view_dropped", pod, "view of %s dropped: %s", pod, reason)
+
+    def link(self, pod: str, up: bool) -> None:
+        changed = self.roster.link(pod, up)
+        if not up:
+            self.metrics.reconnections.labels(pod).inc()
+        self.metrics.subscribers.set(self.roster.linked_engines())
+        _note("publisher_link", pod, "publisher of %s is %s", "connected" if up else "gone")
+        if changed is not None:
+            _call(self.on_link, self.roster.pod(pod), changed)
+
+    def state(self, pod: str, state: StreamState, reason: str) -> None:
+        self.roster.told(pod, state, reason)
+        self._show_state(pod)
+
+    def reconsider(self, serving: str) -> None:
+        """Doubts a pod's views while it computes other tokens than we do; any thread may call."""
+        reason = OTHER_TOKENS if self.parity.distrusts(serving) else None
+        for pod in self.roster.members(serving):
+            self._doubt(pod, "parity", reason)
+
+    def _doubt(self, pod: str, source: str, reason: str | None) -> None:
+        if self.roster.doubt(pod, source, reason):
+            self._show_state(pod)
+
+    def _show_state(self, pod: str) -> None:
+        engine = self.roster.engines.get(pod)
+        if engine is None:
+            return
+        state, because = engine.state, f" ({engine.reason})" if engine.reason else ""
+        for each in StreamState:
+            self.metrics.stream_state.labels(pod, each).set(each is state)
+        _note("stream_state", pod, "stream of %s is %s%s", state, because)
+
+    def received(self, pod: str, batches: int, gaps: int) -> None:
+        with self.metrics.lock:
+            self.metrics.messages.add((pod,), batches)
+        if gaps:
+            self.metrics.gaps.labels(pod).inc(gaps)
+
+    def replay(self, pod: str, outcome: str) -> None:
+        self.metrics.replays.labels(outcome).inc()
+        _log.debug("replay of %s: %s", pod, outcome)
+
+    def snapshot(self, pod: str, outcome: str) -> None:
+        self.metrics.snapshots.labels(outcome).inc()
+        _note("snapshot", pod, "snapshot of %s: %s", outcome)
+
+    def list_view(self, pod: str) -> ViewContent:
+        """Begins to list the view for a peer; until its last part the pod is told nothing.
+
+        Raises:
+            PeerError: The list would not be all of it.
+        """
+        view = self._pods[pod].view
+        if view.unlisted is not None:
+            raise PeerError(view.unlisted, "what its events told cannot be listed now")
+        return ViewContent(view.facts(), self.index.evicted_blocks, view.parts())
+
+    def restore_facts(self, pod: str, facts: ViewFacts) -> None:
+        self._pods[pod].view.restore_facts(facts)
+        self._learn(pod, self._pods[pod].view)
+
+    def restore(self, pod: str, part: ViewPart | Entry) -> None:
+        """Adds a part of another router's view, or what changed since it was listed."""
+        if isinstance(part, Entry):
+            self._pods[pod].view.take(part)
+            self._learn(pod, self._pods[pod].view)
+            return
+        self._pods[pod].view.restore(part)
+        if part.group is None:
+            self._tell_stored(self.roster.pod(pod), part.blocks.keys, part.blocks.keys.tolist())
+
+    def restored(self, pod: str, fetched: Fetched, took_s: float) -> None:
+        answer = fetched.answer
+        self.metrics.snapshot_bytes.labels(fetched.source).inc(fetched.size_bytes)
+        self.metrics.snapshot_s.labels(fetched.source).observe(took_s)
+        if answer is not None and not isinstance(answer, Snapshot) and answer.evicted_blocks:
+            _log.warning(
+                "view of %s is a peer's whose index has evicted %d blocks of all pods: some may lack",
+                pod,
+                answer.evicted_blocks,
+            )
+
+    def built(self, pod: str, source: str) -> None:
+        """A view settled.
+
+        Args:
+            source: Where it comes from: "engine", "peer", "redis" or "replay"; "none" where something lacks.
+        """
+        self.metrics.bootstraps.labels(source).inc()
+        _note("view_built", pod, "view of %s was built; source: %s", source)
+
+    def rejected(self, pod: str, reason: str) -> None:
+        self.metrics.rejected.labels(reason).inc()
+        _log.debug("message of %s rejected: %s", pod, reason)
+
+    def socket_error(self, pod: str, operation: str) -> None:
+        self.metrics.zmq_errors.labels(pod, operation).inc()
+        _repeated.event("socket_error", pod, "cannot %s at %s", operation, pod)
+
+    def _learn(self, pod: str, view: PodView) -> None:
+        self.hybrid.learn(pod, view.groups)
+        # A view that was cleared knows no block size; the engine's next life most likely has the same.
+        if (block_tokens := view.block_tokens) is not None:
+            self.index.learn_stride(pod, max(1, block_tokens // self.hasher.block_tokens))
+
+    def _tell_stored(self, serving: str, keys: Keys, told: Sequence[int]) -> None:
+        now_s = self.clock()
+        self.speculation.stored(serving, told, now_s)
+        _call(self.on_stored, serving, keys, now_s)
+
+    def _count(self, pod: str, outcome: Outcome) -> None:
+        metrics = self.metrics
+        for reason, rejected in outcome.rejected.items():
+            metrics.rejected.labels(reason).inc(rejected)
+            _log.debug("%d messages or events of %s rejected: %s", rejected, pod, reason)
+        for (event_type, reason), skipped in outcome.skipped.items():
+            stored = event_type == "BlockStored"
+            (metrics.stores_skipped if stored else metrics.removals_skipped).labels(reason).inc(skipped)
+        orphans = self._pods[pod].view.orphans
+        if self._orphans.get(pod) != orphans:
+            metrics.orphans.labels(pod).set(orphans)
+            self._orphans[pod] = orphans
+        times_s = outcome.published_s
+        if self.roster.engines[pod].state is StreamState.RECOVERING:
+            times_s = []
+        now_s = self.wall_clock()
+        with metrics.lock:
+            for event_type, events in outcome.events.items():
+                metrics.events.add((event_type,), events)
+            metrics.admissions.add(number=sum(map(len, outcome.stored)))
+            for removed, counter in (("last", metrics.removals_last), ("copy", metrics.removals_copy)):
+                if hashes := outcome.removals[removed]:
+                    counter.add(number=hashes)
+                    metrics.evictions.add(number=hashes)
+            for published_s in filter(math.isfinite, times_s):
+                metrics.lag_s.observe(max(0.0, now_s - published_s))
+
+    def _speculative_entries(self) -> int:
+        self.speculation.expire(self.clock())
+        return len(self.speculation)
+
+
+def _note(kind: str, pod: str, message: str, *values: object) -> None:
+    _repeated.event(kind, pod, message, pod, *values, level=logging.INFO)
+
+
+def _joined(runs: Sequence[Keys]) -> Keys:
+    return runs[0] if len(runs) == 1 else np.concatenate([_NO_KEYS, *runs])
+
+
+def _call(callback: Callable[..., None], *args: object) -> None:
+    """An error of a callback's owner must not cost the stream."""
+    try:
+        callback(*args)
+    except Exception:
+        _log.exception("callback failed")

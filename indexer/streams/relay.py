@@ -1,0 +1,354 @@
+"""Views on a Redis or Valkey server: this router's, for others to follow, and others', for this router.
+
+For each engine one router at a time holds a lease, and writes two keys: a stream of entries (see `journal`),
+and the view as it was at one of them. Entries have ids EPOCH-NUMBER; a lease's epoch is the server's time in
+milliseconds. One script checks the lease with each write, so that a router that was stopped and goes on later
+writes nothing more. A router that cannot reach an engine follows its stream (see `relayed`); a router that
+comes late to an engine that it reaches asks for the view as it would ask a peer, and proves it likewise.
+
+One thread waits for the server. While the server does not answer, nothing is written, and no request and no
+event waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from redis import ConnectionPool, Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    NoPermissionError,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+
+from indexer.config import IndexerConfig
+from indexer.errors import ConfigError, PeerError, UnavailableError
+from indexer.keys import utf8
+from indexer.peers.messages import SCHEMA, snapshot_messages
+from indexer.streams.change_log import FIRST, Feed
+from indexer.streams.relayed import RelayReader
+from indexer.streams.state_machine import StreamState
+from indexer.views.view_parts import ViewSnapshot
+
+if TYPE_CHECKING:
+    from indexer.streams.engine_registry import Roster
+    from indexer.streams.subscriber import Subscriber
+
+_log = logging.getLogger(__name__)
+
+_SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss", "unix": "unix"}
+# Labels for metrics; the first that fits.
+_REASONS = {
+    AuthenticationError: "auth",
+    NoPermissionError: "auth",
+    RedisTimeoutError: "timeout",
+    BusyLoadingError: "loading",
+    RedisConnectionError: "connection",
+    ResponseError: "refused",
+}
+_TIMEOUT_S = 2.0
+_BEAT_S = 0.5
+# New entries of followed engines are looked for this often.
+_READ_S = 0.05
+_BEATS_PER_LEASE = 4
+# Views that are listed at once for the first time.
+_LISTED_AT_ONCE = 4
+# The view is written anew when so many entries, or so much of its own size, came since.
+_ENTRIES_PER_VIEW = 1024
+_BYTES_PER_VIEW = 4 << 20
+# More entries than these are trimmed; an epoch whose view is not listed in time ends before.
+_ENTRIES_MAX = 8 * _ENTRIES_PER_VIEW
+
+# Lease, stream, view; token, lease_ms (0: give the lease back), ttl_ms, "1" where the epoch begins, most
+# entries, number of entries, id and bytes of each, then, if the view is written: its id, its bytes, first id
+# to keep -> 1; 0: the lease is another's, or the server has lost what was written.
+_WRITE = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+if ARGV[4] ~= '1' and redis.call('EXISTS', KEYS[2], KEYS[3]) < 2 then return 0 end
+local behind = 6 + 2 * tonumber(ARGV[6])
+for i = 7, behind, 2 do
+  redis.call('XADD', KEYS[2], 'MAXLEN', ARGV[5], ARGV[i], 'entry', ARGV[i + 1])
+end
+if #ARGV > behind then
+  redis.call('HSET', KEYS[3], 'id', ARGV[behind + 1], 'view', ARGV[behind + 2])
+  redis.call('XTRIM', KEYS[2], 'MINID', ARGV[behind + 3])
+end
+redis.call('PEXPIRE', KEYS[2], ARGV[3])
+redis.call('PEXPIRE', KEYS[3], ARGV[3])
+return 1
+"""
+
+
+class RedisMetrics:
+    """Metrics of the connections to the server."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.failures = Counter(
+            "kvroute_indexer_redis_failures",
+            "Calls of the server that failed, by reason.",
+            ("link", "reason"),
+            registry=registry,
+        )
+        self.up = Gauge(
+            "kvroute_indexer_redis_up", "1 while the server answers in time.", ("link",), registry=registry
+        )
+
+
+class RedisLink:
+    """Connections for one purpose, on which each call is answered in bounded time or fails. Thread-safe.
+
+    After a failure that more calls would share, one call every half second tries the server and all others
+    fail at once. So a hung server costs one timeout, not one for each call.
+
+    Args:
+        url: redis://, rediss://, valkey://, valkeys:// or unix://, with user, password and database; in no
+            message and no log line.
+
+    Raises:
+        ConfigError: The URL is wrong.
+    """
+
+    def __init__(self, url: str, name: str, metrics: RedisMetrics) -> None:
+        self._name = name
+        self._metrics = metrics
+        # To prepare scripts with; commands go through `call`.
+        self.client = Redis(connection_pool=_pool(url))
+        self._up = True
+        self._try_s = 0.0  # no call before this time
+        metrics.up.labels(name).set(1)
+
+    def call(self, command: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Return the server's answer to a command of `client`.
+
+        Raises:
+            UnavailableError: The call failed, or one before it and nothing is tried at the moment.
+        """
+        if (now_s := time.monotonic()) < self._try_s:
+            raise UnavailableError("down")
+        if not self._up:
+            self._try_s = now_s + _BEAT_S
+        try:
+            answer = command(*arguments, **options)
+        except RedisError as error:
+            reason = next((label for kind, label in _REASONS.items() if isinstance(error, kind)), "protocol")
+            self._metrics.failures.labels(self._name, reason).inc()
+            # An answer that refuses one command says nothing against the next.
+            if reason != "refused":
+                self._try_s = time.monotonic() + _BEAT_S
+                self._set_up(False, "redis (%s) is not usable: %s: %s", self._name, reason, error)
+            raise UnavailableError(reason) from error
+        self._try_s = 0.0
+        self._set_up(True, "redis (%s) answers again", self._name)
+        return answer
+
+    def _set_up(self, up: bool, message: str, *values: object) -> None:
+        if up is not self._up:
+            self._up = up
+            self._metrics.up.labels(self._name).set(up)
+            _log.log(logging.INFO if up else logging.WARNING, message, *values)
+
+
+class Relay:
+    """All that one router has to do with the server. Thread-safe.
+
+    Raises:
+        ConfigError: The URL is wrong. That the server cannot be reached is no error: it may come back.
+    """
+
+    def __init__(
+        self, config: IndexerConfig, fingerprint: int, tiers: Sequence[str], registry: CollectorRegistry
+    ) -> None:
+        metrics, url = RedisMetrics(registry), config.redis_url or ""
+        self._link = RedisLink(url, "write", metrics)
+        self._write = self._link.client.register_script(_WRITE)
+        self._lease_ms = max(1, int(config.redis_lease_s * 1000))
+        self._ttl_ms = max(1, int(config.redis_view_ttl_s * 1000))
+        form = ".".join((f"{fingerprint:016x}", f"v{SCHEMA}", *tiers))
+        # Routers with other keys never meet.
+        self._prefix = f"{config.redis_namespace}:{form}:"
+        self._owner = secrets.token_hex(8)
+        self.reader = RelayReader(RedisLink(url, "read", metrics), self.key, config, len(tiers))
+        self.lock = threading.Lock()  # guards what waits to be written, which the subscriber's thread adds
+        self.waiting_bytes = 0  # entries of all engines
+        self.wake = threading.Event()  # there is something to write
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvroute-relay", daemon=True)
+        # Below: the thread's own. By engine: what is written in leases of ours.
+        self._feeds: dict[str, Feed] = {}
+        self._beaten_s = -_BEAT_S
+
+    def key(self, holder: str, what: str) -> bytes:
+        """Return the name of an engine's "lease", "stream" or "view"; all lie in one slot of a cluster."""
+        return utf8(f"{{{self._prefix}{holder}}}:{what}")
+
+    def start(self, subscriber: Subscriber, roster: Roster) -> None:
+        self._subscriber, self._roster = subscriber, roster
+        self.reader.begin(subscriber, roster)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Give all leases back and close all connections; idempotent."""
+        if not self._closing.is_set():
+            self._closing.set()
+            self.wake.set()
+            if self._thread.ident is not None:
+                self._thread.join()
+            for link in (self._link, self.reader.link):
+                link.client.close()
+                link.client.connection_pool.disconnect()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            if not self.reader.has_more:
+                self.wake.wait(_READ_S if self.reader.follows else _BEAT_S)
+            self.wake.clear()
+            self._guarded(self._turn, self._end_all)
+            self._guarded(self.reader.turn, self.reader.leave_all)
+        self._end_all()
+
+    def _guarded(self, turn: Callable[[], None], give_up: Callable[[], None]) -> None:
+        try:
+            turn()
+        except UnavailableError as error:
+            _log.debug("relay: %s", error)
+            give_up()
+        except Exception:
+            _log.exception("relay failed, it begins anew")
+            give_up()
+
+    def _turn(self) -> None:
+        for feed in tuple(self._feeds.values()):
+            try:
+                self._serve(feed)
+            except PeerError as error:
+                _log.info("view is not relayed any more: engine=%s error=%s", feed.holder, error)
+                self._end(feed)
+        if (now_s := time.monotonic()) - self._beaten_s >= _BEAT_S:
+            self._beaten_s = now_s
+            self._claim()
+
+    def _serve(self, feed: Feed) -> None:
+        """Write what has come of one engine, or only renew its lease; ask for its view when that is due.
+
+        Raises:
+            PeerError: The epoch must end.
+        """
+        if feed.has_ended:
+            raise PeerError("ended", "the view is not exact, or too much of it waits to be written")
+        view = feed.listing.result() if feed.listing is not None and feed.listing.done() else None
+        is_due = time.monotonic() >= feed.written_s + self._lease_ms / 1000 / _BEATS_PER_LEASE
+        # In the beginning entries wait for the view that they change.
+        if view is not None or (feed.last_view and (feed.entries or is_due)):
+            self._write_feed(feed, view)
+        since = feed.last_number - feed.last_view
+        if since > _ENTRIES_MAX // 2:
+            raise PeerError("too_slow", f"{since} entries came while the view was listed")
+        is_large = feed.bytes_since >= max(_BYTES_PER_VIEW, feed.view_bytes // 2)
+        if feed.listing is None and (since >= _ENTRIES_PER_VIEW or is_large):
+            self._list(feed)
+
+    def _write_feed(self, feed: Feed, view: ViewSnapshot | None) -> None:
+        with self.lock:
+            entries, feed.entries = feed.entries, []
+            first = feed.last_number - len(entries) + 1
+            waited_bytes = sum(map(len, entries))
+            self.waiting_bytes -= waited_bytes
+        arguments: list[bytes | int | str] = [feed.token, self._lease_ms, self._ttl_ms]
+        arguments += [int(not feed.last_view), _ENTRIES_MAX, len(entries)]
+        for number, data in enumerate(entries, first):
+            arguments += [f"{feed.epoch}-{number}", data]
+        data = b""
+        if view is not None:
+            data = msgspec.msgpack.encode(list(snapshot_messages(view)))
+            # Who reads a little late still finds all entries since the view before.
+            kept = max(feed.last_view, FIRST)
+            arguments += [f"{feed.epoch}-{feed.listed_at}", data, f"{feed.epoch}-{kept}"]
+        if not self._run_script(feed, arguments):
+            raise PeerError("lost", "the lease is another's, or the server has lost what was written")
+        feed.written_s = time.monotonic()
+        feed.bytes_since += waited_bytes
+        if view is not None:
+            feed.listing, feed.last_view = None, feed.listed_at
+            feed.view_bytes, feed.bytes_since = len(data), 0
+
+    def _run_script(self, feed: Feed, arguments: Sequence[bytes | int | str]) -> bool:
+        keys = [self.key(feed.holder, what) for what in ("lease", "stream", "view")]
+        return bool(self._link.call(self._write, keys=keys, args=arguments))
+
+    def _claim(self) -> None:
+        # Also where nothing is wanted, so that the metrics tell whether the server answers.
+        seconds, microseconds = self._link.call(self._link.client.time)
+        epoch = f"{seconds * 1000 + microseconds // 1000}"
+        token = utf8(f"{self._owner}:{epoch}")
+        listing = sum(not feed.last_view for feed in self._feeds.values())
+        for holder, engine in self._roster.engines.items():
+            if listing >= _LISTED_AT_ONCE:
+                return
+            if engine.state is not StreamState.EXACT or not engine.linked or holder in self._feeds:
+                continue
+            lease = self.key(holder, "lease")
+            if self._link.call(self._link.client.set, lease, token, nx=True, px=self._lease_ms):
+                feed = self._feeds[holder] = Feed(holder, epoch, token, self, written_s=time.monotonic())
+                self._list(feed)
+                listing += 1
+
+    def _list(self, feed: Feed) -> None:
+        feed.listing = self._subscriber.export(feed.holder, feed=feed)
+        feed.listing.add_done_callback(lambda _: self.wake.set())
+
+    def _end(self, feed: Feed) -> None:
+        del self._feeds[feed.holder]
+        with self.lock:
+            feed.has_ended = True
+            self.waiting_bytes -= sum(map(len, feed.entries))
+            feed.entries.clear()
+        try:
+            self._run_script(feed, [feed.token, 0, self._ttl_ms, 1, _ENTRIES_MAX, 0])
+        except UnavailableError:
+            _log.debug("lease runs out: engine=%s", feed.holder)
+
+    def _end_all(self) -> None:
+        for feed in tuple(self._feeds.values()):
+            self._end(feed)
+
+
+def _pool(url: str) -> ConnectionPool:
+    scheme, found, rest = url.partition("://")
+    if not found or scheme not in _SCHEMES:
+        known = ", ".join(f"{each}://" for each in _SCHEMES)
+        raise ConfigError(f"IndexerConfig.redis_url: must begin with one of {known}")
+    try:
+        # Reading the port checks it.
+        _ = urlsplit(url).port
+        pool = ConnectionPool.from_url(f"{_SCHEMES[scheme]}://{rest}")
+    except (TypeError, ValueError):
+        # The library's message may hold a part of the password.
+        raise ConfigError(
+            f"IndexerConfig.redis_url: no {scheme}:// URL of the form "
+            f"{scheme}://[user:password@]host:port/database, or unix://path"
+        ) from None
+    # Options that the relay counts on, whatever the URL says of them.
+    pool.connection_kwargs.update(
+        socket_timeout=_TIMEOUT_S,
+        socket_connect_timeout=_TIMEOUT_S,
+        # After a broken connection; never after a timeout. What was written is refused the second time.
+        retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
+        protocol=2,
+        decode_responses=False,
+    )
+    return pool

@@ -1,0 +1,1 @@
+"""Events of one engine to its blocks in the index."""

@@ -1,0 +1,1 @@
+"""Published bytes to events."""

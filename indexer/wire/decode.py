@@ -1,0 +1,199 @@
+"""Bytes of one published message to typed events.
+
+Reads every layout from vLLM 0.16 to 0.32 (events as arrays or as maps) and SGLang's. A broken event is left
+out and its reason told; the rest of its batch is kept. Nothing here knows pods, sequences or keys. Many
+messages at once are read by `event_columns`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+from msgspec.structs import astuple
+
+from indexer.errors import PayloadError
+from indexer.wire.events import (
+    MAX_EVENTS,
+    MAX_TOKENS,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EngineHash,
+    EngineHashes,
+    ExtraKeys,
+    GroupIdx,
+    KVEvent,
+    TokenIds,
+    WindowTokens,
+)
+
+UNKNOWN_EVENT = "unknown_event"
+BROKEN_EVENT = "broken_event"
+KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
+
+BROKEN = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Errors that msgspec raises for bytes that are not what they should be."""
+_NO_TOKENS, _NIL = Raw(b"\x90"), Raw(b"\xc0")
+
+
+class Event(Struct, gc=False):
+    """Any event of a map layout; its lists of tokens and extra keys are not read yet."""
+
+    type: str
+    block_hashes: EngineHashes
+    parent_block_hash: EngineHash | None = None
+    token_ids: Raw = _NO_TOKENS
+    block_size: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: Raw = _NIL
+    group_idx: GroupIdx | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: WindowTokens | None = None
+    cache_salt: str | None = None
+
+
+class _Metadata(Struct):
+    cache_salt: str | None = None
+
+
+class _StoredArray(Struct, array_like=True, tag="BlockStored", gc=False):
+    """Field order of vLLM 0.16-0.23; what follows in later layouts is not read."""
+
+    block_hashes: EngineHashes
+    parent_block_hash: EngineHash | None
+    token_ids: Raw
+    block_size: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | _Metadata | None = None
+    extra_keys: Raw = _NIL
+    group_idx: GroupIdx | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: WindowTokens | None = None
+
+
+class _RemovedArray(Struct, array_like=True, tag="BlockRemoved", gc=False):
+    block_hashes: EngineHashes
+    medium: str | None = None
+    group_idx: GroupIdx | None = None
+
+
+class _ClearedArray(Struct, array_like=True, tag="AllBlocksCleared", gc=False):
+    pass
+
+
+ArrayEvent = _StoredArray | _RemovedArray | _ClearedArray
+
+
+_Event = TypeVar("_Event")
+
+
+class Batch(Struct, Generic[_Event], array_like=True):
+    """A batch of events of one form; elements behind the rank are ignored."""
+
+    ts: float
+    events: Annotated[list[_Event], Meta(max_length=MAX_EVENTS)]
+    data_parallel_rank: int | None = None
+
+
+MAP_BATCH = msgspec.msgpack.Decoder(Batch[Event])
+ARRAY_BATCH = msgspec.msgpack.Decoder(Batch[ArrayEvent])
+_raw_batch = msgspec.msgpack.Decoder(Batch[Raw])
+_map_event = msgspec.msgpack.Decoder(KVEvent)
+_array_event = msgspec.msgpack.Decoder(ArrayEvent)
+_tokens = msgspec.msgpack.Decoder(TokenIds)
+EXTRA_KEYS = msgspec.msgpack.Decoder(ExtraKeys | None)
+_any = msgspec.msgpack.Decoder(Any)
+
+
+def split_batch(payload: bytes, max_bytes: int) -> Batch[Raw]:
+    """Reads a payload as far as to where its events begin and end.
+
+    Args:
+        payload: msgpack of [ts, events, data_parallel_rank], rank optional, further elements ignored.
+
+    Raises:
+        PayloadError: The payload is "oversize", or "broken_batch".
+    """
+    if len(payload) > max_bytes:
+        raise PayloadError("oversize", f"payload has {len(payload)} bytes, more than {max_bytes}")
+    try:
+        return _raw_batch.decode(payload)
+    except BROKEN as error:
+        raise PayloadError("broken_batch", f"payload is no batch of events: {error}") from None
+
+
+def decode_event(raw: bytes | Raw) -> KVEvent:
+    """Reads one event.
+
+    Raises:
+        PayloadError: It is an "unknown_event", or a "broken_event".
+    """
+    try:
+        if _is_map(raw):
+            event: KVEvent = _map_event.decode(raw)
+            return event
+        return typed(of_array(_array_event.decode(raw)))
+    except BROKEN as error:
+        raise PayloadError(_reason(raw), str(error)) from None
+
+
+def typed(event: Event) -> KVEvent:
+    """An event with all its fields read.
+
+    Raises:
+        PayloadError: It is an "unknown_event", or a "broken_event".
+    """
+    match event.type:
+        case "BlockRemoved":
+            return BlockRemoved(event.block_hashes, event.medium, event.group_idx)
+        case "AllBlocksCleared":
+            return AllBlocksCleared()
+        case "BlockStored":
+            fields = {name: getattr(event, name) for name in BlockStored.__struct_fields__}
+            try:
+                fields["token_ids"] = _tokens.decode(event.token_ids)
+                fields["extra_keys"] = EXTRA_KEYS.decode(event.extra_keys)
+            except BROKEN as error:
+                raise PayloadError(BROKEN_EVENT, str(error)) from None
+            return BlockStored(**fields)
+        case kind:
+            raise PayloadError(UNKNOWN_EVENT, f"event of the unknown kind {kind[:100]!r}")
+
+
+def of_array(event: ArrayEvent) -> Event:
+    """An event of an array layout as one of a map layout."""
+    match event:
+        case _StoredArray():
+            hashes, parent, tokens, size, lora_id, medium, lora, extra, group, kind, window = astuple(event)
+            salt = lora.cache_salt if isinstance(lora, _Metadata) else None
+            name = None if isinstance(lora, _Metadata) else lora
+            return Event(
+                *("BlockStored", hashes, parent, tokens, size, lora_id, medium),
+                *(name, extra, group, kind, window, salt),
+            )
+        case _RemovedArray():
+            return Event("BlockRemoved", event.block_hashes, medium=event.medium, group_idx=event.group_idx)
+        case _:
+            return Event("AllBlocksCleared", [])
+
+
+def _is_map(raw: bytes | Raw) -> bool:
+    first = memoryview(raw)[:1].tobytes()
+    return b"\x80" <= first <= b"\x8f" or first in (b"\xde", b"\xdf")
+
+
+def _reason(raw: bytes | Raw) -> str:
+    try:
+        event = _any.decode(raw)
+    except BROKEN:
+        return BROKEN_EVENT
+    if isinstance(event, dict):
+        tag = event.get("type")
+    else:
+        tag = event[0] if isinstance(event, list) and event else None
+    return UNKNOWN_EVENT if isinstance(tag, str) and tag not in KINDS else BROKEN_EVENT

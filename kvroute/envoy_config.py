@@ -1,0 +1,134 @@
+"""The Envoy configuration of the local stack: addresses in, a bootstrap (as a JSON-like dict) out.
+
+Two listeners: the gateway, where ext_authz or ext_proc asks the router for a pod, and a round-robin one for
+contrast. What they are made of is in envoy.yaml. Knows nothing of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from router.doors.headers import DESTINATION_HEADER, GATEWAY_ONLY_HEADERS
+
+POD_HEADER = "x-kvroute-pod"
+"""Response header that names the pod which answered."""
+
+INFERENCE_PATHS: tuple[tuple[str, str], ...] = (
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/chat/completions/render"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/completions/render"),
+    ("POST", "/v1/responses"),
+    ("POST", "/v1/conversations"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/v1/images/generations"),
+    ("POST", "/tokenize"),
+    ("GET", "/v1/models"),
+)
+"""Method and path of every request that reaches a pod: the router's `/v1` APIs, the models, `/tokenize`.
+
+Each path is matched whole. Under a prefix such as `/v1/`, `/v1/..%2fmetrics` and others would pass as well.
+"""
+
+_PARTS = Path(__file__).with_name("envoy.yaml")
+
+Address = tuple[str, int]
+Door = Literal["check_grpc", "ext_proc"]
+Responses = Literal["skip", "full"]
+_Action = tuple[dict[str, Any], list[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class EnvoySettings:
+    """Inputs of the configuration, as `StackOptions` has them; all addresses are (host, port)."""
+
+    gateway: Address
+    router_grpc: Address
+    pods: Sequence[Address]
+    round_robin: Address | None = None
+    door: Door = "check_grpc"
+    responses: Responses = "skip"
+    failure_mode_allow: bool = False
+
+
+def bootstrap(settings: EnvoySettings) -> dict[str, Any]:
+    """Build the bootstrap configuration."""
+    parts = yaml.safe_load(_PARTS.read_text(encoding="utf-8"))
+    actions, clusters = parts["actions"], parts["clusters"]
+    (mutation,) = parts["manager"]["early_header_mutation_extensions"]
+    mutation["typed_config"]["mutations"] = [{"remove": header} for header in GATEWAY_ONLY_HEADERS]
+    if settings.door == "check_grpc":
+        door = parts["doors"]["check_grpc"]
+        door["typed_config"]["failure_mode_allow"] = settings.failure_mode_allow
+    else:
+        door = parts["doors"][f"ext_proc_{settings.responses}"]
+    round_robin: _Action = (actions["round_robin"], [])
+    # ORIGINAL_DST has no other pod to offer, so a request without a pick fails unless it may go round robin.
+    routes: list[_Action] = [(actions["picked"], [])]
+    if settings.failure_mode_allow:
+        has_pod = {"name": DESTINATION_HEADER, "present_match": True}
+        routes = [(actions["picked"], [has_pod]), round_robin]
+    listeners = [_listener("gateway", settings.gateway, parts, routes, [door], parts["access_log"])]
+    used = [clusters["picked_pod"], _to(clusters["router"], [settings.router_grpc])]
+    if settings.round_robin is not None:
+        listeners.append(_listener("round_robin", settings.round_robin, parts, [round_robin], [], []))
+    if settings.round_robin is not None or settings.failure_mode_allow:
+        used.append(_to(clusters["round_robin"], settings.pods))
+    return {
+        "node": {"id": "kvroute-local", "cluster": "kvroute"},
+        "static_resources": {"listeners": listeners, "clusters": used},
+    }
+
+
+def _listener(
+    name: str,
+    address: Address,
+    parts: dict[str, Any],
+    actions: Sequence[_Action],
+    filters: Sequence[dict[str, Any]],
+    access_log: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """Return a listener with routes for all inference paths, and 404 for the rest.
+
+    Args:
+        actions: What to do with a request, and which headers it must have for that; the first match counts.
+    """
+    routes = [
+        {
+            "match": {
+                "path": path,
+                "headers": [{"name": ":method", "string_match": {"exact": method}}, *headers],
+            },
+            "route": action,
+        }
+        for method, path in INFERENCE_PATHS
+        for action, headers in actions
+    ]
+    virtual_host = {**parts["virtual_host"], "name": name, "routes": [*routes, parts["not_found"]]}
+    manager = {
+        **parts["manager"],
+        "stat_prefix": name,
+        "access_log": list(access_log),
+        "http_filters": [*filters, parts["router_filter"]],
+        "route_config": {"virtual_hosts": [virtual_host]},
+    }
+    chain = {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
+    return {"name": name, "address": _socket(address), "filter_chains": [chain]}
+
+
+def _to(cluster: dict[str, Any], addresses: Sequence[Address]) -> dict[str, Any]:
+    """Return a cluster with its endpoints."""
+    endpoints = [{"endpoint": {"address": _socket(address)}} for address in addresses]
+    assignment = {"cluster_name": cluster["name"], "endpoints": [{"lb_endpoints": endpoints}]}
+    return {**cluster, "load_assignment": assignment}
+
+
+def _socket(address: Address) -> dict[str, Any]:
+    return {"socket_address": {"address": address[0], "port_value": address[1]}}

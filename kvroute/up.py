@@ -1,0 +1,142 @@
+"""`kvroute up`: starts the local stack, shows what it does, and leaves nothing behind but a failure's logs.
+
+Options in; a running stack, a printed demonstration and an exit status out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from common.flags import CommandParser, add_flags, said
+from kvroute.demo import run_demo
+from kvroute.stack import LocalStackError, StackOptions, StackPlan, await_pods, plan_stack
+from kvroute.supervisor import Supervisor, check_ports
+
+_WATCH_S = 0.2
+# What model servers need and the router does not.
+_NEEDED = ("torch", "starlette", "uvicorn", "safetensors")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = CommandParser(
+        prog="kvroute up",
+        description="Start model servers, the router and a real Envoy here, and show what is routed where.",
+    )
+    add_flags(parser, StackOptions)
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--demo-only", action="store_true", help="end after the demonstration")
+    only.add_argument("--no-demo", action="store_true", help="start and stay up without the demonstration")
+    arguments = parser.parse_args(argv)
+    options = StackOptions(**said(StackOptions, arguments))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        _check_libraries()
+        return _run(options, demo=not arguments.no_demo, stay=not arguments.demo_only)
+    except KeyboardInterrupt:
+        return 0
+    except (LocalStackError, ValueError, OSError) as error:
+        print(f"kvroute up: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(options: StackOptions, *, demo: bool, stay: bool) -> int:
+    directory = Path(tempfile.mkdtemp(prefix="kvroute-"))
+    supervisor = Supervisor(directory, _progress())
+    failed = True
+    try:
+        _run_in(directory, supervisor, options, demo=demo, stay=stay)
+        failed = bool(supervisor.restarted)
+    except KeyboardInterrupt:
+        failed = False
+        raise
+    except (LocalStackError, ValueError, OSError) as error:
+        raise LocalStackError(f"{error}{_logs(directory)}") from error
+    finally:
+        # A second Ctrl-C must not leave children behind.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        supervisor.stop()
+        # Logs are kept for whoever looks for the reason of a failure.
+        if not (failed and _logs(directory)):
+            shutil.rmtree(directory)
+    if failed:
+        names = ", ".join(dict.fromkeys(supervisor.restarted))
+        print(
+            f"kvroute up: exit status 1 because of programs that died and were restarted: {names}"
+            f"{_logs(directory)}",
+            file=sys.stderr,
+        )
+    return int(failed)
+
+
+def _run_in(
+    directory: Path, supervisor: Supervisor, options: StackOptions, *, demo: bool, stay: bool
+) -> None:
+    plan = plan_stack(options, directory)
+    check_ports(plan.ports)
+    for file, text in plan.files.items():
+        (directory / file).write_text(text, encoding="utf-8")
+    supervisor.start(plan.children)
+    await_pods(plan, supervisor.check)
+    if demo:
+        run_demo(plan, supervisor.check)
+    if stay:
+        _stay(plan, supervisor, directory)
+    supervisor.check()
+
+
+def _logs(directory: Path) -> str:
+    """Return where the logs are as the end of a message, empty if no program was started."""
+    return f"; logs: {directory}" if any(directory.glob("*.log")) else ""
+
+
+def _stay(plan: StackPlan, supervisor: Supervisor, directory: Path) -> None:
+    print(
+        f"\nkvroute is up: {plan.gateway_url} (Envoy); pods {', '.join(plan.pod_urls)}\n"
+        f"  picks explained:  {plan.router_debug_url}/debug/decisions\n"
+        f"  metrics:          {plan.router_debug_url}/metrics\n"
+        f"  round-robin door: {plan.round_robin_url}\n"
+        f"  logs:             {directory}\n\n"
+        f"  curl -sD- {plan.gateway_url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f'    -d \'{{"model": "{plan.model_name}", "max_tokens": 16, '
+        f'"messages": [{{"role": "user", "content": "Hello"}}]}}\'\n\n'
+        "Ctrl-C ends it.",
+        flush=True,
+    )
+    try:
+        while True:
+            supervisor.check()
+            time.sleep(_WATCH_S)
+    except KeyboardInterrupt:
+        print("\nstopping", flush=True)
+
+
+def _progress() -> Callable[[str], None]:
+    started_s = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"[{time.monotonic() - started_s:5.1f} s] {line}", flush=True)
+
+    say("starting model servers, router and Envoy")
+    return say
+
+
+def _check_libraries() -> None:
+    for module in _NEEDED:
+        if importlib.util.find_spec(module) is None:
+            raise LocalStackError(
+                f"the library {module} is missing; install it with: pip install 'kvroute[model-server]'"
+            )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Paged attention of decoding, compiled for the processor."""

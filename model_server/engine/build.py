@@ -1,0 +1,90 @@
+"""Makes an engine: loads the model, takes memory for its KV, and logs what that memory holds."""
+
+import logging
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import torch
+
+from model_server.config import EngineConfig
+from model_server.engine.core import Engine
+from model_server.errors import ConfigError
+from model_server.kv_cache.coordinator import blocks_behind, blocks_bound
+from model_server.kv_events.events import EventSink
+from model_server.model.lora import LoraRegistry
+from model_server.shapes import DTYPE_BYTES, KvGroupSpec, computed_dtype, decoder_shape
+from model_server.shapes.deployment import Deployment
+from model_server.worker.executor import Executor
+from planning.plan import Budget, Pool
+from planning.presets import find_model
+
+logger = logging.getLogger(__name__)
+
+
+def build_engine(config: EngineConfig, sink: EventSink) -> Engine:
+    """Load the model and make an engine for it, not yet started.
+
+    A ModelError where the checkpoint cannot be loaded, a ConfigError where a setting does not fit it or the
+    machine, a WorkerError where a process that should compute a part of the model does not start.
+    """
+    executor = Executor(config)
+    try:
+        max_model_len = _max_model_len(config, executor.max_positions, executor.kv_groups)
+        loras = LoraRegistry(executor.load_adapter, config.max_loras)
+        return Engine(config, executor, sink, max_model_len, loras)
+    except BaseException:
+        executor.close()
+        raise
+
+
+def most_tokens(config: EngineConfig, max_positions: int, groups: Sequence[KvGroupSpec]) -> int:
+    """Return how long a text fits into the pool when it is alone there."""
+    needs = [blocks_behind(group.window_tokens, config.block_tokens) for group in groups]
+
+    def blocks(num_tokens: int) -> int:
+        return blocks_bound(needs, num_tokens, config.max_num_batched_tokens, config.block_tokens)
+
+    return bisect_right(range(max_positions + 1), config.gpu_blocks, key=blocks) - 1
+
+
+def _max_model_len(config: EngineConfig, max_positions: int, groups: Sequence[KvGroupSpec]) -> int:
+    if config.max_model_len is None:
+        return most_tokens(config, max_positions, groups)
+    if config.max_model_len > max_positions:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but the model was made for {max_positions} positions"
+        )
+    return config.max_model_len
+
+
+def log_pool(engine: Engine, config: EngineConfig) -> None:
+    """Log how much the pool holds."""
+    device = torch.device(config.device)
+    blocks = engine.stats().total_blocks
+    tokens, longest = blocks * engine.block_tokens, engine.max_model_len
+    logger.info(
+        "%s KV cache size: %s tokens, Maximum concurrency for %s tokens per request: %.2fx",
+        "CPU" if device.type == "cpu" else "GPU",
+        f"{tokens:,}",
+        f"{longest:,}",
+        tokens / longest,
+    )
+    deployment = served(config)
+    logger.info("KV pool: %s", deployment.pool_line(blocks, longest))
+    if device.type == "cuda":
+        budget = Budget(torch.cuda.get_device_properties(device).total_memory)
+        planned = deployment.pool_line(Pool(deployment, budget).blocks, longest)
+        logger.info("kvroute plan, %g of this device's memory: %s", budget.utilization, planned)
+
+
+def served(config: EngineConfig) -> Deployment:
+    """Return the deployment that an engine's settings describe; a ModelError where there is no such model."""
+    model = find_model(config.model)
+    return Deployment(
+        decoder_shape(model),
+        weight_bytes=DTYPE_BYTES[computed_dtype(model, config.dtype)],
+        fp8_kv=config.kv_cache_dtype == "fp8",
+        tensor_parallel=config.tensor_parallel_size,
+        block_tokens=config.block_tokens,
+        chunk_tokens=config.max_num_batched_tokens,
+    )

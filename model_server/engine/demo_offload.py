@@ -1,0 +1,63 @@
+"""`kvroute model-server demo-offload`: one prompt three times, computed, from the device and from the host.
+
+The prompt is pushed out of the device's pool by others, as traffic would do it.
+"""
+
+import random
+import time
+
+from model_server.config import EngineConfig
+from model_server.engine.build import build_engine
+from model_server.engine.core import Engine
+from model_server.kv_events.events import NullSink
+from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
+
+_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+_ROUNDS = 3
+
+
+def demonstrate(config: EngineConfig, prompt_tokens: int) -> list[str]:
+    """Measure the three ways; a ModelServerError where the model cannot load or the prompt is too long."""
+    engine = build_engine(config, NullSink())
+    # The prompt's blocks are the oldest: as many new ones as the pool has take them all.
+    others = -(-engine.stats().total_blocks // max(1, prompt_tokens // config.block_tokens))
+    draw = random.Random(0)
+    rounds = [_one_round(engine, draw, prompt_tokens, others, number) for number in range(_ROUNDS + 1)][1:]
+    lines = []
+    for position, way in enumerate(("cold", "device hit", "host hit")):
+        taken_s, cached = sorted(one[position] for one in rounds)[_ROUNDS // 2]
+        lines.append(
+            f"{way:<11} {taken_s * 1e3:9.1f} ms to first token, {cached} of {prompt_tokens} tokens cached"
+        )
+    stats = engine.stats()
+    moved = (stats.swapped_out_blocks + stats.swapped_in_blocks) * stats.block_bytes
+    lines.append(
+        f"{stats.swapped_out_blocks} blocks stored in host memory and {stats.swapped_in_blocks} restored, "
+        f"{moved / 2**20:.0f} MiB"
+    )
+    engine.close()
+    return lines
+
+
+def _one_round(
+    engine: Engine, draw: random.Random, prompt_tokens: int, others: int, number: int
+) -> list[tuple[float, int]]:
+    """Return seconds and cached tokens of the prompt cold, again, and after others took its blocks."""
+    prompt, *rest = (tuple(draw.choices(range(3, 1000), k=prompt_tokens)) for _ in range(1 + others))
+    taken = [first_token(engine, f"{number}.{turn}", prompt) for turn in range(2)]
+    for at, other in enumerate(rest):
+        first_token(engine, f"{number}.other.{at}", other)
+    return [*taken, first_token(engine, f"{number}.2", prompt)]
+
+
+def first_token(engine: Engine, name: str, prompt: tuple[int, ...]) -> tuple[float, int]:
+    """Run a prompt alone; returns the seconds to its first token and its cached tokens."""
+    outputs: list[TokenOutput] = []
+    started_s = time.perf_counter()
+    engine.submit(GenerationRequest(name, prompt, _SAMPLING), outputs.append)
+    while not outputs:
+        engine.step()
+    taken_s = time.perf_counter() - started_s
+    while engine.step():  # stores what the request leaves
+        pass
+    return taken_s, outputs[-1].cached_tokens

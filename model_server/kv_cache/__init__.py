@@ -1,0 +1,1 @@
+"""KV blocks: allocation, prefix reuse, eviction, the host tier."""

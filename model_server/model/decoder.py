@@ -1,0 +1,383 @@
+"""The decoder that all architectures share: attention with rotary positions, RMS norms, gated MLP.
+
+It names its weights as Hugging Face checkpoints do; projections that share an input are one matrix. One of
+several ranks owns some heads of every layer, some of the MLP's columns and some tokens of the vocabulary:
+projections that these are the outputs of need nobody else, those that they are the inputs of are summed over
+all ranks.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from model_server.attention import Attention, StepMeta
+from model_server.model.lora import LoraBatch
+from model_server.model.ranks import Ranks
+from model_server.shapes import (
+    DecoderShape,
+    Division,
+    LinearScaling,
+    Llama3Scaling,
+    Rope,
+    Share,
+    YarnScaling,
+)
+
+# What the packed order is made for; it serves any number of rows. Were it made for few, a single row would be
+# computed by another kernel, which rounds differently.
+_PACKED_FOR_ROWS = 2048
+
+
+class Linear:
+    """A projection without its bias."""
+
+    __slots__ = ("_packed", "weight")
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight  # [outputs, inputs]; of no use once packed
+        self._packed: Tensor | None = None
+
+    def __call__(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return inputs @ weight.T + bias, [rows, outputs]."""
+        if self._packed is None:
+            return functional.linear(inputs, self.weight, bias)
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, bias, "none", [], "")
+        return output
+
+    def pack(self) -> None:
+        """Let go of the plain weight for one in the order that oneDNN reads, where that helps.
+
+        Else oneDNN reorders all of it in every call, which for 8 rows takes as long as the multiplication.
+        """
+        if self.weight.device.type == "cpu" and self.weight.dtype == torch.bfloat16 and can_pack():
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR_ROWS)
+            self.weight = self.weight.new_empty(0)
+
+
+@cache
+def can_pack() -> bool:
+    """Tell whether packing works here; runs it once to know, for the operators are private to torch."""
+    inputs, weight = torch.ones((1, 8), dtype=torch.bfloat16), torch.ones((8, 8), dtype=torch.bfloat16)
+    trial = Linear(weight)
+    try:
+        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return False
+        trial._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+        return torch.equal(trial(inputs), functional.linear(inputs, weight))  # sums of ones are exact
+    except (AttributeError, RuntimeError):
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor of the checkpoint, or the part of it that is kept here."""
+
+    tensor: Tensor  # what is kept
+    shares: tuple[Share, ...]  # per dimension of the checkpoint's tensor, which part that is
+
+    @classmethod
+    def all_of(cls, tensor: Tensor) -> "Weight":
+        return cls(tensor, tuple(Share.all_of(length) for length in tensor.shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the checkpoint's tensor."""
+        return tuple(share.whole for share in self.shares)
+
+    def write(self, whole: Tensor) -> None:
+        self.tensor.copy_(whole[tuple(share.span for share in self.shares)])
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionPart:
+    """A projection of the checkpoint, and its place in one of the model's own."""
+
+    projection: str  # name of the model's projection
+    first_row: int  # where the part's rows begin there
+    rows: Share  # those of the checkpoint's rows that are kept
+    inputs: Share  # those of its columns
+
+
+class DecoderLayer:
+    """One layer; norms that its shape does not have are not read."""
+
+    def __init__(
+        self, shape: DecoderShape, division: Division, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        def empty(*size: int) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        self._shape = shape
+        self._parts = projection_parts(shape, division)
+        own = division.part_of(shape)
+        query_rows = own.heads * own.head_dim
+        qkv_rows = query_rows + 2 * own.kv_heads * own.head_dim
+
+        def linear(outputs: int, inputs: int, *, bias: bool = False) -> tuple[Linear, Tensor | None]:
+            return Linear(empty(outputs, inputs)), empty(outputs) if bias else None
+
+        # "qkv", "output", "gate_up" and "down", with their biases or None.
+        self.projections: dict[str, tuple[Linear, Tensor | None]] = {
+            "qkv": linear(qkv_rows, shape.hidden, bias=shape.qkv_bias),
+            "output": linear(shape.hidden, query_rows, bias=shape.output_bias),
+            "gate_up": linear(2 * own.intermediate, shape.hidden),
+            "down": linear(shape.hidden, own.intermediate),
+        }
+        self.input_norm, self.mlp_input_norm = empty(shape.hidden), empty(shape.hidden)
+        # Norms of what attention and MLP add, if the shape has output norms.
+        self.attention_norm, self.mlp_norm = empty(shape.hidden), empty(shape.hidden)
+        # Norms of each query and key head, if the shape has head norms.
+        self.query_norm, self.key_norm = empty(shape.head_dim), empty(shape.head_dim)
+
+    def weights(self) -> dict[str, Weight]:
+        """Return the layer's weights under their checkpoint names."""
+        norms = {"input_layernorm": self.input_norm}
+        if self._shape.output_norms:
+            # Where what is added has norms too, the name of Llama's second norm means another place.
+            norms["post_attention_layernorm"] = self.attention_norm
+            norms["pre_feedforward_layernorm"] = self.mlp_input_norm
+            norms["post_feedforward_layernorm"] = self.mlp_norm
+        else:
+            norms["post_attention_layernorm"] = self.mlp_input_norm
+        if self._shape.head_norms:
+            norms["self_attn.q_norm"] = self.query_norm
+            norms["self_attn.k_norm"] = self.key_norm
+        named = {f"{name}.weight": Weight.all_of(norm) for name, norm in norms.items()}
+        for name, part in self._parts.items():
+            linear, bias = self.projections[part.projection]
+            rows = slice(part.first_row, part.first_row + part.rows.count)
+            named[f"{name}.weight"] = Weight(linear.weight[rows], (part.rows, part.inputs))
+            if bias is not None:
+                named[f"{name}.bias"] = Weight(bias[rows], (part.rows,))
+        return named
+
+
+def projection_parts(shape: DecoderShape, division: Division) -> dict[str, ProjectionPart]:
+    """Return the checkpoint's projections, and where what is kept of them lies in the model's own."""
+    query = division.heads(shape).times(shape.head_dim)
+    key = division.kv_heads(shape).times(shape.head_dim)
+    width = division.intermediate(shape)
+    hidden = Share.all_of(shape.hidden)
+    return {
+        "self_attn.q_proj": ProjectionPart("qkv", 0, query, hidden),
+        "self_attn.k_proj": ProjectionPart("qkv", query.count, key, hidden),
+        "self_attn.v_proj": ProjectionPart("qkv", query.count + key.count, key, hidden),
+        "self_attn.o_proj": ProjectionPart("output", 0, hidden, query),
+        "mlp.gate_proj": ProjectionPart("gate_up", 0, width, hidden),
+        "mlp.up_proj": ProjectionPart("gate_up", width.count, width, hidden),
+        "mlp.down_proj": ProjectionPart("down", 0, hidden, width),
+    }
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
+
+
+def frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Return the angle per position of each pair, float32 [head_dim / 2]."""
+    plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    match rope.scaling:
+        case LinearScaling(factor):
+            return plain / factor
+        case Llama3Scaling() as scaling:
+            return _stretch_llama3(plain, scaling)
+        case YarnScaling() as scaling:
+            return _stretch_yarn(plain, scaling)
+    return plain
+
+
+def rotation(
+    positions: Tensor, frequencies: Tensor, magnitude: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the cosines and signed sines of one step, each [tokens, 1, head_dim], for `rotate`."""
+    angles = positions[:, None, None].float() * frequencies
+    cosine, sine = angles.cos() * magnitude, angles.sin() * magnitude
+    return torch.cat((cosine, cosine), dim=-1).to(dtype), torch.cat((-sine, sine), dim=-1).to(dtype)
+
+
+def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate [tokens, heads, head_dim] by each token's angles."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cosine + torch.cat((second, first), dim=-1) * sine
+
+
+def _stretch_llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+    turns = scaling.original_context * plain / (2 * math.pi)  # within the original context
+    # 1 keeps a frequency, 0 divides it by the factor, between them it is interpolated.
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return _interpolate(plain, scaling.factor, keep)
+
+
+def _stretch_yarn(plain: Tensor, scaling: YarnScaling) -> Tensor:
+    pairs = len(plain)
+
+    def pair_of(turns: float) -> float:
+        """Return the (fractional) pair that turns so often within the original context."""
+        return pairs * math.log(scaling.original_context / (turns * 2 * math.pi)) / math.log(scaling.theta)
+
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    ramp = (torch.arange(pairs, dtype=torch.float32) - low) / max(high - low, 0.001)
+    return _interpolate(plain, scaling.factor, 1.0 - ramp)
+
+
+def _interpolate(plain: Tensor, factor: float, keep: Tensor) -> Tensor:
+    """Divide frequencies by the factor where `keep` is 0 or less, leave them where it is 1 or more."""
+    keep = keep.clamp(0.0, 1.0)
+    return keep * plain + (1.0 - keep) * plain / factor
+
+
+class Decoder:
+    """A decoder whose weights are yet to be written into `weights()`."""
+
+    def __init__(
+        self, shape: DecoderShape, dtype: torch.dtype, device: torch.device, ranks: Ranks | None = None
+    ) -> None:
+        self._ranks = Ranks() if ranks is None else ranks
+        division = self._ranks.division
+        self.shape = division.part_of(shape)  # what is computed here
+        self.dtype = dtype
+        self.device = device
+        self._vocabulary = division.vocabulary(shape)
+        # Divided, though each step then has one sum more: where ranks are many, reading the output head is
+        # what takes longest in a step of few tokens. Rows beyond the vocabulary make all ranks' parts equal.
+        vocabulary_rows = division.vocabulary_rows(shape)
+        self._embedding = torch.zeros((vocabulary_rows, shape.hidden), dtype=dtype, device=device)
+        self._head = Linear(self._embedding if shape.tied_embeddings else torch.zeros_like(self._embedding))
+        self._norm = torch.empty(shape.hidden, dtype=dtype, device=device)
+        self._layers = [DecoderLayer(shape, division, dtype, device) for _ in range(shape.layers)]
+        self._frequencies = {rope: frequencies(rope, shape.head_dim).to(device) for rope in set(shape.ropes)}
+        self._embedding_scale = torch.tensor(shape.embedding_scale, dtype=dtype).item()
+        self._activation = _ACTIVATIONS[shape.activation]
+        # Each layer's projections (what adapters can change) by their checkpoint names.
+        self.projection_parts = projection_parts(shape, division)
+
+    def weights(self) -> dict[str, Weight]:
+        """Return all weights under their checkpoint names; write into them to load the model."""
+        vocabulary, hidden = self._vocabulary, Share.all_of(self.shape.hidden)
+        named = {
+            "model.embed_tokens.weight": Weight(self._embedding[: vocabulary.count], (vocabulary, hidden)),
+            "model.norm.weight": Weight.all_of(self._norm),
+        }
+        if not self.shape.tied_embeddings:
+            named["lm_head.weight"] = Weight(self._head.weight[: vocabulary.count], (vocabulary, hidden))
+        for index, layer in enumerate(self._layers):
+            named |= {f"model.layers.{index}.{name}": weight for name, weight in layer.weights().items()}
+        return named
+
+    def pack(self) -> None:
+        """Bring the weights into the processor's order once all are written; `weights()` has no use then."""
+        for layer in self._layers:
+            for linear, _ in layer.projections.values():
+                linear.pack()
+        if not self.shape.tied_embeddings:  # else a second copy of them would be kept
+            self._head.pack()
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        rows: Tensor,
+        attention: Attention,
+        meta: StepMeta,
+        lora: LoraBatch | None = None,
+    ) -> Tensor:
+        """Run the model over one step.
+
+        Args:
+            token_ids: int64 [tokens], all sequences one after the other.
+            rows: int64, the tokens whose next one is wanted.
+
+        Returns:
+            float32 logits [rows, vocab_size]; on ranks but the first, of no use.
+        """
+        turns = {
+            rope: rotation(meta.positions, frequencies, rope.magnitude, self.dtype)
+            for rope, frequencies in self._frequencies.items()
+        }
+        hidden = self._embed(token_ids)
+        for index in range(len(self._layers)):
+            attended = self._attend(hidden, index, turns, attention, meta, lora)
+            if index == len(self._layers) - 1:  # nothing reads the other rows any more
+                hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
+                lora = None if lora is None else lora.chosen(rows)
+            added = self._project_back(attended, index, "output", lora)
+            if self.shape.output_norms:
+                added = self._rms_norm(added, self._layers[index].attention_norm)
+            hidden = hidden + added
+            hidden = hidden + self._mlp(hidden, index, lora)
+        own = self._head(self._rms_norm(hidden, self._norm))
+        return self._ranks.join_columns(own)[:, : self.shape.vocab_size].float()
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """Return the embeddings of tokens, [tokens, hidden]; each is known to one rank."""
+        vocabulary = self._vocabulary
+        if vocabulary.is_all:
+            hidden = functional.embedding(token_ids, self._embedding)
+        else:
+            own = token_ids - vocabulary.first
+            foreign = (own < 0) | (own >= vocabulary.count)
+            hidden = functional.embedding(own.masked_fill(foreign, 0), self._embedding)
+            hidden = self._ranks.sum(hidden.masked_fill(foreign[:, None], 0.0))
+        return hidden if self._embedding_scale == 1.0 else hidden * self._embedding_scale
+
+    def _attend(
+        self,
+        hidden: Tensor,
+        index: int,
+        turns: dict[Rope, tuple[Tensor, Tensor]],
+        attention: Attention,
+        meta: StepMeta,
+        lora: LoraBatch | None,
+    ) -> Tensor:
+        """Return what a layer's heads have read, [tokens, heads * head_dim]."""
+        layer, shape = self._layers[index], self.shape
+        heads, both = shape.heads, shape.heads + shape.kv_heads
+        projected = self._project(self._rms_norm(hidden, layer.input_norm), index, "qkv", lora)
+        projected = projected.view(hidden.shape[0], -1, shape.head_dim)
+        rotated = projected[:, :both]
+        if shape.head_norms:
+            query = self._rms_norm(rotated[:, :heads], layer.query_norm)
+            rotated = torch.cat((query, self._rms_norm(rotated[:, heads:], layer.key_norm)), dim=1)
+        rotated = rotate(rotated, *turns[shape.ropes[index]])
+        attention.store(index, rotated[:, heads:], projected[:, both:], meta)
+        return attention.attend(rotated[:, :heads], index, meta)
+
+    def _mlp(self, hidden: Tensor, index: int, lora: LoraBatch | None) -> Tensor:
+        layer = self._layers[index]
+        gate_up = self._project(self._rms_norm(hidden, layer.mlp_input_norm), index, "gate_up", lora)
+        gate, up = gate_up.chunk(2, dim=-1)
+        added = self._project_back(self._activation(gate) * up, index, "down", lora)
+        return self._rms_norm(added, layer.mlp_norm) if self.shape.output_norms else added
+
+    def _project(self, inputs: Tensor, index: int, name: str, lora: LoraBatch | None) -> Tensor:
+        linear, bias = self._layers[index].projections[name]
+        output = linear(inputs, bias)
+        if lora is not None:
+            lora.add(output, inputs, index, name)
+        return output
+
+    def _project_back(self, inputs: Tensor, index: int, name: str, lora: LoraBatch | None) -> Tensor:
+        """Project what is divided among the ranks to the residual stream, which all of them have."""
+        linear, bias = self._layers[index].projections[name]
+        partial = linear(inputs)
+        if lora is not None:
+            lora.add(partial, inputs, index, name)
+        output = self._ranks.sum(partial)
+        return output if bias is None else output + bias
+
+    def _rms_norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        shape = self.shape
+        if not shape.norm_offset:
+            return functional.rms_norm(hidden, weight.shape, weight, shape.norm_epsilon)
+        # In float32: small weights would be lost beside the offset.
+        weight = weight.float() + shape.norm_offset
+        return functional.rms_norm(hidden.float(), weight.shape, weight, shape.norm_epsilon).to(self.dtype)

@@ -1,0 +1,283 @@
+"""Loads a checkpoint directory (config.json and safetensors), makes the built-in tiny model, loads adapters.
+
+Adapters are PEFT's: adapter_config.json and adapter_model.safetensors.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from model_server.config import DType
+from model_server.errors import AdapterError, ConfigError, ModelError
+from model_server.model.decoder import Decoder, Weight
+from model_server.model.lora import LoraAdapter, LoraFactors
+from model_server.model.ranks import Ranks
+from model_server.shapes import (
+    TINY_CONFIG,
+    HfConfig,
+    Share,
+    check_divisible,
+    computed_dtype,
+    decoder_shape,
+    read_config,
+)
+from tokenization import TINY_DIRECTORY
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_STORED = frozenset(("F32", "BF16", "F16"))
+_LISTED_MAX = 5
+_TINY_SEED = 20260
+_ADAPTER_RANK_MAX = 512
+_ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_ADAPTER_TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d{1,4})\.([\w.]+)\.lora_(A|B)\.weight")
+# Fields that change what an adapter computes in ways that are not supported here, when they are set.
+_REFUSED = (
+    *("use_dora", "use_qalora", "use_bdlora", "fan_in_fan_out", "lora_bias", "modules_to_save"),
+    *("rank_pattern", "alpha_pattern", "trainable_token_indices", "target_parameters"),
+    *("layer_replication", "arrow_config", "alora_invocation_tokens"),
+)
+_Pairs = dict[tuple[int, str], dict[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run."""
+
+    model: Decoder  # with its weights
+    eos_token_ids: frozenset[int]  # tokens that end a text
+    max_positions: int  # longest text it was made for, in tokens
+
+
+def load_checkpoint(
+    directory: Path, dtype: DType, device: torch.device, ranks: Ranks | None = None
+) -> LoadedModel:
+    """Load a model, or one rank's part of it: nothing else is read from the files.
+
+    A ModelError where anything is missing or does not fit, a ConfigError where it cannot be divided so.
+    """
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such model directory")
+    model = new_model(read_config(directory / "config.json"), dtype, device, ranks)
+    fill(model.weights(), _checkpoint_files(directory), tied=model.shape.tied_embeddings)
+    return LoadedModel(model, eos_token_ids(directory), model.shape.max_positions)
+
+
+def new_model(config: HfConfig, dtype: DType, device: torch.device, ranks: Ranks | None = None) -> Decoder:
+    """Make the model that a configuration describes, its weights not yet written.
+
+    A ModelError where it cannot be used or has no memory, a ConfigError where it cannot be divided so.
+    """
+    shape, torch_dtype = decoder_shape(config), _DTYPES[computed_dtype(config, dtype)]
+    if ranks is not None:
+        check_divisible(shape, ranks.division.size)
+    try:
+        return Decoder(shape, torch_dtype, device, ranks)
+    except (RuntimeError, MemoryError) as error:
+        raise ModelError(f"{config.where}: no memory for such a model on {device}: {error}") from error
+
+
+def torch_device(name: str) -> torch.device:
+    """Return the device of that name, once it has been seen to work, or raise a ConfigError."""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {name!r} cannot be used: {error}") from error
+    return device
+
+
+def eos_token_ids(directory: Path) -> frozenset[int]:
+    """Return the end-of-sequence tokens: generation_config.json's, else config.json's, else none."""
+    for path in (directory / "generation_config.json", directory / "config.json"):
+        if path.exists() and (ids := read_config(path).token_ids("eos_token_id")):
+            return ids
+    return frozenset()
+
+
+def fill(weights: dict[str, Weight], files: Iterable[Path], *, tied: bool) -> None:
+    """Write every tensor of the files into its place; each place must be written."""
+    missing = set(weights)
+    for path in files:
+        try:
+            # A file that is no safetensors file raises at opening, a damaged one may at any tensor.
+            with safe_open(path, framework="pt", device="cpu") as stored:
+                for name in stored.keys():  # noqa: SIM118 (not a mapping)
+                    if name in weights:
+                        weights[name].tensor.copy_(read_tensor(stored, name, weights[name].shares, path))
+                        missing.discard(name)
+                    # Some checkpoints have these without need.
+                    elif not (name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")):
+                        raise ModelError(
+                            f"{path}: tensor {name!r} has no place in the model that config.json describes"
+                        )
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path}: cannot be read as safetensors: {error}") from error
+    if missing:
+        names = sorted(missing)
+        raise ModelError(
+            f"the checkpoint lacks {len(names)} tensors that its config.json asks for: "
+            f"{', '.join(names[:_LISTED_MAX])}{', ...' if len(names) > _LISTED_MAX else ''}"
+        )
+
+
+def read_tensor(stored: safe_open, name: str, shares: tuple[Share, ...], path: Path) -> Tensor:
+    """Read one tensor of an open file, or what the shares name of it; a ModelError where it does not fit."""
+    view = stored.get_slice(name)  # type: ignore[no-untyped-call]
+    shape, wanted = tuple(view.get_shape()), tuple(share.whole for share in shares)
+    if shape != wanted:
+        raise ModelError(f"{path}: tensor {name!r} has shape {shape}; config.json asks for {wanted}")
+    if view.get_dtype() not in _STORED:
+        raise ModelError(
+            f"{path}: tensor {name!r} is stored as {view.get_dtype()}; use {', '.join(sorted(_STORED))}"
+        )
+    if all(share.is_all for share in shares):
+        tensor: Tensor = stored.get_tensor(name)  # type: ignore[no-untyped-call]
+    else:
+        tensor = view[tuple(share.span for share in shares)]
+    return tensor
+
+
+def _checkpoint_files(directory: Path) -> list[Path]:
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.exists():
+        return [single]
+    if not index.exists():
+        raise ModelError(f"{directory}: has neither {single.name} nor {index.name}")
+    shards = set(read_config(index).section("weight_map").texts())
+    if outside := [name for name in shards if Path(name).name != name]:
+        raise ModelError(f"{index}: weight_map names {outside[0]!r}; only files beside it are read")
+    return [directory / name for name in sorted(shards)]
+
+
+def load_tiny(dtype: DType, device: torch.device, ranks: Ranks | None = None) -> LoadedModel:
+    """Make the built-in model, or one rank's part of it: a small Llama with random weights, always the same.
+
+    Its text means nothing, but it is a whole model: it depends on every token of its context, so a wrong or
+    stale KV block shows in what it writes. It speaks the vocabulary of the packaged tiny tokenizer.
+    """
+    model = new_model(TINY_CONFIG, dtype, device, ranks)
+    ends = eos_token_ids(TINY_DIRECTORY)
+    generator = torch.Generator().manual_seed(_TINY_SEED)
+    for name, weight in model.weights().items():
+        if len(weight.shape) == 1:
+            weight.tensor.fill_(1.0)  # norms
+            continue
+        whole = torch.randn(weight.shape, generator=generator) * _scale(name, weight.shape[1])
+        if name == "lm_head.weight":
+            # Logits of 0 are never the best of thousands: greedy answers have the length that was asked for.
+            whole[sorted(ends)] = 0.0
+        weight.write(whole)
+    return LoadedModel(model, ends, model.shape.max_positions)
+
+
+def _scale(name: str, inputs: int) -> float:
+    """Return the standard deviation of a weight matrix.
+
+    At 1 / sqrt(inputs) all activations keep their size, but random attention is near to an average over the
+    context and no token of it matters. Larger query and key weights make it choose, a larger output
+    makes the choice felt: one changed token 600 back changes every third token of the answer, while rounding
+    stays ten thousand times smaller than the usual distance between the two best tokens.
+    """
+    if "embed_tokens" in name:
+        return 1.0
+    gains = {"q_proj": 1.7, "k_proj": 1.7, "o_proj": 2.0}
+    return next((gain for part, gain in gains.items() if part in name), 1.0) / math.sqrt(inputs)
+
+
+def load_adapter(directory: Path, model: Decoder) -> LoraAdapter:
+    """Load an adapter; an AdapterError where anything is missing, not supported, or does not fit."""
+    path = directory / _ADAPTER_WEIGHTS
+    try:
+        rank, scaling, targets = _read_adapter_config(read_config(directory / _ADAPTER_CONFIG))
+        pairs = _read_pairs(path, rank, model)
+        _check_complete(path, pairs, targets)
+        content_hash = _hash_files(directory / _ADAPTER_CONFIG, path)
+    except ModelError as error:
+        raise AdapterError(str(error)) from error
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{path}: cannot be read as safetensors: {error}") from error
+    parts = model.projection_parts
+    factors = {
+        (layer, projection): _fused(pairs, layer, projection, scaling, model)
+        for layer, projection in {(layer, parts[part].projection) for layer, part in pairs}
+    }
+    return LoraAdapter(content_hash, factors)
+
+
+def _read_adapter_config(config: HfConfig) -> tuple[int, float, list[str]]:
+    """Return the rank, the scaling, and the target modules if they are a list."""
+    if (kind := config.text("peft_type", "LORA")) != "LORA":
+        raise config.error("peft_type", kind, "'LORA'")
+    if (bias := config.text("bias", "none")) != "none":
+        raise config.error("bias", bias, "'none': trained biases are not supported")
+    for field in _REFUSED:
+        if config.is_set(field):
+            raise config.error(field, True, "absent or false: it is not supported")
+    rank = config.integer("r")
+    if rank > _ADAPTER_RANK_MAX:
+        raise config.error("r", rank, f"at most {_ADAPTER_RANK_MAX}")
+    rooted = config.boolean("use_rslora", False)
+    scaling = config.number("lora_alpha") / (math.sqrt(rank) if rooted else rank)
+    return rank, scaling, [] if config.is_text("target_modules") else config.names("target_modules")
+
+
+def _read_pairs(path: Path, rank: int, model: Decoder) -> _Pairs:
+    """Return the tensors {"A": [rank, inputs], "B": [rows, rank]} by layer and part: what is kept of them."""
+    parts, layers = model.projection_parts, model.shape.layers
+    pairs: _Pairs = {}
+    with safe_open(path, framework="pt", device="cpu") as stored:
+        for name in stored.keys():  # noqa: SIM118 (not a mapping)
+            match = _ADAPTER_TENSOR.fullmatch(name)
+            if match is None or match[2] not in parts or int(match[1]) >= layers:
+                raise ModelError(
+                    f"{path}: tensor {name!r} has no place; adapters can change {', '.join(parts)} "
+                    f"of the model's {layers} layers"
+                )
+            part = parts[match[2]]
+            own_rank = Share.all_of(rank)
+            shares = (own_rank, part.inputs) if match[3] == "A" else (part.rows, own_rank)
+            pairs.setdefault((int(match[1]), match[2]), {})[match[3]] = read_tensor(
+                stored, name, shares, path
+            )
+    return pairs
+
+
+def _check_complete(path: Path, pairs: _Pairs, targets: list[str]) -> None:
+    if not pairs:
+        raise ModelError(f"{path}: has no tensors")
+    for (layer, part), pair in pairs.items():
+        if len(pair) < 2:
+            missing = "B" if "A" in pair else "A"
+            raise ModelError(f"{path}: layer {layer} has no lora_{missing} for {part}")
+    for target in targets:
+        if not any(f".{part}".endswith(f".{target}") for _, part in pairs):
+            raise ModelError(f"{path}: has no tensor for target module {target!r} of {_ADAPTER_CONFIG}")
+
+
+def _fused(pairs: _Pairs, layer: int, projection: str, scaling: float, model: Decoder) -> LoraFactors:
+    """Join the factors of a projection's parts: their downs above one another, their ups on a diagonal."""
+    parts = {name: part for name, part in model.projection_parts.items() if part.projection == projection}
+    own = [name for name in parts if (layer, name) in pairs]
+    down = torch.cat([pairs[layer, name]["A"].float() for name in own])
+    up = torch.zeros((max(part.first_row + part.rows.count for part in parts.values()), len(down)))
+    column = 0
+    for name in own:
+        part, factor = parts[name], pairs[layer, name]["B"].float() * scaling
+        up[part.first_row : part.first_row + part.rows.count, column : column + factor.shape[1]] = factor
+        column += factor.shape[1]
+    return LoraFactors(down.to(model.device, model.dtype), up.to(model.device, model.dtype))
+
+
+def _hash_files(*paths: Path) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()

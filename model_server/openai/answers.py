@@ -1,0 +1,210 @@
+"""Shapes of the OpenAI responses: whole answers, log probabilities, events of a stream, usage."""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import msgspec
+
+from model_server.openai.generation import Delta, Generation, joined
+from model_server.openai.http_server import ModelServerProtocol
+from model_server.openai.prompts import Job
+from model_server.openai.types import ApiError
+from model_server.requests import ChosenToken
+from tokenization import PromptTokenizer
+
+Json = dict[str, Any]
+
+# What stands for the logarithm of 0, which JSON has no number for; vLLM's choice.
+_LEAST = -9999.0
+_NOT_UTF8 = "\ufffd"
+_DONE = b"data: [DONE]\n\n"
+_SILENCE = Delta("", None)
+
+
+def completion_logprobs(tokens: Sequence[ChosenToken], tokenizer: PromptTokenizer, offset: int) -> Json:
+    """The `logprobs` of a completion's choice, which `offset` characters came before."""
+    told: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    for token in tokens:
+        assert token.logprobs is not None
+        text, own = _text(tokenizer, token.token_id), _shown(token.logprobs.chosen)
+        best = {_text(tokenizer, other): _shown(logprob) for other, logprob in token.logprobs.top}
+        for values, value in zip(told.values(), (offset, own, text, {text: own, **best}), strict=True):
+            values.append(value)
+        offset += len(text)
+    return told
+
+
+def chat_logprobs(tokens: Sequence[ChosenToken], tokenizer: PromptTokenizer) -> Json:
+    """The `logprobs` of a chat's choice."""
+
+    def entry(token_id: int, logprob: float) -> Json:
+        text = _text(tokenizer, token_id)
+        # A token that is only a part of a character has no text of its own to take bytes from.
+        own_bytes = None if _NOT_UTF8 in text else list(text.encode())
+        return {"token": text, "logprob": _shown(logprob), "bytes": own_bytes}
+
+    content = []
+    for token in tokens:
+        assert token.logprobs is not None
+        top = [entry(other, logprob) for other, logprob in token.logprobs.top]
+        content.append({**entry(token.token_id, token.logprobs.chosen), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _text(tokenizer: PromptTokenizer, token_id: int) -> str:
+    return tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def _shown(logprob: float) -> float:
+    # Written so that NaN, of a model whose logits overflowed, becomes a number too.
+    return logprob if logprob > _LEAST else _LEAST
+
+
+class Answer:
+    """All that is sent back for one job, whole or streamed: its generation's deltas in OpenAI's shape."""
+
+    def __init__(self, job: Job, tokenizer: PromptTokenizer, generation: Generation) -> None:
+        self._job = job
+        self._tokenizer = tokenizer
+        self._generation = generation
+        self._copies = job.fields.n or 1
+        self._shown_chars = list(map(len, job.echoed))
+        self._chat = job.api == "chat"
+        self._tells_ids = bool(job.fields.return_token_ids)
+        self._created = int(time.time())
+        # By choice, once it has opened: what stands around the text in an event that tells nothing else.
+        self._plain: dict[int, tuple[bytes, bytes]] = {}
+        options = job.fields.stream_options
+        self._usage_last = options is not None and bool(options.include_usage)
+        self._usage_always = self._usage_last and options is not None and bool(options.continuous_usage_stats)
+
+    async def whole(self) -> Json:
+        """Collect an answer that does not stream."""
+        said: list[list[Delta]] = [[] for _ in self._generation.texts]
+        async for deltas in self._generation:
+            for index, delta in deltas:
+                said[index].append(delta)
+        return self.body([joined(deltas) for deltas in said])
+
+    def body(self, answers: Sequence[Delta]) -> Json:
+        """Return the answer to a request that does not stream; all that was said, per choice."""
+        choices = []
+        for index, answer in enumerate(answers):
+            message = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+            own = message if self._chat else {"text": self._job.echoed[index] + answer.text}
+            choices.append(self._choice(index, own, answer, self._prompt_ids(index)))
+        body = {**self._head("chat.completion"), "choices": choices, "usage": self.usage()}
+        if self._chat:
+            body["prompt_token_ids"] = self._prompt_ids(0)
+        return body
+
+    async def pieces(self) -> AsyncGenerator[bytes]:
+        """Make the events; an ApiError before the first piece is raised, later it is an event too."""
+        begun = False
+        try:
+            async for deltas in self._generation:
+                if piece := self._piece(deltas):
+                    yield piece
+                    begun = True
+            if self._usage_last:
+                head = self._head("chat.completion.chunk")
+                yield _event({**head, "choices": [], "usage": self.usage()})
+        except ApiError as error:
+            if not begun:
+                raise
+            yield b"data: " + error.body() + b"\n\n"
+        yield _DONE
+
+    def write_to(self, connection: ModelServerProtocol) -> None:
+        """From here on write what arrives while the next piece is awaited; the end is still a piece."""
+
+        def write() -> bool:
+            if not connection.writable:
+                return False
+            if piece := self._piece(self._generation.take()):
+                connection.write_chunk(piece)
+            return True
+
+        self._generation.pass_on = write
+
+    def _piece(self, deltas: Sequence[tuple[int, Delta]]) -> bytes:
+        usage = self.usage() if self._usage_always else None
+        return b"".join([self.events(index, delta, usage) for index, delta in deltas])
+
+    def events(self, index: int, delta: Delta, usage: Json | None) -> bytes:
+        """The events that carry one choice's delta; later than the first, only if it says something."""
+        plain = self._plain.get(index)
+        ends_or_tells = delta.finish_reason is not None or delta.tokens or delta.token_ids
+        if plain is not None and delta.text and not ends_or_tells and usage is None:
+            return plain[0] + msgspec.json.encode(delta.text) + plain[1]
+        chunks, prompt_ids, text = [], None, delta.text
+        if plain is None:
+            # The last mark: a model's or a request's name may hold anything, but stands before the text.
+            event = _event(self._chunk(self._choice(index, self._said("\0"), _SILENCE), None))
+            before, _, after = event.rpartition(msgspec.json.encode("\0"))
+            self._plain[index] = before, after
+            prompt_ids, text = self._prompt_ids(index), self._job.echoed[index] + text
+            if self._chat:  # the role, whose chunk vLLM lets tell the prompt's ids and no others
+                said = {"delta": {"role": "assistant", "content": ""}}
+                chunk = self._chunk({"index": index, **said, **self._end(index, _SILENCE)}, usage)
+                chunks.append({**chunk, "prompt_token_ids": prompt_ids})
+        if text or ends_or_tells or (plain is None and not self._chat):
+            chunks.append(self._chunk(self._choice(index, self._said(text), delta, prompt_ids), usage))
+        return b"".join(map(_event, chunks))
+
+    def usage(self) -> Json:
+        """Count tokens so far: generated ones together, cached ones per choice."""
+        prompt_tokens = sum(map(len, self._job.prompts))  # of all prompts, each counted once
+        completion_tokens = self._generation.completion_tokens
+        # The copies of one prompt share its cached prefix: it counts once, as its tokens do.
+        cached = sum(self._generation.cached_tokens[:: self._copies])
+        return {
+            "prompt_tokens": prompt_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "completion_tokens": completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _head(self, chat_object: str) -> Json:
+        return {
+            "id": self._job.request_id,
+            "object": chat_object if self._chat else "text_completion",
+            "created": self._created,
+            "model": self._job.model,
+        }
+
+    def _said(self, text: str) -> Json:
+        if not self._chat:
+            return {"text": text}
+        return {"delta": {"content": text} if text else {}}
+
+    def _choice(self, index: int, said: Json, delta: Delta, prompt_ids: Sequence[int] | None = None) -> Json:
+        ids = delta.token_ids if self._tells_ids else None
+        choice = {"index": index, **said, **self._end(index, delta), "token_ids": ids}
+        return choice if self._chat else {**choice, "prompt_token_ids": prompt_ids}
+
+    def _chunk(self, choice: Json, usage: Json | None) -> Json:
+        chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
+        return {**chunk, "usage": usage} if self._usage_last else chunk
+
+    def _prompt_ids(self, index: int) -> Sequence[int] | None:
+        return self._job.prompts[index // self._copies] if self._tells_ids else None
+
+    def _end(self, index: int, delta: Delta) -> Json:
+        return {
+            "logprobs": self._logprobs(index, delta.tokens) if delta.tokens else None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+
+    def _logprobs(self, index: int, tokens: Sequence[ChosenToken]) -> Json:
+        if self._chat:
+            return chat_logprobs(tokens, self._tokenizer)
+        told = completion_logprobs(tokens, self._tokenizer, self._shown_chars[index])
+        self._shown_chars[index] += sum(map(len, told["tokens"]))
+        return told
+
+
+def _event(chunk: Json) -> bytes:
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"

@@ -1,0 +1,342 @@
+"""The HTTP API: OpenAI's completions and chats, and what operators, probes, scrapers and routers ask beside.
+
+It knows the routes of both ports and the order of the steps; reading, preparing, generating and shaping are
+modules of their own.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from model_server.config import ServeOptions
+from model_server.engine.core import Engine
+from model_server.errors import AdapterError, EngineClosedError
+from model_server.kv_events.publisher import SNAPSHOT_TYPE, KVEventPublisher
+from model_server.model.lora import LoraRegistry
+from model_server.openai.answers import Answer
+from model_server.openai.generation import AsyncEngine, Generation, TextAssembler
+from model_server.openai.http_server import (
+    BodyReader,
+    EventStream,
+    bearer_gate,
+    by_port,
+    json_response,
+    quiet_end,
+    unless_disconnected,
+)
+from model_server.openai.prompts import ServedModel, detokenize, prepare, render, tokenize
+from model_server.openai.types import (
+    Api,
+    ApiError,
+    GenerationBody,
+    LoadAdapterBody,
+    UnloadAdapterBody,
+    convert,
+    decode_body,
+)
+
+_PREPARE_THREADS = 2
+_BODIES_AT_ONCE = 16
+_HEADER_ID_CHARS_MAX = 256
+# Each is a copy of the caches' books.
+_SNAPSHOTS_AT_ONCE = 2
+_PIECES_AT_ONCE = 16
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class _AtMost:
+    """Counts what goes on at once; one more than a bound is refused by an ApiError 503."""
+
+    most: int
+    what: str
+    now: int = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        if self.now >= self.most:
+            raise ApiError(503, f"{self.most} {self.what} already; try again later")
+        self.now += 1
+        try:
+            yield
+        finally:
+            self.now -= 1
+
+
+@dataclass(eq=False)
+class HttpApi:
+    """All routes of one model server."""
+
+    options: ServeOptions
+    model: ServedModel
+    engine: Engine
+    async_engine: AsyncEngine
+    publisher: KVEventPublisher | None  # publishes KV events; None where there are none
+    registry: CollectorRegistry  # shown at /metrics
+    healthy: Callable[[], bool]  # answers /health
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self._bodies = BodyReader(options.max_body_bytes, options.max_body_bytes * _BODIES_AT_ONCE)
+        most = options.engine.max_num_seqs + options.engine.max_waiting
+        self._requests = _AtMost(most, "requests are being handled")
+        self._snapshots = _AtMost(_SNAPSHOTS_AT_ONCE, "snapshots are being sent")
+        self._running: dict[str, set[Generation]] = {}
+        self._threads = ThreadPoolExecutor(_PREPARE_THREADS, "prepare")
+        self._started_s = int(time.time())
+
+    def app(self, admin_port: int | None) -> ASGIApp:
+        """Return the ASGI application of both ports, or of one where administration is not served."""
+        options, model, post = self.options, self.model, partial(Route, methods=["POST"])
+        # Address where this server publishes its KV events.
+        sources = {} if self.publisher is None else {"0": self.publisher.config.announced()}
+        # Both ports serve these, without a secret: they tell nothing of prompts.
+        for_all = [
+            Route("/health", self._health),
+            Route("/ping", self._health, methods=["GET", "POST"]),
+            Route("/version", _telling(lambda: {"version": version("kvroute")})),
+            Route("/load", _telling(lambda: {"server_load": self._requests.now})),  # requests handled
+            Route("/metrics", self._metrics),
+        ]
+        serving = [
+            post("/v1/completions", partial(self._generate, api="completion")),
+            post("/v1/chat/completions", partial(self._generate, api="chat")),
+            # The ids of a completion's prompts or of a chat, as vLLM tells them.
+            post(
+                "/v1/completions/render", partial(self._computed, work=partial(render, model, "completion"))
+            ),
+            post("/v1/chat/completions/render", partial(self._computed, work=partial(render, model, "chat"))),
+            # The ids that a prompt or messages would become; the text of ids, special tokens included.
+            post("/tokenize", partial(self._computed, work=partial(tokenize, model))),
+            post("/detokenize", partial(self._computed, work=partial(detokenize, model))),
+            Route("/v1/requests/{request_id}", self._abort, methods=["DELETE"]),
+            Route("/v1/models", self._models),
+        ]
+        admin = [
+            post("/v1/load_lora_adapter", self._load_lora_adapter),
+            post("/v1/unload_lora_adapter", self._unload_lora_adapter),
+            Route("/kv_event_sources", _telling(lambda: sources)),
+            Route("/kv_events/snapshot", self._kv_events_snapshot),
+            post("/reset_prefix_cache", self._reset_prefix_cache),
+            post("/sleep", self._sleep),
+            post("/wake_up", self._wake_up),
+            Route("/is_sleeping", _telling(lambda: {"is_sleeping": self.engine.is_sleeping})),
+        ]
+        handlers = dict.fromkeys((ApiError, HTTPException, Exception), _on_error)
+
+        def guarded(routes: list[Route], secret: str | None, name: str) -> ASGIApp:
+            app = Starlette(routes=[*for_all, *routes], exception_handlers=handlers)
+            open_paths = frozenset(route.path for route in for_all)
+            return app if secret is None else bearer_gate(app, secret, name, open_paths)
+
+        app = guarded(serving, options.api_key, "the API key")
+        if admin_port is not None:
+            app = by_port(admin_port, guarded(admin, options.admin_token, "the administration's token"), app)
+        return quiet_end(app)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _generate(self, request: Request, api: Api) -> Response:
+        arrived_s = self.async_engine.now_s()
+        header_id = _header_id(request)
+        with ExitStack() as cleanup:
+            cleanup.enter_context(self._requests.one())
+            async with self._bodies.read(request) as raw:
+                job = await self._in_thread(prepare, self.model, api, raw, header_id)
+            texts = tuple(self._text(job.fields) for _ in job.requests)
+            generation = self.async_engine.generate(job.requests, texts, arrived_s)
+            observe = self.async_engine.metrics.observe
+            observe("request_params_n", job.fields.n or 1)
+            observe("request_params_max_tokens", job.requests[0].sampling.max_tokens)
+            cleanup.callback(generation.close)
+            cleanup.enter_context(self._named(job.request_id, generation))
+            answer = Answer(job, self.model.tokenizer, generation)
+            if not job.fields.stream:
+                return json_response(await unless_disconnected(request.receive, answer.whole()))
+            pieces = answer.pieces()
+            # Awaited before the status is sent: an early failure is a proper error, and the time to the first
+            # byte is the time to the first token.
+            first = await unless_disconnected(request.receive, anext(pieces))
+            return EventStream(first, pieces, cleanup.pop_all().close, write_to=answer.write_to)
+
+    async def _computed(self, request: Request, work: Callable[[bytes], object]) -> Response:
+        """Answer with what a thread makes of the body."""
+        async with self._bodies.read(request) as raw:
+            return json_response(await self._in_thread(work, raw))
+
+    async def _abort(self, request: Request) -> Response:
+        """End a running request; its own client is told so."""
+        request_id = request.path_params["request_id"]
+        generations = self._running.get(request_id)
+        if not generations:
+            raise ApiError(404, f"no request {request_id!r} is running", "request_id")
+        for generation in generations:
+            generation.fail(ApiError(409, "the request was ended by DELETE /v1/requests"))
+        return json_response({"id": request_id, "object": "request", "deleted": True})
+
+    async def _models(self, _: Request) -> Response:
+        """Tell the model's names, then its adapters with the model as their parent."""
+        cards = [self._card(name, self.model.root, None) for name in self.model.names]
+        loaded = {} if self.model.adapters is None else self.model.adapters.loaded()
+        for name, adapter in loaded.items():
+            cards.append(self._card(name, str(adapter.directory), self.model.names[0]))
+        return json_response({"object": "list", "data": cards})
+
+    async def _health(self, _: Request) -> Response:
+        """Answer 200 while the engine's loop turns, else 503; no body."""
+        return Response(status_code=200 if self.healthy() else 503)
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    async def _load_lora_adapter(self, request: Request) -> Response:
+        """Read an adapter from a directory of the server's."""
+        loras = self._changeable_loras()
+        async with self._bodies.read(request) as raw:
+            body = convert(decode_body(raw), LoadAdapterBody)
+        if body.lora_name in self.model.names:
+            raise ApiError(400, f"{body.lora_name!r} is the model's own name", "lora_name")
+        try:
+            await self._in_thread(loras.load, body.lora_name, Path(body.lora_path))
+        except AdapterError as error:
+            raise ApiError(400, str(error), "lora_path") from error
+        return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def _unload_lora_adapter(self, request: Request) -> Response:
+        """Forget an adapter; requests that use it already go on."""
+        loras = self._changeable_loras()
+        async with self._bodies.read(request) as raw:
+            body = convert(decode_body(raw), UnloadAdapterBody)
+        try:
+            await self._in_thread(loras.unload, body.lora_name)
+        except AdapterError as error:
+            raise ApiError(404, str(error), "lora_name") from error
+        return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def _kv_events_snapshot(self, _: Request) -> Response:
+        """Tell what the caches hold, see `snapshot`."""
+        if self.publisher is None:
+            raise ApiError(404, "this server publishes no KV events")
+        with ExitStack() as cleanup:
+            cleanup.enter_context(self._snapshots.one())
+            take = partial(self.publisher.snapshot, self.engine.cache)
+            try:
+                pieces = (await self._in_thread(self.engine.between_steps, take)).pieces()
+            except EngineClosedError as error:
+                raise ApiError(503, str(error)) from error
+            first = await self._in_thread(_joined, pieces)
+            return EventStream(first, self._rest(pieces), cleanup.pop_all().close, SNAPSHOT_TYPE)
+
+    async def _reset_prefix_cache(self, _: Request) -> Response:
+        """Empty the cache; `success` is false, and nothing is done, while requests run."""
+        return json_response({"success": await self._in_thread(self.engine.reset_prefix_cache)})
+
+    async def _sleep(self, _: Request) -> Response:
+        """Give the KV pool's memory back."""
+        if not await self._in_thread(self.engine.sleep):
+            raise ApiError(409, "requests are running; the engine sleeps only when it is idle")
+        return Response()
+
+    async def _wake_up(self, _: Request) -> Response:
+        """Take the memory again, with an empty cache; no harm to an engine that is awake."""
+        await self._in_thread(self.engine.wake_up)
+        return Response()
+
+    def _text(self, fields: GenerationBody) -> TextAssembler:
+        return TextAssembler(
+            self.model.tokenizer,
+            stop_strings=fields.stop_strings,
+            stop_token_ids=frozenset(fields.stop_token_ids or ()),
+            min_tokens=fields.min_tokens or 0,
+            show_stop=bool(fields.include_stop_str_in_output),
+            skip_special_tokens=fields.skip_special_tokens is not False,
+            tells_ids=bool(fields.return_token_ids),
+        )
+
+    def _card(self, name: str, root: str, parent: str | None) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started_s,
+            "owned_by": "kvroute",
+            "root": root,
+            "parent": parent,
+            "max_model_len": self.model.max_model_len,
+        }
+
+    def _changeable_loras(self) -> LoraRegistry:
+        if not self.options.runtime_loras or self.engine.loras is None:
+            raise ApiError(403, "adapters cannot be changed here; start with --allow-runtime-lora-updating")
+        return self.engine.loras
+
+    @contextmanager
+    def _named(self, request_id: str, generation: Generation) -> Iterator[None]:
+        named = self._running.setdefault(request_id, set())
+        named.add(generation)
+        try:
+            yield
+        finally:
+            named.discard(generation)
+            if not named and self._running.get(request_id) is named:
+                del self._running[request_id]
+
+    async def _rest(self, pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
+        while piece := await self._in_thread(_joined, pieces):
+            yield piece
+
+    async def _in_thread(self, work: Callable[..., _T], *args: object) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+
+def _telling(value: Callable[[], object]) -> Callable[[Request], Awaitable[Response]]:
+    """Return a handler that answers with a value."""
+
+    async def tell(_: Request) -> Response:
+        return json_response(value())
+
+    return tell
+
+
+def _joined(pieces: Iterator[bytes]) -> bytes:
+    """Return the next pieces together: enough that a thread is worth its while."""
+    return b"".join(islice(pieces, _PIECES_AT_ONCE))
+
+
+def _header_id(request: Request) -> str | None:
+    header_id = request.headers.get("x-request-id")
+    if header_id is not None and len(header_id) > _HEADER_ID_CHARS_MAX:
+        raise ApiError(400, f"x-request-id is longer than {_HEADER_ID_CHARS_MAX} characters", "x-request-id")
+    return header_id or None
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    """Answer with an error in the API's shape, whatever it comes from."""
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException):
+        headers |= error.headers or {}
+        error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, "internal error; the server's log has the details")
+    if error.status in (408, 413):
+        # The rest of a body that was not read to its end must not be taken for the next request.
+        headers["connection"] = "close"
+    return Response(error.body(), error.status, headers, media_type="application/json")

@@ -1,0 +1,1 @@
+"""Runs the model: executor, workers of a tensor-parallel group, sampler."""

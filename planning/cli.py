@@ -1,0 +1,284 @@
+"""The `kvroute plan` command: flags in, a page of text or one JSON object out; GB are decimal."""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, replace
+from typing import Literal
+
+from model_server.config import DType, KvCacheDType
+from model_server.errors import CapacityError, ConfigError, ModelError
+from model_server.flags import OneLineParser, add_flags, flag, positive
+from model_server.shapes import DTYPE_BYTES, KvGroupSpec, computed_dtype, decoder_shape
+from model_server.shapes.deployment import Deployment, size_text
+from planning.plan import DEFAULT_RESERVE_BYTES, DEFAULT_UTILIZATION, Budget, Plan, make_plan
+from planning.presets import CUSTOM, GPUS, PRESETS, Gpu, find_model
+
+_EXIT_REFUSED = 2
+_CONTEXT_TOKENS = 8192
+_GB = 10**9
+_OVERRIDES = "; instead of the data sheet's"
+
+
+def _amount(text: str) -> float:
+    number = _rest(text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
+def _rest(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelFlags:
+    """Which model, and how it is served."""
+
+    model: str = flag(
+        MISSING,
+        f"a checkpoint directory (its config.json is enough), or one of {', '.join(PRESETS)}",
+        metavar="DIR|NAME",
+    )
+    context: int | None = flag(
+        None, "tokens of a sequence, prompt and answer", default_text=f"{_CONTEXT_TOKENS}", read=positive
+    )
+    batch: int | None = flag(None, "refuse unless so many sequences fit", read=positive)
+    dtype: DType = flag("auto", "type of the weights")
+    kv_cache_dtype: KvCacheDType = flag(
+        "auto", "type of the KV cache, if not the weights'", "--kv-cache-dtype --kv-dtype"
+    )
+    block_size: int = flag(16, "tokens per KV block", read=positive)
+    max_num_batched_tokens: int = flag(
+        2048, "token budget of one step, which bounds what sliding windows keep", read=positive
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _GpuFlags:
+    """Which GPUs, how many, and how much of them may be used."""
+
+    gpu: Literal[(*GPUS, CUSTOM.name)] = flag("h100", "kind of GPU")  # type: ignore[valid-type]
+    tensor_parallel_size: int = flag(
+        1, "GPUs that share the model", "--tensor-parallel-size --tp", read=positive
+    )
+    gpu_memory_utilization: float = flag(
+        DEFAULT_UTILIZATION, "of the memory, for weights, reserve and KV", metavar="SHARE"
+    )
+    reserve_gb: float = flag(
+        DEFAULT_RESERVE_BYTES / _GB,
+        "of each GPU, for activations and the CUDA context",
+        read=_rest,
+        metavar="GB",
+    )
+    efficiency: float = flag(
+        1.0, "of all peak speeds that is reached", default_text="%(default)s, the roof", metavar="SHARE"
+    )
+    hbm_gib: float | None = flag(None, f"memory{_OVERRIDES}", read=_amount)
+    hbm_gb_per_s: float | None = flag(None, f"speed of the memory{_OVERRIDES}", read=_amount, metavar="GB")
+    tflops: float | None = flag(None, f"dense 16-bit arithmetic{_OVERRIDES}", read=_amount, metavar="N")
+    link_gb_per_s: float | None = flag(None, f"link to the host{_OVERRIDES}", read=_amount, metavar="GB")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a plan; without arguments the process's own are taken.
+
+    Returns:
+        0, or 2 for wrong flags, an unusable model, or a plan for more than the memory holds.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        plan = _plan(args)
+    except (CapacityError, ConfigError, ModelError) as error:
+        print(f"kvroute plan: error: {error}", file=sys.stderr)
+        return _EXIT_REFUSED
+    lines = [json.dumps(plan.record())] if args.json else plan_lines(plan)
+    # A reader that has seen enough, such as head, may close the pipe.
+    with contextlib.suppress(BrokenPipeError):
+        print("\n".join(lines), flush=True)
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    if not 0 < args.efficiency <= 1:
+        raise ConfigError(f"efficiency is {args.efficiency:g}; it must be above 0, at most 1")
+    config = find_model(args.model)
+    shape = decoder_shape(config)
+    gpu = _gpu(args)
+    deployment = Deployment(
+        shape,
+        weight_bytes=DTYPE_BYTES[computed_dtype(config, args.dtype)],
+        fp8_kv=args.kv_cache_dtype == "fp8",
+        tensor_parallel=args.tensor_parallel_size,
+        block_tokens=args.block_size,
+        chunk_tokens=args.max_num_batched_tokens,
+    )
+    return make_plan(
+        config.where,
+        deployment,
+        gpu.at(args.efficiency),
+        Budget(gpu.memory_bytes, args.gpu_memory_utilization, int(args.reserve_gb * _GB)),
+        min(_CONTEXT_TOKENS, shape.max_positions) if args.context is None else args.context,
+        args.batch,
+    )
+
+
+def _gpu(args: argparse.Namespace) -> Gpu:
+    """Return the preset, with whatever the flags say of it instead."""
+    if args.gpu == CUSTOM.name:
+        needed = {"--hbm-gib": args.hbm_gib, "--hbm-gb-per-s": args.hbm_gb_per_s, "--tflops": args.tflops}
+        if absent := [flag for flag, value in needed.items() if value is None]:
+            raise ConfigError(f"--gpu {CUSTOM.name} needs {', '.join(absent)}")
+    told = {
+        "memory_bytes": (args.hbm_gib, 2**30),
+        "memory_bytes_per_s": (args.hbm_gb_per_s, _GB),
+        "flops_per_s": (args.tflops, 10**12),
+        "link_bytes_per_s": (args.link_gb_per_s, _GB),
+    }
+    given = {name: value * unit for name, (value, unit) in told.items() if value is not None}
+    if "memory_bytes" in given:
+        given["memory_bytes"] = int(given["memory_bytes"])
+    return replace(CUSTOM if args.gpu == CUSTOM.name else GPUS[args.gpu], **given)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        prog="kvroute plan",
+        description="Tell how many sequences a model holds on GPUs, how fast it decodes, what to choose.",
+    )
+    add_flags(parser.add_argument_group("model"), _ModelFlags)
+    add_flags(parser.add_argument_group("GPUs"), _GpuFlags)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a page of text")
+    return parser
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """Yield the page."""
+    deployment = plan.pool.deployment
+    kv_bits = 8 if deployment.fp8_kv else 8 * deployment.weight_bytes
+    yield (
+        f"{plan.name} on {deployment.tensor_parallel} x {plan.gpu.name}: {8 * deployment.weight_bytes}-bit "
+        f"weights, {kv_bits}-bit KV, sequences of {plan.context_tokens:,} tokens"
+    )
+    for part in (_memory, _kv_groups, _capacity, _decode, _parallel, _preemption):
+        yield ""
+        yield from part(plan)
+
+
+def _capacity(plan: Plan) -> Iterator[str]:
+    yield (
+        f"At once: {plan.sequences:,} sequences of {plan.context_tokens:,} tokens. "
+        f"Longest text alone: {plan.longest_context:,} tokens."
+    )
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    pool, budget = plan.pool, plan.pool.budget
+    deployment = pool.deployment
+    rows = [
+        ("usable", budget.usable_bytes, f"{budget.utilization:g} of {budget.memory_bytes / _GB:,.1f} GB"),
+        ("weights", deployment.gpu_weights_bytes, f"{deployment.parameters / _GB:.2f} G parameters"),
+        ("reserve", budget.reserve_bytes, "activations, CUDA context"),
+        ("KV pool", pool.gpu_bytes, f"{pool.blocks:,} blocks of {deployment.block_tokens} tokens"),
+    ]
+    yield "Memory of each GPU"
+    yield from _table(("", "GB", ""), ((name, _gb(amount), note) for name, amount, note in rows), "<><")
+
+
+def _kv_groups(plan: Plan) -> Iterator[str]:
+    deployment = plan.pool.deployment
+    block_bytes = deployment.gpu_block_bytes * deployment.tensor_parallel
+    groups_of: dict[int | None, list[KvGroupSpec]] = {}
+    for group in deployment.groups:
+        groups_of.setdefault(group.window_tokens, []).append(group)
+    rows = [
+        (
+            f"{sum(len(group.layers) for group in groups):,}",
+            f"{len(groups):,}",
+            "all tokens" if window is None else f"the last {window:,} tokens",
+            f"{len(groups) * block_bytes / deployment.block_tokens:,.0f}",
+            size_text(deployment.decoding_blocks(plan.context_tokens, groups) * block_bytes),
+        )
+        for window, groups in groups_of.items()
+    ]
+    yield f"KV of a sequence: {deployment.token_bytes:,.0f} bytes for each further token"
+    yield from _table(("layers", "groups", "keep", "bytes/token", "in all"), rows, ">><>>")
+
+
+def _decode(plan: Plan) -> Iterator[str]:
+    gpu = plan.gpu
+    yield (
+        f"Decode at {gpu.memory_bytes_per_s / _GB:,.0f} GB/s and {gpu.flops_per_s / 1e12:,.0f} TFLOP/s a GPU "
+        "(a roof, not a forecast)"
+    )
+    rows = [
+        (
+            f"{step.batch:,}",
+            f"{1000 * step.step_s:,.2f}",
+            f"{step.tokens_per_s:,.0f}",
+            f"{step.tokens_per_s / step.batch:,.1f}",
+            step.bound,
+        )
+        for step in plan.steps
+    ]
+    yield from _table(("batch", "step ms", "tokens/s", "each", "bound by"), rows, ">>>><")
+
+
+def _parallel(plan: Plan) -> Iterator[str]:
+    yield "Tensor parallel"
+    rows = [
+        (
+            str(option.tensor_parallel),
+            _gb(option.gpu_weights_bytes),
+            _gb(option.gpu_pool_bytes) if option.gpu_pool_bytes > 0 else "-",
+            f"{option.headroom:.0%}" if option.headroom > 0 else "-",
+            f"{option.max_sequences:,}" if option.max_sequences else "does not fit",
+            f"{option.max_sequences / option.tensor_parallel:,.1f}" if option.max_sequences else "",
+        )
+        for option in plan.options
+    ]
+    heads = ("GPUs", "weights GB", "KV GB", "left for KV", "sequences", "per GPU")
+    yield from _table(heads, rows, ">>>>>>")
+    if plan.advised is not None:
+        yield f"Advice: {plan.advised.tensor_parallel}, {_reason(plan)}."
+
+
+def _reason(plan: Plan) -> str:
+    assert plan.advised is not None
+    share = f"{plan.advised.headroom:.0%} of the memory left for KV"
+    if plan.advised == next(option for option in plan.options if option.max_sequences):
+        return f"the least that holds the model, with {share}"
+    return f"the least with enough room, {share}; with less each GPU mostly repeats weights"
+
+
+def _preemption(plan: Plan) -> Iterator[str]:
+    weighed, gpu = plan.preemption, plan.gpu
+    yield f"A preempted sequence of {plan.context_tokens:,} tokens"
+    ways = [
+        ("recompute", weighed.recompute_s, f"{plan.context_tokens / weighed.recompute_s:,.0f} tokens/s"),
+        ("swap out and in", weighed.swap_s, f"{gpu.link_bytes_per_s / _GB:,.0f} GB/s to the host"),
+    ]
+    rows = [(name, f"{1000 * seconds:,.1f}", note) for name, seconds, note in ways]
+    yield from _table(("", "ms", ""), rows, "<><")
+    yield (
+        f"Advice: --preemption-mode {weighed.mode}; both are even at "
+        f"{weighed.even_link_bytes_per_s / _GB:,.1f} GB/s to the host."
+    )
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], sides: str) -> Iterator[str]:
+    """Yield aligned lines: "<" puts a column to the left, ">" to the right. Empty heads get no line."""
+    lines = [heads, *rows] if any(heads) else [*rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(sides))]
+    for line in lines:
+        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths, strict=True))
+        yield f"  {'  '.join(cells)}".rstrip()
+
+
+def _gb(amount: float) -> str:
+    return f"{amount / _GB:,.1f}"

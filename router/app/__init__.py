@@ -1,0 +1,1 @@
+"""The program: flags and files in, all parts made and joined, ports opened; debug pages."""

@@ -1,0 +1,340 @@
+"""What the router is told: flags in, one checked RouterConfig out.
+
+Each setting says its flag, its default and its help once. Flags that the reference picker has too carry its
+names. Reads the configuration file; opens nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+from common.flags import CommandParser, add_flags, flag, port, said
+from indexer import IndexerConfig
+from indexer.config import index_config
+from router.app.process import LogFlags
+from router.app.tls import TLS, MetricsTlsOptions, TlsFlags, TlsOptions, tls_options
+from router.config.flags import (
+    add_reference_flags,
+    boolean,
+    duration,
+    milliseconds,
+    model_source,
+    names,
+    objective,
+    positive,
+    positive_duration,
+    positive_number,
+    size_bytes,
+    switch,
+)
+from router.config.kube import KubeConfig, kube_config
+from router.config.picker_file import COMPAT, PickerConfig, parse_config, read_config
+from router.errors import ConfigError
+from router.plugins.producer_settings import metrics_path_of, tokenizers_of, with_producers
+from router.pods.pod_set import DEFAULT_METRICS_PATH
+from router.prompts.body_guard import GATEWAY_ONLY_FIELDS
+from tokenization import TINY_DIRECTORY
+
+_TINY_MODEL = "kvroute-tiny"
+_PODS, _SERVING, _PICKING = "pods and models", "serving", "picking"
+_REFERENCE, _PROCESS = "as the reference picker", "process"
+
+_duration = partial(flag, metavar="DURATION")
+_size = partial(flag, metavar="SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Settings of one router process; port 0 takes a free port. `_Sources` are what others come from."""
+
+    pods_file: Path | None = flag(
+        _PODS,
+        "--pods-file",
+        Path,
+        None,
+        "YAML with a list 'endpoints' of pods, each with name, address, port and maybe labels, as in "
+        "docs/configuration.md; watched for changes",
+        metavar="PATH",
+    )
+    watch_pods_file: bool = True  # whether later changes are taken over
+    kube: KubeConfig | None = None  # where pods are; None where there is a file
+    pool_name: str = "default"  # in metrics
+    resources_file: Path | None = flag(
+        _PODS,
+        "--resources-file",
+        Path,
+        None,
+        "YAML documents of the kinds InferenceObjective and InferenceModelRewrite",
+        metavar="PATH",
+    )
+    tokenizers: tuple[tuple[str, str], ...] = flag(
+        _PODS,
+        "--tokenizer",
+        model_source,
+        ((_TINY_MODEL, str(TINY_DIRECTORY)),),
+        "a model's tokenizer: a directory with its tokenizer.json, hf:OWNER/NAME@REVISION, unix:PATH of "
+        "a kvroute tokenizer, http://HOST:PORT of a server that renders, or pods: the model's own; may be "
+        "repeated; kvroute-tiny's is built in",
+        action="append",
+        metavar="MODEL=SOURCE",
+    )
+    tokenize_deadline_s: float = flag(
+        _PODS,
+        "--tokenize-deadline-ms",
+        milliseconds,
+        0.05,
+        "a prompt not tokenized by then is picked by load alone (default: 50)",
+        metavar="MILLISECONDS",
+    )
+    refresh_interval_s: float = _duration(
+        _PODS,
+        "--refresh-metrics-interval",
+        positive_duration,
+        1.0,
+        "between two probes of a pod's health and metrics (default: 1s)",
+    )
+    host: str = flag(
+        _SERVING, "--host", str, "0.0.0.0", "address to listen on (default: %(default)s)", metavar="HOST"
+    )
+    grpc_port: int = flag(
+        _SERVING, "--grpc-port", port, 9002, "ext_proc, PickEndpoint, access log, health, reflection"
+    )
+    grpc_health_port: int = flag(_SERVING, "--grpc-health-port", port, 9003, "gRPC health alone")
+    metrics_port: int = flag(
+        _SERVING, "--metrics-port", port, 9090, "/metrics, /healthz, /ready, /debug/decisions, /debug/pods"
+    )
+    responses_full: bool = False  # whether responses pass through ext_proc too
+    max_request_bytes: int = flag(
+        _SERVING, "--max-request-bytes", positive, 8 << 20, "larger bodies are answered with 413"
+    )
+    forbidden_fields: tuple[str, ...] = flag(
+        _SERVING,
+        "--forbidden-body-fields",
+        names,
+        GATEWAY_ONLY_FIELDS,
+        "fields that a client's body must not have: ext_proc takes them out, ext_authz answers 400; "
+        "empty: none (default: " + ",".join(GATEWAY_ONLY_FIELDS) + ")",
+        metavar="NAME,...",
+    )
+    kv_connector: str = flag(
+        _SERVING,
+        "--kv-connector",
+        str,
+        "auto",
+        "whether engines have a KV connector (vLLM's --kv-transfer-config): a body that cannot be "
+        "checked for forbidden fields is then refused; auto: if pods have the label llm-d.ai/role or a "
+        "plugin disaggregates (default: %(default)s)",
+        choices=("auto", "true", "false"),
+        metavar=None,
+    )
+    max_streams: int = flag(_SERVING, "--max-streams", positive, 256, "requests inside the doors at once")
+    receive_bytes_max: int | None = _size(
+        _SERVING,
+        "--grpc-max-recv-msg-size",
+        size_bytes,
+        None,
+        "largest gRPC message that is taken, such as 10MiB (default: --max-request-bytes and 1 MiB)",
+    )
+    send_bytes_max: int | None = _size(
+        _SERVING, "--grpc-max-send-msg-size", size_bytes, None, "largest that is sent (default: the same)"
+    )
+    tls: TlsOptions | None = None  # of the gRPC port, beside plaintext; None: plaintext alone
+    metrics_tls: MetricsTlsOptions | None = None  # None: plaintext
+    metrics_auth: bool = switch(
+        TLS,
+        "--metrics-endpoint-auth",
+        False,
+        "the metrics port asks the cluster who reads it, by bearer token (the reference's default is true)",
+    )
+    prefill_tokens_per_s: float = flag(
+        _PICKING, "--prefill-tokens-per-s", positive_number, 15_000.0, "a pod's speed until it is learnt"
+    )
+    priorities: tuple[tuple[str, int], ...] = flag(
+        _PICKING,
+        "--objective",
+        objective,
+        (),
+        "priority of the requests whose x-llm-d-inference-objective is NAME; below 0 they are answered "
+        "with 429 while the pods are saturated; may be repeated",
+        action="append",
+        metavar="NAME=PRIORITY",
+    )
+    request_lifetime_s: float = _duration(
+        _PICKING,
+        "--request-lifetime",
+        positive_duration,
+        600.0,
+        "a request not heard of again is taken for ended after this (default: 10m)",
+    )
+    index: IndexerConfig = field(default_factory=IndexerConfig)
+    picker: PickerConfig | None = None  # None: the cost policy picks
+    compat: str = "off"  # one of config_file.COMPAT
+    emit_endpoint_scores: bool = switch(
+        _REFERENCE, "--emit-endpoint-scores", False, "ext_proc's metadata tells the scores of all candidates"
+    )
+    subset_filter: bool = switch(
+        _REFERENCE,
+        "--disable-endpoint-subset-filter",
+        True,
+        "the gateway's subset hint is not looked at",
+        type=lambda text: not boolean(text),
+        const=False,
+    )
+    load_age_max_s: float | None = _duration(
+        _REFERENCE,
+        "--metrics-staleness-threshold",
+        positive_duration,
+        None,
+        "an older account of a pod's load does not count, and the pod is taken for saturated (default: "
+        "three times --refresh-metrics-interval, at least 5s without flow control)",
+    )
+    metrics_path: str = DEFAULT_METRICS_PATH  # where pods tell their load, unless their labels say so
+    profiling: bool = switch(
+        _REFERENCE,
+        "--enable-pprof",
+        True,
+        "/debug/pprof/ on the metrics port, free until asked (default: true)",
+    )
+    stream_metrics: bool = switch(
+        _REFERENCE,
+        "--enable-grpc-stream-metrics",
+        False,
+        "metrics of ext_proc streams: open, duration, end by code",
+    )
+    drain_timeout_s: float = _duration(
+        _PROCESS,
+        "--drain-timeout",
+        duration,
+        30.0,
+        "how long SIGTERM waits for the requests inside the doors (default: 30s)",
+    )
+    sync_timeout_s: float = 10.0
+    tracing: bool = switch(
+        _PROCESS,
+        "--tracing",
+        False,
+        "send OpenTelemetry spans of the picks to OTEL_EXPORTER_OTLP_ENDPOINT (needs kvroute[tracing])",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Flags that settings are made of together, and those of the process."""
+
+    config_file: Path | None = flag(
+        _PODS,
+        "--config-file",
+        Path,
+        None,
+        "EndpointPickerConfig: plugins, profiles, flow control, maybe the pods' file",
+        metavar="PATH",
+    )
+    config_text: str | None = flag(_PODS, "--config-text", str, None, "the same, as text", metavar="YAML")
+    responses: str | None = flag(
+        _SERVING,
+        "--responses",
+        str,
+        None,
+        "skip: ext_proc ends with the request, for an Envoy whose response modes are SKIP and NONE; "
+        "full: responses pass through it too (default: skip; full with a --config-file)",
+        choices=("skip", "full"),
+        metavar=None,
+    )
+    compat: str | None = flag(
+        _REFERENCE,
+        "--compat",
+        str,
+        None,
+        "off: our own answers; answers: ext_proc answers in the reference's form (default: answers "
+        "with a --config-file, else off)",
+        choices=COMPAT,
+        metavar=None,
+    )
+
+
+def router_parser() -> argparse.ArgumentParser:
+    """All flags, with the names of the reference picker where it has them too."""
+    parser = CommandParser(
+        prog="kvroute router",
+        description="Endpoint picker: Envoy (ext_proc) or any gateway (PickEndpoint) asks which pod to use.",
+    )
+    parser.add_argument("--version", action="version", version=f"kvroute {version('kvroute')}")
+    add_flags(parser, _Sources, RouterConfig, TlsFlags, TlsOptions, KubeConfig, LogFlags, IndexerConfig)
+    add_reference_flags(parser)
+    return parser
+
+
+def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Namespace]:
+    """Read the command line: the configuration, and flags of the process rather than the router (logs).
+
+    Raises:
+        ConfigError, indexer.ConfigError: A flag or the configuration file is wrong.
+    """
+    flags = router_parser().parse_args(argv)
+    picker = _picker(flags)
+    pods_file, watch, kube = _discovery(flags, picker)
+    tls, metrics_tls = tls_options(flags)
+    index = index_config(flags)
+    if picker is not None:
+        index, kube = with_producers(picker, index, kube)
+    settings = said(RouterConfig, flags) | {
+        "pods_file": pods_file,
+        "watch_pods_file": watch,
+        "kube": kube,
+        "pool_name": flags.pool or "default",
+        "tokenizers": _tokenizers(flags, picker),
+        "responses_full": (flags.responses or ("full" if picker else "skip")) == "full",
+        "index": index,
+        "picker": picker,
+        "compat": _compat(flags, picker),
+        "tls": tls,
+        "metrics_tls": metrics_tls,
+        "metrics_path": metrics_path_of(picker) if picker is not None else DEFAULT_METRICS_PATH,
+    }
+    return RouterConfig(**settings), flags
+
+
+def _tokenizers(flags: argparse.Namespace, picker: PickerConfig | None) -> tuple[tuple[str, str], ...]:
+    """Where tokenizers are by model; what a flag says goes before the configuration file."""
+    named = tokenizers_of(picker) if picker is not None else {}
+    return tuple({_TINY_MODEL: str(TINY_DIRECTORY), **named, **dict(flags.tokenizers or ())}.items())
+
+
+def _compat(flags: argparse.Namespace, picker: PickerConfig | None) -> str:
+    compat: str = flags.compat or (picker and (picker.compat or "answers")) or "off"
+    if compat == "off" and picker is not None and picker.picks:
+        raise ConfigError("--compat off: our own answers do not carry what plugins set; choose answers")
+    return compat
+
+
+def _picker(flags: argparse.Namespace) -> PickerConfig | None:
+    if flags.config_file is not None and flags.config_text is not None:
+        raise ConfigError("give either --config-file or --config-text")
+    if flags.config_text is not None:
+        return parse_config(flags.config_text, "--config-text")
+    return read_config(flags.config_file) if flags.config_file is not None else None
+
+
+def _discovery(
+    flags: argparse.Namespace, picker: PickerConfig | None
+) -> tuple[Path | None, bool, KubeConfig | None]:
+    """The one place that says where pods are."""
+    discovery, kube = picker.discovery if picker is not None else None, kube_config(flags)
+    if discovery is not None and kube is not None and kube.pool:
+        # The reference demands --pool-name in every mode; beside a file it is a name in metrics.
+        kube = None
+    if [flags.pods_file, discovery, kube].count(None) != 2:
+        raise ConfigError(
+            "give exactly one of --pool-name, --endpoint-selector, --pods-file, and a --config-file that "
+            "names a file-discovery plugin"
+        )
+    if kube is not None and kube.pool and flags.resources_file is not None:
+        raise ConfigError("--resources-file: with --pool-name objectives and rewrites come from the cluster")
+    if picker is not None and discovery is not None:
+        return picker.directory / discovery.path, discovery.watch_file, None
+    return flags.pods_file, True, kube

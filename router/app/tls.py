@@ -1,0 +1,241 @@
+"""TLS of the router's ports: flags in, checked options and contexts for their connections out."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import ipaddress
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from common.flags import file_flag, flag, said
+from common.tls import FollowedFiles
+from router.config.flags import names, switch
+from router.errors import ConfigError
+
+TLS = "TLS"
+"""Title of these flags in the help."""
+
+# Go's names and OpenSSL's of suites of TLS 1.2.
+_SUITES = {
+    "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256": "ECDHE-ECDSA-AES128-GCM-SHA256",
+    "TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384": "ECDHE-ECDSA-AES256-GCM-SHA384",
+    "TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256": "ECDHE-ECDSA-CHACHA20-POLY1305",
+    "TLS_ECDHE_ECDSA_WITH_AES_128_CBC_SHA": "ECDHE-ECDSA-AES128-SHA",
+    "TLS_ECDHE_ECDSA_WITH_AES_256_CBC_SHA": "ECDHE-ECDSA-AES256-SHA",
+    "TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256": "ECDHE-RSA-AES128-GCM-SHA256",
+    "TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384": "ECDHE-RSA-AES256-GCM-SHA384",
+    "TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256": "ECDHE-RSA-CHACHA20-POLY1305",
+    "TLS_ECDHE_RSA_WITH_AES_128_CBC_SHA": "ECDHE-RSA-AES128-SHA",
+    "TLS_ECDHE_RSA_WITH_AES_256_CBC_SHA": "ECDHE-RSA-AES256-SHA",
+    "TLS_RSA_WITH_AES_128_GCM_SHA256": "AES128-GCM-SHA256",
+    "TLS_RSA_WITH_AES_256_GCM_SHA384": "AES256-GCM-SHA384",
+}
+# Suites of TLS 1.3 are always on, here as in Go.
+_SUITES_13 = ("TLS_AES_128_GCM_SHA256", "TLS_AES_256_GCM_SHA384", "TLS_CHACHA20_POLY1305_SHA256")
+_VERSIONS = {
+    "VersionTLS12": ssl.TLSVersion.TLSv1_2,
+    "1.2": ssl.TLSVersion.TLSv1_2,
+    "VersionTLS13": ssl.TLSVersion.TLSv1_3,
+    "1.3": ssl.TLSVersion.TLSv1_3,
+}
+
+_CERT, _KEY = "tls.crt", "tls.key"
+# A certificate that is made at start lives as long as its process, or so it must seem.
+_VALID = datetime.timedelta(days=3650)
+# Clocks of clients may be behind.
+_VALID_BEFORE = datetime.timedelta(hours=1)
+_NAME = "kvroute"
+
+
+def _version(name: str) -> ssl.TLSVersion:
+    if name not in _VERSIONS:
+        raise argparse.ArgumentTypeError(f"{name!r} is not understood; there are {', '.join(_VERSIONS)}")
+    return _VERSIONS[name]
+
+
+def _suites(text: str) -> tuple[str, ...]:
+    unknown = [name for name in names(text) if name not in _SUITES and name not in _SUITES_13]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not understood; there are {', '.join(_SUITES)}")
+    return tuple(_SUITES[name] for name in names(text) if name in _SUITES)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsOptions:
+    """TLS of the gRPC port; without `cert_dir` a certificate is made, and signed by itself."""
+
+    cert_dir: Path | None = file_flag(
+        TLS, "--cert-path", "directory with tls.crt and tls.key for the gRPC port", metavar="DIR"
+    )
+    reloads: bool = switch(
+        TLS, "--enable-cert-reload", True, "changed files of --cert-path are taken over (default: true)"
+    )
+    least_version: ssl.TLSVersion = flag(
+        TLS,
+        "--tls-min-version",
+        _version,
+        ssl.TLSVersion.TLSv1_2,
+        "VersionTLS12 or VersionTLS13: the gRPC port refuses older ones (default: VersionTLS12)",
+        metavar="VERSION",
+    )
+    suites: tuple[str, ...] = flag(
+        TLS,
+        "--tls-cipher-suites",
+        _suites,
+        (),
+        "suites of TLS 1.2 that the gRPC port takes, by their IANA names; those of 1.3 are always on "
+        "(default: OpenSSL's own choice)",
+        metavar="NAME,...",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsTlsOptions:
+    """TLS of the metrics port."""
+
+    cert_dir: Path  # holds tls.crt and tls.key
+    client_ca: Path | None = None  # readers must show a certificate of it; None: they need none
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFlags:
+    """Flags that say which ports have TLS."""
+
+    secure_serving: bool = switch(
+        TLS,
+        "--secure-serving",
+        False,
+        "TLS on the gRPC port (the reference's default is true); without --cert-path the certificate is made "
+        "at start and signed by itself",
+    )
+    metrics_cert_dir: Path | None = file_flag(
+        TLS, "--metrics-cert-dir", "tls.crt and tls.key: TLS on the metrics port", metavar="DIR"
+    )
+    metrics_client_ca: Path | None = file_flag(
+        TLS,
+        "--metrics-client-ca-file",
+        "PEM: whoever reads the metrics port must show a certificate of this authority",
+        metavar="PATH",
+    )
+
+
+def tls_options(flags: argparse.Namespace) -> tuple[TlsOptions | None, MetricsTlsOptions | None]:
+    """Return TLS of the gRPC port and of the metrics port; None: plaintext.
+
+    Raises:
+        ConfigError: Files are named for a port that is to have no TLS.
+    """
+    options = TlsOptions(**said(TlsOptions, flags))
+    if options.cert_dir is not None and not flags.secure_serving:
+        raise ConfigError("--cert-path: needs --secure-serving")
+    if flags.metrics_client_ca is not None and flags.metrics_cert_dir is None:
+        raise ConfigError("--metrics-client-ca-file: needs --metrics-cert-dir")
+    metrics = flags.metrics_cert_dir and MetricsTlsOptions(flags.metrics_cert_dir, flags.metrics_client_ca)
+    return options if flags.secure_serving else None, metrics
+
+
+def grpc_tls(options: TlsOptions) -> Callable[[], ssl.SSLContext]:
+    """Return what makes the context of the gRPC port's next connection.
+
+    Raises:
+        ConfigError: A file cannot be read, or holds no certificate or key.
+    """
+
+    def make() -> ssl.SSLContext:
+        context = _bare_context()
+        context.minimum_version = options.least_version
+        if options.suites:
+            context.set_ciphers(":".join(options.suites))
+        context.set_alpn_protocols(["h2"])
+        return context
+
+    if options.cert_dir is not None:
+        followed = _followed("grpc", make, options.cert_dir)
+        context = followed()
+        return followed if options.reloads else lambda: context
+    key, cert = self_signed()
+    # OpenSSL reads them from files alone.
+    with TemporaryDirectory(prefix="kvroute-") as name:
+        for file, data in ((_KEY, key), (_CERT, cert)):
+            Path(name, file).write_bytes(data)
+        context = _loaded(make(), Path(name))
+    return lambda: context
+
+
+def metrics_tls(options: MetricsTlsOptions) -> Callable[[], ssl.SSLContext]:
+    """Return what makes the context of the metrics port's next connection.
+
+    Raises:
+        ConfigError: A file cannot be read, or is none.
+    """
+
+    def make() -> ssl.SSLContext:
+        context = _bare_context()
+        if options.client_ca is not None:
+            try:
+                context.load_verify_locations(options.client_ca)
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(f"--metrics-client-ca-file {options.client_ca}: {error}") from error
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    return _followed("metrics", make, options.cert_dir)
+
+
+def self_signed() -> tuple[bytes, bytes]:
+    """A new key and a certificate of its own, as PEM; clients that check it must be given it."""
+    # They take their time to load, and most routers have no TLS or files.
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
+    alternatives = [
+        x509.DNSName(_NAME),
+        x509.DNSName("localhost"),
+        x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
+    ]
+    now = datetime.datetime.now(datetime.UTC)
+    cert = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _VALID_BEFORE)
+        .not_valid_after(now + _VALID)
+        .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return private, cert.public_bytes(serialization.Encoding.PEM)
+
+
+def _bare_context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    return context
+
+
+def _followed(port: str, make: Callable[[], ssl.SSLContext], directory: Path) -> Callable[[], ssl.SSLContext]:
+    files = [directory / name for name in (_CERT, _KEY)]
+    # Always another context: threads may use the one so far.
+    return FollowedFiles(port, files, lambda: _loaded(make(), directory), (ConfigError,)).current
+
+
+def _loaded(context: ssl.SSLContext, directory: Path) -> ssl.SSLContext:
+    try:
+        # Without a password given OpenSSL would ask the terminal for an encrypted key's.
+        context.load_cert_chain(directory / _CERT, directory / _KEY, password="")
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"TLS: {directory}: no usable {_CERT} and {_KEY}: {error}") from error
+    return context

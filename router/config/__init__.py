@@ -1,0 +1,1 @@
+"""What flags and files may say: fields and units, the picker's file, named resources."""

@@ -1,0 +1,184 @@
+"""Envoy's ext_authz: one Check with the whole body in, the picked pod's header out.
+
+For an Envoy of our own configuration: with_request_body, no partial bodies. The response never passes here;
+its end is told by the access log. What to pick is route()'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import grpc
+from envoy.config.core.v3 import base_pb2
+from envoy.service.auth.v3 import external_auth_pb2 as pb
+from envoy.type.v3 import http_status_pb2
+
+from router.doors.headers import (
+    DESTINATION_HEADER,
+    REQUEST_ID_HEADER,
+    destination_metadata,
+    error_headers,
+    kept_request_id,
+    subset_hint,
+    system_owned,
+)
+from router.doors.health import CHECK_SERVICE
+from router.errors import RequestError
+from router.observe.metrics import RouterMetrics
+from router.picking.decision import Routing
+from router.picking.route import Router
+from router.prompts.body_guard import BodyGuard, refusal
+from router.prompts.parsers import http_request
+from router.prompts.request import RequestKind, RouteRequest, too_large
+
+_DOOR = "check"
+_PARTIAL_BODY_HEADER = "x-envoy-auth-partial-body"
+# Methods whose requests need no body.
+_BODILESS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
+_CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    404: grpc.StatusCode.NOT_FOUND,
+    413: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+}
+_log = logging.getLogger(__name__)
+
+
+class CheckDoor:
+    """envoy.service.auth.v3.Authorization; larger bodies than max_request_bytes are answered with 413."""
+
+    def __init__(
+        self, router: Router, guard: BodyGuard, metrics: RouterMetrics, max_request_bytes: int = 8 << 20
+    ) -> None:
+        self._router = router
+        self._guard = guard
+        self._metrics = metrics
+        self._inside = metrics.inside(_DOOR)
+        self._max_request_bytes = max_request_bytes
+        self._told_partial = False
+
+    def add_to(self, server: grpc.Server) -> None:
+        """Registers the service; answers are serialised here, since most are the same."""
+        check: Any = grpc.unary_unary_rpc_method_handler(
+            self._check, request_deserializer=pb.CheckRequest.FromString
+        )
+        server.add_registered_method_handlers(CHECK_SERVICE, {"Check": check})
+
+    def _check(self, message: pb.CheckRequest, context: grpc.ServicerContext) -> bytes:
+        with self._inside:
+            headers = dict(message.attributes.request.http.headers)
+            request_id, is_given = kept_request_id(headers)
+            try:
+                request = self._request(message, request_id, headers)
+                decision = self._router.route(request, time.monotonic(), context.is_active)
+            except RequestError as error:
+                self._metrics.refused(error)
+                return denied_answer(error)
+        destination, routing = decision.destination, decision.routing
+        removed = system_owned(headers, () if routing is None else routing.request_headers)
+        if is_given and routing is None:
+            return ok_answer(destination, None, removed)
+        return ok_answer.__wrapped__(destination, None if is_given else request_id, removed, routing)
+
+    def _request(self, message: pb.CheckRequest, request_id: str, headers: Mapping[str, str]) -> RouteRequest:
+        """Return the request to be routed.
+
+        Raises:
+            RequestError: 400 or 413.
+        """
+        http = message.attributes.request.http
+        candidates = subset_hint(message.attributes.metadata_context)
+        # Whether or not it was packed as bytes.
+        body: bytes = http.raw_body or http.body.encode()
+        if len(body) > self._max_request_bytes:
+            raise too_large(self._max_request_bytes)
+        partial = _is_partial(headers, body)
+        if partial:
+            self._tell_partial()
+        if partial or not body:
+            if partial or http.method not in _BODILESS:
+                self._guard.unchecked()
+            return RouteRequest(
+                request_id,
+                RequestKind.PASSTHROUGH,
+                body_bytes=max(http.size, len(body)),
+                candidates=candidates,
+                headers=headers,
+            )
+        request = http_request(request_id, http.path, body, candidates, headers)
+        if (field := self._guard.forbidden(request, body)) is not None:
+            raise refusal(field)
+        return request
+
+    def _tell_partial(self) -> None:
+        """A request whose body is not all here is picked for by load alone, and never without a word."""
+        self._metrics.count("dropped", _DOOR, "partial_body")
+        if not self._told_partial:
+            self._told_partial = True
+            _log.warning(
+                "Envoy hands on partial bodies, whose requests are picked for by load alone: set "
+                "with_request_body with allow_partial_message: false in its ext_authz filter"
+            )
+
+
+@lru_cache(maxsize=4096)
+def ok_answer(
+    destination: str,
+    made_request_id: str | None,
+    removed: tuple[str, ...],
+    routing: Routing | None = None,
+) -> bytes:
+    """The routing result, as header and as metadata; the same for most requests to one pod."""
+    headers, response_headers = [_set(DESTINATION_HEADER, destination)], []
+    if made_request_id is not None:
+        headers.append(_set(REQUEST_ID_HEADER, made_request_id))
+    if routing is not None:
+        headers += [_set(name, value) for name, value in routing.request_headers.items()]
+        response_headers = [_set(name, value) for name, value in routing.response_headers.items()]
+    answer: bytes = pb.CheckResponse(
+        status={"code": grpc.StatusCode.OK.value[0]},
+        ok_response=pb.OkHttpResponse(
+            headers=headers,
+            headers_to_remove=removed,
+            response_headers_to_add=response_headers,
+        ),
+        dynamic_metadata=destination_metadata(destination),
+    ).SerializeToString()
+    return answer
+
+
+def denied_answer(error: RequestError) -> bytes:
+    """The router's own answer to the client."""
+    answer: bytes = pb.CheckResponse(
+        status={"code": grpc_code(error).value[0]},
+        denied_response=pb.DeniedHttpResponse(
+            status=http_status_pb2.HttpStatus(code=error.status),
+            headers=[_set(name, value) for name, value in error_headers(error).items()],
+            body=error.body().decode(),
+        ),
+    ).SerializeToString()
+    return answer
+
+
+def grpc_code(error: RequestError) -> grpc.StatusCode:
+    """Return the gRPC status of an error."""
+    return _CODES.get(error.status, grpc.StatusCode.INTERNAL)
+
+
+def _is_partial(headers: Mapping[str, str], body: bytes) -> bool:
+    """Whether Envoy handed on less than the client sends."""
+    length = headers.get("content-length", "")
+    announced = int(length) if length.isdecimal() and len(length) <= 18 else len(body)
+    return announced > len(body) or headers.get(_PARTIAL_BODY_HEADER) == "true"
+
+
+def _set(name: str, value: str) -> base_pb2.HeaderValueOption:
+    return base_pb2.HeaderValueOption(
+        header=base_pb2.HeaderValue(key=name, value=value),
+        append_action=base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
+    )

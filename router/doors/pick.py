@@ -1,0 +1,193 @@
+"""The door for gateways without ext_proc: PickEndpoint and ReportOutcome in, ranked endpoints out.
+
+Translates proto/kvroute/v1/endpoint_picker.proto to RouteRequest and Decision, and errors to gRPC codes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from random import getrandbits
+from typing import Any, NoReturn
+
+import grpc
+import msgspec
+
+from router._pb import endpoint_picker_pb2 as pb
+from router.doors.ext_authz import grpc_code
+from router.doors.headers import REQUEST_ID_HEADER
+from router.doors.health import PICK_SERVICE
+from router.errors import DROPPED_REASON_HEADER, RequestError
+from router.feedback.lifecycle import REPORT, Outcomes
+from router.observe.metrics import RouterMetrics
+from router.picking.decision import Decision
+from router.picking.route import Router
+from router.pods.pod_set import PodSet, PodSnapshot
+from router.prompts.request import RequestKind, RouteRequest, api_request
+
+_DOOR = "pick_endpoint"
+_REQUEST_ID_MAX = 256
+# A gateway tries few of them; /debug/decisions has all.
+_ENDPOINTS_MAX = 16
+_ANY, _RAW = msgspec.json.Decoder(), msgspec.json.Decoder(msgspec.Raw)
+_READ = pb.PickEndpointRequest.FromString
+_CHAT, _COMPLETIONS = RequestKind.CHAT, RequestKind.COMPLETIONS
+_CHAT_OPTIONS = frozenset(
+    {"chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PickDoor:
+    """kvroute.v1.EndpointPicker."""
+
+    router: Router
+    outcomes: Outcomes
+    metrics: RouterMetrics
+    pods: PodSet
+
+    def add_to(self, server: grpc.Server) -> None:
+        """Registers the service; picks are serialised here."""
+        pick: Any = grpc.unary_unary_rpc_method_handler(self._pick, request_deserializer=_with_size)
+        report: Any = grpc.unary_unary_rpc_method_handler(
+            self._report,
+            request_deserializer=pb.ReportOutcomeRequest.FromString,
+            response_serializer=pb.ReportOutcomeResponse.SerializeToString,
+        )
+        server.add_registered_method_handlers(PICK_SERVICE, {"PickEndpoint": pick, "ReportOutcome": report})
+
+    def _pick(self, sized: tuple[pb.PickEndpointRequest, int], context: grpc.ServicerContext) -> bytes:
+        with self.metrics.inside(_DOOR):
+            try:
+                decision = self.router.route(route_request(*sized), time.monotonic(), context.is_active)
+            except RequestError as error:
+                self.metrics.refused(error)
+                _abort(context, error)
+            limit = sized[0].max_endpoints or _ENDPOINTS_MAX
+            return answer(decision, self.pods.snapshot(), limit).SerializeToString()
+
+    def _report(
+        self, request: pb.ReportOutcomeRequest, context: grpc.ServicerContext
+    ) -> pb.ReportOutcomeResponse:
+        request_id, outcome, now_s = request.request_id, request.outcome, time.monotonic()
+        known = self.outcomes.remembers(request_id)
+        pod = request.address or None
+        if outcome == pb.ReportOutcomeRequest.OUTCOME_FIRST_TOKEN:
+            self.outcomes.first_token(request_id, REPORT, now_s, pod=pod)
+        elif outcome in (pb.ReportOutcomeRequest.OUTCOME_DONE, pb.ReportOutcomeRequest.OUTCOME_FAILED):
+            self.outcomes.ended(
+                request_id,
+                REPORT,
+                now_s,
+                pod=pod,
+                failed=outcome == pb.ReportOutcomeRequest.OUTCOME_FAILED,
+                cached_tokens=request.cached_tokens if request.HasField("cached_tokens") else None,
+            )
+        else:
+            _abort(context, RequestError(400, "outcome must be first token, done or failed", "outcome"))
+        return pb.ReportOutcomeResponse(known=known)
+
+
+def route_request(request: pb.PickEndpointRequest, size_bytes: int) -> RouteRequest:
+    """Translates the call; without an input it is a pick by load among the model's pods.
+
+    Raises:
+        RequestError: 400, naming the field.
+    """
+    headers = request.headers
+    request_id = request.request_id or headers.get(REQUEST_ID_HEADER) or _made_up_id()
+    if len(request_id) > _REQUEST_ID_MAX:
+        raise RequestError(400, f"request_id is longer than {_REQUEST_ID_MAX} characters", "request_id")
+    candidates = frozenset(request.candidates) or None
+    body: dict[str, Any] = {"model": request.model, "cache_salt": request.cache_salt or None}
+    match request.WhichOneof("input"):
+        case "chat":
+            kind, chat = _CHAT, request.chat
+            if options := chat.options_json:
+                body |= _chat_options(options)
+            body["messages"] = _json(chat.messages_json, "chat.messages_json", _RAW)
+            body["tools"] = _json(tools, "chat.tools_json") if (tools := chat.tools_json) else None
+        case "prompt":
+            kind, body["prompt"] = _COMPLETIONS, request.prompt
+        case "token_ids":
+            kind, body["prompt"] = _COMPLETIONS, list(request.token_ids.ids)
+        case _:
+            return RouteRequest(
+                request_id,
+                RequestKind.PASSTHROUGH,
+                request.model or None,
+                body_bytes=size_bytes,
+                candidates=candidates,
+                headers=headers,
+            )
+    return api_request(request_id, kind, body, size_bytes, candidates, headers)
+
+
+def answer(decision: Decision, pods: PodSnapshot, endpoints_max: int) -> pb.PickEndpointResponse:
+    """Translates a decision, with the best so many endpoints; one that is gone has no name."""
+    ranked = decision.ranked
+    # From the arrays: to make a Candidate of each would cost as much again.
+    cached_tokens, views, endpoints = ranked.credits["cached_tokens"], ranked.views, []
+    for place in ranked.order[:endpoints_max].tolist():
+        cost_s, queued_prefill_s, own_prefill_s, _, copy_s, kv_pressure_s = ranked.prices.item(place)[:6]
+        pod = pods.get(ranked.pods[place])
+        endpoints.append(
+            {
+                "address": _text(ranked.pods[place]),
+                "pod_name": _text(pod.name) if pod is not None else "",
+                "cost_s": cost_s,
+                "queued_prefill_s": queued_prefill_s,
+                "own_prefill_s": own_prefill_s,
+                "copy_s": copy_s,
+                "kv_pressure_s": kv_pressure_s,
+                "cached_tokens": cached_tokens.item(place),
+                "view": views[place],
+            }
+        )
+    return pb.PickEndpointResponse(
+        request_id=decision.request_id,
+        endpoints=endpoints,
+        reason=_text(decision.reason),
+        prompt_tokens=decision.prompt_tokens,
+        degraded=decision.degraded or "",
+    )
+
+
+def _text(text: str) -> str:
+    """Return text that protobuf takes: a pods file may name a pod by half a surrogate pair."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def _with_size(message: bytes) -> tuple[pb.PickEndpointRequest, int]:
+    # To ask the message for its size would have it written once more.
+    return _READ(message), len(message)
+
+
+def _made_up_id() -> str:
+    # A name, not a secret: uuid4 would ask the system each time.
+    return f"{getrandbits(128):032x}"
+
+
+def _chat_options(text: bytes) -> dict[str, Any]:
+    options = _json(text, "chat.options_json")
+    if not isinstance(options, dict) or not options.keys() <= _CHAT_OPTIONS:
+        raise RequestError(
+            400,
+            f"chat.options_json must be an object with fields out of {', '.join(sorted(_CHAT_OPTIONS))}",
+            "chat.options_json",
+        )
+    return options
+
+
+def _json(text: bytes, field: str, decoder: msgspec.json.Decoder[Any] = _ANY) -> Any:
+    try:
+        return decoder.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"{field} is not valid JSON: {error}", field) from error
+
+
+def _abort(context: grpc.ServicerContext, error: RequestError) -> NoReturn:
+    if error.dropped_reason is not None:
+        context.set_trailing_metadata(((DROPPED_REASON_HEADER, error.dropped_reason),))
+    context.abort(grpc_code(error), str(error))
+    raise AssertionError("abort raises")

@@ -1,1 +1,0 @@
-"""Discovery in Kubernetes: pods, the InferencePool, its objectives and model rewrites, watched live."""

@@ -1,0 +1,167 @@
+"""The last decisions with their grounds and how they went on: Decisions in, JSON-ready records out.
+
+A ring of bounded size, where a decision is kept as it is and put into words when asked for; knows no HTTP.
+Times are of the router's monotonic clock, except `time`, which is for people.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from threading import Lock
+from typing import Any
+
+import msgspec
+
+from router.inflight.dispatch import Dispatch
+from router.picking.decision import Decision
+
+# Putting one candidate into words takes some microseconds.
+_PODS_SHOWN = 20_000
+
+
+class _Record(msgspec.Struct, eq=False):
+    decision: Decision
+    unix_s: float
+    prefill_end: dict[str, Any] | None = None
+    end: dict[str, Any] | None = None
+    delivered_cached_tokens: int | None = None
+
+
+@dataclass(eq=False)
+class Explain:
+    """The last decisions by request id; safe to share between threads."""
+
+    capacity: int  # decisions kept; the oldest goes first
+    pod_name: Callable[[str], str]  # a pod's name by its address
+    # Candidates in all of them, also of those that filters removed, and more for many prompts, see
+    # `Ranking.weight`: among hundreds of pods, fewer decisions are kept.
+    candidates_max: int = 100_000
+
+    def __post_init__(self) -> None:
+        self._candidates = 0
+        self._records: OrderedDict[str, _Record] = OrderedDict()
+        self._lock = Lock()
+
+    def decided(self, decision: Decision) -> None:
+        record, request_id = _Record(decision, time.time()), decision.request_id
+        with self._lock:
+            if (old := self._records.pop(request_id, None)) is not None:
+                self._candidates -= old.decision.ranked.weight
+            self._records[request_id] = record
+            self._candidates += decision.ranked.weight
+            while len(self._records) > self.capacity or (
+                self._candidates > self.candidates_max and len(self._records) > 1
+            ):
+                _, oldest = self._records.popitem(last=False)
+                self._candidates -= oldest.decision.ranked.weight
+
+    def prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None:
+        with self._lock:
+            if record := self._record_of(dispatch.request_id, dispatch):
+                record.prefill_end = {"source": source, "after_s": now_s - record.decision.decided_s}
+
+    def ended(
+        self,
+        request_id: str,
+        source: str,
+        now_s: float,
+        *,
+        failed: bool,
+        cached_tokens: int | None = None,
+        dispatch: Dispatch | None = None,
+        pod: str | None = None,
+    ) -> int | None:
+        """Notes how the request ended, and how much the pod really served from its cache.
+
+        Args:
+            dispatch: Which of the requests under this id it was, where that is known.
+            pod: Else where it was, if at least that is known.
+
+        Returns:
+            Cached tokens predicted, to be compared with the delivered ones. None if not known any more, if
+            picked by load alone, if another pod prefilled, if the usage does not tell what is predicted, or
+            if what was delivered has been told already.
+        """
+        with self._lock:
+            record = self._record_of(request_id, dispatch, pod)
+            if record is None:
+                return None
+            decision, known = record.decision, record.delivered_cached_tokens
+            after_s = now_s - decision.decided_s
+            record.end = record.end or {"source": source, "after_s": after_s, "failed": failed}
+            if cached_tokens is None:
+                return None
+            record.delivered_cached_tokens = cached_tokens
+        if known is not None or decision.degraded or decision.prefill_pod is not None:
+            return None
+        return decision.primary.cached_tokens if decision.is_comparable else None
+
+    def latest(self, count: int, *, pods_max: int = _PODS_SHOWN) -> list[dict[str, Any]]:
+        """The last `count` decisions, newest first, as long as they tell of no more pods than this."""
+        with self._lock:
+            records = list(islice(reversed(self._records.values()), count))
+        shown: list[dict[str, Any]] = []
+        for record in records:
+            pods_max -= len(record.decision.ranked.pods) + len(record.decision.excluded)
+            if pods_max < 0 and shown:
+                break
+            shown.append(self._shown(record))
+        return shown
+
+    def one(self, request_id: str) -> dict[str, Any] | None:
+        with self._lock:
+            record = self._records.get(request_id)
+        return self._shown(record) if record else None
+
+    def _record_of(
+        self, request_id: str, dispatch: Dispatch | None, pod: str | None = None
+    ) -> _Record | None:
+        """The id's record, unless the news are of another request under the same id; with the lock held."""
+        record = self._records.get(request_id)
+        if record is None:
+            return None
+        if dispatch is not None:
+            return record if dispatch.dispatched_s == record.decision.decided_s else None
+        return record if pod is None or pod == record.decision.primary.pod else None
+
+    def _shown(self, record: _Record) -> dict[str, Any]:
+        decision, best = record.decision, record.decision.primary
+        scores: Mapping[str, float] = {}
+        excluded = decision.excluded
+        if decision.routing is not None:
+            scores, excluded = decision.routing.scores, {**excluded, **decision.routing.excluded}
+        return {
+            "request_id": decision.request_id,
+            "time": record.unix_s,
+            "kind": decision.kind,
+            "model": decision.model,
+            "pod": best.pod,
+            "pod_name": self.pod_name(best.pod),
+            "reason": decision.reason,
+            "prefill_pod": decision.prefill_pod,
+            "degraded": decision.degraded,
+            "partial": decision.partial,
+            "prompt_tokens": decision.prompt_tokens,
+            "predicted_cached_tokens": best.cached_tokens,
+            "best_cached_tokens": decision.ranked.most_cached_tokens,
+            "delivered_cached_tokens": record.delivered_cached_tokens,
+            "priority": decision.priority,
+            "session_pod": decision.session_pod,
+            "own_weight": best.own_weight,
+            "candidates": [
+                {
+                    **msgspec.structs.asdict(candidate),
+                    "score": scores.get(candidate.pod),
+                    "cached_tokens_by_tier": decision.ranked.cached_tokens_by_tier(at),
+                    "pod_name": self.pod_name(candidate.pod),
+                }
+                for at, candidate in enumerate(decision.ranked)
+            ],
+            "excluded": [{"pod": pod, "reason": reason} for pod, reason in excluded.items()],
+            "prefill_end": record.prefill_end,
+            "end": record.end,
+        }

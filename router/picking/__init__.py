@@ -1,0 +1,1 @@
+"""From a request to a pod: candidates, flow control, cost, order, decision."""

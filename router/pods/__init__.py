@@ -1,0 +1,1 @@
+"""Pods: their set, load, probes and readiness."""

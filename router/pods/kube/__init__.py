@@ -1,0 +1,1 @@
+"""Pods and pools of the Kubernetes API."""

@@ -1,0 +1,318 @@
+"""The edge that keeps the pod set true: declared pods, probes and link news in, changes of PodSet out.
+
+One thread with an asyncio loop decides and probes, with a task for each pod, so nothing here needs a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from random import Random
+from threading import Thread
+
+from indexer import ConfigError as IndexerConfigError
+from indexer import PodStream
+from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL
+from router.feedback.lifecycle import EngineWatch
+from router.pods.pod_set import LOADLESS_MAX, NOT_READY_THERE, Pod, PodSet, PodsSource
+from router.pods.probe import Prober, ProbeResult
+
+_log = logging.getLogger(__name__)
+
+_PROBES_AT_ONCE = 64
+_BEGINNINGS_PER_S = 10
+_TIMEOUTS_MAX = 3
+_MODELS_EVERY_S = 5.0
+
+
+@dataclass(slots=True)
+class _Watched:
+    """One pod's probing."""
+
+    poke: asyncio.Event = field(default_factory=asyncio.Event)  # set when the pod is to be probed at once
+    models_due_s: float = 0.0  # from when on the next probe asks for the models too
+    running: bool = False  # whether a probe is out
+    void: bool = False  # whether the probe that is out began before bad news and must not make the pod ready
+    task: asyncio.Task[None] | None = None  # probes it again and again
+
+
+@dataclass(eq=False)
+class PodWatch:
+    """Watches the pods until closed."""
+
+    source: PodsSource
+    pods: PodSet  # the set to keep; only this object writes to it
+    prober: Prober
+    # Told the full set of event streams whenever it changes, always by the same thread.
+    follow: Callable[[Iterable[PodStream]], None]
+    interval_s: float  # mean time between two probes of a pod
+    engines: EngineWatch | None = None  # holds what pods tell against the views of their caches
+    # Told the addresses of all pods, and of those that begin anew, whenever pods were declared.
+    declared: Callable[[Collection[str], Collection[str]], None] = lambda _pods, _anew: None
+    listed: bool = False  # whether the source has told who there is
+
+    def __post_init__(self) -> None:
+        self._random = Random()
+        self._watched: dict[str, _Watched] = {}
+        self._streams: frozenset[PodStream] = frozenset()
+        self._known_streams: dict[str, tuple[Pod, PodStream | None]] = {}
+        self._closing = False
+        self._loop = asyncio.new_event_loop()
+        self._changed = asyncio.Event()
+        self._probes = asyncio.Semaphore(_PROBES_AT_ONCE)
+        self._thread = Thread(target=self._run, name="pod-watch", daemon=True)
+
+    def start(self) -> None:
+        """Declares the pods that are known already and begins to probe."""
+        self._declare()
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing = True
+        self.look()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._loop.close()
+
+    @property
+    def synced(self) -> bool:
+        """Whether it is known which pods there are, and every one was probed to an end."""
+        return self.listed and all(pod.probed for pod in self.pods.snapshot().values())
+
+    def link(self, pod: str, up: bool) -> None:
+        """The pod's event stream connected or broke; never blocks."""
+        self.distrust(pod, "" if up else "its event stream's connection broke")
+
+    def look(self) -> None:
+        """The source has news; never blocks."""
+        self._soon(self._changed.set)
+
+    def distrust(self, pod: str, why: str) -> None:
+        """Has a pod probed at once, and with a `why` takes it out until that succeeds; never blocks."""
+        self._soon(self._apply, pod, why)
+
+    def _soon(self, work: Callable[..., object], *values: str) -> None:
+        # Once closed there is nobody to tell.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(work, *values)
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._main())
+
+    async def _main(self) -> None:
+        self._watch_declared(())
+        try:
+            while not self._closing:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), self.interval_s)
+                self._changed.clear()
+                if (anew := self._declare()) is not None:
+                    self._watch_declared(anew)
+        finally:
+            tasks = [watched.task for watched in self._watched.values() if watched.task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.prober.close()
+
+    def _declare(self) -> Collection[str] | None:
+        """Takes over who the source says there is; answers which pods begin anew, None if it has no news."""
+        if (entries := self.source.changed()) is None:
+            return None
+        self.listed = True
+        return self.pods.declare(entries)
+
+    def _watch_declared(self, anew: Collection[str]) -> None:
+        pods = self.pods.snapshot()
+        gone, new = self._watched.keys() - pods.keys(), pods.keys() - self._watched.keys()
+        if gone or new or not self._watched:
+            _log.info("%d pods declared", len(pods))
+        for address in anew:
+            # What is under way was asked of the former.
+            watched = self._watched[address]
+            watched.void = watched.running
+            watched.models_due_s = 0.0
+            watched.poke.set()
+            self.prober.forget(address)
+        for address in gone:
+            if (task := self._watched.pop(address).task) is not None:
+                task.cancel()
+            self.prober.forget(address)
+        for address in new:
+            watched = self._watched[address] = _Watched()
+            watched.task = self._loop.create_task(self._watch(address, watched))
+        self.declared(pods.keys(), anew)
+        self._follow_streams()
+
+    def _apply(self, address: str, why: str) -> None:
+        if why and self.pods.suspect(address, why):
+            _log.warning("pod %s is not ready: %s", address, why)
+        if watched := self._watched.get(address):
+            if why:
+                watched.void = watched.running
+            watched.poke.set()
+
+    async def _watch(self, address: str, watched: _Watched) -> None:
+        """Probes one pod until cancelled."""
+        while True:
+            pod = self.pods.snapshot()[address]
+            now_s = self._loop.time()
+            asks_models = not pod.ready or pod.models is None or now_s >= watched.models_due_s
+            if asks_models:
+                watched.models_due_s = now_s + _MODELS_EVERY_S
+            watched.poke.clear()
+            async with self._probes:
+                watched.running = True
+                answered_tokens = 0 if self.engines is None else self.engines.asked(address)
+                result = await self._probe(pod, asks_models)
+                watched.running = False
+            # The page of a pod with several engines may be of any of them.
+            stream = pod_stream(pod)
+            one_engine = stream is None or stream.ranks == 1
+            if self.engines is not None and result.reading is not None and one_engine:
+                self.engines.told(pod.address, result.reading, answered_tokens)
+            self._take(result, watched)
+            # A pod that starts is waited for more eagerly.
+            interval_s = self.interval_s if self.pods.snapshot()[address].ready else self.interval_s / 4
+            wake = self._loop.call_at(next_probe_s(now_s, interval_s, self._random), watched.poke.set)
+            await watched.poke.wait()
+            wake.cancel()
+
+    async def _probe(self, pod: Pod, asks_models: bool) -> ProbeResult:
+        asks_sources = pod.entry.events.asks and pod.sources is None
+        try:
+            return await self.prober.probe(pod.entry, models=asks_models, sources=asks_sources)
+        except Exception as error:  # a pod's answer may trip over anything; it must not end its probing
+            _log.exception("probe of %s", pod.address)
+            return ProbeResult(pod.address, False, why=f"probe failed: {error!r}")
+
+    def _take(self, result: ProbeResult, watched: _Watched) -> None:
+        pod = self.pods.snapshot()[result.address]
+        if watched.void and result.healthy:
+            watched.void = False
+            return
+        watched.void = False
+        judged = judge(pod, result)
+        self.pods.put(judged)
+        if judged.ready and not pod.ready:
+            _log.info(
+                "pod %s is ready (%s)", pod.address, judged.models.base if judged.models else "no models"
+            )
+        elif not judged.ready and (pod.ready or not pod.probed):
+            _log.warning("pod %s is not ready: %s", pod.address, judged.why)
+        if judged.asleep and not pod.asleep:
+            _log.warning("pod %s sleeps: it gets no requests while another pod is awake", pod.address)
+        elif pod.asleep and not judged.asleep:
+            _log.info("pod %s is awake", pod.address)
+        if result.why_no_load and judged.loadless == LOADLESS_MAX:
+            _log.warning(
+                "pod %s tells no load and is priced without: %s; metrics-port and metrics-path of its labels "
+                "or annotations say where its page is",
+                pod.address,
+                result.why_no_load,
+            )
+        if untold := _newly_untold(pod, judged):
+            _log.warning("metrics of pod %s do not tell %s; it is priced by the rest", pod.address, untold)
+        if (judged.models, judged.sources) != (pod.models, pod.sources):
+            self._follow_streams()
+
+    def _known_stream(self, pod: Pod) -> tuple[Pod, PodStream | None]:
+        """The pod's stream, found anew only if something that decides it has changed."""
+        known = self._known_streams.get(pod.address)
+        if known is not None and _same_stream(known[0], pod):
+            return known
+        stream = pod_stream(pod)
+        try:
+            if stream is not None:
+                stream.by_rank()
+        except IndexerConfigError as error:
+            # What one engine tells must not keep the others from being followed.
+            _log.warning("events of pod %s are not followed: %s", pod.address, error)
+            stream = None
+        return pod, stream
+
+    def _follow_streams(self) -> None:
+        pods = self.pods.snapshot().values()
+        self._known_streams = {pod.address: self._known_stream(pod) for pod in pods}
+        streams = frozenset(stream for _, stream in self._known_streams.values() if stream is not None)
+        if streams != self._streams:
+            self._streams = streams
+            try:
+                self.follow(streams)
+            except IndexerConfigError as error:
+                _log.error("event streams not taken over, those followed before stay: %s", error)
+
+
+def judge(pod: Pod, result: ProbeResult) -> Pod:
+    """What is known of a pod after a probe: a refusal takes it out at once, slowness only when repeated."""
+    if result.healthy:
+        return replace(
+            pod,
+            ready=pod.entry.ready,
+            why="" if pod.entry.ready else NOT_READY_THERE,
+            silent=False,
+            probed=True,
+            failures=0,
+            refused=False,
+            unreachable=False,
+            models=result.models or pod.models,
+            load=result.load or pod.load,
+            loadless=pod.loadless + 1 if result.why_no_load else 0,
+            sources=result.sources or pod.sources,
+            asleep=pod.asleep if result.asleep is None else result.asleep,
+        )
+    failures = pod.failures + 1 if result.timed_out else 0
+    if result.timed_out and pod.ready and failures < _TIMEOUTS_MAX:
+        return replace(pod, failures=failures)
+    return replace(
+        pod,
+        ready=False,
+        why=result.why,
+        silent=result.timed_out and (pod.ready or pod.silent),
+        probed=True,
+        failures=failures,
+        # Where a NetworkPolicy rejects connections, the kernel sends some of the refusals only: silence among
+        # refusals says nothing new.
+        refused=result.refused or (pod.refused and result.unreachable),
+        unreachable=result.unreachable,
+    )
+
+
+def next_probe_s(now_s: float, interval_s: float, random: Random) -> float:
+    """When a pod that was probed now is probed next: after a fifth more or less than `interval_s`.
+
+    The jitter keeps many routers from asking in step; a few probes together cost less than each on its own.
+    """
+    due_s = now_s + interval_s * random.uniform(0.8, 1.2)
+    return math.ceil(due_s * _BEGINNINGS_PER_S) / _BEGINNINGS_PER_S
+
+
+def pod_stream(pod: Pod) -> PodStream | None:
+    """The pod's event stream, as soon as its base model, which roots all its keys, is told or declared.
+
+    What was declared of the pod counts more than what its engine tells, and that more than the defaults.
+    """
+    entry, told = pod.entry, pod.sources
+    labels, events = dict(entry.labels), entry.events
+    if told is not None and told.off and EVENTS_PORT_LABEL not in labels:
+        return None
+    if told is not None and told.told:
+        labels, events = {**told.labels, **labels}, replace(events, replay_port=None)
+    if pod.models is not None:
+        labels[MODEL_LABEL] = pod.models.base
+    return replace(entry, labels=labels, events=events).stream()
+
+
+def _newly_untold(pod: Pod, judged: Pod) -> str:
+    """Figures of its load that it tells no more, or never told, for a person."""
+    before = pod.load.untold if pod.load is not None else ()
+    untold = judged.load.untold if judged.load is not None else ()
+    return ", ".join(figure for figure in untold if figure not in before)
+
+
+def _same_stream(one: Pod, other: Pod) -> bool:
+    return one.entry is other.entry and one.models is other.models and one.sources is other.sources

@@ -1,0 +1,323 @@
+"""The APIs of HTTP requests: path, headers and body in, a request to be routed out; one table for all doors.
+
+The longest path suffix decides the API. The router's own doors know four and pass the rest unread; for the
+reference picker's door its parsers are configured, and refusals are in its words. Knows no streams, pods or
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import msgspec
+from google.protobuf.message import DecodeError, Message
+
+from router._pb import engine_requests_pb2 as pb
+from router.errors import RequestError
+from router.prompts.request import RequestKind, RouteRequest, api_request, read_fields
+
+DEFAULT_PARSERS = ("openai-parser", "anthropic-parser", "vllmhttp-parser", "passthrough-parser")
+
+_CHAT, _COMPLETIONS, _OTHER = RequestKind.CHAT, RequestKind.COMPLETIONS, RequestKind.PASSTHROUGH
+_VLLM_SERVICE, _VERTEX_SERVICE = "vllm.grpc.engine.VllmEngine", "PredictionService"
+_GRPC_PREFIX_BYTES = 5
+_INVALID_GRPC = "invalid or unsupported gRPC payload"
+# JSON as Go tells of it.
+_SPACE = b" \t\r\n"
+_LITERALS = {b"t": b"true", b"f": b"false", b"n": b"null"}
+_KINDS = {b"[": "array", b'"': "string", b"t": "bool", b"f": "bool"}
+_TARGET = "Go value of type map[string]interface {}"
+_ENDED = "unexpected end of JSON input"
+_MESSAGES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_Message = TypeVar("_Message", bound=Message)
+
+
+class BodyForm(Enum):
+    """What the bodies of an API are."""
+
+    JSON = auto()
+    VERTEX = auto()
+    """A gRPC message that carries a JSON body."""
+    VLLM = auto()
+    """A gRPC message; it has fields that are not read here."""
+    UNREAD = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """One API."""
+
+    kind: RequestKind  # what it is like to the tokenizer
+    name: str = ""  # in complaints; "": the router's own API, whose model, salt and stream are checked
+    needs: tuple[str, ...] = ()  # fields of which one must be there; the first one found is the prompt
+    lack: str = ""  # the complaint where none is; "": by their names
+    broken: str = "error unmarshaling request bodyMap: "  # begins the complaint about what is no JSON object
+    needs_model: bool = True  # whether a model must be named
+    form: BodyForm = BodyForm.JSON
+
+    def fields(self, body: bytes | bytearray) -> dict[str, Any]:
+        """Return the fields of a JSON body.
+
+        Raises:
+            RequestError: 400, it is no JSON object.
+        """
+        try:
+            return read_fields(self.kind, body)
+        except (ValueError, RecursionError) as error:
+            if self.name:
+                complaint = self.broken + _go_json_error(body)
+            elif isinstance(error, msgspec.ValidationError):
+                complaint = "the request body must be a JSON object"
+            else:
+                complaint = f"the request body is not valid JSON: {error}"
+            raise RequestError(400, complaint) from error
+
+    def prompt(self, fields: Mapping[str, Any]) -> Any:
+        """Return the field with the prompt.
+
+        Raises:
+            RequestError: 400, there is none.
+        """
+        found = next((fields[name] for name in self.needs if fields.get(name)), None)
+        if found is None or (self.kind is _CHAT and not _are_messages(found)):
+            field = f"valid {self.needs[0]}" if self.kind is _CHAT else self.needs[0]
+            lack = self.lack or f"must have {field} field"
+            raise RequestError(400, f"invalid {self.name} request: {lack}", self.needs[0])
+        return found
+
+
+_CHAT_API = Api(_CHAT, "chat completions", ("messages",))
+_COMPLETIONS_API = Api(_COMPLETIONS, "completions", ("prompt",))
+_GRPC_API = Api(_COMPLETIONS, "gRPC", needs_model=False, form=BodyForm.VLLM)
+_VERTEX_CHAT = Api(_CHAT, "chat completions", ("messages",), needs_model=False, form=BodyForm.VERTEX)
+_VERTEX_RAW = Api(RequestKind.RESPONSES, "responses", ("input",), needs_model=False, form=BodyForm.VERTEX)
+_UNREAD = Api(_OTHER, "unread", needs_model=False, form=BodyForm.UNREAD)
+
+_OURS = "kvroute"
+# By parser: its APIs by path suffix; one without any takes the rest unread.
+_APIS: Mapping[str, Mapping[str, Api]] = {
+    _OURS: {
+        "chat/completions": Api(_CHAT),
+        "completions": Api(_COMPLETIONS),
+        "v1/messages": Api(RequestKind.MESSAGES),
+        "v1/responses": Api(RequestKind.RESPONSES),
+    },
+    "openai-parser": {
+        "chat/completions": _CHAT_API,
+        "completions": _COMPLETIONS_API,
+        "responses": Api(RequestKind.RESPONSES, "responses", ("input",)),
+        "embeddings": Api(_OTHER, "embeddings", ("input",)),
+        "conversations": Api(_OTHER, "conversations", ("items",)),
+        "images/generations": Api(_OTHER, "images generations", ("prompt",)),
+        "chat/completions/render": _CHAT_API,
+        "completions/render": _COMPLETIONS_API,
+    },
+    "anthropic-parser": {
+        "v1/messages": Api(
+            RequestKind.MESSAGES,
+            "messages",
+            ("messages",),
+            "must have at least one message",
+            "error unmarshaling request body: ",
+        ),
+        "v1/messages/count_tokens": _UNREAD,
+    },
+    "vllmhttp-parser": {
+        "inference/v1/generate": Api(
+            _COMPLETIONS, "generate", ("token_ids",), "must have non-empty token_ids field", ""
+        )
+    },
+    "sglanghttp-parser": {
+        "generate": Api(
+            _COMPLETIONS,
+            "generate",
+            ("input_ids", "text"),
+            "input_ids must be provided",
+            "invalid generate request: ",
+            needs_model=False,
+        )
+    },
+    "vllmgrpc-parser": {f"{_VLLM_SERVICE}/Generate": _GRPC_API, f"{_VLLM_SERVICE}/Embed": _GRPC_API},
+    "vertexai-parser": {
+        f"{_VERTEX_SERVICE}/ChatCompletions": _VERTEX_CHAT,
+        f"{_VERTEX_SERVICE}/RawPredict": _VERTEX_RAW,
+        f"{_VERTEX_SERVICE}/StreamRawPredict": _VERTEX_RAW,
+    },
+    "passthrough-parser": {},
+}
+# By parser: the gRPC service whose further methods it hands on unread.
+_SERVICES = {"vllmgrpc-parser": _VLLM_SERVICE, "vertexai-parser": _VERTEX_SERVICE}
+
+PARSERS = tuple(name for name in _APIS if name != _OURS)  # types of all parsers of the reference picker
+
+
+class Parsers:
+    """The parsers of one door.
+
+    Args:
+        names: Their types, in the configuration's order. Of one path suffix the first counts. A parser
+            without paths takes what is left, and those after it count no more.
+    """
+
+    def __init__(self, names: Sequence[str] = DEFAULT_PARSERS) -> None:
+        names = names or DEFAULT_PARSERS
+        self._apis: dict[str, Api] = {}
+        self._rest: Api | None = None
+        for name in names:
+            for suffix, api in _APIS[name].items():
+                self._apis.setdefault(suffix, api)
+            if not _APIS[name]:
+                self._rest = _UNREAD
+                break
+        self._suffixes = sorted(self._apis, key=len, reverse=True)
+        self._services = [_SERVICES[name] for name in names if name in _SERVICES]
+        # Gateways send few paths, again and again.
+        self._found = lru_cache(maxsize=16)(self.find)
+
+    def find(self, path: str) -> Api | None:
+        """Return the API of a path, with or without a query string; None: no parser takes it."""
+        plain = path.partition("?")[0].rstrip("/")
+        for suffix in self._suffixes:
+            if plain.endswith(suffix) and (len(plain) == len(suffix) or plain[-len(suffix) - 1] in "/."):
+                return self._apis[suffix]
+        return _UNREAD if any(f"{service}/" in path for service in self._services) else self._rest
+
+    def parse(
+        self,
+        request_id: str,
+        path: str,
+        body: bytes | bytearray,
+        candidates: frozenset[str] | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[RouteRequest, Api]:
+        """Read an HTTP request.
+
+        Returns:
+            The request and its API. Where the body of a parser's API names no model the request has none
+            either, whatever the API needs: it may yet be rewritten.
+
+        Raises:
+            RequestError: 400, the body is not what its API allows, or no parser takes the path.
+        """
+        api = self._found(path)
+        if api is None:
+            raise RequestError(400, f"no parser registered matching path suffix for: {path[:256]}")
+        fields: dict[str, Any] = {}
+        if api.form is BodyForm.VLLM:
+            fields = _vllm_fields(body)
+        elif api.form is not BodyForm.UNREAD:
+            fields = api.fields(body if api.form is BodyForm.JSON else _carried_body(body))
+            if not api.name:
+                return api_request(request_id, api.kind, fields, len(body), candidates, headers), api
+            prompt = api.prompt(fields)
+            if api.kind is _COMPLETIONS:
+                fields["prompt"] = prompt
+        # SGLang's name for what keeps caches apart is another.
+        model, salt = fields.get("model"), fields.get("cache_salt", fields.get("extra_key"))
+        request = RouteRequest(
+            request_id,
+            api.kind,
+            model if isinstance(model, str) and model else None,
+            fields,
+            len(body),
+            salt if isinstance(salt, str) and salt else None,
+            candidates,
+            headers,
+        )
+        return request, api
+
+
+OWN_PARSERS = Parsers([_OURS, "passthrough-parser"])
+
+
+def http_request(
+    request_id: str,
+    path: str,
+    body: bytes | bytearray,
+    candidates: frozenset[str] | None = None,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> RouteRequest:
+    """Read a request of the router's own APIs, see `Parsers.parse`; any other passes unread."""
+    return OWN_PARSERS.parse(request_id, path, body, candidates, headers)[0]
+
+
+def _are_messages(text: msgspec.Raw) -> bool:
+    try:
+        return bool(_MESSAGES.decode(text))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _vllm_fields(body: bytes | bytearray) -> dict[str, Any]:
+    message = _unframed(body, pb.VllmRequest)
+    match message.WhichOneof("input"):
+        case "text":
+            prompt: str | list[int] = message.text
+        case "tokenized":
+            prompt = list(message.tokenized.input_ids)
+        case _:
+            raise RequestError(400, "not supported request inputType")
+    return {"prompt": prompt, "stream": message.stream}
+
+
+def _carried_body(body: bytes | bytearray) -> bytes:
+    message = _unframed(body, pb.VertexRequest)
+    if not message.HasField("http_body"):
+        raise RequestError(400, "the request has no HttpBody")
+    data: bytes = message.http_body.data
+    return data
+
+
+def _unframed(body: bytes | bytearray, message: type[_Message]) -> _Message:
+    """Take one uncompressed message out of its gRPC frame.
+
+    Raises:
+        RequestError: 400, the body is no such message.
+    """
+    size = len(body) - _GRPC_PREFIX_BYTES
+    if size < 0 or body[0] != 0 or int.from_bytes(body[1:_GRPC_PREFIX_BYTES], "big") != size:
+        raise RequestError(400, _INVALID_GRPC)
+    try:
+        return message.FromString(bytes(body[_GRPC_PREFIX_BYTES:]))
+    except DecodeError as error:
+        raise RequestError(400, _INVALID_GRPC) from error
+
+
+def _go_json_error(body: bytes | bytearray) -> str:
+    """Return what Go's JSON reader says of a body that is no JSON object.
+
+    The reference hands these words to clients, who may look for them. Only what is wrong at the body's
+    beginning or end is told as Go tells it; of anything else, our own reader's words are as good.
+    """
+    text = bytes(body).strip(_SPACE)
+    first = text[:1]
+    if not first:
+        return _ENDED
+    if first in _LITERALS:
+        literal = _LITERALS[first]
+        for at, letter in enumerate(literal):
+            if at >= len(text):
+                return _ENDED
+            if text[at] != letter:
+                found, expected = _quoted(text[at]), _quoted(letter)
+                return f"invalid character {found} in literal {literal.decode()} (expecting {expected})"
+    elif first not in b'{["-0123456789':
+        return f"invalid character {_quoted(text[0])} looking for beginning of value"
+    try:
+        msgspec.json.decode(text)
+    except (ValueError, RecursionError) as error:
+        return _ENDED if "truncated" in str(error) else str(error)
+    return f"json: cannot unmarshal {_KINDS.get(first, 'number')} into {_TARGET}"
+
+
+def _quoted(byte: int) -> str:
+    if byte == ord("'"):
+        return "'\\''"
+    if byte == ord('"'):
+        return "'\"'"
+    return repr(chr(byte)) if byte != ord("\\") else "'\\\\'"

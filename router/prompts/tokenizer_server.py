@@ -1,0 +1,190 @@
+"""`kvroute tokenizer`: the tokenizers of a few models behind a Unix socket, for routers on the same machine.
+
+Bodies in, token ids out, over gRPC with the standard health service. Knows no pods.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from common.flags import CommandParser, bounded
+from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
+from router.config.flags import model_source
+from router.errors import ConfigError, ListenError, RequestError
+from router.prompts.prompt_tokens import PromptMedia
+from router.prompts.remote_tokenizers import APIS
+from router.prompts.request import RouteRequest, read_fields
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
+
+_log = logging.getLogger(__name__)
+
+SERVICE = "kvroute.v1.Tokenizer"
+
+_KINDS = {api: kind for kind, api in APIS.items()}
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_BODY_BYTES_MAX = 64 << 20
+# The caller has its own deadline; this one only ends what nobody can be waiting for any more.
+_DEADLINE_S = 60.0
+_STOP_S = 2.0
+
+
+class TokenizerServer:
+    """Serves tokenizers on a Unix socket.
+
+    Args:
+        path: Of the socket; one that a dead process has left there is replaced.
+        sources: Tokenizer by base model, see `router.prompts.tokenizers`.
+        threads: Calls at once; four times as many may wait, beyond that they are refused.
+
+    Raises:
+        ConfigError: A tokenizer cannot be loaded, or is in another process itself.
+        ListenError: The path is in use, or cannot be listened on.
+    """
+
+    def __init__(self, path: Path, sources: dict[str, str], threads: int) -> None:
+        _check_free(path)
+        self._models = frozenset(sources)
+        self._registry = TokenizerRegistry.load(sources, TokenizeOptions(_DEADLINE_S))
+        if self._registry.asks_others:
+            self._registry.close()
+            raise ConfigError("--model NAME=SOURCE: must be a directory or hf:OWNER/NAME@REVISION")
+        self._server = grpc.server(
+            ThreadPoolExecutor(threads, "tokenize"),
+            options=[
+                ("grpc.max_receive_message_length", _BODY_BYTES_MAX),
+                ("grpc.max_send_message_length", -1),
+            ],
+            maximum_concurrent_rpcs=5 * threads,
+        )
+        self._health = health.HealthServicer()
+        # The generated function has no types.
+        add_tokenizer: Any = tokenizer_pb2_grpc.add_TokenizerServicer_to_server
+        add_tokenizer(self, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        try:
+            self._server.add_insecure_port(f"unix:{path}")
+        except RuntimeError as error:
+            raise ListenError(f"--socket {path}: cannot listen: {error}") from error
+
+    def start(self) -> None:
+        self._server.start()
+        for service in ("", SERVICE):
+            self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+
+    def close(self) -> None:
+        """Ends; calls under way have a moment."""
+        self._health.enter_graceful_shutdown()
+        self._server.stop(grace=_STOP_S).wait()
+        self._registry.close()
+
+    def Tokenize(  # noqa: N802  (gRPC calls it by the name in the protocol file)
+        self, message: tokenizer_pb2.TokenizeRequest, context: grpc.ServicerContext
+    ) -> tokenizer_pb2.TokenizeResponse:
+        if message.model not in self._models:
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no tokenizer for the model {message.model!r} here")
+        if message.api not in _KINDS:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "api: must be one of those named")
+        try:
+            body = read_fields(_KINDS[message.api], message.body)
+        except (ValueError, RecursionError) as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"body: no JSON object: {error}")
+        request = RouteRequest("", _KINDS[message.api], message.model, body, len(message.body))
+        try:
+            tokens = self._registry.prompt_tokens(request, message.model, message.context_tokens or None)
+        except RequestError as error:
+            refusal = tokenizer_pb2.Refusal(message=str(error), param=error.param or "")
+            return tokenizer_pb2.TokenizeResponse(refusal=refusal)
+        if not message.reads_media:
+            # Nothing else tells one image's ids from another's.
+            tokens = tokens.without_media()
+        return tokenizer_pb2.TokenizeResponse(
+            prompts=[ids.astype("<u4", copy=False).tobytes() for ids in tokens.prompts],
+            total=tokens.total,
+            degraded=tokens.degraded or "",
+            partial=tokens.partial or "",
+            media=[_media(items) for items in tokens.media],
+        )
+
+
+def _media(items: PromptMedia) -> tokenizer_pb2.PromptMedia:
+    # The fields have the same names.
+    return tokenizer_pb2.PromptMedia(items=[tokenizer_pb2.MediaItem(**asdict(item)) for item in items])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs until SIGTERM or SIGINT; returns the exit status."""
+    flags = command_parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Blocked before any thread begins, so that the signals wait for sigwait, which misses none.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    try:
+        models = dict(flags.model)
+        server = TokenizerServer(flags.socket, models, flags.threads)
+    except ConfigError as error:
+        print(f"kvroute tokenizer: error: {error}", file=sys.stderr)
+        return 2
+    except ListenError as error:
+        print(f"kvroute tokenizer: error: {error}", file=sys.stderr)
+        return 1
+    server.start()
+    _log.info("listening: %s, models %s", flags.socket, ", ".join(model for model, _ in flags.model))
+    signal.sigwait(_STOP_SIGNALS)
+    server.close()
+    _log.info("ended")
+    return 0
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's flags."""
+    parser = CommandParser(prog="kvroute tokenizer", description="Tokenizes for routers on the same machine.")
+    parser.add_argument("--socket", type=Path, required=True, metavar="PATH", help="Unix socket to listen on")
+    parser.add_argument(
+        "--model",
+        type=model_source,
+        action="append",
+        required=True,
+        metavar="NAME=SOURCE",
+        help="a directory with the model's tokenizer.json, or hf:OWNER/NAME@REVISION; may be repeated",
+    )
+    parser.add_argument(
+        "--threads",
+        type=partial(bounded, least=1, most=256),
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="requests tokenized at once (default: one per processor)",
+    )
+    return parser
+
+
+def _check_free(path: Path) -> None:
+    """Takes away the socket of a process that is no more; refuses anything else at its place."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise ListenError(f"--socket {path}: there is no directory {path.parent}") from None
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ListenError(f"--socket {path}: there is a file that is no socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            path.unlink(missing_ok=True)
+            return
+    raise ListenError(f"--socket {path}: another process listens there")

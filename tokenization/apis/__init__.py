@@ -1,0 +1,1 @@
+"""Requests of the APIs that chat prompts come by: chat completions, Anthropic messages, responses."""

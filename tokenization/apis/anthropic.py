@@ -1,0 +1,195 @@
+"""An Anthropic Messages body as the chat body that vLLM's server makes of it before it renders a prompt.
+
+Decoded JSON in, decoded JSON out. Only what this needs is checked; what vLLM's releases treat differently is
+refused as not supported, so that no wrong ids are ever taken for right ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tokenization.apis.chat import BILLING, objects
+from tokenization.errors import PromptError, UnsupportedPromptError
+
+Body = Mapping[str, Any]
+
+_TAKEN_OVER = ("model", "max_tokens", "cache_salt", "chat_template_kwargs", "add_special_tokens")
+_IMAGE = "image"
+
+
+def messages_as_chat(body: Body, effort_without_thinking: str = "none") -> dict[str, Any]:
+    """The chat completions body with the same prompt.
+
+    Args:
+        effort_without_thinking: What a wish for none becomes with this model, see `ChatTemplate`.
+
+    Raises:
+        PromptError: A field has the wrong type.
+        UnsupportedPromptError: vLLM's releases do not agree on what becomes of a part of it.
+    """
+    system = [*_system(body.get("system"))]
+    messages = [*system, *_turns(body.get("messages"), may_begin_with_system=not system)]
+    chat = {name: body[name] for name in _TAKEN_OVER if body.get(name) is not None}
+    chat["messages"] = messages
+    if (tools := body.get("tools")) is not None:
+        # A tool choice changes the grammar, not the prompt; only "none" would, which this API has not.
+        chat["tools"] = [_tool(tool) for tool in objects(tools, "tools")]
+        kwargs = chat.get("chat_template_kwargs", {})
+        if not tools and isinstance(kwargs, dict) and kwargs.get("tools") in (None, "auto"):
+            # Other than a chat's, an empty list is seen by the template.
+            chat["chat_template_kwargs"] = {**kwargs, "tools": []}
+    config = body.get("output_config")
+    if isinstance(config, dict) and config.get("effort") is not None:
+        chat["reasoning_effort"] = config["effort"]
+    thinking = body.get("thinking")
+    if isinstance(thinking, dict) and thinking.get("type") == "disabled":
+        chat["reasoning_effort"] = effort_without_thinking
+    return chat
+
+
+def _system(system: object) -> Iterator[dict[str, Any]]:
+    if not system:
+        return
+    if isinstance(system, str):
+        yield {"role": "system", "content": system}
+        return
+    texts = [_text(block, "system") for block in objects(system, "system") if block.get("type") == "text"]
+    if text := "".join(text for text in texts if not text.startswith(BILLING)):
+        yield {"role": "system", "content": text}
+
+
+def _turns(messages: object, *, may_begin_with_system: bool) -> Iterator[dict[str, Any]]:
+    for at, message in enumerate(objects(messages, "messages")):
+        if (plain := _plain(message)) is not None:
+            yield plain
+            continue
+        role, content, where = message.get("role"), message.get("content"), f"messages[{at}]"
+        if role == "system":
+            text = _only_text(content)
+            if at == 0 and may_begin_with_system and text and not text.startswith(BILLING):
+                # In its place, merged into the system's field or folded: in every release it is the system's.
+                yield {"role": "system", "content": text}
+                continue
+            raise UnsupportedPromptError(
+                f"{where}: where a system message within a conversation goes depends on the release", where
+            )
+        if role not in ("user", "assistant"):
+            raise PromptError(f"{where}.role must be user or assistant", where)
+        if isinstance(content, str):
+            yield {"role": role, "content": content}
+        else:
+            yield from _turn(role, objects(content, f"{where}.content"), where)
+
+
+def _plain(message: Body) -> dict[str, Any] | None:
+    """The most common message, a role and one text: the same as `_turn` makes of it, at less cost."""
+    role, text = message.get("role"), _only_text(message.get("content"))
+    if role not in ("user", "assistant") or not text:
+        return None
+    return {"role": role, "content": text}
+
+
+def _only_text(content: object) -> str | None:
+    """A content that is one text; None for any other."""
+    if type(content) is list and len(content) == 1 and type(content[0]) is dict:
+        content = content[0].get("text") if content[0].get("type") == "text" else None
+    return content if type(content) is str else None
+
+
+def _turn(role: str, blocks: Sequence[Body], where: str) -> Iterator[dict[str, Any]]:
+    parts: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "text":
+            if text := _text(block, where):
+                parts.append({"type": "text", "text": text})
+        elif kind == _IMAGE:
+            # vLLM passes over one that is nowhere, but not within a result.
+            if source := block.get("source"):
+                parts.append(_image(source, where))
+        elif kind == "thinking":
+            if block.get("thinking") is not None:
+                thoughts.append(_text(block, where, "thinking"))
+        elif kind == "tool_use":
+            calls.append(_call(block, where))
+        elif kind == "tool_result" and role == "user":
+            # Results stand in front of whatever else the user says in the same turn.
+            yield from _result(block, where)
+        elif kind != "redacted_thinking":
+            raise UnsupportedPromptError(f"{where}: blocks of this type are not supported here", where)
+    # An assistant's empty turn is a turn.
+    if role == "user" and not parts:
+        return
+    turn: dict[str, Any] = {"role": role}
+    if thoughts:
+        turn["reasoning"] = "".join(thoughts)
+    if calls:
+        turn["tool_calls"] = calls
+    if parts:
+        turn["content"] = parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts
+    yield turn
+
+
+def _result(block: Body, where: str) -> Iterator[dict[str, Any]]:
+    content = block.get("content")
+    images: list[dict[str, Any]] = []
+    if isinstance(content, list):
+        texts = []
+        for item in objects(content, f"{where}.content"):
+            if item.get("type") == "text":
+                texts.append(_text(item, where))
+            elif item.get("type") == _IMAGE:
+                image = _image(item.get("source", {}), where)
+                if image["image_url"]["url"]:
+                    images.append(image)
+            else:
+                raise UnsupportedPromptError(f"{where}: results of this type are not supported here", where)
+        content = "\n".join(texts)
+    if content is not None and not isinstance(content, str):
+        raise PromptError(f"{where}: a result's content must be a string or a list of blocks", where)
+    yield {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": content or ""}
+    if images:
+        yield {"role": "user", "content": images}
+
+
+def _call(block: Body, where: str) -> dict[str, Any]:
+    name, given = block.get("name"), block.get("input")
+    if not isinstance(name, str) or not (given is None or isinstance(given, dict)):
+        raise PromptError(f"{where}: a tool_use block has a name, and an object as its input", where)
+    function = {"name": name, "arguments": json.dumps(given or {})}
+    return {"id": block.get("id") or "", "type": "function", "function": function}
+
+
+def _tool(tool: Body) -> dict[str, Any]:
+    schema = tool.get("input_schema")
+    if not isinstance(tool.get("name"), str) or not isinstance(schema, dict):
+        raise UnsupportedPromptError("tools of the provider's own have no form here", "tools")
+    parameters = schema if "type" in schema else {**schema, "type": "object"}
+    function = {"name": tool["name"], "description": tool.get("description"), "parameters": parameters}
+    function |= {name: tool[name] for name in ("strict", "defer_loading") if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _image(source: object, where: str) -> dict[str, Any]:
+    if not isinstance(source, dict):
+        raise PromptError(f"{where}: an image's source must be an object", where)
+    if source.get("type") == "url":
+        url = source.get("url", "")
+    else:
+        url = f"data:{source.get('media_type', 'image/jpeg')};base64,{source.get('data', '')}"
+    if not isinstance(url, str):
+        raise PromptError(f"{where}: an image's url must be a string", where)
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _text(block: Body, where: str, name: str = "text") -> str:
+    text = block.get(name)
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise PromptError(f"{where}: {name} must be a string", where)
+    return text

@@ -1,0 +1,306 @@
+"""An OpenAI Responses body as the chat body that vLLM's server makes of it before it renders a prompt.
+
+Decoded JSON in, decoded JSON out, as in vLLM 0.32 and 0.33. A request that goes on from a stored response is
+refused as not supported: only the pod that stored it knows its prompt; so is an item that vLLM has no message
+for. A thought, an answer and calls that follow one another are one message, as far as they fit into one. A
+model is shown functions only: a namespace's under their full names, a tool with an input of its own form as a
+function of one text, and none of the tools that a server runs itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tokenization.apis.chat import CallsInOrder, objects
+from tokenization.errors import PromptError, UnsupportedPromptError
+
+Body = Mapping[str, Any]
+
+_TAKEN_OVER = ("model", "cache_salt", "chat_template_kwargs")
+# What only a server with the conversation or the template can turn into a prompt.
+_ELSEWHERE = ("previous_response_id", "conversation", "prompt", "previous_input_messages")
+_UNFINISHED = ("in_progress", "incomplete")
+
+
+def responses_as_chat(body: Body) -> dict[str, Any]:
+    """The chat completions body with the same prompt.
+
+    Raises:
+        PromptError: A field has the wrong type.
+        UnsupportedPromptError: The prompt is not in the request alone.
+    """
+    for name in _ELSEWHERE:
+        if body.get(name) is not None:
+            raise UnsupportedPromptError(f"{name}: the prompt is not in the request alone", name)
+    chat = {name: body[name] for name in _TAKEN_OVER if body.get(name) is not None}
+    # Other than in a chat, the tokenizer adds its own to what the template writes.
+    chat["add_special_tokens"] = True
+    chat["messages"] = [*_instructions(body.get("instructions")), *input_messages(body.get("input"))]
+    if _goes_on(body.get("input")):
+        chat["continue_final_message"], chat["add_generation_prompt"] = True, False
+    kwargs = _template_kwargs(chat.get("chat_template_kwargs"))
+    if tools := body.get("tools"):
+        if functions := function_tools(tools):
+            chat["tools"] = functions
+        else:
+            # Where no tool is a function, the template sees an empty list.
+            chat["chat_template_kwargs"] = {"tools": [], **kwargs}
+    if (effort := _effort(body.get("reasoning"))) is not None:
+        chat["reasoning_effort"] = effort
+    if body.get("truncation", "disabled") != "disabled":
+        chat["truncate_prompt_tokens"] = -1
+        # Some token is always left to the answer: a prompt of the whole context is refused.
+        chat["max_tokens"] = body.get("max_output_tokens") or 1
+    return chat
+
+
+def _instructions(instructions: object) -> list[dict[str, Any]]:
+    if instructions is None or instructions == "":
+        return []
+    if not isinstance(instructions, str):
+        raise PromptError("instructions must be a string", "instructions")
+    return [{"role": "system", "content": instructions}]
+
+
+def _template_kwargs(kwargs: object) -> Mapping[str, Any]:
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, dict):
+        raise PromptError("chat_template_kwargs must be an object", "chat_template_kwargs")
+    if any(value in (None, "auto") for value in kwargs.values()):
+        raise UnsupportedPromptError(
+            "chat_template_kwargs: whether null and auto reach the template depends on the server's flags",
+            "chat_template_kwargs",
+        )
+    return kwargs
+
+
+def _effort(reasoning: object) -> str | None:
+    if reasoning is None:
+        return None
+    if not isinstance(reasoning, dict):
+        raise PromptError("reasoning must be an object", "reasoning")
+    effort = reasoning.get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise PromptError("reasoning.effort must be a string", "reasoning")
+    return effort
+
+
+def _goes_on(value: object) -> bool:
+    """Whether the last item is an answer that is to be continued."""
+    last = value[-1] if isinstance(value, list) and value else None
+    if not isinstance(last, dict) or last.get("type", "message") not in ("message", "reasoning"):
+        return False
+    return last.get("status") in _UNFINISHED
+
+
+Item = Mapping[str, Any]
+Message = dict[str, Any]
+
+_SPEAKERS = ("user", "system", "developer")
+# With these vLLM takes a message for a part of another response.
+_OUTPUT_FIELDS = frozenset(("id", "status", "type"))
+# What is read of their messages; an answer's other fields are dropped.
+_SPOKEN_FIELDS = ("role", "content", "name", "task")
+
+
+def input_messages(given: object) -> list[Message]:
+    """The messages of a request's `input`: a text, or a list of items."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list):
+        raise PromptError("input must be a string or a list of items", "input")
+    messages: list[Message] = []
+    for at, item in enumerate(given):
+        message = _plain(item) or _message(item, f"input[{at}]")
+        if not (messages and _joined(messages[-1], message)):
+            messages.append(message)
+    return messages
+
+
+def _joined(last: Message, message: Message) -> bool:
+    """Adds what an assistant did to its last message, if that has room for it."""
+    if last["role"] != "assistant" or message["role"] != "assistant":
+        return False
+    if "tool_calls" in message:
+        # Added to, not made anew: a request may hold very many calls.
+        last.setdefault("tool_calls", CallsInOrder()).extend(message["tool_calls"])
+        return True
+    if message.keys() & last.keys() != {"role"}:
+        return False
+    last |= message
+    return True
+
+
+def _plain(item: object) -> Message | None:
+    """The most common item, what somebody said: the same as `_message` makes of it, at less cost."""
+    if type(item) is not dict or item.get("type", "message") != "message":
+        return None
+    role, content = item.get("role"), item.get("content")
+    if role == "assistant":
+        if item.keys() >= _OUTPUT_FIELDS and type(content) is str:
+            return None
+        if type(content) is list and content and type(content[0]) is dict:
+            content = content[0].get("text")
+        return {"role": role, "content": content} if type(content) is str else None
+    if role != "user" or type(content) not in (str, list) or "name" in item or "task" in item:
+        return None
+    return {"role": role, "content": content}
+
+
+def _message(item: object, where: str) -> Message:
+    if not isinstance(item, dict):
+        raise PromptError(f"{where} must be an object", where)
+    match item.get("type", "message"):
+        case "message":
+            return _said(item, where)
+        case "function_call":
+            name = _text(item, "name", where)
+            if item.get("namespace"):
+                name = f"{_text(item, 'namespace', where)}__{name}"
+            return _called(name, _text(item, "arguments", where), item, where)
+        case "custom_tool_call":
+            arguments = json.dumps({"input": _text(item, "input", where)}, ensure_ascii=False)
+            return _called(_text(item, "name", where), arguments, item, where)
+        case "function_call_output" | "custom_tool_call_output":
+            output = _content(item, "output", where)
+            return {"role": "tool", "content": output, "tool_call_id": item.get("call_id")}
+        case "reasoning" if not item.get("encrypted_content"):
+            return {"role": "assistant", "reasoning": _thought(item, where)}
+    raise UnsupportedPromptError(f"{where}: items of this type are not supported here", where)
+
+
+def _said(item: Item, where: str) -> Message:
+    role, content = item.get("role"), _content(item, "content", where)
+    if role == "assistant":
+        if item.keys() >= _OUTPUT_FIELDS and isinstance(content, str):
+            raise UnsupportedPromptError(
+                f"{where}: an answer of this form has parts, which vLLM looks for", where
+            )
+        # Of an answer's parts vLLM takes the first.
+        return {"role": role, "content": content if isinstance(content, str) else _first(content, where)}
+    if role not in _SPEAKERS:
+        raise PromptError(f"{where}.role must be assistant or one of {', '.join(_SPEAKERS)}", where)
+    if role == "developer" and "tools" in item:
+        raise UnsupportedPromptError(f"{where}: a message with tools is not supported here", where)
+    return {name: item[name] for name in _SPOKEN_FIELDS if name in item}
+
+
+def _called(name: str, arguments: str, item: Item, where: str) -> Message:
+    function = {"name": name, "arguments": arguments}
+    call = {"id": _text(item, "call_id", where), "function": function, "type": "function"}
+    return {"role": "assistant", "tool_calls": CallsInOrder([call])}
+
+
+def _thought(item: Item, where: str) -> str:
+    for name in ("content", "summary"):
+        parts = item.get(name)
+        if parts is not None and not isinstance(parts, list):
+            raise PromptError(f"{where}.{name} must be a list", where)
+        if parts:
+            return _first(parts, where)
+    return ""
+
+
+def _first(parts: list[Any], where: str) -> str:
+    first = parts[0] if parts else None
+    if not isinstance(first, dict) or not isinstance(first.get("text"), str):
+        raise UnsupportedPromptError(f"{where}: what does not begin with a text is not supported here", where)
+    return str(first["text"])
+
+
+def _content(item: Item, name: str, where: str) -> str | list[Any]:
+    content = item.get(name)
+    if not isinstance(content, str | list):
+        raise PromptError(f"{where}.{name} must be a string or a list", where)
+    return content
+
+
+def _text(item: Item, name: str, where: str, param: str | None = None) -> str:
+    text = item.get(name)
+    if not isinstance(text, str):
+        raise PromptError(f"{where}.{name} must be a string", param or where)
+    return text
+
+
+Tool = Mapping[str, Any]
+
+# The types of the API that no model is shown.
+_SERVERS_OWN = frozenset(
+    {
+        "apply_patch",
+        "code_interpreter",
+        "computer",
+        "computer_use_preview",
+        "file_search",
+        "image_generation",
+        "local_shell",
+        "mcp",
+        "shell",
+        "tool_search",
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+    }
+)
+# As vLLM words it.
+_ONE_TEXT = {
+    "type": "object",
+    "properties": {"input": {"type": "string", "description": "The freeform text payload for this tool."}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+def function_tools(tools: object) -> list[dict[str, Any]]:
+    """The functions that a model is shown, as a chat's `tools`, in the request's order."""
+    return [
+        {"type": "function", "function": function}
+        for at, tool in enumerate(objects(tools, "tools"))
+        for function in _functions(tool, f"tools[{at}]")
+    ]
+
+
+def _functions(tool: Tool, where: str) -> Iterator[dict[str, Any]]:
+    match tool.get("type"):
+        case "function":
+            yield _function(tool, _text(tool, "name", where, "tools"), where)
+        case "custom":
+            form = tool.get("format")
+            if isinstance(form, dict) and form.get("type") == "grammar":
+                raise UnsupportedPromptError(f"{where}: a grammar is not accepted", "tools")
+            shown = {"description": tool.get("description"), "parameters": _ONE_TEXT}
+            yield _function(shown, _text(tool, "name", where, "tools"), where)
+        case "namespace":
+            for at, inner in enumerate(objects(tool.get("tools"), f"{where}.tools", "tools")):
+                if inner.get("type") == "function":
+                    named = f"{where}.tools[{at}]"
+                    yield _function(
+                        inner,
+                        f"{_text(tool, 'name', where, 'tools')}__{_text(inner, 'name', named, 'tools')}",
+                        named,
+                    )
+        case str() as kind if kind in _SERVERS_OWN:
+            return
+        case _:
+            raise UnsupportedPromptError(f"{where}: tools of this type are not known here", "tools")
+
+
+def _function(tool: Tool, name: str, where: str) -> dict[str, Any]:
+    known = {
+        "name": name,
+        "description": _optional(tool, "description", str, where),
+        "parameters": _optional(tool, "parameters", dict, where),
+    }
+    flags = {flag: _optional(tool, flag, bool, where) for flag in ("strict", "defer_loading")}
+    return known | {flag: value for flag, value in flags.items() if value is not None}
+
+
+def _optional(tool: Tool, name: str, kind: type, where: str) -> object:
+    value = tool.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise PromptError(f"{where}.{name} has the wrong type", "tools")
+    return value

@@ -1,0 +1,1 @@
+"""Images in prompts: how many tokens each takes, and where they stand, by model family."""

@@ -1,0 +1,1 @@
+"""Chat templates: the files of a model, the Jinja environment, and rendered prompts."""
