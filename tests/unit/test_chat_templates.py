@@ -11,7 +11,7 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from tests.unit.tokenizer_support import tekken
+from tests.unit.tokenizer_support import small
 from tokenization import MediaPromptError, PromptError, PromptTokenizer
 from tokenization.prompts import chat_prefix, chat_prompt, completion_prompts
 from tokenization.templates.chat_template import ChatTemplate
@@ -97,7 +97,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A model directory for every template: a real tokenizer that puts BOS in front by itself."""
-    tokenizer = tekken()
+    tokenizer = small()
     bos = tokenizer.token_to_id("<s>")
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
     config = {
