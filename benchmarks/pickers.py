@@ -28,6 +28,8 @@ _OTHER_BASE_PORT = BASE_PORT + 3000
 # Periods of load until the words of new turns have occurred once, as in a router that has served for a while.
 _STRETCHES_OF_WORDS = 12
 _WARM_STRETCHES = 3
+# Seconds of each period with --quick: streams have to end.
+_QUICK_S = 0.5
 
 Turn = dict[str, Stretch]
 """One period of load per picker, by name."""
@@ -44,7 +46,7 @@ def main() -> int:
     options.report.machine()
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:
         directory = Path(name)
-        effort = Effort(options.rounds, 0.5 if options.quick else read.seconds)
+        effort = Effort(options.rounds, _QUICK_S if options.quick else read.seconds, options.quick)
         measure_pickers(write_bodies(directory, tiny=options.quick), directory, effort, options.report)
     return 0
 
@@ -64,7 +66,8 @@ def measure_pickers(bodies: dict[str, Path], directory: Path, effort: Effort, re
             place = directory / name
             place.mkdir(exist_ok=True)
             pair[name] = stacks.enter_context(gateway_stack(one, bodies["all"], place))
-            pair[name].load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)
+            if not effort.quick:
+                pair[name].load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)
         for size in SIZES:
             turns = _turns(pair, bodies[size], _CLIENTS, effort)
             _report(turns, size, report)
@@ -74,7 +77,7 @@ def measure_pickers(bodies: dict[str, Path], directory: Path, effort: Effort, re
 def _turns(pair: dict[str, GatewayStack], bodies: Path, clients: int, effort: Effort) -> list[Turn]:
     """Run both in turns, after a warm-up that sent each chat once."""
     for stack in pair.values():
-        for _ in range(_WARM_STRETCHES):
+        for _ in range(0 if effort.quick else _WARM_STRETCHES):
             stack.load(bodies, clients, effort.seconds, repeated=True)
     return [
         {name: stack.load(bodies, clients, effort.seconds) for name, stack in pair.items()}

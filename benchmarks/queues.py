@@ -60,10 +60,10 @@ class Arrival:
 class Pod:
     """A scheduler in virtual time."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool_blocks: int = _POOL_BLOCKS) -> None:
         announcer = Announcer(undivided(1), _BLOCK_TOKENS)
-        pool = BlockPool(_POOL_BLOCKS, announcer)
-        copies = CpuCopies([torch.zeros(1, _POOL_BLOCKS, 1)], 0)
+        pool = BlockPool(pool_blocks, announcer)
+        copies = CpuCopies([torch.zeros(1, pool_blocks, 1)], 0)
         offload = Offload(pool, HostTier(0, announcer, pool.announce), copies)
         manager = BlockManager(
             pool, offload, undivided(1), block_tokens=_BLOCK_TOKENS, chunk_tokens=_STEP_TOKENS
@@ -205,7 +205,9 @@ _POLICIES: dict[str, Callable[[int, int], Policy]] = {
 
 def run(arrivals: Sequence[Arrival], pods: int, policy: Policy) -> list[float]:
     """Return seconds until the first token of each request."""
-    engines = [Pod() for _ in range(pods)]
+    # Few requests need few blocks, and many blocks take long to make.
+    blocks = sum(arrival.tokens // _BLOCK_TOKENS + 1 for arrival in arrivals)
+    engines = [Pod(min(_POOL_BLOCKS, blocks)) for _ in range(pods)]
     ttft_s = [0.0] * len(arrivals)
     # (when, whose step is over or -1, which request comes)
     events = [(arrival.arrived_s, -1, arrival.number) for arrival in arrivals]
