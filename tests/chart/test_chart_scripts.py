@@ -60,20 +60,20 @@ def test_draining_a_model_server_has_an_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pods", "cached", "passes", "says"),
+    ("pods", "cached", "failures", "passes", "says"),
     [
-        (["a", "a", "a"], [0, 64, 128], True, "the conversation stuck"),
-        ([None, None, None], [0, 64, 128], True, "the conversation stuck"),
-        (["a", "b", "a"], [0, 64, 128], False, "it moved between model servers: a, b, a"),
-        (["a", "a", "a"], [0, 0, 128], False, "met an empty cache"),
-        (["a", "a", "a"], [0, None, None], False, "met an empty cache"),
+        (["a", "a", "a"], [0, 64, 128], 2, True, "the conversation stuck"),
+        ([None, None, None], [0, 64, 128], 0, True, "the conversation stuck"),
+        (["a", "b", "a"], [0, 64, 128], 0, False, "it moved between model servers: a, b, a"),
+        (["a", "a", "a"], [0, 0, 128], 0, False, "met an empty cache"),
+        (["a", "a", "a"], [0, None, None], 0, False, "met an empty cache"),
     ],
 )
 def test_the_conversation_tells_whether_it_stuck(
-    pods: list[str | None], cached: list[int | None], passes: bool, says: str
+    pods: list[str | None], cached: list[int | None], failures: int, passes: bool, says: str
 ) -> None:
     """It passes where one pod answered all turns from its cache; without the header, the cache counts."""
-    with _gateway(pods, cached, failures=2) as (url, seen):
+    with _gateway(pods, cached, failures=failures) as (url, seen):
         done = _conversation(url)
     assert (done.returncode == 0) is passes, done.stdout + done.stderr
     assert says in done.stdout
