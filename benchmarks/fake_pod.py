@@ -66,7 +66,7 @@ _PAGES = {
 _NOT_FOUND = _answer(b"{}", status=b"404 Not Found")
 _STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _TICK_S = 0.001
-# As clients write it, and as pickers that rewrite a body do.
+# Fields of a body: one spelling of clients, one of pickers that rewrite bodies.
 _STREAMED = (b'"stream": true', b'"stream":true')
 _MAX_TOKENS = re.compile(rb'"max_tokens": ?(\d+)')
 _LAST_CHUNK = b"0\r\n\r\n"

@@ -102,7 +102,7 @@ def _door(name: str, bodies: dict[str, Path], directory: Path, effort: Effort, r
         stack.load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)
         _door_figures(name, stack, setting, bodies, effort, report)
     if name == "check_grpc":
-        # Nobody reports the ends of these picks, so the ledger expires them soon.
+        # The ledger expires these picks soon: no end is reported for them.
         flags = ("--request-lifetime", "2s")
         with gateway_stack(replace(setting, router_flags=flags), bodies["all"], directory) as stack:
             stack.pick_load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)

@@ -82,7 +82,7 @@ def serve(load: Load, callgrind: Callable[[str], None]) -> None:
             for _ in range(load.warm_bursts):
                 _burst(inside, inside.requests(lines, _BURST))
             counted = [inside.requests(lines, _BURST) for _ in range(load.bursts)]
-            # As in the router, which freezes permanent objects for the garbage collector.
+            # The router, too, freezes permanent objects for the garbage collector.
             gc.collect()
             gc.freeze()
             callgrind("--instr=on")

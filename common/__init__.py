@@ -1,1 +1,1 @@
-"""What all programs share: flags, compiled kernels, counters, limited logs, HTTP pages, TLS files."""
+"""Parts that all programs share: flags, compiled kernels, counters, limited logs, HTTP pages, TLS files."""

@@ -1,4 +1,4 @@
-"""Objects made of TLS files, and made anew when they change; and a gRPC server's credentials."""
+"""Objects made of TLS files, and made anew when the files change."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Generic, TypeVar
-
-import grpc
+from typing import Generic, TypeVar
 
 from common.repeated_log import RepeatedLog
-from indexer.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
@@ -64,32 +61,3 @@ class FollowedFiles(Generic[_Made]):
 
     def _read_stamps(self) -> tuple[int, ...]:
         return tuple(path.stat().st_mtime_ns for path in self._files)
-
-
-def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
-    """Make credentials of PEM files; with `client_ca`, clients must show a certificate of it.
-
-    Raises:
-        ConfigError: A file cannot be read.
-    """
-
-    def load() -> grpc.ServerCertificateConfiguration:
-        chain, ca = cert.read_bytes(), None if client_ca is None else client_ca.read_bytes()
-        return grpc.ssl_server_certificate_configuration([(key.read_bytes(), chain)], ca)
-
-    try:
-        files = [path for path in (cert, key, client_ca) if path is not None]
-        followed = FollowedFiles("grpc", files, load)
-    except OSError as error:
-        raise ConfigError(f"TLS: {error.filename}: cannot be read: {error.strerror}") from error
-    used = [followed.current()]
-
-    def changed() -> grpc.ServerCertificateConfiguration | None:
-        before, used[:] = used[0], [followed.current()]
-        return None if used[0] is before else used[0]
-
-    # The stubs do not know that None means unchanged.
-    fetcher: Any = changed
-    return grpc.dynamic_ssl_server_credentials(
-        used[0], fetcher, require_client_authentication=client_ca is not None
-    )

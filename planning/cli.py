@@ -12,8 +12,14 @@ from model_server.config import DType, KvCacheDType
 from model_server.errors import CapacityError, ConfigError, ModelError
 from model_server.flags import OneLineParser, add_flags, flag, positive
 from model_server.shapes import DTYPE_BYTES, KvGroupSpec, computed_dtype, decoder_shape
-from model_server.shapes.deployment import Deployment, size_text
-from planning.plan import DEFAULT_RESERVE_BYTES, DEFAULT_UTILIZATION, Budget, Plan, make_plan
+from model_server.shapes.deployment import (
+    DEFAULT_RESERVE_BYTES,
+    DEFAULT_UTILIZATION,
+    Budget,
+    Deployment,
+    size_text,
+)
+from planning.plan import Plan, make_plan
 from planning.presets import CUSTOM, GPUS, PRESETS, Gpu, find_model
 
 _EXIT_REFUSED = 2

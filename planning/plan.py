@@ -4,7 +4,6 @@ A roof, not a forecast: it counts what must be read and computed, all weights on
 GPUs of one model say to each other.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -13,72 +12,15 @@ import msgspec
 
 from model_server.errors import CapacityError, ConfigError
 from model_server.shapes import divides
-from model_server.shapes.deployment import Deployment
+from model_server.shapes.deployment import Budget, Deployment, Pool
 from planning.presets import Gpu
 
-# What is taken off each GPU for activations, the CUDA context and its libraries. 2 GB with nine tenths of the
-# memory is what published sizings of 8-billion models on 80 GB come out with.
-DEFAULT_UTILIZATION = 0.9
-DEFAULT_RESERVE_BYTES = 2 * 10**9
 PARALLEL_SIZES = (1, 2, 4, 8)  # a node's
 # With a share h left for KV, twice the GPUs have (1 + h) / h times the pool: at a third four times, twice for
 # each GPU. Below it the GPUs mostly repeat weights.
 ENOUGH_HEADROOM = 1 / 3
 
 _GB = 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """The memory of each GPU, and how much of it may be used."""
-
-    memory_bytes: int  # all of it
-    # Share of it for weights, reserve and KV; as vLLM's --gpu-memory-utilization.
-    utilization: float = DEFAULT_UTILIZATION
-    reserve_bytes: int = DEFAULT_RESERVE_BYTES  # what of that share is neither weights nor KV
-
-    def __post_init__(self) -> None:
-        if not 0 < self.utilization <= 1:
-            raise ConfigError(f"gpu memory utilization is {self.utilization}; it must be above 0, at most 1")
-        if not 0 <= self.reserve_bytes < self.usable_bytes:
-            raise ConfigError(
-                f"a reserve of {self.reserve_bytes / 1e9:.1f} GB does not leave any of the "
-                f"{self.usable_bytes / 1e9:.1f} GB that may be used"
-            )
-
-    @property
-    def usable_bytes(self) -> int:
-        return int(self.memory_bytes * self.utilization)
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """What is left for KV on each GPU."""
-
-    deployment: Deployment
-    budget: Budget
-
-    @property
-    def gpu_bytes(self) -> int:
-        """Bytes for KV on each GPU; below 0 where the weights do not fit."""
-        taken = self.budget.reserve_bytes + self.deployment.gpu_weights_bytes
-        return self.budget.usable_bytes - taken
-
-    @property
-    def blocks(self) -> int:
-        return max(0, self.gpu_bytes) // self.deployment.gpu_block_bytes
-
-    @property
-    def headroom(self) -> float:
-        """Share of the memory for weights and KV that is left for KV; below 0 if the weights do not fit."""
-        return self.gpu_bytes / (self.budget.usable_bytes - self.budget.reserve_bytes)
-
-    def sequences(self, context_tokens: int) -> int:
-        return self.deployment.sequences(self.blocks, context_tokens)
-
-    def longest_context(self, limit: int) -> int:
-        """Return how long a text fits when it is alone there, at most `limit` tokens."""
-        return bisect_right(range(limit + 1), self.blocks, key=self.deployment.prefilling_blocks) - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Is the index right: speculation, mismatched tokens, the engines' own counters."""
+"""Checks of the index: speculative entries, mismatched tokens, the engines' own counters."""

@@ -1,1 +1,1 @@
-"""Block to pods: layout, copies, names, match, update."""
+"""Index of block to pods: layout, copies, engine hashes, match, update."""

@@ -1,1 +1,1 @@
-"""Views for other routers, and theirs."""
+"""Exchange of views with other routers."""

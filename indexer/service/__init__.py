@@ -1,1 +1,1 @@
-"""The program `kvroute indexer`."""
+"""Program `kvroute indexer`."""

@@ -18,12 +18,11 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from common.flags import CommandParser, add_flags, file_flag, flag, pair, port
 from common.page_server import Lane, PageServer, Request, Response
-from common.tls import server_credentials
 from indexer.config import IndexerConfig, PodStream, index_config
 from indexer.errors import ConfigError, IndexerError, ListenError
 from indexer.kv_indexer import KvIndexer
 from indexer.pod_entry import parse_pods
-from indexer.service.grpc_server import IndexerServer
+from indexer.service.grpc_server import IndexerServer, server_credentials
 from indexer.streams.subscriber import raise_open_files
 from tokenization import PromptTokenizer, TokenizationError
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -15,10 +16,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from common.tls import FollowedFiles
 from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
 from indexer.config import PodStream
-from indexer.errors import ListenError, TokenError
+from indexer.errors import ConfigError, ListenError, TokenError
 from indexer.index.contract import PodMatch, Prefix
 from indexer.keys import Keys
 from indexer.kv_indexer import KvIndexer
@@ -234,3 +236,32 @@ def _state(state: StreamState) -> str:
 def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, details: str) -> NoReturn:
     context.abort(code, details)
     raise AssertionError("abort raises")
+
+
+def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
+    """Make credentials of PEM files; with `client_ca`, clients must show a certificate of it.
+
+    Raises:
+        ConfigError: A file cannot be read.
+    """
+
+    def load() -> grpc.ServerCertificateConfiguration:
+        chain, ca = cert.read_bytes(), None if client_ca is None else client_ca.read_bytes()
+        return grpc.ssl_server_certificate_configuration([(key.read_bytes(), chain)], ca)
+
+    try:
+        files = [path for path in (cert, key, client_ca) if path is not None]
+        followed = FollowedFiles("grpc", files, load)
+    except OSError as error:
+        raise ConfigError(f"TLS: {error.filename}: cannot be read: {error.strerror}") from error
+    used = [followed.current()]
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        before, used[:] = used[0], [followed.current()]
+        return None if used[0] is before else used[0]
+
+    # The stubs do not know that None means unchanged.
+    fetcher: Any = changed
+    return grpc.dynamic_ssl_server_credentials(
+        used[0], fetcher, require_client_authentication=client_ca is not None
+    )

@@ -1,1 +1,1 @@
-"""Events of one engine to its blocks in the index."""
+"""Views: events of one engine, applied to its blocks in the index."""

@@ -1,1 +1,1 @@
-"""Published bytes to events."""
+"""Wire format of events: published bytes to columns."""

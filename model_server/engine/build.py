@@ -3,20 +3,27 @@
 import logging
 from bisect import bisect_right
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from model_server.config import EngineConfig
+from model_server.config import TINY_MODEL, EngineConfig
 from model_server.engine.core import Engine
 from model_server.errors import ConfigError
-from model_server.kv_cache.coordinator import blocks_behind, blocks_bound
 from model_server.kv_events.events import EventSink
 from model_server.model.lora import LoraRegistry
-from model_server.shapes import DTYPE_BYTES, KvGroupSpec, computed_dtype, decoder_shape
-from model_server.shapes.deployment import Deployment
+from model_server.shapes import (
+    DTYPE_BYTES,
+    TINY_CONFIG,
+    KvGroupSpec,
+    blocks_behind,
+    blocks_bound,
+    computed_dtype,
+    decoder_shape,
+    read_config,
+)
+from model_server.shapes.deployment import Budget, Deployment, Pool
 from model_server.worker.executor import Executor
-from planning.plan import Budget, Pool
-from planning.presets import find_model
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +86,8 @@ def log_pool(engine: Engine, config: EngineConfig) -> None:
 
 def served(config: EngineConfig) -> Deployment:
     """Return the deployment that an engine's settings describe; a ModelError where there is no such model."""
-    model = find_model(config.model)
+    is_tiny = config.model == TINY_MODEL
+    model = TINY_CONFIG if is_tiny else read_config(Path(config.model) / "config.json")
     return Deployment(
         decoder_shape(model),
         weight_bytes=DTYPE_BYTES[computed_dtype(model, config.dtype)],

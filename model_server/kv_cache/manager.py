@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from model_server.config import EngineConfig
 from model_server.errors import ConfigError
 from model_server.kv_cache.block_pool import Block, BlockPool
-from model_server.kv_cache.coordinator import blocks_behind, blocks_bound, full_prefix, resumable_prefix
+from model_server.kv_cache.coordinator import full_prefix, resumable_prefix
 from model_server.kv_cache.host_tier import HostBlock, HostTier, Offload
 from model_server.kv_events.events import MEDIUM_CPU, MEDIUM_GPU, Announcer, BlockContent, ContentKey, runs
 from model_server.requests import BlockTable, LiveRequest
-from model_server.shapes import KvGroupSpec
+from model_server.shapes import KvGroupSpec, blocks_behind, blocks_bound
 
 if TYPE_CHECKING:
     from model_server.worker.executor import Executor

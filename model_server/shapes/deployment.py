@@ -3,13 +3,26 @@
 It counts by the engine's own groups, blocks and bounds.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from model_server.kv_cache.coordinator import blocks_behind, blocks_bound
-from model_server.shapes import DecoderShape, Division, KvGroupSpec, check_divisible, pool_groups
+from model_server.errors import ConfigError
+from model_server.shapes import (
+    DecoderShape,
+    Division,
+    KvGroupSpec,
+    blocks_behind,
+    blocks_bound,
+    check_divisible,
+    pool_groups,
+)
 
+# What is taken off each GPU for activations, the CUDA context and its libraries. 2 GB with nine tenths of the
+# memory is what published sizings of 8-billion models on 80 GB come out with.
+DEFAULT_UTILIZATION = 0.9
+DEFAULT_RESERVE_BYTES = 2 * 10**9
 _FP8_SCALE_BYTES = 4  # one float32 per block, head, and keys or values
 
 
@@ -107,6 +120,59 @@ class Deployment:
         windows = [group.window_tokens for group in groups or self.groups]
         needs = [blocks_behind(window, self.block_tokens) for window in windows]
         return blocks_bound(needs, tokens, chunk_tokens, self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """The memory of each GPU, and how much of it may be used."""
+
+    memory_bytes: int  # all of it
+    # Share of it for weights, reserve and KV; as vLLM's --gpu-memory-utilization.
+    utilization: float = DEFAULT_UTILIZATION
+    reserve_bytes: int = DEFAULT_RESERVE_BYTES  # what of that share is neither weights nor KV
+
+    def __post_init__(self) -> None:
+        if not 0 < self.utilization <= 1:
+            raise ConfigError(f"gpu memory utilization is {self.utilization}; it must be above 0, at most 1")
+        if not 0 <= self.reserve_bytes < self.usable_bytes:
+            raise ConfigError(
+                f"a reserve of {self.reserve_bytes / 1e9:.1f} GB does not leave any of the "
+                f"{self.usable_bytes / 1e9:.1f} GB that may be used"
+            )
+
+    @property
+    def usable_bytes(self) -> int:
+        return int(self.memory_bytes * self.utilization)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What is left for KV on each GPU."""
+
+    deployment: Deployment
+    budget: Budget
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes for KV on each GPU; below 0 where the weights do not fit."""
+        taken = self.budget.reserve_bytes + self.deployment.gpu_weights_bytes
+        return self.budget.usable_bytes - taken
+
+    @property
+    def blocks(self) -> int:
+        return max(0, self.gpu_bytes) // self.deployment.gpu_block_bytes
+
+    @property
+    def headroom(self) -> float:
+        """Share of the memory for weights and KV that is left for KV; below 0 if the weights do not fit."""
+        return self.gpu_bytes / (self.budget.usable_bytes - self.budget.reserve_bytes)
+
+    def sequences(self, context_tokens: int) -> int:
+        return self.deployment.sequences(self.blocks, context_tokens)
+
+    def longest_context(self, limit: int) -> int:
+        """Return how long a text fits when it is alone there, at most `limit` tokens."""
+        return bisect_right(range(limit + 1), self.blocks, key=self.deployment.prefilling_blocks) - 1
 
 
 def size_text(amount: float) -> str:

@@ -240,3 +240,22 @@ def divides(shape: DecoderShape, size: int) -> bool:
     """Tell whether a model can be divided among so many ranks."""
     kv_heads = shape.kv_heads % size == 0 or size % shape.kv_heads == 0
     return kv_heads and shape.heads % size == 0 and shape.intermediate % size == 0
+
+
+def blocks_behind(window_tokens: int | None, block_tokens: int) -> int | None:
+    """Return how many blocks in front of a prefix's end a group needs to resume there; None for all.
+
+    The next token sees the `window_tokens - 1` before it.
+    """
+    return None if window_tokens is None else -(-(window_tokens - 1) // block_tokens)
+
+
+def blocks_bound(needs: Sequence[int | None], num_tokens: int, chunk_tokens: int, block_tokens: int) -> int:
+    """Return the most blocks of all groups together that a request holds at any time, computed in chunks.
+
+    `needs` are, per group, what `blocks_behind` tells.
+    """
+    blocks = -(-num_tokens // block_tokens)
+    # The window, what alignment keeps in front of it, and a chunk that begins and ends within a block.
+    rolling = 2 + -(-chunk_tokens // block_tokens)
+    return sum(blocks if need is None else min(blocks, need + rolling) for need in needs)

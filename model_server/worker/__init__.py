@@ -1,1 +1,1 @@
-"""Runs the model: executor, workers of a tensor-parallel group, sampler."""
+"""Execution of the model: executor, workers of a tensor-parallel group, sampler."""

@@ -1,1 +1,1 @@
-"""The program: flags and files in, all parts made and joined, ports opened; debug pages."""
+"""Wiring of the program: flags and files to joined parts and open ports; debug pages."""

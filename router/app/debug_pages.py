@@ -23,9 +23,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from common.page_server import Lane, PageServer, Request, Response
 from common.repeated_log import RepeatedLog
 from indexer import StreamState
-from router.app.process import bound_socket
 from router.doors.health import Health
 from router.errors import ClusterError
+from router.h2.server import bound_socket
 from router.observe.decision_log import Explain
 from router.pods.pod_set import Pod, PodSet, PodsSource
 

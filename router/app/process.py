@@ -16,7 +16,6 @@ import msgspec
 
 from common.flags import flag
 from router.config.flags import count, log_level, switch
-from router.errors import ListenError
 
 _CONSOLE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # malloc.h of glibc.
@@ -25,7 +24,6 @@ _STEP_BYTES = 32 << 20
 _KEPT_BYTES = 256 << 20
 _FREE_BYTES_MAX = 64 << 20
 _COLLECT_AFTER = (20_000, 20, 20)
-_BACKLOG = 1024
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _flag = partial(flag, "process")
 
@@ -123,15 +121,6 @@ def calm_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_COLLECT_AFTER)
-
-
-def bound_socket(flag: str, host: str, port: int) -> socket.socket:
-    """Return a listening socket; a ListenError: the address is in use or not ours."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise ListenError(f"{flag} {port}: cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 class StopSignals:

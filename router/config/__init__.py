@@ -1,1 +1,1 @@
-"""What flags and files may say: fields and units, the picker's file, named resources."""
+"""Fields and units of flags and files, the picker's file, named resources."""

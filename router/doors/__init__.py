@@ -1,1 +1,1 @@
-"""Ports that gateways ask: Envoy's ext_proc and ext_authz, PickEndpoint, health, access logs."""
+"""Services that gateways ask: ext_proc, ext_authz, PickEndpoint, health, access logs."""

@@ -1,1 +1,1 @@
-"""What becomes of requests: their ends, learnt speeds, and the news of other routers."""
+"""Request lifecycle: first tokens and ends, learned speeds, changes exchanged with other routers."""

@@ -16,7 +16,7 @@ from typing import Any
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from common.repeated_log import RepeatedLog
-from router.app.process import bound_socket
+from router.errors import ListenError
 from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from router.h2.peer import Peer, host_of
 from router.h2.streams import Stream
@@ -32,6 +32,7 @@ _KEEPALIVE_S = 60
 _REFUSALS_MAX = 4096
 _STOP_S = 2.0
 _RETRY_S = 1.0
+_BACKLOG = 1024  # connections that wait to be accepted
 # A client that needs longer for its request gives way to others.
 _PATIENCE_S = 2.0
 
@@ -303,3 +304,12 @@ def _set_up(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+
+
+def bound_socket(flag: str, host: str, port: int) -> socket.socket:
+    """Return a listening socket; a ListenError: the address is in use or not ours."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ListenError(f"{flag} {port}: cannot listen on {host}:{port}: {error.strerror}") from error

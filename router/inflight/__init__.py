@@ -1,1 +1,1 @@
-"""Requests that are on their way: what was dispatched, what pods are busy with, learnt rates."""
+"""Requests in flight: dispatches, the ledger of pods' work, learned prefill rates."""

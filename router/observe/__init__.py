@@ -1,1 +1,1 @@
-"""Metrics, traces and the log of decisions: they wrap the core."""
+"""Metrics, traces and the decision log."""

@@ -1,1 +1,1 @@
-"""From a request to a pod: candidates, flow control, cost, order, decision."""
+"""Request to pod: candidates, flow control, cost, order, decision."""

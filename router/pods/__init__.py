@@ -1,1 +1,1 @@
-"""Pods: their set, load, probes and readiness."""
+"""Pod set, load table, probes and readiness."""

@@ -1,1 +1,1 @@
-"""From a request's body to its prompt's token ids."""
+"""Request body to token ids."""

@@ -1,4 +1,4 @@
-"""What an index must do; see indexer.index.index.FlatIndex."""
+"""Contract of an index; see indexer.index.index.FlatIndex."""
 
 from __future__ import annotations
 

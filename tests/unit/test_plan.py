@@ -18,8 +18,8 @@ from model_server.attention import KvLayout, new_attention
 from model_server.errors import CapacityError, ConfigError, ModelError
 from model_server.kv_cache.copies import bytes_of_block
 from model_server.shapes import decoder_shape
-from model_server.shapes.deployment import Deployment
-from planning.plan import Budget, Plan, Pool, make_plan
+from model_server.shapes.deployment import Budget, Deployment, Pool
+from planning.plan import Plan, make_plan
 from planning.presets import GPUS, PRESETS, find_model
 
 H100, H200 = GPUS["h100"], GPUS["h200"]

@@ -11,11 +11,10 @@ import grpc
 import pytest
 import trustme
 
-from common.tls import server_credentials
 from indexer import ConfigError
 from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
-from indexer.service.grpc_server import IndexerServer
+from indexer.service.grpc_server import IndexerServer, server_credentials
 from tests.wire.engine_publisher import DEADLINE_S
 from tests.wire.subscribe_support import Watched
 

@@ -12,9 +12,9 @@ import grpc
 import pytest
 import trustme
 
-from common.tls import server_credentials
 from indexer import StreamState
 from indexer.peers import service as peer_service
+from indexer.service.grpc_server import server_credentials
 from indexer.streams import recovery
 from tests.loopback import free_port
 from tests.wire.engine_publisher import DEADLINE_S, EnginePublisher, removed, stored, wait_until

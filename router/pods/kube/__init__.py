@@ -1,1 +1,1 @@
-"""Pods and pools of the Kubernetes API."""
+"""Discovery in Kubernetes: pods, the InferencePool, its objectives and model rewrites."""
