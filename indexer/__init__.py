@@ -1,13 +1,24 @@
 """The exact index of what every model server's KV cache holds, fed by their event streams."""
 
+from indexer.audit.engine_counters import EngineReading
+from indexer.audit.mismatch_watch import DispatchedPrompt, DispatchKey
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError, IndexerError, ListenError, PayloadError, TokenError
 from indexer.index.contract import IndexStats, PodMatch, PodMatches
+from indexer.index.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
 from indexer.kv_indexer import KvIndexer
+from indexer.streams.engine_registry import EngineState
 from indexer.streams.state_machine import StreamState
+from indexer.streams.subscriber import raise_open_files
 
 __all__ = [
+    "GPU_TIER",
+    "SPECULATIVE_TIER",
     "ConfigError",
+    "DispatchKey",
+    "DispatchedPrompt",
+    "EngineReading",
+    "EngineState",
     "IndexStats",
     "IndexerConfig",
     "IndexerError",
@@ -18,5 +29,7 @@ __all__ = [
     "PodMatches",
     "PodStream",
     "StreamState",
+    "Tiers",
     "TokenError",
+    "raise_open_files",
 ]

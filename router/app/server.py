@@ -14,8 +14,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from indexer import ConfigError as IndexerConfigError
-from indexer import KvIndexer
-from indexer.streams.subscriber import raise_open_files
+from indexer import KvIndexer, raise_open_files
 from router.app.config import RouterConfig, parse_flags
 from router.app.debug_pages import DebugPages
 from router.app.print_config import printed_config

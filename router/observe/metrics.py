@@ -23,7 +23,7 @@ from router.inflight.ledger import Ledger
 from router.picking.decision import Decision
 from router.pods.load_table import PodWork
 from router.pods.pod_set import Pod, PodSet
-from tokenization.tokenizer import PromptTokenizer
+from tokenization import PromptTokenizer
 
 _MODELS_MAX = 1000
 _SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from indexer import ConfigError as IndexerConfigError
+from indexer import EngineState
 from indexer.pod_entry import METRICS_PATH_LABEL, METRICS_PORT_LABEL, PodEntry, parse_pods, pod_address
-from indexer.streams.engine_registry import EngineState
 from router.errors import ConfigError
 from router.pods.engine_load import EngineLoad
 from router.pods.load_table import PodBoard

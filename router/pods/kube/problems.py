@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from indexer import StreamState
-from indexer.streams.engine_registry import EngineState
+from indexer import EngineState, StreamState
 from router.config.kube import POOL_VERSIONS, KubeConfig
 from router.errors import ClusterError
 from router.pods.kube.client import KubeClient

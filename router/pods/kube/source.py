@@ -15,9 +15,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from indexer import EngineState
 from indexer.config import PODS_MAX
 from indexer.pod_entry import PodEntry
-from indexer.streams.engine_registry import EngineState
 from router.config.kube import LLMD_GROUP, OLD_GROUP, POOL_GROUP, POOL_VERSIONS, KubeConfig
 from router.config.resources import Resources
 from router.pods.kube.client import Kind, KubeClient
