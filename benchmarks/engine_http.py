@@ -25,7 +25,7 @@ from benchmarks.bare_stream import BareStream
 from benchmarks.bare_wakeup import BareWakeup
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.engine.build import build_engine
-from model_server.engine.scheduler import Chunk
+from model_server.kv_cache.request import Chunk
 from model_server.kv_events.events import NullSink
 from model_server.requests import ChosenToken
 from model_server.serve import ServeOptions, Server, load_tokenizer, reserve

@@ -19,9 +19,9 @@ from benchmarks.against_transformers import SHAPE, Figure
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
 from model_server.engine.core import Engine
-from model_server.kv_cache.copies import CpuCopies
 from model_server.kv_events.events import NullSink
 from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
+from model_server.worker.block_copies import CpuCopies
 
 _PREFIX_TOKENS = 4096
 _BLOCK_TOKENS = 16

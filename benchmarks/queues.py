@@ -21,14 +21,15 @@ import numpy as np
 import torch
 
 from benchmarks.report import read_options
-from model_server.engine.scheduler import Chunk, Scheduler
+from model_server.engine.scheduler import Scheduler
 from model_server.kv_cache.block_pool import BlockPool
-from model_server.kv_cache.copies import CpuCopies
 from model_server.kv_cache.host_tier import HostTier, Offload
 from model_server.kv_cache.manager import BlockManager
+from model_server.kv_cache.request import Chunk, LiveRequest
 from model_server.kv_events.events import Announcer
-from model_server.requests import GenerationRequest, LiveRequest, SamplingParams
+from model_server.requests import GenerationRequest, SamplingParams
 from model_server.shapes import undivided
+from model_server.worker.block_copies import CpuCopies
 from router.picking.cost import CREDIT, CostParameters, RequestFacts, price
 from router.pods.engine_load import EngineLoad
 from router.pods.load_table import PodBoard

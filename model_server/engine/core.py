@@ -15,9 +15,10 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from model_server.config import EngineConfig
-from model_server.engine.scheduler import Chunk, PrefillRate, Scheduler
+from model_server.engine.scheduler import PrefillRate, Scheduler
 from model_server.errors import EngineClosedError, QueueFullError, RequestError, WorkerError
 from model_server.kv_cache.manager import KvCache
+from model_server.kv_cache.request import Chunk, LiveRequest
 from model_server.kv_events.events import EventSink
 from model_server.model.lora import LoraRegistry
 from model_server.requests import (
@@ -25,7 +26,6 @@ from model_server.requests import (
     EngineStats,
     FinishReason,
     GenerationRequest,
-    LiveRequest,
     TokenOutput,
     check_request,
 )

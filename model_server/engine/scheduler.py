@@ -9,13 +9,11 @@ from dataclasses import KW_ONLY, dataclass, field
 from statistics import median
 from typing import TypeAlias
 
-import msgspec
-
 from model_server.config import SchedulingPolicy
 from model_server.kv_cache.block_pool import Block
 from model_server.kv_cache.host_tier import HostBlock
 from model_server.kv_cache.manager import BlockManager
-from model_server.requests import LiveRequest
+from model_server.kv_cache.request import Chunk, LiveRequest
 
 AGE_FACTOR = 10.0
 PARTIAL_PROMPTS_MAX = 2
@@ -67,19 +65,6 @@ class PrefillRate:
         self._steps.append(seconds / prefill_tokens)
         if len(self._steps) >= _RATE_STEPS_MIN:
             self.seconds_per_token = median(self._steps)
-
-
-class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """The next `length` tokens of one request, to be computed in this step."""
-
-    live: LiveRequest  # the request; its tokens before `start` have their KV
-    start: int  # position of the chunk's first token
-    length: int  # tokens in the chunk; 1 for a decode
-    samples: bool  # whether it reaches the last known token, so that the next one is sampled
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.length
 
 
 @dataclass(eq=False)

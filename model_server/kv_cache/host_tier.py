@@ -7,9 +7,9 @@ before its copy is done.
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from model_server.kv_cache.block_pool import Block, BlockPool
-from model_server.kv_cache.copies import BlockCopies, Transfer
 from model_server.kv_events.events import MEDIUM_CPU, Announcer, BlockContent, ContentKey, KVEvent, runs
 
 
@@ -104,6 +104,29 @@ class HostTier:
                 self.announce(self.announcer.removed(block.content, MEDIUM_CPU))
                 return block.slot
         return None
+
+
+class Transfer(Protocol):
+    """A copy under way."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+class BlockCopies(Protocol):
+    """Moves blocks; each call takes effect in the order of the calls and of the model's steps."""
+
+    block_bytes: int  # of one block
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
+        """Copy device blocks into host slots; the blocks may be overwritten by whatever is computed next."""
+
+    def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> Transfer:
+        """Copy host slots into device blocks."""
+
+    def fence(self) -> None:
+        """Let nothing computed next overtake a restore that is under way."""
 
 
 @dataclass(slots=True, eq=False)

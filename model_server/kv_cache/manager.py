@@ -2,19 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from model_server.config import EngineConfig
 from model_server.errors import ConfigError
 from model_server.kv_cache.block_pool import Block, BlockPool
 from model_server.kv_cache.coordinator import full_prefix, resumable_prefix
-from model_server.kv_cache.host_tier import HostBlock, HostTier, Offload
+from model_server.kv_cache.host_tier import BlockCopies, HostBlock, HostTier, Offload
+from model_server.kv_cache.request import BlockTable, LiveRequest
 from model_server.kv_events.events import MEDIUM_CPU, MEDIUM_GPU, Announcer, BlockContent, ContentKey, runs
-from model_server.requests import BlockTable, LiveRequest
 from model_server.shapes import KvGroupSpec, blocks_behind, blocks_bound
-
-if TYPE_CHECKING:
-    from model_server.worker.executor import Executor
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,20 +282,31 @@ class BlockManager:
         )
 
 
+class CacheMemory(BlockCopies, Protocol):
+    """The memory of both tiers, on all ranks."""
+
+    @property
+    def kv_groups(self) -> Sequence[KvGroupSpec]:
+        """Layers that share a block table."""
+
+    def allocate(self, host_blocks: int) -> None:
+        """Allocate the device's pool and this many host blocks, all empty."""
+
+
 class KvCache:
     """All parts of the cache; a ConfigError where the longest request allowed does not fit."""
 
-    def __init__(self, config: EngineConfig, executor: "Executor", max_model_len: int) -> None:
-        self.announcer = announcer = Announcer(executor.kv_groups, config.block_tokens)  # writes the events
+    def __init__(self, config: EngineConfig, memory: CacheMemory, max_model_len: int) -> None:
+        self.announcer = announcer = Announcer(memory.kv_groups, config.block_tokens)  # writes the events
         self.pool = BlockPool(config.gpu_blocks, announcer)  # the device's blocks
-        self.host = HostTier(_host_blocks(config, executor), announcer, self.pool.announce)  # the host tier's
-        self.offload = Offload(self.pool, self.host, executor)  # the traffic between them
-        executor.allocate(self.host.num_blocks)
+        self.host = HostTier(_host_blocks(config, memory), announcer, self.pool.announce)  # the host tier's
+        self.offload = Offload(self.pool, self.host, memory)  # the traffic between them
+        memory.allocate(self.host.num_blocks)
         # Gives blocks to requests.
         self.manager = BlockManager(
             self.pool,
             self.offload,
-            executor.kv_groups,
+            memory.kv_groups,
             block_tokens=config.block_tokens,
             chunk_tokens=config.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
@@ -327,7 +335,7 @@ class KvCache:
         return True
 
 
-def _host_blocks(config: EngineConfig, executor: "Executor") -> int:
+def _host_blocks(config: EngineConfig, memory: CacheMemory) -> int:
     if config.cpu_gib is None:
         return config.cpu_blocks
-    return int(config.cpu_gib * 2**30) // executor.block_bytes
+    return int(config.cpu_gib * 2**30) // memory.block_bytes

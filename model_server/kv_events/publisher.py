@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -38,9 +38,6 @@ from model_server.kv_events.events import (
 )
 from model_server.kv_events.replay import ReplayServer, Step, StepRing
 
-if TYPE_CHECKING:
-    from model_server.kv_cache.manager import KvCache
-
 SCHEMA = 1
 SNAPSHOT_TYPE = "application/msgpack"
 
@@ -53,6 +50,15 @@ logger = logging.getLogger(__name__)
 _BATCHES_BETWEEN_REPLAYS = 256
 _RANK = 0  # third element of every batch
 _JOIN_TIMEOUT_S = 5.0
+
+
+class CachedBlocks(Protocol):
+    """Blocks of all cache tiers, as a snapshot reads them."""
+
+    announcer: Announcer
+
+    def contents(self) -> Mapping[str, Sequence[BlockContent]]:
+        """Return the cached blocks by medium, one entry per copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +198,7 @@ class KVEventPublisher:
         if must_wake:
             self._wake()
 
-    def snapshot(self, cache: "KvCache") -> Snapshot:
+    def snapshot(self, cache: CachedBlocks) -> Snapshot:
         """Return what the caches hold and which batch comes next; to be called between two steps."""
         return Snapshot(self.boot_id, self._ring.next_sequence, _RANK, cache.announcer, cache.contents())
 

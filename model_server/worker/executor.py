@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from model_server.config import EngineConfig
-from model_server.engine.scheduler import Chunk
 from model_server.errors import AdapterError, WorkerError
-from model_server.kv_cache.copies import Done, Transfer
-from model_server.model.lora import LoraRequest
+from model_server.kv_cache.host_tier import Transfer
+from model_server.kv_cache.request import Chunk, LiveRequest
 from model_server.model.ranks import Ranks
-from model_server.requests import ChosenToken, LiveRequest
+from model_server.requests import ChosenToken, LoraRequest
 from model_server.shapes import Division
+from model_server.worker.block_copies import Done
 from model_server.worker.model_runner import SpanNumbers, load_runner
 from model_server.worker.sampler import SamplingRow, best, log_probabilities, read_logprobs, sample
 from model_server.worker.workers import Start, Workers

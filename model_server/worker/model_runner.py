@@ -15,11 +15,12 @@ from torch import Tensor
 from model_server.attention import Attention, KvLayout, Span, new_attention
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.errors import ConfigError
-from model_server.kv_cache.copies import BlockCopies, Done, Transfer, new_copies
+from model_server.kv_cache.host_tier import BlockCopies, Transfer
 from model_server.model.lora import LoraAdapter, LoraBatch
 from model_server.model.ranks import Ranks
 from model_server.model.weights import LoadedModel, load_adapter, load_checkpoint, load_tiny, torch_device
 from model_server.shapes import Division, pool_groups
+from model_server.worker.block_copies import Done, new_copies
 
 # One sequence's part of a step: its start, its length and its block tables, as in `Span`.
 SpanNumbers: TypeAlias = tuple[int, int, Sequence[Sequence[int]]]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from model_server.config import EngineConfig
 from model_server.engine.build import most_tokens
 from model_server.engine.core import Engine
-from model_server.engine.scheduler import Chunk
+from model_server.kv_cache.request import Chunk
 from model_server.kv_events.events import AllBlocksCleared, BlockRemoved, KVEvent
 from model_server.kv_events.hashing import event_hash
 from model_server.requests import ChosenToken, GenerationRequest, SamplingParams, TokenOutput

@@ -7,8 +7,8 @@ import pytest
 
 from model_server.config import EngineConfig
 from model_server.engine.core import Engine
-from model_server.engine.scheduler import Chunk
 from model_server.errors import ConfigError, EngineClosedError, QueueFullError, RequestError
+from model_server.kv_cache.request import Chunk
 from model_server.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored
 from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
 from tests.integration.engine_support import (

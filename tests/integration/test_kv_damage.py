@@ -9,8 +9,9 @@ import torch
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
 from model_server.engine.core import Engine
+from model_server.kv_cache.request import LiveRequest
 from model_server.kv_events.events import NullSink
-from model_server.requests import GenerationRequest, LiveRequest, SamplingParams, TokenLogprobs, TokenOutput
+from model_server.requests import GenerationRequest, SamplingParams, TokenLogprobs, TokenOutput
 from tests.unit.model_support import save_reference, text_of
 
 PROMPT_TOKENS = 41

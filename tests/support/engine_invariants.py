@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from model_server.engine.core import Engine
 from model_server.kv_cache.block_pool import Block, BlockPool
 from model_server.kv_cache.host_tier import HostBlock, HostTier
-from model_server.requests import LiveRequest
+from model_server.kv_cache.request import LiveRequest
 
 
 def check_engine(engine: Engine) -> None:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from model_server.kv_cache.copies import new_copies
 from model_server.kv_cache.host_tier import HostTier
 from model_server.kv_events.events import Announcer, BlockContent, BlockRemoved, BlockStored, KVEvent
 from model_server.shapes import undivided
+from model_server.worker.block_copies import new_copies
 from tests.support.engine_invariants import check_host
 
 DEVICES = [

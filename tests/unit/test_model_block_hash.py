@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from model_server.kv_cache.request import LiveRequest
 from model_server.kv_events.hashing import ROOT_DIGEST, encode_cbor, event_hash, hash_block, root_digest
-from model_server.requests import GenerationRequest, LiveRequest, SamplingParams
+from model_server.requests import GenerationRequest, SamplingParams
 
 VECTORS = json.loads((Path(__file__).parent.parent / "data" / "block_hash_vectors.json").read_bytes())
 

@@ -5,14 +5,15 @@ from collections.abc import Sequence
 import torch
 
 from model_server.config import SchedulingPolicy
-from model_server.engine.scheduler import Chunk, Scheduler
+from model_server.engine.scheduler import Scheduler
 from model_server.kv_cache.block_pool import BlockPool
-from model_server.kv_cache.copies import CpuCopies
 from model_server.kv_cache.host_tier import HostTier, Offload
 from model_server.kv_cache.manager import BlockManager
+from model_server.kv_cache.request import Chunk, LiveRequest
 from model_server.kv_events.events import Announcer
-from model_server.requests import GenerationRequest, LiveRequest, SamplingParams
+from model_server.requests import GenerationRequest, SamplingParams
 from model_server.shapes import kv_groups
+from model_server.worker.block_copies import CpuCopies
 
 
 def live_request(name: str, prompt: Sequence[int]) -> LiveRequest:

@@ -4,7 +4,8 @@ import pytest
 
 from model_server.config import SchedulingPolicy
 from model_server.engine.scheduler import PrefillRate, order_key
-from model_server.requests import GenerationRequest, LiveRequest, SamplingParams
+from model_server.kv_cache.request import LiveRequest
+from model_server.requests import GenerationRequest, SamplingParams
 from tests.unit.test_model_scheduler import new_scheduler, step
 
 

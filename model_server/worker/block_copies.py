@@ -4,34 +4,12 @@ Whoever asks keeps blocks and slots alive until a copy is done.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-
-class Transfer(Protocol):
-    """A copy under way."""
-
-    def done(self) -> bool: ...
-
-    def wait(self) -> None: ...
-
-
-class BlockCopies(Protocol):
-    """Moves blocks; each call takes effect in the order of the calls and of the model's steps."""
-
-    block_bytes: int  # of one block
-
-    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """Copy device blocks into host slots; the blocks may be overwritten by whatever is computed next."""
-
-    def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> Transfer:
-        """Copy host slots into device blocks."""
-
-    def fence(self) -> None:
-        """Let nothing computed next overtake a restore that is under way."""
+from model_server.kv_cache.host_tier import BlockCopies, Transfer
 
 
 class Done:
