@@ -44,6 +44,7 @@ from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
 from router.observe.decision_log import Explain
 from router.observe.metrics import RouterMetrics
+from router.observe.requests import ObservedRouter, RequestRecorder
 from router.picking.admission import Admission, UtilizationDetector
 from router.picking.route import Router
 from router.picking.scheduler import Scheduler
@@ -90,21 +91,24 @@ class Inside:
         explain = Explain(_DECISIONS_KEPT, lambda address: address)
         rates = PrefillRates(RateParameters(), pods.board)
         self.index = KvIndexer(IndexerConfig(block_tokens=BLOCK_TOKENS), registry=registry)
-        self.outcomes = Outcomes(ledger, rates, explain, metrics, self.index.settle, self.index.dropped)
+        self.outcomes = Outcomes(
+            ledger, rates, RequestRecorder(explain, metrics), self.index.settle, self.index.dropped
+        )
         self.tokenizers = TokenizerRegistry.load(
             {MODEL: model_directory(bodies)}, TokenizeOptions(deadline_s=_DEADLINE_S)
         )
         self.scheduler = Scheduler(
             pods.board, ledger, np.random.default_rng(7), block_tokens=self.index.block_tokens
         )
-        self.router = Router(
+        routed = Router(
             pods=pods,
             tokenizers=self.tokenizers,
             index=self.index,
             admission=Admission({}, UtilizationDetector(load_age_max_s=5.0), pods.board),
             scheduler=self.scheduler,
-            sink=self.outcomes,
+            dispatched=self.outcomes.decided,
         )
+        self.router = ObservedRouter(routed, metrics)
         check = CheckDoor(self.router, BodyGuard(), metrics, _BODY_BYTES_MAX)
         self.answer = _served(_handler(check, f"/{CHECK_SERVICE}/Check"))
         picks = PickDoor(self.router, self.outcomes, metrics, pods)

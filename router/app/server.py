@@ -53,6 +53,7 @@ from router.observe.metrics import (
     StreamMetrics,
     TokenizerCollector,
 )
+from router.observe.requests import ObservedRouter, RequestRecorder
 from router.observe.tracing import Traces
 from router.picking.route import Router
 from router.pods.pod_set import Pod, PodSet
@@ -101,8 +102,7 @@ class RouterServer:
         self.outcomes = Outcomes(
             self._ledger,
             self.rates,
-            self.explain,
-            self._metrics,
+            RequestRecorder(self.explain, self._metrics),
             lambda request, now_s: self.index.settle(request, now_s),
             lambda request: self.index.dropped(request),
         )
@@ -181,16 +181,16 @@ class RouterServer:
         if config.index.peers:
             self.outcomes.join(self._fleet)
         self.watch = opened.enter_context(closing(self._pod_watch()))
-        self.router = Router(
+        routed = Router(
             pods=self.pods,
             tokenizers=self._tokenizers,
             index=self.index,
             admission=self._admission,
             scheduler=scheduler(config, self.pods, self._ledger, self._ranker),
-            sink=self.outcomes,
+            dispatched=self.outcomes.decided,
             flow=self._flow,
-            traces=self._traces,
         )
+        self.router = ObservedRouter(routed, self._metrics, self._traces)
         self._debug = opened.enter_context(closing(listen_metrics(config, registry, self._pages())))
         self._grpc_health = opened.enter_context(closing(listen_health(config, self.health)))
         waits = may_wait(config, self._flow, self._tokenizers)

@@ -23,9 +23,8 @@ from router.picking.flow import FlowControl
 from router.picking.flow_config import LOAD_AGES, fairness_of, flow_of
 from router.picking.scheduler import Scheduler
 from router.plugins.build import build_pipeline, is_own
-from router.plugins.labels import ROLE_LABEL
 from router.plugins.pipeline import Pipeline
-from router.pods.pod_set import PodSet, PodsFile, PodSnapshot, PodsSource
+from router.pods.pod_set import ROLE_LABEL, PodSet, PodsFile, PodSnapshot, PodsSource
 from router.prompts.tokenizers import TokenizerRegistry
 
 # Plugins that split a request over engines, which hand its blocks on.

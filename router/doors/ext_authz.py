@@ -29,8 +29,8 @@ from router.doors.headers import (
 from router.doors.health import CHECK_SERVICE
 from router.errors import RequestError
 from router.observe.metrics import RouterMetrics
+from router.observe.requests import ObservedRouter
 from router.picking.decision import Routing
-from router.picking.route import Router
 from router.prompts.body_guard import BodyGuard, refusal
 from router.prompts.parsers import http_request
 from router.prompts.request import RequestKind, RouteRequest, too_large
@@ -53,7 +53,11 @@ class CheckDoor:
     """envoy.service.auth.v3.Authorization; larger bodies than max_request_bytes are answered with 413."""
 
     def __init__(
-        self, router: Router, guard: BodyGuard, metrics: RouterMetrics, max_request_bytes: int = 8 << 20
+        self,
+        router: ObservedRouter,
+        guard: BodyGuard,
+        metrics: RouterMetrics,
+        max_request_bytes: int = 8 << 20,
     ) -> None:
         self._router = router
         self._guard = guard

@@ -34,9 +34,9 @@ from router.errors import (
     SaturatedError,
 )
 from router.observe.metrics import RouterMetrics
+from router.observe.requests import ObservedRouter
 from router.picking.candidates import is_allowed, not_allowed
 from router.picking.decision import Decision
-from router.picking.route import Router
 from router.plugins.attribute_reporter import AttributeReporter
 from router.pods.pod_set import PodSet
 from router.prompts.body_guard import BodyGuard, refusal
@@ -73,7 +73,7 @@ _NOT_KEPT = frozenset({DESTINATION_HEADER, "content-length"})
 class OwnForm:
     """The router's own answers; errors are OpenAI's."""
 
-    router: Router
+    router: ObservedRouter
     guard: BodyGuard
     metrics: RouterMetrics
     parsers: Parsers = OWN_PARSERS
@@ -224,7 +224,7 @@ class LlmdOptions:
 def llmd_form(
     options: LlmdOptions,
     rewrites: RewriteRules,
-    router: Router,
+    router: ObservedRouter,
     guard: BodyGuard,
     metrics: RouterMetrics,
     pods: PodSet,

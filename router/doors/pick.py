@@ -20,8 +20,8 @@ from router.doors.health import PICK_SERVICE
 from router.errors import DROPPED_REASON_HEADER, RequestError
 from router.feedback.lifecycle import REPORT, Outcomes
 from router.observe.metrics import RouterMetrics
+from router.observe.requests import ObservedRouter
 from router.picking.decision import Decision
-from router.picking.route import Router
 from router.pods.pod_set import PodSet, PodSnapshot
 from router.prompts.request import RequestKind, RouteRequest, api_request
 
@@ -41,7 +41,7 @@ _CHAT_OPTIONS = frozenset(
 class PickDoor:
     """kvroute.v1.EndpointPicker."""
 
-    router: Router
+    router: ObservedRouter
     outcomes: Outcomes
     metrics: RouterMetrics
     pods: PodSet

@@ -120,7 +120,13 @@ class RouterMetrics:
         self._models = _CappedLabels(_MODELS_MAX)
         self._pods: frozenset[str] | None = None
 
-    def decided(self, decision: Decision, took_s: float) -> None:
+    def picked(self, took_s: float, decision: Decision | None) -> None:
+        """Count a pick that took so many seconds; None: it failed."""
+        if decision is None:
+            with self._lock:
+                self._counts["attempts"].add(("failure", "", "", "", ""))
+                self._spreads["picking"].observe(took_s)
+            return
         best, client, count = decision.primary, decision.client_model, self._counts
         model = self._models.admit(decision.model or "")
         named = model if client is None else self._models.admit(client)
@@ -143,11 +149,6 @@ class RouterMetrics:
         """Counts an error that the router answers; without the model's name, which the client chose."""
         with self._lock:
             self._counts["errors"].add(("", "", "", "0", error.error_type))
-
-    def pick_failed(self, took_s: float) -> None:
-        with self._lock:
-            self._counts["attempts"].add(("failure", "", "", "", ""))
-            self._spreads["picking"].observe(took_s)
 
     def keep(self, pods: Collection[str]) -> None:
         """Drops the series of every pod but these."""

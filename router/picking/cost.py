@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.jit import kernel_with_arrays
+from router.inflight.rates import DECODE_SLOWDOWN
 from router.pods.engine_load import LoraLoad
 from router.pods.load_table import prefill_tokens_per_s
 
@@ -23,11 +24,6 @@ from router.pods.load_table import prefill_tokens_per_s
 _LOAD_S = 0.2
 # Until one of the adapters that run has no requests any more and makes room.
 _PLACE_S = 2.0
-DECODE_SLOWDOWN = 0.008
-"""What one request that decodes on a pod adds to a prefill's time there, as a share of it.
-
-As in the simulator behind the default policy.
-"""
 
 # What a request costs on one pod, and what was known of the pod.
 PRICE = np.dtype(

@@ -19,8 +19,7 @@ from router.config.picker_file import FlowSettings
 from router.errors import FlowError
 from router.picking.admission import Detector
 from router.picking.flow_queue import FlowQueue, Waiting
-from router.plugins.labels import ROLE_LABEL
-from router.pods.pod_set import PodSet
+from router.pods.pod_set import ROLE_LABEL, PodSet
 from router.prompts.request import RouteRequest
 
 _LOOK_S = 0.01

@@ -6,7 +6,6 @@ into the ledger are one short critical section, so that concurrent picks see eac
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.repeated_log import RepeatedLog
 from indexer import PodMatches, TokenError
 from indexer.keys import Keys
-from router.errors import RequestError
 from router.inflight.dispatch import Dispatch
-from router.observe.tracing import Traces
 from router.picking.admission import Admission
 from router.picking.candidates import Lineup, Lineups
 from router.picking.decision import Decision
@@ -33,10 +29,6 @@ from router.prompts.tokenizers import TokenizerRegistry
 
 if TYPE_CHECKING:
     from indexer import KvIndexer
-    from router.feedback.lifecycle import Outcomes
-
-_log = logging.getLogger(__name__)
-_repeated = RepeatedLog(_log)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,10 +40,10 @@ class Router:
     index: KvIndexer
     admission: Admission
     scheduler: Scheduler
-    sink: Outcomes
-    flow: FlowControl | None = None  # None: nobody waits
-    traces: Traces | None = None
-    clock: Callable[[], float] = time.perf_counter  # measures what passes inside
+    # Receives each decision, the requests that the ledger dropped for it, and when its request arrived.
+    dispatched: Callable[[Decision, Sequence[Dispatch], float], None]
+    flow: FlowControl | None = None  # None: no request waits
+    clock: Callable[[], float] = time.perf_counter  # measures the time spent inside
     _lineups: Lineups = field(init=False)
     _picking: Lock = field(init=False, default_factory=Lock)
 
@@ -59,58 +51,43 @@ class Router:
         self._lineups = Lineups(self.pods)
 
     def route(
-        self, request: RouteRequest, now_s: float, is_active: Callable[[], bool] | None = None
+        self,
+        request: RouteRequest,
+        now_s: float,
+        is_active: Callable[[], bool] | None = None,
+        step_done: Callable[[], None] = lambda: None,
     ) -> Decision:
-        """Picks a pod and enters the request into the ledger.
+        """Pick a pod and enter the request into the ledger.
 
         Args:
-            now_s: When the request came.
-            is_active: Whether its client still waits; None: nobody can tell.
+            now_s: Arrival of the request, on the router's monotonic clock.
+            is_active: Returns whether the client still waits; None if that is unknown.
+            step_done: Called when the candidates are known, and again when their cached prefixes are.
 
         Raises:
-            RequestError: The request cannot be routed; carries the client's answer. 500: routing failed.
+            RequestError: The request cannot be routed; carries the client's answer.
         """
         started_s = self.clock()
-        # When it came, when its candidates were known, and when its matches were: for its spans.
-        marks_ns = [time.time_ns()]
-        try:
-            if self.flow is None:
-                decision, displaced = self._routed(request, started_s, now_s, marks_ns)
-            else:
-                with self.flow.turn(request, is_active):
-                    waited_s = self.clock() - started_s
-                    begun_s = started_s + waited_s
-                    decision, displaced = self._routed(request, begun_s, now_s + waited_s, marks_ns)
-        except Exception as error:
-            self.sink.refused(self.clock() - started_s)
-            if self.traces is not None:
-                self.traces.routed(request, marks_ns, error)
-            if isinstance(error, RequestError):
-                raise
-            _repeated.event(
-                "pick_failed",
-                "picks",
-                "request %s could not be routed",
-                request.request_id,
-                level=logging.ERROR,
-                error=error,
-            )
-            raise RequestError(500, "the router failed to route this request") from error
-        self.sink.decided(decision, displaced, self.clock() - started_s)
-        if self.traces is not None:
-            self.traces.routed(request, marks_ns, decision)
+        if self.flow is None:
+            decision, displaced = self._routed(request, started_s, now_s, step_done)
+        else:
+            with self.flow.turn(request, is_active):
+                waited_s = self.clock() - started_s
+                begun_s = started_s + waited_s
+                decision, displaced = self._routed(request, begun_s, now_s + waited_s, step_done)
+        self.dispatched(decision, displaced, now_s)
         return decision
 
     def _routed(
-        self, request: RouteRequest, started_s: float, now_s: float, marks_ns: list[int]
+        self, request: RouteRequest, started_s: float, now_s: float, step_done: Callable[[], None]
     ) -> tuple[Decision, Sequence[Dispatch]]:
         lineup = self._lineups.of(request)
         priority = self.admission.admit(request.headers, lineup.rows, now_s)
-        marks_ns.append(time.time_ns())
+        step_done()
         tokens = self.tokenizers.prompt_tokens(request, lineup.base_model, lineup.context_tokens, lineup.pods)
         prompted = self._prompted(request, tokens, lineup, priority)
         with self._picking:
-            return self._pick(prompted, lineup, started_s, now_s, marks_ns)
+            return self._pick(prompted, lineup, started_s, now_s, step_done)
 
     def _prompted(
         self, request: RouteRequest, tokens: PromptTokens, lineup: Lineup, priority: int
@@ -143,15 +120,20 @@ class Router:
             return [], "token_error"
 
     def _pick(
-        self, prompted: Prompted, lineup: Lineup, started_s: float, now_s: float, marks_ns: list[int]
+        self,
+        prompted: Prompted,
+        lineup: Lineup,
+        started_s: float,
+        now_s: float,
+        step_done: Callable[[], None],
     ) -> tuple[Decision, Sequence[Dispatch]]:
         # Pods of another base model (two bases may share a name) hold none of these keys, truly.
         matches = [
             self.index.match(keys, lineup.asked, prompt_tokens=length)
             for keys, length in zip(prompted.keys, map(len, prompted.tokens.prompts), strict=False)
         ]
-        marks_ns.append(time.time_ns())
-        # The pod's time begins now: what tokenizing and waiting took here is not its prefill's.
+        step_done()
+        # Start the prefill clock here so that tokenization and queueing time are not charged to the pod.
         decided_s = now_s + self.clock() - started_s
         decision, displaced = self.scheduler.schedule(
             prompted, lineup, self.pods.snapshot(), matches, decided_s

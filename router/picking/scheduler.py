@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -32,15 +32,12 @@ from router.picking.cost import (
     least_cost_first,
     price,
 )
-from router.picking.decision import Candidate, Decision, Ranking
+from router.picking.decision import Candidate, Decision, Ranking, Routing
 from router.picking.sessions import Sessions, session_of
 from router.pods.load_table import PodBoard
 from router.pods.pod_set import PodSnapshot
 from router.prompts.prompt_tokens import PromptTokens
 from router.prompts.request import RouteRequest, usage_tells_all
-
-if TYPE_CHECKING:
-    from router.plugins.pipeline import Pipeline
 
 # What was only just sent to a pod will lie in its device memory.
 _DEVICE_TIERS = (GPU_TIER, SPECULATIVE_TIER)
@@ -80,6 +77,34 @@ class Prompted(msgspec.Struct, frozen=True):
         )
 
 
+class Ranker(Protocol):
+    """Order of the candidates by other means than their cost: a configured pipeline of plugins."""
+
+    def rank(
+        self,
+        prompted: Prompted,
+        lineup: Lineup,
+        pods: PodSnapshot,
+        matches: Sequence[PodMatches],
+        prices: NDArray[Any],
+        credits: NDArray[Any],
+        known: NDArray[Any],
+        now_s: float,
+    ) -> tuple[NDArray[np.int64], Routing]:
+        """Return the places of the candidates that may be picked, best first, and what else was decided.
+
+        Args:
+            pods: Current pods; the candidates may carry older load figures.
+            matches: One per prompt; empty if the cache view is not used.
+            prices: cost.PRICE [candidates].
+            credits: cost.CREDIT [candidates].
+            known: load_table.POD [candidates].
+
+        Raises:
+            RequestError: 429: no candidate passed the filters. 500: a plugin failed.
+        """
+
+
 class Scheduler:
     """Prices, picks, and enters the pick into the ledger.
 
@@ -95,7 +120,7 @@ class Scheduler:
         *,
         block_tokens: int,
         cost: CostParameters | None = None,
-        ranker: Pipeline | None = None,
+        ranker: Ranker | None = None,
     ) -> None:
         self._board = board
         self._ledger = ledger
@@ -143,25 +168,31 @@ class Scheduler:
         if self._ranker is not None:
             known = self._board.known(lineup.rows)
             order, routing = self._ranker.rank(prompted, lineup, pods, used, prices, credits, known, now_s)
-        block_tokens, addresses = self._block_tokens, lineup.addresses
-        # By place, not by name: that costs half as much.
+        ranked = Ranking(
+            pods=lineup.addresses,
+            prices=prices,
+            credits=credits,
+            order=order,
+            prompt_tokens=prompt_tokens,
+            block_tokens=self._block_tokens,
+            matches=matches,
+            most_cached_tokens=most_cached_tokens,
+        )
         decision = Decision(
-            request.request_id,
-            request.kind,
-            request.model,
-            Ranking(
-                addresses, prices, credits, order, prompt_tokens, block_tokens, matches, most_cached_tokens
-            ),
-            lineup.excluded,
-            prompt_tokens,
-            prompted.degraded,
-            now_s,
-            prompted.priority,
-            session_pod,
-            request.client_model,
-            routing,
-            prompted.tokens.partial,
-            usage_tells_all(request, len(prompted.keys)),
+            request_id=request.request_id,
+            kind=request.kind,
+            model=request.model,
+            ranked=ranked,
+            excluded=lineup.excluded,
+            prompt_tokens=prompt_tokens,
+            degraded=prompted.degraded,
+            decided_s=now_s,
+            priority=prompted.priority,
+            session_pod=session_pod,
+            client_model=request.client_model,
+            routing=routing,
+            partial=prompted.tokens.partial,
+            is_comparable=usage_tells_all(request, len(prompted.keys)),
         )
         if session is not None:
             self._sessions.moved(session, decision.ranked.best.pod, now_s, lineup.base_model)
@@ -242,19 +273,21 @@ class Scheduler:
         brought = None if self._ledger.changes is None else self._brought(coming, works, prefill)
         return self._ledger.dispatch(
             Dispatch(
-                decision.request_id,
-                pod,
-                works.uncached_tokens,
-                works.queued_prefill_s,
-                works.own_prefill_s,
-                _confirm_key(coming, works.view, matches, works.pod, is_read=decision.degraded is None),
-                _lesson(decision, works, loading_s),
-                decision.decided_s,
-                works.decoding,
-                prefill,
-                lineup.lora_name,
+                request_id=decision.request_id,
+                pod=pod,
+                uncached_tokens=works.uncached_tokens,
+                queued_prefill_s=works.queued_prefill_s,
+                own_prefill_s=works.own_prefill_s,
+                confirm_key=_confirm_key(
+                    coming, works.view, matches, works.pod, is_read=decision.degraded is None
+                ),
+                lesson=_lesson(decision, works, loading_s),
+                dispatched_s=decision.decided_s,
+                decoding=works.decoding,
+                prefill_pod=prefill,
+                adapter=lineup.lora_name,
                 # Where another pod prefills, the destination's cache tells what was transferred, too.
-                works.cached_tokens if works.view == _EXACT and prefill is None else 0,
+                promised_tokens=works.cached_tokens if works.view == _EXACT and prefill is None else 0,
             ),
             brought,
         )

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 from router.config.fields import Settings, Text
 from router.plugins.api import Endpoint, PluginRequest
+from router.pods.pod_set import ROLE_LABEL
 
-ROLE_LABEL = "llm-d.ai/role"
 SELECTION_HEADER = "test-epp-endpoint-selection"
 
 _ROLES = {

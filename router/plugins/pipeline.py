@@ -72,22 +72,6 @@ class Pipeline:
         known: NDArray[Any],
         now_s: float,
     ) -> tuple[NDArray[np.int64], Routing]:
-        """Picks.
-
-        Args:
-            pods: As they are now; the line-up may be older in what it says of their load.
-            matches: One for each prompt; empty when the cache's view is not used.
-            prices: cost.PRICE [candidates].
-            credits: cost.CREDIT [candidates].
-            known: board.POD [candidates].
-
-        Returns:
-            int64 places of the candidates that passed the filters, best first, and what else was decided.
-
-        Raises:
-            RequestError: 429, the filters left nobody.
-            RequestError: 500, a plugin failed.
-        """
         columns = zip(
             lineup.pods,
             prices["cost_s"].tolist(),

@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 _FILE_BYTES_MAX = 1 << 20
 
 DEFAULT_METRICS_PATH = "/metrics"
+ROLE_LABEL = "llm-d.ai/role"
 
 # The first that a pod has counts.
 _ENGINE_LABELS = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")

@@ -19,6 +19,7 @@ from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
 from router.observe.decision_log import Explain
 from router.observe.metrics import RouterMetrics
+from router.observe.requests import ObservedRouter, RequestRecorder
 from router.observe.tracing import Traces
 from router.picking.admission import Admission, UtilizationDetector
 from router.picking.route import Router
@@ -142,7 +143,11 @@ class Bench:
         self.metrics = RouterMetrics(self.registry)
         self.explain = Explain(self.decisions_kept, lambda address: f"pod-{address.rpartition(':')[2]}")
         self.outcomes = Outcomes(
-            self.ledger, self.rates, self.explain, self.metrics, self.index.settle, self.index.dropped
+            self.ledger,
+            self.rates,
+            RequestRecorder(self.explain, self.metrics),
+            self.index.settle,
+            self.index.dropped,
         )
         self.scheduler = Scheduler(
             board,
@@ -151,16 +156,16 @@ class Bench:
             block_tokens=self.index.block_tokens,
             ranker=self.ranker,
         )
-        self.router = Router(
+        self.core = Router(
             pods=self.pods,
             tokenizers=self.tokenizers,
             index=self.index,
             admission=Admission(self.priorities, UtilizationDetector(load_age_max_s=5.0), board),
             scheduler=self.scheduler,
-            sink=self.outcomes,
-            traces=self.traces,
+            dispatched=self.outcomes.decided,
             clock=self.clock,
         )
+        self.router = ObservedRouter(self.core, self.metrics, self.traces)
 
     def with_pods(self, *pods: Pod) -> Bench:
         """Declares pods with what is already known of them."""

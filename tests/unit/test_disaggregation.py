@@ -12,8 +12,8 @@ from router.config.picker_file import parse_config
 from router.feedback.change_log import Journal
 from router.picking.scheduler import Scheduler
 from router.plugins.build import build_pipeline
-from router.plugins.labels import ROLE_LABEL
 from router.pods.load_table import PodWork
+from router.pods.pod_set import ROLE_LABEL
 from tests.unit import replica_support
 from tests.unit.router_support import Bench, completion, entry, long_text, ready_pod
 
@@ -43,7 +43,7 @@ def disaggregated() -> Bench:
     roles = {A: "prefill", B: "decode"}
     pods = [replace(ready_pod(pod), entry=entry(pod, **{ROLE_LABEL: role})) for pod, role in roles.items()]
     made = Bench().with_pods(*pods)
-    made.router.scheduler = Scheduler(
+    made.core.scheduler = Scheduler(
         made.pods.board,
         made.ledger,
         np.random.default_rng(3),

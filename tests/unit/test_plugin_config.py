@@ -48,7 +48,7 @@ def bench(ranker: Pipeline, **loads: tuple[int, float]) -> Bench:
         known = made.pods.snapshot()[address]
         load = EngineLoad(waiting, 0, usage, None, 0.0)
         made.pods.put(type(known)(**{f: getattr(known, f) for f in known.__slots__} | {"load": load}))
-    made.router.scheduler = Scheduler(
+    made.core.scheduler = Scheduler(
         made.pods.board, made.ledger, np.random.default_rng(3), block_tokens=16, ranker=ranker
     )
     return made

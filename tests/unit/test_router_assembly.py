@@ -31,7 +31,7 @@ def test_loads_count_as_long_as_the_probes_interval_allows(config: RouterConfig,
     """Pricing and admission believe a load for three intervals, at least 5 s, or as long as a flag says."""
     bench = Bench().with_pods(replace(A, load=load(running=3)))
     admission, _ = entrance(config, {"low": -1}, bench.pods, CollectorRegistry())
-    bench.router.scheduler = scheduler(config, bench.pods, bench.ledger, None)
+    bench.core.scheduler = scheduler(config, bench.pods, bench.ledger, None)
     rows = bench.pods.board.rows([A.address])
     ages_s = (age_max_s - 0.1, age_max_s + 0.1)
     assert admission.admit(LOW, rows, ages_s[0]) == -1

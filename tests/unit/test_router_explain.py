@@ -12,8 +12,7 @@ from router.config.picker_file import parse_config
 from router.feedback.lifecycle import REPORT, RESPONSE
 from router.observe.decision_log import Explain
 from router.plugins.build import build_pipeline
-from router.plugins.labels import ROLE_LABEL
-from router.pods.pod_set import Pod
+from router.pods.pod_set import ROLE_LABEL, Pod
 from router.prompts.request import RequestKind, RouteRequest
 from tests.unit.router_support import TINY, Bench, completion, entry, long_text, ready_pod
 
