@@ -36,7 +36,7 @@ from router.config.resources import Resources, RewriteRules, read_resources
 from router.doors.access_log import AccessLogDoor
 from router.doors.ext_authz import CheckDoor
 from router.doors.ext_proc import ExtProcDoor, ExtProcOptions
-from router.doors.ext_proc_forms import OwnForm, llmd_form
+from router.doors.ext_proc_forms import LlmdOptions, OwnForm, llmd_form
 from router.doors.health import Health
 from router.doors.pick import PickDoor
 from router.errors import ConfigError, ListenError
@@ -249,7 +249,8 @@ class RouterServer:
         options = ExtProcOptions(config.max_request_bytes, config.responses_full, config.subset_filter)
         if config.compat == "off":
             return ExtProcDoor(OwnForm(router=router, guard=guard, metrics=metrics), self.outcomes, options)
-        form = llmd_form(config, self._rewrites, router, guard, metrics, self.pods)
+        llmd = LlmdOptions(config.picker, config.max_request_bytes, config.emit_endpoint_scores)
+        form = llmd_form(llmd, self._rewrites, router, guard, metrics, self.pods)
         evictions = self._flow.evictions if self._flow is not None else None
         return ExtProcDoor(form, self.outcomes, options, evictions)
 

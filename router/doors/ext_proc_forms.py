@@ -16,7 +16,6 @@ from envoy.config.core.v3 import base_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from msgspec.structs import replace
 
-from router.app.config import RouterConfig
 from router.config.picker_file import PickerConfig
 from router.config.resources import RewriteRules
 from router.doors.ext_proc_messages import immediate_answer
@@ -213,8 +212,17 @@ class LlmdForm(OwnForm):
         return replace(request, model=model, client_model=named or ""), with_model(body, model)
 
 
+@dataclass(frozen=True, slots=True)
+class LlmdOptions:
+    """Settings of `LlmdForm`."""
+
+    picker: PickerConfig | None  # names parsers and reporters; None: the defaults
+    held_bytes_max: int
+    emits_scores: bool
+
+
 def llmd_form(
-    config: RouterConfig,
+    options: LlmdOptions,
     rewrites: RewriteRules,
     router: ObservedRouter,
     guard: BodyGuard,
@@ -226,15 +234,15 @@ def llmd_form(
     Raises:
         ConfigError: A parser or a reporter is wrong.
     """
-    picker = config.picker
+    picker = options.picker
     return LlmdForm(
         router=router,
         guard=guard,
         metrics=metrics,
         parsers=Parsers(_parser_types(picker) if picker is not None else DEFAULT_PARSERS),
-        held_bytes_max=config.max_request_bytes,
+        held_bytes_max=options.held_bytes_max,
         reporter=AttributeReporter.of(picker) if picker is not None else None,
-        emits_scores=config.emit_endpoint_scores,
+        emits_scores=options.emits_scores,
         pods=pods,
         rewrites=rewrites,
         tells_served=picker is not None and any(one.type == _SERVED for one in picker.plugins.values()),
