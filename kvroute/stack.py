@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import urllib3
 
@@ -52,32 +52,21 @@ class StackOptions:
     port: int = flag("stack", "--port", int, 8080, "the gateway's port: OpenAI's API behind Envoy")
     base_port: int = flag("stack", "--base-port", int, 18000, "first of the ports for everything else")
     model: str = flag(
-        "stack",
-        "--model",
-        str,
-        TINY_MODEL,
-        "kvroute-tiny, or a Hugging Face checkpoint directory (default: %(default)s)",
-        metavar="MODEL",
+        "stack", "--model", str, TINY_MODEL, "kvroute-tiny, or a Hugging Face checkpoint directory"
     )
     door: Door = flag(
         "stack",
         "--door",
-        str,
+        Door,
         "check_grpc",
-        "check_grpc: Envoy asks once with the whole body (ext_authz); ext_proc: as Gateway API gateways ask "
-        "(default: %(default)s)",
-        choices=get_args(Door),
-        metavar=None,
+        "check_grpc: Envoy asks once with the whole body (ext_authz); ext_proc: as Gateway API gateways ask",
     )
     responses: Responses = flag(
         "stack",
         "--responses",
-        str,
+        Responses,
         "skip",
-        "skip: responses do not pass through the router; full: ext_proc sees both phases "
-        "(default: %(default)s)",
-        choices=get_args(Responses),
-        metavar=None,
+        "skip: responses do not pass through the router; full: ext_proc sees both phases",
     )
     failure_mode_allow: bool = switch(
         "stack",

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from common.flags import CommandParser, add_flags, said
+from common.flags import CommandParser, add_flags, flag_values
 from kvroute.demo import run_demo
 from kvroute.stack import LocalStackError, StackOptions, StackPlan, await_pods, plan_stack
 from kvroute.supervisor import Supervisor, check_ports
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     only.add_argument("--demo-only", action="store_true", help="end after the demonstration")
     only.add_argument("--no-demo", action="store_true", help="start and stay up without the demonstration")
     arguments = parser.parse_args(argv)
-    options = StackOptions(**said(StackOptions, arguments))
+    options = StackOptions(**flag_values(StackOptions, arguments))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from common.flags import file_flag, flag, said
+from common.flags import file_flag, flag, flag_values
 from common.tls import FollowedFiles
 from router.config.flags import names, switch
 from router.errors import ConfigError
@@ -129,7 +129,7 @@ def tls_options(flags: argparse.Namespace) -> tuple[TlsOptions | None, MetricsTl
     Raises:
         ConfigError: Files are named for a port that is to have no TLS.
     """
-    options = TlsOptions(**said(TlsOptions, flags))
+    options = TlsOptions(**flag_values(TlsOptions, flags))
     if options.cert_dir is not None and not flags.secure_serving:
         raise ConfigError("--cert-path: needs --secure-serving")
     if flags.metrics_client_ca is not None and flags.metrics_cert_dir is None:
