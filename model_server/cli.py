@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, _exit_at_once)
     try:
-        from model_server import serve
+        from model_server.openai import api_server
     except ModuleNotFoundError as error:
         if error.name not in _EXTRA:
             raise
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     served = {"served_names": (default_name,)} | flag_values(ServeOptions, args) | {"admin_token": token}
     options = ServeOptions(engine, events=events, **served)
     try:
-        serve.run(options)
+        api_server.run(options)
     except ConfigError as error:
         parser.error(str(error))
     except ModelServerError as error:
