@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from common.flags import file_flag, flag, flag_values
-from common.tls import FollowedFiles
+from common.tls import FileReloader
 from router.config.flags import names, switch
 from router.errors import ConfigError
 
@@ -229,7 +229,7 @@ def _bare_context() -> ssl.SSLContext:
 def _followed(port: str, make: Callable[[], ssl.SSLContext], directory: Path) -> Callable[[], ssl.SSLContext]:
     files = [directory / name for name in (_CERT, _KEY)]
     # Always another context: threads may use the one so far.
-    return FollowedFiles(port, files, lambda: _loaded(make(), directory), (ConfigError,)).current
+    return FileReloader(port, files, lambda: _loaded(make(), directory), (ConfigError,)).current
 
 
 def _loaded(context: ssl.SSLContext, directory: Path) -> ssl.SSLContext:
