@@ -20,7 +20,7 @@ from cachetools import TLRUCache
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from common.page_server import Lane, PageServer, Request, Response
+from common.page_server import BoundedExecutor, PageServer, Request, Response
 from common.repeated_log import RepeatedLog
 from indexer import StreamState
 from router.doors.health import Health
@@ -86,7 +86,7 @@ class MetricsAuth:
     def __post_init__(self) -> None:
         # By path and digest of the token.
         self._kept: TLRUCache[bytes, int | None] = TLRUCache(_KEPT, _kept_until_s, self.clock)
-        self._reviews = Lane("metrics-reviews")
+        self._reviews = BoundedExecutor("metrics-reviews")
         self._repeated = RepeatedLog(_log)
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ class DebugServer:
         self._registry, self._pages, self._authorize = registry, dict(pages), authorize
         self._server = PageServer(bound_socket("--metrics-port", host, port), self._answer, tls)
         self.port = self._server.port
-        self._probes, self._others = Lane("pages-probes"), Lane("pages-others")
+        self._probes, self._others = BoundedExecutor("pages-probes"), BoundedExecutor("pages-others")
 
     def start(self) -> None:
         self._server.start()

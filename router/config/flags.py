@@ -24,11 +24,6 @@ def count(text: str) -> int:
     return bounded(text, 0, 1_000_000_000)
 
 
-def positive(text: str) -> int:
-    """A whole number from 1 up."""
-    return bounded(text, 1, 1 << 40)
-
-
 def positive_number(text: str) -> float:
     """A finite number above 0."""
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from common.flags import flag, port, said
+from common.flags import flag, flag_values, port
 from indexer.config import DEFAULT_EVENTS_PORT, RANKS_MAX
 from router.config.flags import positive_duration
 from router.errors import ConfigError
@@ -123,7 +123,7 @@ def kube_config(flags: argparse.Namespace) -> KubeConfig | None:
     Raises:
         ConfigError: They contradict each other.
     """
-    config = KubeConfig(**said(KubeConfig, flags), events_bind=flags.events_bind is not None)
+    config = KubeConfig(**flag_values(KubeConfig, flags), events_bind=flags.events_bind is not None)
     if config.pool and config.selector:
         raise ConfigError("give either --pool-name or --endpoint-selector")
     if bool(config.selector) != bool(config.target_ports):

@@ -28,7 +28,7 @@ def test_every_program_can_be_imported_beside_the_others() -> None:
 def test_the_model_server_is_made_without_router_and_indexer() -> None:
     """Its hashes are foreign handles to the index: it shares how kernels are compiled, and nothing else."""
     program = """
-import sys, model_server.serve, model_server.attention.cpu_kernel.kernel
+import sys, model_server.openai.api_server, model_server.attention.cpu_kernel.kernel
 sys.exit(", ".join(name for name in sys.modules if name.split(".")[0] in ("router", "indexer")) or None)
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -266,7 +266,7 @@ def test_the_command_helps_and_tells_its_version(capsys: pytest.CaptureFixture[s
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A typo names itself and the commands there are."""
     assert cli.main(["rooter"]) == 2
-    assert "rooter; there are up, router, tokenizer, indexer, model-server" in capsys.readouterr().err
+    assert "rooter; use one of up, router, tokenizer, indexer, model-server" in capsys.readouterr().err
 
 
 def test_a_commands_arguments_are_handed_on(capsys: pytest.CaptureFixture[str]) -> None:
