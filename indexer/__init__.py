@@ -2,9 +2,8 @@
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError, IndexerError, ListenError, PayloadError, TokenError
-from indexer.index.contract import IndexStats, PodMatch, PodMatches
+from indexer.index.contract import IndexStats, PodMatch, PodMatches, StreamState
 from indexer.kv_indexer import KvIndexer
-from indexer.streams.state_machine import StreamState
 
 __all__ = [
     "ConfigError",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.flags import file_flag, flag, pair, said
 from indexer.errors import ConfigError
-from indexer.index.tiers import DEFAULT_TIERS, DEFAULT_WEIGHTS
+from indexer.tiers import DEFAULT_TIERS, DEFAULT_WEIGHTS
 
 DEFAULT_EVENTS_PORT = 5557
 

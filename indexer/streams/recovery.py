@@ -15,12 +15,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from indexer.config import PodStream
+from indexer.index.contract import StreamState
 from indexer.streams.actions import Action, Apply, Batch, Clear, Fetch, Replay
-from indexer.streams.change_log import Entry, Feed
 from indexer.streams.snapshot import Fetched, Snapshot
-from indexer.streams.state_machine import StreamMachine, StreamState
-from indexer.streams.view_export import ViewExports, mark_of
-from indexer.views.view_parts import Outcome, ViewPart, ViewSnapshot
+from indexer.streams.state_machine import StreamMachine
+from indexer.streams.view_export import Feed, ViewExports, mark_of
+from indexer.views.view_parts import Entry, Outcome, ViewPart, ViewSnapshot
 
 if TYPE_CHECKING:
     from indexer.streams.subscriber import Subscriber

@@ -15,9 +15,8 @@ import numpy as np
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError
 from indexer.index.index import TURN_BLOCKS, FlatIndex
-from indexer.index.tiers import SPECULATIVE_TIER, Tiers
 from indexer.keys import BlockHasher, Keys
-from indexer.streams.change_log import Journal, Kind
+from indexer.tiers import SPECULATIVE_TIER, Tiers
 from indexer.views.apply_kernel import (
     ALL_DONE,
     FURTHER_COPIES,
@@ -36,7 +35,7 @@ from indexer.views.block_cache import FlatCache
 from indexer.views.full_reports import Ahead
 from indexer.views.hybrid import HybridMatcher, group_holder
 from indexer.views.pod_view import PodView
-from indexer.views.view_parts import Outcome, StoredRun
+from indexer.views.view_parts import Journal, Kind, Outcome, StoredRun
 from indexer.wire import columns as rows
 from indexer.wire.columns import Columns, EventDecoder, handle_of
 from indexer.wire.events import BlockRemoved, BlockStored

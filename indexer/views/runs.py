@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from indexer.errors import TokenError
-from indexer.index.tiers import Tiers
 from indexer.keys import BlockHasher, Keys, RunExtras, pack, read_extras, token_words
+from indexer.tiers import Tiers
 from indexer.views.block_cache import Dropped, FlatCache
 from indexer.views.view_parts import Outcome, StoredRun
 from indexer.wire.events import BlockStored, EngineHash

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from common.jit import kernel_with_arrays
 from indexer import PodMatches, StreamState
 from indexer.audit.mismatch_watch import DispatchedPrompt
-from indexer.index.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
 from indexer.keys import Keys
+from indexer.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger
 from router.inflight.rates import Lesson
