@@ -17,8 +17,7 @@ from indexer.tiers import Tiers
 from indexer.views.block_cache import Dropped, FlatCache
 from indexer.views.full_reports import Ahead, Reannouncements, UncertainCopies
 from indexer.views.hybrid import CacheGroups, PodGroups
-from indexer.views.pending_blocks import CopyChange, Orphan, Orphans
-from indexer.views.runs import PlainRuns, Runs
+from indexer.views.runs import CopyChange, Orphan, Orphans, PlainRuns, Runs
 from indexer.views.view_parts import Entry, Kind, Outcome, ViewFacts, ViewPart
 from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, KVEvent
 
