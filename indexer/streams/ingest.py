@@ -20,18 +20,17 @@ from indexer.audit.mismatch_watch import OTHER_TOKENS, ParityWatch
 from indexer.audit.speculation import Speculation
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError, PeerError
+from indexer.index.contract import StreamState
 from indexer.index.index import FlatIndex
-from indexer.index.tiers import GPU_TIER, Tiers
 from indexer.keys import BlockHasher, Keys
 from indexer.metrics import IndexerMetrics
-from indexer.streams.change_log import Entry, decode_entry
 from indexer.streams.engine_registry import Roster
 from indexer.streams.snapshot import Fetched, Snapshot
-from indexer.streams.state_machine import StreamState
+from indexer.tiers import GPU_TIER, Tiers
 from indexer.views.applier import FlatApplier, FlatEngine
 from indexer.views.hybrid import HybridMatcher
 from indexer.views.pod_view import PodView
-from indexer.views.view_parts import Outcome, ViewContent, ViewFacts, ViewPart
+from indexer.views.view_parts import Entry, Outcome, ViewContent, ViewFacts, ViewPart, decode_entry
 
 _log = logging.getLogger(__name__)
 # A publisher can make its stream change at each message.

@@ -15,9 +15,8 @@ import numpy as np
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError
 from indexer.index.index import TURN_BLOCKS, FlatIndex
-from indexer.index.tiers import SPECULATIVE_TIER, Tiers
 from indexer.keys import BlockHasher, Keys
-from indexer.streams.change_log import Journal, Kind
+from indexer.tiers import SPECULATIVE_TIER, Tiers
 from indexer.views.apply_kernel import (
     ALL_DONE,
     FURTHER_COPIES,
@@ -36,7 +35,7 @@ from indexer.views.block_cache import FlatCache
 from indexer.views.full_reports import Ahead
 from indexer.views.hybrid import HybridMatcher, group_holder
 from indexer.views.pod_view import PodView
-from indexer.views.view_parts import Outcome, StoredRun
+from indexer.views.view_parts import Journal, Kind, Outcome, StoredRun
 from indexer.wire import columns as rows
 from indexer.wire.columns import Columns, EventDecoder, handle_of
 from indexer.wire.events import BlockRemoved, BlockStored
@@ -68,8 +67,8 @@ class FlatApplier:
     def __init__(self, engine: FlatEngine, stream: PodStream) -> None:
         self.journal = Journal()  # records what they change in the index
         self._engine = engine
-        self._stream = stream
-        self._cache = FlatCache(engine.index, stream.holder, stream.model, journal=self.journal)
+        self._holder, self._model = stream.holder, stream.model
+        self._cache = FlatCache(engine.index, self._holder, self._model, journal=self.journal)
         # State that its events made known.
         self.view = PodView(
             stream.model,
@@ -102,7 +101,7 @@ class FlatApplier:
         if group is None:
             return self._cache
         # Other groups name the last index block of an engine block only.
-        holder, model = group_holder(self._stream.holder, group), f"{self._stream.model}#tail"
+        holder, model = group_holder(self._holder, group), f"{self._model}#tail"
         return FlatCache(self._engine.index, holder, model, group, self.journal)
 
     def _apply_up_to(self, last: int, columns: Columns, outcome: Outcome) -> None:
@@ -153,7 +152,7 @@ class FlatApplier:
             awaited = np.array([handle_of(engine_hash) for engine_hash in plain.awaited], np.uint64)
         with engine.index.lock:
             pod = PlainPod(
-                number=engine.index.number(self._stream.holder),
+                number=engine.index.number(self._holder),
                 block_tokens=plain.block_tokens,
                 split=split,
                 group=-1 if plain.group is None else plain.group,

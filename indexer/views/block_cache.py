@@ -19,10 +19,10 @@ from indexer.index.engine_hashes import ALIASES_MAX, give_name, keys_named, name
 from indexer.index.holders import count_further, held_tiers, hold
 from indexer.index.index import SWEEP_SLOTS, FlatIndex
 from indexer.index.layout import LOW, NOTHING, PART_BLOCKS, FlatArrays, HeldBlocks
-from indexer.index.tiers import SPECULATIVE_TIER, TIERS_MAX
 from indexer.index.update import place_blocks, remove_named
 from indexer.keys import Keys
-from indexer.streams.change_log import Change, Journal, Kind
+from indexer.tiers import SPECULATIVE_TIER, TIERS_MAX
+from indexer.views.view_parts import Change, Journal, Kind
 from indexer.wire.columns import handle_of
 from indexer.wire.events import EngineHash
 

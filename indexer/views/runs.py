@@ -1,25 +1,29 @@
-"""Runs of engine blocks that come with their tokens: from tokens to keys, from keys to the pod's cache.
+"""Runs of engine blocks that come with their tokens: stored runs, and runs that wait for their parent.
 
-Stores of the lead group come in, blocks of the index go out. Knows neither groups nor what waits for its
-parent. Engine blocks are as long as index blocks, a multiple of them, or shorter. A shorter one ends an index
-block or lies in the beginning of one: such a head is known here, and adds its tokens to what follows it. An
-index block is known to the cache by its last part, and held while that one is: engines free the tail of a
-chain first (vLLM's queue of free blocks and SGLang's leaves). One that freed a head and kept the tail would
-have a block too many in the index until the tail goes, too.
+`Runs` turns the stores of the lead group into blocks of the index. Engine blocks are as long as index blocks,
+a multiple of them, or shorter. A shorter one ends an index block or is a head: it lies in the beginning of
+an index block, and its tokens count to the block that follows it. An index block is known to the cache by
+its last part, and held while that part is: engines free the tail of a chain first (vLLM's queue of free
+blocks and SGLang's leaves). An engine that freed a head and kept the tail would have a block too many in the
+index until the tail goes, too.
+
+`Orphans` keeps, within a bound, the runs whose parent block is not known yet, and copies in KV cache groups
+without positions whose block is not known yet. It names blocks by engine hash and knows no keys.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from indexer.errors import TokenError
-from indexer.index.tiers import Tiers
 from indexer.keys import BlockHasher, Keys, RunExtras, pack, read_extras, token_words
+from indexer.tiers import Tiers
 from indexer.views.block_cache import Dropped, FlatCache
 from indexer.views.view_parts import Outcome, StoredRun
 from indexer.wire.events import BlockStored, EngineHash
@@ -28,6 +32,8 @@ HEADS_MAX = 131_072
 """Most heads of index blocks that one pod may have; each takes about 1 KB."""
 _EXTRAS_BYTES_MAX = 4096
 _NO_KEYS = np.empty(0, np.uint64)
+# The least that a hash or a later change counts against the bound, in tokens: about the memory that it takes.
+_HASH_TOKENS = 16
 
 
 class PlainRuns(msgspec.Struct, frozen=True):
@@ -214,3 +220,116 @@ class Runs:
                 before = heads[engine_hash] = _Head(before.parent_key, words, packed)
         keys = np.array(list(ends.values()), np.uint64) if ends else _NO_KEYS
         return _Read(None, heads, list(ends), keys)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyChange:
+    """One copy more, or one less, of a block in a tier."""
+
+    group: int | None  # the KV cache group that holds it; None for the lead group
+    engine_hash: EngineHash
+    tier: str
+    stored: bool  # whether it is one more
+
+
+@dataclass(slots=True, eq=False)
+class Orphan:
+    """A run that waits, if there is one, and what was said about its blocks since."""
+
+    awaited: EngineHash  # the lead group's block that must come first
+    run: BlockStored | None
+    later: list[CopyChange] = field(default_factory=list)  # to be done after it, in this order
+    run_tokens: int = 0  # what the run counts against the buffer's bound
+
+    def __post_init__(self) -> None:
+        run = self.run
+        if run is not None:
+            blocks = max(len(run.token_ids), _HASH_TOKENS * len(run.block_hashes))
+            # Names and extras may be as long as a message; each byte counts as a token.
+            texts = len(run.lora_name or "") + len(run.cache_salt or "") + len(run.medium or "")
+            self.run_tokens = blocks + texts + (len(msgspec.msgpack.encode(run.extra_keys)) - 1)
+
+    @property
+    def cost_tokens(self) -> int:
+        return self.run_tokens + _HASH_TOKENS * len(self.later)
+
+
+class Orphans:
+    """Stores that wait, by the engine hash that they wait for."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens  # beyond it the oldest orphans are dropped
+        self._tokens = 0
+        self._waiting: OrderedDict[Orphan, None] = OrderedDict()
+        self._by_awaited: dict[EngineHash, dict[Orphan, None]] = {}
+        # The last orphan that stores this block of this group.
+        self._by_block: dict[tuple[int | None, EngineHash], Orphan] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def awaited(self) -> Collection[EngineHash]:
+        return self._by_awaited.keys()
+
+    def hold(self, orphan: Orphan) -> int:
+        """Lets a run wait for its parent, or a copy for its block; tells how many were dropped for room."""
+        self._waiting[orphan] = None
+        self._tokens += orphan.cost_tokens
+        self._by_awaited.setdefault(orphan.awaited, {})[orphan] = None
+        self._by_block.update(dict.fromkeys(_blocks(orphan), orphan))
+        return self._make_room()
+
+    def follow_up(self, change: CopyChange) -> int | None:
+        """Keeps what is said of a waiting block until it comes.
+
+        Returns:
+            How many orphans were dropped to make room; None if no such block waits.
+        """
+        orphan = self._by_block.get((change.group, change.engine_hash))
+        if orphan is None:
+            orphan = self._by_block.get((None, change.engine_hash))
+        if orphan is None:
+            return None
+        self._tokens -= orphan.cost_tokens
+        orphan.later.append(change)
+        self._tokens += orphan.cost_tokens
+        return self._make_room()
+
+    def take(self, engine_hash: EngineHash) -> tuple[Orphan, ...]:
+        """Lets go those that waited for this block, in the order of their arrival."""
+        orphans = tuple(self._by_awaited.get(engine_hash, ()))
+        for orphan in orphans:
+            self._drop(orphan)
+        return orphans
+
+    def clear(self) -> None:
+        self._waiting.clear()
+        self._by_awaited.clear()
+        self._by_block.clear()
+        self._tokens = 0
+
+    def _make_room(self) -> int:
+        dropped = 0
+        while self._tokens > self._max_tokens:
+            self._drop(next(iter(self._waiting)))
+            dropped += 1
+        return dropped
+
+    def _drop(self, orphan: Orphan) -> None:
+        del self._waiting[orphan]
+        self._tokens -= orphan.cost_tokens
+        siblings = self._by_awaited[orphan.awaited]
+        del siblings[orphan]
+        if not siblings:
+            del self._by_awaited[orphan.awaited]
+        for block in _blocks(orphan):
+            if self._by_block.get(block) is orphan:
+                del self._by_block[block]
+
+
+def _blocks(orphan: Orphan) -> list[tuple[int | None, EngineHash]]:
+    if orphan.run is not None:
+        return [(None, engine_hash) for engine_hash in orphan.run.block_hashes]
+    first = orphan.later[0]
+    return [(first.group, first.engine_hash)]

@@ -9,7 +9,7 @@ import pytest
 
 import indexer
 from indexer import ConfigError, IndexerConfig, PodStream
-from indexer.index.tiers import Tiers
+from indexer.tiers import Tiers
 
 
 def test_defaults_are_valid() -> None:

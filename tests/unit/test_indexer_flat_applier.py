@@ -16,8 +16,8 @@ from indexer.config import IndexerConfig, PodStream
 from indexer.index.engine_hashes import name_of
 from indexer.index.hash_table import GOLDEN, hash_bits
 from indexer.index.index import TURN_BLOCKS, FlatIndex
-from indexer.index.tiers import Tiers
 from indexer.keys import BlockHasher, Keys
+from indexer.tiers import Tiers
 from indexer.views.applier import FlatApplier, FlatEngine
 from indexer.views.block_cache import FlatCache
 from indexer.views.hybrid import group_holder

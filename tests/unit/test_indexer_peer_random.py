@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
-from indexer.streams.change_log import Entry, decode_entry
+from indexer.views.view_parts import Entry, decode_entry
 from tests.support.depth import examples
 from tests.unit.indexer_support import read_lines
 from tests.unit.peer_views import DIGEST, MODEL, PODS, TIERS, Views, assert_same, payload, removal
