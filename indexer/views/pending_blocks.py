@@ -1,7 +1,7 @@
-"""What is said of blocks that are not known yet: it waits here, bounded, and leaves when its block comes.
+"""Buffer of orphans: stores whose parent or block is not known yet. Its size is limited.
 
-A run waits for its parent; a copy in a KV cache group that tells no positions waits for the block itself.
-Blocks are named by the engine's hashes; nothing here knows keys or the index.
+A run of blocks waits for its parent. A copy in a KV cache group without positions waits for the block itself.
+Blocks are identified by the engine's hashes; this module knows neither keys nor the index.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ import msgspec
 
 from indexer.wire.events import BlockStored, EngineHash
 
-# The least that a hash or a later change counts against the bound, in tokens: about the memory that it takes.
+# Minimum cost of a hash or a later change in tokens, about the memory that it uses.
 _HASH_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class CopyChange:
-    """One copy more, or one less, of a block in a tier."""
+    """Addition or removal of one copy of a block in a tier."""
 
     group: int | None  # the KV cache group that holds it; None for the lead group
     engine_hash: EngineHash
     tier: str
-    stored: bool  # whether it is one more
+    stored: bool  # True: added; False: removed
 
 
 @dataclass(slots=True, eq=False)
 class Orphan:
-    """A run that waits, if there is one, and what was said about its blocks since."""
+    """Run that waits for its parent, or changes that wait for a block."""
 
-    awaited: EngineHash  # the lead group's block that must come first
+    awaited: EngineHash  # block of the lead group that must be stored first
     run: BlockStored | None
-    later: list[CopyChange] = field(default_factory=list)  # to be done after it, in this order
-    run_tokens: int = 0  # what the run counts against the buffer's bound
+    later: list[CopyChange] = field(default_factory=list)  # changes to apply after the run, in this order
+    run_tokens: int = 0  # cost of the run in tokens
 
     def __post_init__(self) -> None:
         run = self.run
         if run is not None:
             blocks = max(len(run.token_ids), _HASH_TOKENS * len(run.block_hashes))
-            # Names and extras may be as long as a message; each byte counts as a token.
+            # Names and extra keys may be as long as a message; each byte counts as a token.
             texts = len(run.lora_name or "") + len(run.cache_salt or "") + len(run.medium or "")
             self.run_tokens = blocks + texts + (len(msgspec.msgpack.encode(run.extra_keys)) - 1)
 
@@ -51,14 +51,14 @@ class Orphan:
 
 
 class Orphans:
-    """Stores that wait, by the engine hash that they wait for."""
+    """Orphans by the engine hash that they wait for, in order of arrival."""
 
     def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens  # beyond it the oldest orphans are dropped
+        self._max_tokens = max_tokens  # above it the oldest orphans are dropped
         self._tokens = 0
         self._waiting: OrderedDict[Orphan, None] = OrderedDict()
         self._by_awaited: dict[EngineHash, dict[Orphan, None]] = {}
-        # The last orphan that stores this block of this group.
+        # Last orphan that stores a block, by group and hash.
         self._by_block: dict[tuple[int | None, EngineHash], Orphan] = {}
 
     def __len__(self) -> int:
@@ -68,19 +68,19 @@ class Orphans:
     def awaited(self) -> Collection[EngineHash]:
         return self._by_awaited.keys()
 
-    def hold(self, orphan: Orphan) -> int:
-        """Lets a run wait for its parent, or a copy for its block; tells how many were dropped for room."""
+    def add(self, orphan: Orphan) -> int:
+        """Add an orphan; return how many old ones were dropped to make room."""
         self._waiting[orphan] = None
         self._tokens += orphan.cost_tokens
         self._by_awaited.setdefault(orphan.awaited, {})[orphan] = None
         self._by_block.update(dict.fromkeys(_blocks(orphan), orphan))
         return self._make_room()
 
-    def follow_up(self, change: CopyChange) -> int | None:
-        """Keeps what is said of a waiting block until it comes.
+    def add_change(self, change: CopyChange) -> int | None:
+        """Add a change of a waiting block, to be applied after the block is stored.
 
         Returns:
-            How many orphans were dropped to make room; None if no such block waits.
+            How many orphans were dropped to make room; None if no orphan stores the block.
         """
         orphan = self._by_block.get((change.group, change.engine_hash))
         if orphan is None:
@@ -92,8 +92,8 @@ class Orphans:
         self._tokens += orphan.cost_tokens
         return self._make_room()
 
-    def take(self, engine_hash: EngineHash) -> tuple[Orphan, ...]:
-        """Lets go those that waited for this block, in the order of their arrival."""
+    def pop(self, engine_hash: EngineHash) -> tuple[Orphan, ...]:
+        """Remove and return the orphans that wait for this block, in order of arrival."""
         orphans = tuple(self._by_awaited.get(engine_hash, ()))
         for orphan in orphans:
             self._drop(orphan)

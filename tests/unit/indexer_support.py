@@ -13,7 +13,7 @@ from indexer.index.contract import PodMatch
 from indexer.index.index import FlatIndex
 from indexer.index.tiers import Tiers
 from indexer.keys import BlockHasher, Keys
-from indexer.views.block_cache import FlatCache
+from indexer.views.block_cache import BlockCache
 from indexer.views.hybrid import HybridMatcher, group_holder
 from indexer.views.pod_view import PodView
 from indexer.views.view_parts import Outcome
@@ -58,7 +58,7 @@ class OnePod:
         def cache_of(group: int | None) -> Any:
             holder = POD if group is None else group_holder(POD, group)
             if flat_index is not None:
-                return FlatCache(flat_index, holder, MODEL)
+                return BlockCache(flat_index, holder, MODEL)
             return MappedCache(self.index, holder)
 
         self.view = PodView(MODEL, cache_of=cache_of, tiers=tiers, hasher=self.hasher, config=config)
@@ -66,7 +66,7 @@ class OnePod:
     def apply(self, *events: KVEvent) -> Outcome:
         """Applies events as one batch."""
         outcome = apply_batch(self.view, EventBatch(0.0, events))
-        self.hybrid.learn(POD, self.view.groups)
+        self.hybrid.set_groups(POD, self.view.groups)
         return outcome
 
     def keys(

@@ -155,7 +155,7 @@ def test_an_adapters_name_is_no_image() -> None:
 def test_an_item_in_front_of_its_prompt_is_refused() -> None:
     """A run from a prompt's start cannot continue an item; one with a parent can."""
     event = BlockStored([1, 2], None, [0] * 8, 4, extra_keys=[None, [["a", -5]]])
-    with pytest.raises(TokenError, match="multimodal item begins -1 tokens into its prompt"):
+    with pytest.raises(TokenError, match="multimodal item begins at token -1 of its prompt"):
         read_extras(event, starts_prompt=True)
     assert not any(read_extras(event, starts_prompt=False).of_index_blocks(1, 4))
     with pytest.raises(TokenError, match="offset must be within"):

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from indexer.config import IndexerConfig, PodStream
-from indexer.index.engine_hashes import name_of
+from indexer.index.engine_hashes import scoped_hash
 from indexer.index.hash_table import GOLDEN, hash_bits
 from indexer.index.index import TURN_BLOCKS, FlatIndex
 from indexer.index.tiers import Tiers
 from indexer.keys import BlockHasher, Keys
-from indexer.views.applier import FlatApplier, FlatEngine
-from indexer.views.block_cache import FlatCache
+from indexer.views.applier import ApplierContext, EventApplier
+from indexer.views.block_cache import BlockCache
 from indexer.views.hybrid import group_holder
 from indexer.views.pod_view import PodView
 from indexer.views.view_parts import Outcome
@@ -41,12 +41,12 @@ class BothWays:
         self.hasher = BlockHasher(block_tokens, 1)
         self.flat = FlatIndex(1 << 22, TIERS)
         self.reference = ReferenceIndex(10_000, TIERS)
-        engine = FlatEngine(CONFIG, self.flat, self.hasher)
-        self.fast: dict[str, FlatApplier] = {}
+        engine = ApplierContext(CONFIG, self.flat, self.hasher)
+        self.fast: dict[str, EventApplier] = {}
         self.slow: dict[str, DecodingApplier] = {}
         for pod in PODS:
             model = (model_of or {}).get(pod, MODEL)
-            self.fast[pod] = FlatApplier(engine, PodStream(pod, model, "tcp://127.0.0.1:1"))
+            self.fast[pod] = EventApplier(engine, PodStream(pod, model, "tcp://127.0.0.1:1"))
             self.slow[pod] = DecodingApplier(self._view(model, pod), CONFIG.max_payload_bytes)
 
     def _view(self, model: str, pod: str) -> PodView:
@@ -222,7 +222,9 @@ def test_more_copies_than_one_call_has_room_for_are_all_counted() -> None:
     blocks = 5000
     config = IndexerConfig(block_tokens=1, hash_seed=1)
     hasher, index = BlockHasher(1, 1), FlatIndex(1 << 22, TIERS)
-    state = FlatApplier(FlatEngine(config, index, hasher), PodStream(PODS[0], MODEL, "tcp://127.0.0.1:1"))
+    state = EventApplier(
+        ApplierContext(config, index, hasher), PodStream(PODS[0], MODEL, "tcp://127.0.0.1:1")
+    )
     hashes = list(range(1, blocks + 1))
     event: dict[str, Any] = {
         "type": "BlockStored",
@@ -303,12 +305,12 @@ def test_a_copy_is_finished_wherever_it_was_left(unknown: int) -> None:
 def test_hashes_that_share_a_bucket_are_told_apart() -> None:
     """Removing a hash that nobody stored leaves a block alone whose name has the same 32 bits of hash."""
     both = BothWays()
-    cache = FlatCache(both.flat, PODS[0], MODEL)
-    known = int(name_of(np.uint64(1), np.uint64(cache.scope), 0))
-    # The next product with GOLDEN, and what `name_of` makes that name of.
+    cache = BlockCache(both.flat, PODS[0], MODEL)
+    known = int(scoped_hash(np.uint64(1), np.uint64(cache.scope), 0))
+    # The next product with GOLDEN, and what `scoped_hash` makes that name of.
     name = (known * int(GOLDEN) + 1) * pow(int(GOLDEN), -1, 1 << 64) % (1 << 64)
     like = (name ^ name >> 32) * pow(0xBF58_476D_1CE4_E5B9, -1, 1 << 64) % (1 << 64) ^ cache.scope
-    assert int(name_of(np.uint64(like), np.uint64(cache.scope), 0)) == name != known
+    assert int(scoped_hash(np.uint64(like), np.uint64(cache.scope), 0)) == name != known
     assert hash_bits(np.uint64(name)) == hash_bits(np.uint64(known))
     stored = both.apply(PODS[0], [_payload(_stored(np.array([1]), [1, 2, 3, 4], 4))]).stored
     for hashes in ([like], [1]):
@@ -323,13 +325,15 @@ def test_a_long_row_of_removals_lets_readers_in_between(hashes_per_event: int) -
     held: list[int] = []
 
     class Counting(FlatIndex):
-        def sweep_for(self, blocks: int) -> None:
+        def sweep_to_fit(self, blocks: int) -> None:
             held.append(int(self.arrays.pod_blocks.sum()))
-            super().sweep_for(blocks)
+            super().sweep_to_fit(blocks)
 
     hasher, index = BlockHasher(1, 1), Counting(1 << 22, TIERS)
     config = IndexerConfig(block_tokens=1, hash_seed=1)
-    state = FlatApplier(FlatEngine(config, index, hasher), PodStream(PODS[0], MODEL, "tcp://127.0.0.1:1"))
+    state = EventApplier(
+        ApplierContext(config, index, hasher), PodStream(PODS[0], MODEL, "tcp://127.0.0.1:1")
+    )
     hashes = np.arange(1, blocks + 1)
     state.apply([_payload(_stored(hashes, hashes.tolist(), 1))])
     held.clear()

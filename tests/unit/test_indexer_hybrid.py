@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.views.hybrid import group_holder, usable_blocks
-from indexer.views.view_parts import GroupFact
+from indexer.views.view_parts import GroupRule
 from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.support.decoding import decode_batch
 from tests.unit.indexer_support import POD, OnePod, read_lines, stored
@@ -252,9 +252,9 @@ def test_pods_with_one_group_cost_nothing(pod: OnePod) -> None:
     assert pod.hybrid.refine(keys, others) is others
 
 
-def rule(stride: int, last_blocks: int = -1, chunk_blocks: int = 0) -> GroupFact:
+def rule(stride: int, last_blocks: int = -1, chunk_blocks: int = 0) -> GroupRule:
     """A group that does not lead."""
-    return GroupFact(1, True, False, stride, last_blocks, stride * chunk_blocks)
+    return GroupRule(1, True, False, stride, last_blocks, stride * chunk_blocks)
 
 
 rules = st.one_of(
@@ -272,12 +272,12 @@ rules = st.one_of(
 )
 @settings(deadline=None)
 def test_usable_prefixes_are_the_longest_that_obey_all_rules(
-    depth: int, stride: int, group_rules: list[GroupFact], dice: random.Random
+    depth: int, stride: int, group_rules: list[GroupRule], dice: random.Random
 ) -> None:
     """The search equals trying every length, longest first, block by block."""
     groups = [(rule, np.array([dice.random() < 0.7 for _ in range(depth)], np.uint8)) for rule in group_rules]
 
-    def obeys(length: int, rule: GroupFact, held: np.ndarray) -> bool:
+    def obeys(length: int, rule: GroupRule, held: np.ndarray) -> bool:
         if length % rule.stride:
             return False
         first = 0

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.keys import MultimodalItem, extras_of_prompt
-from indexer.views.runs import HEADS_MAX
+from indexer.views.runs import PARTIAL_BLOCKS_MAX
 from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.unit.indexer_support import POD, OnePod, stored
 
@@ -144,7 +144,7 @@ def test_heads_are_bounded() -> None:
 def test_heads_have_a_bound_of_their_own() -> None:
     """Engine blocks of one token cannot take more memory than that of the heads' bound."""
     pod = OnePod(block_tokens=4)
-    hashes = list(range(1, 4 * (HEADS_MAX + 1000) // 3 + 1))
+    hashes = list(range(1, 4 * (PARTIAL_BLOCKS_MAX + 1000) // 3 + 1))
     applied = pod.apply(stored(hashes, [7] * len(hashes), block_size=1))
     assert applied.skipped == {("BlockStored", "too_many_hashes"): 1000}
 

@@ -75,12 +75,12 @@ def test_a_report_is_over_with_its_batch(pod: OnePod) -> None:
     pod.apply(blocks(0, 2))
     pod.apply(blocks(0, 2), blocks(2, 4))
     assert pod.apply(blocks(0, 4)).stored
-    assert pod.view.doubt is None
+    assert pod.view.invalid_reason is None
     held = pod.cached(TOKENS)
     assert pod.apply(BlockRemoved([4])).removals == {"copy": 1}
-    assert (pod.cached(TOKENS), pod.view.doubt) == (held, "ambiguous_copies")
+    assert (pod.cached(TOKENS), pod.view.invalid_reason) == (held, "ambiguous_copies")
     assert pod.apply(BlockRemoved([4])).removals == {"last": 1}
-    assert (pod.cached(TOKENS) < held, pod.view.doubt) == (True, None)
+    assert (pod.cached(TOKENS) < held, pod.view.invalid_reason) == (True, None)
 
 
 def test_out_of_an_episode_a_run_is_a_copy_without_a_doubt(pod: OnePod) -> None:
@@ -88,7 +88,7 @@ def test_out_of_an_episode_a_run_is_a_copy_without_a_doubt(pod: OnePod) -> None:
     pod.apply(blocks(0, 2), blocks(2, 4))
     pod.apply(blocks(0, 4))
     assert pod.apply(BlockRemoved([4])).removals == {"copy": 1}
-    assert pod.view.doubt is None
+    assert pod.view.invalid_reason is None
 
 
 def test_an_episode_ends_where_no_report_shows_itself(pod: OnePod) -> None:
@@ -99,7 +99,7 @@ def test_an_episode_ends_where_no_report_shows_itself(pod: OnePod) -> None:
     pod.apply(blocks(0, 4))
     pod.apply(blocks(0, 4))
     assert copies(pod, 4) == 2
-    assert pod.view.doubt is None
+    assert pod.view.invalid_reason is None
 
 
 @pytest.mark.parametrize(
@@ -122,11 +122,11 @@ def test_a_doubt_ends_when_events_show_what_is_there(
     pod.apply(blocks(0, 4))
     pod.apply(blocks(0, 4))
     pod.apply(BlockRemoved([4]))
-    assert pod.view.doubt == "ambiguous_copies"
+    assert pod.view.invalid_reason == "ambiguous_copies"
     pod.apply(*shows)
-    assert (pod.view.doubt is not None) == is_doubtful
+    assert (pod.view.invalid_reason is not None) == is_doubtful
     assert copies(pod, 4) == removals
-    assert pod.view.doubt is None
+    assert pod.view.invalid_reason is None
 
 
 def test_a_doubt_ends_when_later_blocks_are_evicted(pod: OnePod) -> None:
@@ -138,10 +138,10 @@ def test_a_doubt_ends_when_later_blocks_are_evicted(pod: OnePod) -> None:
     pod.apply(BlockRemoved([4]))
     pod.apply(stored([60, 61], list(range(600, 608))))
     pod.apply(BlockRemoved([51]))
-    assert pod.view.doubt == "ambiguous_copies"
+    assert pod.view.invalid_reason == "ambiguous_copies"
     pod.apply(BlockRemoved([61]))
     # Likely, not certain: another order of eviction would leave it there.
-    assert pod.view.doubt == "ambiguous_copies"
+    assert pod.view.invalid_reason == "ambiguous_copies"
     assert pod.cached(TOKENS[:16]) * pod.hasher.block_tokens < 16
     assert copies(pod, 4) == 0
 
@@ -163,9 +163,9 @@ def test_an_uncertain_view_is_not_told_to_peers(pod: OnePod) -> None:
     """A list of its parts would not tell which copies are uncertain."""
     begin_episode(pod)
     pod.apply(blocks(0, 4))
-    assert pod.view.unlisted != "ambiguous_copies"
+    assert pod.view.unexportable != "ambiguous_copies"
     pod.apply(blocks(0, 4))
-    assert pod.view.unlisted == "ambiguous_copies"
+    assert pod.view.unexportable == "ambiguous_copies"
 
 
 def test_a_run_of_which_a_block_is_not_held_is_new(pod: OnePod) -> None:
@@ -233,16 +233,16 @@ def test_a_new_window_run_is_no_report() -> None:
 
 def test_a_real_engines_reports_and_copies_are_never_exact_and_wrong() -> None:
     """Captured from vLLM 0.32 under eviction: what a view predicts without a doubt is delivered."""
-    pod, equal, in_doubt = OnePod(block_tokens=16), 0, set()
+    pod, equal, has_doubtful = OnePod(block_tokens=16), 0, set()
     for line in read_lines("vllm_0_32_full_reports.jsonl.gz"):
         if "frames" in line:
             batch = decode_batch(bytes.fromhex(line["frames"][2]), 1 << 24).batch
             assert ("BlockStored", "ambiguous_copies") not in pod.apply(*batch.events).skipped
         elif (prompt := line.get("token_ids")) and line["request"] != "prompt_logprobs":
             cached = min(pod.cached(prompt) * 16, len(prompt) - 1) // 64 * 64
-            if pod.view.doubt is None:
+            if pod.view.invalid_reason is None:
                 assert cached == line["cached_tokens"], line["request"]
                 equal += 1
             else:
-                in_doubt.add(line["request"])
-    assert (equal, in_doubt) == (5, {"probe"})
+                has_doubtful.add(line["request"])
+    assert (equal, has_doubtful) == (5, {"probe"})
