@@ -1,4 +1,4 @@
-"""Counters and histograms that are counted in plainly: they show what the library's own would show."""
+"""Batched counters and histograms: a scrape shows what the library's own would show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ labels = st.tuples(st.sampled_from("ab"), st.sampled_from("xy"))
 
 
 def shown(registry: CollectorRegistry) -> set[str]:
-    """The lines of a scrape, but for the times at which series began."""
+    """Return the lines of a scrape, without the creation times of series."""
     lines = generate_latest(registry).decode().splitlines()
     return {line for line in lines if "_created" not in line}
 
@@ -28,7 +28,7 @@ def shown(registry: CollectorRegistry) -> set[str]:
 def test_a_scrape_shows_what_the_librarys_own_would_show(
     counted: list[tuple[tuple[str, str], float]], observed: list[tuple[tuple[str, str], float]]
 ) -> None:
-    """The same counts, buckets, sums and texts, with labels and without."""
+    """Counts, buckets, sums and help texts equal the library's, with and without labels."""
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     tallies = Tallies(ours)
     count = tallies.counter("count_total", "Counted.", ("one", "two"))
@@ -55,8 +55,8 @@ def test_a_scrape_shows_what_the_librarys_own_would_show(
     assert shown(ours) == shown(theirs)
 
 
-def test_a_dropped_series_is_shown_no_more() -> None:
-    """A series that was dropped is gone, and begins anew when it is counted again."""
+def test_a_dropped_series_is_not_shown() -> None:
+    """A dropped series disappears, and starts from 0 when it is counted again."""
     registry = CollectorRegistry()
     tallies = Tallies(registry)
     count = tallies.counter("pods_total", "Counted.", ("pod",))
@@ -68,8 +68,8 @@ def test_a_dropped_series_is_shown_no_more() -> None:
     assert registry.get_sample_value("pods_total", {"pod": "a"}) == 1
 
 
-def test_a_name_is_given_once() -> None:
-    """Two counters of one name cannot stand in one registry."""
+def test_names_are_unique() -> None:
+    """A registry rejects a second counter of the same name."""
     tallies = Tallies(CollectorRegistry())
     tallies.counter("same_total", "Counted.")
     with pytest.raises(ValueError, match="same_total"):
@@ -77,7 +77,7 @@ def test_a_name_is_given_once() -> None:
 
 
 def test_nothing_counted_under_the_lock_is_lost() -> None:
-    """Threads that count at once, while others read, add up."""
+    """Concurrent counting under the lock loses no count while other threads read."""
     registry = CollectorRegistry()
     tallies = Tallies(registry)
     count = tallies.counter("count_total", "Counted.", ("one",))
