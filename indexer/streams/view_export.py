@@ -27,7 +27,7 @@ from indexer.views.view_parts import Entry, ViewContent, ViewFacts, ViewPart, Vi
 
 if TYPE_CHECKING:
     from indexer.streams.relay import Relay
-    from indexer.views.applier import FlatApplier
+    from indexer.views.applier import EventApplier
 
 _log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class Feed:
     last_number: int = FIRST - 1
     # The subscriber's thread's.
     listed_at: int = FIRST - 1  # number of the entry as of which the view was listed last
-    _state: FlatApplier | None = None
+    _state: EventApplier | None = None
     _facts: ViewFacts | None = None
     # The relay's thread's.
     written_s: float = 0.0
@@ -175,7 +175,7 @@ class Feed:
     view_bytes: int = 0
     bytes_since: int = 0  # of entries written since that view
 
-    def list_from(self, state: FlatApplier, machine: StreamMachine, mark: tuple[int, bytes]) -> None:
+    def list_from(self, state: EventApplier, machine: StreamMachine, mark: tuple[int, bytes]) -> None:
         """Begin the epoch with the view as it is, or go on with it; `mark`: see `view_exports.mark_of`."""
         if self._state is None:
             state.journal.begin()
@@ -190,7 +190,7 @@ class Feed:
         state = self._state
         if state is None:
             return
-        if self.has_ended or machine.state is not StreamState.EXACT or state.view.unlisted == "part_runs":
+        if self.has_ended or machine.state is not StreamState.EXACT or state.view.unexportable == "part_runs":
             self.end()
         elif (mark := machine.mark) is not None:
             changes, facts = state.journal.take(), state.view.facts()
