@@ -282,7 +282,7 @@ class RouterServer:
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
             engines = self.index.roster.engines.values()
-            self._source.look(self.pods.snapshot().values(), tuple(engines), now_s)
+            self._source.check(self.pods.snapshot().values(), tuple(engines), now_s)
         if not self.health.ready and self._synced(now_s):
             sign = connector_sign(self.config, self.pods.snapshot())
             if sign is not None and self.config.forbidden_fields:
