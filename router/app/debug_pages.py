@@ -218,7 +218,7 @@ class DebugPages:
             "/ready": self._is_ready,
             "/debug/decisions": self._decisions,
             "/debug/pods": self._pod_list,
-            "/debug/discovery": lambda _query: (200, self.source.shown(time.monotonic())),
+            "/debug/discovery": lambda _query: (200, self.source.status(time.monotonic())),
             "/debug/plugins/state": lambda _query: (200, {"plugins": self.plugins()}),
         }
 

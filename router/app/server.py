@@ -31,7 +31,7 @@ from router.app.wiring import (
     ranker,
     scheduler,
 )
-from router.config.flags import told_in_vain
+from router.config.flags import ignored_flags
 from router.config.resources import Resources, RewriteRules, read_resources
 from router.doors.access_log import AccessLogDoor
 from router.doors.ext_authz import CheckDoor
@@ -282,7 +282,7 @@ class RouterServer:
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
             engines = self.index.roster.engines.values()
-            self._source.look(self.pods.snapshot().values(), tuple(engines), now_s)
+            self._source.check(self.pods.snapshot().values(), tuple(engines), now_s)
         if not self.health.ready and self._synced(now_s):
             sign = connector_sign(self.config, self.pods.snapshot())
             if sign is not None and self.config.forbidden_fields:
@@ -339,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(printed_config(config), end="")
             return 0
         set_up_logs(flags)
-        for line in told_in_vain(flags):
+        for line in ignored_flags(flags):
             _log.info(line)
         if config.compat != "off" and config.tls is None:
             _log.info("the gRPC port is without TLS; the reference's default is --secure-serving")
