@@ -57,9 +57,10 @@ def test_the_start_tells_that_a_pool_fails_closed(
         running_router(write_pods(tmp_path / "pods.yaml", [pod.address], **labels)),
     ):
         wait_until(lambda: "ready" in caplog.messages, "readiness")
-    logged = [line for line in caplog.messages if "engines have a KV connector" in line]
+    logged = [line for line in caplog.messages if "KV connector detected" in line]
     assert len(logged) == len(labels)
-    assert all("sign=label llm-d.ai/role of pod" in line and "must not fail open" in line for line in logged)
+    assert all("sign=label llm-d.ai/role of pod" in line for line in logged)
+    assert all("failure_mode_allow: false" in line for line in logged)
 
 
 def test_a_dead_pod_leaves_and_a_returned_one_comes_back(tmp_path: Path) -> None:

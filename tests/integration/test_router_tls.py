@@ -109,11 +109,11 @@ def test_renewed_files_are_taken_over(tmp_path: Path) -> None:
 
 def test_files_that_are_none_end_the_start(tmp_path: Path) -> None:
     """Missing, no PEM, or a key that is another's: named, instead of a port that fails every connection."""
-    with pytest.raises(ConfigError, match=r"no usable tls\.crt and tls\.key"):
+    with pytest.raises(ConfigError, match=r"cannot load tls\.crt and tls\.key"):
         grpc_tls(TlsOptions(tmp_path))
     (tmp_path / "tls.crt").write_text("no certificate")
     (tmp_path / "tls.key").write_text("no key")
-    with pytest.raises(ConfigError, match=r"no usable tls\.crt and tls\.key"):
+    with pytest.raises(ConfigError, match=r"cannot load tls\.crt and tls\.key"):
         grpc_tls(TlsOptions(tmp_path))
     write_certificate(trustme.CA(), tmp_path)
     trustme.CA().issue_cert("x").private_key_pem.write_to_path(tmp_path / "tls.key")

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from router.app.config import parse_flags
-from router.app.wiring import connector_sign
+from router.app.wiring import kv_connector_sign
 from router.pods.pod_set import PodSet
 from tests.unit.router_support import entry
 
@@ -40,4 +40,4 @@ def test_a_connector_is_known_by_its_sign(
     pods = PodSet()
     pods.declare([entry("10.0.0.1:8000", **labels)])
     config, _ = parse_flags([*PODS, *flags])
-    assert connector_sign(config, pods.snapshot()) == sign
+    assert kv_connector_sign(config, pods.snapshot()) == sign

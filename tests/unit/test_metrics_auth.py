@@ -95,9 +95,9 @@ def api_server(directory: Path) -> Iterator[tuple[ApiServer, Path]]:
         server.server_close()
 
 
-def refusal(auth: MetricsAuth, path: str, authorization: str | None) -> int | None:
+def denial(auth: MetricsAuth, path: str, authorization: str | None) -> int | None:
     """The answer to a request."""
-    return asyncio.run(auth.refusal(path, authorization))
+    return asyncio.run(auth.denial(path, authorization))
 
 
 def test_the_cluster_decides_by_token(tmp_path: Path) -> None:
@@ -105,12 +105,12 @@ def test_the_cluster_decides_by_token(tmp_path: Path) -> None:
     with api_server(tmp_path) as (server, kubeconfig):
         auth = MetricsAuth(KubeClient(kubeconfig))
         for header in (None, "", "Basic abc", "Bearer ", "Bearer " + "x" * 20_000):
-            assert refusal(auth, "/metrics", header) == 401
+            assert denial(auth, "/metrics", header) == 401
         assert server.asked == []
-        assert refusal(auth, "/metrics", "Bearer unknown") == 401
-        assert refusal(auth, "/metrics", "Bearer nobody-token") == 403
-        assert refusal(auth, "/metrics", "bearer prometheus-token") is None
-        assert refusal(auth, "/debug/pods", "Bearer prometheus-token") == 403
+        assert denial(auth, "/metrics", "Bearer unknown") == 401
+        assert denial(auth, "/metrics", "Bearer nobody-token") == 403
+        assert denial(auth, "/metrics", "bearer prometheus-token") is None
+        assert denial(auth, "/debug/pods", "Bearer prometheus-token") == 403
 
 
 def test_answers_are_kept_for_a_while(tmp_path: Path) -> None:
@@ -119,15 +119,15 @@ def test_answers_are_kept_for_a_while(tmp_path: Path) -> None:
     with api_server(tmp_path) as (server, kubeconfig):
         auth = MetricsAuth(KubeClient(kubeconfig), clock=lambda: now_s)
         for _ in range(3):
-            assert refusal(auth, "/metrics", "Bearer prometheus-token") is None
-            assert refusal(auth, "/metrics", "Bearer nobody-token") == 403
+            assert denial(auth, "/metrics", "Bearer prometheus-token") is None
+            assert denial(auth, "/metrics", "Bearer nobody-token") == 403
         assert len(server.asked) == 4
         server.allowed = {"nobody"}
         now_s = 11.0
-        assert refusal(auth, "/metrics", "Bearer nobody-token") is None
-        assert refusal(auth, "/metrics", "Bearer prometheus-token") is None
+        assert denial(auth, "/metrics", "Bearer nobody-token") is None
+        assert denial(auth, "/metrics", "Bearer prometheus-token") is None
         now_s = 61.0
-        assert refusal(auth, "/metrics", "Bearer prometheus-token") == 403
+        assert denial(auth, "/metrics", "Bearer prometheus-token") == 403
 
 
 @pytest.mark.parametrize("status", [403, 500])
@@ -136,9 +136,9 @@ def test_while_the_cluster_does_not_answer_nobody_new_is_let_in(tmp_path: Path, 
     with api_server(tmp_path) as (server, kubeconfig):
         auth = MetricsAuth(KubeClient(kubeconfig))
         server.status = status
-        assert refusal(auth, "/metrics", "Bearer prometheus-token") == 503
+        assert denial(auth, "/metrics", "Bearer prometheus-token") == 503
         server.status = 201
-        assert refusal(auth, "/metrics", "Bearer prometheus-token") is None
+        assert denial(auth, "/metrics", "Bearer prometheus-token") is None
 
 
 def test_the_routers_pages_are_guarded(tmp_path: Path) -> None:

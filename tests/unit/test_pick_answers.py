@@ -12,7 +12,7 @@ from indexer import PodMatches, StreamState
 from indexer.index.tiers import Tiers
 from indexer.pod_entry import PodEntry
 from router._pb import endpoint_picker_pb2 as pb
-from router.doors.pick import answer
+from router.doors.pick import pick_response
 from router.picking.cost import CREDIT, PRICE
 from router.picking.decision import Decision, Ranking
 from router.pods.pod_set import PodSet
@@ -56,7 +56,7 @@ def decided(ranked: Ranking, request_id: str = "r", degraded: str | None = None)
 
 def read(pods: PodSet, decision: Decision, endpoints_max: int = 40) -> pb.PickEndpointResponse:
     """An answer as clients read it."""
-    told = answer(decision, pods.snapshot(), endpoints_max)
+    told = pick_response(decision, pods.snapshot(), endpoints_max)
     return pb.PickEndpointResponse.FromString(told.SerializeToString())
 
 

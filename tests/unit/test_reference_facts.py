@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.config.resources import RewriteRule, RewriteRules, read_resources
-from router.doors.ext_proc_forms import LlmdForm, kept_headers, with_model
-from router.doors.ext_proc_messages import streamed_answers
-from router.doors.ext_proc_response import restored_model
+from router.doors.ext_proc_dialects import LlmdDialect, passed_headers, replace_model
+from router.doors.ext_proc_messages import streamed_body_responses
+from router.doors.ext_proc_response import restore_client_model
 from router.errors import (
     ConfigError,
     FlowError,
@@ -36,7 +36,7 @@ from tests.wire.router_wire_support import set_headers
 
 FACTS = DATA["unit_cases"]
 BENCH = Bench()
-FORM = LlmdForm(
+DIALECT = LlmdDialect(
     router=BENCH.router,
     guard=BodyGuard(),
     metrics=BENCH.metrics,
@@ -67,7 +67,7 @@ def vertex(body: object) -> bytes:
 def test_the_models_name_is_restored(case: dict[str, Any]) -> None:
     """Every exact occurrence without a space, or else every one with a space; nothing for empty names."""
     body = case["body"].encode()
-    assert restored_model(body, case["target"], case["incoming"]) == case["want"].encode()
+    assert restore_client_model(body, case["target"], case["incoming"]) == case["want"].encode()
 
 
 @pytest.mark.parametrize("case", FACTS["body_chunking"]["cases"], ids=lambda case: str(case["len"]))
@@ -75,7 +75,7 @@ def test_bodies_are_cut_as_the_reference_cuts_them(case: dict[str, Any]) -> None
     """62,000 bytes a message; only the last ends the stream."""
     chunks = [
         answer.request_body.response.body_mutation.streamed_response
-        for answer in streamed_answers("request_body", b"x" * case["len"], end_of_stream=True)
+        for answer in streamed_body_responses("request_body", b"x" * case["len"], end_of_stream=True)
     ]
     assert len(chunks) == case["messages"]
     assert [chunk.end_of_stream for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
@@ -274,14 +274,14 @@ def test_rewrites_go_by_precedence(tmp_path: Path) -> None:
 def test_a_rewritten_body_keeps_its_numbers_and_its_order() -> None:
     """Integers beyond floating point, exponents and key order stay as the client wrote them."""
     body = b'{"z": 12345678901234567890, "model": "a", "y": 1e400, "seed": 9007199254740993}'
-    sent = with_model(body, 'b"')
+    sent = replace_model(body, 'b"')
     assert sent == b'{"z":12345678901234567890,"model":"b\\"","y":1e400,"seed":9007199254740993}'
 
 
 @pytest.mark.parametrize(("code", "status"), FACTS["error_to_http"]["map"].items())
 def test_errors_are_told_in_the_references_words(code: str, status: int) -> None:
     """Status, code and message in one line of text."""
-    answer = FORM.refusal(RequestError(status, "why")).immediate_response
+    answer = DIALECT.error_response(RequestError(status, "why")).immediate_response
     assert (answer.status.code, answer.body) == (status, f"inference error: {code} - why".encode())
 
 
@@ -293,7 +293,7 @@ def test_refusals_carry_their_reasons() -> None:
         (RequestError(429, "x", dropped_reason=shed), 429, shed, "ResourceExhausted - x"),
         (SaturatedError("x"), 429, shed, "ResourceExhausted - system saturated, sheddable"),
     ):
-        answer = FORM.refusal(error)
+        answer = DIALECT.error_response(error)
         assert answer.immediate_response.status.code == status
         assert set_headers(answer) == {"x-llm-d-request-dropped-reason": reason}
         assert answer.immediate_response.body.startswith(f"inference error: {text}".encode())
@@ -327,4 +327,4 @@ def test_a_clients_routing_headers_are_not_handed_on() -> None:
         "x-prefiller-host-port",
         "x-encoder-hosts-ports",
     ]
-    assert kept_headers(dict.fromkeys([*owned, "hi"], "x")) == {"hi": "x"}
+    assert passed_headers(dict.fromkeys([*owned, "hi"], "x")) == {"hi": "x"}

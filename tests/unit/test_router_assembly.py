@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from router.app.config import RouterConfig
-from router.app.wiring import entrance, scheduler
+from router.app.wiring import build_admission, build_scheduler
 from router.errors import SaturatedError
 from tests.unit.pricing_support import load
 from tests.unit.router_support import Bench, completion, ready_pod
@@ -30,8 +30,8 @@ RARELY = RouterConfig(refresh_interval_s=10.0)
 def test_loads_count_as_long_as_the_probes_interval_allows(config: RouterConfig, age_max_s: float) -> None:
     """Pricing and admission believe a load for three intervals, at least 5 s, or as long as a flag says."""
     bench = Bench().with_pods(replace(A, load=load(running=3)))
-    admission, _ = entrance(config, {"low": -1}, bench.pods, CollectorRegistry())
-    bench.core.scheduler = scheduler(config, bench.pods, bench.ledger, None)
+    admission, _ = build_admission(config, {"low": -1}, bench.pods, CollectorRegistry())
+    bench.core.scheduler = build_scheduler(config, bench.pods, bench.ledger, None)
     rows = bench.pods.board.rows([A.address])
     ages_s = (age_max_s - 0.1, age_max_s + 0.1)
     assert admission.admit(LOW, rows, ages_s[0]) == -1

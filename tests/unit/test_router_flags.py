@@ -12,7 +12,7 @@ import yaml
 
 from indexer import IndexerConfig
 from router.app.config import RouterConfig, parse_flags
-from router.app.print_config import printed_config
+from router.app.print_config import config_as_yaml
 from router.app.process import JsonFormatter
 from router.app.server import main
 from router.app.tls import MetricsTlsOptions, TlsOptions
@@ -123,8 +123,8 @@ def test_a_flag_is_not_guessed_from_its_beginning() -> None:
     [
         (["--cert-path=/c"], "--cert-path: needs --secure-serving"),
         (["--metrics-client-ca-file=/c"], "--metrics-client-ca-file: needs --metrics-cert-dir"),
-        (["--tls-min-version=VersionTLS10"], "'VersionTLS10' is not understood; there are VersionTLS12"),
-        (["--tls-cipher-suites=TLS_X"], "'TLS_X' is not understood; there are TLS_ECDHE"),
+        (["--tls-min-version=VersionTLS10"], "VersionTLS13, 1.3, got 'VersionTLS10'"),
+        (["--tls-cipher-suites=TLS_X"], "TLS_RSA_WITH_AES_256_GCM_SHA384, got 'TLS_X'"),
     ],
 )
 def test_tls_that_cannot_be_had_is_refused_with_what_to_do(
@@ -214,6 +214,6 @@ def test_the_effective_configuration_is_printed(tmp_path: Path, capsys: pytest.C
 def test_a_password_is_not_printed() -> None:
     """The address of a shared index may hold one."""
     index = IndexerConfig(backend="redis", redis_url="redis://:secret@host", hash_seed=1)
-    printed = printed_config(RouterConfig(pods_file=Path("/p"), index=index))
+    printed = config_as_yaml(RouterConfig(pods_file=Path("/p"), index=index))
     assert "secret" not in printed
     assert yaml.safe_load(printed)["index"]["redis_url"] == "<hidden>"

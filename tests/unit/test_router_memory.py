@@ -12,10 +12,10 @@ import pytest
 
 _PROGRAM = """
 import ctypes, re, sys, threading
-from router.app.process import use_one_heap
+from router.app.process import use_single_arena
 
 if "one" in sys.argv:
-    use_one_heap()
+    use_single_arena()
 alloc = ctypes.CDLL(None).malloc
 alloc.restype = ctypes.c_void_p
 found = []
@@ -46,12 +46,12 @@ def _in_heap(how: str) -> int:
 _GIVE_BACK = """
 import ctypes
 from pathlib import Path
-from router.app.process import give_back, use_one_heap
+from router.app.process import trim_heap, use_single_arena
 
 def resident_mib():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
 
-use_one_heap()
+use_single_arena()
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.free.argtypes = [ctypes.c_void_p]
@@ -64,7 +64,7 @@ kept = libc.malloc(100)
 for block in flood:
     libc.free(block)
 before = resident_mib()
-give_back()
+trim_heap()
 print(before, resident_mib())
 """
 

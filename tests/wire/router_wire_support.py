@@ -15,12 +15,12 @@ import grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
-from router.doors.access_log import AccessLogDoor
-from router.doors.ext_authz import CheckDoor
-from router.doors.ext_proc import ExtProcDoor, ExtProcOptions
-from router.doors.ext_proc_forms import OwnForm
+from router.doors.access_log import AccessLogService
+from router.doors.ext_authz import ExtAuthzService
+from router.doors.ext_proc import ExtProcOptions, ExtProcService
+from router.doors.ext_proc_dialects import NativeDialect
 from router.doors.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE
-from router.doors.pick import PickDoor
+from router.doors.pick import EndpointPickerService
 from router.h2 import GrpcServer
 from router.prompts.body_guard import BodyGuard
 from tests.unit.router_support import Bench
@@ -89,18 +89,18 @@ def doors(
     threads: int = 80,
     guard: BodyGuard | None = None,
     tls: Callable[[], ssl.SSLContext] | None = None,
-    form: OwnForm | None = None,
+    dialect: NativeDialect | None = None,
     message_bytes_max: int = 8 << 20,
 ) -> Iterator[Doors]:
     """Serves a bench on a free port; ext_proc answers in the router's own form unless another is made."""
     distrusted: list[tuple[str, str]] = []
     guard = guard or BodyGuard()
     options = options or ExtProcOptions()
-    form = form or OwnForm(router=bench.router, guard=guard, metrics=bench.metrics)
-    ext_proc = ExtProcDoor(form, bench.outcomes, options)
-    check = CheckDoor(bench.router, guard, bench.metrics, options.max_request_bytes)
-    picks = PickDoor(bench.router, bench.outcomes, bench.metrics, bench.pods)
-    logs = AccessLogDoor(bench.outcomes, bench.metrics, lambda pod, why: distrusted.append((pod, why)))
+    dialect = dialect or NativeDialect(router=bench.router, guard=guard, metrics=bench.metrics)
+    ext_proc = ExtProcService(dialect, bench.outcomes, options)
+    check = ExtAuthzService(bench.router, guard, bench.metrics, options.max_request_bytes)
+    picks = EndpointPickerService(bench.router, bench.outcomes, bench.metrics, bench.pods)
+    logs = AccessLogService(bench.outcomes, bench.metrics, lambda pod, why: distrusted.append((pod, why)))
     server = GrpcServer(
         "--grpc-port",
         "127.0.0.1",

@@ -191,7 +191,7 @@ def test_an_entry_that_comes_before_its_pick_ends_its_request() -> None:
         return match(*arguments, **named)
 
     bench.index.match = slow_match  # type: ignore[method-assign]
-    bench.clock = bench.router.clock = time.monotonic
+    bench.clock = bench.core.clock = time.monotonic
     with doors(bench) as served, ThreadPoolExecutor() as threads:
         picked = threads.submit(bench.router.route, completion("r", "hello " * 20), time.monotonic())
         assert deciding.wait(TIMEOUT_S)

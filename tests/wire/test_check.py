@@ -151,7 +151,7 @@ def test_a_partial_body_is_picked_for_by_load_and_told(
     assert record is not None
     assert record["degraded"] == "passthrough"
     assert bench.sample("kvroute_router_dropped_messages_total", door="check", reason="partial_body") == 2
-    assert caplog.text.count("partial bodies") == 1
+    assert caplog.text.count("ext_authz partial body") == 1
 
 
 def test_requests_without_a_body_and_unknown_paths_pass() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from router.config.resources import RewriteRules
 from router.doors.ext_proc import ExtProcOptions
-from router.doors.ext_proc_forms import LlmdForm, OwnForm
+from router.doors.ext_proc_dialects import LlmdDialect, NativeDialect
 from router.doors.ext_proc_messages import BodyMode
 from router.prompts.body_guard import BodyGuard
 from router.prompts.parsers import Parsers
@@ -70,12 +70,14 @@ def served(kind: str, *, streams: int = 32) -> Iterator[Served]:
 
     own: dict[str, Any] = {"router": bench.router, "guard": BodyGuard(), "metrics": bench.metrics}
     if kind == "ours":
-        form = OwnForm(**own)
+        dialect = NativeDialect(**own)
     else:
         rewrites = RewriteRules([], np.random.default_rng(1))
-        form = LlmdForm(**own, parsers=Parsers(), held_bytes_max=1 << 20, pods=bench.pods, rewrites=rewrites)
+        dialect = LlmdDialect(
+            **own, parsers=Parsers(), buffered_bytes_max=1 << 20, pods=bench.pods, rewrites=rewrites
+        )
     options = ExtProcOptions(1 << 20, responses_full=True)
-    with doors(bench, options, threads=streams, form=form, message_bytes_max=1 << 20) as opened:
+    with doors(bench, options, threads=streams, dialect=dialect, message_bytes_max=1 << 20) as opened:
         yield Served(opened)
 
 

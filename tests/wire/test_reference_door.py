@@ -12,7 +12,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from router.config.resources import RewriteRule, RewriteRules
 from router.doors.ext_proc import ExtProcOptions
-from router.doors.ext_proc_forms import LlmdForm
+from router.doors.ext_proc_dialects import LlmdDialect
 from router.doors.ext_proc_messages import BodyMode
 from router.prompts.body_guard import BodyGuard
 from router.prompts.parsers import DEFAULT_PARSERS, Parsers
@@ -51,16 +51,16 @@ def door(
     options = options or ExtProcOptions(responses_full=True)
 
     guard = guard or BodyGuard()
-    form = LlmdForm(
+    dialect = LlmdDialect(
         router=bench.router,
         guard=guard,
         metrics=bench.metrics,
         parsers=Parsers(parsers),
-        held_bytes_max=options.max_request_bytes,
+        buffered_bytes_max=options.max_request_bytes,
         pods=bench.pods,
         rewrites=RewriteRules(RULES, np.random.default_rng(1)),
     )
-    with doors(bench, options, guard=guard, form=form) as served:
+    with doors(bench, options, guard=guard, dialect=dialect) as served:
         yield served
 
 
