@@ -1,4 +1,4 @@
-"""Flags of discovery in Kubernetes: what they mean, and which contradict each other."""
+"""Flags of Kubernetes discovery: their values and contradictions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SELECTOR = ["--endpoint-selector=app=x,role in (a,b)", "--endpoint-target-ports=
 
 
 def test_a_pool_is_followed_by_its_name() -> None:
-    """Everything else has a default."""
+    """Only the pool's name is required."""
     assert parse_flags(["--pool-name=p"])[0].kube == KubeConfig(pool="p")
     assert parse_flags(["--pods-file=/pods.yaml"])[0].kube is None
 
 
 def test_all_flags_are_read_with_their_units() -> None:
-    """Names, ports, paths and durations reach the configuration."""
+    """Names, ports, paths and durations are parsed with their units."""
     flags = ["--pool-name=p", "--pool-namespace=n", f"--pool-group={OLD_GROUP}", "--kv-events-port=1"]
     flags += ["--kv-replay-port=0", "--kubeconfig=/k", "--kube-deadline=1m30s", "--events-bind=tcp://*:5557"]
     assert parse_flags(flags)[0].kube == KubeConfig(
@@ -50,7 +50,7 @@ def test_all_flags_are_read_with_their_units() -> None:
     ],
 )
 def test_contradictions_are_refused(argv: list[str], part: str) -> None:
-    """The message says what to give."""
+    """Contradicting flags are rejected with a message that says what to give."""
     with pytest.raises(ConfigError, match=part):
         parse_flags(argv)
 
@@ -70,7 +70,7 @@ def test_contradictions_are_refused(argv: list[str], part: str) -> None:
     ],
 )
 def test_a_wrong_value_is_refused_by_its_flag(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Argparse ends the process and names the flag."""
+    """An invalid value ends the process with an error that names the flag."""
     with pytest.raises(SystemExit):
         parse_flags([flag])
     assert f"argument {flag.partition('=')[0]}" in capsys.readouterr().err

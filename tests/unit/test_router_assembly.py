@@ -1,4 +1,4 @@
-"""What a configuration makes of the parts that decide: one age of the loads for all of them."""
+"""Wiring of a configuration: cost model and admission use the same maximum age of load metrics."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ RARELY = RouterConfig(refresh_interval_s=10.0)
         (RouterConfig(load_age_max_s=2.0), 2.0),
     ],
 )
-def test_loads_count_as_long_as_the_probes_interval_allows(config: RouterConfig, age_max_s: float) -> None:
-    """Pricing and admission believe a load for three intervals, at least 5 s, or as long as a flag says."""
+def test_load_age_limit_follows_the_probe_interval(config: RouterConfig, age_max_s: float) -> None:
+    """Load metrics are used for three probe intervals, at least 5 s, or as long as the flag says."""
     bench = Bench().with_pods(replace(A, load=load(running=3)))
     admission, _ = build_admission(config, {"low": -1}, bench.pods, CollectorRegistry())
     bench.core.scheduler = build_scheduler(config, bench.pods, bench.ledger, None)

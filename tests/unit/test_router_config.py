@@ -31,7 +31,7 @@ dataLayer:
 """
 
 
-# Each line names the one before it eight times.
+# Each line references the one before it eight times.
 _REPEATED = "".join(
     f"\n- &{new} [{', '.join([f'*{old}'] * 8)}]" for old, new in zip("abcdefghi", "bcdefghij", strict=True)
 )
@@ -39,15 +39,15 @@ PICKS = GOOD.partition("plugins:")[0] + "plugins: [{type: queue-scorer}]\n"
 
 
 def test_the_defaults_are_the_references_where_it_has_them() -> None:
-    """Ports, drain time and tokenizer of an empty command line."""
+    """Without flags, ports, drain time and tokenizer have the reference's defaults."""
     config, flags = parse_flags(PODS)
     assert config == RouterConfig(pods_file=Path("/pods.yaml"))
     assert (config.grpc_port, config.grpc_health_port, config.metrics_port) == (9002, 9003, 9090)
     assert (config.drain_timeout_s, flags.v) == (30.0, 0)
 
 
-def test_a_pools_name_is_taken_beside_file_discovery(tmp_path: Path) -> None:
-    """The reference demands --pool-name in every mode; beside a pods' file it is the name in metrics."""
+def test_a_pool_name_with_a_pods_file_labels_metrics(tmp_path: Path) -> None:
+    """With a pods file, --pool-name sets only the label of metrics."""
     file = tmp_path / "config.yaml"
     file.write_text(GOOD)
     config, _ = parse_flags(["--config-file", str(file), "--pool-name", "mine", "--pool-namespace", "here"])
@@ -60,7 +60,7 @@ def test_a_pools_name_is_taken_beside_file_discovery(tmp_path: Path) -> None:
 
 
 def test_priorities_are_read() -> None:
-    """Objectives have whole numbers."""
+    """Objectives have whole numbers as priorities."""
     config, _ = parse_flags([*PODS, "--objective=batch=-1", "--objective=a=b=7"])
     assert config.priorities == (("batch", -1), ("a=b", 7))
     assert not config.tracing
@@ -70,14 +70,14 @@ def test_priorities_are_read() -> None:
 def test_an_objective_without_a_priority_is_refused(
     objective: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is no NAME=PRIORITY ends the start with what it must be."""
+    """An objective that is not NAME=PRIORITY is rejected with the expected format."""
     with pytest.raises(SystemExit):
         parse_flags([*PODS, f"--objective={objective}"])
     assert "must be NAME=PRIORITY" in capsys.readouterr().err
 
 
 def test_flags_are_read_with_their_units() -> None:
-    """Durations, pairs and choices become typed settings."""
+    """Durations, pairs and choices are parsed to typed settings."""
     config, _ = parse_flags(
         [
             *PODS,
@@ -115,7 +115,7 @@ def test_flags_are_read_with_their_units() -> None:
     ],
 )
 def test_a_wrong_flag_is_refused_by_name(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """argparse exits with 2 and names the flag."""
+    """An invalid flag ends the process with status 2 and an error that names it."""
     with pytest.raises(SystemExit) as caught:
         parse_flags([*PODS, *argv])
     assert caught.value.code == 2
@@ -131,14 +131,14 @@ def test_a_wrong_flag_is_refused_by_name(argv: list[str], capsys: pytest.Capture
         [*PODS, "--compat", "off", "--config-text", PICKS],
     ],
 )
-def test_flags_that_do_not_go_together_are_refused(argv: list[str]) -> None:
-    """Pods come from exactly one place, and TLS is not promised where there is none."""
+def test_contradicting_flags_are_rejected(argv: list[str]) -> None:
+    """Flags that contradict each other are rejected: one source of pods, TLS files only with TLS."""
     with pytest.raises(ConfigError, match="--"):
         parse_flags(argv)
 
 
-def test_a_configuration_file_makes_us_answer_as_the_reference_does(tmp_path: Path) -> None:
-    """With a file, answers have the reference's form and responses pass here, unless told otherwise."""
+def test_a_configuration_file_selects_the_references_dialect(tmp_path: Path) -> None:
+    """With a configuration file the reference's dialect and full responses are the defaults."""
     path = tmp_path / "config.yaml"
     plain = GOOD.partition("plugins:")[0]
     for text, flags, compat in (
@@ -155,7 +155,7 @@ def test_a_configuration_file_makes_us_answer_as_the_reference_does(tmp_path: Pa
 
 
 def test_a_configuration_file_names_the_pods_file(tmp_path: Path) -> None:
-    """File discovery is taken from the reference's configuration; a relative path lies beside it."""
+    """The pods file of a configuration file's discovery plugin is relative to that file."""
     path = tmp_path / "config.yaml"
     path.write_text(GOOD)
     config, _ = parse_flags(["--config-file", str(path)])
@@ -207,7 +207,7 @@ def test_a_configuration_file_names_the_pods_file(tmp_path: Path) -> None:
 def test_a_wrong_configuration_is_refused_with_file_line_and_field(
     tmp_path: Path, old: str, new: str, complaint: str
 ) -> None:
-    """Nothing unknown is ignored: the error says where it is and what could be there."""
+    """An unknown field or value is rejected with file, line and what is allowed."""
     path = tmp_path / "config.yaml"
     path.write_text(GOOD.replace(old, new))
     with pytest.raises(ConfigError, match=rf"config\.yaml.*{complaint}"):
@@ -219,8 +219,8 @@ def test_a_wrong_configuration_is_refused_with_file_line_and_field(
     ["[" * 5000, "&a [*a]", "[" * 40 + "]" * 40, "\n- &a [1,2,3,4,5,6,7,8]" + _REPEATED],
     ids=["open", "loop", "deep", "bomb"],
 )
-def test_a_file_that_would_not_end_is_refused(tmp_path: Path, value: str) -> None:
-    """Nesting, references to itself, and names repeated beyond measure end in an error."""
+def test_a_recursive_or_huge_file_is_rejected(tmp_path: Path, value: str) -> None:
+    """Deep nesting, self-references and excessive aliases in a file are rejected."""
     path = tmp_path / "config.yaml"
     path.write_text(GOOD.partition("plugins:")[0] + f"plugins: {value}\n")
     with pytest.raises(ConfigError, match=r"config\.yaml"):
@@ -231,7 +231,7 @@ def test_a_file_that_would_not_end_is_refused(tmp_path: Path, value: str) -> Non
 def test_any_configuration_text_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, text: str
 ) -> None:
-    """No file content raises anything but ConfigError."""
+    """Any content of a configuration file is parsed or raises ConfigError."""
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(ConfigError):
@@ -243,19 +243,19 @@ def test_any_configuration_text_is_read_or_refused(
     [("50ms", 0.05), ("1s", 1.0), ("1m30s", 90.0), ("1.5h", 5400.0), ("2", 2.0), ("0s", 0.0)],
 )
 def test_durations_are_read_as_the_reference_writes_them(text: str, expected: float) -> None:
-    """Go's notation and plain seconds are understood."""
+    """Durations are accepted in Go's notation and as plain seconds."""
     assert seconds(text) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("text", ["", "s", "-1", "-1s", "1 s", "1d", "1s1", "١s"])
-def test_what_is_no_duration_is_refused(text: str) -> None:
-    """Anything else is an error, not a guess."""
+def test_an_invalid_duration_is_rejected(text: str) -> None:
+    """Any other notation of a duration is rejected."""
     with pytest.raises(ValueError, match="duration"):
         seconds(text)
 
 
-def test_the_command_helps_and_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without arguments and with --help every command is listed; --version tells the package's."""
+def test_the_command_prints_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without arguments or with --help all commands are listed; --version prints the package's version."""
     assert cli.main([]) == cli.main(["--help"]) == 0
     helped = capsys.readouterr().out
     assert all(f"\n  {name} " in helped for name in ("up", "router", "indexer", "model-server"))
@@ -264,19 +264,19 @@ def test_the_command_helps_and_tells_its_version(capsys: pytest.CaptureFixture[s
 
 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """A typo names itself and the commands there are."""
+    """An unknown command is rejected with the list of commands."""
     assert cli.main(["rooter"]) == 2
     assert "rooter; there are up, router, tokenizer, indexer, model-server" in capsys.readouterr().err
 
 
-def test_a_commands_arguments_are_handed_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """`kvroute router ...` is the router's own command line."""
+def test_a_commands_arguments_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """`kvroute router ...` passes its arguments to the router's command line."""
     assert cli.main(["router"]) == 2
     assert "kvroute router: error: give exactly one of" in capsys.readouterr().err
 
 
 def test_the_index_has_the_flags_of_the_stand_alone_indexer() -> None:
-    """Backend, sizes, seed, bind address and first numbers reach the index's own settings."""
+    """The index's flags of the stand-alone indexer exist in the router too."""
     config, _ = parse_flags(
         [
             *PODS,
@@ -304,15 +304,15 @@ def test_the_index_has_the_flags_of_the_stand_alone_indexer() -> None:
         ("--events-bind=ipc://x", IndexerConfigError),
     ],
 )
-def test_a_wrong_setting_of_the_index_is_the_routers_error(flag: str, error: type[BaseException]) -> None:
-    """It ends the start as any other wrong flag does."""
+def test_an_invalid_index_setting_is_a_router_error(flag: str, error: type[BaseException]) -> None:
+    """An invalid setting of the index ends the start as any other invalid flag does."""
     with pytest.raises(error):
         parse_flags([*PODS, flag])
 
 
 @pytest.mark.parametrize("command", ["up", "router", "tokenizer", "indexer", "model-server", "plan"])
-def test_a_wrong_flag_is_told_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A command's error is one line with a hint: no usage text buries it."""
+def test_an_invalid_flag_is_one_line_of_error(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A command's error is one line with a hint, without usage text."""
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "--no-such-flag"])
     (line,) = capsys.readouterr().err.splitlines()

@@ -1,4 +1,4 @@
-"""The router's heap, in a process of its own: it holds for a whole process."""
+"""The router's malloc settings, each tested in a process of its own because they are process-wide."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ print(sum(low <= address < high for address in found))
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
 def test_threads_share_one_heap() -> None:
-    """Whatever thread asks, what it gets lies in the one heap; else other threads have their own."""
+    """With one arena all threads allocate from the same heap; without it, each has its own."""
     assert _in_heap("own") < 4
     assert _in_heap("one") == 4
 
@@ -70,8 +70,8 @@ print(before, resident_mib())
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
-def test_free_memory_is_given_back() -> None:
-    """Behind a flood that took 200 MB, the process gives most of it back to the system."""
+def test_free_memory_is_returned_to_the_system() -> None:
+    """After a burst that used 200 MB, most of the memory is returned to the system."""
     if not hasattr(ctypes.CDLL(None), "mallinfo2"):
         pytest.skip("needs the GNU C library")
     done = subprocess.run([sys.executable, "-c", _GIVE_BACK], stdout=subprocess.PIPE, check=True)
