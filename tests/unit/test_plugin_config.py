@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from router.config.picker_file import parse_config
-from router.doors.ext_authz import ok_answer
+from router.doors.ext_authz import ok_response
 from router.doors.headers import system_owned
 from router.errors import ConfigError, RequestError
 from router.observe.metrics import MetricTwins
@@ -321,7 +321,7 @@ def test_plugins_show_what_they_remember(tmp_path: Path) -> None:
 def test_a_pipelines_headers_pass_the_check_door() -> None:
     """What plugins set on request and response is set by Envoy's other door, too."""
     routing = Routing((A,), {}, {}, {"x-prefiller-host-port": B}, {"x-session-token": "t"}, None, "")
-    answer = CheckResponse.FromString(ok_answer.__wrapped__(A, None, (), routing)).ok_response
+    answer = CheckResponse.FromString(ok_response.__wrapped__(A, None, (), routing)).ok_response
     asked = {option.header.key: option.header.value for option in answer.headers}
     told = {option.header.key: option.header.value for option in answer.response_headers_to_add}
     assert asked == {"x-gateway-destination-endpoint": A, "x-prefiller-host-port": B}
