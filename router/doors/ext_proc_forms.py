@@ -35,7 +35,7 @@ from router.errors import (
 )
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
-from router.picking.candidates import is_allowed, not_allowed
+from router.picking.candidates import is_allowed, no_allowed_endpoint
 from router.picking.decision import Decision
 from router.plugins.attribute_reporter import AttributeReporter
 from router.pods.pod_set import PodSet
@@ -163,7 +163,7 @@ class LlmdForm(OwnForm):
             raise RequestError(500, "no pods available in datastore")
         allowed = [pod.address for pod in pods if is_allowed(pod, request.candidates)]
         if not allowed:
-            raise not_allowed()
+            raise no_allowed_endpoint()
         return random.choice(allowed), None
 
     def objection(self, request: RouteRequest, decision: Decision) -> RequestError | None:
@@ -178,16 +178,16 @@ class LlmdForm(OwnForm):
         if decision is None:
             return request_id
         told = {"Content-Length": str(body_bytes)} if body_bytes else {}
-        if decision.routing is not None:
-            told |= decision.routing.request_headers
+        if decision.pipeline is not None:
+            told |= decision.pipeline.request_headers
         return told | kept_headers(request.headers) | request_id
 
     def response_headers(
         self, headers: Mapping[str, str], metadata: base_pb2.Metadata, decision: Decision | None
     ) -> dict[str, str]:
         told = kept_headers(headers)
-        if decision is not None and decision.routing is not None:
-            told |= decision.routing.response_headers
+        if decision is not None and decision.pipeline is not None:
+            told |= decision.pipeline.response_headers
         served = served_endpoint(metadata) if self.tells_served else None
         return told if served is None else told | {_SERVED_HEADER: served}
 
@@ -241,7 +241,7 @@ def llmd_form(
         metrics=metrics,
         parsers=Parsers(_parser_types(picker) if picker is not None else DEFAULT_PARSERS),
         held_bytes_max=options.held_bytes_max,
-        reporter=AttributeReporter.of(picker) if picker is not None else None,
+        reporter=AttributeReporter.from_config(picker) if picker is not None else None,
         emits_scores=options.emits_scores,
         pods=pods,
         rewrites=rewrites,

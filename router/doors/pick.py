@@ -127,9 +127,9 @@ def answer(decision: Decision, pods: PodSnapshot, endpoints_max: int) -> pb.Pick
     """Translates a decision, with the best so many endpoints; one that is gone has no name."""
     ranked = decision.ranked
     # From the arrays: to make a Candidate of each would cost as much again.
-    cached_tokens, views, endpoints = ranked.credits["cached_tokens"], ranked.views, []
+    cached_tokens, views, endpoints = ranked.hits["cached_tokens"], ranked.views, []
     for place in ranked.order[:endpoints_max].tolist():
-        cost_s, queued_prefill_s, own_prefill_s, _, copy_s, kv_pressure_s = ranked.prices.item(place)[:6]
+        cost_s, queued_prefill_s, own_prefill_s, _, copy_s, kv_pressure_s = ranked.breakdowns.item(place)[:6]
         pod = pods.get(ranked.pods[place])
         endpoints.append(
             {

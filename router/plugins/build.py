@@ -41,12 +41,12 @@ from router.plugins.producers import (
     SessionIdProducer,
 )
 from router.plugins.profiles import (
-    AlwaysMultimodal,
-    AlwaysPd,
-    Disaggregation,
+    AlwaysMultimodalDecider,
+    AlwaysPdDecider,
+    DisaggHandlerSettings,
     MaxScorePicker,
-    PrefillApart,
-    PrefixBasedPd,
+    PdHandlerSettings,
+    PrefixBasedPdDecider,
     Profile,
     ProfileHandler,
     RandomPicker,
@@ -62,7 +62,7 @@ _SINGLE = "single-profile-handler"
 _Plugins = Mapping[str, object]
 
 # Types that stand in a profile or decide for a handler, as far as they need nothing of the router.
-MAKERS: Mapping[str, type[Settings]] = {
+PLUGIN_TYPES: Mapping[str, type[Settings]] = {
     "label-selector-filter": labels.LabelSelectorFilter,
     "by-label-selector": labels.LabelSelectorFilter,
     "by-label": labels.ByLabelFilter,
@@ -89,9 +89,9 @@ MAKERS: Mapping[str, type[Settings]] = {
     "max-score-picker": MaxScorePicker,
     "random-picker": RandomPicker,
     "weighted-random-picker": WeightedRandomPicker,
-    "prefix-based-pd-decider": PrefixBasedPd,
-    "always-disagg-pd-decider": AlwaysPd,
-    "always-disagg-multimodal-decider": AlwaysMultimodal,
+    "prefix-based-pd-decider": PrefixBasedPdDecider,
+    "always-disagg-pd-decider": AlwaysPdDecider,
+    "always-disagg-multimodal-decider": AlwaysMultimodalDecider,
 }
 
 
@@ -111,8 +111,8 @@ class _PrefillHeader(Settings):
 # Types that stand in no profile.
 _OTHERS: Mapping[str, type[Settings]] = {
     _SINGLE: Settings,
-    "disagg-profile-handler": Disaggregation,
-    "pd-profile-handler": PrefillApart,
+    "disagg-profile-handler": DisaggHandlerSettings,
+    "pd-profile-handler": PdHandlerSettings,
     "agent-identity": AgentIdentity,
     "session-id-producer": SessionIdProducer,
     APPROXIMATE: ApproximatePrefix,
@@ -139,7 +139,7 @@ _PRECISE_SCORER = "precise-prefix-cache-scorer"
 _READ_ELSEWHERE = frozenset({*PARSERS, *FLOW_TYPES, REPORTER})
 
 # Replacements of types that we do not have.
-INSTEAD: Mapping[str, str] = {
+REPLACEMENTS: Mapping[str, str] = {
     "data-parallel-profile-handler": "one endpoint for each rank, which discovery makes",
     "latency-scorer": "ttft-cost-scorer, which needs no predictor",
     "predicted-latency-producer": "ttft-cost-scorer, which needs no predictor",
@@ -255,9 +255,9 @@ def _handler(
     if len(handlers) > 1:
         config.section.fail("plugins", f"has several profile handlers ({', '.join(handlers)}); one is used")
     match next(iter(handlers.values()), None):
-        case Disaggregation() as told:
+        case DisaggHandlerSettings() as told:
             return _disaggregated(told, plugins, profiles)
-        case PrefillApart() as told:
+        case PdHandlerSettings() as told:
             return _prefill_apart(told, plugins, profiles)
     if len(profiles) != 1:
         config.section.fail(
@@ -268,7 +268,7 @@ def _handler(
 
 
 def _disaggregated(
-    told: Disaggregation, plugins: _Plugins, profiles: Mapping[str, Profile]
+    told: DisaggHandlerSettings, plugins: _Plugins, profiles: Mapping[str, Profile]
 ) -> ProfileHandler:
     names, deciders = told.profiles, told.deciders
     if (decode := profiles.get(names.decode)) is None:
@@ -281,7 +281,9 @@ def _disaggregated(
     )
 
 
-def _prefill_apart(told: PrefillApart, plugins: _Plugins, profiles: Mapping[str, Profile]) -> ProfileHandler:
+def _prefill_apart(
+    told: PdHandlerSettings, plugins: _Plugins, profiles: Mapping[str, Profile]
+) -> ProfileHandler:
     decode, prefill = profiles.get(told.decode_profile), profiles.get(told.prefill_profile)
     if decode is None or prefill is None:
         told.section.fail("", f"needs the profiles decode and prefill; there are {', '.join(profiles)}")
@@ -298,7 +300,7 @@ def _stage(
         return None
     plugin: Any = plugins.get(decider)
     if not hasattr(plugin, "decide"):
-        known = [kind for kind in MAKERS if kind.endswith("-decider")]
+        known = [kind for kind in PLUGIN_TYPES if kind.endswith("-decider")]
         told.section.fail(key, f"{decider!r} is no decider among the plugins; there are {', '.join(known)}")
     if profile is None:
         told.section.fail("profiles", f"there is a decider but no profile for {key.rpartition('.')[2]}")
@@ -311,7 +313,7 @@ def make(entry: PluginEntry, directory: Path) -> object:
     Raises:
         ConfigError: There is no such type, or its parameters are wrong; names the place.
     """
-    if (maker := MAKERS.get(entry.type)) is not None:
+    if (maker := PLUGIN_TYPES.get(entry.type)) is not None:
         return entry.told.read(maker)
     parameters = entry.told.value()
     try:
@@ -322,7 +324,7 @@ def make(entry: PluginEntry, directory: Path) -> object:
         entry.section.fail("parameters", f"{entry.type} refuses them: {error}")
 
 
-def is_own(kind: str) -> bool:
+def is_custom(kind: str) -> bool:
     """Whether a type is a user's own plugin, which may do whatever it likes."""
     return ".py:" in kind or any(entry_points(group=ENTRY_POINTS, name=kind))
 
@@ -334,8 +336,8 @@ def _custom(entry: PluginEntry, directory: Path) -> Callable[..., object]:
     installed = entry_points(group=ENTRY_POINTS)
     if entry.type in installed.names:
         return _from_entry_point(entry, installed[entry.type])
-    known = {*MAKERS, *_OTHERS, *_READ_ELSEWHERE, PRECISE, _PRECISE_SCORER, *installed.names}
-    instead = INSTEAD.get(entry.type)
+    known = {*PLUGIN_TYPES, *_OTHERS, *_READ_ELSEWHERE, PRECISE, _PRECISE_SCORER, *installed.names}
+    instead = REPLACEMENTS.get(entry.type)
     advice = f"there is {instead} instead" if instead else f"there are {', '.join(sorted(known))}"
     return entry.section.fail("type", f"{entry.type!r} is not understood; {advice}")
 

@@ -133,7 +133,7 @@ class PrefixAffinityFilter(Settings):
         return min(endpoint.inflight_tokens for endpoint in endpoints) / self.peak_prefill_throughput
 
 
-class Cap(Settings):
+class MetricLimit(Settings):
     """Most that a metric may be, see `_METRICS`."""
 
     metric: Literal["active-requests", "running-requests", "waiting-queue", "kv-cache-utilization"]
@@ -143,7 +143,7 @@ class Cap(Settings):
 class UtilizationFilter(Settings):
     """Drops endpoints above any of some caps."""
 
-    conditions: Annotated[tuple[Cap, ...], Meta(min_length=1)]
+    conditions: Annotated[tuple[MetricLimit, ...], Meta(min_length=1)]
     fallback_on_empty: bool = False  # whether everybody stays when nobody would
 
     def filter(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:

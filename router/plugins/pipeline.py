@@ -15,17 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.errors import RequestError
-from router.picking.decision import Routing
+from router.picking.decision import PipelineResult
 from router.plugins.api import Endpoint, Observer, PluginRequest, Stateful
 from router.plugins.producers import AttributeProducer, PrefixProducer
-from router.plugins.profiles import Handled, PluginError, ProfileHandler
+from router.plugins.profiles import HandlerResult, PluginError, ProfileHandler
 from router.pods.pod_set import Pod, PodSnapshot
 from tokenization import decoded
 
 if TYPE_CHECKING:
     from indexer import PodMatches
-    from router.picking.candidates import Lineup
-    from router.picking.scheduler import Prompted
+    from router.picking.candidates import CandidateSet
+    from router.picking.scheduler import TokenizedRequest
 
 _log = logging.getLogger(__name__)
 
@@ -63,19 +63,19 @@ class Pipeline:
 
     def rank(
         self,
-        prompted: Prompted,
-        lineup: Lineup,
+        prompted: TokenizedRequest,
+        lineup: CandidateSet,
         pods: PodSnapshot,
         matches: Sequence[PodMatches],
-        prices: NDArray[Any],
-        credits: NDArray[Any],
+        breakdowns: NDArray[Any],
+        hits: NDArray[Any],
         known: NDArray[Any],
         now_s: float,
-    ) -> tuple[NDArray[np.int64], Routing]:
+    ) -> tuple[NDArray[np.int64], PipelineResult]:
         columns = zip(
             lineup.pods,
-            prices["cost_s"].tolist(),
-            credits["cached_tokens"].tolist(),
+            breakdowns["cost_s"].tolist(),
+            hits["cached_tokens"].tolist(),
             (known["awaiting"] + known["decoding"]).tolist(),
             known["held_tokens"].tolist(),
             strict=True,
@@ -104,7 +104,11 @@ class Pipeline:
         return _order(handled, endpoints), _routing(handled, response_headers)
 
     def _request(
-        self, prompted: Prompted, matches: Sequence[PodMatches], addresses: Sequence[str], now_s: float
+        self,
+        prompted: TokenizedRequest,
+        matches: Sequence[PodMatches],
+        addresses: Sequence[str],
+        now_s: float,
     ) -> PluginRequest:
         request = prompted.request
         attributes = {
@@ -128,7 +132,7 @@ class Pipeline:
             multimodal=_is_multimodal(request.body),
         )
 
-    def _tell(self, request: PluginRequest, handled: Handled) -> dict[str, str]:
+    def _tell(self, request: PluginRequest, handled: HandlerResult) -> dict[str, str]:
         """All are told, whichever of them fails.
 
         Raises:
@@ -177,7 +181,7 @@ def _endpoint(
     )
 
 
-def _order(handled: Handled, endpoints: Sequence[Endpoint]) -> NDArray[np.int64]:
+def _order(handled: HandlerResult, endpoints: Sequence[Endpoint]) -> NDArray[np.int64]:
     """Places: the picks in their order, then who else was scored."""
     places = {endpoint.address: place for place, endpoint in enumerate(endpoints)}
     scores = handled.primary.scores
@@ -186,11 +190,11 @@ def _order(handled: Handled, endpoints: Sequence[Endpoint]) -> NDArray[np.int64]
     return np.fromiter((places[address] for address in order), np.int64, len(order))
 
 
-def _routing(handled: Handled, response_headers: Mapping[str, str]) -> Routing:
+def _routing(handled: HandlerResult, response_headers: Mapping[str, str]) -> PipelineResult:
     picked = handled.primary
     best = picked.endpoints[0].address
     parts = ", ".join(f"{name} {score:.3g}" for name, score in picked.parts)
-    return Routing(
+    return PipelineResult(
         destinations=tuple(endpoint.address for endpoint in picked.endpoints),
         scores=picked.scores,
         excluded=picked.removed,

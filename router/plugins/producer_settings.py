@@ -161,7 +161,7 @@ class MetricsSettings(Settings):
             raise ValueError(f"path: must be a path as /metrics, is {self.path[:100]!r}")
 
 
-def with_producers(
+def apply_producer_settings(
     picker: PickerConfig, index: IndexerConfig, kube: KubeConfig | None
 ) -> tuple[IndexerConfig, KubeConfig | None]:
     """The settings of index and discovery, with what precise producers say.
@@ -180,7 +180,7 @@ def with_producers(
     return index, kube
 
 
-def tokenizers_of(picker: PickerConfig) -> dict[str, str]:
+def tokenizer_sources(picker: PickerConfig) -> dict[str, str]:
     """By model, where token producers say that its tokens come from.
 
     Raises:
@@ -190,7 +190,7 @@ def tokenizers_of(picker: PickerConfig) -> dict[str, str]:
     return {one.model_name: one.vllm.url for one in told if one.model_name and one.vllm}
 
 
-def metrics_path_of(picker: PickerConfig) -> str:
+def metrics_path(picker: PickerConfig) -> str:
     """Where the metrics source says that pods tell their load; of several the last counts.
 
     Raises:

@@ -11,13 +11,13 @@ import xxhash
 from msgspec import Meta
 
 from router.config.fields import Settings, Text, Whole
-from router.picking.sessions import agent_session, cookie_value
+from router.picking.sessions import agent_session_id, cookie_value
 from router.plugins.api import PrefixMatch
 from router.prompts.request import RouteRequest
 
 if TYPE_CHECKING:
     from indexer import PodMatches
-    from router.picking.scheduler import Prompted
+    from router.picking.scheduler import TokenizedRequest
 
 # What the reference takes for a token's size where nothing tokenizes.
 _TOKEN_BYTES = 4
@@ -31,7 +31,7 @@ class PrecisePrefix:
         self._block_tokens = block_tokens
 
     def matches(
-        self, prompted: Prompted, matches: Sequence[PodMatches], pods: Sequence[str]
+        self, prompted: TokenizedRequest, matches: Sequence[PodMatches], pods: Sequence[str]
     ) -> Mapping[str, PrefixMatch]:
         """Sums over the prompts of a request."""
         found, blocks = {}, sum(map(len, prompted.keys)) if matches else 0
@@ -63,7 +63,7 @@ class ApproximatePrefix(Settings):
         self._asked: Sequence[int] = ()
 
     def matches(
-        self, prompted: Prompted, _matches: Sequence[PodMatches], pods: Sequence[str]
+        self, prompted: TokenizedRequest, _matches: Sequence[PodMatches], pods: Sequence[str]
     ) -> Mapping[str, PrefixMatch]:
         # Until `sent`: one request is picked for at a time.
         self._asked = self._keys(prompted.request)
@@ -110,7 +110,7 @@ class AgentIdentity(Settings):
     """The session of an agent, which is its fairness id, too."""
 
     def attribute(self, headers: Mapping[str, str]) -> str | None:
-        return agent_session(headers)
+        return agent_session_id(headers)
 
 
 class SessionIdProducer(Settings):

@@ -36,7 +36,7 @@ class WeightedScorer:
 
 
 @dataclass(frozen=True, slots=True)
-class Picked:
+class ProfileResult:
     """Choice of a profile."""
 
     profile: str  # its name
@@ -55,7 +55,7 @@ class Profile:
     scorers: Sequence[WeightedScorer]
     picker: Picker
 
-    def run(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Picked | None:
+    def run(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> ProfileResult | None:
         """Picks; None when no endpoint passes the filters.
 
         Raises:
@@ -83,7 +83,9 @@ class Profile:
             raise PluginError("the picker must answer at least one endpoint, of those that it was given")
         first = places[chosen[0].address]
         parts = [(scorer.name, column[first]) for scorer, column in zip(self.scorers, columns, strict=True)]
-        return Picked(self.name, chosen, {one.endpoint.address: one.score for one in scored}, parts, removed)
+        return ProfileResult(
+            self.name, chosen, {one.endpoint.address: one.score for one in scored}, parts, removed
+        )
 
     def _weighted(
         self, scorer: WeightedScorer, request: PluginRequest, endpoints: Sequence[Endpoint]
@@ -156,21 +158,21 @@ class Decider(Protocol):
         """
 
 
-class AlwaysPd(Settings):
+class AlwaysPdDecider(Settings):
     """Every prefill."""
 
     def decide(self, _request: PluginRequest, _decoder: Endpoint | None) -> bool:
         return True
 
 
-class AlwaysMultimodal(Settings):
+class AlwaysMultimodalDecider(Settings):
     """The encoding of whatever is not text."""
 
     def decide(self, request: PluginRequest, _decoder: Endpoint | None) -> bool:
         return request.multimodal
 
 
-class PrefixBasedPd(Settings):
+class PrefixBasedPdDecider(Settings):
     """Prefills that are long where they are decoded."""
 
     producer: Text = option(default=APPROXIMATE, name=PRODUCER_KEY)  # whose account of the caches counts
@@ -199,7 +201,7 @@ class _Deciders(Settings):
     encode: Text | None = None
 
 
-class Disaggregation(Settings):
+class DisaggHandlerSettings(Settings):
     """Parameters of disagg-profile-handler."""
 
     stage_order: Literal["decode-first", "prefill-first"] = "decode-first"
@@ -207,7 +209,7 @@ class Disaggregation(Settings):
     deciders: _Deciders = option(default_factory=_Deciders)
 
 
-class PrefillApart(Settings):
+class PdHandlerSettings(Settings):
     """Parameters of pd-profile-handler, the older form: two profiles and one decider."""
 
     decode_profile: Text = "decode"
@@ -217,10 +219,10 @@ class PrefillApart(Settings):
 
 
 @dataclass(frozen=True, slots=True)
-class Handled:
+class HandlerResult:
     """Choice of all profiles."""
 
-    primary: Picked  # where the request goes
+    primary: ProfileResult  # where the request goes
     targets: Mapping[str, Endpoint]  # first picks by profile; "" is where the request goes
     headers: Mapping[str, str] = field(default_factory=dict)  # to set on the request
     prefill: Endpoint | None = None  # who prefills, where it is not the primary; else None
@@ -243,7 +245,7 @@ class ProfileHandler:
     encode: Stage | None = None
     prefill_first: bool = False  # whether prefill is picked before decode, regardless of the latter's cache
 
-    def run(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Handled | None:
+    def run(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> HandlerResult | None:
         """Pick; a stage whose filters leave nobody stays with the decoding pod.
 
         Returns:
@@ -266,12 +268,12 @@ class ProfileHandler:
             targets[encoded.profile] = encoded.endpoints[0]
             headers[_ENCODERS_HEADER] = ",".join(endpoint.address for endpoint in encoded.endpoints)
         apart = prefill is not None and prefill.address != first.address
-        return Handled(decoded, targets, headers, prefill if apart else None)
+        return HandlerResult(decoded, targets, headers, prefill if apart else None)
 
 
 def _picked(
     stage: Stage | None, request: PluginRequest, endpoints: Sequence[Endpoint], decoder: Endpoint | None
-) -> Picked | None:
+) -> ProfileResult | None:
     if stage is None or not stage.decider.decide(request, decoder):
         return None
     return stage.profile.run(request, endpoints)

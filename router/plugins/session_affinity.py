@@ -1,4 +1,4 @@
-"""Sessions that stay at their endpoint: a token in a header, or a session's id, in; its last endpoint out.
+"""SessionPods that stay at their endpoint: a token in a header, or a session's id, in; its last endpoint out.
 
 One object filters and scores. Tokens are base64 of "namespace/name", as the reference's; the response carries
 them back to the client.
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, field
 
 from router.config.fields import Number, Settings, Text
-from router.picking.sessions import SESSION_ID_HEADER, Sessions
+from router.picking.sessions import SESSION_ID_HEADER, SessionPods
 from router.plugins.api import Endpoint, PluginRequest
 
 TOKEN_HEADER = "x-session-token"
@@ -61,7 +61,7 @@ class SessionAffinity(Settings):
         self._header = self.encoded_endpoint_header_config.header.lower()
         config = self.session_id_config
         self._sources = config.sources or (_Source(header=SESSION_ID_HEADER),)
-        self._sessions = Sessions(config.eviction_ttl_seconds)
+        self._sessions = SessionPods(config.eviction_ttl_seconds)
 
     def filter(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
         last = self._last(request)
@@ -78,7 +78,7 @@ class SessionAffinity(Settings):
         if not self._keeps_ids:
             return {self._header: base64.b64encode(endpoint.id.encode()).decode()}
         if session := self._session(request):
-            self._sessions.moved(session, endpoint.id, request.now_s)
+            self._sessions.record(session, endpoint.id, request.now_s)
         return {}
 
     def state(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from router.picking.cost import CREDIT, CostParameters, RequestFacts, price
+from router.picking.cost import CACHE_HIT, CostInputs, CostParameters, cost_breakdowns
 from router.pods.engine_load import EngineLoad
 from router.pods.load_table import PodBoard
 
@@ -49,18 +49,18 @@ def load(**told: Any) -> EngineLoad:
 class Priced:
     """Prices of one request, in the order of the pods."""
 
-    prices: NDArray[Any]
+    breakdowns: NDArray[Any]
     board: PodBoard = field(repr=False)
 
     def part(self, name: str) -> list[float]:
         """One part of the price."""
-        parts: list[float] = self.prices[name].tolist()
+        parts: list[float] = self.breakdowns[name].tolist()
         return parts
 
     @property
     def best(self) -> int:
         """The place of the cheapest."""
-        return int(self.prices["cost_s"].argmin())
+        return int(self.breakdowns["cost_s"].argmin())
 
 
 def priced(
@@ -82,7 +82,7 @@ def priced(
         for queued in pod.queue:
             board.begin(name, queued.tokens, queued.sent_s)
     board.learnt({name: pod.tokens_per_s for name, pod in zip(names, pods, strict=True)}, 1000.0)
-    credits = np.array([(pod.cached_tokens, pod.host_tokens) for pod in pods], CREDIT)
-    facts = RequestFacts(float(prompt_tokens), now_s, board.fleet_tokens_per_s, 100.0)
+    hits = np.array([(pod.cached_tokens, pod.host_tokens) for pod in pods], CACHE_HIT)
+    facts = CostInputs(float(prompt_tokens), now_s, board.fleet_tokens_per_s, 100.0)
     rows, extra = board.rows(names), np.array(extra_s, np.float64)
-    return Priced(price(board.pods, rows, credits, extra, facts, parameters.record()[0]), board)
+    return Priced(cost_breakdowns(board.pods, rows, hits, extra, facts, parameters.record()[0]), board)

@@ -20,7 +20,7 @@ def reporter(**expressions: str) -> AttributeReporter:
         "kind": "EndpointPickerConfig",
         "plugins": [{"type": "request-attribute-reporter", "parameters": {"attributes": attributes}}],
     }
-    made = AttributeReporter.of(parse_config(yaml.safe_dump(config), "c.yaml"))
+    made = AttributeReporter.from_config(parse_config(yaml.safe_dump(config), "c.yaml"))
     assert made is not None
     return made
 

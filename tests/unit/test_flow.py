@@ -20,8 +20,8 @@ from router.config.picker_file import BandSettings, FlowSettings, parse_config
 from router.errors import ConfigError, FlowError
 from router.picking.admission import ConcurrencyDetector, UtilizationDetector
 from router.picking.flow import FlowControl
-from router.picking.flow_config import fairness_of, flow_of
-from router.picking.flow_queue import FAIRNESS, FlowQueue, Waiting
+from router.picking.flow_config import fairness_id_reader, read_flow_settings
+from router.picking.flow_queue import FAIRNESS, FlowQueue, QueuedRequest
 from router.pods.load_table import POD
 from router.pods.pod_set import PodSet
 from router.prompts.request import RequestKind, RouteRequest
@@ -31,13 +31,13 @@ from tests.wire.router_wire_support import wait_until
 FCFS, EDF, SLO = "fcfs-ordering-policy", "edf-ordering-policy", "slo-deadline-ordering-policy"
 
 
-def waiting(flow: str = "", priority: int = 0, **known: Any) -> Waiting:
+def waiting(flow: str = "", priority: int = 0, **known: Any) -> QueuedRequest:
     """A request that waits."""
     told = {"size_bytes": 10, "arrived_s": 0.0, "deadline_s": 60.0, "due_s": 1.0}
-    return Waiting(flow, priority, **{**told, **known})
+    return QueuedRequest(flow, priority, **{**told, **known})
 
 
-def drained(queue: FlowQueue) -> list[Waiting]:
+def drained(queue: FlowQueue) -> list[QueuedRequest]:
     """All that wait, in the order in which they go on."""
     return list(iter(queue.take, None))
 
@@ -160,7 +160,7 @@ class Gate:
         self._threads.shutdown()
 
     def _go(self, name: str, is_active: Callable[[], bool] | None, known: dict[str, Any]) -> None:
-        with self.flow.turn(RouteRequest(name, RequestKind.PASSTHROUGH, **known), is_active):
+        with self.flow.admit(RouteRequest(name, RequestKind.PASSTHROUGH, **known), is_active):
             self.order.append(name)
             self._ends[name].wait(300)
 
@@ -274,7 +274,7 @@ def flow(section: dict[str, Any], *plugins: dict[str, Any]) -> Any:
         "plugins": list(plugins),
         "flowControl": section,
     }
-    return flow_of(parse_config(yaml.safe_dump(config), "c.yaml"), 1.0)
+    return read_flow_settings(parse_config(yaml.safe_dump(config), "c.yaml"), 1.0)
 
 
 def test_the_configuration_is_read() -> None:
@@ -307,7 +307,7 @@ def test_an_agents_session_is_its_flow_where_that_is_configured() -> None:
     headers = {"session-id": "s", "x-claude-code-session-id": "c"}
     for plugins, expected in (([{"type": "agent-identity"}], "c"), ([], "")):
         config = parse_config(yaml.safe_dump(base | {"plugins": plugins}), "c.yaml")
-        assert fairness_of(config)(headers) == expected
+        assert fairness_id_reader(config)(headers) == expected
 
 
 @pytest.mark.parametrize(
@@ -317,10 +317,13 @@ def test_an_agents_session_is_its_flow_where_that_is_configured() -> None:
         ({"maxRequests": "0"}, "flowControl.maxRequests: must be a whole number above 0"),
         (
             {"priorityBands": [{"orderingPolicyRef": "lifo"}]},
-            r"priorityBands\[0\].orderingPolicyRef: 'lifo' is none",
+            r"priorityBands\[0\].orderingPolicyRef: expected one of .*, got 'lifo'",
         ),
-        ({"priorityBands": [{}, {}]}, r"priorityBands\[1\].priority: there is a band for 0"),
-        ({"usageLimitPolicyPluginRef": "x"}, "'x' is no static-usage-limit-policy"),
+        ({"priorityBands": [{}, {}]}, r"priorityBands\[1\].priority: duplicate band: 0"),
+        (
+            {"usageLimitPolicyPluginRef": "x"},
+            "expected the name of a static-usage-limit-policy plugin, got 'x'",
+        ),
         ({"maxWaiters": 1}, "flowControl.maxWaiters: not understood"),
     ],
 )

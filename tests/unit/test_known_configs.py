@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from router.app.config import parse_flags
 from router.config.picker_file import parse_config
 from router.errors import ConfigError
-from router.picking.flow_config import flow_of
+from router.picking.flow_config import read_flow_settings
 from router.plugins.build import build_pipeline
 from router.plugins.labels import HeaderLabelScorer
 from router.plugins.testkit import endpoint, request, scores
@@ -231,7 +231,7 @@ def started(text: str) -> None:
     config, _ = parse_flags([*PODS, "--config-text", text])
     assert config.picker is not None
     build_pipeline(config.picker, block_tokens=16, random=np.random.default_rng())
-    flow_of(config.picker, 1.0)
+    read_flow_settings(config.picker, 1.0)
 
 
 def complaint(text: str) -> str:
@@ -249,7 +249,7 @@ def test_a_known_configuration_is_understood(name: str) -> None:
     config = parse_config(yaml.safe_dump(HEAD | KNOWN[name]), "c.yaml")
     made = build_pipeline(config, block_tokens=16, random=np.random.default_rng())
     assert list(made.state()) == [one.get("name", one["type"]) for one in KNOWN[name]["plugins"]]
-    flow = flow_of(config, 1.0)
+    flow = read_flow_settings(config, 1.0)
     assert (flow is not None and flow[0].evicts) == (name == "flow control")
     assert parse_flags([*PODS, "--config-text", yaml.safe_dump(HEAD | KNOWN[name])])[0].picker is not None
 

@@ -19,10 +19,10 @@ from router.doors.ext_authz import ok_answer
 from router.doors.headers import system_owned
 from router.errors import ConfigError, RequestError
 from router.observe.metrics import MetricTwins
-from router.picking.decision import Routing
-from router.picking.flow_config import flow_of
+from router.picking.decision import PipelineResult
+from router.picking.flow_config import read_flow_settings
 from router.picking.scheduler import Scheduler
-from router.plugins.build import INSTEAD, MAKERS, build_pipeline
+from router.plugins.build import PLUGIN_TYPES, REPLACEMENTS, build_pipeline
 from router.plugins.pipeline import Pipeline
 from router.pods.engine_load import EngineLoad
 from tests.integration.hermetic_support import DATA
@@ -60,7 +60,7 @@ def test_every_configuration_of_the_cases_is_understood(name: str) -> None:
     config = parse_config(yaml.safe_dump(DATA["configs"][name]), "c.yaml")
     assert config.picks
     build_pipeline(config, block_tokens=16, random=np.random.default_rng())
-    flow = flow_of(config, 1.0)
+    flow = read_flow_settings(config, 1.0)
     assert (flow is not None) == ("flowControl" in DATA["configs"][name].get("featureGates", ()))
 
 
@@ -73,8 +73,8 @@ def test_scores_decide_and_are_told() -> None:
     )
     decision = made.router.route(completion("r", "hello"), 0.0)
     assert decision.primary.pod == B
-    assert decision.routing is not None
-    assert decision.routing.scores == pytest.approx({A: 0.5, B: 1.75})
+    assert decision.pipeline is not None
+    assert decision.pipeline.scores == pytest.approx({A: 0.5, B: 1.75})
     assert decision.reason == "weighted score 1.75 (queue-scorer 1, kv-cache-utilization-scorer 0.75)"
 
 
@@ -153,7 +153,7 @@ def test_a_block_of_a_slower_tier_counts_by_its_weight() -> None:
     text = long_text(12)
     keys = made.keys(text)
     made.index.hold(A, keys[:1], host=True)
-    routing = made.router.route(completion("r", text), 0.0).routing
+    routing = made.router.route(completion("r", text), 0.0).pipeline
     assert routing is not None
     assert routing.scores[A] * len(keys) == pytest.approx(0.8)
 
@@ -181,8 +181,8 @@ def test_the_documented_plugin_works(tmp_path: Path) -> None:
     (tmp_path / "zone.py").write_text(examples[0])
     made = bench(pipeline(blocks["yaml"], tmp_path))
     decision = made.router.route(completion("r", "hello"), 0.0)
-    assert decision.routing is not None
-    assert decision.routing.response_headers == {"x-served-zone": ""}
+    assert decision.pipeline is not None
+    assert decision.pipeline.response_headers == {"x-served-zone": ""}
     namespace: dict[str, Any] = {}
     exec(examples[0] + examples[1], namespace)
 
@@ -320,7 +320,7 @@ def test_plugins_show_what_they_remember(tmp_path: Path) -> None:
 
 def test_a_pipelines_headers_pass_the_check_door() -> None:
     """What plugins set on request and response is set by Envoy's other door, too."""
-    routing = Routing((A,), {}, {}, {"x-prefiller-host-port": B}, {"x-session-token": "t"}, None, "")
+    routing = PipelineResult((A,), {}, {}, {"x-prefiller-host-port": B}, {"x-session-token": "t"}, None, "")
     answer = CheckResponse.FromString(ok_answer.__wrapped__(A, None, (), routing)).ok_response
     asked = {option.header.key: option.header.value for option in answer.headers}
     told = {option.header.key: option.header.value for option in answer.response_headers_to_add}
@@ -344,4 +344,4 @@ def test_older_metric_names_show_the_same_once() -> None:
 
 def test_what_there_is_instead_is_never_what_we_have() -> None:
     """A type is either made or has a substitute."""
-    assert not MAKERS.keys() & INSTEAD.keys()
+    assert not PLUGIN_TYPES.keys() & REPLACEMENTS.keys()

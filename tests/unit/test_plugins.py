@@ -19,9 +19,9 @@ from router.plugins.cache_scorers import ContextLengthAware, LoraAffinityScorer,
 from router.plugins.labels import HeaderTestingFilter
 from router.plugins.load import (
     ActiveRequestScorer,
-    Cap,
     KvUsageScorer,
     LoadAwareScorer,
+    MetricLimit,
     PrefixAffinityFilter,
     QueueScorer,
     RunningRequestsScorer,
@@ -32,7 +32,7 @@ from router.plugins.load import (
 from router.plugins.profiles import (
     MaxScorePicker,
     PluginError,
-    PrefixBasedPd,
+    PrefixBasedPdDecider,
     Profile,
     RandomPicker,
     WeightedRandomPicker,
@@ -202,7 +202,7 @@ def test_holders_of_the_prefix_are_kept_to_while_that_pays() -> None:
 def test_caps_drop_the_full() -> None:
     """Every cap counts; nobody is left, unless it falls back."""
     endpoints = [endpoint("a", waiting_requests=3), endpoint("b", kv_usage=0.95), endpoint("c")]
-    caps = (Cap("waiting-queue", 2.0), Cap("kv-cache-utilization", 0.9))
+    caps = (MetricLimit("waiting-queue", 2.0), MetricLimit("kv-cache-utilization", 0.9))
     assert kept(UtilizationFilter(caps), request(), endpoints) == ["c"]
     assert kept(UtilizationFilter(caps), request(), endpoints[:2]) == []
     assert kept(UtilizationFilter(caps, fallback_on_empty=True), request(), endpoints[:2]) == ["a", "b"]
@@ -267,13 +267,15 @@ def test_a_prefill_is_done_apart_when_enough_is_uncached() -> None:
     """What the decoding pod holds is taken off; 0 means never, short prompts never."""
     decoder = endpoint("d")
     asked = request(prompt_tokens=1000, prefixes={"d:8000": HALF})
-    assert [PrefixBasedPd(non_cached_tokens=n).decide(asked, decoder) for n in (0, 680, 681, 1001)] == [
+    assert [
+        PrefixBasedPdDecider(non_cached_tokens=n).decide(asked, decoder) for n in (0, 680, 681, 1001)
+    ] == [
         False,
         True,
         False,
         False,
     ]
-    assert not PrefixBasedPd(non_cached_tokens=10, prompt_tokens=1001).decide(asked, decoder)
+    assert not PrefixBasedPdDecider(non_cached_tokens=10, prompt_tokens=1001).decide(asked, decoder)
 
 
 def test_scores_are_clamped_weighted_and_added() -> None:

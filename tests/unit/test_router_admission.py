@@ -6,7 +6,7 @@ import pytest
 
 from router.errors import SaturatedError
 from router.picking.admission import Admission, UtilizationDetector
-from router.picking.cost import adapter_s
+from router.picking.cost import adapter_delay_s
 from router.pods.engine_load import EngineLoad, LoraLoad
 from router.pods.load_table import PodBoard
 from tests.unit.pricing_support import load
@@ -72,13 +72,13 @@ def lora(running: str = "", waiting: str = "", places: int = 2) -> LoraLoad:
 def test_an_adapters_seconds_are_ordered_as_the_reference_scores_them() -> None:
     """Running is free; room costs loading; waiting costs part of a place's wait; no place costs all of it."""
     cases = [lora("sql other"), lora("other"), lora("a b", "sql"), lora("a b")]
-    seconds = [adapter_s(case, "sql") for case in cases]
+    seconds = [adapter_delay_s(case, "sql") for case in cases]
     assert seconds == pytest.approx([0.0, 0.2, 1.2, 2.2])
 
 
 def test_of_a_pod_that_tells_nothing_of_adapters_nothing_is_charged() -> None:
     """An engine without such a metric is not worse than one that has it."""
-    assert adapter_s(None, "sql") == 0.0
+    assert adapter_delay_s(None, "sql") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -93,10 +93,10 @@ def test_of_a_pod_that_tells_nothing_of_adapters_nothing_is_charged() -> None:
 )
 def test_adapters_that_were_sent_since_the_scrape_take_places(sent: tuple[str, ...], seconds: float) -> None:
     """Of two places those take one each that were sent first; who comes after them waits for a place."""
-    assert adapter_s(lora(), "sql", sent) == pytest.approx(seconds)
+    assert adapter_delay_s(lora(), "sql", sent) == pytest.approx(seconds)
 
 
 def test_a_sent_adapter_that_the_engine_has_seen_counts_once() -> None:
     """What runs or waits there already takes no second place."""
-    assert adapter_s(lora("a"), "sql", ("a",)) == pytest.approx(0.2)
-    assert adapter_s(lora("", "a"), "sql", ("a",)) == pytest.approx(0.2)
+    assert adapter_delay_s(lora("a"), "sql", ("a",)) == pytest.approx(0.2)
+    assert adapter_delay_s(lora("", "a"), "sql", ("a",)) == pytest.approx(0.2)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.index.tiers import Tiers
-from router.picking.cost import CREDIT, CostParameters, add_credit
+from router.picking.cost import CACHE_HIT, CostParameters, add_hits
 from tests.unit.pricing_support import IDLE, Known, Queued, load, priced
 
 POD = st.builds(
@@ -184,7 +184,7 @@ def _untold(pod: Known) -> Known:
 
 
 @pytest.mark.parametrize(
-    ("length", "blocks", "by_tier", "credit"),
+    ("length", "blocks", "by_tier", "hit"),
     [
         (65, 4, {"gpu": 4}, (64, 0)),
         (64, 4, {"gpu": 4}, (48, 0)),
@@ -195,27 +195,25 @@ def _untold(pod: Known) -> Known:
     ],
 )
 def test_credit_is_what_an_engine_can_serve(
-    length: int, blocks: int, by_tier: dict[str, int], credit: tuple[int, int]
+    length: int, blocks: int, by_tier: dict[str, int], hit: tuple[int, int]
 ) -> None:
     """Whole blocks, never the last token; what is on the device or on its way there needs no copy."""
     tiers = Tiers()
     counts = np.zeros((1, len(tiers.names)), np.int32)
     for tier, count in by_tier.items():
         counts[0, tiers.number(tier)] = count
-    credits = np.zeros(1, CREDIT)
+    hits = np.zeros(1, CACHE_HIT)
     device = np.array([tiers.number("gpu"), tiers.number("speculative")])
     strides = np.zeros(0, np.int32)
-    add_credit(
-        np.array([blocks], np.int32), counts, strides, device, np.zeros(1, np.int64), length, 16, credits
-    )
-    assert tuple(credits[0].tolist()) == credit
+    add_hits(np.array([blocks], np.int32), counts, strides, device, np.zeros(1, np.int64), length, 16, hits)
+    assert tuple(hits[0].tolist()) == hit
 
 
 def test_credit_is_whole_blocks_of_the_engine() -> None:
     """Where an engine's block is three of the index, what fills none of its blocks is not served."""
-    credits = np.zeros(1, CREDIT)
+    hits = np.zeros(1, CACHE_HIT)
     strides = np.full(1, 3, np.int32)
     blocks, counts = np.full(1, 5, np.int32), np.full((1, 1), 5, np.int32)
     row = np.zeros(1, np.int64)
-    add_credit(blocks, counts, strides, np.zeros(1, np.int64), row, 1_000, 16, credits)
-    assert tuple(credits[0].tolist()) == (48, 0)
+    add_hits(blocks, counts, strides, np.zeros(1, np.int64), row, 1_000, 16, hits)
+    assert tuple(hits[0].tolist()) == (48, 0)

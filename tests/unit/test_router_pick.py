@@ -7,26 +7,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.picking.cost import CREDIT, PRICE, least_cost_first
+from router.picking.cost import CACHE_HIT, COST_BREAKDOWN, least_cost_first
 from router.picking.decision import Ranking, reason_for
 
 
 def ranking(*pods: tuple[float, int, int], seed: int = 1) -> Ranking:
     """Candidates a:0, a:1, ... of a prompt of 1000 tokens, as (cost in seconds, cached tokens, awaiting)."""
-    prices, credits = np.zeros(len(pods), PRICE), np.zeros(len(pods), CREDIT)
+    breakdowns, hits = np.zeros(len(pods), COST_BREAKDOWN), np.zeros(len(pods), CACHE_HIT)
     for place, (cost_s, cached_tokens, awaiting) in enumerate(pods):
-        prices[place]["cost_s"], prices[place]["awaiting"] = cost_s, awaiting
-        credits[place]["cached_tokens"] = cached_tokens
-    order = least_cost_first(prices["cost_s"], seed)
+        breakdowns[place]["cost_s"], breakdowns[place]["awaiting"] = cost_s, awaiting
+        hits[place]["cached_tokens"] = cached_tokens
+    order = least_cost_first(breakdowns["cost_s"], seed)
     return Ranking(
         [f"a:{place}" for place in range(len(pods))],
-        prices,
-        credits,
+        breakdowns,
+        hits,
         order,
         1000,
         16,
         [],
-        int(credits["cached_tokens"].max()),
+        int(hits["cached_tokens"].max()),
     )
 
 
@@ -48,11 +48,15 @@ def test_equals_are_picked_in_random_order() -> None:
     ("pods", "degraded", "words"),
     [
         ([(0.1, 992, 0), (1.0, 0, 0)], None, "longest cached prefix: 992 of 1000"),
-        ([(1.0, 0, 0), (1.0, 0, 0)], None, "by chance among equals"),
-        ([(2.0, 0, 1), (1.0, 0, 0)], None, "least work"),
+        ([(1.0, 0, 0), (1.0, 0, 0)], None, "random pod among equal costs"),
+        ([(2.0, 0, 1), (1.0, 0, 0)], None, "lowest cost: 0 of 1000 tokens cached, queue empty"),
         ([(1.0, 0, 0)], None, "the only candidate"),
         ([(1.0, 0, 0), (2.0, 0, 0)], "no_tokenizer", "by load alone (no_tokenizer)"),
-        ([(1.0, 0, 0), (5.0, 100, 1)], None, "though a:1 holds 100 of 1000 tokens"),
+        (
+            [(1.0, 0, 0), (5.0, 100, 1)],
+            None,
+            "lowest cost: queue empty, although a:1 has 100 of 1000 tokens cached",
+        ),
     ],
 )
 def test_the_reason_says_what_decided(

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from router.feedback.lifecycle import REPORT
 from router.picking.decision import Decision
-from router.picking.sessions import Sessions, session_of
+from router.picking.sessions import SessionPods, session_id_of
 from tests.unit.router_support import Bench, completion, ready_pod
 
 A, B = ready_pod("10.0.0.1:8000", model="m"), ready_pod("10.0.0.2:8000", model="m")
@@ -26,22 +26,22 @@ A, B = ready_pod("10.0.0.1:8000", model="m"), ready_pod("10.0.0.2:8000", model="
 )
 def test_a_sessions_id_comes_from_its_header(headers: dict[str, str], session: str | None) -> None:
     """x-session-id counts first, then agents' own headers; ids of no or senseless length are none."""
-    assert session_of(headers) == session
+    assert session_id_of(headers) == session
 
 
 def test_a_session_is_forgotten_when_it_is_not_heard_of() -> None:
     """Its pod is known for the TTL after the last request."""
-    sessions = Sessions(ttl_s=300.0)
-    sessions.moved("s", A.address, 10.0)
+    sessions = SessionPods(ttl_s=300.0)
+    sessions.record("s", A.address, 10.0)
     assert sessions.pod_of("s", 310.0) == A.address
     assert sessions.pod_of("s", 310.1) is None
 
 
 def test_the_longest_unheard_of_session_goes_first() -> None:
     """At capacity a new session takes the place of the one that was silent longest."""
-    sessions = Sessions(capacity=2)
+    sessions = SessionPods(capacity=2)
     for number, name in enumerate(["one", "two", "one", "three"]):
-        sessions.moved(name, A.address, float(number))
+        sessions.record(name, A.address, float(number))
     assert [sessions.pod_of(name, 4.0) is not None for name in ("one", "two", "three")] == [True, False, True]
 
 
