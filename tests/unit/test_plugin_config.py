@@ -193,11 +193,11 @@ def test_the_documented_plugin_works(tmp_path: Path) -> None:
         (
             [{"type": "magic-scorer"}],
             [],
-            r"plugins\[0\].type: 'magic-scorer' is not understood; there are .*queue",
+            r"plugins\[0\].type: unknown plugin type 'magic-scorer'; known: .*queue",
         ),
-        ([{"type": "latency-scorer"}], [], r"'latency-scorer' is not understood; there is ttft-cost-scorer"),
+        ([{"type": "latency-scorer"}], [], r"unknown plugin type 'latency-scorer'; use ttft-cost-scorer"),
         ([{"type": "queue-scorer", "parameters": {"x": 1}}], [], r"parameters.x: not understood; .* nothing"),
-        ([{"type": "no.py:Class"}], [], r"type: there is no file"),
+        ([{"type": "no.py:Class"}], [], r"type: file not found"),
         (
             [{"type": "load-aware-scorer", "parameters": {"threshold": 0}}],
             [],
@@ -211,23 +211,23 @@ def test_the_documented_plugin_works(tmp_path: Path) -> None:
         (
             [{"type": "prefix-cache-scorer", "parameters": {"prefixMatchInfoProducerName": "mine"}}],
             [],
-            r"there is no producer 'mine'; there are approx",
+            r"unknown producer 'mine'; known: approx",
         ),
         (
             [{"type": "queue-scorer"}],
             [{"name": "a", "plugins": [{"pluginRef": "que"}]}],
             r"schedulingProfiles\[0\].plugins\[0\].pluginRef: no plugin is named 'que'",
         ),
-        ([{"type": "queue-scorer"}], [{"name": "a"}, {"name": "b"}], r"takes one profile, here are 2"),
+        ([{"type": "queue-scorer"}], [{"name": "a"}, {"name": "b"}], r"expects one profile, got 2"),
         (
             [{"type": "random-picker"}, {"type": "max-score-picker"}],
             [],
-            r"has two pickers",
+            r"expected at most one picker",
         ),
         (
             [{"type": "disagg-profile-handler", "parameters": {"deciders": {"prefill": "queue-scorer"}}}],
             [{"name": "decode"}],
-            r"deciders.prefill: 'queue-scorer' is no decider",
+            r"deciders.prefill: expected a decider .*, got 'queue-scorer'",
         ),
         (
             [
@@ -243,7 +243,7 @@ def test_the_documented_plugin_works(tmp_path: Path) -> None:
         (
             [{"type": "always-disagg-pd-decider"}],
             [{"name": "d", "plugins": [{"pluginRef": "always-disagg-pd-decider"}]}],
-            r"always-disagg-pd-decider has no filter, score or pick",
+            r"always-disagg-pd-decider is not a filter, scorer or picker",
         ),
     ],
 )
@@ -311,7 +311,7 @@ def test_plugins_show_what_they_remember(tmp_path: Path) -> None:
     made = pipeline(config, tmp_path)
     bench(made).router.route(replace(completion("r", "x"), headers={"x-session-id": "s"}), 0.0)
     assert made.state() == {
-        "bad": {"type": "p.py:Bad", "state": "not told: KeyError('gone')"},
+        "bad": {"type": "p.py:Bad", "state": "unavailable: KeyError('gone')"},
         "prefix-cache-scorer": {"type": "prefix-cache-scorer", "state": None},
         "lru": {"type": "no-hit-lru-scorer", "state": {"endpoints": 1}},
         "session-affinity-scorer": {"type": "session-affinity-scorer", "state": {"sessions": 1}},

@@ -14,7 +14,7 @@ import yaml
 from router.config.picker_file import parse_config
 from router.errors import ConfigError
 from router.plugins.api import PrefixMatch
-from router.plugins.build import make
+from router.plugins.build import make_plugin
 from router.plugins.cache_scorers import ContextLengthAware, LoraAffinityScorer, NoHitLruScorer, PrefixScorer
 from router.plugins.labels import HeaderTestingFilter
 from router.plugins.load import (
@@ -51,7 +51,7 @@ def made(kind: str, **parameters: Any) -> Any:
     text = yaml.safe_dump(
         {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig", "plugins": [entry]}
     )
-    return make(parse_config(text, "c.yaml").plugins[kind], Path())
+    return make_plugin(parse_config(text, "c.yaml").plugins[kind], Path())
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_scores_are_clamped_weighted_and_added() -> None:
     picked = profile.run(request(), [endpoint(name) for name in "abc"])
     assert picked is not None
     assert picked.scores == {"a:8000": 2.5, "b:8000": 0.5, "c:8000": 0.5}
-    assert list(picked.parts) == [("wild", 2.0), ("kv", 0.5)]
+    assert list(picked.score_parts) == [("wild", 2.0), ("kv", 0.5)]
 
 
 def test_a_plugin_that_breaks_its_protocol_is_named() -> None:
@@ -304,7 +304,7 @@ def test_a_plugin_that_breaks_its_protocol_is_named() -> None:
         def filter(self, _request: Any, _endpoints: Any) -> list[Any]:
             return [endpoint("stranger")]
 
-    with pytest.raises(PluginError, match="plugin: score must answer one score"):
+    with pytest.raises(PluginError, match="plugin: score must return one score"):
         scores(Short(), request(), [endpoint("a")])
-    with pytest.raises(PluginError, match="plugin: filter must answer endpoints that it was given"):
+    with pytest.raises(PluginError, match="plugin: filter must return a subset of the given endpoints"):
         kept(Stranger(), request(), [endpoint("a")])
