@@ -84,9 +84,8 @@ class Router:
         candidates = self._candidates.get(request)
         priority = self.admission.admit(request.headers, candidates.rows, now_s)
         step_done()
-        tokens = self.tokenizers.prompt_tokens(
-            request, candidates.base_model, candidates.context_tokens, candidates.pods
-        )
+        base_model, context_tokens = candidates.base_model, candidates.context_tokens
+        tokens = self.tokenizers.prompt_tokens(request, base_model, context_tokens, candidates.pods)
         tokenized = self._tokenized(request, tokens, candidates, priority)
         with self._picking:
             return self._pick(tokenized, candidates, started_s, now_s, step_done)

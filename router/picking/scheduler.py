@@ -40,11 +40,11 @@ from router.prompts.request import RouteRequest, usage_tells_all
 _DEVICE_TIERS = (GPU_TIER, SPECULATIVE_TIER)
 _NO_EXTRA, _NO_ROWS = np.zeros(0), np.zeros(0, np.int64)
 # First arguments of `add_hits`, which describe the matches of one prompt.
-_HitArguments = tuple[
+_HitArgs = tuple[
     NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], int
 ]
 _NO_BLOCKS = np.zeros(0, np.int32)
-_NO_MATCHES: _HitArguments = _NO_BLOCKS, np.zeros((0, 1), np.int32), _NO_BLOCKS, _NO_ROWS, _NO_ROWS, 0
+_NO_MATCHES: _HitArgs = _NO_BLOCKS, np.zeros((0, 1), np.int32), _NO_BLOCKS, _NO_ROWS, _NO_ROWS, 0
 # A module global is ten times faster to read than an enum member.
 _EXACT = StreamState.EXACT.value
 # Copies and adapter loading above this share of a prefill would distort the observed prefill rate.
@@ -207,7 +207,7 @@ class Scheduler:
         """Return the candidates' hits and cost breakdowns, their order, and the most cached tokens."""
         hits = np.zeros(len(candidates.rows), CACHE_HIT)
         block_tokens, board = self._block_tokens, self._board
-        prompts = map(self._hit_arguments, matches, tokenized.tokens.prompts, repeat(candidates))
+        prompts = map(self._hit_args, matches, tokenized.tokens.prompts, repeat(candidates))
         first, *others = list(prompts) or [_NO_MATCHES]
         for other in others:
             add_hits(*other, block_tokens, hits)
@@ -228,9 +228,7 @@ class Scheduler:
             )
         return hits, breakdowns, order, most_cached_tokens
 
-    def _hit_arguments(
-        self, match: PodMatches, prompt: NDArray[np.uint32], candidates: CandidateSet
-    ) -> _HitArguments:
+    def _hit_args(self, match: PodMatches, prompt: NDArray[np.uint32], candidates: CandidateSet) -> _HitArgs:
         """Return the first arguments of `add_hits` for the match of one prompt."""
         if match.tiers is not self._tiers:
             self._tiers = match.tiers
@@ -318,11 +316,7 @@ def _predict_costs(
     parameters: NDArray[Any],
     seed: int,
 ) -> tuple[NDArray[Any], NDArray[np.int64], int]:
-    """Run `add_hits`, `cost_breakdowns` and `least_cost_first` in one call, which saves call overhead.
-
-    Returns:
-        Cost breakdowns, order, and the most cached tokens of any candidate.
-    """
+    """Run `add_hits`, `cost_breakdowns` and `least_cost_first`; also return the most cached tokens."""
     inputs = CostInputs(prompt_tokens, now_s, fleet_tokens_per_s, mean_tokens)
     add_hits(
         cached_blocks, blocks_by_tier, strides, device_tiers, match_rows, matched_tokens, block_tokens, hits

@@ -104,11 +104,7 @@ class Pipeline:
         return _order(result, endpoints), _pipeline_result(result, response_headers)
 
     def _request(
-        self,
-        tokenized: TokenizedRequest,
-        matches: Sequence[PodMatches],
-        addresses: Sequence[str],
-        now_s: float,
+        self, tokenized: TokenizedRequest, matches: Sequence[PodMatches], pods: Sequence[str], now_s: float
     ) -> PluginRequest:
         request = tokenized.request
         attributes = {
@@ -125,10 +121,7 @@ class Pipeline:
             now_s=now_s,
             random=self.random,
             attributes=attributes,
-            prefixes={
-                name: producer.matches(tokenized, matches, addresses)
-                for name, producer in self.prefixes.items()
-            },
+            prefixes={name: one.matches(tokenized, matches, pods) for name, one in self.prefixes.items()},
             multimodal=_is_multimodal(request.body),
         )
 
