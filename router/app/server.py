@@ -253,8 +253,8 @@ class RouterServer:
             )
         llmd = LlmdOptions(config.picker, config.max_request_bytes, config.emit_endpoint_scores)
         form = llmd_dialect(llmd, self._rewrites, router, guard, metrics, self.pods)
-        evictions = self._flow.evictions if self._flow is not None else None
-        return ExtProcService(form, self.outcomes, options, evictions)
+        evictable = self._flow.evictable if self._flow is not None else None
+        return ExtProcService(form, self.outcomes, options, evictable)
 
     def _stop_housekeeping(self) -> None:
         self._stopping.set()

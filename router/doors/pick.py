@@ -129,10 +129,10 @@ def pick_response(decision: Decision, pods: PodSnapshot, endpoints_max: int) -> 
     Endpoints whose pod has disappeared have no name.
     """
     ranked = decision.ranked
-    # Read from the arrays: building a Candidate per endpoint would double the time.
-    cached_tokens, views, endpoints = ranked.credits["cached_tokens"], ranked.views, []
+    # Read from the arrays: building a Candidate for each endpoint would double the time.
+    cached_tokens, views, endpoints = ranked.hits["cached_tokens"], ranked.views, []
     for place in ranked.order[:endpoints_max].tolist():
-        cost_s, queued_prefill_s, own_prefill_s, _, copy_s, kv_pressure_s = ranked.prices.item(place)[:6]
+        cost_s, queued_prefill_s, own_prefill_s, _, copy_s, kv_pressure_s = ranked.breakdowns.item(place)[:6]
         pod = pods.get(ranked.pods[place])
         endpoints.append(
             {
