@@ -36,7 +36,7 @@ from router.feedback.messages import News, read_news
 from router.h2 import GrpcServer
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger, LedgerParameters
-from router.inflight.rates import Lesson
+from router.inflight.rates import RateSample
 from router.pods.pod_set import PodSet
 
 _LOADS = ((4, 0.5), (4, 0.8), (8, 0.9))
@@ -183,7 +183,7 @@ class Costs:
             number = next(self._numbers)
             name, pod = f"{number:032x}", self.entries[number % _PODS].pod
             names.append(name)
-            dispatch = Dispatch(name, pod, 16 * _NEW_BLOCKS, 0.0, 0.1, None, Lesson.RATE, 0.0)
+            dispatch = Dispatch(name, pod, 16 * _NEW_BLOCKS, 0.0, 0.1, None, RateSample.EXACT, 0.0)
             self._ledger.dispatch(dispatch, self._keys[number % 64, _BLOCKS - _NEW_BLOCKS :])
         return names
 
@@ -225,7 +225,7 @@ def _late_ms(requests: int) -> list[float]:
         time.sleep(_PAUSE_S)
         taken.clear()
         sent_s = time.monotonic()
-        ledger.dispatch(Dispatch(str(number), "10.0.0.1:8000", 1, 0.0, 0.1, None, Lesson.RATE, sent_s))
+        ledger.dispatch(Dispatch(str(number), "10.0.0.1:8000", 1, 0.0, 0.1, None, RateSample.EXACT, sent_s))
         taken.wait()
     followers.close()
     journal.close()

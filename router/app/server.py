@@ -275,7 +275,7 @@ class RouterServer:
         if now_s >= self._review_due_s:
             self._review_due_s = now_s + _REVIEW_EVERY_S
             self.index.check_parity()
-            self.rates.review(now_s)
+            self.rates.expire(now_s)
         if now_s >= self._give_back_due_s:
             self._give_back_due_s = now_s + _GIVE_BACK_EVERY_S
             give_back()

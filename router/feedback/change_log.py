@@ -90,7 +90,7 @@ class Journal:
                 raise PeerError("busy", f"{len(self._readers)} routers follow already")
             self._readers.append(reader)
             self._joining = reader
-            self.ledger.tell(self)
+            self.ledger.subscribe(self)
         return reader
 
     def leave(self, reader: Reader) -> None:
@@ -98,17 +98,17 @@ class Journal:
             if reader in self._readers:
                 self._readers.remove(reader)
             if not self._readers:
-                self.ledger.tell(None)
+                self.ledger.subscribe(None)
 
-    def begin(self, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
-        """Note what is in flight now, for the reader that joins; under the ledger's lock, as `note`.
+    def record_snapshot(self, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
+        """Note what is in flight now, for the reader that joins; under the ledger's lock, as `record`.
 
         Args:
             in_flight: Number, dispatch, and whether it is believed to have its first token.
         """
-        self.note("joined", (self._joining, in_flight))
+        self.record("joined", (self._joining, in_flight))
 
-    def note(self, kind: str, change: object) -> None:
+    def record(self, kind: str, change: object) -> None:
         """Note a change, to be told soon.
 
         Args:
@@ -123,7 +123,7 @@ class Journal:
     def heard(self, heard: Heard) -> None:
         """Something was heard of a request that is another router's, if anybody's."""
         if self._readers:
-            self.note("heard", heard)
+            self.record("heard", heard)
 
     def tell(self) -> None:
         """Tells what was noted until now; if it cannot be told, all who follow are told all anew."""
@@ -156,7 +156,7 @@ class Journal:
     def _end_all(self, reason: str, why: str) -> None:
         with self._lock:
             readers, self._readers = self._readers, []
-            self.ledger.tell(None)
+            self.ledger.subscribe(None)
             self._changes.clear()
         for reader in readers:
             reader.end(reason, why)

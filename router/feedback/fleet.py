@@ -24,7 +24,7 @@ from router.feedback.lifecycle import Heard, Outcomes
 from router.feedback.messages import News, Sent
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger, LedgerParameters
-from router.inflight.rates import Lesson
+from router.inflight.rates import RateSample
 from router.pods.pod_set import PodSet
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class OthersWork:
             0.0,
             0.0,
             None,
-            Lesson.NOTHING,
+            RateSample.NONE,
             now_s - sent.age_s,
             prefill_pod=sent.prefill_pod,
             adapter=sent.adapter,

@@ -102,7 +102,7 @@ class Outcomes:
         self.observer.decided(decision)
         for dispatch in displaced:
             self._given_up(dispatch, DISPLACED, decision.decided_s)
-        if decision.is_charged and self.ledger.was_over(decision.request_id, arrived_s):
+        if decision.is_charged and self.ledger.ended_while_unknown(decision.request_id, arrived_s):
             # Its client was gone before there was a pick, and Envoy tells that once.
             self.ended(
                 decision.request_id, ACCESS_LOG, decision.decided_s, pod=decision.primary.pod, failed=True
@@ -204,12 +204,12 @@ class Outcomes:
 
     def reconcile(self, pod: str, engine_requests: int, told_s: float, now_s: float) -> None:
         """An engine told how many requests it has: what was sent there beyond that is over."""
-        for dispatch in self.ledger.reconcile(pod, engine_requests, told_s, now_s):
+        for dispatch in self.ledger.end_lost(pod, engine_requests, told_s, now_s):
             self._given_up(dispatch, SCRAPE, now_s)
 
     def idle(self, pod: str, asked_s: float, now_s: float) -> None:
         """An engine that was asked at `asked_s` has no requests: what was sent before waits no more."""
-        for dispatch in self.ledger.idle(pod, asked_s, now_s):
+        for dispatch in self.ledger.engine_idle(pod, asked_s, now_s):
             self._guessed(dispatch, SCRAPE, now_s)
 
     def remembers(self, request_id: str) -> bool:
@@ -254,7 +254,9 @@ class Outcomes:
 
     def _prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None:
         tokens, took_s = dispatch.uncached_tokens, now_s - dispatch.dispatched_s
-        self.rates.observe(dispatch.computed_on, tokens, took_s, now_s, dispatch.lesson, dispatch.decoding)
+        self.rates.observe(
+            dispatch.computed_on, tokens, took_s, now_s, dispatch.rate_sample, dispatch.decoding
+        )
         self.settle(dispatch.key, now_s)
         self._guessed(dispatch, source, now_s)
 
@@ -357,8 +359,8 @@ class EngineWatch:
 
     def asked(self, pod: str) -> int:
         """The pod's page is about to be asked for; what to hand to `told` with it."""
-        return self.ledger.answered_tokens(pod)
+        return self.ledger.answered_hit_tokens(pod)
 
     def told(self, pod: str, reading: EngineReading, answered_tokens: int) -> None:
-        promised_tokens = self.ledger.promised_tokens(pod)
+        promised_tokens = self.ledger.predicted_hit_tokens(pod)
         self.observe(pod, replace(reading, predicted_tokens=answered_tokens, promised_tokens=promised_tokens))

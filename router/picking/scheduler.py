@@ -21,7 +21,7 @@ from indexer.index.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
 from indexer.keys import Keys
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger
-from router.inflight.rates import Lesson
+from router.inflight.rates import RateSample
 from router.picking.candidates import Lineup
 from router.picking.cost import (
     CREDIT,
@@ -281,13 +281,13 @@ class Scheduler:
                 confirm_key=_confirm_key(
                     coming, works.view, matches, works.pod, is_read=decision.degraded is None
                 ),
-                lesson=_lesson(decision, works, loading_s),
+                rate_sample=_rate_sample(decision, works, loading_s),
                 dispatched_s=decision.decided_s,
                 decoding=works.decoding,
                 prefill_pod=prefill,
                 adapter=lineup.lora_name,
                 # Where another pod prefills, the destination's cache tells what was transferred, too.
-                promised_tokens=works.cached_tokens if works.view == _EXACT and prefill is None else 0,
+                predicted_hit_tokens=works.cached_tokens if works.view == _EXACT and prefill is None else 0,
             ),
             brought,
         )
@@ -343,20 +343,20 @@ def _session_first(
     return np.concatenate((np.array([place]), order[order != place]))
 
 
-def _lesson(decision: Decision, works: Candidate, loading_s: float) -> Lesson:
+def _rate_sample(decision: Decision, works: Candidate, loading_s: float) -> RateSample:
     """What the time to the first token will tell of the rate of the pod that works for it.
 
     Args:
         loading_s: Of the request's adapter there.
     """
     if decision.degraded is not None or decision.partial is not None:
-        return Lesson.NOTHING
+        return RateSample.NONE
     # Whoever finds others waiting tells their prefills' time, too.
     if works.awaiting or works.queued_prefill_s:
-        return Lesson.NOTHING
+        return RateSample.NONE
     if works.copy_s + loading_s > _OTHER_SHARE * works.own_prefill_s:
-        return Lesson.NOTHING
-    return Lesson.RATE if works.view == _EXACT else Lesson.AT_MOST
+        return RateSample.NONE
+    return RateSample.EXACT if works.view == _EXACT else RateSample.UPPER_BOUND
 
 
 def _confirm_key(

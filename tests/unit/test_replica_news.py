@@ -26,7 +26,7 @@ from router.feedback.messages import (
     sent_of,
 )
 from router.inflight.dispatch import Dispatch
-from router.inflight.rates import Lesson
+from router.inflight.rates import RateSample
 from tests.support.depth import examples
 
 POD = "10.0.0.1:8000"
@@ -92,7 +92,7 @@ def test_much_goes_in_several_messages_in_the_same_order() -> None:
 
 def test_a_text_that_no_message_may_hold_is_told_as_well_as_it_can_be() -> None:
     """A client's strange or long request id spoils nothing for others."""
-    dispatch = Dispatch("a\ud800b" + "x" * 2000, POD, 1, 0.0, 0.0, None, Lesson.RATE, 0.0)
+    dispatch = Dispatch("a\ud800b" + "x" * 2000, POD, 1, 0.0, 0.0, None, RateSample.EXACT, 0.0)
     heard = heard_of(Heard("\udcff", DONE, "report", "p" * 600))
     (news,) = carried(News([sent_of(1, dispatch, None, 1.0, prefilled=False)], heard=[heard]))
     assert news.sent[0].request_id == "a?b" + "x" * 509
@@ -102,7 +102,7 @@ def test_a_text_that_no_message_may_hold_is_told_as_well_as_it_can_be() -> None:
 def test_of_a_long_prompt_so_many_keys_are_told() -> None:
     """The keys of the first blocks go with a request, in their order."""
     keys = np.arange(KEYS_MAX + 5, dtype=np.uint64)
-    dispatch = Dispatch("r", POD, 1, 0.0, 0.0, None, Lesson.RATE, 0.0)
+    dispatch = Dispatch("r", POD, 1, 0.0, 0.0, None, RateSample.EXACT, 0.0)
     (news,) = carried(News([sent_of(1, dispatch, keys, 1.0, prefilled=False)]))
     assert news.sent[0].keys.tolist() == list(range(KEYS_MAX))
 

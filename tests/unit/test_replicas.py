@@ -18,13 +18,13 @@ from router.feedback.lifecycle import DONE, FIRST_TOKEN, REPORT, Heard
 from router.feedback.messages import News, Sent
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger, LedgerParameters
-from router.inflight.rates import Lesson
+from router.inflight.rates import RateSample
 from tests.support.depth import examples
 from tests.unit.replica_support import PEER, Follower, told
 from tests.unit.router_support import Bench, completion, long_text, ready_pod
 
 PODS = ("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000")
-ONE = Dispatch("r1", PODS[0], 100, 0.0, 0.5, 77, Lesson.RATE, 0.0)
+ONE = Dispatch("r1", PODS[0], 100, 0.0, 0.5, 77, RateSample.EXACT, 0.0)
 KEYS = np.arange(1, 6, dtype=np.uint64)
 SENT = Sent(1, PODS[0], "r1", uncached_tokens=100, key_bytes=KEYS.tobytes())
 
@@ -78,7 +78,7 @@ def test_who_joins_late_is_told_what_is_in_flight() -> None:
 
 def test_the_blocks_that_a_request_brings_are_assumed_until_its_first_token() -> None:
     """A burst that reaches several routers finds its pod through each; the clock's guess ends nothing."""
-    teller, follower = Teller(patience=1.0, slack_s=0.1), Follower(bench())
+    teller, follower = Teller(timeout_factor=1.0, timeout_slack_s=0.1), Follower(bench())
     reader = teller.journal.join()
     teller.ledger.dispatch(replace(ONE, confirm_key=None), KEYS)
     follower.follow(teller.journal, reader, 0.0)
@@ -360,7 +360,7 @@ STEPS = st.lists(
 @given(steps=STEPS)
 def test_after_any_history_a_follower_counts_what_the_teller_counts(steps: list[tuple[Any, ...]]) -> None:
     """Whatever happens, and whenever one joins or is lost, told means equal: each sum of each pod."""
-    teller, follower = Teller(capacity=6, reuse=2), Follower(bench())
+    teller, follower = Teller(capacity=6, per_id_max=2), Follower(bench())
     reader = None
     for number, (kind, who, pod, tokens) in enumerate(steps):
         teller.now_s = now_s = 0.3 * number

@@ -69,7 +69,7 @@ def test_a_cache_that_is_not_read_is_neither_predicted_nor_followed() -> None:
     assert (best.pod, best.cached_tokens, best.uncached_tokens) == (B.address, 0, decision.prompt_tokens)
     assert (decision.degraded, decision.ranked.most_cached_tokens) == (CACHE_NOT_READ, 0)
     assert decision.key in bench.index.speculative
-    assert bench.ledger.promised_tokens(B.address) == 0
+    assert bench.ledger.predicted_hit_tokens(B.address) == 0
     bench.outcomes.stored(B.address, bench.keys(TEXT)[-1:], 1.0)
     assert bench.ledger.board.work(B.address).awaiting == 0
     assert bench.sample("kvroute_router_picks_total", degraded=CACHE_NOT_READ) == 1

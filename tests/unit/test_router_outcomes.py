@@ -126,8 +126,8 @@ def test_requests_under_one_id_keep_their_promises_apart() -> None:
         bench.router.route(completion("r", TEXT), now_s).primary.cached_tokens for now_s in (10.0, 11.0)
     ]
     bench.outcomes.first_token("r", RESPONSE, 12.0, pod=A.address)
-    assert bench.ledger.answered_tokens(A.address) == tokens[0] > 0
-    assert bench.ledger.promised_tokens(A.address) == sum(tokens)
+    assert bench.ledger.answered_hit_tokens(A.address) == tokens[0] > 0
+    assert bench.ledger.predicted_hit_tokens(A.address) == sum(tokens)
 
 
 def test_requests_under_one_id_keep_their_assumed_blocks_apart() -> None:
@@ -161,7 +161,7 @@ def test_a_request_whose_end_came_before_its_pick_is_over() -> None:
     bench.outcomes.ended("r", ACCESS_LOG, 11.0, failed=True)
     bench.router.route(completion("r", TEXT), 10.0)
     assert (len(bench.ledger), bench.index.speculative, bench.index.lost) == (0, {}, ["r"])
-    assert bench.ledger.promised_tokens(A.address) == 0
+    assert bench.ledger.predicted_hit_tokens(A.address) == 0
     assert bench.sample("kvroute_router_request_ends_total", source="access_log", outcome="failed") == 1
 
 
@@ -224,7 +224,7 @@ def test_what_a_pod_refused_it_has_not_looked_up(source: str) -> None:
     assert bench.router.route(completion("r", TEXT), 10.0).primary.cached_tokens
     bench.outcomes.ended("r", source, 10.1, pod=A.address, refused=True)
     assert bench.sample("kvroute_router_request_ends_total", source=source, outcome="done") == 1
-    assert bench.ledger.promised_tokens(A.address) == 0
+    assert bench.ledger.predicted_hit_tokens(A.address) == 0
     assert (bench.index.lost, bench.index.settled, len(bench.ledger)) == (["r"], ["r"], 0)
 
 

@@ -300,7 +300,7 @@ def test_a_journal_that_fails_begins_anew(caplog: pytest.LogCaptureFixture) -> N
         watched.wait_for(address, "followed")
         with caplog.at_level(logging.ERROR):
             # No message can hold it.
-            journal.note("sent", (1 << 64, ONE, None))
+            journal.record("sent", (1 << 64, ONE, None))
             wait_until("it is asked anew", lambda: len(watched.lost) == 1)
         told.ledger.dispatch(ONE)
         wait_until("it is told", lambda: watched.numbers == [0])
