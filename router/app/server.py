@@ -42,7 +42,7 @@ from router.doors.health import Health
 from router.doors.pick import PickDoor
 from router.errors import ConfigError, ListenError
 from router.feedback.fleet import Fleet
-from router.feedback.lifecycle import EngineWatch, Outcomes, Reconciler
+from router.feedback.lifecycle import EngineCheck, Lifecycle, LostEndDetector
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
 from router.observe.decision_log import Explain
@@ -99,14 +99,14 @@ class RouterServer:
             registry.register(MetricTwins(registry))
         self.explain = Explain(_DECISIONS_KEPT, self._pod_name)
         # The index is made after those who call it: it calls them, too.
-        self.outcomes = Outcomes(
+        self.lifecycle = Lifecycle(
             self._ledger,
             self.rates,
             RequestRecorder(self.explain, self._metrics),
             lambda request, now_s: self.index.settle(request, now_s),
             lambda request: self.index.dropped(request),
         )
-        self._reconciler = Reconciler(self.outcomes)
+        self._lost_ends = LostEndDetector(self.lifecycle)
         self.health = Health()
         self._stopping = threading.Event()
         self._review_due_s = 0.0
@@ -168,18 +168,18 @@ class RouterServer:
         self.index = KvIndexer(
             config.index,
             registry=registry,
-            on_stored=self.outcomes.stored,
+            on_stored=self.lifecycle.stored,
             # Likewise made after the index.
             on_link=lambda pod, up: self.watch.link(pod, up),
         )
         opened.callback(self.index.close)
         self._fleet = Fleet(
-            config.index, self.index.exports.identity, self._ledger, self.pods, self.index, self.outcomes
+            config.index, self.index.exports.identity, self._ledger, self.pods, self.index, self.lifecycle
         )
         opened.callback(self._fleet.close)
         registry.register(self._fleet)
         if config.index.peers:
-            self.outcomes.join(self._fleet)
+            self.lifecycle.forward_to(self._fleet)
         self.watch = opened.enter_context(closing(self._pod_watch()))
         routed = Router(
             pods=self.pods,
@@ -187,7 +187,7 @@ class RouterServer:
             index=self.index,
             admission=self._admission,
             scheduler=scheduler(config, self.pods, self._ledger, self._ranker),
-            dispatched=self.outcomes.decided,
+            dispatched=self.lifecycle.decided,
             flow=self._flow,
         )
         self.router = ObservedRouter(routed, self._metrics, self._traces)
@@ -212,7 +212,7 @@ class RouterServer:
             ),
             self.index.follow,
             interval_s=config.refresh_interval_s,
-            engines=EngineWatch(self._ledger, self.index.observe),
+            engines=EngineCheck(self._ledger, self.index.observe),
             declared=self._forget_others,
         )
 
@@ -224,12 +224,12 @@ class RouterServer:
             explain=self.explain,
             health=self.health,
             plugins=lambda: plugin_states(self._ranker, self._flow),
-            routers=self._fleet.shown,
+            routers=self._fleet.status,
         )
 
     def _services(self, registry: CollectorRegistry) -> list[Callable[[Any], object]]:
         """Make the doors of the gRPC port; each adds its service to a server."""
-        config, outcomes, metrics = self.config, self.outcomes, self._metrics
+        config, lifecycle, metrics = self.config, self.lifecycle, self._metrics
         guard = BodyGuard(
             config.forbidden_fields, lambda: connector_sign(config, self.pods.snapshot()) is not None
         )
@@ -238,10 +238,10 @@ class RouterServer:
         return [
             lambda server: ext_proc.add_to(server, opened),
             CheckDoor(self.router, guard, metrics, config.max_request_bytes).add_to,
-            PickDoor(self.router, outcomes, metrics, self.pods).add_to,
-            AccessLogDoor(outcomes, metrics, self.watch.distrust).add_to,
+            PickDoor(self.router, lifecycle, metrics, self.pods).add_to,
+            AccessLogDoor(lifecycle, metrics, self.watch.distrust).add_to,
             self.index.exports.add_to,
-            self._fleet.door.add_to,
+            self._fleet.service.add_to,
             self.health.add_to,
         ]
 
@@ -249,10 +249,10 @@ class RouterServer:
         config, router, metrics = self.config, self.router, self._metrics
         options = ExtProcOptions(config.max_request_bytes, config.responses_full, config.subset_filter)
         if config.compat == "off":
-            return ExtProcDoor(OwnForm(router=router, guard=guard, metrics=metrics), self.outcomes, options)
+            return ExtProcDoor(OwnForm(router=router, guard=guard, metrics=metrics), self.lifecycle, options)
         form = llmd_form(config, self._rewrites, router, guard, metrics, self.pods)
         evictions = self._flow.evictions if self._flow is not None else None
-        return ExtProcDoor(form, self.outcomes, options, evictions)
+        return ExtProcDoor(form, self.lifecycle, options, evictions)
 
     def _stop_housekeeping(self) -> None:
         self._stopping.set()
@@ -270,8 +270,8 @@ class RouterServer:
                 _log.exception("housekeeping failed; it goes on")
 
     def _tidy(self, now_s: float) -> None:
-        self.outcomes.expire(now_s)
-        self._reconciler.look(self.pods.snapshot(), now_s)
+        self.lifecycle.expire(now_s)
+        self._lost_ends.check(self.pods.snapshot(), now_s)
         if now_s >= self._review_due_s:
             self._review_due_s = now_s + _REVIEW_EVERY_S
             self.index.check_parity()

@@ -14,7 +14,7 @@ from router.app.tls import grpc_tls, metrics_tls
 from router.config.fields import Duration
 from router.config.resources import Resources
 from router.doors.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE, Health
-from router.feedback.change_log import READERS_MAX
+from router.feedback.change_log import FOLLOWERS_MAX
 from router.h2 import GrpcServer
 from router.inflight.ledger import Ledger
 from router.picking.admission import Admission, UtilizationDetector
@@ -31,7 +31,7 @@ from router.prompts.tokenizers import TokenizerRegistry
 _HANDLERS = frozenset({"disagg-profile-handler", "pd-profile-handler", "disagg-headers-handler"})
 
 # Envoy holds one access log stream open per worker thread, and each other router follows by one.
-_LONG_STREAMS = 64 + READERS_MAX
+_LONG_STREAMS = 64 + FOLLOWERS_MAX
 # Each may be a watch, which keeps a thread.
 _HEALTH_CALLS = 32
 # Larger requests may take long to tokenize; meanwhile others on the same connection are served.

@@ -25,7 +25,7 @@ from router.doors.ext_proc_response import ResponsePhase
 from router.doors.headers import kept_request_id, subset_hint, system_owned
 from router.doors.health import EXT_PROC_SERVICE
 from router.errors import EvictedError, RequestError
-from router.feedback.lifecycle import Outcomes
+from router.feedback.lifecycle import Lifecycle
 from router.h2 import GrpcServer
 from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from router.picking.decision import Decision
@@ -50,7 +50,7 @@ class ExtProcDoor:
     """envoy.service.ext_proc.v3.ExternalProcessor."""
 
     form: OwnForm
-    outcomes: Outcomes
+    lifecycle: Lifecycle
     options: ExtProcOptions
     evictions: Evictions | None = None  # where requests are entered that may be taken back
 
@@ -82,7 +82,7 @@ class _Exchange:
         self._decision: Decision | None = None
         # In flight, where it may be taken back.
         self._entry: int | None = None
-        self._response = ResponsePhase(door.outcomes, form.held_bytes_max, form.reporter)
+        self._response = ResponsePhase(door.lifecycle, form.held_bytes_max, form.reporter)
         self._inside = form.metrics.inside(DOOR)
         self._inside.__enter__()
 

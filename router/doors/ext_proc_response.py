@@ -15,7 +15,7 @@ import msgspec
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from router.doors.ext_proc_messages import BodyMode, header_values, set_headers, streamed_answers
-from router.feedback.lifecycle import RESPONSE, Outcomes
+from router.feedback.lifecycle import RESPONSE, Lifecycle
 from router.picking.decision import Decision
 from router.plugins.attribute_reporter import AttributeReporter
 
@@ -39,9 +39,9 @@ class ResponsePhase:
     """
 
     def __init__(
-        self, outcomes: Outcomes, held_bytes_max: int = 0, reporter: AttributeReporter | None = None
+        self, lifecycle: Lifecycle, held_bytes_max: int = 0, reporter: AttributeReporter | None = None
     ) -> None:
-        self._outcomes = outcomes
+        self._lifecycle = lifecycle
         self._held_bytes_max = held_bytes_max
         self._reporter = reporter
         self._held: bytearray | None = bytearray() if held_bytes_max else None
@@ -87,8 +87,8 @@ class ResponsePhase:
         data, is_last = message.body, message.end_of_stream
         if self._awaits_first_token and (sent := self.awaited) is not None:
             self._awaits_first_token = False
-            self._outcomes.first_token(
-                sent.request_id, RESPONSE, time.monotonic(), pod=sent.primary.pod, sent_s=sent.decided_s
+            self._lifecycle.first_token(
+                sent.request_id, RESPONSE, time.monotonic(), pod=sent.primary.pod, dispatched_s=sent.decided_s
             )
         if self._usage is not None:
             self._usage.feed(data)
@@ -158,12 +158,12 @@ class ResponsePhase:
         sent, self.awaited = self.awaited, None
         if sent is None:
             return
-        self._outcomes.ended(
+        self._lifecycle.ended(
             sent.request_id,
             RESPONSE,
             time.monotonic(),
             pod=sent.primary.pod,
-            sent_s=sent.decided_s,
+            dispatched_s=sent.decided_s,
             failed=failed,
             refused=self._refused,
             cached_tokens=self._usage.cached_tokens if self._usage is not None else None,

@@ -14,7 +14,7 @@ from indexer.audit.mismatch_watch import DispatchKey
 from indexer.index.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
 from indexer.keys import Keys, Tokens
 from indexer.pod_entry import PodEntry
-from router.feedback.lifecycle import Outcomes
+from router.feedback.lifecycle import Lifecycle
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
 from router.observe.decision_log import Explain
@@ -142,7 +142,7 @@ class Bench:
         self.rates = PrefillRates(RateParameters(), board)
         self.metrics = RouterMetrics(self.registry)
         self.explain = Explain(self.decisions_kept, lambda address: f"pod-{address.rpartition(':')[2]}")
-        self.outcomes = Outcomes(
+        self.lifecycle = Lifecycle(
             self.ledger,
             self.rates,
             RequestRecorder(self.explain, self.metrics),
@@ -162,7 +162,7 @@ class Bench:
             index=self.index,
             admission=Admission(self.priorities, UtilizationDetector(load_age_max_s=5.0), board),
             scheduler=self.scheduler,
-            dispatched=self.outcomes.decided,
+            dispatched=self.lifecycle.decided,
             clock=self.clock,
         )
         self.router = ObservedRouter(self.core, self.metrics, self.traces)

@@ -40,5 +40,5 @@ def test_loads_count_as_long_as_the_probes_interval_allows(config: RouterConfig,
     decoding = []
     for age_s in ages_s:
         decoding.append(bench.router.route(completion("r", "hello"), age_s).primary.decoding)
-        bench.outcomes.ended("r", "report", age_s)
+        bench.lifecycle.ended("r", "report", age_s)
     assert decoding == [3, 0]

@@ -70,7 +70,7 @@ def test_a_cache_that_is_not_read_is_neither_predicted_nor_followed() -> None:
     assert (decision.degraded, decision.ranked.most_cached_tokens) == (CACHE_NOT_READ, 0)
     assert decision.key in bench.index.speculative
     assert bench.ledger.predicted_hit_tokens(B.address) == 0
-    bench.outcomes.stored(B.address, bench.keys(TEXT)[-1:], 1.0)
+    bench.lifecycle.stored(B.address, bench.keys(TEXT)[-1:], 1.0)
     assert bench.ledger.board.work(B.address).awaiting == 0
     assert bench.sample("kvroute_router_picks_total", degraded=CACHE_NOT_READ) == 1
 
@@ -80,7 +80,7 @@ def test_a_pod_that_holds_the_prompt_announces_it_again() -> None:
     bench = Bench().with_pods(A)
     bench.index.hold(A.address, bench.keys(TEXT))
     bench.router.route(completion("r", TEXT, echo=True, logprobs=1), 0.0)
-    bench.outcomes.stored(A.address, bench.keys(TEXT), 1.0)
+    bench.lifecycle.stored(A.address, bench.keys(TEXT), 1.0)
     assert bench.ledger.board.work(A.address).awaiting == 0
     assert bench.rates.board.prefill_tokens_per_s(A.address) == bench.rates.board.fleet_tokens_per_s
 
@@ -106,7 +106,7 @@ def test_a_prediction_is_not_held_against_a_part(prompt: object, fields: dict[st
     bench = Bench().with_pods(A)
     bench.index.hold(A.address, bench.keys(TEXT))
     bench.router.route(completion("r", prompt, **fields), 0.0)
-    bench.outcomes.ended("r", RESPONSE, 1.0, cached_tokens=16)
+    bench.lifecycle.ended("r", RESPONSE, 1.0, cached_tokens=16)
     assert bench.sample("kvroute_router_compared_predicted_cached_tokens_total") == 0
     assert bench.sample("kvroute_router_delivered_cached_tokens_total") == 0
     record = bench.explain.one("r")

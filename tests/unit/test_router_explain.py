@@ -96,13 +96,13 @@ def test_news_of_another_request_under_the_id_is_not_told_of_the_newest(second: 
     first = bench.router.route(completion("r", TEXT), 0.0)
     newest = bench.router.route(replace(completion("r", OTHER), candidates=frozenset({second.address})), 1.0)
     assert (first.primary.pod, newest.primary.pod) == (PODS[0].address, second.address)
-    bench.outcomes.first_token("r", REPORT, 2.0, pod=first.primary.pod)
-    bench.outcomes.ended("r", REPORT, 3.0, pod=first.primary.pod, cached_tokens=500)
+    bench.lifecycle.first_token("r", REPORT, 2.0, pod=first.primary.pod)
+    bench.lifecycle.ended("r", REPORT, 3.0, pod=first.primary.pod, cached_tokens=500)
     record = bench.explain.one("r")
     assert record is not None
     assert (record["prefill_end"], record["delivered_cached_tokens"], record["end"]) == (None, None, None)
     assert bench.sample("kvroute_router_delivered_cached_tokens_total") == 0
-    bench.outcomes.ended("r", REPORT, 4.0, pod=newest.primary.pod, cached_tokens=32)
+    bench.lifecycle.ended("r", REPORT, 4.0, pod=newest.primary.pod, cached_tokens=32)
     record = bench.explain.one("r")
     assert record is not None
     assert record["end"] == {"source": "report", "after_s": 3.0, "failed": False}
@@ -117,9 +117,9 @@ def test_late_news_from_another_pod_is_not_told_of_the_newest() -> None:
     bench.index.hold(PODS[1].address, bench.keys(OTHER)[:2])
     for text, pod in ((TEXT, PODS[0]), (OTHER, PODS[1])):
         assert bench.router.route(completion("r", text), 0.0).primary.pod == pod.address
-        bench.outcomes.ended("r", REPORT, 1.0, pod=pod.address)
+        bench.lifecycle.ended("r", REPORT, 1.0, pod=pod.address)
     for pod, cached_tokens, told in ((PODS[0], 500, None), (PODS[1], 32, 32)):
-        bench.outcomes.ended("r", RESPONSE, 2.0, pod=pod.address, cached_tokens=cached_tokens)
+        bench.lifecycle.ended("r", RESPONSE, 2.0, pod=pod.address, cached_tokens=cached_tokens)
         record = bench.explain.one("r")
         assert record is not None
         assert record["delivered_cached_tokens"] == told
@@ -148,7 +148,7 @@ def test_a_decision_tells_its_whole_story() -> None:
     bench.index.hold(held, bench.keys(OTHER)[:4])
     bench.index.hold(held, bench.keys(OTHER)[:6], host=True)
     bench.router.route(completion("r", OTHER), 10.0)
-    bench.outcomes.ended("r", REPORT, 12.0, cached_tokens=40)
+    bench.lifecycle.ended("r", REPORT, 12.0, cached_tokens=40)
     record = bench.explain.one("r")
     assert record is not None
     best, other = record["candidates"]

@@ -29,8 +29,8 @@ def learnt_rate(bench: Bench, requests: Sequence[RouteRequest], tokens_per_s: fl
     for request in requests:
         decision = bench.router.route(request, 0.0)
         end_s = decision.primary.uncached_tokens / tokens_per_s
-        bench.outcomes.first_token(request.request_id, RESPONSE, end_s, pod=A.address)
-        bench.outcomes.ended(request.request_id, RESPONSE, end_s, pod=A.address)
+        bench.lifecycle.first_token(request.request_id, RESPONSE, end_s, pod=A.address)
+        bench.lifecycle.ended(request.request_id, RESPONSE, end_s, pod=A.address)
     return bench.rates.board.prefill_tokens_per_s(A.address)
 
 
@@ -90,6 +90,6 @@ def test_rate_is_corrected_for_decoding_requests() -> None:
     bench = Bench().with_pods(A)
     for number in range(50):
         bench.router.route(completion(f"d{number}", "hello"), 0.0)
-        bench.outcomes.first_token(f"d{number}", RESPONSE, 0.0, pod=A.address)
+        bench.lifecycle.first_token(f"d{number}", RESPONSE, 0.0, pod=A.address)
     slowdown = 1.0 + 50 * CostParameters().decode_slowdown
     assert learnt_rate(bench, prompts(), PRIOR / slowdown) == pytest.approx(PRIOR)

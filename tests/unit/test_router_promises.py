@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from indexer.audit.engine_counters import EngineReading
-from router.feedback.lifecycle import REPORT, EngineWatch
+from router.feedback.lifecycle import REPORT, EngineCheck
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import RateSample
@@ -74,10 +74,10 @@ def test_reading_carries_predictions_answered_before_the_scrape() -> None:
     """Requests answered during a scrape may be missing from its counters, so they count as open only."""
     observed: list[tuple[str, EngineReading]] = []
     ledger = ledger_with(ONE)
-    watch = EngineWatch(ledger, lambda pod, reading: observed.append((pod, reading)))
-    answered_hit_tokens = watch.asked(A)
+    check = EngineCheck(ledger, lambda pod, reading: observed.append((pod, reading)))
+    answered_hit_tokens = check.before_scrape(A)
     ledger.first_token("r", 1.0)
-    watch.told(A, EngineReading(hit_tokens=5.0), answered_hit_tokens)
+    check.after_scrape(A, EngineReading(hit_tokens=5.0), answered_hit_tokens)
     assert observed == [(A, EngineReading(hit_tokens=5.0, predicted_tokens=0, promised_tokens=64))]
 
 
@@ -88,8 +88,8 @@ def test_lifecycle_updates_predictions() -> None:
     decision = bench.router.route(completion("good", text), 10.0)
     bench.router.route(completion("bad", text), 10.0)
     assert bench.ledger.predicted_hit_tokens(A) == 2 * decision.primary.cached_tokens > 0
-    bench.outcomes.ended("good", REPORT, 11.0)
-    bench.outcomes.ended("bad", REPORT, 11.0, failed=True)
+    bench.lifecycle.ended("good", REPORT, 11.0)
+    bench.lifecycle.ended("bad", REPORT, 11.0, failed=True)
     assert bench.ledger.answered_hit_tokens(A) == decision.primary.cached_tokens
     assert bench.ledger.predicted_hit_tokens(A) == decision.primary.cached_tokens
     assert bench.index.lost == ["bad"]

@@ -147,7 +147,7 @@ def test_speculative_blocks_end_with_the_first_token_and_change_a_pick() -> None
     assert (drawn.primary.pod, drawn.primary.cached_tokens > 0) == (A.address, True)
     # The pod told of its first tokens, but never of its blocks: it had no room for them.
     for request_id in ("first", "tail", "second"):
-        bench.outcomes.first_token(request_id, "report", 1.0)
+        bench.lifecycle.first_token(request_id, "report", 1.0)
     late = bench.router.route(completion("third", TEXT), 1.0)
     assert {candidate.cached_tokens for candidate in late.ranked} == {0}
     assert late.primary.pod == B.address
@@ -159,7 +159,7 @@ def test_the_routers_own_time_teaches_no_rate() -> None:
     bench = Bench(clock=lambda: next(seconds)).with_pods(A)
     decision = bench.router.route(completion("r", TEXT), 100.0)
     assert decision.decided_s == 102.0
-    bench.outcomes.stored(A.address, bench.keys(TEXT), 102.5)
+    bench.lifecycle.stored(A.address, bench.keys(TEXT), 102.5)
     assert bench.sample("kvroute_router_prefill_end_seconds_sum", source="blocks") == 0.5
 
 
@@ -243,7 +243,7 @@ def test_the_last_full_block_is_awaited_where_it_will_be_announced() -> None:
     """The announcement of the prompt's last uncached block ends its prefill and its speculation."""
     bench = Bench().with_pods(A)
     bench.router.route(completion("r", TEXT), 1.0)
-    bench.outcomes.stored(A.address, bench.keys(TEXT)[-1:], 1.5)
+    bench.lifecycle.stored(A.address, bench.keys(TEXT)[-1:], 1.5)
     assert bench.ledger.board.work(A.address).decoding == 1
     assert bench.index.settled == ["r"]
 
@@ -254,7 +254,7 @@ def test_no_announcement_is_awaited_from_a_pod_out_of_sight(state: StreamState) 
     bench = Bench().with_pods(A)
     bench.index.state = state
     decision = bench.router.route(completion("r", TEXT), 0.0)
-    bench.outcomes.expire(2 * decision.primary.own_prefill_s + 0.2)
+    bench.lifecycle.expire(2 * decision.primary.own_prefill_s + 0.2)
     assert bench.ledger.board.work(A.address).decoding == 1
 
 
@@ -263,7 +263,7 @@ def test_scraped_kv_use_counts_only_while_it_is_fresh() -> None:
     full = EngineLoad(waiting=0, running=9, kv_usage=1.0, kv_capacity_tokens=1600, scraped_s=100.0)
     bench = Bench().with_pods(replace(A, load=full), B)
     assert bench.router.route(completion("r1", TEXT), 101.0).primary.pod == B.address
-    bench.outcomes.ended("r1", "report", 101.5)
+    bench.lifecycle.ended("r1", "report", 101.5)
     late = bench.router.route(completion("r2", TEXT), 200.0)
     assert {candidate.kv_pressure_s for candidate in late.ranked} == {0.0}
 

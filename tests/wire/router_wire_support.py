@@ -97,10 +97,10 @@ def doors(
     guard = guard or BodyGuard()
     options = options or ExtProcOptions()
     form = form or OwnForm(router=bench.router, guard=guard, metrics=bench.metrics)
-    ext_proc = ExtProcDoor(form, bench.outcomes, options)
+    ext_proc = ExtProcDoor(form, bench.lifecycle, options)
     check = CheckDoor(bench.router, guard, bench.metrics, options.max_request_bytes)
-    picks = PickDoor(bench.router, bench.outcomes, bench.metrics, bench.pods)
-    logs = AccessLogDoor(bench.outcomes, bench.metrics, lambda pod, why: distrusted.append((pod, why)))
+    picks = PickDoor(bench.router, bench.lifecycle, bench.metrics, bench.pods)
+    logs = AccessLogDoor(bench.lifecycle, bench.metrics, lambda pod, why: distrusted.append((pod, why)))
     server = GrpcServer(
         "--grpc-port",
         "127.0.0.1",
