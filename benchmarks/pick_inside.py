@@ -42,7 +42,7 @@ from router.doors.pick import PickDoor
 from router.feedback.lifecycle import ACCESS_LOG, Lifecycle
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
-from router.observe.decision_log import Explain
+from router.observe.decision_log import DecisionLog
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter, RequestRecorder
 from router.picking.admission import Admission, UtilizationDetector
@@ -88,11 +88,11 @@ class Inside:
         pods = PodSet()
         ledger = Ledger(LedgerParameters(), pods.board)
         metrics = RouterMetrics(registry)
-        explain = Explain(_DECISIONS_KEPT, lambda address: address)
+        decision_log = DecisionLog(_DECISIONS_KEPT, lambda address: address)
         rates = PrefillRates(RateParameters(), pods.board)
         self.index = KvIndexer(IndexerConfig(block_tokens=BLOCK_TOKENS), registry=registry)
         self.lifecycle = Lifecycle(
-            ledger, rates, RequestRecorder(explain, metrics), self.index.settle, self.index.dropped
+            ledger, rates, RequestRecorder(decision_log, metrics), self.index.settle, self.index.dropped
         )
         self.tokenizers = TokenizerRegistry.load(
             {MODEL: model_directory(bodies)}, TokenizeOptions(deadline_s=_DEADLINE_S)

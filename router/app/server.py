@@ -45,9 +45,9 @@ from router.feedback.fleet import Fleet
 from router.feedback.lifecycle import EngineCheck, Lifecycle, LostEndDetector
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
-from router.observe.decision_log import Explain
+from router.observe.decision_log import DecisionLog
 from router.observe.metrics import (
-    MetricTwins,
+    MetricAliases,
     RouterMetrics,
     StateCollector,
     StreamMetrics,
@@ -96,13 +96,13 @@ class RouterServer:
         self._metrics = RouterMetrics(registry)
         registry.register(StateCollector(self.pods, self._ledger, time.monotonic, config.pool_name))
         if config.compat != "off":
-            registry.register(MetricTwins(registry))
-        self.explain = Explain(_DECISIONS_KEPT, self._pod_name)
+            registry.register(MetricAliases(registry))
+        self.decision_log = DecisionLog(_DECISIONS_KEPT, self._pod_name)
         # The index is made after those who call it: it calls them, too.
         self.lifecycle = Lifecycle(
             self._ledger,
             self.rates,
-            RequestRecorder(self.explain, self._metrics),
+            RequestRecorder(self.decision_log, self._metrics),
             lambda request, now_s: self.index.settle(request, now_s),
             lambda request: self.index.dropped(request),
         )
@@ -221,7 +221,7 @@ class RouterServer:
             source=self._source,
             pods=self.pods,
             index=self.index,
-            explain=self.explain,
+            decision_log=self.decision_log,
             health=self.health,
             plugins=lambda: plugin_states(self._ranker, self._flow),
             routers=self._fleet.status,

@@ -61,7 +61,7 @@ class Gateway:
 
     def decision(self, response: urllib3.BaseHTTPResponse) -> dict[str, Any]:
         """The decision behind a response."""
-        record = self.router.explain.one(response.headers["x-request-id"])
+        record = self.router.decision_log.find(response.headers["x-request-id"])
         assert record is not None
         return record
 

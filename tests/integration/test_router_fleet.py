@@ -160,8 +160,8 @@ def test_outcome_reported_to_the_other_router_counts(tmp_path: Path) -> None:
                 assert reply.known
         wait_until(lambda: first.requests_in_flight == 0, "the end")
         # The end is recorded shortly after the request has left the ledger.
-        wait_until(lambda: (first.explain.one("a") or {}).get("end"), "the record of the end")
-        record = first.explain.one("a")
+        wait_until(lambda: (first.decision_log.find("a") or {}).get("end"), "the record of the end")
+        record = first.decision_log.find("a")
         assert record is not None
         assert (record["prefill_end"]["source"], record["end"]["source"]) == ("report", "report")
 

@@ -17,7 +17,7 @@ from indexer.pod_entry import PodEntry
 from router.feedback.lifecycle import Lifecycle
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
-from router.observe.decision_log import Explain
+from router.observe.decision_log import DecisionLog
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter, RequestRecorder
 from router.observe.tracing import Traces
@@ -141,11 +141,13 @@ class Bench:
         self.ledger = Ledger(LedgerParameters(), board)
         self.rates = PrefillRates(RateParameters(), board)
         self.metrics = RouterMetrics(self.registry)
-        self.explain = Explain(self.decisions_kept, lambda address: f"pod-{address.rpartition(':')[2]}")
+        self.decision_log = DecisionLog(
+            self.decisions_kept, lambda address: f"pod-{address.rpartition(':')[2]}"
+        )
         self.lifecycle = Lifecycle(
             self.ledger,
             self.rates,
-            RequestRecorder(self.explain, self.metrics),
+            RequestRecorder(self.decision_log, self.metrics),
             self.index.settle,
             self.index.dropped,
         )

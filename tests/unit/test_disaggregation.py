@@ -71,7 +71,7 @@ def test_the_pod_that_prefills_is_charged_with_the_prefill() -> None:
     made.lifecycle.ended("r", "response", 2.0, pod=B, cached_tokens=decision.prompt_tokens)
     assert (made.ledger.board.work(B), len(made.ledger)) == (PodWork(), 0)
     assert made.sample("kvroute_router_compared_predicted_cached_tokens_total") == 0.0
-    shown = made.explain.one("r")
+    shown = made.decision_log.find("r")
     assert shown is not None
     assert (shown["pod"], shown["prefill_pod"]) == (B, A)
 

@@ -18,7 +18,7 @@ from router.config.picker_file import parse_config
 from router.doors.ext_authz import ok_answer
 from router.doors.headers import system_owned
 from router.errors import ConfigError, RequestError
-from router.observe.metrics import MetricTwins
+from router.observe.metrics import MetricAliases
 from router.picking.decision import Routing
 from router.picking.flow_config import flow_of
 from router.picking.scheduler import Scheduler
@@ -95,7 +95,7 @@ def test_explain_tells_what_a_pipeline_decided() -> None:
     ]
     made.with_pods(*pods, ready_pod("10.0.0.5:8000", model="other"))
     made.router.route(completion("r", "hello"), 0.0)
-    shown = made.explain.one("r")
+    shown = made.decision_log.find("r")
     assert shown is not None
     assert [(one["pod"], one["score"]) for one in shown["candidates"]] == [(A, 1.0), (B, 0.0)]
     assert {one["pod"]: one["reason"] for one in shown["excluded"]} == {
@@ -333,7 +333,7 @@ def test_a_pipelines_headers_pass_the_check_door() -> None:
 def test_older_metric_names_show_the_same_once() -> None:
     """Each known family is there under both names, with the same samples, and no other twice."""
     registry = CollectorRegistry()
-    registry.register(MetricTwins(registry))
+    registry.register(MetricAliases(registry))
     counter = Counter("llm_d_epp_request_total", "Requests.", ["model_name"], registry=registry)
     Counter("llm_d_epp_other_total", "Others.", registry=registry)
     counter.labels("m").inc(3)

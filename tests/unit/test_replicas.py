@@ -313,7 +313,7 @@ def test_report_is_forwarded_to_the_requests_router() -> None:
     theirs.lifecycle.peer_reported(changes.reports[1], 2.0)
     assert "x" not in theirs.ledger
     assert theirs.sample("kvroute_router_request_ends_total", source=REPORT, outcome="done") == 1
-    assert theirs.explain.one(decision.request_id)["delivered_cached_tokens"] == 7
+    assert theirs.decision_log.find(decision.request_id)["delivered_cached_tokens"] == 7
 
 
 def test_forwarded_report_is_not_forwarded_again() -> None:

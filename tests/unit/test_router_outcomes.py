@@ -99,7 +99,7 @@ def test_first_token_after_the_timeout_updates_the_rate() -> None:
         assert request_id not in bench.index.settled
         bench.lifecycle.first_token(request_id, RESPONSE, now_s + took_s, pod=A.address)
         assert bench.index.settled[-1] == request_id
-        record = bench.explain.one(request_id)
+        record = bench.decision_log.find(request_id)
         assert record is not None
         assert record["prefill_end"] == {"source": "response", "after_s": pytest.approx(took_s)}
         bench.lifecycle.ended(request_id, RESPONSE, now_s + took_s, pod=A.address)
@@ -179,7 +179,7 @@ def test_decision_record_contains_the_lifecycle() -> None:
     bench = routed()
     bench.lifecycle.stored(A.address, bench.keys(TEXT), 10.25)
     bench.lifecycle.ended("r", REPORT, 12.0, cached_tokens=0)
-    record = bench.explain.one("r")
+    record = bench.decision_log.find("r")
     assert record is not None
     assert msgspec.json.decode(msgspec.json.encode(record)) == record
     assert (record["pod"], record["pod_name"]) == (A.address, "pod-8000")
@@ -208,9 +208,9 @@ def test_only_the_latest_decisions_are_kept() -> None:
     bench = Bench().with_pods(A)
     for number in range(120):
         bench.router.route(completion(f"r{number}", "hi"), 0.0)
-    assert [record["request_id"] for record in bench.explain.latest(2)] == ["r119", "r118"]
-    assert len(bench.explain.latest(1000)) == 100
-    assert bench.explain.one("r19") is None
+    assert [record["request_id"] for record in bench.decision_log.latest(2)] == ["r119", "r118"]
+    assert len(bench.decision_log.latest(1000)) == 100
+    assert bench.decision_log.find("r19") is None
 
 
 @pytest.mark.parametrize("source", [ACCESS_LOG, RESPONSE])

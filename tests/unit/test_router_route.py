@@ -269,13 +269,13 @@ def test_scraped_kv_use_counts_only_while_it_is_fresh() -> None:
 
 
 def test_a_refusal_is_counted_and_leaves_no_trace() -> None:
-    """A request for an unknown model is counted as a failed pick and enters neither ledger nor explain."""
+    """A request for an unknown model counts as a failed pick and enters neither ledger nor decision log."""
     bench = Bench().with_pods(A)
     with pytest.raises(RequestError):
         bench.router.route(completion("r", TEXT, model="gpt-9"), 0.0)
     labels = dict.fromkeys(("target_model_name", "endpoint_name", "namespace", "port"), "")
     assert bench.sample("llm_d_epp_scheduler_attempts_total", status="failure", **labels) == 1
-    assert (len(bench.ledger), bench.explain.latest(9)) == (0, [])
+    assert (len(bench.ledger), bench.decision_log.latest(9)) == (0, [])
 
 
 def test_concurrent_picks_lose_no_request() -> None:

@@ -77,7 +77,7 @@ def test_a_missing_or_endless_request_id_is_made() -> None:
             got = served.exchange(headers(path=COMPLETIONS, **given), body(BODY))
             made = set_headers(got[0])["x-request-id"]
             assert str(uuid.UUID(made)) == made
-            assert served.bench.explain.one(made) is not None
+            assert served.bench.decision_log.find(made) is not None
 
 
 def test_headers_that_are_the_gateways_are_taken_from_the_client() -> None:
