@@ -36,9 +36,9 @@ from benchmarks.report import Options, read_options
 from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.pod_entry import PodEntry
 from router._pb import endpoint_picker_pb2 as pb
-from router.doors.ext_authz import CheckDoor
+from router.doors.ext_authz import ExtAuthzService
 from router.doors.health import CHECK_SERVICE, PICK_SERVICE
-from router.doors.pick import PickDoor
+from router.doors.pick import EndpointPickerService
 from router.feedback.lifecycle import ACCESS_LOG, Outcomes
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
@@ -109,9 +109,9 @@ class Inside:
             dispatched=self.outcomes.decided,
         )
         self.router = ObservedRouter(routed, metrics)
-        check = CheckDoor(self.router, BodyGuard(), metrics, _BODY_BYTES_MAX)
+        check = ExtAuthzService(self.router, BodyGuard(), metrics, _BODY_BYTES_MAX)
         self.answer = _served(_handler(check, f"/{CHECK_SERVICE}/Check"))
-        picks = PickDoor(self.router, self.outcomes, metrics, pods)
+        picks = EndpointPickerService(self.router, self.outcomes, metrics, pods)
         self.pick_endpoint = _served(_handler(picks, f"/{PICK_SERVICE}/PickEndpoint"))
         self._numbers = count()
         # Keep the publisher alive as long as the router: a view without one counts less.
@@ -248,7 +248,7 @@ def _pick_request(body: bytes) -> bytes:
     return request.SerializeToString()
 
 
-def _handler(door: CheckDoor | PickDoor, path: str) -> Any:
+def _handler(door: ExtAuthzService | EndpointPickerService, path: str) -> Any:
     """Return the service's method, as a gRPC server looks it up."""
     found: dict[str, Any] = {}
 

@@ -4,12 +4,11 @@ from indexer.audit.engine_counters import EngineReading
 from indexer.audit.mismatch_watch import DispatchedPrompt, DispatchKey
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError, IndexerError, ListenError, PayloadError, TokenError
-from indexer.index.contract import IndexStats, PodMatch, PodMatches
-from indexer.index.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
+from indexer.index.contract import IndexStats, PodMatch, PodMatches, StreamState
 from indexer.kv_indexer import KvIndexer
 from indexer.streams.engine_registry import EngineState
-from indexer.streams.state_machine import StreamState
 from indexer.streams.subscriber import raise_open_files
+from indexer.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
 
 __all__ = [
     "GPU_TIER",

@@ -41,7 +41,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     @property
-    def takes_best(self) -> bool:
+    def is_greedy(self) -> bool:
         """Whether the token with the largest logit is always chosen, and nothing is told about it."""
         return (
             self.temperature < GREEDY_BELOW
@@ -66,7 +66,7 @@ class TokenConstraint(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationRequest:
+class EngineCoreRequest:
     """One prompt to continue."""
 
     request_id: str  # unique among the live requests
@@ -103,7 +103,7 @@ class ChosenToken(msgspec.Struct, frozen=True, gc=False):
     logprobs: TokenLogprobs | None = None
 
 
-class TokenOutput(msgspec.Struct, frozen=True, gc=False):
+class EngineCoreOutput(msgspec.Struct, frozen=True, gc=False):
     """What one step brought to one request; the last one carries `finish_reason`."""
 
     request_id: str  # the request it belongs to
@@ -115,7 +115,7 @@ class TokenOutput(msgspec.Struct, frozen=True, gc=False):
     started_s: float | None = None  # when the request's first step began, by `time.monotonic`; None before
 
 
-def check_request(request: GenerationRequest, *, vocab_size: int, max_model_len: int) -> None:
+def check_request(request: EngineCoreRequest, *, vocab_size: int, max_model_len: int) -> None:
     """Refuse what could never run by a RequestError that names the field."""
     prompt = request.prompt_token_ids
     if not prompt:

@@ -7,131 +7,135 @@ from functools import partial
 
 import msgspec
 
-from model_server.kv_cache.block_pool import Block
+from model_server.kv_cache.block_pool import KVCacheBlock
 from model_server.kv_cache.host_tier import HostBlock, Restore
-from model_server.kv_events.hashing import ROOT_DIGEST, ExtraKeys, hash_block
-from model_server.requests import ChosenToken, FinishReason, GenerationRequest, LoraRequest, TokenOutput
+from model_server.kv_events.hashing import ROOT_BLOCK_HASH, ExtraKeys, hash_block
+from model_server.requests import ChosenToken, EngineCoreOutput, EngineCoreRequest, FinishReason, LoraRequest
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class BlockTable:
-    """A request's blocks in one KV cache group."""
+    """Blocks of one request in one KV cache group."""
 
-    # In chain order; None where a block has rolled out of the group's window.
-    blocks: list[Block | None] = field(default_factory=list)
-    # The same as numbers, for building tensors; 0 for what has rolled out.
+    # In chain order; None for a block that has left the group's window.
+    blocks: list[KVCacheBlock | None] = field(default_factory=list)
+    # Ids of `blocks`, for building tensors; 0 for a block that has left the window.
     block_ids: "array[int]" = field(default_factory=partial(array, "i"))
-    rolled: int = 0  # how many have rolled out, all at the start
-    registered: int = 0  # how many of the first blocks were looked at for being made findable
+    num_skipped: int = 0  # blocks at the start that have left the window
+    num_cached_blocks: int = 0  # blocks at the start that `cache_blocks` has already examined
 
-    def extend(self, blocks: Sequence[Block | None]) -> None:
+    def extend(self, blocks: Sequence[KVCacheBlock | None]) -> None:
         self.blocks.extend(blocks)
         self.block_ids.extend(0 if block is None else block.block_id for block in blocks)
 
-    def replace(self, index: int, block: Block | None) -> None:
+    def replace(self, index: int, block: KVCacheBlock | None) -> None:
         self.blocks[index] = block
         self.block_ids[index] = 0 if block is None else block.block_id
 
-    def held(self) -> list[Block]:
+    def held_blocks(self) -> list[KVCacheBlock]:
         return [block for block in self.blocks if block is not None]
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class LiveRequest:
+class Request:
     """A request between submission and its last token."""
 
-    request: GenerationRequest  # as it was submitted
-    sampling_seed: int  # base of its random draws
-    adapter: LoraRequest | None = None  # what changes the model for it; None is the base model
-    arrived_s: float = 0.0  # when it came, on the engine's clock
-    serial: int = 0  # rises from request to request
-    started_s: float | None = None  # when its first step began, on the same clock; None before
-    takes_best: bool = field(init=False)  # whether the largest logit alone decides on each of its tokens
-    token_ids: list[int] = field(init=False)  # prompt and generated tokens
-    computed: int = 0  # how many of them have their KV in its blocks
-    tables: list[BlockTable] = field(default_factory=list)  # one per KV cache group; empty without blocks
-    restore: Restore | None = None  # its blocks that come from the host tier; None when all are there
-    # Blocks of the host tier that are held for it since it was preempted, until they are back.
-    swapped: list[HostBlock] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
-    # Lengths in blocks at which groups with a window keep what a later request needs to resume there.
-    retained_ends: set[int] = field(default_factory=set)
-    expected_blocks: int = 0  # of its prefix that were cached when it was last looked at, while it waits
-    expected_tokens: int = 0  # those it will not have to compute, as far as that is known while it waits
-    cached_tokens: int | None = None  # of its prompt, found in the cache when it first ran; None before
+    core_request: EngineCoreRequest  # as submitted
+    sampling_seed: int  # seed of its random draws
+    lora_request: LoraRequest | None = None  # its LoRA adapter; None for the base model
+    arrived_s: float = 0.0  # arrival time on the engine's clock (`time.monotonic`)
+    arrival_index: int = 0  # increases from request to request; breaks ties of `arrived_s`
+    started_s: float | None = None  # start of its first step, same clock; None before
+    is_greedy: bool = field(init=False)  # the largest logit alone decides each token
+    token_ids: list[int] = field(init=False)  # prompt tokens and generated tokens
+    num_computed_tokens: int = 0  # leading tokens that have their KV in its blocks
+    block_tables: list[BlockTable] = field(
+        default_factory=list
+    )  # one per KV cache group; empty while waiting
+    restore: Restore | None = None  # blocks being restored from the host tier; None when there are none
+    # Host blocks pinned since the request was preempted, until they are restored.
+    swapped_blocks: list[HostBlock] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # hashes of its full blocks, computed on demand
+    # Prefix lengths in blocks at which sliding-window groups keep the blocks that a later request needs.
+    resume_points: set[int] = field(default_factory=set)
+    expected_hit_blocks: int = 0  # cached prefix in blocks at the last lookup while waiting
+    expected_hit_tokens: int = 0  # the same prefix in tokens
+    num_cached_tokens: int | None = None  # prompt tokens found in the cache at first admission; None before
 
     def __post_init__(self) -> None:
-        self.takes_best = self.request.constraint is None and self.request.sampling.takes_best
-        self.token_ids = list(self.request.prompt_token_ids)
+        self.is_greedy = self.core_request.constraint is None and self.core_request.sampling.is_greedy
+        self.token_ids = list(self.core_request.prompt_token_ids)
 
     @property
     def request_id(self) -> str:
-        return self.request.request_id
+        return self.core_request.request_id
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
     @property
-    def num_generated(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.core_request.prompt_token_ids)
 
     @property
-    def pending(self) -> int:
+    def num_pending_tokens(self) -> int:
         """Known tokens without KV: 1 while decoding, more while prefilling."""
-        return len(self.token_ids) - self.computed
+        return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def uncached(self) -> int:
-        """Tokens that it will have to compute until its next one; an estimate while it waits."""
-        return self.pending if self.tables else len(self.token_ids) - self.expected_tokens
+    def estimated_prefill_tokens(self) -> int:
+        """Tokens to compute until the next output token; an estimate while the request waits."""
+        return (
+            self.num_pending_tokens if self.block_tables else len(self.token_ids) - self.expected_hit_tokens
+        )
 
     @property
     def block_ids(self) -> "list[array[int]]":
-        return [table.block_ids for table in self.tables]
+        return [table.block_ids for table in self.block_tables]
 
     def extra_keys(self, block_index: int) -> ExtraKeys | None:
-        """Return what enters the hash of one of its blocks beside the tokens; a salt only the first.
+        """Return the hash inputs of a block besides its tokens: adapter, and the salt for the first block.
 
-        vLLM has the adapter's path in the third place. Its content tells more: another adapter loaded from
-        the same path under the same name must not find the first one's blocks.
+        vLLM hashes the adapter's path. The content hash is stricter: a different adapter loaded from the same
+        path under the same name must not match blocks of the first one.
         """
-        adapter, salt = self.adapter, self.request.cache_salt if block_index == 0 else None
+        adapter, salt = self.lora_request, self.core_request.cache_salt if block_index == 0 else None
         of_adapter = () if adapter is None else (("lora", adapter.name, adapter.content_hash),)
         return of_adapter + (() if salt is None else (("cache_salt", salt),)) or None
 
-    def digest(self, index: int, block_tokens: int) -> bytes:
-        """Return the hash of one of its full blocks, all of whose tokens are known."""
-        for number in range(len(self.digests), index + 1):
-            parent = self.digests[number - 1] if number else ROOT_DIGEST
+    def block_hash(self, index: int, block_tokens: int) -> bytes:
+        """Return the hash of a full block; all of the block's tokens must be known."""
+        for number in range(len(self.block_hashes), index + 1):
+            parent = self.block_hashes[number - 1] if number else ROOT_BLOCK_HASH
             tokens = self.token_ids[number * block_tokens : (number + 1) * block_tokens]
             assert len(tokens) == block_tokens, "only full blocks have a hash"
-            self.digests.append(hash_block(parent, tokens, self.extra_keys(number)))
-        return self.digests[index]
+            self.block_hashes.append(hash_block(parent, tokens, self.extra_keys(number)))
+        return self.block_hashes[index]
 
-    def output(
+    def make_output(
         self, token: ChosenToken | None, reason: FinishReason | None = None, error: str | None = None
-    ) -> TokenOutput:
-        """Return what its sink is told of a step, or of its end."""
-        return TokenOutput(
+    ) -> EngineCoreOutput:
+        """Return the output of a step that sampled `token`, or the request's last output."""
+        return EngineCoreOutput(
             request_id=self.request_id,
             token_ids=() if token is None else (token.token_id,),
             finish_reason=reason,
-            cached_tokens=self.cached_tokens or 0,
+            cached_tokens=self.num_cached_tokens or 0,
             error=error,
             logprobs=() if token is None or token.logprobs is None else (token.logprobs,),
             started_s=self.started_s,
         )
 
 
-class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """The next `length` tokens of one request, to be computed in this step."""
+class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
+    """The tokens of one request that a step computes."""
 
-    live: LiveRequest  # the request; its tokens before `start` have their KV
-    start: int  # position of the chunk's first token
-    length: int  # tokens in the chunk; 1 for a decode
-    samples: bool  # whether it reaches the last known token, so that the next one is sampled
+    request: Request  # tokens before `start` already have their KV
+    start: int  # position of the first token to compute
+    num_tokens: int  # tokens to compute; 1 for a decode
+    samples: bool  # whether the last known token is included, so that the next token is sampled
 
     @property
     def stop(self) -> int:
-        return self.start + self.length
+        return self.start + self.num_tokens

@@ -25,7 +25,7 @@ from model_server.openai.types import (
     from_exception,
     generation_body,
 )
-from model_server.requests import GenerationRequest, SamplingParams
+from model_server.requests import EngineCoreRequest, SamplingParams
 from tokenization import (
     PromptError,
     PromptLimits,
@@ -167,7 +167,7 @@ class Job:
     model: str  # the name to answer under
     fields: GenerationBody  # the checked body
     prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt (a chat has one)
-    requests: tuple[GenerationRequest, ...]  # one per choice: `n` for the first prompt, then `n` for the next
+    requests: tuple[EngineCoreRequest, ...]  # one per choice: `n` for the first prompt, then `n` for the next
     echoed: tuple[str, ...]  # what each choice's text begins with
 
 
@@ -195,7 +195,7 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
     # A client may use its id twice at once; the engine's ids must differ all the same.
     own_id = f"{shown_id}-{secrets.token_hex(8)}"
     requests = tuple(
-        GenerationRequest(
+        EngineCoreRequest(
             request_id=f"{own_id}-{at * copies + copy}",
             prompt_token_ids=prompt,
             sampling=_sampling(fields, _answer_tokens(model, api, fields, len(prompt), cut), copy),

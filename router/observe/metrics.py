@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.counters import Tallies
+from common.counters import BatchedMetrics
 from router.errors import RequestError
 from router.inflight.ledger import Ledger
 from router.picking.decision import Decision
@@ -112,7 +112,7 @@ class RouterMetrics:
     """All counters and histograms of one router."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        make = Tallies(registry)
+        make = BatchedMetrics(registry)
         self._lock = make.lock
         self._counts = {name: make.counter(*told) for name, told in _COUNTERS.items()}
         self._spreads = {name: make.histogram(*told) for name, told in _HISTOGRAMS.items()}

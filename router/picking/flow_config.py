@@ -42,7 +42,7 @@ def read_flow_settings(
     detector = _detector(config, load_every_s, load_age_max_s)
     for entry in config.entries:
         if entry.type in (*ORDERS, *FAIRNESS):
-            entry.told.read(Settings)
+            entry.parameters_section.read(Settings)
     flow, priorities = config.flow, set[int]()
     for band in flow.priority_bands:
         if band.priority in priorities:
@@ -89,14 +89,14 @@ def _ceiling(config: PickerConfig) -> float:
         config.flow.section.fail(
             "usageLimitPolicyPluginRef", f"expected the name of a {USAGE_LIMIT} plugin, got {name!r}"
         )
-    return config.plugins[name].told.read(_UsageLimit).threshold
+    return config.plugins[name].parameters_section.read(_UsageLimit).threshold
 
 
 def _detector(config: PickerConfig, load_every_s: float, load_age_max_s: float | None) -> SaturationDetector:
     made: dict[str, SaturationDetector] = {}
     for entry in config.entries:
         if entry.type in _DETECTORS:
-            detector = made[entry.name] = entry.told.read(_DETECTORS[entry.type])
+            detector = made[entry.name] = entry.parameters_section.read(_DETECTORS[entry.type])
             if isinstance(detector, UtilizationDetector):
                 age_s = max(detector.load_age_max_s, LOAD_AGE_INTERVALS * load_every_s)
                 detector.load_age_max_s = Duration(age_s)

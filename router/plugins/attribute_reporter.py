@@ -54,7 +54,7 @@ class AttributeReporter:
             ConfigError: An expression is invalid, or the `cel` extra is not installed.
         """
         entries = [entry for entry in config.plugins.values() if entry.type == TYPE]
-        attributes = [one for entry in entries for one in entry.told.read(_Reporter).attributes]
+        attributes = [one for entry in entries for one in entry.parameters_section.read(_Reporter).attributes]
         return cls(attributes) if attributes else None
 
     def report(self, usage_json: bytes) -> dict[str, dict[str, int]]:

@@ -181,7 +181,7 @@ def build_pipeline(config: PickerConfig, *, block_tokens: int, random: np.random
             if entry.type == _PRECISE_SCORER:
                 plugins[name] = cache_scorers.PrefixScorer(name)
         elif entry.type in _NON_PROFILE_TYPES:
-            other = entry.told.read(_NON_PROFILE_TYPES[entry.type])
+            other = entry.parameters_section.read(_NON_PROFILE_TYPES[entry.type])
             if isinstance(other, ApproximatePrefix):
                 prefixes[name] = other
             elif isinstance(other, AttributeProducer):
@@ -214,7 +214,7 @@ def _add_producer(
         prefixes[producer] = PrecisePrefix(block_tokens)
     else:
         known = sorted({*prefixes, APPROXIMATE, PRECISE})
-        config.plugins[name].told.fail(
+        config.plugins[name].parameters_section.fail(
             PRODUCER_KEY, f"unknown producer {producer!r}; known: {', '.join(known)}"
         )
 
@@ -309,8 +309,8 @@ def make_plugin(entry: PluginEntry, directory: Path) -> object:
         ConfigError: The type is unknown or a parameter is invalid; names its line.
     """
     if (plugin_type := PLUGIN_TYPES.get(entry.type)) is not None:
-        return entry.told.read(plugin_type)
-    parameters = entry.told.value()
+        return entry.parameters_section.read(plugin_type)
+    parameters = entry.parameters_section.value()
     try:
         return _custom(entry, directory)(**parameters)
     except ConfigError:

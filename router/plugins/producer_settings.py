@@ -170,11 +170,11 @@ def apply_producer_settings(
     """
     for entry in picker.plugins.values():
         if entry.type in _PRECISE:
-            precise = entry.told.read(_Precise)
+            precise = entry.parameters_section.read(_Precise)
             try:
                 index = _index(precise, index)
             except IndexerConfigError as error:
-                entry.told.fail("", str(error))
+                entry.parameters_section.fail("", str(error))
             kube = _ports(precise.kv_events_config.pod_discovery_config, kube)
     return index, kube
 
@@ -185,7 +185,11 @@ def tokenizer_sources(picker: PickerConfig) -> dict[str, str]:
     Raises:
         ConfigError: A parameter is invalid; names its line.
     """
-    settings = [entry.told.read(TokenSettings) for entry in picker.plugins.values() if entry.type in _TOKENS]
+    settings = [
+        entry.parameters_section.read(TokenSettings)
+        for entry in picker.plugins.values()
+        if entry.type in _TOKENS
+    ]
     return {one.model_name: one.vllm.url for one in settings if one.model_name and one.vllm}
 
 
@@ -198,7 +202,7 @@ def metrics_path(picker: PickerConfig) -> str:
     path = DEFAULT_METRICS_PATH
     for entry in picker.plugins.values():
         if entry.type == "metrics-data-source":
-            path = entry.told.read(MetricsSettings).path or path
+            path = entry.parameters_section.read(MetricsSettings).path or path
     return path
 
 

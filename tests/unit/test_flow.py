@@ -314,7 +314,7 @@ def test_agent_identity_makes_the_agent_session_the_fairness_id() -> None:
     ("section", "complaint"),
     [
         ({"enableEviction": "maybe"}, "flowControl.enableEviction: must be true or false"),
-        ({"maxRequests": "0"}, "flowControl.maxRequests: must be a whole number above 0"),
+        ({"maxRequests": "0"}, "flowControl.maxRequests: must be an integer above 0"),
         (
             {"priorityBands": [{"orderingPolicyRef": "lifo"}]},
             r"priorityBands\[0\].orderingPolicyRef: expected one of .*, got 'lifo'",
@@ -324,7 +324,7 @@ def test_agent_identity_makes_the_agent_session_the_fairness_id() -> None:
             {"usageLimitPolicyPluginRef": "x"},
             "expected the name of a static-usage-limit-policy plugin, got 'x'",
         ),
-        ({"maxWaiters": 1}, "flowControl.maxWaiters: not understood"),
+        ({"maxWaiters": 1}, "flowControl.maxWaiters: unknown field"),
     ],
 )
 def test_an_invalid_section_is_rejected_with_its_line(section: dict[str, Any], complaint: str) -> None:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from router.config.picker_file import parse_config
-from router.doors.ext_authz import ok_answer
+from router.doors.ext_authz import ok_response
 from router.doors.headers import system_owned
 from router.errors import ConfigError, RequestError
 from router.observe.metrics import MetricTwins
@@ -196,17 +196,17 @@ def test_the_documented_plugin_runs(tmp_path: Path) -> None:
             r"plugins\[0\].type: unknown plugin type 'magic-scorer'; known: .*queue",
         ),
         ([{"type": "latency-scorer"}], [], r"unknown plugin type 'latency-scorer'; use ttft-cost-scorer"),
-        ([{"type": "queue-scorer", "parameters": {"x": 1}}], [], r"parameters.x: not understood; .* nothing"),
+        ([{"type": "queue-scorer", "parameters": {"x": 1}}], [], r"parameters.x: unknown field; .*\(none\)"),
         ([{"type": "no.py:Class"}], [], r"type: file not found"),
         (
             [{"type": "load-aware-scorer", "parameters": {"threshold": 0}}],
             [],
-            r"threshold: must be a whole number",
+            r"threshold: must be an integer",
         ),
         (
             [{"type": "load-aware-scorer", "parameters": {"threshold": "nan"}}],
             [],
-            r"threshold: must be a whole",
+            r"threshold: must be an integer",
         ),
         (
             [{"type": "prefix-cache-scorer", "parameters": {"prefixMatchInfoProducerName": "mine"}}],
@@ -216,7 +216,7 @@ def test_the_documented_plugin_runs(tmp_path: Path) -> None:
         (
             [{"type": "queue-scorer"}],
             [{"name": "a", "plugins": [{"pluginRef": "que"}]}],
-            r"schedulingProfiles\[0\].plugins\[0\].pluginRef: no plugin is named 'que'",
+            r"schedulingProfiles\[0\].plugins\[0\].pluginRef: no plugin named 'que'",
         ),
         ([{"type": "queue-scorer"}], [{"name": "a"}, {"name": "b"}], r"expects one profile, got 2"),
         (
@@ -321,7 +321,7 @@ def test_plugin_states_are_shown_by_name(tmp_path: Path) -> None:
 def test_pipeline_headers_are_set_by_ext_authz() -> None:
     """Headers that plugins set on request and response are part of the ext_authz answer."""
     result = PipelineResult((A,), {}, {}, {"x-prefiller-host-port": B}, {"x-session-token": "t"}, None, "")
-    answer = CheckResponse.FromString(ok_answer.__wrapped__(A, None, (), result)).ok_response
+    answer = CheckResponse.FromString(ok_response.__wrapped__(A, None, (), result)).ok_response
     request_headers = {option.header.key: option.header.value for option in answer.headers}
     response_headers = {option.header.key: option.header.value for option in answer.response_headers_to_add}
     assert request_headers == {"x-gateway-destination-endpoint": A, "x-prefiller-host-port": B}
