@@ -14,7 +14,7 @@ from router.app.tls import grpc_tls, metrics_tls
 from router.config.fields import Duration
 from router.config.resources import Resources
 from router.doors.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE, Health
-from router.feedback.change_log import READERS_MAX
+from router.feedback.change_log import FOLLOWERS_MAX
 from router.h2 import GrpcServer
 from router.inflight.ledger import Ledger
 from router.picking.admission import Admission, UtilizationDetector
@@ -31,7 +31,7 @@ from router.prompts.tokenizers import TokenizerRegistry
 _DISAGGREGATING = frozenset({"disagg-profile-handler", "pd-profile-handler", "disagg-headers-handler"})
 
 # Envoy keeps an access log stream open per worker thread, each peer router one for the change log.
-_LONG_STREAMS = 64 + READERS_MAX
+_LONG_STREAMS = 64 + FOLLOWERS_MAX
 # Each call may be a Watch, which occupies a thread.
 _HEALTH_CALLS = 32
 # Larger requests may be slow to tokenize, so they do not run on their connection's thread.

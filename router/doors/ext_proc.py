@@ -25,7 +25,7 @@ from router.doors.ext_proc_response import ResponsePhase
 from router.doors.headers import accepted_request_id, subset_hint, system_owned
 from router.doors.health import EXT_PROC_SERVICE
 from router.errors import EvictedError, RequestError
-from router.feedback.lifecycle import Outcomes
+from router.feedback.lifecycle import Lifecycle
 from router.h2 import GrpcServer
 from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from router.picking.decision import Decision
@@ -50,7 +50,7 @@ class ExtProcService:
     """gRPC service envoy.service.ext_proc.v3.ExternalProcessor."""
 
     dialect: NativeDialect
-    outcomes: Outcomes
+    lifecycle: Lifecycle
     options: ExtProcOptions
     evictable: EvictableRequests | None = None  # registry of in-flight requests that may be evicted
 
@@ -82,7 +82,7 @@ class _Exchange:
         self._decision: Decision | None = None
         # Entry in the eviction registry; None: the request cannot be evicted.
         self._entry: int | None = None
-        self._response = ResponsePhase(service.outcomes, dialect.buffered_bytes_max, dialect.reporter)
+        self._response = ResponsePhase(service.lifecycle, dialect.buffered_bytes_max, dialect.reporter)
         self._inside = dialect.metrics.inside(SERVICE)
         self._inside.__enter__()
 

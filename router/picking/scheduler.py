@@ -18,7 +18,7 @@ from indexer import GPU_TIER, SPECULATIVE_TIER, DispatchedPrompt, PodMatches, St
 from indexer.keys import Keys
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger
-from router.inflight.rates import Lesson
+from router.inflight.rates import RateSample
 from router.picking.candidates import CandidateSet
 from router.picking.cost import (
     CACHE_HIT,
@@ -264,6 +264,7 @@ class Scheduler:
         if prefill is not None:
             # Charge the prefill to the pod that executes it; the events of its blocks mark the end.
             executor = decision.ranked.candidate_at(candidates.addresses.index(prefill))
+        is_exact = executor.view == _EXACT and prefill is None
         loading_s = float(adapter_s[candidates.addresses.index(executor.pod)]) if len(adapter_s) else 0.0
         stored = [match.whole_blocks(executor.pod, each) for match, each in zip(matches, keys, strict=True)]
         # The keys are needed only if other routers follow this one's ledger.
@@ -278,13 +279,13 @@ class Scheduler:
                 confirm_key=_confirm_key(
                     stored, executor.view, matches, executor.pod, is_read=decision.degraded is None
                 ),
-                lesson=_lesson(decision, executor, loading_s),
+                rate_sample=_rate_sample(decision, executor, loading_s),
                 dispatched_s=decision.decided_s,
                 decoding=executor.decoding,
                 prefill_pod=prefill,
                 adapter=candidates.lora_name,
                 # With a separate prefill pod, the reported usage includes transferred blocks.
-                promised_tokens=executor.cached_tokens if executor.view == _EXACT and prefill is None else 0,
+                predicted_hit_tokens=executor.cached_tokens if is_exact else 0,
             ),
             new_keys,
         )
@@ -340,20 +341,20 @@ def _session_first(
     return np.concatenate((np.array([at]), order[order != at]))
 
 
-def _lesson(decision: Decision, executor: Candidate, loading_s: float) -> Lesson:
+def _rate_sample(decision: Decision, executor: Candidate, loading_s: float) -> RateSample:
     """Return how the request's time to first token may be used to estimate the executor's prefill rate.
 
     Args:
         loading_s: Time to load the request's adapter on the executor.
     """
     if decision.degraded is not None or decision.partial is not None:
-        return Lesson.NOTHING
+        return RateSample.NONE
     # Behind a queue, the time to first token includes the prefills of other requests.
     if executor.awaiting or executor.queued_prefill_s:
-        return Lesson.NOTHING
+        return RateSample.NONE
     if executor.copy_s + loading_s > _OTHER_SHARE * executor.own_prefill_s:
-        return Lesson.NOTHING
-    return Lesson.RATE if executor.view == _EXACT else Lesson.AT_MOST
+        return RateSample.NONE
+    return RateSample.EXACT if executor.view == _EXACT else RateSample.UPPER_BOUND
 
 
 def _confirm_key(

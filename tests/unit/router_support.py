@@ -14,10 +14,10 @@ from indexer.audit.mismatch_watch import DispatchKey
 from indexer.keys import Keys, Tokens
 from indexer.pod_entry import PodEntry
 from indexer.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
-from router.feedback.lifecycle import Outcomes
+from router.feedback.lifecycle import Lifecycle
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
-from router.observe.decision_log import Explain
+from router.observe.decision_log import DecisionLog
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter, RequestRecorder
 from router.observe.tracing import Traces
@@ -141,11 +141,13 @@ class Bench:
         self.ledger = Ledger(LedgerParameters(), board)
         self.rates = PrefillRates(RateParameters(), board)
         self.metrics = RouterMetrics(self.registry)
-        self.explain = Explain(self.decisions_kept, lambda address: f"pod-{address.rpartition(':')[2]}")
-        self.outcomes = Outcomes(
+        self.decision_log = DecisionLog(
+            self.decisions_kept, lambda address: f"pod-{address.rpartition(':')[2]}"
+        )
+        self.lifecycle = Lifecycle(
             self.ledger,
             self.rates,
-            RequestRecorder(self.explain, self.metrics),
+            RequestRecorder(self.decision_log, self.metrics),
             self.index.settle,
             self.index.dropped,
         )
@@ -162,7 +164,7 @@ class Bench:
             index=self.index,
             admission=Admission(self.priorities, UtilizationDetector(load_age_max_s=5.0), board),
             scheduler=self.scheduler,
-            dispatched=self.outcomes.decided,
+            dispatched=self.lifecycle.decided,
             clock=self.clock,
         )
         self.router = ObservedRouter(self.core, self.metrics, self.traces)

@@ -147,7 +147,7 @@ def test_speculative_blocks_attract_requests_until_the_first_token() -> None:
     assert (drawn.primary.pod, drawn.primary.cached_tokens > 0) == (A.address, True)
     # The pod reported first tokens but no stored blocks, as if its cache had no room.
     for request_id in ("first", "tail", "second"):
-        bench.outcomes.first_token(request_id, "report", 1.0)
+        bench.lifecycle.first_token(request_id, "report", 1.0)
     late = bench.router.route(completion("third", TEXT), 1.0)
     assert {candidate.cached_tokens for candidate in late.ranked} == {0}
     assert late.primary.pod == B.address
@@ -159,7 +159,7 @@ def test_time_inside_the_router_is_not_charged_to_the_pod() -> None:
     bench = Bench(clock=lambda: next(seconds)).with_pods(A)
     decision = bench.router.route(completion("r", TEXT), 100.0)
     assert decision.decided_s == 102.0
-    bench.outcomes.stored(A.address, bench.keys(TEXT), 102.5)
+    bench.lifecycle.stored(A.address, bench.keys(TEXT), 102.5)
     assert bench.sample("kvroute_router_prefill_end_seconds_sum", source="blocks") == 0.5
 
 
@@ -243,7 +243,7 @@ def test_the_event_of_the_last_full_block_ends_the_prefill() -> None:
     """The stored event of the prompt's last full block ends its prefill and its speculative blocks."""
     bench = Bench().with_pods(A)
     bench.router.route(completion("r", TEXT), 1.0)
-    bench.outcomes.stored(A.address, bench.keys(TEXT)[-1:], 1.5)
+    bench.lifecycle.stored(A.address, bench.keys(TEXT)[-1:], 1.5)
     assert bench.ledger.board.work(A.address).decoding == 1
     assert bench.index.settled == ["r"]
 
@@ -254,7 +254,7 @@ def test_no_event_is_awaited_without_an_exact_view(state: StreamState) -> None:
     bench = Bench().with_pods(A)
     bench.index.state = state
     decision = bench.router.route(completion("r", TEXT), 0.0)
-    bench.outcomes.expire(2 * decision.primary.own_prefill_s + 0.2)
+    bench.lifecycle.expire(2 * decision.primary.own_prefill_s + 0.2)
     assert bench.ledger.board.work(A.address).decoding == 1
 
 
@@ -263,19 +263,19 @@ def test_scraped_kv_usage_counts_only_while_it_is_fresh() -> None:
     full = EngineLoad(waiting=0, running=9, kv_usage=1.0, kv_capacity_tokens=1600, scraped_s=100.0)
     bench = Bench().with_pods(replace(A, load=full), B)
     assert bench.router.route(completion("r1", TEXT), 101.0).primary.pod == B.address
-    bench.outcomes.ended("r1", "report", 101.5)
+    bench.lifecycle.ended("r1", "report", 101.5)
     late = bench.router.route(completion("r2", TEXT), 200.0)
     assert {candidate.kv_pressure_s for candidate in late.ranked} == {0.0}
 
 
-def test_a_rejected_request_is_counted_but_not_recorded() -> None:
+def test_a_refusal_is_counted_and_leaves_no_trace() -> None:
     """A request for an unknown model counts as a failed pick and enters neither ledger nor decision log."""
     bench = Bench().with_pods(A)
     with pytest.raises(RequestError):
         bench.router.route(completion("r", TEXT, model="gpt-9"), 0.0)
     labels = dict.fromkeys(("target_model_name", "endpoint_name", "namespace", "port"), "")
     assert bench.sample("llm_d_epp_scheduler_attempts_total", status="failure", **labels) == 1
-    assert (len(bench.ledger), bench.explain.latest(9)) == (0, [])
+    assert (len(bench.ledger), bench.decision_log.latest(9)) == (0, [])
 
 
 def test_concurrent_picks_lose_no_request() -> None:

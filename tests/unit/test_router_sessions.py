@@ -55,7 +55,7 @@ def test_a_session_has_one_pod_per_base_model() -> None:
             for model, seen in pods.items():
                 request = completion(f"{model}{number}", "x" * 40, model=model)
                 decision = bench.router.route(replace(request, headers={"x-session-id": "s"}), float(number))
-                bench.outcomes.ended(decision.request_id, REPORT, number + 0.5)
+                bench.lifecycle.ended(decision.request_id, REPORT, number + 0.5)
                 seen.add(decision.primary.pod)
         assert {model: len(seen) for model, seen in pods.items()} == {"m": 1, "other": 1}
 
@@ -71,7 +71,7 @@ def test_a_session_only_decides_between_equal_costs() -> None:
 
         home = pick(0).primary.pod
         for number in range(1, 5):
-            bench.outcomes.ended(f"r{number - 1}", REPORT, float(number))
+            bench.lifecycle.ended(f"r{number - 1}", REPORT, float(number))
             decision = pick(number)
             assert decision.primary.pod == home
             assert decision.reason.startswith("by load alone")
