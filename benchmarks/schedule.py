@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from benchmarks.report import Options, cpu_s, read_options
 from indexer import PodMatches, StreamState
-from indexer.index.tiers import Tiers
 from indexer.pod_entry import PodEntry
+from indexer.tiers import Tiers
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.picking.candidates import Lineups
 from router.picking.scheduler import Prompted, Scheduler

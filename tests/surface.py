@@ -29,7 +29,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from kvroute.cli import main as kvroute
 from model_server.kv_events.publisher import PublisherStats
-from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
+from model_server.openai.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
 from model_server.requests import EngineStats
 from router.app.config import parse_flags
 from router.app.server import RouterServer

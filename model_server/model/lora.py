@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from model_server.errors import AdapterError, RequestError
+from model_server.requests import LoraRequest
 
 _NAME_CHARACTERS_MAX = 256
 
@@ -21,16 +22,6 @@ class LoraFactors:
 
     down: Tensor  # [rank, inputs]
     up: Tensor  # [outputs, rank], with the adapter's scaling in it
-
-
-@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
-class LoraRequest:
-    """What a request with an adapter keeps of it; the factors are with whoever computes."""
-
-    name: str  # what requests call it
-    lora_id: int  # number of this loading, from 1 on; never given twice
-    content_hash: str  # hexadecimal SHA-256 of its files: what it computes depends on nothing else
-    directory: Path = Path()  # where it was loaded from
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -26,9 +26,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from model_server.config import ServeOptions
-from model_server.engine.core import Engine
+from model_server.engine.core import EngineCore
 from model_server.errors import AdapterError, EngineClosedError
-from model_server.kv_events.publisher import SNAPSHOT_TYPE, KVEventPublisher
+from model_server.kv_events.publisher import SNAPSHOT_TYPE, ZmqEventPublisher
 from model_server.model.lora import LoraRegistry
 from model_server.openai.answers import Answer
 from model_server.openai.generation import AsyncEngine, Generation, TextAssembler
@@ -87,9 +87,9 @@ class HttpApi:
 
     options: ServeOptions
     model: ServedModel
-    engine: Engine
+    engine: EngineCore
     async_engine: AsyncEngine
-    publisher: KVEventPublisher | None  # publishes KV events; None where there are none
+    publisher: ZmqEventPublisher | None  # publishes KV events; None where there are none
     registry: CollectorRegistry  # shown at /metrics
     healthy: Callable[[], bool]  # answers /health
 
@@ -107,7 +107,7 @@ class HttpApi:
         """Return the ASGI application of both ports, or of one where administration is not served."""
         options, model, post = self.options, self.model, partial(Route, methods=["POST"])
         # Address where this server publishes its KV events.
-        sources = {} if self.publisher is None else {"0": self.publisher.config.announced()}
+        sources = {} if self.publisher is None else {"0": self.publisher.config.as_vllm()}
         # Both ports serve these, without a secret: they tell nothing of prompts.
         for_all = [
             Route("/health", self._health),
@@ -238,7 +238,7 @@ class HttpApi:
             raise ApiError(404, "this server publishes no KV events")
         with ExitStack() as cleanup:
             cleanup.enter_context(self._snapshots.one())
-            take = partial(self.publisher.snapshot, self.engine.cache)
+            take = partial(self.publisher.snapshot, self.engine.kv_cache)
             try:
                 pieces = (await self._in_thread(self.engine.between_steps, take)).pieces()
             except EngineClosedError as error:

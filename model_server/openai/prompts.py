@@ -25,9 +25,15 @@ from model_server.openai.types import (
     from_exception,
     generation_body,
 )
-from model_server.requests import GenerationRequest, SamplingParams
-from tokenization import PromptError, PromptTokenizer, PromptTooLongError
-from tokenization.prompts import PromptLimits, chat_prompt, completion_prompts
+from model_server.requests import EngineCoreRequest, SamplingParams
+from tokenization import (
+    PromptError,
+    PromptLimits,
+    PromptTokenizer,
+    PromptTooLongError,
+    chat_prompt,
+    completion_prompts,
+)
 
 # Between JSON's words; without a bound a model may write spaces to its last token.
 _JSON_WHITESPACE = r"[ \n\t]{1,8}"
@@ -161,7 +167,7 @@ class Job:
     model: str  # the name to answer under
     fields: GenerationBody  # the checked body
     prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt (a chat has one)
-    requests: tuple[GenerationRequest, ...]  # one per choice: `n` for the first prompt, then `n` for the next
+    requests: tuple[EngineCoreRequest, ...]  # one per choice: `n` for the first prompt, then `n` for the next
     echoed: tuple[str, ...]  # what each choice's text begins with
 
 
@@ -189,7 +195,7 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
     # A client may use its id twice at once; the engine's ids must differ all the same.
     own_id = f"{shown_id}-{secrets.token_hex(8)}"
     requests = tuple(
-        GenerationRequest(
+        EngineCoreRequest(
             request_id=f"{own_id}-{at * copies + copy}",
             prompt_token_ids=prompt,
             sampling=_sampling(fields, _answer_tokens(model, api, fields, len(prompt), cut), copy),

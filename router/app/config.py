@@ -13,7 +13,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from common.flags import CommandParser, add_flags, flag, port, said
+from common.flags import CommandParser, add_flags, flag, flag_values, port, positive
 from indexer import IndexerConfig
 from indexer.config import index_config
 from router.app.process import LogFlags
@@ -26,7 +26,6 @@ from router.config.flags import (
     model_source,
     names,
     objective,
-    positive,
     positive_duration,
     positive_number,
     size_bytes,
@@ -289,7 +288,7 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
     index = index_config(flags)
     if picker is not None:
         index, kube = with_producers(picker, index, kube)
-    settings = said(RouterConfig, flags) | {
+    settings = flag_values(RouterConfig, flags) | {
         "pods_file": pods_file,
         "watch_pods_file": watch,
         "kube": kube,

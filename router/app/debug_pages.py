@@ -20,7 +20,7 @@ from cachetools import TLRUCache
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from common.page_server import Lane, PageServer, Request, Response
+from common.page_server import BoundedExecutor, PageServer, Request, Response
 from common.repeated_log import RepeatedLog
 from indexer import StreamState
 from router.doors.health import Health
@@ -85,7 +85,7 @@ class MetricsAuth:
     def __post_init__(self) -> None:
         # Status by digest of path and token; None: allowed.
         self._cache: TLRUCache[bytes, int | None] = TLRUCache(_CACHE_SIZE, _expires_s, self.clock)
-        self._reviews = Lane("metrics-reviews")
+        self._reviews = BoundedExecutor("metrics-reviews")
         self._repeated = RepeatedLog(_log)
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class DebugServer:
         self._registry, self._pages, self._authorize = registry, dict(pages), authorize
         self._server = PageServer(bound_socket("--metrics-port", host, port), self._answer, tls)
         self.port = self._server.port
-        self._probes, self._others = Lane("pages-probes"), Lane("pages-others")
+        self._probes, self._others = BoundedExecutor("pages-probes"), BoundedExecutor("pages-others")
 
     def start(self) -> None:
         self._server.start()
@@ -221,7 +221,7 @@ class DebugPages:
             "/ready": self._is_ready,
             "/debug/decisions": self._decisions,
             "/debug/pods": self._pod_list,
-            "/debug/discovery": lambda _query: (200, self.source.shown(time.monotonic())),
+            "/debug/discovery": lambda _query: (200, self.source.status(time.monotonic())),
             "/debug/plugins/state": lambda _query: (200, {"plugins": self.plugins()}),
         }
 

@@ -65,7 +65,7 @@ def _picker(picker: PickerConfig) -> dict[str, Any]:
         "source": picker.section.source,
         "feature_gates": dict(picker.gates),
         "plugins": [
-            {"name": entry.name, "type": entry.type, "parameters": entry.told.value()}
+            {"name": entry.name, "type": entry.type, "parameters": entry.parameters_section.value()}
             for entry in picker.plugins.values()
         ],
         "profiles": [

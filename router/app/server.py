@@ -14,8 +14,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from indexer import ConfigError as IndexerConfigError
-from indexer import KvIndexer
-from indexer.streams.subscriber import raise_open_files
+from indexer import KvIndexer, raise_open_files
 from router.app.config import RouterConfig, parse_flags
 from router.app.debug_pages import DebugPages
 from router.app.print_config import config_as_yaml
@@ -32,7 +31,7 @@ from router.app.wiring import (
     pick_may_block,
     plugin_states,
 )
-from router.config.flags import told_in_vain
+from router.config.flags import ignored_flags
 from router.config.resources import Resources, RewriteRules, read_resources
 from router.doors.access_log import AccessLogService
 from router.doors.ext_authz import ExtAuthzService
@@ -285,7 +284,7 @@ class RouterServer:
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
             engines = self.index.roster.engines.values()
-            self._source.look(self.pods.snapshot().values(), tuple(engines), now_s)
+            self._source.check(self.pods.snapshot().values(), tuple(engines), now_s)
         if not self.health.ready and self._synced(now_s):
             sign = kv_connector_sign(self.config, self.pods.snapshot())
             if sign is not None and self.config.forbidden_fields:
@@ -345,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(config_as_yaml(config), end="")
             return 0
         set_up_logs(flags)
-        for line in told_in_vain(flags):
+        for line in ignored_flags(flags):
             _log.info(line)
         if config.compat != "off" and config.tls is None:
             _log.info("gRPC port without TLS; the reference picker's default is --secure-serving")

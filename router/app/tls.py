@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from common.flags import file_flag, flag, said
-from common.tls import FollowedFiles
+from common.flags import file_flag, flag, flag_values
+from common.tls import FileReloader
 from router.config.flags import names, switch
 from router.errors import ConfigError
 
@@ -129,7 +129,7 @@ def tls_options(flags: argparse.Namespace) -> tuple[TlsOptions | None, MetricsTl
     Raises:
         ConfigError: Files are given for a port without TLS.
     """
-    options = TlsOptions(**said(TlsOptions, flags))
+    options = TlsOptions(**flag_values(TlsOptions, flags))
     if options.cert_dir is not None and not flags.secure_serving:
         raise ConfigError("--cert-path: needs --secure-serving")
     if flags.metrics_client_ca is not None and flags.metrics_cert_dir is None:
@@ -229,7 +229,7 @@ def _bare_context() -> ssl.SSLContext:
 def _followed(port: str, make: Callable[[], ssl.SSLContext], directory: Path) -> Callable[[], ssl.SSLContext]:
     files = [directory / name for name in (_CERT, _KEY)]
     # Each reload makes a new context: other threads may use the current one.
-    return FollowedFiles(port, files, lambda: _loaded(make(), directory), (ConfigError,)).current
+    return FileReloader(port, files, lambda: _loaded(make(), directory), (ConfigError,)).current
 
 
 def _loaded(context: ssl.SSLContext, directory: Path) -> ssl.SSLContext:

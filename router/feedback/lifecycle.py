@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
-from indexer.audit.engine_counters import EngineReading
-from indexer.audit.mismatch_watch import DispatchKey
+from indexer import DispatchKey, EngineReading
 from indexer.keys import Keys
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger

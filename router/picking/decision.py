@@ -16,8 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer import PodMatches, StreamState
-from indexer.audit.mismatch_watch import DispatchKey
+from indexer import DispatchKey, PodMatches, StreamState
 
 _NO_STATES: Mapping[str, StreamState] = MappingProxyType({})
 

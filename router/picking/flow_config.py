@@ -41,7 +41,7 @@ def flow_of(
     detector = _detector(config, load_every_s, load_age_max_s)
     for entry in config.entries:
         if entry.type in (*ORDERS, *FAIRNESS):
-            entry.told.read(Settings)
+            entry.parameters_section.read(Settings)
     flow, priorities = config.flow, set[int]()
     for band in flow.priority_bands:
         if band.priority in priorities:
@@ -88,14 +88,14 @@ def _ceiling(config: PickerConfig) -> float:
         config.flow.section.fail(
             "usageLimitPolicyPluginRef", f"{name!r} is no {USAGE_LIMIT} among the plugins"
         )
-    return config.plugins[name].told.read(_UsageLimit).threshold
+    return config.plugins[name].parameters_section.read(_UsageLimit).threshold
 
 
 def _detector(config: PickerConfig, load_every_s: float, load_age_max_s: float | None) -> Detector:
     made: dict[str, Detector] = {}
     for entry in config.entries:
         if entry.type in _DETECTORS:
-            detector = made[entry.name] = entry.told.read(_DETECTORS[entry.type])
+            detector = made[entry.name] = entry.parameters_section.read(_DETECTORS[entry.type])
             if isinstance(detector, UtilizationDetector):
                 age_s = max(detector.load_age_max_s, LOAD_AGES * load_every_s)
                 detector.load_age_max_s = Duration(age_s)

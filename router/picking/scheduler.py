@@ -15,9 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.jit import kernel_with_arrays
-from indexer import PodMatches, StreamState
-from indexer.audit.mismatch_watch import DispatchedPrompt
-from indexer.index.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
+from indexer import GPU_TIER, SPECULATIVE_TIER, DispatchedPrompt, PodMatches, StreamState, Tiers
 from indexer.keys import Keys
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger

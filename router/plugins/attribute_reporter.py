@@ -55,7 +55,7 @@ class AttributeReporter:
             ConfigError: An expression is wrong, or the extra is missing.
         """
         entries = [entry for entry in config.plugins.values() if entry.type == TYPE]
-        attributes = [one for entry in entries for one in entry.told.read(_Reporter).attributes]
+        attributes = [one for entry in entries for one in entry.parameters_section.read(_Reporter).attributes]
         return cls(attributes) if attributes else None
 
     def report(self, usage_json: bytes) -> dict[str, dict[str, int]]:

@@ -182,7 +182,7 @@ def build_pipeline(config: PickerConfig, *, block_tokens: int, random: np.random
             if entry.type == _PRECISE_SCORER:
                 plugins[name] = cache_scorers.PrefixScorer(name)
         elif entry.type in _OTHERS:
-            other = entry.told.read(_OTHERS[entry.type])
+            other = entry.parameters_section.read(_OTHERS[entry.type])
             if isinstance(other, ApproximatePrefix):
                 prefixes[name] = other
             elif isinstance(other, AttributeProducer):
@@ -215,7 +215,7 @@ def _provide(
         prefixes[producer] = PrecisePrefix(block_tokens)
     else:
         known = sorted({*prefixes, APPROXIMATE, PRECISE})
-        config.plugins[name].told.fail(
+        config.plugins[name].parameters_section.fail(
             PRODUCER_KEY, f"there is no producer {producer!r}; there are {', '.join(known)}"
         )
 
@@ -312,8 +312,8 @@ def make(entry: PluginEntry, directory: Path) -> object:
         ConfigError: There is no such type, or its parameters are wrong; names the place.
     """
     if (maker := MAKERS.get(entry.type)) is not None:
-        return entry.told.read(maker)
-    parameters = entry.told.value()
+        return entry.parameters_section.read(maker)
+    parameters = entry.parameters_section.value()
     try:
         return _custom(entry, directory)(**parameters)
     except ConfigError:

@@ -20,7 +20,7 @@ from router.plugins.api import Endpoint, Observer, PluginRequest, Stateful
 from router.plugins.producers import AttributeProducer, PrefixProducer
 from router.plugins.profiles import Handled, PluginError, ProfileHandler
 from router.pods.pod_set import Pod, PodSnapshot
-from tokenization.apis.chat import decoded
+from tokenization import decoded
 
 if TYPE_CHECKING:
     from indexer import PodMatches

@@ -171,11 +171,11 @@ def with_producers(
     """
     for entry in picker.plugins.values():
         if entry.type in _PRECISE:
-            told = entry.told.read(_Precise)
+            told = entry.parameters_section.read(_Precise)
             try:
                 index = _index(told, index)
             except IndexerConfigError as error:
-                entry.told.fail("", str(error))
+                entry.parameters_section.fail("", str(error))
             kube = _ports(told.kv_events_config.pod_discovery_config, kube)
     return index, kube
 
@@ -186,7 +186,11 @@ def tokenizers_of(picker: PickerConfig) -> dict[str, str]:
     Raises:
         ConfigError: Something is not understood; names the place.
     """
-    told = [entry.told.read(TokenSettings) for entry in picker.plugins.values() if entry.type in _TOKENS]
+    told = [
+        entry.parameters_section.read(TokenSettings)
+        for entry in picker.plugins.values()
+        if entry.type in _TOKENS
+    ]
     return {one.model_name: one.vllm.url for one in told if one.model_name and one.vllm}
 
 
@@ -199,7 +203,7 @@ def metrics_path_of(picker: PickerConfig) -> str:
     path = DEFAULT_METRICS_PATH
     for entry in picker.plugins.values():
         if entry.type == "metrics-data-source":
-            path = entry.told.read(MetricsSettings).path or path
+            path = entry.parameters_section.read(MetricsSettings).path or path
     return path
 
 

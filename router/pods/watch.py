@@ -16,8 +16,7 @@ from threading import Thread
 from typing import Protocol
 
 from indexer import ConfigError as IndexerConfigError
-from indexer import PodStream
-from indexer.audit.engine_counters import EngineReading
+from indexer import EngineReading, PodStream
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL
 from router.pods.pod_set import LOADLESS_MAX, NOT_READY_THERE, Pod, PodSet, PodsSource
 from router.pods.probe import Prober, ProbeResult

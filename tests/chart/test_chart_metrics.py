@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from indexer.streams.relay import RedisMetrics
 from kvroute.envoy_config import EnvoySettings, bootstrap
 from kvroute.stack import envoy_command
-from model_server.metrics import EngineCollector, RequestMetrics
+from model_server.openai.metrics import EngineCollector, RequestMetrics
 from model_server.requests import EngineStats
 from router.pods.kube.problems import Problems
 from tests.chart.helm import CHART, EVERYTHING, FULLNAME, manifests, one

@@ -12,7 +12,7 @@ import torch
 from openai import AuthenticationError, ConflictError, OpenAI
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from model_server import serve
+from model_server.openai import api_server
 from tests.integration.model_server_support import MODEL, RunningServer, running_server, wait_until
 from tests.unit.lora_support import save_adapter
 
@@ -176,15 +176,15 @@ def test_administration_asks_for_its_token() -> None:
 def test_a_stuck_engine_is_not_healthy(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that does not come back, with work to do, fails /health; once it comes back all is well."""
     entered, go_on = threading.Event(), threading.Event()
-    run = server.engine.executor.run
+    run = server.engine.executor.execute_model
 
     def hanging(chunks: Any) -> Any:
         entered.set()
         assert go_on.wait(300)
         return run(chunks)
 
-    monkeypatch.setattr(server.engine.executor, "run", hanging)
-    monkeypatch.setattr(serve, "STUCK_S", 0.05)
+    monkeypatch.setattr(api_server, "STUCK_S", 0.05)
+    monkeypatch.setattr(server.engine.executor, "execute_model", hanging)
     thread = threading.Thread(target=lambda: text(server, max_tokens=1))
     thread.start()
     try:

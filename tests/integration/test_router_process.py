@@ -99,7 +99,7 @@ def test_a_port_in_use_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "complaint"),
     [
-        ("--config-file", "kind: EndpointPickerConfig\nplugin: []\n", ":2: plugin: not understood"),
+        ("--config-file", "kind: EndpointPickerConfig\nplugin: []\n", ":2: plugin: unknown field"),
         ("--pods-file", "endpoints:\n- {name: a, address: x}\n", ":2: endpoints[0]"),
     ],
 )

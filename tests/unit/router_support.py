@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 
 from indexer import PodMatches, StreamState
 from indexer.audit.mismatch_watch import DispatchKey
-from indexer.index.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
 from indexer.keys import Keys, Tokens
 from indexer.pod_entry import PodEntry
+from indexer.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
 from router.feedback.lifecycle import Outcomes
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters

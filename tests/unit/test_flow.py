@@ -314,14 +314,14 @@ def test_an_agents_session_is_its_flow_where_that_is_configured() -> None:
     ("section", "complaint"),
     [
         ({"enableEviction": "maybe"}, "flowControl.enableEviction: must be true or false"),
-        ({"maxRequests": "0"}, "flowControl.maxRequests: must be a whole number above 0"),
+        ({"maxRequests": "0"}, "flowControl.maxRequests: must be an integer above 0"),
         (
             {"priorityBands": [{"orderingPolicyRef": "lifo"}]},
             r"priorityBands\[0\].orderingPolicyRef: 'lifo' is none",
         ),
         ({"priorityBands": [{}, {}]}, r"priorityBands\[1\].priority: there is a band for 0"),
         ({"usageLimitPolicyPluginRef": "x"}, "'x' is no static-usage-limit-policy"),
-        ({"maxWaiters": 1}, "flowControl.maxWaiters: not understood"),
+        ({"maxWaiters": 1}, "flowControl.maxWaiters: unknown field"),
     ],
 )
 def test_a_wrong_section_is_refused(section: dict[str, Any], complaint: str) -> None:

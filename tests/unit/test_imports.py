@@ -28,7 +28,7 @@ def test_all_programs_can_be_imported_together() -> None:
 def test_the_model_server_imports_neither_router_nor_indexer() -> None:
     """The model server imports neither router nor indexer: its hashes are foreign to the index."""
     program = """
-import sys, model_server.serve, model_server.attention.cpu_kernel.kernel
+import sys, model_server.openai.api_server, model_server.attention.cpu_kernel.kernel
 sys.exit(", ".join(name for name in sys.modules if name.split(".")[0] in ("router", "indexer")) or None)
 """
     subprocess.run([sys.executable, "-c", program], check=True)

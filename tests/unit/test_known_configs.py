@@ -339,7 +339,7 @@ def test_a_cost_aware_memory_size_is_the_indexs_ceiling(size: dict[str, Any], ex
         (
             "precise-prefix-cache-producer",
             {"indexerConfig": {"tokenizersPoolConfig": {"modelName": "m"}}},
-            "tokenizersPoolConfig: is not understood; give --tokenizer",
+            "tokenizersPoolConfig: unsupported field; give --tokenizer",
         ),
         (
             "precise-prefix-cache-producer",
@@ -349,7 +349,7 @@ def test_a_cost_aware_memory_size_is_the_indexs_ceiling(size: dict[str, Any], ex
         (
             "precise-prefix-cache-producer",
             {"tokenProcessorConfig": {"hashAlgorithm": "xxhash"}},
-            "hashAlgorithm: 'xxhash' is not understood",
+            "hashAlgorithm: unknown value 'xxhash'",
         ),
         (
             "precise-prefix-cache-producer",
@@ -361,7 +361,7 @@ def test_a_cost_aware_memory_size_is_the_indexs_ceiling(size: dict[str, Any], ex
         ("token-producer", {"vllm": {"port": 1}}, "port"),
         ("metrics-data-source", {"path": "metrics"}, "path: must be a path as /metrics, is 'metrics'"),
         ("metrics-data-source", {"path": "/a b"}, "path: must be a path"),
-        ("metrics-data-source", {"scheme": "https"}, "scheme: 'https' is not understood"),
+        ("metrics-data-source", {"scheme": "https"}, "scheme: unknown value 'https'"),
         ("metrics-data-source", {"port": 8002}, "port"),
         ("latency-scorer", {}, "there is ttft-cost-scorer"),
         ("topology-affinity-scorer", {}, "there is label-selector-filter"),

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer import PodMatches, StreamState
-from indexer.index.tiers import Tiers
 from indexer.pod_entry import PodEntry
+from indexer.tiers import Tiers
 from router._pb import endpoint_picker_pb2 as pb
 from router.doors.pick import pick_response
 from router.picking.cost import CREDIT, PRICE

@@ -267,7 +267,7 @@ def test_rewrites_go_by_precedence(tmp_path: Path) -> None:
     assert [rules.target(model) for model in ("m", "other", None)] == ["old", "generic", "generic"]
     assert RewriteRules([], np.random.default_rng()).target("m") is None
     path.write_text(yaml.safe_dump(old | {"kind": "Rewrite"}))
-    with pytest.raises(ConfigError, match=r"resources\.yaml:\d+: kind: 'Rewrite' is not understood"):
+    with pytest.raises(ConfigError, match=r"resources\.yaml:\d+: kind: unknown value 'Rewrite'"):
         read_resources(path)
 
 

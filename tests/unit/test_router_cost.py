@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.index.tiers import Tiers
+from indexer.tiers import Tiers
 from router.picking.cost import CREDIT, CostParameters, add_credit
 from tests.unit.pricing_support import IDLE, Known, Queued, load, priced
 

@@ -1,4 +1,4 @@
-"""Flags of the reference picker: each is applied, accepted with a log line, or rejected with a reason."""
+"""Flags of llm-d's endpoint picker: implemented, without effect, or rejected with a reason."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from router.app.print_config import config_as_yaml
 from router.app.process import JsonFormatter
 from router.app.server import main
 from router.app.tls import MetricsTlsOptions, TlsOptions
-from router.config.flags import told_in_vain
+from router.config.flags import ignored_flags
 from router.errors import ConfigError
 
 PODS = ["--pods-file", "/pods.yaml"]
-# Flag and value by the setting that they make.
+# By flag with value: the setting that it gives.
 DONE = {
     "--grpc-port=1": ("grpc_port", 1),
     "--grpc-health-port=2": ("grpc_health_port", 2),
@@ -59,8 +59,8 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("flag", DONE)
-def test_a_flag_of_the_reference_makes_its_setting(flag: str) -> None:
-    """Each supported flag of the reference sets its setting, with values in Go's notation."""
+def test_a_flag_of_the_reference_gives_its_setting(flag: str) -> None:
+    """A flag of llm-d's picker has the same name and value syntax here."""
     config, _ = parse_flags([*PODS, flag])
     name, value = DONE[flag]
     assert getattr(config, name) == value
@@ -68,16 +68,16 @@ def test_a_flag_of_the_reference_makes_its_setting(flag: str) -> None:
 
 @pytest.mark.parametrize("flag", TAKEN)
 def test_a_flag_without_effect_is_accepted_and_logged(flag: str) -> None:
-    """A flag without effect is accepted, and the log gives the reason."""
+    """A flag that has no effect here is accepted, and the log says why."""
     config, flags = parse_flags([*PODS, flag])
     assert config == RouterConfig(pods_file=Path("/pods.yaml"))
-    (line,) = told_in_vain(flags)
+    (line,) = ignored_flags(flags)
     assert line.startswith(f"{flag.partition('=')[0]}={flag.partition('=')[2] or 'true'}: not needed here: ")
 
 
 @pytest.mark.parametrize("flag", REFUSED)
-def test_a_deprecated_metric_flag_is_rejected(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Deprecated metric flags are rejected with a hint at the pod label that replaces them."""
+def test_an_old_metric_flag_is_rejected(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags for metric names are rejected with a hint at the label llm-d.ai/engine-type."""
     with pytest.raises(SystemExit):
         parse_flags([*PODS, flag])
     assert "llm-d.ai/engine-type" in capsys.readouterr().err
@@ -105,15 +105,15 @@ def test_a_deprecated_metric_flag_is_rejected(flag: str, capsys: pytest.CaptureF
         *(name.partition("=")[0] for name in (*DONE, *TAKEN)),
     ],
 )
-def test_no_flag_of_the_reference_is_unknown(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The help lists every flag of the reference's command line."""
+def test_all_flags_of_the_reference_are_known(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The help lists every flag of llm-d's picker."""
     with pytest.raises(SystemExit):
         parse_flags(["--help"])
     assert f"{flag} " in capsys.readouterr().out.replace(",", " ").replace("\n", " \n")
 
 
-def test_an_abbreviated_flag_is_rejected() -> None:
-    """An abbreviated flag is rejected: it could match another flag in a later version."""
+def test_flag_prefixes_are_not_expanded() -> None:
+    """An abbreviated flag is rejected, because a later version may have another flag with that prefix."""
     with pytest.raises(SystemExit):
         parse_flags([*PODS, "--secure"])
 
@@ -130,14 +130,14 @@ def test_an_abbreviated_flag_is_rejected() -> None:
 def test_tls_flags_without_effect_are_rejected(
     flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """TLS flags that could not take effect are rejected with the flag to add."""
+    """A TLS flag that could not be enforced ends the start with advice."""
     with pytest.raises((ConfigError, SystemExit)) as refused:
         parse_flags([*PODS, "--secure-serving=false", *flags])
     assert problem in f"{refused.value} {capsys.readouterr().err}"
 
 
-def test_bounds_of_tls_are_read() -> None:
-    """IANA names of cipher suites become OpenSSL's; suites of TLS 1.3 are accepted and always enabled."""
+def test_tls_bounds_are_read() -> None:
+    """Go's names of versions and cipher suites become OpenSSL's; TLS 1.3 suites are always enabled."""
     suites = "TLS_AES_128_GCM_SHA256,TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256,TLS_RSA_WITH_AES_128_GCM_SHA256"
     argv = ["--secure-serving", "--tls-min-version=VersionTLS13", f"--tls-cipher-suites={suites}"]
     config, _ = parse_flags([*PODS, *argv])
@@ -147,8 +147,8 @@ def test_bounds_of_tls_are_read() -> None:
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "3GiB", "1.5Mi", "ten", ""])
-def test_an_invalid_message_size_is_rejected(size: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Message sizes outside gRPC's 32-bit range are rejected."""
+def test_an_invalid_size_is_rejected(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A gRPC message limit must be from 1 to 2^31 - 1 bytes."""
     with pytest.raises(SystemExit):
         parse_flags([*PODS, f"--grpc-max-recv-msg-size={size}"])
     assert "must be a size below 2GiB" in capsys.readouterr().err
@@ -165,12 +165,12 @@ def test_an_invalid_message_size_is_rejected(size: str, capsys: pytest.CaptureFi
     ],
 )
 def test_log_levels_have_zaps_names(level: str, expected: int) -> None:
-    """Log levels are given by name in any case or as a number."""
+    """A level is given by zap's name in any case, or as a verbosity."""
     assert parse_flags([*PODS, f"--zap-log-level={level}"])[1].zap_log_level == expected
 
 
 def test_a_log_line_is_one_json_object() -> None:
-    """Each log line is one JSON object, even with newlines, quotes and tracebacks."""
+    """Line breaks, quotes and stack traces are escaped within one JSON object per line."""
     try:
         raise ValueError('a\n"b"')
     except ValueError as error:
@@ -184,7 +184,7 @@ def test_a_log_line_is_one_json_object() -> None:
 
 
 def test_the_effective_configuration_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--print-config prints defaults, flags and file with units, and exits without serving."""
+    """--print-config prints defaults, flags and file together, with units, and exits."""
     config = tmp_path / "c.yaml"
     config.write_text(
         "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nfeatureGates: [flowControl]\n"
@@ -212,7 +212,7 @@ def test_the_effective_configuration_is_printed(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_password_is_not_printed() -> None:
-    """A password in the address of a shared index is not printed."""
+    """--print-config hides the address of a shared index, which may contain a password."""
     index = IndexerConfig(backend="redis", redis_url="redis://:secret@host", hash_seed=1)
     printed = config_as_yaml(RouterConfig(pods_file=Path("/p"), index=index))
     assert "secret" not in printed

@@ -1,10 +1,10 @@
-"""model_server.metrics: what the client library's own histogram tells, at less cost."""
+"""model_server.openai.metrics: what the client library's own histogram tells, at less cost."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from model_server.metrics import TokenHistogram
+from model_server.openai.metrics import TokenHistogram
 
 BUCKETS = (0.001, 0.5, 1.0, 80.0)
 LABELS = {"model_name": 'a "quoted" one', "engine": "0"}
