@@ -34,7 +34,7 @@ from router.config.flags import (
 from router.config.kube import KubeConfig, kube_config
 from router.config.picker_file import COMPAT, PickerConfig, parse_config, read_config
 from router.errors import ConfigError
-from router.plugins.producer_settings import metrics_path_of, tokenizers_of, with_producers
+from router.plugins.producer_settings import apply_producer_settings, metrics_path, tokenizer_sources
 from router.pods.pod_set import DEFAULT_METRICS_PATH
 from router.prompts.body_guard import GATEWAY_ONLY_FIELDS
 from tokenization import TINY_DIRECTORY
@@ -287,7 +287,7 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
     tls, metrics_tls = tls_options(flags)
     index = index_config(flags)
     if picker is not None:
-        index, kube = with_producers(picker, index, kube)
+        index, kube = apply_producer_settings(picker, index, kube)
     settings = flag_values(RouterConfig, flags) | {
         "pods_file": pods_file,
         "watch_pods_file": watch,
@@ -300,14 +300,14 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         "compat": _compat(flags, picker),
         "tls": tls,
         "metrics_tls": metrics_tls,
-        "metrics_path": metrics_path_of(picker) if picker is not None else DEFAULT_METRICS_PATH,
+        "metrics_path": metrics_path(picker) if picker is not None else DEFAULT_METRICS_PATH,
     }
     return RouterConfig(**settings), flags
 
 
 def _tokenizers(flags: argparse.Namespace, picker: PickerConfig | None) -> tuple[tuple[str, str], ...]:
     """Return tokenizer sources by model; flags take precedence over the configuration file."""
-    named = tokenizers_of(picker) if picker is not None else {}
+    named = tokenizer_sources(picker) if picker is not None else {}
     return tuple({_TINY_MODEL: str(TINY_DIRECTORY), **named, **dict(flags.tokenizers or ())}.items())
 
 

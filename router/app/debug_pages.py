@@ -26,7 +26,7 @@ from indexer import StreamState
 from router.doors.health import Health
 from router.errors import ClusterError
 from router.h2.server import bound_socket
-from router.observe.decision_log import Explain
+from router.observe.decision_log import DecisionLog
 from router.pods.pod_set import Pod, PodSet, PodsSource
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class DebugPages:
     source: PodsSource
     pods: PodSet
     index: KvIndexer
-    explain: Explain
+    decision_log: DecisionLog
     health: Health
     plugins: Callable[[], Mapping[str, Any]]  # returns the state of configured plugins by name
     routers: Callable[[float], Sequence[Mapping[str, Any]]]  # returns the peer routers' state at a time
@@ -240,12 +240,12 @@ class DebugPages:
 
     def _decisions(self, query: Query) -> tuple[int, Any]:
         if "request_id" in query:
-            record = self.explain.one(query["request_id"])
+            record = self.decision_log.find(query["request_id"])
             return 200, {"decisions": [record] if record is not None else []}
         count = query.get("n", str(_DECISIONS_DEFAULT))
         if not count.isdecimal() or len(count) > 9:
             return 400, {"error": f"n: expected a whole number, got {count!r}"}
-        return 200, {"decisions": self.explain.latest(int(count))}
+        return 200, {"decisions": self.decision_log.latest(int(count))}
 
     def _pod_list(self, _query: Query) -> tuple[int, Any]:
         views = self.index.states()

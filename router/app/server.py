@@ -41,12 +41,12 @@ from router.doors.health import Health
 from router.doors.pick import EndpointPickerService
 from router.errors import ConfigError, ListenError
 from router.feedback.fleet import Fleet
-from router.feedback.lifecycle import EngineWatch, Outcomes, Reconciler
+from router.feedback.lifecycle import EngineCheck, Lifecycle, LostEndDetector
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
-from router.observe.decision_log import Explain
+from router.observe.decision_log import DecisionLog
 from router.observe.metrics import (
-    MetricTwins,
+    MetricAliases,
     RouterMetrics,
     StateCollector,
     StreamMetrics,
@@ -95,17 +95,17 @@ class RouterServer:
         self._metrics = RouterMetrics(registry)
         registry.register(StateCollector(self.pods, self._ledger, time.monotonic, config.pool_name))
         if config.compat != "off":
-            registry.register(MetricTwins(registry))
-        self.explain = Explain(_DECISIONS_KEPT, self._pod_name)
-        # Lambdas, because the index is built later: it calls `outcomes` too.
-        self.outcomes = Outcomes(
+            registry.register(MetricAliases(registry))
+        self.decision_log = DecisionLog(_DECISIONS_KEPT, self._pod_name)
+        # Lambdas, because the index is built later: it calls `lifecycle` too.
+        self.lifecycle = Lifecycle(
             self._ledger,
             self.rates,
-            RequestRecorder(self.explain, self._metrics),
+            RequestRecorder(self.decision_log, self._metrics),
             lambda request, now_s: self.index.settle(request, now_s),
             lambda request: self.index.dropped(request),
         )
-        self._reconciler = Reconciler(self.outcomes)
+        self._lost_ends = LostEndDetector(self.lifecycle)
         self.health = Health()
         self._stopping = threading.Event()
         self._review_due_s = 0.0
@@ -167,18 +167,18 @@ class RouterServer:
         self.index = KvIndexer(
             config.index,
             registry=registry,
-            on_stored=self.outcomes.stored,
+            on_stored=self.lifecycle.stored,
             # A lambda, because the pod watch is built later.
             on_link=lambda pod, up: self.watch.link(pod, up),
         )
         opened.callback(self.index.close)
         self._fleet = Fleet(
-            config.index, self.index.exports.identity, self._ledger, self.pods, self.index, self.outcomes
+            config.index, self.index.exports.identity, self._ledger, self.pods, self.index, self.lifecycle
         )
         opened.callback(self._fleet.close)
         registry.register(self._fleet)
         if config.index.peers:
-            self.outcomes.join(self._fleet)
+            self.lifecycle.forward_to(self._fleet)
         self.watch = opened.enter_context(closing(self._pod_watch()))
         routed = Router(
             pods=self.pods,
@@ -186,7 +186,7 @@ class RouterServer:
             index=self.index,
             admission=self._admission,
             scheduler=build_scheduler(config, self.pods, self._ledger, self._ranker),
-            dispatched=self.outcomes.decided,
+            dispatched=self.lifecycle.decided,
             flow=self._flow,
         )
         self.router = ObservedRouter(routed, self._metrics, self._traces)
@@ -211,7 +211,7 @@ class RouterServer:
             ),
             self.index.follow,
             interval_s=config.refresh_interval_s,
-            engines=EngineWatch(self._ledger, self.index.observe),
+            engines=EngineCheck(self._ledger, self.index.observe),
             declared=self._forget_others,
         )
 
@@ -220,15 +220,15 @@ class RouterServer:
             source=self._source,
             pods=self.pods,
             index=self.index,
-            explain=self.explain,
+            decision_log=self.decision_log,
             health=self.health,
             plugins=lambda: plugin_states(self._ranker, self._flow),
-            routers=self._fleet.shown,
+            routers=self._fleet.status,
         )
 
     def _services(self, registry: CollectorRegistry) -> list[Callable[[Any], object]]:
         """Return functions that register the services of the gRPC port with a server."""
-        config, outcomes, metrics = self.config, self.outcomes, self._metrics
+        config, lifecycle, metrics = self.config, self.lifecycle, self._metrics
         guard = BodyGuard(
             config.forbidden_fields, lambda: kv_connector_sign(config, self.pods.snapshot()) is not None
         )
@@ -237,10 +237,10 @@ class RouterServer:
         return [
             lambda server: ext_proc.add_to(server, opened),
             ExtAuthzService(self.router, guard, metrics, config.max_request_bytes).add_to,
-            EndpointPickerService(self.router, outcomes, metrics, self.pods).add_to,
-            AccessLogService(outcomes, metrics, self.watch.distrust).add_to,
+            EndpointPickerService(self.router, lifecycle, metrics, self.pods).add_to,
+            AccessLogService(lifecycle, metrics, self.watch.distrust).add_to,
             self.index.exports.add_to,
-            self._fleet.door.add_to,
+            self._fleet.service.add_to,
             self.health.add_to,
         ]
 
@@ -249,12 +249,12 @@ class RouterServer:
         options = ExtProcOptions(config.max_request_bytes, config.responses_full, config.subset_filter)
         if config.compat == "off":
             return ExtProcService(
-                NativeDialect(router=router, guard=guard, metrics=metrics), self.outcomes, options
+                NativeDialect(router=router, guard=guard, metrics=metrics), self.lifecycle, options
             )
         llmd = LlmdOptions(config.picker, config.max_request_bytes, config.emit_endpoint_scores)
         form = llmd_dialect(llmd, self._rewrites, router, guard, metrics, self.pods)
-        evictions = self._flow.evictions if self._flow is not None else None
-        return ExtProcService(form, self.outcomes, options, evictions)
+        evictable = self._flow.evictable if self._flow is not None else None
+        return ExtProcService(form, self.lifecycle, options, evictable)
 
     def _stop_housekeeping(self) -> None:
         self._stopping.set()
@@ -272,12 +272,12 @@ class RouterServer:
                 _log.exception("housekeeping failed, will retry")
 
     def _housekeep(self, now_s: float) -> None:
-        self.outcomes.expire(now_s)
-        self._reconciler.look(self.pods.snapshot(), now_s)
+        self.lifecycle.expire(now_s)
+        self._lost_ends.check(self.pods.snapshot(), now_s)
         if now_s >= self._review_due_s:
             self._review_due_s = now_s + _REVIEW_EVERY_S
             self.index.check_parity()
-            self.rates.review(now_s)
+            self.rates.expire(now_s)
         if now_s >= self._give_back_due_s:
             self._give_back_due_s = now_s + _GIVE_BACK_EVERY_S
             trim_heap()

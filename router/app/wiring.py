@@ -14,15 +14,15 @@ from router.app.tls import grpc_tls, metrics_tls
 from router.config.fields import Duration
 from router.config.resources import Resources
 from router.doors.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE, Health
-from router.feedback.change_log import READERS_MAX
+from router.feedback.change_log import FOLLOWERS_MAX
 from router.h2 import GrpcServer
 from router.inflight.ledger import Ledger
 from router.picking.admission import Admission, UtilizationDetector
 from router.picking.cost import CostParameters
 from router.picking.flow import FlowControl
-from router.picking.flow_config import LOAD_AGES, fairness_of, flow_of
+from router.picking.flow_config import LOAD_AGE_INTERVALS, fairness_id_reader, read_flow_settings
 from router.picking.scheduler import Scheduler
-from router.plugins.build import build_pipeline, is_own
+from router.plugins.build import build_pipeline, is_custom
 from router.plugins.pipeline import Pipeline
 from router.pods.pod_set import ROLE_LABEL, PodSet, PodsFile, PodSnapshot, PodsSource
 from router.prompts.tokenizers import TokenizerRegistry
@@ -31,7 +31,7 @@ from router.prompts.tokenizers import TokenizerRegistry
 _DISAGGREGATING = frozenset({"disagg-profile-handler", "pd-profile-handler", "disagg-headers-handler"})
 
 # Envoy keeps an access log stream open per worker thread, each peer router one for the change log.
-_LONG_STREAMS = 64 + READERS_MAX
+_LONG_STREAMS = 64 + FOLLOWERS_MAX
 # Each call may be a Watch, which occupies a thread.
 _HEALTH_CALLS = 32
 # Larger requests may be slow to tokenize, so they do not run on their connection's thread.
@@ -78,7 +78,7 @@ def build_admission(
     picker = config.picker
     found = None
     if picker is not None:
-        found = flow_of(picker, config.refresh_interval_s, config.load_age_max_s)
+        found = read_flow_settings(picker, config.refresh_interval_s, config.load_age_max_s)
     if picker is None or found is None:
         detector = UtilizationDetector(load_age_max_s=Duration(_load_age_max_s(config)))
         return Admission(priorities, detector, pods.board), None
@@ -93,7 +93,7 @@ def build_admission(
         pods,
         registry,
         priority_of=admission.priority_of,
-        fairness_of=fairness_of(picker),
+        fairness_id_of=fairness_id_reader(picker),
     )
     return admission, flow
 
@@ -143,7 +143,7 @@ def pick_may_block(config: RouterConfig, flow: FlowControl | None, tokenizers: T
     if flow is not None or tokenizers.asks_others:
         return True
     plugins = config.picker.plugins.values() if config.picker is not None else ()
-    return any(is_own(plugin.type) for plugin in plugins)
+    return any(is_custom(plugin.type) for plugin in plugins)
 
 
 def plugin_states(ranker: Pipeline | None, flow: FlowControl | None) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def _load_age_max_s(config: RouterConfig) -> float:
     """Return the maximum age of usable load metrics, in seconds: two probes in a row may fail."""
     if config.load_age_max_s is not None:
         return config.load_age_max_s
-    return max(CostParameters().load_age_max_s, LOAD_AGES * config.refresh_interval_s)
+    return max(CostParameters().load_age_max_s, LOAD_AGE_INTERVALS * config.refresh_interval_s)
 
 
 def listen_grpc(

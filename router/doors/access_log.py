@@ -22,7 +22,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from indexer.pod_entry import pod_address
 from router.doors.health import ACCESS_LOG_SERVICE
-from router.feedback.lifecycle import ACCESS_LOG, Outcomes
+from router.feedback.lifecycle import ACCESS_LOG, Lifecycle
 from router.h2 import GrpcServer
 from router.h2.exchange_call import ExchangeMethod
 from router.observe.metrics import RouterMetrics
@@ -37,7 +37,7 @@ _NO_BODIES = (RequestMethod.GET, RequestMethod.HEAD)
 class AccessLogService:
     """gRPC service envoy.service.accesslog.v3.AccessLogService."""
 
-    outcomes: Outcomes
+    lifecycle: Lifecycle
     metrics: RouterMetrics
     on_connection_failure: Callable[[str, str], None]  # called with the pod's address and the reason
 
@@ -81,7 +81,7 @@ class AccessLogService:
         if _is_not_charged(entry, failed):
             # Another request with the same id may be in flight.
             return "no_work"
-        ended = self.outcomes.ended(
+        ended = self.lifecycle.ended(
             request_id,
             ACCESS_LOG,
             time.monotonic(),
@@ -92,7 +92,7 @@ class AccessLogService:
         )
         if ended is not None:
             return "joined"
-        return "other_router" if self.outcomes.is_others(request_id) else "unknown"
+        return "other_router" if self.lifecycle.is_remote(request_id) else "unknown"
 
 
 def _has_failed(entry: Any) -> bool:

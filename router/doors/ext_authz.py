@@ -30,7 +30,7 @@ from router.doors.health import CHECK_SERVICE
 from router.errors import RequestError
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
-from router.picking.decision import Routing
+from router.picking.decision import PipelineResult
 from router.prompts.body_guard import BodyGuard, refusal
 from router.prompts.parsers import http_request
 from router.prompts.request import RequestKind, RouteRequest, too_large
@@ -83,7 +83,7 @@ class ExtAuthzService:
             except RequestError as error:
                 self._metrics.refused(error)
                 return denied_response(error)
-        destination, routing = decision.destination, decision.routing
+        destination, routing = decision.destination, decision.pipeline
         removed = system_owned(headers, () if routing is None else routing.request_headers)
         if is_given and routing is None:
             return ok_response(destination, None, removed)
@@ -135,7 +135,7 @@ def ok_response(
     destination: str,
     made_request_id: str | None,
     removed: tuple[str, ...],
-    routing: Routing | None = None,
+    routing: PipelineResult | None = None,
 ) -> bytes:
     """Return a serialized response that sets the picked pod as a header and as metadata.
 

@@ -25,11 +25,11 @@ from router.doors.ext_proc_response import ResponsePhase
 from router.doors.headers import accepted_request_id, subset_hint, system_owned
 from router.doors.health import EXT_PROC_SERVICE
 from router.errors import EvictedError, RequestError
-from router.feedback.lifecycle import Outcomes
+from router.feedback.lifecycle import Lifecycle
 from router.h2 import GrpcServer
 from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from router.picking.decision import Decision
-from router.picking.flow import Evictions
+from router.picking.flow import EvictableRequests
 from router.prompts.request import RequestKind, RouteRequest, too_large
 
 # Modes in which Envoy forwards no part of a request before the service has received the whole body.
@@ -50,9 +50,9 @@ class ExtProcService:
     """gRPC service envoy.service.ext_proc.v3.ExternalProcessor."""
 
     dialect: NativeDialect
-    outcomes: Outcomes
+    lifecycle: Lifecycle
     options: ExtProcOptions
-    evictions: Evictions | None = None  # registry of in-flight requests that may be evicted
+    evictable: EvictableRequests | None = None  # registry of in-flight requests that may be evicted
 
     def add_to(self, server: GrpcServer, opened: Callable[[], Callable[[str], object]] | None = None) -> None:
         """Register the service; `opened` is called for each new stream, as `ExchangeMethod` describes."""
@@ -72,7 +72,7 @@ class _Exchange:
     def __init__(self, service: ExtProcService, stream: ExchangeCall) -> None:
         self._dialect = dialect = service.dialect
         self._options = service.options
-        self._evictions = service.evictions
+        self._evictable = service.evictable
         self._stream = stream
         self.finished = self.is_routed = False
         self._body_mode = self._response_body_mode = BodyMode.FULL_DUPLEX_STREAMED
@@ -82,7 +82,7 @@ class _Exchange:
         self._decision: Decision | None = None
         # Entry in the eviction registry; None: the request cannot be evicted.
         self._entry: int | None = None
-        self._response = ResponsePhase(service.outcomes, dialect.buffered_bytes_max, dialect.reporter)
+        self._response = ResponsePhase(service.lifecycle, dialect.buffered_bytes_max, dialect.reporter)
         self._inside = dialect.metrics.inside(SERVICE)
         self._inside.__enter__()
 
@@ -113,8 +113,8 @@ class _Exchange:
         return ()
 
     def close(self) -> None:
-        if self._entry is not None and self._evictions is not None:
-            self._evictions.leave(self._entry)
+        if self._entry is not None and self._evictable is not None:
+            self._evictable.remove(self._entry)
         self._inside.__exit__(None, None, None)
         if self._options.responses_full:
             self._response.close()
@@ -185,7 +185,7 @@ class _Exchange:
         changed = None if is_buffered and sent is body else sent
         added = dialect.request_headers(request, len(changed or b""), decision)
         destination, removed = decision.destination, system_owned(request.headers, added)
-        scores = decision.routing.scores if dialect.emits_scores and decision.routing is not None else None
+        scores = decision.pipeline.scores if dialect.emits_scores and decision.pipeline is not None else None
         if is_buffered:
             yield routing_response("request_body", destination, added, removed, scores, changed)
         else:
@@ -232,10 +232,10 @@ class _Exchange:
             self._response.models = (request.model or "", request.client_model)
         if request.body.get("stream") is True:
             self._response.disable_buffering()
-        if decision.priority < 0 and decision.is_charged and self._evictions is not None:
+        if decision.priority < 0 and decision.is_charged and self._evictable is not None:
             # The stream sends the eviction's response after those of the message in progress.
             evict = partial(self._stream.interrupt, self._evicted)
-            self._entry = self._evictions.enter(decision.priority, evict)
+            self._entry = self._evictable.add(decision.priority, evict)
 
     def _evicted(self) -> Iterator[pb.ProcessingResponse]:
         """Yield the error response of an evicted request, unless the request has ended."""

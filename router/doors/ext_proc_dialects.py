@@ -35,7 +35,7 @@ from router.errors import (
 )
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
-from router.picking.candidates import is_allowed, not_allowed
+from router.picking.candidates import is_allowed, no_allowed_endpoint
 from router.picking.decision import Decision
 from router.plugins.attribute_reporter import AttributeReporter
 from router.pods.pod_set import PodSet
@@ -164,7 +164,7 @@ class LlmdDialect(NativeDialect):
             raise RequestError(500, "no pods available in datastore")
         allowed = [pod.address for pod in pods if is_allowed(pod, request.candidates)]
         if not allowed:
-            raise not_allowed()
+            raise no_allowed_endpoint()
         return random.choice(allowed), None
 
     def precondition_error(self, request: RouteRequest, decision: Decision) -> RequestError | None:
@@ -179,16 +179,16 @@ class LlmdDialect(NativeDialect):
         if decision is None:
             return request_id
         headers = {"Content-Length": str(body_bytes)} if body_bytes else {}
-        if decision.routing is not None:
-            headers |= decision.routing.request_headers
+        if decision.pipeline is not None:
+            headers |= decision.pipeline.request_headers
         return headers | passed_headers(request.headers) | request_id
 
     def response_headers(
         self, headers: Mapping[str, str], metadata: base_pb2.Metadata, decision: Decision | None
     ) -> dict[str, str]:
         passed = passed_headers(headers)
-        if decision is not None and decision.routing is not None:
-            passed |= decision.routing.response_headers
+        if decision is not None and decision.pipeline is not None:
+            passed |= decision.pipeline.response_headers
         served = served_endpoint(metadata) if self.reports_served else None
         return passed if served is None else passed | {_SERVED_HEADER: served}
 
@@ -242,7 +242,7 @@ def llmd_dialect(
         metrics=metrics,
         parsers=Parsers(_parser_types(picker) if picker is not None else DEFAULT_PARSERS),
         buffered_bytes_max=options.buffered_bytes_max,
-        reporter=AttributeReporter.of(picker) if picker is not None else None,
+        reporter=AttributeReporter.from_config(picker) if picker is not None else None,
         emits_scores=options.emits_scores,
         pods=pods,
         rewrites=rewrites,

@@ -14,7 +14,7 @@ import msgspec
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from router.doors.ext_proc_messages import BodyMode, header_values, set_headers, streamed_body_responses
-from router.feedback.lifecycle import RESPONSE, Outcomes
+from router.feedback.lifecycle import RESPONSE, Lifecycle
 from router.picking.decision import Decision
 from router.plugins.attribute_reporter import AttributeReporter
 
@@ -38,9 +38,9 @@ class ResponsePhase:
     """
 
     def __init__(
-        self, outcomes: Outcomes, buffered_bytes_max: int = 0, reporter: AttributeReporter | None = None
+        self, lifecycle: Lifecycle, buffered_bytes_max: int = 0, reporter: AttributeReporter | None = None
     ) -> None:
-        self._outcomes = outcomes
+        self._lifecycle = lifecycle
         self._buffered_bytes_max = buffered_bytes_max
         self._reporter = reporter
         self._buffered: bytearray | None = bytearray() if buffered_bytes_max else None
@@ -86,8 +86,8 @@ class ResponsePhase:
         data, is_last = message.body, message.end_of_stream
         if self._awaits_first_token and (sent := self.pending) is not None:
             self._awaits_first_token = False
-            self._outcomes.first_token(
-                sent.request_id, RESPONSE, time.monotonic(), pod=sent.primary.pod, sent_s=sent.decided_s
+            self._lifecycle.first_token(
+                sent.request_id, RESPONSE, time.monotonic(), pod=sent.primary.pod, dispatched_s=sent.decided_s
             )
         if self._usage is not None:
             self._usage.feed(data)
@@ -157,12 +157,12 @@ class ResponsePhase:
         sent, self.pending = self.pending, None
         if sent is None:
             return
-        self._outcomes.ended(
+        self._lifecycle.ended(
             sent.request_id,
             RESPONSE,
             time.monotonic(),
             pod=sent.primary.pod,
-            sent_s=sent.decided_s,
+            dispatched_s=sent.decided_s,
             failed=failed,
             refused=self._refused,
             cached_tokens=self._usage.cached_tokens if self._usage is not None else None,

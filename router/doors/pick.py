@@ -18,7 +18,7 @@ from router.doors.ext_authz import grpc_code
 from router.doors.headers import REQUEST_ID_HEADER
 from router.doors.health import PICK_SERVICE
 from router.errors import DROPPED_REASON_HEADER, RequestError
-from router.feedback.lifecycle import REPORT, Outcomes
+from router.feedback.lifecycle import REPORT, Lifecycle
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
 from router.picking.decision import Decision
@@ -42,7 +42,7 @@ class EndpointPickerService:
     """gRPC service kvroute.v1.EndpointPicker."""
 
     router: ObservedRouter
-    outcomes: Outcomes
+    lifecycle: Lifecycle
     metrics: RouterMetrics
     pods: PodSet
 
@@ -70,12 +70,12 @@ class EndpointPickerService:
         self, request: pb.ReportOutcomeRequest, context: grpc.ServicerContext
     ) -> pb.ReportOutcomeResponse:
         request_id, outcome, now_s = request.request_id, request.outcome, time.monotonic()
-        known = self.outcomes.remembers(request_id)
+        known = self.lifecycle.is_known(request_id)
         pod = request.address or None
         if outcome == pb.ReportOutcomeRequest.OUTCOME_FIRST_TOKEN:
-            self.outcomes.first_token(request_id, REPORT, now_s, pod=pod)
+            self.lifecycle.first_token(request_id, REPORT, now_s, pod=pod)
         elif outcome in (pb.ReportOutcomeRequest.OUTCOME_DONE, pb.ReportOutcomeRequest.OUTCOME_FAILED):
-            self.outcomes.ended(
+            self.lifecycle.ended(
                 request_id,
                 REPORT,
                 now_s,
@@ -129,10 +129,10 @@ def pick_response(decision: Decision, pods: PodSnapshot, endpoints_max: int) -> 
     Endpoints whose pod has disappeared have no name.
     """
     ranked = decision.ranked
-    # Read from the arrays: building a Candidate per endpoint would double the time.
-    cached_tokens, views, endpoints = ranked.credits["cached_tokens"], ranked.views, []
+    # Read from the arrays: building a Candidate for each endpoint would double the time.
+    cached_tokens, views, endpoints = ranked.hits["cached_tokens"], ranked.views, []
     for place in ranked.order[:endpoints_max].tolist():
-        cost_s, queued_prefill_s, own_prefill_s, _, copy_s, kv_pressure_s = ranked.prices.item(place)[:6]
+        cost_s, queued_prefill_s, own_prefill_s, _, copy_s, kv_pressure_s = ranked.breakdowns.item(place)[:6]
         pod = pods.get(ranked.pods[place])
         endpoints.append(
             {

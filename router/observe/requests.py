@@ -1,4 +1,4 @@
-"""Metrics, decision log, traces and error log around the routing core, which itself knows none of them."""
+"""Observability around the routing core: metrics, decision log, traces and error log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from common.repeated_log import RepeatedLog
 from router.errors import RequestError
 from router.inflight.dispatch import Dispatch
-from router.observe.decision_log import Explain
+from router.observe.decision_log import DecisionLog
 from router.observe.metrics import RouterMetrics
 from router.observe.tracing import Traces
 from router.picking.decision import Decision
@@ -23,7 +23,7 @@ _repeated = RepeatedLog(_log)
 
 @dataclass(frozen=True, slots=True)
 class ObservedRouter:
-    """A `Router` whose picks and failures are timed, traced and logged; safe to share between threads."""
+    """Router whose picks and failures are timed, traced and logged. Thread-safe."""
 
     router: Router
     metrics: RouterMetrics
@@ -35,11 +35,11 @@ class ObservedRouter:
         """Route the request, see `Router.route`.
 
         Raises:
-            RequestError: The request cannot be routed. 500: routing failed, and the log has the traceback.
+            RequestError: The request cannot be routed. Status 500: routing failed; the traceback is logged.
         """
         started_s = time.perf_counter()
         traces, decision = self.traces, None
-        # Unix times in nanoseconds at which the request arrived and each step ended.
+        # Unix times in nanoseconds: the request's arrival, then the end of each step.
         steps_ns = [time.time_ns()]
         try:
             if traces is None:
@@ -56,7 +56,7 @@ class ObservedRouter:
             _repeated.event(
                 "pick_failed",
                 "picks",
-                "request %s could not be routed",
+                "pick failed: request_id=%s",
                 request.request_id,
                 level=logging.ERROR,
                 error=error,
@@ -71,17 +71,17 @@ class ObservedRouter:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecorder:
-    """Recorder of requests' lifecycles in the decision log and the metrics."""
+    """Observer that records request lifecycles in the decision log and the metrics."""
 
-    decision_log: Explain
+    decision_log: DecisionLog
     metrics: RouterMetrics
 
     def decided(self, decision: Decision) -> None:
-        """Record a decision before anything can be reported of its request."""
+        """Record a decision; called before any report on its request."""
         self.decision_log.decided(decision)
 
     def prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None:
-        """Record that a prefill ended, or is believed to have ended."""
+        """Record the reported or presumed end of a prefill."""
         self.metrics.observe("prefill_ends", now_s - dispatch.dispatched_s, source)
         self.decision_log.prefill_ended(dispatch, source, now_s)
 
@@ -97,13 +97,13 @@ class RequestRecorder:
         dispatch: Dispatch | None = None,
         pod: str | None = None,
     ) -> None:
-        """Record the end of a request, and how its cached tokens compare with the prediction.
+        """Record the end of a request, and its cached tokens beside the predicted ones.
 
         Args:
             late_s: Seconds since the end, if the source reports them.
             cached_tokens: Prompt tokens that the engine served from its cache, if reported.
-            dispatch: The request in flight that ended; None if another report ended it before.
-            pod: The pod that the source names, if any.
+            dispatch: The request in flight; None if an earlier report has ended it.
+            pod: Pod that the source names, if any.
         """
         if dispatch is not None:
             self.metrics.ended(source, failed=failed, late_s=late_s)
@@ -115,5 +115,5 @@ class RequestRecorder:
             self.metrics.count("delivered", number=cached_tokens)
 
     def reported_late(self, event: str, source: str, late_s: float) -> None:
-        """Record by how many seconds a source reported an event after the first source that did."""
+        """Record the seconds between the first report of an event and this source's."""
         self.metrics.observe("late", late_s, event, source)

@@ -32,11 +32,11 @@ _MODELS_EVERY_S = 5.0
 class EngineReports(Protocol):
     """Receiver of the counters that engines report on their metrics pages."""
 
-    def asked(self, pod: str) -> int:
-        """Return what `told` needs of the moment before the page is requested."""
+    def before_scrape(self, pod: str) -> int:
+        """Return the predicted hit tokens of answered requests, for `after_scrape`."""
 
-    def told(self, pod: str, reading: EngineReading, answered_tokens: int) -> None:
-        """Take a page's counters; `answered_tokens` is what `asked` returned for it."""
+    def after_scrape(self, pod: str, reading: EngineReading, answered_hit_tokens: int) -> None:
+        """Receive the scraped counters and the result of `before_scrape`."""
 
 
 @dataclass(slots=True)
@@ -177,14 +177,14 @@ class PodWatch:
             watched.poke.clear()
             async with self._probes:
                 watched.running = True
-                answered_tokens = 0 if self.engines is None else self.engines.asked(address)
+                answered = 0 if self.engines is None else self.engines.before_scrape(address)
                 result = await self._probe(pod, asks_models)
                 watched.running = False
             # The page of a pod with several engines may be of any of them.
             stream = pod_stream(pod)
             one_engine = stream is None or stream.ranks == 1
             if self.engines is not None and result.reading is not None and one_engine:
-                self.engines.told(pod.address, result.reading, answered_tokens)
+                self.engines.after_scrape(pod.address, result.reading, answered)
             self._take(result, watched)
             # A pod that starts is waited for more eagerly.
             interval_s = self.interval_s if self.pods.snapshot()[address].ready else self.interval_s / 4

@@ -26,9 +26,9 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Gateway]:
 
 
 def latest_end(served: Gateway) -> dict[str, Any]:
-    """Return how the latest request ended, recorded a moment after the ledger's entry is removed."""
-    wait_until(lambda: served.router.explain.latest(1)[0]["end"], "the record of its end")
-    end: dict[str, Any] = served.router.explain.latest(1)[0]["end"]
+    """How the latest request ended, which is recorded a moment after it has left the ledger."""
+    wait_until(lambda: served.router.decision_log.latest(1)[0]["end"], "the record of its end")
+    end: dict[str, Any] = served.router.decision_log.latest(1)[0]["end"]
     return end
 
 

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
-from router.feedback.change_log import READERS_MAX
+from router.feedback.change_log import FOLLOWERS_MAX
 from tests.integration.router_server_support import fake_pods, write_pods
 from tests.integration.test_router_process import FREE_PORTS, grpc_port, process
 from tests.unit.router_support import TINY
@@ -20,8 +20,8 @@ from tests.wire.router_wire_support import body, headers, set_headers
 
 IDLE = 10_000
 PLACES = 64
-# Slots reserved on the same port for access logs and peer routers.
-OTHER_PLACES = 64 + READERS_MAX
+# Other services have so many on the same port: access logs and other routers.
+OTHER_PLACES = 64 + FOLLOWERS_MAX
 MEMORY_MIB = 100
 DESTINATION = "x-gateway-destination-endpoint"
 GOOD = json.dumps({"model": TINY, "prompt": "hello"}).encode()

@@ -161,7 +161,7 @@ def test_envoy_gets_picks_over_tls(tmp_path: Path) -> None:
             url = f"http://127.0.0.1:{port}/v1/completions"
             response = urllib3.request("POST", url, body=body, retries=False, timeout=300)
             assert (response.status, response.json()) == (200, {"ok": True})
-            decision = router.explain.one(response.headers["x-request-id"])
+            decision = router.decision_log.find(response.headers["x-request-id"])
             assert decision is not None
             assert response.headers["x-kvroute-pod"] == decision["pod"]
 

@@ -13,7 +13,7 @@ from indexer.pod_entry import PodEntry
 from indexer.tiers import Tiers
 from router._pb import endpoint_picker_pb2 as pb
 from router.doors.pick import pick_response
-from router.picking.cost import CREDIT, PRICE
+from router.picking.cost import CACHE_HIT, COST_BREAKDOWN
 from router.picking.decision import Decision, Ranking
 from router.pods.pod_set import PodSet
 
@@ -42,11 +42,11 @@ def ranking(
     known: dict[str, StreamState] | None = None,
     followed: frozenset[str] = frozenset(),
 ) -> Ranking:
-    """Return a ranking of candidates without cache hits; `known`: stream states by pod, None: unknown."""
-    prices, credits = np.zeros(len(pods), PRICE), np.zeros(len(pods), CREDIT)
+    """Candidates that hold nothing, best first; `known`: the states of their streams, None: nobody asked."""
+    breakdowns, hits = np.zeros(len(pods), COST_BREAKDOWN), np.zeros(len(pods), CACHE_HIT)
     none = PodMatches({}, Tiers(), NOTHING[:, 0], NOTHING, states=known or {}, followed=followed)
     matches = [] if known is None else [none]
-    return Ranking(pods, prices, credits, np.arange(len(pods)), 100, 16, matches, 0)
+    return Ranking(pods, breakdowns, hits, np.arange(len(pods)), 100, 16, matches, 0)
 
 
 def decided(ranked: Ranking, request_id: str = "r", degraded: str | None = None) -> Decision:
@@ -79,12 +79,12 @@ def test_protobuf_reads_what_was_decided(
     ranked, pods = ranking(tuple(one.pod for one in entries)), PodSet()
     pods.declare(entries)
     for place, (_, _, cached_tokens, seconds) in enumerate(candidates):
-        ranked.credits[place]["cached_tokens"] = cached_tokens
+        ranked.hits[place]["cached_tokens"] = cached_tokens
         for name, value in zip(SECONDS, seconds, strict=True):
-            ranked.prices[place][name] = value
+            ranked.breakdowns[place][name] = value
     random.shuffle(ranked.order)
-    most = int(ranked.credits["cached_tokens"].max())
-    ranked = Ranking(ranked.pods, ranked.prices, ranked.credits, ranked.order, prompt_tokens, 16, [], most)
+    most = int(ranked.hits["cached_tokens"].max())
+    ranked = Ranking(ranked.pods, ranked.breakdowns, ranked.hits, ranked.order, prompt_tokens, 16, [], most)
     decision = Decision(request_id, "chat", "m", ranked, {}, prompt_tokens, degraded, 0.0)
     told = read(pods, decision)
     assert [endpoint.address for endpoint in told.endpoints] == [ranked.pods[at] for at in ranked.order]
@@ -99,7 +99,7 @@ def test_protobuf_reads_what_was_decided(
 def test_only_ranked_candidates_are_returned() -> None:
     """Pods removed by a filter are not among the endpoints."""
     ranked = ranking(("a:1", "b:1", "c:1"))
-    ranked = Ranking(ranked.pods, ranked.prices, ranked.credits, np.array([2, 0]), 100, 16, [], 0)
+    ranked = Ranking(ranked.pods, ranked.breakdowns, ranked.hits, np.array([2, 0]), 100, 16, [], 0)
     told = read(pod_set({"a:1": "a", "b:1": "b", "c:1": "c"}), decided(ranked))
     assert [(endpoint.address, endpoint.pod_name) for endpoint in told.endpoints] == [
         ("c:1", "c"),

@@ -25,7 +25,7 @@ from router.errors import (
     SaturatedError,
 )
 from router.picking.admission import Admission, UtilizationDetector
-from router.picking.flow import REFUSALS
+from router.picking.flow import REJECTIONS
 from router.pods.load_table import PodBoard
 from router.prompts.body_guard import BodyGuard
 from router.prompts.parsers import Parsers
@@ -303,7 +303,7 @@ def test_flow_controls_outcomes_are_the_references() -> None:
     """Every rejection of flow control has the reference's status and reason."""
     table = {(status, reason) for _, _, status, reason in FACTS["flow_control_outcomes"]["cases"] if reason}
     ours = {
-        (error.status, error.dropped_reason) for error in (FlowError(*known) for known in REFUSALS.values())
+        (error.status, error.dropped_reason) for error in (FlowError(*known) for known in REJECTIONS.values())
     }
     assert ours == table
 

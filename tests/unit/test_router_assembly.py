@@ -40,5 +40,5 @@ def test_load_age_limit_follows_the_probe_interval(config: RouterConfig, age_max
     decoding = []
     for age_s in ages_s:
         decoding.append(bench.router.route(completion("r", "hello"), age_s).primary.decoding)
-        bench.outcomes.ended("r", "report", age_s)
+        bench.lifecycle.ended("r", "report", age_s)
     assert decoding == [3, 0]

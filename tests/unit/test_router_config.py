@@ -31,7 +31,6 @@ dataLayer:
 """
 
 
-# Each line refers eight times to the one before it.
 _REPEATED = "".join(
     f"\n- &{new} [{', '.join([f'*{old}'] * 8)}]" for old, new in zip("abcdefghi", "bcdefghij", strict=True)
 )
@@ -77,7 +76,7 @@ def test_an_objective_without_a_priority_is_rejected(
 
 
 def test_flags_are_read_with_their_units() -> None:
-    """Durations, pairs and choices become typed settings."""
+    """Durations, pairs and choices are parsed to typed settings."""
     config, _ = parse_flags(
         [
             *PODS,
@@ -231,7 +230,7 @@ def test_recursive_or_deep_yaml_is_rejected(tmp_path: Path, value: str) -> None:
 def test_any_configuration_text_is_parsed_or_rejected(
     tmp_path_factory: pytest.TempPathFactory, text: str
 ) -> None:
-    """No file content raises anything but ConfigError."""
+    """Any content of a configuration file is parsed or raises ConfigError."""
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(ConfigError):

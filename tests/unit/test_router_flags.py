@@ -20,7 +20,7 @@ from router.config.flags import ignored_flags
 from router.errors import ConfigError
 
 PODS = ["--pods-file", "/pods.yaml"]
-# By flag with value: the setting that it gives.
+
 DONE = {
     "--grpc-port=1": ("grpc_port", 1),
     "--grpc-health-port=2": ("grpc_health_port", 2),

@@ -97,10 +97,10 @@ def serving(
     guard = guard or BodyGuard()
     options = options or ExtProcOptions()
     dialect = dialect or NativeDialect(router=bench.router, guard=guard, metrics=bench.metrics)
-    ext_proc = ExtProcService(dialect, bench.outcomes, options)
+    ext_proc = ExtProcService(dialect, bench.lifecycle, options)
     check = ExtAuthzService(bench.router, guard, bench.metrics, options.max_request_bytes)
-    picks = EndpointPickerService(bench.router, bench.outcomes, bench.metrics, bench.pods)
-    logs = AccessLogService(bench.outcomes, bench.metrics, lambda *report: failed_connections.append(report))
+    picks = EndpointPickerService(bench.router, bench.lifecycle, bench.metrics, bench.pods)
+    logs = AccessLogService(bench.lifecycle, bench.metrics, lambda *report: failed_connections.append(report))
     server = GrpcServer(
         "--grpc-port",
         "127.0.0.1",

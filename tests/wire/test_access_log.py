@@ -13,7 +13,7 @@ from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
 
 from indexer import PodMatches
-from router.feedback.lifecycle import Heard
+from router.feedback.lifecycle import RequestReport
 from tests.unit.router_support import Bench, completion, ready_pod
 from tests.wire.router_wire_support import TIMEOUT_S, ServedBench, serving
 
@@ -104,23 +104,23 @@ def test_entries_that_join_nothing_are_counted() -> None:
     assert len(bench.ledger) == 1
 
 
-def test_entries_of_another_routers_requests_are_passed_on() -> None:
-    """Entries of another router's requests are counted as such and passed on to that router."""
-    bench, heard = in_flight(), []
+def test_entries_of_another_routers_request_are_counted_and_forwarded() -> None:
+    """Access log entries of other routers' requests are counted as such and forwarded."""
+    bench, forwarded = in_flight(), []
 
-    class Others:
-        def heard(self, news: Heard) -> None:
-            heard.append(news.request_id)
+    class Fleet:
+        def forward(self, report: RequestReport) -> None:
+            forwarded.append(report.request_id)
 
-        def know(self, request_id: str) -> bool:
+        def has_request(self, request_id: str) -> bool:
             return request_id == "theirs"
 
-    bench.outcomes.join(Others())
+    bench.lifecycle.forward_to(Fleet())
     with serving(bench) as served:
         send(served, entry("theirs"), entry("nobodys"), entry())
         for join in ("other_router", "unknown", "joined"):
             assert bench.sample("kvroute_router_access_log_entries_total", join=join) == 1
-    assert heard == ["theirs", "nobodys"]
+    assert forwarded == ["theirs", "nobodys"]
 
 
 def without_body(method: base_pb2.RequestMethod, **common: object) -> accesslog_pb2.HTTPAccessLogEntry:

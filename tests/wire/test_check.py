@@ -64,7 +64,7 @@ def test_a_request_gets_the_pod_with_its_prefix(as_text: bool) -> None:
         assert set_headers(answer) == {DESTINATION: B.address}
         assert answer.dynamic_metadata["envoy.lb"][DESTINATION] == B.address
         assert not answer.ok_response.headers_to_remove
-        record = bench.explain.one("r")
+        record = bench.decision_log.find("r")
         assert record is not None
         assert record["degraded"] is None
         assert len(bench.ledger) == 1
@@ -84,7 +84,7 @@ def test_an_unusable_request_id_is_replaced(given_id: str) -> None:
     with serving(bench) as served:
         made = [set_headers(check(served, request(x_request_id=given_id)))["x-request-id"] for _ in range(2)]
     assert made[0] != made[1]
-    assert all(bench.explain.one(request_id) is not None for request_id in made)
+    assert all(bench.decision_log.find(request_id) is not None for request_id in made)
 
 
 def test_the_gateways_subset_is_obeyed() -> None:
@@ -147,7 +147,7 @@ def test_a_partial_body_is_routed_by_load_and_logged_once(
     with serving(bench) as served:
         for _ in range(2):
             assert check(served, request(**headers)).status.code == 0
-    record = bench.explain.one("r")
+    record = bench.decision_log.find("r")
     assert record is not None
     assert record["degraded"] == "passthrough"
     assert bench.sample("kvroute_router_dropped_messages_total", door="check", reason="partial_body") == 2

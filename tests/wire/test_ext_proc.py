@@ -77,7 +77,7 @@ def test_an_unusable_request_id_is_generated() -> None:
             got = served.exchange(headers(path=COMPLETIONS, **given), body(BODY))
             made = set_headers(got[0])["x-request-id"]
             assert str(uuid.UUID(made)) == made
-            assert served.bench.explain.one(made) is not None
+            assert served.bench.decision_log.find(made) is not None
 
 
 def test_gateway_only_headers_of_a_client_are_overwritten_or_removed() -> None:

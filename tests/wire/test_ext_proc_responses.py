@@ -68,7 +68,7 @@ def test_a_streamed_response_is_echoed_chunk_by_chunk() -> None:
         assert [echoed(stream.receive()) for _ in range(2)] == [(last, False), (b"", True)]
         assert stream.rest() == []
         wait_until(lambda: ends(bench, "done") == 1, "end")
-    record = bench.explain.one("r")
+    record = bench.decision_log.find("r")
     assert record is not None
     assert (record["delivered_cached_tokens"], record["prefill_end"]["source"]) == (32, "response")
     assert (len(bench.ledger), bench.index.settled[-1]) == (0, "r")
@@ -85,7 +85,7 @@ def test_a_response_that_is_not_streamed_has_no_first_token() -> None:
         assert echoed(answers[1])[1]
         stream.rest()
         wait_until(lambda: ends(bench, "done") == 1, "end")
-    record = bench.explain.one("r")
+    record = bench.decision_log.find("r")
     assert record is not None
     assert (record["delivered_cached_tokens"], record["prefill_end"]) == (32, None)
 
@@ -225,7 +225,7 @@ def test_a_stream_reset_after_the_last_answer_is_a_done_request() -> None:
             stream.cancel()
         wait_until(lambda: len(bench.ledger) == 0, "all requests' ends")
         assert (ends(bench, "done"), ends(bench, "failed")) == (20, 0)
-        assert {record["delivered_cached_tokens"] for record in bench.explain.latest(20)} == {32}
+        assert {record["delivered_cached_tokens"] for record in bench.decision_log.latest(20)} == {32}
 
 
 def test_a_response_phase_without_request_phase_is_passed_on() -> None:
@@ -234,7 +234,7 @@ def test_a_response_phase_without_request_phase_is_passed_on() -> None:
     with serving(bench, FULL) as served:
         answers = served.exchange(response_headers(status="200"), response_body(b"{}", end=True))
         assert [answer.WhichOneof("response") for answer in answers] == ["response_headers", "response_body"]
-        assert bench.explain.latest(9) == []
+        assert bench.decision_log.latest(9) == []
 
 
 def test_other_body_modes_get_responses_without_body() -> None:

@@ -118,7 +118,7 @@ def test_an_image_is_found_by_its_name_without_a_renderer(tmp_path: Path) -> Non
                     headers(path="/v1/chat/completions", x_request_id=str(name)),
                     body(json.dumps(request(name)).encode()),
                 )
-        told = {name: bench.explain.one(str(name)) for name in ("cat", "dog", None)}
+        told = {name: bench.decision_log.find(str(name)) for name in ("cat", "dog", None)}
         running.indexer.close()
     tokenizers.close()
     for name, cached in (

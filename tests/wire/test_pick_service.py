@@ -53,7 +53,7 @@ def test_the_answer_ranks_all_candidates_with_their_costs() -> None:
         assert best.cached_tokens > other.cached_tokens == 0
         assert best.cost_s < other.cost_s
         assert answer.reason.startswith("longest cached prefix")
-        assert bench.explain.one(answer.request_id) is not None
+        assert bench.decision_log.find(answer.request_id) is not None
 
 
 def test_text_chat_and_token_ids_are_all_understood() -> None:
@@ -146,7 +146,7 @@ def test_outcomes_reach_the_ledger() -> None:
         assert report(served, "r", OUTCOME.OUTCOME_DONE)
         assert bench.sample("kvroute_router_request_ends_total", source="report", outcome="done") == 1
         assert not report(served, "stranger", OUTCOME.OUTCOME_FAILED)
-        record = bench.explain.one("r")
+        record = bench.decision_log.find("r")
         assert record is not None
         assert record["delivered_cached_tokens"] == 0
 

@@ -48,7 +48,7 @@ def test_a_pick_names_the_best_pod_and_reports_its_requests_way() -> None:
         assert bench.ledger.board.work(B.address).decoding == 1
         pick.done(cached_tokens=16)
         pick.failed()
-    record = bench.explain.one("mine")
+    record = bench.decision_log.find("mine")
     assert record is not None
     assert record["delivered_cached_tokens"] == 16
     assert (len(bench.ledger), ends(bench, "done"), ends(bench, "failed")) == (0, 1, 0)

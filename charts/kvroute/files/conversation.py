@@ -52,7 +52,7 @@ def main(url: str, model: str, timeout_s: float) -> int:
 
 
 def _ask(url: str, body: object, deadline_s: float) -> tuple[str | None, dict]:
-    """Send a request until it succeeds (the release may be starting); return the pod and the response."""
+    """Send a request until it succeeds: the release may still be starting. Return pod and response."""
     url = f"{url.rstrip('/')}/v1/chat/completions"
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
     started_s, printed_s, printed, unknown_names = time.monotonic(), 0.0, "", 0
