@@ -237,9 +237,7 @@ class EngineCore:
     def _fail(self, computed: Sequence[Request], error: Exception) -> None:
         """End the requests of a failed step and remove its blocks from the prefix cache.
 
-        Args:
-            computed: Scheduled requests; empty if scheduling itself failed.
-            error: What the step raised.
+        `computed` are the scheduled requests; empty if scheduling itself failed.
         """
         scheduler = self.scheduler
         # Always end at least one request, so that a persistent error does not repeat forever.
@@ -265,8 +263,7 @@ class EngineCore:
     def between_steps(self, action: Callable[[], T]) -> T:
         """Run `action` on the stepping thread between two steps, after pending events are published.
 
-        Raises:
-            EngineClosedError: The engine is closed.
+        Raise an EngineClosedError if the engine is closed.
         """
         answer: Future[T] = Future()
 

@@ -8,8 +8,8 @@ from model_server.kv_events.events import (
     MEDIUM_GPU,
     AllBlocksCleared,
     BlockContent,
-    BlockHashWithGroupId,
     BlockStored,
+    CacheKey,
     KVEvent,
     KVEventBuilder,
 )
@@ -45,7 +45,7 @@ class BlockPool:
         # Blocks with ref_count 0 by id, in eviction order. Many are still in the prefix cache; a cache hit
         # removes one from the middle.
         self.free_block_queue = OrderedDict((block.block_id, block) for block in self.blocks)
-        self._cached: dict[BlockHashWithGroupId, dict[int, KVCacheBlock]] = {}
+        self._cached: dict[CacheKey, dict[int, KVCacheBlock]] = {}
         self._events: list[KVEvent] = []
         # Blocks cached since the last take_events whose KV may not be computed yet, by their event.
         self._uncomputed: list[tuple[BlockStored, Sequence[KVCacheBlock]]] = []
@@ -55,7 +55,7 @@ class BlockPool:
         """Number of blocks that no request uses; many of them are still in the prefix cache."""
         return len(self.free_block_queue)
 
-    def get_cached_block(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
+    def get_cached_block(self, key: CacheKey) -> KVCacheBlock | None:
         copies = self._cached.get(key)
         return next(iter(copies.values())) if copies else None
 

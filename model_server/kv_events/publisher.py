@@ -29,8 +29,8 @@ from model_server.config import KVEventsConfig
 from model_server.errors import ModelServerError
 from model_server.kv_events.events import (
     BlockContent,
-    BlockHashWithGroupId,
     BlockStored,
+    CacheKey,
     KVEvent,
     KVEventBatch,
     KVEventBuilder,
@@ -103,12 +103,9 @@ class Snapshot:
         and children before parents: subscribers may take a run continued in the same batch for a repetition
         of blocks that are already counted.
         """
-        copies = {
-            medium: Counter(content.key for content in contents) for medium, contents in self.blocks.items()
-        }
-        order = _parents_first(
-            {content.key: content for contents in self.blocks.values() for content in contents}
-        )
+        copies = {medium: Counter(one.key for one in held) for medium, held in self.blocks.items()}
+        all_contents = (content for contents in self.blocks.values() for content in contents)
+        order = _parents_first({content.key: content for content in all_contents})
         media = {key: medium for medium in reversed(copies) for key in copies[medium]}
         for medium, together in groupby(order, lambda content: media[content.key]):
             for run in runs(list(together)):
@@ -120,12 +117,12 @@ class Snapshot:
                     yield self.event_builder.stored([content], medium)
 
 
-def _parents_first(contents: Mapping[BlockHashWithGroupId, BlockContent]) -> list[BlockContent]:
+def _parents_first(contents: Mapping[CacheKey, BlockContent]) -> list[BlockContent]:
     order: list[BlockContent] = []
-    placed: set[BlockHashWithGroupId] = set()
+    placed: set[CacheKey] = set()
     for key in contents:
         chain = []
-        at: BlockHashWithGroupId | None = key
+        at: CacheKey | None = key
         while at is not None and at in contents and at not in placed:
             placed.add(at)
             content = contents[at]
@@ -206,9 +203,8 @@ class ZmqEventPublisher:
 
     def snapshot(self, cache: CachedBlocks) -> Snapshot:
         """Return the caches' contents and the next sequence number. Call between two steps only."""
-        return Snapshot(
-            self.boot_id, self._buffer.next_sequence, _RANK, cache.event_builder, cache.contents()
-        )
+        next_sequence = self._buffer.next_sequence
+        return Snapshot(self.boot_id, next_sequence, _RANK, cache.event_builder, cache.contents())
 
     def stats(self) -> PublisherStats:
         replays, rejected = (self._replay.served, self._replay.rejected) if self._replay else (0, 0)

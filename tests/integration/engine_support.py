@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from model_server.config import EngineConfig
-from model_server.engine.build import most_tokens
+from model_server.engine.build import max_request_tokens
 from model_server.engine.core import EngineCore
 from model_server.kv_cache.request import ScheduledRequest
 from model_server.kv_events.events import AllBlocksCleared, BlockRemoved, KVEvent
@@ -248,7 +248,7 @@ def checking_engine(
         }
     )
     runner, events = CheckingRunner(config.block_tokens, windows, polls_per_copy), EventLog()
-    max_model_len = config.max_model_len or most_tokens(config, 1 << 16, runner.kv_groups)
+    max_model_len = config.max_model_len or max_request_tokens(config, 1 << 16, runner.kv_groups)
     return EngineCore(config, runner, events, max_model_len), runner, events
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from model_server.config import TINY_MODEL, EngineConfig
-from model_server.engine.build import build_engine, log_pool, served
+from model_server.engine.build import build_engine, deployment_of, log_pool
 from model_server.kv_events.events import NullEventPublisher
 from model_server.shapes import decoder_shape
 from model_server.shapes.deployment import Deployment
@@ -82,7 +82,7 @@ def test_a_block_is_as_large_as_the_engines(
     save_reference(tmp_path, architecture, **windows)
     config = EngineConfig(str(tmp_path), dtype, kv_cache_dtype, gpu_blocks=200, block_tokens=8)  # type: ignore[arg-type]
     engine = build_engine(config, NullEventPublisher())
-    assert engine.stats().block_bytes == served(config).gpu_block_bytes
+    assert engine.stats().block_bytes == deployment_of(config).gpu_block_bytes
 
 
 def test_the_log_tells_the_pool(caplog: pytest.LogCaptureFixture) -> None:

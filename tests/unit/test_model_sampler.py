@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model_server.requests import SamplingParams
-from model_server.worker.sampler import SamplingRow, best, sample, uniform
+from model_server.worker.sampler import SamplingRow, argmax_tokens, sample, uniform_draw
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0])
 
@@ -42,7 +42,7 @@ def test_only_what_needs_no_sampler_goes_without(change: dict[str, Any]) -> None
     greedy = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "seed": 7, "ignore_eos": True}
     assert SamplingParams(max_tokens=1, **greedy).is_greedy
     assert not SamplingParams(max_tokens=1, **greedy | change).is_greedy
-    assert best(LOGITS.flip(0).repeat(2, 1)) == [0, 0]
+    assert argmax_tokens(LOGITS.flip(0).repeat(2, 1)) == [0, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -96,10 +96,10 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 def test_seeds_and_positions_change_the_draw() -> None:
     """Draws are in [0, 1), repeat for the same seed and position, and differ for others."""
-    draws = {uniform(seed, position) for seed in range(30) for position in range(30)}
+    draws = {uniform_draw(seed, position) for seed in range(30) for position in range(30)}
     assert len(draws) == 900
     assert all(0.0 <= value < 1.0 for value in draws)
-    assert uniform(5, 6) == uniform(5, 6)
+    assert uniform_draw(5, 6) == uniform_draw(5, 6)
     assert sum(draws) / 900 == pytest.approx(0.5, abs=0.05)
 
 
@@ -108,7 +108,7 @@ def test_the_extreme_draws_choose_tokens_that_are_left(
     monkeypatch: pytest.MonkeyPatch, extreme: float, token: int
 ) -> None:
     """The least and the greatest draw choose the first and the last token kept, not an excluded neighbour."""
-    monkeypatch.setattr("model_server.worker.sampler.uniform", lambda seed, position: extreme)
+    monkeypatch.setattr("model_server.worker.sampler.uniform_draw", lambda seed, position: extreme)
     logits = torch.tensor([[-9.0, 3.0, -9.0, -9.0, 3.0, -9.0]])
     assert sample(logits, [SamplingRow(SamplingParams(max_tokens=1, top_k=2), 1, 0)]) == [token]
 

@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model_server.requests import SamplingParams
-from model_server.worker.draw import CHUNK, draw, weigh
-from model_server.worker.sampler import SamplingRow, left_of_all, left_of_best, sample, uniform
+from model_server.worker.draw import CHUNK, draw, exponentiate
+from model_server.worker.sampler import (
+    SamplingRow,
+    filter_candidates,
+    filter_probabilities,
+    sample,
+    uniform_draw,
+)
 from tests.support.depth import examples
 
 VOCAB_SIZE = 1000
@@ -62,9 +68,9 @@ wishes = st.builds(
 def test_the_mask_is_the_definitions(rows: list[SamplingParams], seed: int, temperature: float) -> None:
     """Whatever is asked for, and however many tokens are equally probable, the same tokens are left."""
     probabilities = torch.stack([distribution(seed + row, temperature, 4) for row in range(len(rows))])
-    masks = [(left_of_all(probabilities, rows), [True] * len(rows))]
+    masks = [(filter_probabilities(probabilities, rows), [True] * len(rows))]
     for candidates in (2, 256, VOCAB_SIZE - 1):
-        token_ids, left, sure = left_of_best(probabilities, rows, candidates)
+        token_ids, left, sure = filter_candidates(probabilities, rows, candidates)
         assert torch.equal(token_ids, token_ids.sort(dim=-1).values)
         masks.append((torch.zeros_like(probabilities).scatter_(1, token_ids, left), sure.tolist()))
     for row, params in enumerate(rows):
@@ -78,9 +84,9 @@ def test_the_best_tokens_are_nearly_always_enough() -> None:
     """What a model that knows what it wants leaves is found without a sort; a flat distribution needs one."""
     params = [SamplingParams(max_tokens=1, top_p=0.95), SamplingParams(max_tokens=1, top_k=40)]
     sharp = (4 * torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))).softmax(-1)
-    assert left_of_best(sharp, params, 256)[2].tolist() == [True, True]
+    assert filter_candidates(sharp, params, 256)[2].tolist() == [True, True]
     flat = torch.full((2, VOCAB_SIZE), 1 / VOCAB_SIZE)
-    assert left_of_best(flat, params, 256)[2].tolist() == [False, False]
+    assert filter_candidates(flat, params, 256)[2].tolist() == [False, False]
 
 
 @settings(deadline=None, max_examples=examples(40))
@@ -95,10 +101,10 @@ def test_the_token_drawn_is_the_full_sorts(rows: list[SamplingParams], seed: int
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("model_server.worker.sampler.CANDIDATES", candidates)
             patch.setattr(
-                "model_server.worker.sampler.left_of_best",
-                partial(left_of_best, candidates=min(candidates, VOCAB_SIZE)),
+                "model_server.worker.sampler.filter_candidates",
+                partial(filter_candidates, candidates=min(candidates, VOCAB_SIZE)),
             )
-            patch.setattr("model_server.worker.sampler.LOGITS_AT_ONCE", at_once)
+            patch.setattr("model_server.worker.sampler.CPU_BATCH_LOGITS", at_once)
             drawn.append(sample(logits.clone(), asked))
     assert drawn[0] == drawn[1] == drawn[2] == sample(logits.clone(), asked)
 
@@ -110,9 +116,9 @@ def test_a_draw_inverts_the_cumulated_probability(seed: int, position: int, top_
     logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
     params = SamplingParams(max_tokens=1, top_k=top_k)
     token = sample(logits.clone(), [SamplingRow(params, seed, position)])[0]
-    probabilities = left_of_all(logits.softmax(-1), [params])
+    probabilities = filter_probabilities(logits.softmax(-1), [params])
     cumulated = probabilities[0].double().cumsum(-1)
-    target = uniform(seed, position) * cumulated[-1].item()
+    target = uniform_draw(seed, position) * cumulated[-1].item()
     assert probabilities[0, token] > 0
     assert cumulated[token].item() > target - 1e-12
     assert not token or cumulated[token].item() - probabilities[0, token].item() <= target + 1e-12
@@ -124,7 +130,7 @@ def test_the_ends_of_any_vocabulary_are_reached(
     monkeypatch: pytest.MonkeyPatch, size: int, extreme: float
 ) -> None:
     """The least draw chooses the first token and the greatest the last, in vocabularies of any length."""
-    monkeypatch.setattr("model_server.worker.sampler.uniform", lambda seed, position: extreme)
+    monkeypatch.setattr("model_server.worker.sampler.uniform_draw", lambda seed, position: extreme)
     row = SamplingRow(SamplingParams(max_tokens=1), 1, 0)
     assert sample(torch.zeros(1, size), [row]) == [size - 1 if extreme else 0]
 
@@ -192,7 +198,7 @@ def test_weights_are_as_precise_as_float32() -> None:
     """A power's error is a few parts in ten million, wherever it lies between two powers of two."""
     weights = np.linspace(-3.0, 0.0, VOCAB_SIZE, dtype=np.float32)[None]
     exact = np.exp(weights.astype(np.float64))
-    weigh(weights, np.ones(1, np.float32))
+    exponentiate(weights, np.ones(1, np.float32))
     np.testing.assert_allclose(weights, exact, rtol=1e-6)
 
 
@@ -209,7 +215,7 @@ def test_weights_are_the_softmaxs(size: int, seed: int, temperature: float, spre
     logits = spread * torch.randn(3, size, generator=generator)
     logits[:, 1::5] = float("-inf")
     wanted = ((logits.double() - logits.double().amax(1, keepdim=True)) / temperature).softmax(1)
-    sums = weigh(logits.numpy(), np.full(3, temperature, np.float32))
+    sums = exponentiate(logits.numpy(), np.full(3, temperature, np.float32))
     weights = logits.double()
     assert torch.allclose(weights / torch.from_numpy(sums).sum(1, keepdim=True), wanted, rtol=1e-4, atol=1e-9)
     assert not weights[:, 1::5].any()
@@ -223,7 +229,7 @@ def test_frequencies_follow_what_top_p_leaves(top_p: float) -> None:
     params = SamplingParams(max_tokens=1, top_p=top_p)
     rows = [SamplingRow(params, 5, position) for position in range(count)]
     drawn = torch.tensor(sample(logits.repeat(count, 1), rows))
-    (left,) = left_of_all(logits.softmax(-1)[None], [params])
+    (left,) = filter_probabilities(logits.softmax(-1)[None], [params])
     assert left[drawn].all()
     cumulated = left.double().cumsum(0) / left.double().sum()
     counted = torch.bincount(drawn, minlength=VOCAB_SIZE).cumsum(0) / count
