@@ -86,7 +86,7 @@ class EngineCore:
         self._last_turn_s = time.monotonic()
 
     def add_request(self, core_request: EngineCoreRequest, on_output: OutputCallback) -> None:
-        """Queue a core_request.
+        """Queue a request.
 
         Args:
             core_request: Request to run; its id must not be in use.

@@ -1,6 +1,6 @@
-"""The check that every block has its right owners, counts are right and nothing leaks.
+"""Invariants of block accounting: owners, reference counts, no leaks.
 
-In: an engine between two steps, or its parts. Out: nothing, or an AssertionError that says what is wrong.
+The checks run on an engine between two steps, or on its parts, and raise an AssertionError.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from model_server.kv_cache.request import Request
 
 
 def check_engine(engine: EngineCore) -> None:
-    """Assert that the books of both tiers agree with the requests'."""
+    """Assert that both tiers agree with the requests' block tables."""
     running, waiting = engine.scheduler.running, engine.scheduler.waiting
     check_pool(
         engine.kv_cache.block_pool,
@@ -38,11 +38,11 @@ def check_engine(engine: EngineCore) -> None:
 
 
 def check_pool(pool: BlockPool, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
-    """Assert that every block is either free once or held as often as its count says.
+    """Assert that every block is free once or referenced as often as its count says.
 
     Args:
-        pool: All blocks.
-        tables: The block tables of all requests that hold blocks.
+        pool: The block pool.
+        tables: The block tables of all requests that have blocks.
     """
     held = Counter(block.block_id for table in tables for block in table)
     free = list(pool.free_block_queue.values())
@@ -60,11 +60,11 @@ def check_pool(pool: BlockPool, tables: Iterable[Sequence[KVCacheBlock]]) -> Non
 
 
 def check_host(host: HostTier, holders: Sequence[HostBlock] = ()) -> None:
-    """Assert that every slot is used once, and that what is needed stays.
+    """Assert that every slot is used once and that blocks in use are pinned.
 
     Args:
         host: The host tier.
-        holders: Its blocks that are read for running requests or held for swapped ones, once for each.
+        holders: Its blocks that running restores or swapped requests use, one entry per use.
     """
     slots = [block.slot for block in host.blocks.values()]
     assert len(set(slots)) == len(slots) == host.num_used, "a slot leaked or is used twice"

@@ -1,4 +1,4 @@
-"""openai.generation: from the engine's thread to the event loop, with an engine that does as told."""
+"""Generations between the engine's thread and the event loop, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENIZER = PromptTokenizer.from_directory(TINY_DIRECTORY)
 
 
 class TellingEngine:
-    """Remembers what it was asked; the test makes the outputs."""
+    """Engine stub that records requests; the test supplies the outputs."""
 
     def __init__(self, refuse_at: int | None = None, error: RequestError | None = None) -> None:
         self.sinks: dict[str, Callable[[EngineCoreOutput], None]] = {}
@@ -30,19 +30,19 @@ class TellingEngine:
         self._refuse_at, self._error = refuse_at, error
 
     def add_request(self, request: EngineCoreRequest, sink: Callable[[EngineCoreOutput], None]) -> None:
-        """Take a request, or refuse the n-th."""
+        """Record a request, or reject the n-th."""
         if self._error is not None and len(self.sinks) == self._refuse_at:
             raise self._error
         self.sinks[request.request_id] = sink
 
     def abort_request(self, request_id: str) -> None:
-        """Note it."""
+        """Record the abort."""
         self.aborted.append(request_id)
 
     def tell(
         self, request_id: str, text: str, reason: FinishReason | None = None, error: str | None = None
     ) -> None:
-        """Bring tokens from another thread, as the engine does."""
+        """Deliver tokens from another thread, as the engine does."""
         ids = tuple(TOKENIZER.encode(text))
         output = EngineCoreOutput(request_id, ids, reason, 16, error)
         thread = threading.Thread(target=self.sinks[request_id], args=(output,))
@@ -60,7 +60,7 @@ def generation(engine: TellingEngine, choices: int = 1, stop: tuple[str, ...] = 
 
 
 async def collect(generation: Generation) -> dict[int, str]:
-    """The text of each choice."""
+    """Return the text of each choice."""
     texts: dict[int, str] = {}
     async for deltas in generation:
         for index, delta in deltas:
@@ -69,7 +69,7 @@ async def collect(generation: Generation) -> dict[int, str]:
 
 
 def test_choices_keep_their_texts_apart() -> None:
-    """Outputs of several requests in any order end up in their own choice."""
+    """Outputs of several requests in any order reach their own choice."""
 
     async def scenario() -> dict[int, str]:
         engine = TellingEngine()
@@ -88,7 +88,7 @@ def test_choices_keep_their_texts_apart() -> None:
 
 
 def test_a_stop_string_aborts_the_engines_request() -> None:
-    """Once the text has ended the engine's work ends too, and late outputs change nothing."""
+    """A stop string aborts the engine's request; later outputs are ignored."""
 
     async def scenario() -> dict[int, str]:
         engine = TellingEngine()
@@ -105,7 +105,7 @@ def test_a_stop_string_aborts_the_engines_request() -> None:
 
 
 def test_closing_aborts_what_still_runs() -> None:
-    """Leaving a generation aborts its unfinished requests, once."""
+    """Closing a generation aborts its unfinished requests once."""
 
     async def scenario() -> list[str]:
         engine = TellingEngine()
@@ -128,7 +128,7 @@ def test_closing_aborts_what_still_runs() -> None:
     ],
 )
 def test_a_refused_choice_takes_the_others_with_it(error: RequestError, status: int) -> None:
-    """When the engine refuses one request of several, those it took already are aborted."""
+    """If the engine rejects one of several requests, the accepted ones are aborted."""
 
     async def scenario() -> list[str]:
         engine = TellingEngine(refuse_at=2, error=error)
@@ -142,7 +142,7 @@ def test_a_refused_choice_takes_the_others_with_it(error: RequestError, status: 
 
 @pytest.mark.parametrize(("reason", "status"), [("error", 500), ("abort", 503)])
 def test_the_engines_failure_ends_the_iteration(reason: FinishReason, status: int) -> None:
-    """Text that came before a failure is delivered, then the failure is raised."""
+    """Text before a failure is delivered, then the failure is raised."""
 
     async def scenario() -> None:
         engine = TellingEngine()
@@ -161,7 +161,7 @@ def test_the_engines_failure_ends_the_iteration(reason: FinishReason, status: in
 
 
 def test_what_is_diverted_does_not_wake_the_iteration() -> None:
-    """Tokens that arrive while the iteration waits are passed on in order; it sees the end alone."""
+    """Diverted tokens are written in order without waking the iteration, which receives only the end."""
 
     async def scenario() -> tuple[list[str], dict[int, str]]:
         engine = TellingEngine()
@@ -187,7 +187,7 @@ def test_what_is_diverted_does_not_wake_the_iteration() -> None:
 
 
 def test_what_cannot_be_passed_on_is_iterated() -> None:
-    """While the diversion takes nothing the iteration gets it all, in order and once."""
+    """While the diversion rejects tokens, the iteration receives all of them once, in order."""
 
     async def scenario() -> tuple[str, dict[int, str]]:
         engine = TellingEngine()
@@ -206,7 +206,7 @@ def test_what_cannot_be_passed_on_is_iterated() -> None:
         for willing, word in ((True, "a"), (False, "b"), (False, "c"), (True, "d")):
             takes = willing
             engine.tell("0", word)
-            for _ in range(3):  # the loop's callback, the iteration's turn, its next wait
+            for _ in range(3):  # the loop's callback, the iteration's step, its next wait
                 await asyncio.sleep(0)
         engine.tell("0", "", "length")
         texts = await iterated
@@ -216,7 +216,7 @@ def test_what_cannot_be_passed_on_is_iterated() -> None:
 
 
 def test_a_broken_diversion_ends_its_own_request_alone() -> None:
-    """An error while one request's tokens are passed on is raised by its iteration; others go on."""
+    """An error in a diversion is raised by its own iteration; other requests continue."""
 
     async def scenario() -> None:
         engine = TellingEngine()
@@ -247,7 +247,7 @@ def test_a_broken_diversion_ends_its_own_request_alone() -> None:
 
 
 def test_a_closed_generation_goes_with_its_last_user() -> None:
-    """What takes a generation's tokens may hold it: once closed it needs no collector."""
+    """A closed generation is freed by reference counting, even if its consumer refers to it."""
 
     class Taker:
         def __init__(self, running: Generation) -> None:
@@ -274,7 +274,7 @@ def test_a_closed_generation_goes_with_its_last_user() -> None:
 
 @pytest.mark.parametrize(("reason", "status"), [("error", 500), ("abort", 503)])
 def test_a_failure_ends_the_iteration_of_what_is_diverted(reason: FinishReason, status: int) -> None:
-    """Not even a diversion that takes everything hides that the engine failed."""
+    """An engine failure is raised even if a diversion accepts all tokens."""
 
     async def scenario() -> int:
         engine = TellingEngine()
@@ -291,7 +291,7 @@ def test_a_failure_ends_the_iteration_of_what_is_diverted(reason: FinishReason, 
 
 
 def test_an_output_after_the_loops_end_is_no_error() -> None:
-    """The engine may finish a step after the server's loop has closed."""
+    """An output that arrives after the event loop has closed is ignored."""
     engine = TellingEngine()
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""What says that a pool's engines have a KV connector."""
+"""Detection of a KV connector on a pool's engines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WITH_ROLE = {"llm-d.ai/role": "decode"}
 def test_a_connector_is_known_by_its_sign(
     flags: Sequence[str], labels: dict[str, str], sign: str | None
 ) -> None:
-    """The flag decides; without it a plugin that disaggregates or a pod's role does."""
+    """A flag decides; without it, a disaggregation plugin or a pod's role implies a connector."""
     pods = PodSet()
     pods.declare([entry("10.0.0.1:8000", **labels)])
     config, _ = parse_flags([*PODS, *flags])
