@@ -29,11 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_engine(config: EngineConfig, publisher: EventPublisher) -> EngineCore:
-    """Load the model and return an engine that is not started.
-
-    Raise a ModelError if the checkpoint cannot be loaded, a ConfigError if a setting does not fit the model
-    or the machine, and a WorkerError if a worker process does not start.
-    """
+    """Load the model and return an engine, not started; may raise any ModelServerError."""
     executor = Executor(config)
     try:
         max_model_len = _max_model_len(config, executor.max_positions, executor.kv_groups)

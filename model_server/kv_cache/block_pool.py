@@ -100,9 +100,7 @@ class BlockPool:
     ) -> None:
         """Add full blocks of one request and group to the prefix cache and record their event.
 
-        Args:
-            parent: See `KVEventBuilder.stored`, also for `token_ids`.
-            computed: Whether the blocks' KV exists. If not, it is computed by the current step.
+        `parent` and `token_ids`: see `KVEventBuilder.stored`. Unless `computed`, this step computes the KV.
         """
         for block, content in zip(blocks, contents, strict=True):
             assert block.content is None, f"{block} is cached already"
@@ -114,7 +112,6 @@ class BlockPool:
             self._uncomputed.append((event, blocks))
 
     def add_event(self, event: KVEvent) -> None:
-        """Append an event of another tier, in order."""
         self._events.append(event)
 
     def take_events(self) -> list[KVEvent]:

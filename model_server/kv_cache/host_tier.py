@@ -214,7 +214,6 @@ class OffloadingManager:
                     self.host_tier.unpin(source)
 
     def wait_for_restore(self) -> None:
-        """Block until the oldest running restore is done."""
         if self._restores:
             self._restores[0][0].wait()
 

@@ -198,7 +198,6 @@ class KVCacheManager:
         request.num_computed_tokens = 0
 
     def unpin_swapped_blocks(self, request: Request) -> None:
-        """Unpin the host blocks of a request that was swapped out."""
         for block in request.swapped_blocks:
             self._host_tier.unpin(block)
         request.swapped_blocks.clear()

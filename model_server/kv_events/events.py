@@ -151,7 +151,6 @@ class KVEventBuilder:
         )
 
     def removed(self, content: BlockContent, medium: str) -> BlockRemoved:
-        """Return the event for one copy of a block that was removed."""
         return BlockRemoved([event_hash(content.block_hash)], medium, content.group)
 
 

@@ -73,7 +73,6 @@ class Snapshot:
     blocks: Mapping[str, Sequence[BlockContent]]  # cached blocks by medium, one entry per copy
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the encoded snapshot piece by piece."""
         batches: list[list[BlockStored]] = []
         blocks = _BATCH_BLOCKS
         for event in self.events():

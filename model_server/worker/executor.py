@@ -63,10 +63,7 @@ class Executor:
 
     @torch.inference_mode()
     def execute_model(self, scheduled: Sequence[ScheduledRequest]) -> dict[str, ChosenToken]:
-        """Run one step; return the next token by request id, for each scheduled request that samples.
-
-        Raise a WorkerError if the device or a rank failed; no further step can run then.
-        """
+        """Run one step; return the sampled tokens by request id. A WorkerError means that no step can run."""
         # Decodes first, by context length, so that attention can batch them with little padding.
         ordered = sorted(scheduled, key=lambda item: (item.num_tokens > 1, item.stop))
         unloaded = [self._unloaded.popleft() for _ in range(len(self._unloaded))]
