@@ -55,7 +55,7 @@ def _max_model_len(config: EngineConfig, max_positions: int, groups: Sequence[Kv
         return max_request_tokens(config, max_positions, groups)
     if config.max_model_len > max_positions:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but the model supports only {max_positions}"
+            f"max_model_len is {config.max_model_len}, but the model has only {max_positions} positions"
         )
     return config.max_model_len
 

@@ -56,14 +56,14 @@ def preemptions(windows: tuple[int | None, ...], chunk_tokens: int, sequences: i
 
 
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
-def test_so_many_sequences_run_at_once(windows: tuple[int | None, ...]) -> None:
+def test_planned_number_of_sequences_runs_without_preemption(windows: tuple[int | None, ...]) -> None:
     """The planned number of sequences runs to full length without a preemption."""
     planned = ceiling(windows, chunk_tokens=16)
     assert 2 < planned <= 16
     assert preemptions(windows, 16, planned) == 0
 
 
-def test_one_sequence_more_is_too_many() -> None:
+def test_one_more_sequence_is_preempted() -> None:
     """With full attention only, one sequence more than planned causes a preemption."""
     planned = ceiling((None,), chunk_tokens=512)
     assert planned == 7
@@ -74,7 +74,7 @@ def test_one_sequence_more_is_too_many() -> None:
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
-def test_a_block_is_as_large_as_the_engines(
+def test_planned_block_bytes_equal_the_engines(
     tmp_path: Path, architecture: str, dtype: str, kv_cache_dtype: str
 ) -> None:
     """The planned bytes per block of a checkpoint equal the engine's."""
@@ -85,7 +85,7 @@ def test_a_block_is_as_large_as_the_engines(
     assert engine.stats().block_bytes == deployment_of(config).gpu_block_bytes
 
 
-def test_the_log_tells_the_pool(caplog: pytest.LogCaptureFixture) -> None:
+def test_start_up_log_has_the_pool_size(caplog: pytest.LogCaptureFixture) -> None:
     """The start-up log has one line in vLLM's form and one in kvroute plan's form."""
     config = EngineConfig(gpu_blocks=128, max_model_len=500, dtype="bfloat16")
     with caplog.at_level(logging.INFO, logger="model_server.engine.build"):
@@ -97,7 +97,7 @@ def test_the_log_tells_the_pool(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_log_has_the_plan_beside_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_start_up_log_on_cuda_has_the_plan(caplog: pytest.LogCaptureFixture) -> None:
     """On CUDA a third line logs the plan for the device's memory."""
     config = EngineConfig(gpu_blocks=128, device="cuda")
     with caplog.at_level(logging.INFO, logger="model_server.engine.build"):

@@ -42,7 +42,7 @@ def continued(prompt: list[int], count: int) -> list[int]:
     return text[len(prompt) :]
 
 
-def test_every_token_is_delivered_once_and_the_last_one_says_why() -> None:
+def test_tokens_are_delivered_in_order_with_a_finish_reason() -> None:
     """Tokens are delivered in order, and the last output has finish reason "length"."""
     engine, _, _ = checking_engine()
     tokens, last = generate(engine, request("a", [1, 2, 3], max_tokens=6))
@@ -78,7 +78,7 @@ def test_generation_ends_at_the_models_context() -> None:
     ("length", "cached"),
     [(16, 12), (17, 16), (15, 12), (5, 4), (4, 0), (3, 0)],
 )
-def test_a_repeated_prompt_hits_all_but_the_block_of_its_last_token(length: int, cached: int) -> None:
+def test_repeated_prompt_hits_all_blocks_but_the_last_tokens(length: int, cached: int) -> None:
     """A cache hit covers at most the full blocks within the first n-1 of n prompt tokens, as in vLLM."""
     engine, _, _ = checking_engine()
     prompt = list(range(1, length + 1))
@@ -88,7 +88,7 @@ def test_a_repeated_prompt_hits_all_but_the_block_of_its_last_token(length: int,
     assert (stats.prefix_queries_tokens, stats.prefix_hits_tokens) == (2 * length, cached)
 
 
-def test_an_exact_repeat_announces_its_last_block_again() -> None:
+def test_aligned_repeat_stores_its_last_block_again() -> None:
     """Recomputing the last block of an aligned prompt stores a second copy and removes nothing."""
     engine, _, events = checking_engine()
     generate(engine, request("a", range(1, 9), max_tokens=1))
@@ -112,7 +112,7 @@ def test_generated_tokens_are_cached_too() -> None:
     assert last.cached_tokens == 12
 
 
-def test_salted_prompts_share_only_with_their_like() -> None:
+def test_only_equal_salts_share_blocks() -> None:
     """Only prompts with equal cache_salt share blocks; the event lists the salt on the first block only."""
     engine, _, events = checking_engine()
     for name, salt, cached in (("a", "x", 0), ("b", None, 0), ("c", "y", 0), ("d", "x", 8)):
@@ -167,7 +167,7 @@ def test_abort_frees_the_blocks_before_the_next_step() -> None:
     check_engine(engine)
 
 
-def test_a_name_can_be_used_and_aborted_again() -> None:
+def test_request_id_can_be_reused_after_an_abort() -> None:
     """A request id can be reused and aborted again after its request has ended."""
     engine, _, _ = checking_engine()
     for _ in range(2):
@@ -179,7 +179,7 @@ def test_a_name_can_be_used_and_aborted_again() -> None:
         assert outputs.last["a"].finish_reason == "abort"
 
 
-def test_an_abort_meant_for_the_past_spares_a_new_request_of_that_name() -> None:
+def test_pending_abort_spares_a_new_request_with_the_same_id() -> None:
     """A pending abort of an ended request does not abort a new request with the same id."""
     engine, runner, _ = checking_engine()
     first, second = Outputs(), Outputs()
@@ -214,7 +214,7 @@ def test_preemption_changes_no_token() -> None:
     assert all(last.cached_tokens == 0 for last in outputs.last.values())
 
 
-def test_a_failing_copy_ends_what_runs_and_leaks_no_slot(
+def test_failed_copy_ends_running_requests_and_leaks_no_slot(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A failed block copy ends the running requests, leaks no slot, and the engine continues."""
@@ -254,7 +254,7 @@ def test_a_failing_model_fails_the_requests_of_its_step_only(caplog: pytest.LogC
     assert engine.stats().healthy
 
 
-def test_a_raising_sink_aborts_its_request_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_raising_output_callback_aborts_only_its_request(caplog: pytest.LogCaptureFixture) -> None:
     """An output callback that raises aborts its own request only."""
     engine, _, _ = checking_engine()
     outputs, calls = Outputs(), []
@@ -271,7 +271,7 @@ def test_a_raising_sink_aborts_its_request_only(caplog: pytest.LogCaptureFixture
     assert outputs.tokens["good"] == continued([4], 9)
 
 
-def test_a_raising_event_sink_does_not_stop_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+def test_raising_event_publisher_does_not_stop_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     """If the event publisher raises, events are lost but tokens are delivered."""
     engine, _, events = checking_engine()
     events.publish = lambda batch: 1 / 0  # type: ignore[assignment, return-value]
@@ -280,7 +280,7 @@ def test_a_raising_event_sink_does_not_stop_the_engine(caplog: pytest.LogCapture
     assert tokens == continued(list(range(1, 9)), 5)
 
 
-def test_reset_is_announced_at_once_and_only_when_idle() -> None:
+def test_reset_needs_an_idle_engine_and_publishes_at_once() -> None:
     """A reset fails while blocks are in use; on an idle engine it is published without another step."""
     engine, _, events = checking_engine()
     engine.add_request(request("a", range(1, 10), max_tokens=2), Outputs())
@@ -311,7 +311,7 @@ def test_reset_is_announced_at_once_and_only_when_idle() -> None:
         (request("taken", [1]), "request_id"),
     ],
 )
-def test_impossible_requests_are_refused(item: EngineCoreRequest, param: str) -> None:
+def test_impossible_requests_are_rejected(item: EngineCoreRequest, param: str) -> None:
     """A request that can never run is rejected with the invalid field and leaves no state."""
     engine, _, _ = checking_engine(max_model_len=20)
     engine.add_request(request("taken", [1]), Outputs())
@@ -321,7 +321,7 @@ def test_impossible_requests_are_refused(item: EngineCoreRequest, param: str) ->
     assert engine.stats().waiting == 1
 
 
-def test_a_full_queue_refuses_and_recovers() -> None:
+def test_full_queue_rejects_until_requests_start() -> None:
     """Requests beyond max_waiting are rejected until waiting ones have started."""
     engine, _, _ = checking_engine(max_waiting=2)
     engine.add_request(request("a", [1]), Outputs())
@@ -340,7 +340,7 @@ def test_a_pool_that_cannot_hold_one_request_is_refused() -> None:
         EngineCore(config, checking_engine()[1], EventLog(), max_model_len=17)
 
 
-def test_a_closed_engine_aborts_and_refuses() -> None:
+def test_closed_engine_aborts_and_rejects() -> None:
     """Closing aborts live requests and rejects later ones."""
     engine, _, _ = checking_engine()
     outputs = Outputs()

@@ -61,7 +61,7 @@ def cached_tokens(engine: EngineCore, name: str, prompt: list[int]) -> tuple[int
 
 
 @pytest.mark.parametrize("cpu_blocks", [0, 60])
-def test_an_indexer_predicts_what_a_gemma_serves(tmp_path: Path, cpu_blocks: int) -> None:
+def test_index_predicts_cache_hits_of_a_gemma_model(tmp_path: Path, cpu_blocks: int) -> None:
     """For a Gemma 3 with windows, the index predicts from events alone the hits that the engine reports.
 
     Prompts share prefixes of many lengths, conversations continue, and blocks are evicted and restored.
@@ -120,7 +120,7 @@ def test_events_of_a_hybrid_are_those_of_vllm() -> None:
         assert theirs.keys() - {"session_id"} <= fields.keys()
 
 
-def test_what_has_rolled_out_of_a_window_is_free() -> None:
+def test_blocks_behind_the_window_are_freed() -> None:
     """A long request keeps all blocks in the full-attention group and at most 4 in the window's group."""
     engine, _, _ = checking_engine((5, None), gpu_blocks=60, max_num_batched_tokens=8, max_model_len=120)
     engine.add_request(request("a", range(1, 41), max_tokens=40), Outputs())

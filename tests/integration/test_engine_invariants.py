@@ -91,7 +91,7 @@ SWAPPED_APART = [
     windows=(None,),
     polls_per_copy=0,
 )
-def test_books_hold_under_any_schedule(
+def test_block_accounting_holds_under_any_schedule(
     actions: list,
     chosen: dict,
     windows: tuple[int | None, ...],

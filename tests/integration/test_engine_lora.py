@@ -88,7 +88,7 @@ def test_blocks_are_shared_only_within_one_adapters_content(tmp_path: Path) -> N
     assert salted.extra_keys[1:] == [["sql"]] * 4  # type: ignore[index]
 
 
-def test_unloading_leaves_running_requests_alone(tmp_path: Path) -> None:
+def test_unloading_spares_running_requests(tmp_path: Path) -> None:
     """A running request keeps its adapter after an unload; new requests for it are rejected."""
     base = save_reference(tmp_path / "base")
     engine = new_engine(tmp_path / "base", EventLog())
@@ -106,7 +106,7 @@ def test_unloading_leaves_running_requests_alone(tmp_path: Path) -> None:
         engine.add_request(asking("late", "sql"), outputs)
 
 
-def test_an_engine_without_adapters_refuses_their_names() -> None:
+def test_engine_without_lora_rejects_adapter_names() -> None:
     """An engine without LoRA rejects adapter names instead of using the base model."""
     engine, _, _ = checking_engine()
     item = request("a", [1, 2, 3])

@@ -106,7 +106,7 @@ def test_a_corrupted_block_changes_the_answer() -> None:
     assert generate(engine, [item]).tokens != first.tokens
 
 
-def test_no_stop_token_comes_before_min_tokens(alone: dict[str, list[int]]) -> None:
+def test_stop_tokens_are_banned_before_min_tokens(alone: dict[str, list[int]]) -> None:
     """A stop token is banned until min_tokens are generated and accepted right after."""
     engine = build_engine(EngineConfig(), EventLog())
     stop = frozenset({alone["r0"][2]})
@@ -138,7 +138,7 @@ def test_the_tiny_model_is_the_same_in_every_process() -> None:
     assert other.stdout.strip() == here
 
 
-def test_the_tiny_model_speaks_the_tiny_tokenizers_vocabulary() -> None:
+def test_tiny_model_has_the_tiny_tokenizers_vocabulary() -> None:
     """Model and tokenizer of the tiny model have the same vocabulary and end-of-sequence token."""
     loaded = load_tiny("auto", CPU)
     tokenizer = PromptTokenizer.from_directory(TINY_DIRECTORY)
@@ -156,7 +156,7 @@ def test_the_tiny_model_writes_varied_text_of_full_length() -> None:
         assert len(set(tokens)) > 60
 
 
-def test_a_checkpoint_directory_generates_what_transformers_does(tmp_path: Path) -> None:
+def test_checkpoint_output_equals_transformers(tmp_path: Path) -> None:
     """Greedy output of a Hugging Face checkpoint equals that of transformers."""
     config = LlamaConfig(
         vocab_size=97,
@@ -181,7 +181,7 @@ def test_a_checkpoint_directory_generates_what_transformers_does(tmp_path: Path)
     assert load_checkpoint(tmp_path, "auto", CPU).eos_token_ids == frozenset()
 
 
-def test_a_device_that_does_not_recover_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerator_error_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """An accelerator error ends the engine, not only its step's requests."""
     engine = build_engine(EngineConfig(gpu_blocks=64), EventLog())
 

@@ -93,7 +93,7 @@ def test_reset_is_published_by_an_idle_engine(threaded: tuple[EngineCore, Checki
     assert events.mirror == {}
 
 
-def test_the_heartbeat_goes_on_while_idle(threaded: tuple[EngineCore, CheckingRunner, EventLog]) -> None:
+def test_idle_loop_updates_its_heartbeat(threaded: tuple[EngineCore, CheckingRunner, EventLog]) -> None:
     """An idle loop updates its heartbeat, so that it differs from a stuck loop."""
     engine, _, _ = threaded
     before = engine.stats().last_step_monotonic_s
@@ -104,7 +104,7 @@ def test_the_heartbeat_goes_on_while_idle(threaded: tuple[EngineCore, CheckingRu
     assert engine.stats().healthy
 
 
-def test_a_dead_loop_ends_all_requests_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_dead_loop_ends_all_requests_and_is_unhealthy(caplog: pytest.LogCaptureFixture) -> None:
     """An error outside the model ends all requests, clears health, and rejects new requests."""
     engine, _, _ = checking_engine()
     engine.executor.check_health = lambda: 1 / 0  # type: ignore[assignment, return-value, method-assign]
@@ -120,7 +120,7 @@ def test_a_dead_loop_ends_all_requests_and_says_so(caplog: pytest.LogCaptureFixt
     assert not engine.stats().healthy
 
 
-def test_close_ends_what_is_running() -> None:
+def test_close_ends_running_requests() -> None:
     """Close returns after the thread has ended and every request has its last output."""
     engine, _, _ = checking_engine()
     engine.start()

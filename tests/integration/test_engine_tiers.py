@@ -44,7 +44,7 @@ def test_tiers_and_swaps_change_no_token(mode: str) -> None:
     assert events.mirror == cached_copies(engine)
 
 
-def test_what_was_evicted_comes_back_from_the_host() -> None:
+def test_evicted_prompt_is_restored_from_the_host() -> None:
     """An evicted prompt is restored, and counts as a hit in total and in the host tier."""
     engine, runner, events = checking_engine(gpu_blocks=6, cpu_blocks=12, polls_per_copy=2)
     prompt = list(range(1, 18))
@@ -79,7 +79,7 @@ def test_a_request_waits_for_its_restore_while_others_run() -> None:
     assert ("c", 16, 1) in [chunk for step in runner.chunks for chunk in step]
 
 
-def test_an_aborted_restore_gives_its_blocks_back_at_once() -> None:
+def test_aborted_restore_frees_its_blocks_at_once() -> None:
     """An abort frees the target blocks of a running restore at once and corrupts nothing."""
     engine, _, _ = checking_engine(gpu_blocks=6, cpu_blocks=12, polls_per_copy=9)
     prompt = list(range(1, 18))
@@ -97,7 +97,7 @@ def test_an_aborted_restore_gives_its_blocks_back_at_once() -> None:
     assert engine.stats().kv_usage == 0
 
 
-def test_what_came_back_is_found_on_the_device() -> None:
+def test_restored_blocks_are_shared_on_the_device() -> None:
     """A second request of the same prompt shares the restored blocks."""
     engine, runner, events = checking_engine(gpu_blocks=12, cpu_blocks=24)
     prompt = list(range(1, 18))
@@ -115,7 +115,7 @@ def test_what_came_back_is_found_on_the_device() -> None:
 
 
 @pytest.mark.parametrize(("polls_per_copy", "others"), [(3, 4), (200, 0)])
-def test_what_was_swapped_is_never_computed_again(polls_per_copy: int, others: int) -> None:
+def test_swapped_blocks_are_not_computed_again(polls_per_copy: int, others: int) -> None:
     """After a swap, a resumed request computes at most one partial block again.
 
     This also holds if its stores to the host tier have not completed when it resumes.
@@ -200,7 +200,7 @@ def test_choices_share_their_prompt(caching: bool) -> None:
     assert outputs.tokens["first"] == outputs.tokens["second"] == outputs.tokens["third"]
 
 
-def test_sleep_clears_both_tiers_and_says_so() -> None:
+def test_sleep_clears_both_tiers_and_publishes_it() -> None:
     """Sleep publishes a clear and queues new requests; the engine wakes up with an empty cache."""
     engine, _, events = checking_engine(cpu_blocks=8)
     engine.add_request(request("a", range(1, 10)), Outputs())
@@ -238,7 +238,7 @@ def test_a_real_model_sleeps_and_wakes() -> None:
         (["--cpu-blocks", "0"], 0),
     ],
 )
-def test_the_demonstration_shows_three_ways(
+def test_demo_reports_cold_device_and_host_hits(
     flags: list[str], from_host: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The demo reports 0 cached tokens cold, and all but the last block on device and host hits."""
@@ -249,7 +249,7 @@ def test_the_demonstration_shows_three_ways(
     assert ("and 0 restored" in moved) == (from_host == 0)
 
 
-def test_a_demonstration_whose_pool_is_too_small_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_rejects_a_pool_that_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
     """A pool that cannot hold the demo's prompt is a one-line error."""
     with pytest.raises(SystemExit) as caught:
         sys.exit(cli.main(["demo-offload", "--prompt-tokens", "160", "--gpu-blocks", "5"]))

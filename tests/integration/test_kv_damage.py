@@ -104,7 +104,7 @@ def test_damage_shows_in_the_next_token(tmp_path: Path, name: str, damage: str, 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("name", MODELS)
-def test_damage_in_a_cached_prefix_shows_in_who_reuses_it(
+def test_damage_in_a_cached_prefix_shows_in_later_hits(
     tmp_path: Path, name: str, kv_cache_dtype: str
 ) -> None:
     """A wrong KV entry in a cached prefix changes the first token of a later request that hits it."""

@@ -77,7 +77,7 @@ def batches(told: Snapshot) -> list[KVEventBatch]:
     return [msgspec.msgpack.decode(payload, type=KVEventBatch) for payload in told.batches]
 
 
-def test_a_snapshot_is_what_all_events_before_it_made(server: RunningServer) -> None:
+def test_snapshot_equals_all_events_before_it(server: RunningServer) -> None:
     """Each snapshot taken under load equals the view built from all batches before it."""
     taken: list[Snapshot] = []
     with load(server):
@@ -99,7 +99,7 @@ def held(history: list[KVEventBatch]) -> dict[tuple[int, ...], int]:
     return {chain: copies for chain, copies in resident(history).items() if copies}
 
 
-def test_a_late_indexer_with_a_snapshot_knows_what_one_knows_that_heard_all(server: RunningServer) -> None:
+def test_late_index_from_a_snapshot_equals_one_with_all_events(server: RunningServer) -> None:
     """An index started late from a snapshot, without replay, equals one that received all events."""
     config = server.publisher.config
     events = "tcp://127.0.0.1:" + config.endpoint.rsplit(":", 1)[1]

@@ -201,7 +201,7 @@ def test_a_lost_rank_is_noticed_without_requests() -> None:
     engine.close()
 
 
-def test_start_up_errors_of_a_rank_are_the_servers_own(tmp_path: Path) -> None:
+def test_rank_0_reports_load_errors_of_other_ranks(tmp_path: Path) -> None:
     """Rank 0 reports another rank's load error, or its early exit."""
     workers = WorkerProcesses(1, on_loss=lambda: None)
     try:
@@ -214,7 +214,7 @@ def test_start_up_errors_of_a_rank_are_the_servers_own(tmp_path: Path) -> None:
         workers.close()
 
 
-def test_a_model_that_does_not_divide_is_refused() -> None:
+def test_model_that_cannot_be_split_is_rejected() -> None:
     """A model that cannot be split names the possible sizes and leaves no process."""
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3.*use one of 1, 2, 4, 8"):
         build_engine(EngineConfig(tensor_parallel_size=3, torch_threads=1), EventLog())

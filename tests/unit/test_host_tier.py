@@ -59,7 +59,7 @@ def test_a_chain_is_announced_as_one_run_with_its_tokens() -> None:
     assert events[1].block_hashes == [event.block_hashes[2]]
 
 
-def test_the_least_recently_used_goes_first_and_what_is_held_stays() -> None:
+def test_eviction_is_lru_and_skips_pinned_blocks() -> None:
     """Eviction is LRU and skips pinned blocks; with all slots pinned, a reservation fails."""
     tier, _ = new_tier(3)
     chain = contents(5)

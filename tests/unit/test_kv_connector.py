@@ -33,7 +33,7 @@ WITH_ROLE = {"llm-d.ai/role": "decode"}
         (["--kv-connector=false", "--config-text", DISAGGREGATES], WITH_ROLE, None),
     ],
 )
-def test_a_connector_is_known_by_its_sign(
+def test_connector_is_detected_by_flag_plugin_or_role(
     flags: Sequence[str], labels: dict[str, str], sign: str | None
 ) -> None:
     """A flag decides; without it, a disaggregation plugin or a pod's role implies a connector."""

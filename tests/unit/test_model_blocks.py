@@ -52,7 +52,7 @@ def removed_hashes(pool: BlockPool) -> list[int]:
     return [event.block_hashes[0] for event in events]
 
 
-def test_a_block_found_in_the_middle_of_the_free_ones_leaves_their_order_as_it_is() -> None:
+def test_cache_hit_keeps_the_order_of_the_free_queue() -> None:
     """A cache hit removes its block from the free queue; once freed, it goes to the end."""
     pool = new_pool(4)
     blocks = cached_blocks(pool, 1, 2, 3, 4)
@@ -67,7 +67,7 @@ def test_a_block_found_in_the_middle_of_the_free_ones_leaves_their_order_as_it_i
     assert removed_hashes(pool) == [4, 2, 1, 3]
 
 
-def test_a_block_is_not_given_back_twice() -> None:
+def test_freeing_a_block_twice_fails() -> None:
     """Freeing a block twice fails at once."""
     pool = new_pool(1)
     blocks = pool.get_new_blocks(1)
@@ -133,7 +133,7 @@ def test_copies_of_one_hash_are_stored_and_removed_one_by_one() -> None:
     assert pool.get_cached_block((0, block_hash(7))) is None
 
 
-def test_an_evicted_content_leaves_nothing_behind() -> None:
+def test_evicted_contents_use_no_memory() -> None:
     """The memory of a pool does not grow with the number of evicted contents."""
     pool = new_pool(2)
 
@@ -183,7 +183,7 @@ def test_a_store_event_carries_what_vllm_sends() -> None:
     ]
 
 
-def test_blocks_that_were_never_computed_are_forgotten() -> None:
+def test_uncomputed_blocks_are_removed_from_the_cache() -> None:
     """After a failed step its blocks are not cached, but its evictions remain."""
     pool = new_pool(2)
     pool.free_blocks(cached_blocks(pool, 1))
@@ -196,7 +196,7 @@ def test_blocks_that_were_never_computed_are_forgotten() -> None:
     assert blocks[0].content is None
 
 
-def test_reset_waits_until_no_block_is_held() -> None:
+def test_reset_fails_while_a_block_is_in_use() -> None:
     """A reset fails while a block is in use; afterwards it clears the cache and adds an event."""
     pool = new_pool(2)
     blocks = cached_blocks(pool, 1)
@@ -210,7 +210,7 @@ def test_reset_waits_until_no_block_is_held() -> None:
     check_pool(pool, [])
 
 
-def test_the_checker_sees_a_leak_and_a_double_owner() -> None:
+def test_check_pool_detects_leaks_and_double_owners() -> None:
     """check_pool fails if a table and the reference counts disagree."""
     pool = new_pool(2)
     blocks = pool.get_new_blocks(1)

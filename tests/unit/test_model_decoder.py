@@ -230,7 +230,7 @@ def test_gemmas_old_config_keys_mean_the_same(tmp_path: Path) -> None:
     torch.testing.assert_close(got, reference_logits(reference, text), atol=5e-4, rtol=1e-4)
 
 
-def test_yarn_stretches_the_context(tmp_path: Path) -> None:
+def test_yarn_multiplies_the_context(tmp_path: Path) -> None:
     """With YaRN the maximum context is the original one times the factor."""
     changes = {"rope_parameters": YARN_ROPE, "max_position_embeddings": 16}
     save_reference(tmp_path, "qwen2", **changes)

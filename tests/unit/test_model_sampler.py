@@ -37,7 +37,7 @@ def test_temperature_zero_is_greedy() -> None:
     ],
     ids=str,
 )
-def test_only_what_needs_no_sampler_goes_without(change: dict[str, Any]) -> None:
+def test_is_greedy_only_without_sampling_features(change: dict[str, Any]) -> None:
     """Plain argmax serves greedy requests without changes of logits and without log probabilities."""
     greedy = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "seed": 7, "ignore_eos": True}
     assert SamplingParams(max_tokens=1, **greedy).is_greedy
@@ -104,7 +104,7 @@ def test_seeds_and_positions_change_the_draw() -> None:
 
 
 @pytest.mark.parametrize(("extreme", "token"), [(0.0, 1), (1.0 - 2.0**-40, 4)])
-def test_the_extreme_draws_choose_tokens_that_are_left(
+def test_extreme_draws_select_kept_tokens(
     monkeypatch: pytest.MonkeyPatch, extreme: float, token: int
 ) -> None:
     """The smallest and largest draws select the first and last kept token."""
@@ -123,7 +123,7 @@ def test_banned_tokens_are_never_chosen(temperature: float) -> None:
     assert chosen
 
 
-def test_broken_logits_give_a_token_nevertheless() -> None:
+def test_nan_logits_give_a_valid_token() -> None:
     """NaN logits still give a token within the vocabulary."""
     rows = [SamplingRow(SamplingParams(max_tokens=1, top_k=top_k), 1, 0) for top_k in (0, 3)]
     assert all(0 <= token < 5 for token in sample(torch.full((2, 5), float("nan")), rows))

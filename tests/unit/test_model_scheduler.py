@@ -110,7 +110,7 @@ def test_admission_needs_room_for_the_whole_prompt() -> None:
     assert step(scheduler) == [("b", 0, 8)]
 
 
-def test_all_groups_of_a_request_grow_or_none() -> None:
+def test_allocation_is_for_all_groups_or_none() -> None:
     """If the free blocks do not suffice for all groups together, none is allocated."""
     manager = new_manager(blocks=3, tokens=8, windows=(None, 8))
     request = live_request("a", range(8))
@@ -152,7 +152,7 @@ def test_the_last_request_is_preempted_and_runs_first_again() -> None:
     assert step(scheduler) == [("b", 0, 9), ("c", 0, 1)]
 
 
-def test_a_resumed_request_finds_its_own_blocks() -> None:
+def test_resumed_request_hits_its_own_blocks() -> None:
     """A preempted request's full blocks stay cached, so its second prefill is short."""
     scheduler = new_scheduler(blocks=4, tokens=16)
     for name, start in (("a", 0), ("b", 10)):
@@ -172,7 +172,7 @@ def test_requests_of_one_step_share_blocks() -> None:
     assert step(scheduler) == [("a", 0, 10), ("b", 8, 2)]
 
 
-def test_waiting_prompts_are_hashed_as_far_as_they_are_cached() -> None:
+def test_waiting_prompts_are_hashed_up_to_the_first_uncached_block() -> None:
     """Hashing of long waiting prompts stops at the first uncached block; the shortest runs next."""
     scheduler = new_scheduler(blocks=900, tokens=8, seqs=8, policy="aged")
     prompts = [live_request(f"r{number}", [number] * (400 - number)) for number in range(5)]
@@ -184,7 +184,7 @@ def test_waiting_prompts_are_hashed_as_far_as_they_are_cached() -> None:
     assert [len(request.block_hashes) for request in others] == [1] * 4
 
 
-def test_the_next_step_looks_up_those_that_the_last_one_had_no_time_for() -> None:
+def test_lookups_continue_in_the_next_step() -> None:
     """Lookups of waiting prompts beyond a step's limit continue in the next step."""
     scheduler = new_scheduler(blocks=900, tokens=8, seqs=8, policy="aged")
     prompts = [live_request(f"r{number}", [number] * 400) for number in range(600)]
@@ -197,7 +197,7 @@ def test_the_next_step_looks_up_those_that_the_last_one_had_no_time_for() -> Non
     assert all(request.block_hashes for request in prompts)
 
 
-def test_a_lookup_goes_on_where_the_last_one_ended() -> None:
+def test_lookup_continues_where_the_last_one_ended() -> None:
     """A limited lookup of one prompt continues in the next call."""
     manager = new_manager(blocks=40, tokens=100)
     scheduler = Scheduler(manager, max_num_seqs=4, max_num_batched_tokens=100)

@@ -37,7 +37,7 @@ def chain(*numbers: int, **fields: object) -> list[BlockContent]:
     return [block(number, parent, **fields) for number, parent in zip(numbers, parents, strict=False)]  # type: ignore[arg-type]
 
 
-def told(device: Sequence[BlockContent], host: Sequence[BlockContent] = ()) -> list[BlockStored]:
+def snapshot_events(device: Sequence[BlockContent], host: Sequence[BlockContent] = ()) -> list[BlockStored]:
     """Return the events of a snapshot."""
     return list(Snapshot("abc", 7, 3, ANNOUNCER, {"GPU": device, "CPU": host}).events())
 
@@ -59,7 +59,7 @@ def copies(events: Sequence[BlockStored]) -> Counter[tuple[object, ...]]:
     return held
 
 
-def wanted(medium: str, contents: Sequence[BlockContent]) -> Counter[tuple[object, ...]]:
+def expected_copies(medium: str, contents: Sequence[BlockContent]) -> Counter[tuple[object, ...]]:
     """Count the copies of each block in a tier."""
     return Counter(
         (
@@ -74,22 +74,22 @@ def wanted(medium: str, contents: Sequence[BlockContent]) -> Counter[tuple[objec
     )
 
 
-def test_chains_are_told_in_runs_with_their_copies() -> None:
+def test_chains_are_runs_with_single_copies() -> None:
     """A chain is one run; further copies are single events, children first, in every tier."""
-    events = told([*chain(1, 2, 3), *chain(1, 2, 3)], chain(1, 2))
+    events = snapshot_events([*chain(1, 2, 3), *chain(1, 2, 3)], chain(1, 2))
     single = [("GPU", [3]), ("GPU", [2]), ("CPU", [2]), ("GPU", [1]), ("CPU", [1])]
     assert numbers_of(events) == [("GPU", [1, 2, 3]), *single]
 
 
-def test_parents_are_told_before_their_children() -> None:
+def test_parents_precede_children() -> None:
     """Parents precede children whatever the pool's order, even across tiers."""
     one, two, three = chain(1, 2, 3)
-    assert numbers_of(told([three, two], [one])) == [("CPU", [1]), ("GPU", [2, 3])]
+    assert numbers_of(snapshot_events([three, two], [one])) == [("CPU", [1]), ("GPU", [2, 3])]
 
 
 def test_adapters_groups_and_extra_keys_are_kept_apart() -> None:
     """Runs never span two adapters or groups, and extra keys stay with their blocks."""
-    plain, sql, window = told([block(1), block(2, 1, lora="sql"), block(3, 2, group=1)])
+    plain, sql, window = snapshot_events([block(1), block(2, 1, lora="sql"), block(3, 2, group=1)])
     assert (plain.lora_name, plain.extra_keys) == (None, [None])
     assert (sql.lora_name, sql.extra_keys) == ("sql", [["sql"]])
     assert (window.group_idx, window.kv_cache_spec_sliding_window) == (1, 8)
@@ -105,9 +105,11 @@ _BLOCKS = st.lists(
 
 @given(device=_BLOCKS, host=_BLOCKS)
 @settings(deadline=None, max_examples=examples(200))
-def test_whatever_is_held_is_told(device: list[BlockContent], host: list[BlockContent]) -> None:
+def test_snapshot_has_all_cached_copies(device: list[BlockContent], host: list[BlockContent]) -> None:
     """The snapshot has the copies, contents, tiers and groups of both tiers."""
-    assert copies(told(device, host)) == wanted("GPU", device) + wanted("CPU", host)
+    assert copies(snapshot_events(device, host)) == expected_copies("GPU", device) + expected_copies(
+        "CPU", host
+    )
 
 
 def test_the_body_is_one_map() -> None:

@@ -4,7 +4,7 @@ from model_server.worker.executor import MultiRankTransfer
 from tests.integration.engine_support import LateTransfer
 
 
-class Told:
+class RecordingExecutor:
     """Executor stub that records the transfers that other ranks must complete."""
 
     def __init__(self) -> None:
@@ -15,9 +15,9 @@ class Told:
         self.settled.append(number)
 
 
-def test_other_ranks_settle_what_rank_0_has_seen_done() -> None:
+def test_other_ranks_complete_a_transfer_done_on_rank_0() -> None:
     """The other ranks complete a transfer once, when rank 0 first sees it done or waits for it."""
-    told, effects = Told(), []
+    told, effects = RecordingExecutor(), []
     polled = MultiRankTransfer(3, LateTransfer(lambda: effects.append("polled"), 1), told)  # type: ignore[arg-type]
     assert [polled.done() for _ in range(3)] == [False, True, True]
     waited = MultiRankTransfer(4, LateTransfer(lambda: effects.append("waited"), 9), told)  # type: ignore[arg-type]

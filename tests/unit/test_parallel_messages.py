@@ -25,7 +25,7 @@ SPANS = st.tuples(NUMBERS, NUMBERS, st.lists(ARRAYS, min_size=1, max_size=3))
 
 
 @given(tokens=ARRAYS, spans=st.lists(SPANS), lora_ids=st.lists(st.integers(0, 2), max_size=4))
-def test_a_step_arrives_as_it_was_told(
+def test_step_is_decoded_unchanged(
     tokens: "array[int]", spans: list[tuple[int, int, list["array[int]"]]], lora_ids: list[int]
 ) -> None:
     """Tokens, spans with block tables and adapter ids are decoded unchanged; arrays stay arrays."""
@@ -34,13 +34,13 @@ def test_a_step_arrives_as_it_was_told(
     assert call.args == [tokens, array("i"), [list(span) for span in spans], lora_ids, [7]]
 
 
-def test_settings_arrive_with_all_their_fields() -> None:
+def test_settings_are_decoded_with_all_fields() -> None:
     """Other ranks receive the same settings as rank 0."""
     start = Start(EngineConfig(model="x", cpu_gib=0.5, torch_threads=3, seed=9), Division(1, 4), 20)
     assert decode_start(encode(start)) == start
 
 
-def test_what_no_rank_could_read_is_not_sent() -> None:
+def test_unsupported_argument_raises_on_the_sender() -> None:
     """An argument that is not a number, string or list of them raises on the sender."""
     with pytest.raises(NotImplementedError, match="object cannot be sent"):
         encode(MethodCall("execute_model", [array("i"), [object()]], False))

@@ -36,7 +36,7 @@ def test_a_short_prompt_overtakes_a_long_one_between_its_chunks() -> None:
     assert _step(scheduler) == [("short", 0, 5), ("long", 8, 3)]
 
 
-def test_whoever_waits_long_enough_is_not_overtaken() -> None:
+def test_request_that_waited_long_is_not_overtaken() -> None:
     """A short prompt that arrives much later does not overtake a long one."""
     scheduler = new_scheduler(policy="aged")
     scheduler.add_request(arriving("long", 40))
@@ -45,7 +45,7 @@ def test_whoever_waits_long_enough_is_not_overtaken() -> None:
     assert [name for name, _, _ in _step(scheduler)] == ["long"]
 
 
-def test_at_most_two_prompts_are_partly_computed() -> None:
+def test_at_most_two_prompts_are_partial() -> None:
     """With two partial prompts, a third that would not finish waits even if it is first in the order."""
     scheduler = new_scheduler(blocks=60, policy="aged")
     for number, name in enumerate("abc"):
@@ -54,7 +54,7 @@ def test_at_most_two_prompts_are_partly_computed() -> None:
     assert {request.request_id for request in scheduler.running} == {"a", "b"}
 
 
-def test_what_is_cached_is_no_work() -> None:
+def test_cached_tokens_do_not_count_in_the_order() -> None:
     """Only uncached tokens count: a long cached prompt precedes a shorter uncached one."""
     scheduler = new_scheduler(blocks=40, tokens=40, policy="aged")
     first = arriving("x", 33)
@@ -79,7 +79,7 @@ def test_priority_decides_who_is_preempted() -> None:
     assert [request.request_id for request in scheduler.waiting] == ["low"]
 
 
-def test_an_important_decode_takes_the_blocks_of_one_that_ran_before() -> None:
+def test_low_priority_decode_is_preempted_although_admitted_first() -> None:
     """The decode of lowest priority is preempted even if it was admitted first."""
     scheduler = new_scheduler(blocks=5, tokens=16, caching=False, policy="priority")
     scheduler.add_request(arriving("low", 8, priority=5))
@@ -90,7 +90,7 @@ def test_an_important_decode_takes_the_blocks_of_one_that_ran_before() -> None:
     assert [request.request_id for request in scheduler.waiting] == ["low"]
 
 
-def test_the_least_important_prefill_gives_way_to_a_decode() -> None:
+def test_last_partial_prompt_is_preempted_for_a_decode() -> None:
     """Of two partial prompts, the last in the order is preempted for a decode."""
     scheduler = new_scheduler(blocks=5, tokens=4, caching=False, policy="priority")
     scheduler.add_request(arriving("decode", 1))

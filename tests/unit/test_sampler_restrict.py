@@ -65,7 +65,9 @@ wishes = st.builds(
 @given(
     st.lists(wishes, min_size=1, max_size=4), st.integers(0, 2**32), st.sampled_from([0.05, 0.2, 1.0, 9.0])
 )
-def test_the_mask_is_the_definitions(rows: list[SamplingParams], seed: int, temperature: float) -> None:
+def test_filters_keep_the_tokens_of_their_definition(
+    rows: list[SamplingParams], seed: int, temperature: float
+) -> None:
     """The filters keep the tokens of their definition for all parameters and any number of ties."""
     probabilities = torch.stack([distribution(seed + row, temperature, 4) for row in range(len(rows))])
     masks = [(filter_probabilities(probabilities, rows), [True] * len(rows))]
@@ -80,7 +82,7 @@ def test_the_mask_is_the_definitions(rows: list[SamplingParams], seed: int, temp
             assert torch.equal(got[got > 0], probabilities[row][got > 0])
 
 
-def test_the_best_tokens_are_nearly_always_enough() -> None:
+def test_candidates_suffice_for_peaked_distributions() -> None:
     """The candidates suffice for a peaked distribution; a flat one needs the full sort."""
     params = [SamplingParams(max_tokens=1, top_p=0.95), SamplingParams(max_tokens=1, top_k=40)]
     sharp = (4 * torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))).softmax(-1)
@@ -91,7 +93,9 @@ def test_the_best_tokens_are_nearly_always_enough() -> None:
 
 @settings(deadline=None, max_examples=examples(40))
 @given(st.lists(wishes, min_size=1, max_size=5), st.integers(0, 2**32), st.sampled_from([0.02, 0.3, 3.0]))
-def test_the_token_drawn_is_the_full_sorts(rows: list[SamplingParams], seed: int, temperature: float) -> None:
+def test_fast_paths_draw_the_full_sorts_token(
+    rows: list[SamplingParams], seed: int, temperature: float
+) -> None:
     """Every fast path, alone or in a batch, draws the same token as a full sort."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(rows), VOCAB_SIZE, generator=generator) / temperature
@@ -111,7 +115,7 @@ def test_the_token_drawn_is_the_full_sorts(rows: list[SamplingParams], seed: int
 
 @settings(deadline=None, max_examples=examples(60))
 @given(st.integers(0, 2**32), st.integers(0, 2**32), st.sampled_from([0, 3, 40, 700]))
-def test_a_draw_inverts_the_cumulated_probability(seed: int, position: int, top_k: int) -> None:
+def test_draw_inverts_the_cumulative_probability(seed: int, position: int, top_k: int) -> None:
     """The drawn token is the first whose cumulative probability exceeds the draw, up to rounding."""
     logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
     params = SamplingParams(max_tokens=1, top_k=top_k)
@@ -126,7 +130,7 @@ def test_a_draw_inverts_the_cumulated_probability(seed: int, position: int, top_
 
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 255, 256, 257, 1000])
 @pytest.mark.parametrize("extreme", [0.0, 1.0 - 2.0**-40])
-def test_the_ends_of_any_vocabulary_are_reached(
+def test_extreme_draws_reach_both_ends_of_the_vocabulary(
     monkeypatch: pytest.MonkeyPatch, size: int, extreme: float
 ) -> None:
     """The smallest draw selects the first token and the largest the last, for any vocabulary size."""
@@ -137,7 +141,7 @@ def test_the_ends_of_any_vocabulary_are_reached(
 
 @pytest.mark.parametrize("temperature", [1e30, 3.4028235677973366e38, 1e300])
 @pytest.mark.parametrize("top_k", [0, 3])
-def test_no_heat_brings_a_forbidden_token_back(temperature: float, top_k: int) -> None:
+def test_banned_tokens_stay_banned_at_any_temperature(temperature: float, top_k: int) -> None:
     """A token with logit minus infinity is never drawn, even at temperatures beyond float32."""
     logits = torch.full((1, VOCAB_SIZE), float("-inf"))
     logits[0, 700] = 1.0
@@ -151,7 +155,7 @@ def test_no_heat_brings_a_forbidden_token_back(temperature: float, top_k: int) -
     st.integers(0, 2**32),
     st.sampled_from([0.05, 0.2, 1.0, 9.0]),
 )
-def test_a_token_is_in_the_share_if_the_definition_leaves_it(
+def test_single_token_check_agrees_with_the_full_sort(
     top_ps: list[float], seed: int, temperature: float
 ) -> None:
     """The check of a single token against top_p agrees with the full sort, ties included."""
@@ -175,26 +179,26 @@ def drawn(probabilities: list[float], sums: list[float], at: float, top_p: float
     return int(tokens[0])
 
 
-def test_a_draw_on_a_border_is_the_next_tokens() -> None:
+def test_draw_on_a_border_selects_the_next_token() -> None:
     """A token's draws are [cumulative before it, cumulative with it)."""
     size = 2 * CHUNK
     for token in range(size):
         assert drawn([1.0] * size, [float(CHUNK)] * 2, token / size) == token
 
 
-def test_a_draw_behind_a_chunks_end_is_its_last_token_that_can_be_chosen() -> None:
+def test_draw_beyond_a_chunk_selects_its_last_possible_token() -> None:
     """A draw beyond a chunk's end, after rounding, selects its last token with a probability above 0."""
     assert drawn([1.0] * 3 + [0.0] * (CHUNK - 3), [3.5], 0.99) == 2
 
 
-def test_the_token_behind_the_share_is_left_out_and_none_without_top_p() -> None:
+def test_top_p_rejects_tokens_beyond_it_unless_it_is_1() -> None:
     """A token is kept if the more probable ones sum to less than top_p, or if top_p is 1."""
     assert [drawn([1.0] * 4, [4.0], (token + 0.5) / 4, top_p=0.5) for token in range(4)] == [0, 1, -1, -1]
     rounded_down = [2.0]
     assert drawn([0.001, 1.0, 1.0], rounded_down, 0.0) == 0
 
 
-def test_weights_are_as_precise_as_float32() -> None:
+def test_powers_have_float32_precision() -> None:
     """Powers are accurate to a few parts in ten million between any two powers of two."""
     weights = np.linspace(-3.0, 0.0, VOCAB_SIZE, dtype=np.float32)[None]
     exact = np.exp(weights.astype(np.float64))
@@ -209,7 +213,9 @@ def test_weights_are_as_precise_as_float32() -> None:
     st.sampled_from([1e-5, 0.05, 1.0, 1e30]),
     st.sampled_from([0.0, 1.0, 30.0, 1e4]),
 )
-def test_weights_are_the_softmaxs(size: int, seed: int, temperature: float, spread: float) -> None:
+def test_weights_are_proportional_to_the_softmax(
+    size: int, seed: int, temperature: float, spread: float
+) -> None:
     """Weights are proportional to torch's softmax for all logits and temperatures; banned tokens get 0."""
     generator = torch.Generator().manual_seed(seed)
     logits = spread * torch.randn(3, size, generator=generator)
@@ -222,7 +228,7 @@ def test_weights_are_the_softmaxs(size: int, seed: int, temperature: float, spre
 
 
 @pytest.mark.parametrize("top_p", [0.9, 0.3, 0.02])
-def test_frequencies_follow_what_top_p_leaves(top_p: float) -> None:
+def test_frequencies_match_the_renormalised_top_p_probabilities(top_p: float) -> None:
     """Frequencies match the renormalised probabilities, whatever the number of rejections."""
     count = 3000
     logits = torch.linspace(3.0, 0.0, VOCAB_SIZE)

@@ -11,7 +11,7 @@ LABELS = {"model_name": 'a "quoted" one', "engine": "0"}
 
 
 @given(st.lists(st.sampled_from([*BUCKETS, 0.0, 0.25, 2.0, 1e9]) | st.floats(0, 100), max_size=20))
-def test_the_page_is_the_librarys(values: list[float]) -> None:
+def test_histogram_output_equals_the_librarys(values: list[float]) -> None:
     """Inclusive bounds, cumulative counts, sum, labels and help equal the library's output."""
     pages = []
     for ours in (False, True):

@@ -78,7 +78,7 @@ def test_a_loopback_endpoint_is_bound_on_demand() -> None:
         assert "always_bind" not in publisher.config.announced()
 
 
-def test_overflow_drops_the_oldest_and_replay_heals_it() -> None:
+def test_overflow_drops_the_oldest_and_replay_delivers_it() -> None:
     """A full queue causes a counted gap in the stream, and a replay has every batch of the gap."""
     with (
         open_publisher(start=False, max_queue_size=3) as publisher,

@@ -93,7 +93,7 @@ def test_malformed_requests_are_counted_and_ignored(frames: list[bytes]) -> None
         assert replay(client, 0) == [(0, 0)]
 
 
-def test_a_giant_request_disturbs_nobody() -> None:
+def test_giant_request_affects_no_other_client() -> None:
     """A frame above the limit closes its connection; other clients are served."""
     with (
         open_publisher() as publisher,
@@ -106,7 +106,7 @@ def test_a_giant_request_disturbs_nobody() -> None:
         assert publisher.stats().replays == 1
 
 
-def test_clients_that_never_read_hold_up_neither_events_nor_others() -> None:
+def test_clients_that_never_read_delay_nobody() -> None:
     """Many unread replays delay neither live batches nor another client's replay."""
     with (
         open_publisher() as publisher,
@@ -130,7 +130,7 @@ def test_clients_that_never_read_hold_up_neither_events_nor_others() -> None:
             dealer.close()
 
 
-def test_a_client_that_leaves_in_the_middle_is_forgotten() -> None:
+def test_replay_of_a_disconnected_client_ends() -> None:
     """The replay of a disconnected client ends without an error."""
     with open_publisher() as publisher:
         filled(publisher, 3_000)
@@ -143,7 +143,7 @@ def test_a_client_that_leaves_in_the_middle_is_forgotten() -> None:
         assert publisher.healthy
 
 
-def test_the_ring_keeps_the_newest_steps() -> None:
+def test_replay_buffer_keeps_the_newest_batches() -> None:
     """Exactly the last `capacity` batches can be read by their sequence numbers."""
     ring = ReplayBuffer(3)
     for _ in range(5):
