@@ -27,8 +27,8 @@ from model_server.config import TINY_MODEL, EngineConfig
 from model_server.engine.build import build_engine
 from model_server.kv_cache.request import ScheduledRequest
 from model_server.kv_events.events import NullEventPublisher
+from model_server.openai.api_server import ServeOptions, Server, load_tokenizer, reserve
 from model_server.requests import ChosenToken
-from model_server.serve import ServeOptions, Server, load_tokenizer, reserve
 
 _STREAMS = (1, 4, 32)
 _TOKENS = 100

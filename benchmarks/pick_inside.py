@@ -36,14 +36,15 @@ from benchmarks.report import Options, read_options
 from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.pod_entry import PodEntry
 from router._pb import endpoint_picker_pb2 as pb
-from router.doors.ext_authz import CheckDoor
+from router.doors.ext_authz import ExtAuthzService
 from router.doors.health import CHECK_SERVICE, PICK_SERVICE
-from router.doors.pick import PickDoor
+from router.doors.pick import EndpointPickerService
 from router.feedback.lifecycle import ACCESS_LOG, Outcomes
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
 from router.observe.decision_log import Explain
 from router.observe.metrics import RouterMetrics
+from router.observe.requests import ObservedRouter, RequestRecorder
 from router.picking.admission import Admission, UtilizationDetector
 from router.picking.route import Router
 from router.picking.scheduler import Scheduler
@@ -90,24 +91,27 @@ class Inside:
         explain = Explain(_DECISIONS_KEPT, lambda address: address)
         rates = PrefillRates(RateParameters(), pods.board)
         self.index = KvIndexer(IndexerConfig(block_tokens=BLOCK_TOKENS), registry=registry)
-        self.outcomes = Outcomes(ledger, rates, explain, metrics, self.index.settle, self.index.dropped)
+        self.outcomes = Outcomes(
+            ledger, rates, RequestRecorder(explain, metrics), self.index.settle, self.index.dropped
+        )
         self.tokenizers = TokenizerRegistry.load(
             {MODEL: model_directory(bodies)}, TokenizeOptions(deadline_s=_DEADLINE_S)
         )
         self.scheduler = Scheduler(
             pods.board, ledger, np.random.default_rng(7), block_tokens=self.index.block_tokens
         )
-        self.router = Router(
+        routed = Router(
             pods=pods,
             tokenizers=self.tokenizers,
             index=self.index,
             admission=Admission({}, UtilizationDetector(load_age_max_s=5.0), pods.board),
             scheduler=self.scheduler,
-            sink=self.outcomes,
+            dispatched=self.outcomes.decided,
         )
-        check = CheckDoor(self.router, BodyGuard(), metrics, _BODY_BYTES_MAX)
+        self.router = ObservedRouter(routed, metrics)
+        check = ExtAuthzService(self.router, BodyGuard(), metrics, _BODY_BYTES_MAX)
         self.answer = _served(_handler(check, f"/{CHECK_SERVICE}/Check"))
-        picks = PickDoor(self.router, self.outcomes, metrics, pods)
+        picks = EndpointPickerService(self.router, self.outcomes, metrics, pods)
         self.pick_endpoint = _served(_handler(picks, f"/{PICK_SERVICE}/PickEndpoint"))
         self._numbers = count()
         # Keep the publisher alive as long as the router: a view without one counts less.
@@ -244,7 +248,7 @@ def _pick_request(body: bytes) -> bytes:
     return request.SerializeToString()
 
 
-def _handler(door: CheckDoor | PickDoor, path: str) -> Any:
+def _handler(door: ExtAuthzService | EndpointPickerService, path: str) -> Any:
     """Return the service's method, as a gRPC server looks it up."""
     found: dict[str, Any] = {}
 

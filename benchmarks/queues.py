@@ -1,10 +1,10 @@
 """Time to first token in virtual time, by routing policy.
 
 `python -m benchmarks.queues [--json] [--quick] [--rounds N]`. The pods are the model server's own schedulers
-in its default order, whose steps take a time by their tokens instead of being computed; the router's board
-and price decide. Requests come at random times and begin with one of 20 prompts, other ones in each round.
-`ttft_*_ms` is the mean until the first token: `fifo` as the router prices queues, beside `least_requests` and
-`round_robin`, on the same requests and pods. Nothing depends on the machine.
+in its default order, whose steps take a time by their tokens instead of being computed; the router's load
+table and cost model decide. Requests arrive at random times and begin with one of 20 prompts, new ones per
+round. `ttft_*_ms` is the mean time to first token: `fifo` with the router's cost of a queue, beside
+`least_requests` and `round_robin`, on the same requests and pods. Nothing depends on the machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from model_server.kv_events.events import KVEventBuilder
 from model_server.requests import EngineCoreRequest, SamplingParams
 from model_server.shapes import undivided
 from model_server.worker.block_copies import CpuCopies
-from router.picking.cost import CREDIT, CostParameters, RequestFacts, price
+from router.picking.cost import CACHE_HIT, CostInputs, CostParameters, cost_breakdowns
 from router.pods.engine_load import EngineLoad
 from router.pods.load_table import PodBoard
 
@@ -121,7 +121,7 @@ class Router:
         self._board.declare(self._names)
         self.scraped([0] * pods, 0.0)
         self._rows = self._board.rows(self._names)
-        self._credits = np.zeros(pods, CREDIT)
+        self._hits = np.zeros(pods, CACHE_HIT)
         self._sent: set[tuple[int, int]] = set()
         # By request: its pod, and its ticket on the board.
         self._sent_to: dict[int, tuple[str, int]] = {}
@@ -138,12 +138,12 @@ class Router:
         """See `Policy`."""
         pods = range(len(self._names))
         cached = [_SHARED_TOKENS if (pod, arrival.prompt) in self._sent else 0 for pod in pods]
-        self._credits["cached_tokens"] = cached
+        self._hits["cached_tokens"] = cached
         board, now_s = self._board, arrival.arrived_s
-        facts = RequestFacts(float(arrival.tokens), now_s, board.fleet_tokens_per_s, board.mean_tokens)
-        prices = price(board.pods, self._rows, self._credits, np.zeros(0), facts, _PARAMETERS)
-        least = prices["cost_s"].min()
-        pod = self._random.choice([pod for pod in pods if prices["cost_s"][pod] == least])
+        inputs = CostInputs(float(arrival.tokens), now_s, board.fleet_tokens_per_s, board.mean_tokens)
+        breakdowns = cost_breakdowns(board.pods, self._rows, self._hits, np.zeros(0), inputs, _PARAMETERS)
+        least = breakdowns["cost_s"].min()
+        pod = self._random.choice([pod for pod in pods if breakdowns["cost_s"][pod] == least])
         self.send(arrival, pod, now_s)
         return pod
 

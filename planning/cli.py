@@ -6,11 +6,11 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, replace
-from typing import Literal
+from functools import partial
 
+from common.flags import CommandParser, add_flags, flag, positive
 from model_server.config import DType, KvCacheDType
 from model_server.errors import CapacityError, ConfigError, ModelError
-from model_server.flags import OneLineParser, add_flags, flag, positive
 from model_server.shapes import DTYPE_BYTES, KvGroupSpec, computed_dtype, decoder_shape
 from model_server.shapes.deployment import (
     DEFAULT_RESERVE_BYTES,
@@ -25,17 +25,20 @@ from planning.presets import CUSTOM, GPUS, PRESETS, Gpu, find_model
 _EXIT_REFUSED = 2
 _CONTEXT_TOKENS = 8192
 _GB = 10**9
-_OVERRIDES = "; instead of the data sheet's"
+_OVERRIDES = "; replaces the figure of the data sheet"
+
+_model_flag = partial(flag, "model")
+_gpu_flag = partial(flag, "GPUs")
 
 
-def _amount(text: str) -> float:
-    number = _rest(text)
+def _above_zero(text: str) -> float:
+    number = _zero_or_more(text)
     if not number:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return number
 
 
-def _rest(text: str) -> float:
+def _zero_or_more(text: str) -> float:
     number = float(text)
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
@@ -44,51 +47,68 @@ def _rest(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _ModelFlags:
-    """Which model, and how it is served."""
-
-    model: str = flag(
+    model: str = _model_flag(
+        "--model",
+        str,
         MISSING,
-        f"a checkpoint directory (its config.json is enough), or one of {', '.join(PRESETS)}",
+        f"checkpoint directory (its config.json is enough), or one of {', '.join(PRESETS)}",
         metavar="DIR|NAME",
     )
-    context: int | None = flag(
-        None, "tokens of a sequence, prompt and answer", default_text=f"{_CONTEXT_TOKENS}", read=positive
+    context: int | None = _model_flag(
+        "--context",
+        positive,
+        None,
+        f"tokens of a sequence, prompt and output together (default: {_CONTEXT_TOKENS})",
     )
-    batch: int | None = flag(None, "refuse unless so many sequences fit", read=positive)
-    dtype: DType = flag("auto", "type of the weights")
-    kv_cache_dtype: KvCacheDType = flag(
-        "auto", "type of the KV cache, if not the weights'", "--kv-cache-dtype --kv-dtype"
+    batch: int | None = _model_flag("--batch", positive, None, "fail unless this many sequences fit")
+    dtype: DType = _model_flag("--dtype", DType, "auto", "type of the weights")
+    kv_cache_dtype: KvCacheDType = _model_flag(
+        "--kv-cache-dtype --kv-dtype", KvCacheDType, "auto", "type of the KV cache; auto: that of --dtype"
     )
-    block_size: int = flag(16, "tokens per KV block", read=positive)
-    max_num_batched_tokens: int = flag(
-        2048, "token budget of one step, which bounds what sliding windows keep", read=positive
+    block_size: int = _model_flag("--block-size", positive, 16, "tokens per KV block")
+    max_num_batched_tokens: int = _model_flag(
+        "--max-num-batched-tokens",
+        positive,
+        2048,
+        "token budget of one step, which bounds the KV of sliding windows",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _GpuFlags:
-    """Which GPUs, how many, and how much of them may be used."""
-
-    gpu: Literal[(*GPUS, CUSTOM.name)] = flag("h100", "kind of GPU")  # type: ignore[valid-type]
-    tensor_parallel_size: int = flag(
-        1, "GPUs that share the model", "--tensor-parallel-size --tp", read=positive
+    gpu: str = _gpu_flag("--gpu", str, "h100", "GPU model", choices=(*GPUS, CUSTOM.name))
+    tensor_parallel_size: int = _gpu_flag(
+        "--tensor-parallel-size --tp", positive, 1, "GPUs that share the model"
     )
-    gpu_memory_utilization: float = flag(
-        DEFAULT_UTILIZATION, "of the memory, for weights, reserve and KV", metavar="SHARE"
+    gpu_memory_utilization: float = _gpu_flag(
+        "--gpu-memory-utilization",
+        float,
+        DEFAULT_UTILIZATION,
+        "share of the memory for weights, reserve and KV",
+        metavar="SHARE",
     )
-    reserve_gb: float = flag(
+    reserve_gb: float = _gpu_flag(
+        "--reserve-gb",
+        _zero_or_more,
         DEFAULT_RESERVE_BYTES / _GB,
-        "of each GPU, for activations and the CUDA context",
-        read=_rest,
+        "memory of each GPU for activations and the CUDA context",
         metavar="GB",
     )
-    efficiency: float = flag(
-        1.0, "of all peak speeds that is reached", default_text="%(default)s, the roof", metavar="SHARE"
+    efficiency: float = _gpu_flag(
+        "--efficiency",
+        float,
+        1.0,
+        "reached share of all peak speeds (default: 1, the upper bound)",
+        metavar="SHARE",
     )
-    hbm_gib: float | None = flag(None, f"memory{_OVERRIDES}", read=_amount)
-    hbm_gb_per_s: float | None = flag(None, f"speed of the memory{_OVERRIDES}", read=_amount, metavar="GB")
-    tflops: float | None = flag(None, f"dense 16-bit arithmetic{_OVERRIDES}", read=_amount, metavar="N")
-    link_gb_per_s: float | None = flag(None, f"link to the host{_OVERRIDES}", read=_amount, metavar="GB")
+    hbm_gib: float | None = _gpu_flag("--hbm-gib", _above_zero, None, f"memory{_OVERRIDES}", metavar="GIB")
+    hbm_gb_per_s: float | None = _gpu_flag(
+        "--hbm-gb-per-s", _above_zero, None, f"memory bandwidth{_OVERRIDES}", metavar="GB"
+    )
+    tflops: float | None = _gpu_flag("--tflops", _above_zero, None, f"dense 16-bit arithmetic{_OVERRIDES}")
+    link_gb_per_s: float | None = _gpu_flag(
+        "--link-gb-per-s", _above_zero, None, f"bandwidth to the host{_OVERRIDES}", metavar="GB"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,12 +173,11 @@ def _gpu(args: argparse.Namespace) -> Gpu:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
+    parser = CommandParser(
         prog="kvroute plan",
         description="Tell how many sequences a model holds on GPUs, how fast it decodes, what to choose.",
     )
-    add_flags(parser.add_argument_group("model"), _ModelFlags)
-    add_flags(parser.add_argument_group("GPUs"), _GpuFlags)
+    add_flags(parser, _ModelFlags, _GpuFlags)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a page of text")
     return parser
 

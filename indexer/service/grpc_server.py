@@ -16,16 +16,15 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from common.tls import FollowedFiles
+from common.tls import FileReloader
 from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
 from indexer.config import PodStream
 from indexer.errors import ConfigError, ListenError, TokenError
-from indexer.index.contract import PodMatch, Prefix
+from indexer.index.contract import PodMatch, Prefix, StreamState
 from indexer.keys import Keys
 from indexer.kv_indexer import KvIndexer
 from indexer.peers.service import PEER_SERVICE
-from indexer.streams.state_machine import StreamState
 from tokenization import PromptError, PromptTokenizer
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["IndexerService"].full_name
@@ -251,7 +250,7 @@ def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.Se
 
     try:
         files = [path for path in (cert, key, client_ca) if path is not None]
-        followed = FollowedFiles("grpc", files, load)
+        followed = FileReloader("grpc", files, load)
     except OSError as error:
         raise ConfigError(f"TLS: {error.filename}: cannot be read: {error.strerror}") from error
     used = [followed.current()]

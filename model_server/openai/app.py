@@ -107,7 +107,7 @@ class HttpApi:
         """Return the ASGI application of both ports, or of one where administration is not served."""
         options, model, post = self.options, self.model, partial(Route, methods=["POST"])
         # Address where this server publishes its KV events.
-        sources = {} if self.publisher is None else {"0": self.publisher.config.announced()}
+        sources = {} if self.publisher is None else {"0": self.publisher.config.as_vllm()}
         # Both ports serve these, without a secret: they tell nothing of prompts.
         for_all = [
             Route("/health", self._health),

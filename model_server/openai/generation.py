@@ -18,7 +18,7 @@ import msgspec
 
 from model_server.engine.core import EngineCore
 from model_server.errors import RequestError
-from model_server.metrics import ChoiceObserver, RequestMetrics
+from model_server.openai.metrics import ChoiceObserver, RequestMetrics
 from model_server.openai.types import ApiError, from_exception
 from model_server.requests import ChosenToken, EngineCoreOutput, EngineCoreRequest
 from tokenization import IncrementalDecoder, PromptTokenizer

@@ -26,8 +26,14 @@ from model_server.openai.types import (
     generation_body,
 )
 from model_server.requests import EngineCoreRequest, SamplingParams
-from tokenization import PromptError, PromptTokenizer, PromptTooLongError
-from tokenization.prompts import PromptLimits, chat_prompt, completion_prompts
+from tokenization import (
+    PromptError,
+    PromptLimits,
+    PromptTokenizer,
+    PromptTooLongError,
+    chat_prompt,
+    completion_prompts,
+)
 
 # Between JSON's words; without a bound a model may write spaces to its last token.
 _JSON_WHITESPACE = r"[ \n\t]{1,8}"

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from indexer.errors import PeerError
-from indexer.peers.service import PeerIdentity
+from indexer.peers import PeerIdentity
 from router.feedback.lifecycle import Heard
 from router.feedback.messages import FOLLOW, FollowRequest, News, heard_of, news_messages, read, sent_of
 from router.inflight.dispatch import Dispatch

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from indexer.config import IndexerConfig
 from indexer.errors import PeerError
-from indexer.peers.service import PeerIdentity
+from indexer.peers import PeerIdentity
 from router.feedback.change_log import Journal, LedgerDoor
 from router.feedback.follower import STATES, Followers
 from router.feedback.lifecycle import Heard, Outcomes

@@ -13,19 +13,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import msgspec
 from msgspec import Meta
 
-from indexer.audit.engine_counters import EngineReading
-from indexer.audit.mismatch_watch import DispatchKey
+from indexer import DispatchKey, EngineReading
 from indexer.keys import Keys
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger
 from router.inflight.rates import PrefillRates
-from router.observe.decision_log import Explain
-from router.observe.metrics import RouterMetrics
 from router.picking.decision import Decision
 from router.pods.engine_load import EngineLoad
 from router.pods.pod_set import PodSnapshot
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
 
 
 BLOCKS, ACCESS_LOG, RESPONSE, REPORT = "blocks", "access_log", "response", "report"
-SCRAPE, CLOCK = "scrape", "clock"
+SCRAPE, CLOCK, DISPLACED = "scrape", "clock", "displaced"
 
 FIRST_TOKEN, DONE, FAILED, REFUSED = "first_token", "done", "failed", "refused"
 
@@ -60,14 +57,36 @@ class Heard(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
+class LifecycleObserver(Protocol):
+    """Observer of requests' lifecycles; metrics and the decision log are one."""
+
+    def decided(self, decision: Decision) -> None: ...
+
+    def prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None: ...
+
+    def ended(
+        self,
+        request_id: str,
+        source: str,
+        now_s: float,
+        *,
+        failed: bool,
+        late_s: float | None = None,
+        cached_tokens: int | None = None,
+        dispatch: Dispatch | None = None,
+        pod: str | None = None,
+    ) -> None: ...
+
+    def reported_late(self, event: str, source: str, late_s: float) -> None: ...
+
+
 @dataclass(slots=True)
 class Outcomes:
     """Keeps the accounts of dispatched requests."""
 
     ledger: Ledger
     rates: PrefillRates
-    explain: Explain
-    metrics: RouterMetrics
+    observer: LifecycleObserver
     settle: Callable[[DispatchKey, float], None]  # ends a request's speculative index entries, at a time
     drop: Callable[[DispatchKey], None]  # a request's blocks need not be awaited; before it is settled
     _echoes: Echoes = field(init=False, default_factory=lambda: Echoes())
@@ -77,21 +96,16 @@ class Outcomes:
         """From now on other routers are told what is heard of requests that are none of ours."""
         self._others = others
 
-    def decided(self, decision: Decision, displaced: Sequence[Dispatch], took_s: float) -> None:
-        """A pod was picked; `displaced` are requests that the ledger had to give up for it."""
-        self.explain.decided(decision)
-        self.metrics.decided(decision, took_s)
+    def decided(self, decision: Decision, displaced: Sequence[Dispatch], arrived_s: float) -> None:
+        """Settle a pick of a request that arrived at `arrived_s`; the ledger dropped `displaced` for it."""
+        self.observer.decided(decision)
         for dispatch in displaced:
-            self.metrics.ended("displaced", failed=True)
-            self._lost(dispatch, decision.decided_s)
-        if decision.is_charged and self.ledger.was_over(decision.request_id, decision.decided_s - took_s):
+            self._given_up(dispatch, DISPLACED, decision.decided_s)
+        if decision.is_charged and self.ledger.was_over(decision.request_id, arrived_s):
             # Its client was gone before there was a pick, and Envoy tells that once.
             self.ended(
                 decision.request_id, ACCESS_LOG, decision.decided_s, pod=decision.primary.pod, failed=True
             )
-
-    def refused(self, took_s: float) -> None:
-        self.metrics.pick_failed(took_s)
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> None:
         """A pod announced blocks: whose last prompt block is among them, its prefill is over."""
@@ -99,7 +113,7 @@ class Outcomes:
         for dispatch in prefills:
             self._prefill_ended(dispatch, BLOCKS, now_s)
         for late_s in told_late_s:
-            self.metrics.observe("late", late_s, "first_token", BLOCKS)
+            self.observer.reported_late(FIRST_TOKEN, BLOCKS, late_s)
 
     def first_token(
         self,
@@ -122,7 +136,7 @@ class Outcomes:
         if dispatch is not None:
             self._prefill_ended(dispatch, source, now_s)
         elif (known_s := self.ledger.prefill_ended_s(request_id, pod, sent_s)) is not None:
-            self.metrics.observe("late", now_s - known_s, "first_token", source)
+            self.observer.reported_late(FIRST_TOKEN, source, now_s - known_s)
         elif passes_on and self._others is not None and request_id not in self.ledger:
             self._others.heard(Heard(request_id, FIRST_TOKEN, source, pod))
         return request_id in self.ledger
@@ -162,26 +176,22 @@ class Outcomes:
                 self._lost(dispatch, now_s)
             else:
                 self.settle(dispatch.key, now_s)
-            self.metrics.ended(source, failed=failed, late_s=late_s or 0.0)
         elif (known_s := self.ledger.ended_s(request_id)) is not None:
-            self.metrics.observe("late", now_s - known_s, "end", source)
+            self.observer.reported_late("end", source, now_s - known_s)
         elif passes_on and self._others is not None:
             event = FAILED if failed else REFUSED if refused else DONE
             self._others.heard(Heard(request_id, event, source, pod, late_s, cached_tokens))
         if dispatch is not None or cached_tokens is not None:
-            predicted = self.explain.ended(
+            self.observer.ended(
                 request_id,
                 source,
                 now_s,
                 failed=failed,
+                late_s=late_s or 0.0,
                 cached_tokens=cached_tokens,
                 dispatch=dispatch,
                 pod=pod,
             )
-            if predicted is not None and cached_tokens is not None:
-                # A prediction, together with what came true of it.
-                self.metrics.count("compared", number=predicted)
-                self.metrics.count("delivered", number=cached_tokens)
         return dispatch
 
     def expire(self, now_s: float) -> None:
@@ -239,8 +249,7 @@ class Outcomes:
 
     def _given_up(self, dispatch: Dispatch, source: str, now_s: float) -> None:
         self._lost(dispatch, now_s)
-        self.metrics.ended(source, failed=True)
-        self.explain.ended(dispatch.request_id, source, now_s, failed=True, dispatch=dispatch)
+        self.observer.ended(dispatch.request_id, source, now_s, failed=True, dispatch=dispatch)
 
     def _prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None:
         tokens, took_s = dispatch.uncached_tokens, now_s - dispatch.dispatched_s
@@ -250,8 +259,7 @@ class Outcomes:
 
     def _guessed(self, dispatch: Dispatch, source: str, now_s: float) -> None:
         """Its prefill is taken for ended; while that is no news, its speculative entries live on."""
-        self.metrics.observe("prefill_ends", now_s - dispatch.dispatched_s, source)
-        self.explain.prefill_ended(dispatch, source, now_s)
+        self.observer.prefill_ended(dispatch, source, now_s)
 
 
 class Echoes:

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from threading import Lock
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from indexer.keys import Keys
 from router.inflight.dispatch import Dispatch, Entry, SentAdapters
 from router.pods.load_table import PodBoard
-
-if TYPE_CHECKING:
-    from router.feedback.change_log import Journal
 
 _Key = TypeVar("_Key", int, str)
 
@@ -44,6 +41,16 @@ class LedgerParameters:
     travel_s: float = 2.0  # a request sent so shortly before an engine told its load may not be in it
 
 
+class ChangeListener(Protocol):
+    """Receiver of the ledger's changes, in their order; called with the ledger's lock held."""
+
+    def begin(self, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
+        """Note the requests in flight: number, dispatch, and whether its first token is believed out."""
+
+    def note(self, kind: str, change: object) -> None:
+        """Note one change: `(number, dispatch, keys)` for "sent", else the request's number."""
+
+
 class Ledger:
     """In-flight requests, and what they add up to on the board.
 
@@ -63,7 +70,7 @@ class Ledger:
         self.board = board or PodBoard()
         self.adapters = adapters or SentAdapters()
         # Told of every change in its order, under the lock; see `tell`.
-        self.changes: Journal | None = None
+        self.changes: ChangeListener | None = None
         # Oldest first, as are the entries of each id and of each pod.
         self._entries: dict[int, Entry] = {}
         self._by_id: dict[str, list[Entry]] = {}
@@ -85,13 +92,13 @@ class Ledger:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._by_id
 
-    def tell(self, journal: Journal | None) -> None:
-        """Has a journal told of every change from now on, and of what is in flight now; None: none."""
+    def tell(self, listener: ChangeListener | None) -> None:
+        """Has a listener told of every change from now on, and of what is in flight now; None: none."""
         with self._lock:
-            self.changes = journal
-            if journal is not None:
+            self.changes = listener
+            if listener is not None:
                 entries = self._entries.values()
-                journal.begin([(one.number, one.dispatch, not one.is_waiting) for one in entries])
+                listener.begin([(one.number, one.dispatch, not one.is_waiting) for one in entries])
 
     def dispatch(self, dispatch: Dispatch, keys: Keys | None = None) -> list[Dispatch]:
         """Enters a request.
@@ -117,8 +124,8 @@ class Ledger:
             if confirm_key is not None:
                 self._confirming.setdefault(pod, {}).setdefault(confirm_key, []).append(entry)
             self._schedule(dispatch, number)
-            if (journal := self.changes) is not None:
-                journal.note("sent", (number, dispatch, keys))
+            if (listener := self.changes) is not None:
+                listener.note("sent", (number, dispatch, keys))
             return displaced
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> tuple[list[Dispatch], list[float]]:

@@ -17,13 +17,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.counters import Tallies
+from common.counters import BatchedMetrics
 from router.errors import RequestError
 from router.inflight.ledger import Ledger
 from router.picking.decision import Decision
 from router.pods.load_table import PodWork
 from router.pods.pod_set import Pod, PodSet
-from tokenization.tokenizer import PromptTokenizer
+from tokenization import PromptTokenizer
 
 _MODELS_MAX = 1000
 _SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -112,7 +112,7 @@ class RouterMetrics:
     """All counters and histograms of one router."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        make = Tallies(registry)
+        make = BatchedMetrics(registry)
         self._lock = make.lock
         self._counts = {name: make.counter(*told) for name, told in _COUNTERS.items()}
         self._spreads = {name: make.histogram(*told) for name, told in _HISTOGRAMS.items()}
@@ -120,7 +120,13 @@ class RouterMetrics:
         self._models = _CappedLabels(_MODELS_MAX)
         self._pods: frozenset[str] | None = None
 
-    def decided(self, decision: Decision, took_s: float) -> None:
+    def picked(self, took_s: float, decision: Decision | None) -> None:
+        """Count a pick that took so many seconds; None: it failed."""
+        if decision is None:
+            with self._lock:
+                self._counts["attempts"].add(("failure", "", "", "", ""))
+                self._spreads["picking"].observe(took_s)
+            return
         best, client, count = decision.primary, decision.client_model, self._counts
         model = self._models.admit(decision.model or "")
         named = model if client is None else self._models.admit(client)
@@ -143,11 +149,6 @@ class RouterMetrics:
         """Counts an error that the router answers; without the model's name, which the client chose."""
         with self._lock:
             self._counts["errors"].add(("", "", "", "0", error.error_type))
-
-    def pick_failed(self, took_s: float) -> None:
-        with self._lock:
-            self._counts["attempts"].add(("failure", "", "", "", ""))
-            self._spreads["picking"].observe(took_s)
 
     def keep(self, pods: Collection[str]) -> None:
         """Drops the series of every pod but these."""

@@ -12,7 +12,7 @@ import torch
 from openai import AuthenticationError, ConflictError, OpenAI
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from model_server import serve
+from model_server.openai import api_server
 from tests.integration.model_server_support import MODEL, RunningServer, running_server, wait_until
 from tests.unit.lora_support import save_adapter
 
@@ -183,8 +183,8 @@ def test_a_stuck_engine_is_not_healthy(server: RunningServer, monkeypatch: pytes
         assert go_on.wait(300)
         return run(chunks)
 
+    monkeypatch.setattr(api_server, "STUCK_S", 0.05)
     monkeypatch.setattr(server.engine.executor, "execute_model", hanging)
-    monkeypatch.setattr(serve, "STUCK_S", 0.05)
     thread = threading.Thread(target=lambda: text(server, max_tokens=1))
     thread.start()
     try:

@@ -1,4 +1,4 @@
-"""Two whole routers over the same fake pods, each the other's peer: one ledger in all that matters."""
+"""Two whole routers over the same fake pods, each the other's peer, share the load in flight."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from tests.unit.router_support import completion, long_text
 from tests.wire.router_wire_support import wait_until
 
 SEED = 7
-# Engines that have so many requests end none of ours, however long a test takes.
+# Reported request counts high enough that the engines' counts end none of ours.
 BUSY = METRICS.replace('running{engine="0"} 0.0', 'running{engine="0"} 100.0')
-# Settings that are the index's.
+# Settings of the index.
 OF_INDEX = ("backend", "redis_url", "peer_ca")
 
 
 @contextmanager
 def two_pods(directory: Path) -> Iterator[Path]:
-    """Two fake pods; yields a file that names them."""
+    """Run two fake pods; yield a pods file of them."""
     with fake_pods(2) as pods:
         for pod in pods:
             pod.metrics = BUSY
@@ -53,12 +53,12 @@ def two_pods(directory: Path) -> Iterator[Path]:
 def router(
     pods_file: Path, port: int, *peers: int, host: str = HERE, **settings: Any
 ) -> Iterator[RouterServer]:
-    """A router at this port whose peers are at those."""
+    """Run a router on this port with peers on those ports."""
     of_index = {name: settings.pop(name) for name in OF_INDEX if name in settings}
     index = IndexerConfig(
         bootstrap_s=0.5, hash_seed=SEED, peers=tuple(f"{host}:{peer}" for peer in peers), **of_index
     )
-    # Pods so slow that no clock ends a prefill while a test runs, and whose loads do not become too old.
+    # Slow enough that no clock ends a prefill during a test, with load metrics that do not expire.
     slow = {"prefill_tokens_per_s": 1.0, "load_age_max_s": 3600.0}
     with running_router(pods_file, grpc_port=port, index=index, **slow, **settings) as running:
         wait_until(lambda: len(ready_pods(running)) == 2, "the pods")
@@ -67,7 +67,7 @@ def router(
 
 @contextmanager
 def fleet(directory: Path, **settings: Any) -> Iterator[tuple[RouterServer, RouterServer]]:
-    """Two routers that follow each other."""
+    """Run two routers that follow each other."""
     ports = free_port(), free_port()
     with two_pods(directory) as pods_file, ExitStack() as running:
         first, second = (running.enter_context(router(pods_file, port, *ports, **settings)) for port in ports)
@@ -76,36 +76,36 @@ def fleet(directory: Path, **settings: Any) -> Iterator[tuple[RouterServer, Rout
 
 
 def states(one: RouterServer) -> list[str]:
-    """How a router sees the others."""
+    """Return the state of each peer as the router reports it."""
     return [peer["state"] for peer in shown(one)]
 
 
 def shown(one: RouterServer) -> list[dict[str, Any]]:
-    """What its page says of the others."""
+    """Return a sample of the peers on the router's metrics page."""
     _, page = get(one, "/ready")
     routers: list[dict[str, Any]] = json.loads(page)["routers"]
     return [peer for peer in routers if not peer["address"].startswith("[")]
 
 
 def awaiting(one: RouterServer) -> int:
-    """Requests that await a first token, as this router prices pods."""
+    """Return the number of requests that await a first token in the router's load table."""
     board = one.pods.board
     return sum(board.work(pod).awaiting for pod in one.pods.snapshot())
 
 
 def await_work(one: RouterServer, requests: int) -> None:
-    """Waits until a router believes that so many requests await their first tokens."""
+    """Wait until this many requests await their first token in a router's load table."""
     wait_until(lambda: awaiting(one) == requests, f"{requests} that wait")
 
 
 def pick(one: RouterServer, request_id: str, prompt: str) -> str:
-    """The pod that a router picks of two, however late a busy machine has probed them."""
+    """Return the pod that a router picks of two, however late a busy machine has probed them."""
     wait_until(lambda: len(ready_pods(one)) == 2, "both pods")
     return one.router.route(completion(request_id, prompt), time.monotonic()).primary.pod
 
 
 def test_each_router_prices_with_the_work_of_both(tmp_path: Path) -> None:
-    """Long prompts that come to two routers in turn spread over both pods, as through one router."""
+    """Long prompts sent alternately to two routers are spread over both pods, as by one router."""
     with fleet(tmp_path) as (first, second):
         for number in range(3):
             here = pick(first, f"a{number}", long_text(400, number))
@@ -119,9 +119,9 @@ def test_each_router_prices_with_the_work_of_both(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_a_burst_sticks_to_one_pod_through_both(tmp_path: Path, is_shared: bool) -> None:
-    """A prompt that one router has sent away is believed cached there by the other, and priced so.
+    """A prompt dispatched by one router counts as cached at its pod for the other router too.
 
-    Also where views lie in Redis, which holds only what pods told.
+    This holds for views in Redis as well, which store only reported blocks.
     """
     with ExitStack() as running:
         shared = {}
@@ -138,7 +138,7 @@ def test_a_burst_sticks_to_one_pod_through_both(tmp_path: Path, is_shared: bool)
 
 
 def test_an_access_log_that_reaches_the_other_router_ends_the_request(tmp_path: Path) -> None:
-    """Envoy's log goes to one router alone: it tells whose request it was."""
+    """An access log entry that reaches only the other router ends the request."""
     with fleet(tmp_path) as (first, second):
         pod = pick(first, "a", "hello")
         await_work(second, 1)
@@ -148,7 +148,7 @@ def test_an_access_log_that_reaches_the_other_router_ends_the_request(tmp_path: 
 
 
 def test_an_outcome_that_is_reported_to_the_other_router_counts(tmp_path: Path) -> None:
-    """A gateway's reports may go to any router of the Service, which says that it knows the request."""
+    """An outcome may be reported to any router, which says that it knows the request."""
     with fleet(tmp_path) as (first, second):
         pod = pick(first, "a", "hello")
         await_work(second, 1)
@@ -159,17 +159,15 @@ def test_an_outcome_that_is_reported_to_the_other_router_counts(tmp_path: Path) 
                 said = report(outcome(request_id="a", address=pod, outcome=event), timeout=60)
                 assert said.known
         wait_until(lambda: first.requests_in_flight == 0, "the end")
-        # It is recorded a moment after the request has left the ledger.
+        # The end is recorded a moment after the ledger's entry is removed.
         wait_until(lambda: (first.explain.one("a") or {}).get("end"), "the record of it")
         record = first.explain.one("a")
         assert record is not None
         assert (record["prefill_end"]["source"], record["end"]["source"]) == ("report", "report")
 
 
-def test_a_router_that_ends_leaves_its_work_to_what_engines_tell(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its requests are gone with it, and log, page and metrics say so; back, it is followed again."""
+def test_a_stopped_routers_requests_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A stopped peer has its requests removed and is reported as down; once back, it is followed again."""
     ports = free_port(), free_port()
     with two_pods(tmp_path) as pods_file, router(pods_file, ports[0], *ports) as first:
         with router(pods_file, ports[1], *ports) as second:
@@ -186,8 +184,8 @@ def test_a_router_that_ends_leaves_its_work_to_what_engines_tell(
             wait_until(lambda: states(first) == ["followed"], "its return")
 
 
-def test_a_router_without_peers_tells_of_none(tmp_path: Path) -> None:
-    """One router alone follows nobody."""
+def test_a_router_without_peers_follows_none(tmp_path: Path) -> None:
+    """A router without peers follows none."""
     with two_pods(tmp_path) as pods_file, router(pods_file, 0) as alone:
         pick(alone, "a", "hello")
         _, page = get(alone, "/metrics")
@@ -195,8 +193,8 @@ def test_a_router_without_peers_tells_of_none(tmp_path: Path) -> None:
         assert b'kvroute_router_ledger_peers{state="followed"} 0.0' in page
 
 
-def test_routers_meet_over_tls(tmp_path: Path) -> None:
-    """Peers show certificates of one authority, on the port that gateways ask."""
+def test_peers_authenticate_by_tls(tmp_path: Path) -> None:
+    """Peers authenticate by certificates of one authority, on the gateways' port."""
     authority = trustme.CA()
     issued = authority.issue_cert("localhost")
     ca = tmp_path / "ca.crt"

@@ -1,4 +1,4 @@
-"""`kvroute router --peer` and `kvroute indexer --peer` as processes: what one knows, the next begins with."""
+"""`kvroute router --peer` and `kvroute indexer --peer` as processes: a new one starts with a peer's views."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ SEED = ("--hash-seed", "7")
 
 @dataclass(frozen=True)
 class Ports:
-    """Where a process listens."""
+    """The ports of a process."""
 
     grpc: int
     metrics: int
 
     @property
     def peer(self) -> str:
-        """What others name it by."""
+        """Return the address by which others name the process as a peer."""
         return f"127.0.0.1:{self.grpc}"
 
     def metric(self, name: str) -> float:
-        """A sample of its metrics page, with its labels; 0 where there is none."""
+        """Return a sample of the process's metrics page by name and labels; 0 if it is missing."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics}/metrics", timeout=300) as page:
             for line in page.read().decode().splitlines():
                 if line.startswith(f"{name} "):
@@ -50,7 +50,7 @@ class Ports:
 
 @contextmanager
 def router(path: Path, *argv: str) -> Iterator[Ports]:
-    """A running router with block length and seed in common."""
+    """Run a router with the common block length and seed."""
     options = ("--pods-file", str(path), *FREE_PORTS, "--refresh-metrics-interval", "100ms", *SEED)
     with process(*options, *argv) as started:
         yield ports(started)
@@ -58,7 +58,7 @@ def router(path: Path, *argv: str) -> Iterator[Ports]:
 
 @contextmanager
 def indexer(path: Path, *argv: str) -> Iterator[Ports]:
-    """A running stand-alone indexer with the same seed."""
+    """Run a stand-alone indexer with the same seed."""
     command = [sys.executable, "-m", "indexer", "--pods-file", str(path), "--host", "127.0.0.1"]
     command += ["--grpc-port", "0", "--metrics-port", "0", *SEED, *argv]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as started:
@@ -69,7 +69,7 @@ def indexer(path: Path, *argv: str) -> Iterator[Ports]:
 
 
 def ports(started: subprocess.Popen[str]) -> Ports:
-    """Waits for the line that tells the ports; what is said later is read and passed over."""
+    """Wait for the line with the ports; later output is read and dropped."""
     assert started.stderr is not None
     for line in started.stderr:
         if found := re.search(r"listening: grpc (\d+).*metrics (\d+)", line):
@@ -78,7 +78,7 @@ def ports(started: subprocess.Popen[str]) -> Ports:
 
 
 def cached_tokens(at: Ports) -> int:
-    """What a router predicts for TOKENS; -1 while it cannot pick."""
+    """Return the cached tokens that a router predicts for TOKENS; -1 while it cannot pick."""
     request = pb.PickEndpointRequest(model=MODEL, token_ids=pb.TokenIds(ids=TOKENS))
     with grpc.insecure_channel(at.peer) as channel:
         try:
@@ -90,13 +90,13 @@ def cached_tokens(at: Ports) -> int:
 
 
 def followed(path: Path, pod: FakePod, engine: EnginePublisher) -> Path:
-    """A pods file with the engine behind the pod."""
+    """Write a pods file with the engine behind the pod."""
     labels = {"kv_events_port": str(engine.events_port), "kv_replay_port": str(engine.replay_port)}
     return pods_file(path, pod, model=MODEL, **labels)
 
 
 def publish(engine: EnginePublisher) -> None:
-    """More batches than the engine remembers."""
+    """Publish more batches than the engine's replay buffer keeps."""
     engine.wait_for_subscriber()
     for number in range(BLOCKS):
         tokens = TOKENS[16 * number : 16 * (number + 1)]
@@ -107,10 +107,10 @@ BUILT = 'kvroute_indexer_bootstraps_total{source="%s"}'
 
 
 @pytest.mark.parametrize("late", [router, indexer])
-def test_whoever_starts_late_begins_with_what_a_router_knows(
+def test_a_new_router_starts_with_a_peers_view(
     tmp_path: Path, late: Callable[..., AbstractContextManager[Ports]]
 ) -> None:
-    """A second router predicts what the first does, an indexer holds it, though the engine has forgotten."""
+    """A second router and an indexer start with the first router's view, which the engine cannot replay."""
     with fake_pods(1) as (pod,), EnginePublisher(history=2) as engine:
         path = followed(tmp_path / "pods.yaml", pod, engine)
         with router(path) as first:
@@ -127,7 +127,7 @@ def test_whoever_starts_late_begins_with_what_a_router_knows(
 
 
 def test_peers_without_a_common_seed_do_not_start(tmp_path: Path) -> None:
-    """Random seeds have nothing in common: that is said at the start, in one line, with the flag to give."""
+    """Peers with random seeds are rejected at start, in one line with the flag to give."""
     path = tmp_path / "pods.yaml"
     path.write_text("endpoints: []\n")
     code, said = run("--pods-file", str(path), *FREE_PORTS, "--peer", "router:9002")
@@ -144,8 +144,10 @@ def test_peers_without_a_common_seed_do_not_start(tmp_path: Path) -> None:
         (("--peer", "router:9002", "--peer-ca", "missing.crt"), "missing.crt"),
     ],
 )
-def test_what_peers_cannot_be_is_said(tmp_path: Path, argv: tuple[str, ...], complaint: str) -> None:
-    """Each wrong setting stops the start with exit code 2 and a line that names it."""
+def test_an_invalid_peer_setting_ends_the_start(
+    tmp_path: Path, argv: tuple[str, ...], complaint: str
+) -> None:
+    """An invalid peer setting ends the start with status 2 and an error that names it."""
     path = tmp_path / "pods.yaml"
     path.write_text("endpoints: []\n")
     code, said = run("--pods-file", str(path), *FREE_PORTS, *SEED, *argv)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry
 
 from model_server.engine.core import OutputCallback
-from model_server.metrics import RequestMetrics
 from model_server.openai.answers import Answer
 from model_server.openai.generation import AsyncEngine, TextAssembler
+from model_server.openai.metrics import RequestMetrics
 from model_server.openai.prompts import Job
 from model_server.openai.types import generation_body
 from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingParams

@@ -12,8 +12,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from model_server.errors import EngineClosedError, QueueFullError, RequestError
-from model_server.metrics import RequestMetrics
 from model_server.openai.generation import AsyncEngine, Generation, TextAssembler
+from model_server.openai.metrics import RequestMetrics
 from model_server.openai.types import ApiError
 from model_server.requests import EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams
 from tokenization import TINY_DIRECTORY, PromptTokenizer

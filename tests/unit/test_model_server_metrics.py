@@ -9,7 +9,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from model_server.kv_events.publisher import PublisherStats
-from model_server.metrics import ChoiceObserver, EngineCollector, LoraCollector, RequestMetrics, new_registry
+from model_server.openai.metrics import (
+    ChoiceObserver,
+    EngineCollector,
+    LoraCollector,
+    RequestMetrics,
+    new_registry,
+)
 from model_server.requests import EngineStats
 
 STATS = EngineStats(

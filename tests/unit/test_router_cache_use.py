@@ -1,4 +1,4 @@
-"""Requests that engines serve without their cache, or of whose cache their usage tells a part."""
+"""Requests for which the engine reads no cache, or whose usage covers only a part of the hit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TEXT = long_text(200)
 CHAT, COMPLETIONS = RequestKind.CHAT, RequestKind.COMPLETIONS
 
 
-def asked(kind: RequestKind, **fields: Any) -> RouteRequest:
-    """A request with these fields."""
+def request_with(kind: RequestKind, **fields: Any) -> RouteRequest:
+    """Return a request with these body fields."""
     return RouteRequest("r", kind, TINY, {"model": TINY, **fields})
 
 
@@ -51,15 +51,15 @@ def asked(kind: RequestKind, **fields: Any) -> RouteRequest:
         (RequestKind.MESSAGES, {"prompt_logprobs": 1, "echo": True}, True),
     ],
 )
-def test_log_probabilities_of_the_prompt_are_computed_with_it(
+def test_prompt_log_probabilities_bypass_the_cache(
     kind: RequestKind, fields: dict[str, Any], reads: bool
 ) -> None:
-    """What vLLM 0.32 and SGLang take for them reads no cache; all else does."""
-    assert reads_cache(asked(kind, **fields)) is reads
+    """Fields that request prompt log-probabilities in vLLM 0.32 or SGLang bypass the cache; others do not."""
+    assert reads_cache(request_with(kind, **fields)) is reads
 
 
-def test_a_cache_that_is_not_read_is_neither_predicted_nor_followed() -> None:
-    """The whole prompt is work, wherever it is sent; its blocks still end its prefill, and are assumed."""
+def test_a_request_that_bypasses_the_cache_predicts_no_hit() -> None:
+    """The whole prompt is charged on any pod, and its blocks are speculative until they end the prefill."""
     bench = Bench().with_pods(A, B)
     bench.index.hold(A.address, bench.keys(TEXT))
     queued = msgspec.structs.replace(completion("first", long_text(40, 1)), candidates=frozenset({A.address}))
@@ -75,8 +75,8 @@ def test_a_cache_that_is_not_read_is_neither_predicted_nor_followed() -> None:
     assert bench.sample("kvroute_router_picks_total", degraded=CACHE_NOT_READ) == 1
 
 
-def test_a_pod_that_holds_the_prompt_announces_it_again() -> None:
-    """An engine that does not read its cache stores all of the prompt a second time."""
+def test_a_bypassed_cache_publishes_all_blocks_again() -> None:
+    """Stored events of a cached prompt end the prefill if the engine does not read its cache."""
     bench = Bench().with_pods(A)
     bench.index.hold(A.address, bench.keys(TEXT))
     bench.router.route(completion("r", TEXT, echo=True, logprobs=1), 0.0)
@@ -95,14 +95,14 @@ def test_a_pod_that_holds_the_prompt_announces_it_again() -> None:
         ({}, 2, False),
     ],
 )
-def test_a_usage_that_tells_a_part_is_known(fields: dict[str, Any], prompts: int, tells: bool) -> None:
-    """Of several samples or prompts vLLM tells the cached tokens of one."""
-    assert usage_tells_all(asked(COMPLETIONS, **fields), prompts) is tells
+def test_partial_usage_is_recognized(fields: dict[str, Any], prompts: int, tells: bool) -> None:
+    """With several samples or prompts, vLLM reports the cached tokens of only one."""
+    assert usage_tells_all(request_with(COMPLETIONS, **fields), prompts) is tells
 
 
 @pytest.mark.parametrize(("prompt", "fields"), [(TEXT, {"n": 2}), ([TEXT, TEXT], {})])
-def test_a_prediction_is_not_held_against_a_part(prompt: object, fields: dict[str, Any]) -> None:
-    """What one of several samples or prompts was served is shown, and counts as no broken prediction."""
+def test_partial_usage_is_not_compared_with_the_prediction(prompt: object, fields: dict[str, Any]) -> None:
+    """Partial usage is shown in the decision log, but not counted against the prediction."""
     bench = Bench().with_pods(A)
     bench.index.hold(A.address, bench.keys(TEXT))
     bench.router.route(completion("r", prompt, **fields), 0.0)

@@ -1,4 +1,4 @@
-"""What explain keeps, and how much of it."""
+"""The decision log: what it stores, and its limits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from router.config.picker_file import parse_config
 from router.feedback.lifecycle import REPORT, RESPONSE
 from router.observe.decision_log import Explain
 from router.plugins.build import build_pipeline
-from router.plugins.labels import ROLE_LABEL
-from router.pods.pod_set import Pod
+from router.pods.pod_set import ROLE_LABEL, Pod
 from router.prompts.request import RequestKind, RouteRequest
 from tests.unit.router_support import TINY, Bench, completion, entry, long_text, ready_pod
 
@@ -35,7 +34,7 @@ TEXT, OTHER = long_text(100), long_text(100, 1)
 
 
 def test_among_many_pods_fewer_decisions_are_kept() -> None:
-    """Beyond so many candidates in all the oldest decisions go, the newest always stays."""
+    """Above a total number of candidates the oldest decisions are dropped; the newest always stays."""
     bench, explain = Bench().with_pods(*PODS), Explain(100, str, candidates_max=25)
     decisions = [bench.router.route(completion(f"r{number}", TEXT), 0.0) for number in range(3)]
     for decision in decisions:
@@ -47,8 +46,8 @@ def test_among_many_pods_fewer_decisions_are_kept() -> None:
     assert [record["request_id"] for record in small.latest(100)] == ["r2"]
 
 
-def test_of_requests_with_many_prompts_fewer_decisions_are_kept() -> None:
-    """What each prompt found on each pod is kept: eleven prompts take the room of three decisions."""
+def test_decisions_with_many_prompts_use_more_of_the_log() -> None:
+    """Hits are stored per prompt and pod: eleven prompts use the space of three decisions."""
     bench, explain = Bench().with_pods(*PODS), Explain(100, str, candidates_max=60)
     for number, prompt in enumerate([TEXT, [TEXT] * 11, [TEXT] * 11, TEXT]):
         explain.decided(bench.router.route(completion(f"r{number}", prompt), 0.0))
@@ -56,8 +55,8 @@ def test_of_requests_with_many_prompts_fewer_decisions_are_kept() -> None:
     assert kept == ["r3", "r2"]
 
 
-def test_a_page_shows_as_many_decisions_as_have_room() -> None:
-    """A page of so many pods, the excluded among them, ends before one too many, but is never empty."""
+def test_a_page_is_limited_by_its_number_of_pods() -> None:
+    """A page ends before its limit of pods, excluded ones included, but has at least one decision."""
     bench = Bench().with_pods(*PODS, *(ready_pod(f"10.0.1.{number}:8000", model="m") for number in range(5)))
     for number in range(5):
         bench.router.route(completion(f"r{number}", TEXT), 0.0)
@@ -66,8 +65,8 @@ def test_a_page_shows_as_many_decisions_as_have_room() -> None:
     assert len(bench.explain.latest(5, pods_max=1)) == 1
 
 
-def test_a_prompt_that_is_known_in_part_is_told_so() -> None:
-    """What stands behind an image counts in the load, and not in the cache: the decision says why."""
+def test_a_partially_known_prompt_is_recorded_with_its_reason() -> None:
+    """A prompt known only up to an image counts in full as load and in part as prefix, with the reason."""
     bench = Bench().with_pods(*PODS)
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     messages = [{"role": "user", "content": [{"type": "text", "text": TEXT}, image]}]
@@ -79,7 +78,7 @@ def test_a_prompt_that_is_known_in_part_is_told_so() -> None:
 
 
 def test_a_repeated_request_id_keeps_its_newest_decision() -> None:
-    """A retry under the same id takes its place, and its candidates are counted once."""
+    """A retry with the same request id replaces the decision, and its candidates are counted once."""
     bench, explain = Bench().with_pods(*PODS), Explain(100, str, candidates_max=25)
     for text in (TEXT, "short"):
         for _ in range(3):
@@ -89,8 +88,8 @@ def test_a_repeated_request_id_keeps_its_newest_decision() -> None:
 
 
 @pytest.mark.parametrize("second", [PODS[1], PODS[0]], ids=["another_pod", "the_same_pod"])
-def test_news_of_another_request_under_the_id_is_not_told_of_the_newest(second: Pod) -> None:
-    """Two requests in flight under one id: the first one's prefill, delivery and end are not the second's."""
+def test_reports_of_another_request_with_the_id_leave_the_newest_unchanged(second: Pod) -> None:
+    """With two requests in flight under one id, reports for the first do not change the second's record."""
     bench = Bench().with_pods(*PODS[:2])
     bench.index.hold(PODS[0].address, bench.keys(TEXT))
     bench.index.hold(second.address, bench.keys(OTHER)[:2])
@@ -111,8 +110,8 @@ def test_news_of_another_request_under_the_id_is_not_told_of_the_newest(second: 
     assert bench.sample("kvroute_router_compared_predicted_cached_tokens_total") == 32
 
 
-def test_late_news_from_another_pod_is_not_told_of_the_newest() -> None:
-    """When nothing is in flight any more, the pod that served it tells the requests under one id apart."""
+def test_late_reports_of_another_pod_leave_the_newest_unchanged() -> None:
+    """After the end, the serving pod distinguishes requests under one id for late reports."""
     bench = Bench().with_pods(*PODS[:2])
     bench.index.hold(PODS[0].address, bench.keys(TEXT))
     bench.index.hold(PODS[1].address, bench.keys(OTHER)[:2])
@@ -126,8 +125,8 @@ def test_late_news_from_another_pod_is_not_told_of_the_newest() -> None:
         assert record["delivered_cached_tokens"] == told
 
 
-def test_a_candidate_tells_everything_that_its_price_was_made_of() -> None:
-    """Tokens by tier, uncached tokens, queue, weight, price, slowdown, the age of its load and its view."""
+def test_a_candidate_records_every_input_of_its_cost() -> None:
+    """A candidate's record has every input of its cost: tokens by tier, queue, load age, view."""
     bench = Bench().with_pods(PODS[0])
     bench.index.hold(PODS[0].address, bench.keys(TEXT)[:2])
     bench.router.route(completion("r", TEXT), 0.0)
@@ -142,8 +141,8 @@ def test_a_candidate_tells_everything_that_its_price_was_made_of() -> None:
     assert (candidate["load_age_s"], candidate["view"], candidate["slowdown"]) == (None, "EXACT", 1.0)
 
 
-def test_a_decision_tells_its_whole_story() -> None:
-    """Candidates with tiers and prices, the excluded, prediction and delivery, and who told the end."""
+def test_a_decision_records_candidates_prediction_and_end() -> None:
+    """A decision's record has candidates with costs, excluded pods, prediction, delivery and end."""
     held = PODS[1].address
     bench = Bench().with_pods(*PODS[:2], ready_pod("10.0.1.1:8000", model="other"))
     bench.index.hold(held, bench.keys(OTHER)[:4])
@@ -165,8 +164,8 @@ def test_a_decision_tells_its_whole_story() -> None:
     assert record["reason"].startswith("longest cached prefix")
 
 
-def test_a_pipelines_decision_tells_scores_filters_and_who_prefills() -> None:
-    """A candidate has its score, a filtered pod the filter's name, and the pod that prefills is named."""
+def test_a_pipelines_decision_records_scores_filters_and_prefill_pod() -> None:
+    """A pipeline's decision has scores, the filter that excluded each pod, and the prefill pod."""
     config = parse_config(DISAGGREGATED, "c.yaml")
     ranker = build_pipeline(config, block_tokens=16, random=np.random.default_rng(3))
     a, b = (pod.address for pod in PODS[:2])

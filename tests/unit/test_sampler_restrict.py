@@ -65,9 +65,7 @@ wishes = st.builds(
 @given(
     st.lists(wishes, min_size=1, max_size=4), st.integers(0, 2**32), st.sampled_from([0.05, 0.2, 1.0, 9.0])
 )
-def test_filters_keep_the_tokens_of_their_definition(
-    rows: list[SamplingParams], seed: int, temperature: float
-) -> None:
+def test_filters_match_their_definition(rows: list[SamplingParams], seed: int, temperature: float) -> None:
     """The filters keep the tokens of their definition for all parameters and any number of ties."""
     probabilities = torch.stack([distribution(seed + row, temperature, 4) for row in range(len(rows))])
     masks = [(filter_probabilities(probabilities, rows), [True] * len(rows))]
@@ -93,9 +91,7 @@ def test_candidates_suffice_for_peaked_distributions() -> None:
 
 @settings(deadline=None, max_examples=examples(40))
 @given(st.lists(wishes, min_size=1, max_size=5), st.integers(0, 2**32), st.sampled_from([0.02, 0.3, 3.0]))
-def test_fast_paths_draw_the_full_sorts_token(
-    rows: list[SamplingParams], seed: int, temperature: float
-) -> None:
+def test_fast_paths_match_the_full_sort(rows: list[SamplingParams], seed: int, temperature: float) -> None:
     """Every fast path, alone or in a batch, draws the same token as a full sort."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(rows), VOCAB_SIZE, generator=generator) / temperature
@@ -213,9 +209,7 @@ def test_powers_have_float32_precision() -> None:
     st.sampled_from([1e-5, 0.05, 1.0, 1e30]),
     st.sampled_from([0.0, 1.0, 30.0, 1e4]),
 )
-def test_weights_are_proportional_to_the_softmax(
-    size: int, seed: int, temperature: float, spread: float
-) -> None:
+def test_weights_match_the_softmax(size: int, seed: int, temperature: float, spread: float) -> None:
     """Weights are proportional to torch's softmax for all logits and temperatures; banned tokens get 0."""
     generator = torch.Generator().manual_seed(seed)
     logits = spread * torch.randn(3, size, generator=generator)

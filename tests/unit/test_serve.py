@@ -1,4 +1,4 @@
-"""model_server.serve: taking an address before there is anything to serve on it."""
+"""model_server.openai.api_server: taking an address before there is anything to serve on it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from model_server.errors import StartError
-from model_server.serve import reserve
+from model_server.openai.api_server import reserve
 
 
 def test_a_reserved_port_refuses_connections_until_it_listens() -> None:

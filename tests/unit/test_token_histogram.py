@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from model_server.metrics import TokenHistogram
+from model_server.openai.metrics import TokenHistogram
 
 BUCKETS = (0.001, 0.5, 1.0, 80.0)
 LABELS = {"model_name": 'a "quoted" one', "engine": "0"}

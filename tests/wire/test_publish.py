@@ -75,7 +75,7 @@ def test_a_loopback_endpoint_is_bound_on_demand() -> None:
     ):
         frames = receive_until(subscriber, lambda: publisher.publish([removed(1)]))
         assert number_of(frames[2]) == 1
-        assert "always_bind" not in publisher.config.announced()
+        assert "always_bind" not in publisher.config.as_vllm()
 
 
 def test_overflow_drops_the_oldest_and_replay_delivers_it() -> None:

@@ -19,10 +19,10 @@ from model_server.engine.core import EngineCore
 from model_server.errors import ModelServerError, StartError
 from model_server.kv_events.events import NullEventPublisher
 from model_server.kv_events.publisher import ZmqEventPublisher
-from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
 from model_server.openai.app import HttpApi
 from model_server.openai.generation import AsyncEngine
 from model_server.openai.http_server import GRACE_S, HttpServer, stop_by_signals
+from model_server.openai.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
 from model_server.openai.prompts import GrammarTokenizer, ServedModel
 from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenizationError
 
