@@ -73,7 +73,7 @@ def uniform_draw(seed: int, position: int) -> float:
 
 
 def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """Draw one token per row; replaces the logits by unnormalised probabilities.
+    """Draw one token per row, replacing the logits by unnormalised probabilities.
 
     In place, because allocating the memory would take longer than the computation.
     """
@@ -103,13 +103,13 @@ def _draw_on_cpu(
     sums = exponentiate(logits, np.array(temperatures, np.float32))
     top_ps = np.array([row.params.top_p for row in rows])
     tokens = np.full(len(rows), -1, np.int64)
-    left = [index for index, row in enumerate(rows) if _only_top_p(row.params)]
+    remaining = [index for index, row in enumerate(rows) if _only_top_p(row.params)]
     for attempt in range(_ATTEMPTS):
-        if not left:
+        if not remaining:
             break
-        draws = np.array([_draw_value(rows[index], attempt) for index in left])
-        draw(logits, sums, np.array(left, np.int64), draws, top_ps, tokens)
-        left = [index for index in left if tokens[index] < 0]
+        draws = np.array([_draw_value(rows[index], attempt) for index in remaining])
+        draw(logits, sums, np.array(remaining, np.int64), draws, top_ps, tokens)
+        remaining = [index for index in remaining if tokens[index] < 0]
     return [int(token) for token in tokens.tolist()]
 
 
@@ -132,15 +132,15 @@ def _draw_filtered(probabilities: Tensor, rows: Sequence[SamplingRow]) -> Tensor
     draws = [_draw_value(row, _ATTEMPTS if _only_top_p(row.params) else 0) for row in rows]
     if probabilities.shape[-1] < CANDIDATES:
         return _sample_by_inverse_cdf(filter_probabilities(probabilities, params), draws)
-    token_ids, left, sure = filter_candidates(probabilities, params)
-    tokens = token_ids.gather(1, _sample_by_inverse_cdf(left, draws)[:, None]).squeeze(1)
-    unsure = (~sure).nonzero().flatten().tolist()
+    token_ids, kept, is_exact = filter_candidates(probabilities, params)
+    tokens = token_ids.gather(1, _sample_by_inverse_cdf(kept, draws)[:, None]).squeeze(1)
+    inexact = (~is_exact).nonzero().flatten().tolist()
     # On a CPU, one row at a time: sorting rows together gains nothing.
     at_once = 1 if probabilities.device.type == "cpu" else len(rows)
-    for first in range(0, len(unsure), at_once):
-        some = unsure[first : first + at_once]
-        left = filter_probabilities(probabilities[some], [params[index] for index in some])
-        tokens[some] = _sample_by_inverse_cdf(left, [draws[index] for index in some])
+    for first in range(0, len(inexact), at_once):
+        some = inexact[first : first + at_once]
+        kept = filter_probabilities(probabilities[some], [params[index] for index in some])
+        tokens[some] = _sample_by_inverse_cdf(kept, [draws[index] for index in some])
     return tokens
 
 
@@ -155,11 +155,11 @@ def _sample_by_inverse_cdf(probabilities: Tensor, draws: Sequence[float]) -> Ten
     rest = probabilities[:, size - size % _CHUNK :]
     # Sum each chunk in float32, only the chunks in float64: float64 for all takes five times as long.
     sums = [part.sum(dim=-1, keepdim=part is rest) for part in (whole, rest)]
-    cumulated = torch.cat(sums, dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    cumulative = torch.cat(sums, dim=-1).cumsum(dim=-1, dtype=torch.float64)
     targets = torch.tensor(draws, dtype=torch.float64, device=probabilities.device)[:, None]
-    targets = targets * cumulated[:, -1:]
-    at = torch.searchsorted(cumulated, targets, right=True).clamp_(max=(size - 1) // _CHUNK)
-    before = torch.where(at > 0, cumulated.gather(1, (at - 1).clamp_(min=0)), 0.0)
+    targets = targets * cumulative[:, -1:]
+    at = torch.searchsorted(cumulative, targets, right=True).clamp_(max=(size - 1) // _CHUNK)
+    before = torch.where(at > 0, cumulative.gather(1, (at - 1).clamp_(min=0)), 0.0)
     ids = at * _CHUNK + torch.arange(_CHUNK, device=at.device)
     chunk = torch.where(ids < size, probabilities.gather(1, ids.clamp(max=size - 1)), 0.0)
     found = torch.searchsorted(chunk.cumsum(dim=-1, dtype=torch.float64), targets - before, right=True)
@@ -194,8 +194,8 @@ def _apply_penalties(logits: Tensor, row: SamplingRow) -> None:
         logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if row.position and (params.frequency_penalty or params.presence_penalty):
         generated = torch.tensor(row.token_ids[-row.position :], device=logits.device)
-        said, counts = generated.unique(return_counts=True)
-        logits[said] -= params.frequency_penalty * counts + params.presence_penalty
+        generated_ids, counts = generated.unique(return_counts=True)
+        logits[generated_ids] -= params.frequency_penalty * counts + params.presence_penalty
 
 
 def _ban_all_but(logits: Tensor, token_ids: Tensor) -> None:
@@ -241,8 +241,8 @@ def gather_logprobs(
 def filter_probabilities(probabilities: Tensor, row_params: Sequence[SamplingParams]) -> Tensor:
     """Return probabilities, float32 [rows, vocab_size], with 0 for tokens that the filters remove."""
     ordered, token_ids = probabilities.sort(dim=-1, descending=True, stable=True)
-    left = ordered * _top_k_min_p_mask(ordered, row_params)
-    return torch.zeros_like(left).scatter_(1, token_ids, left * _top_p_mask(left, _row_sum(left), row_params))
+    kept = ordered * _top_k_min_p_mask(ordered, row_params)
+    return torch.zeros_like(kept).scatter_(1, token_ids, kept * _top_p_mask(kept, _row_sum(kept), row_params))
 
 
 def filter_candidates(
@@ -256,34 +256,34 @@ def filter_candidates(
         candidates: Number of tokens to examine, below the vocabulary size.
 
     Returns:
-        Ascending token ids [rows, candidates], their probabilities or 0, and bool [rows]: whether the filters
-        keep no other token.
+        Ascending token ids [rows, candidates], their probabilities or 0, and bool [rows]: whether the
+        result is exact, i.e. the filters keep no other token.
     """
     token_ids = probabilities.topk(candidates, dim=-1, sorted=False).indices.sort(dim=-1).values
     best = probabilities.gather(1, token_ids)
     ordered, at = best.sort(dim=-1, descending=True, stable=True)
-    left = ordered * _top_k_min_p_mask(ordered, row_params)
-    most = _param_column(row_params, ordered, lambda params: params.top_k)
-    total = torch.where(most > 0, _row_sum(left), _min_p_total(probabilities, ordered[:, :1], row_params))
-    keep = _top_p_mask(left, total, row_params)
+    kept = ordered * _top_k_min_p_mask(ordered, row_params)
+    top_k = _param_column(row_params, ordered, lambda params: params.top_k)
+    total = torch.where(top_k > 0, _row_sum(kept), _min_p_total(probabilities, ordered[:, :1], row_params))
+    keep = _top_p_mask(kept, total, row_params)
     # Tokens beyond the candidates are at most as probable as the last candidate, but may be equal to it.
     last = ordered.gather(1, keep.sum(dim=-1, keepdim=True) - 1)
-    sure = (last > ordered[:, -1:]) & (most <= candidates)
-    return token_ids, torch.zeros_like(best).scatter_(1, at, left * keep), sure.squeeze(1)
+    is_exact = (last > ordered[:, -1:]) & (top_k <= candidates)
+    return token_ids, torch.zeros_like(best).scatter_(1, at, kept * keep), is_exact.squeeze(1)
 
 
 def _top_k_min_p_mask(ordered: Tensor, row_params: Sequence[SamplingParams]) -> Tensor:
     """Return the mask of top_k and min_p for probabilities in descending order."""
     ranks = torch.arange(ordered.shape[1], device=ordered.device)
-    most = _param_column(row_params, ordered, lambda params: params.top_k if params.top_k > 0 else math.inf)
-    least = _param_column(row_params, ordered, lambda params: params.min_p) * ordered[:, :1]
-    return (ranks < most) & (ordered >= least)
+    top_k = _param_column(row_params, ordered, lambda params: params.top_k if params.top_k > 0 else math.inf)
+    threshold = _param_column(row_params, ordered, lambda params: params.min_p) * ordered[:, :1]
+    return (ranks < top_k) & (ordered >= threshold)
 
 
-def _top_p_mask(left: Tensor, total: Tensor, row_params: Sequence[SamplingParams]) -> Tensor:
+def _top_p_mask(kept: Tensor, total: Tensor, row_params: Sequence[SamplingParams]) -> Tensor:
     """Return the mask of top_p: the first tokens that make up the fraction top_p of the total."""
-    before = left.cumsum(dim=-1, dtype=torch.float64) - left
-    keep = (left > 0) & (before < _param_column(row_params, left, lambda params: params.top_p) * total)
+    before = kept.cumsum(dim=-1, dtype=torch.float64) - kept
+    keep = (kept > 0) & (before < _param_column(row_params, kept, lambda params: params.top_p) * total)
     keep[:, 0] = True  # a top_p that rounds to 0 in float32 still keeps the most probable token
     return keep
 
@@ -292,13 +292,13 @@ def _min_p_total(probabilities: Tensor, largest: Tensor, row_params: Sequence[Sa
     """Return the sum of the probabilities that min_p keeps."""
     if not any(params.min_p > 0.0 for params in row_params):
         return _row_sum(probabilities)
-    least = _param_column(row_params, largest, lambda params: params.min_p) * largest
-    return _row_sum(torch.where(probabilities >= least, probabilities, 0.0))
+    threshold = _param_column(row_params, largest, lambda params: params.min_p) * largest
+    return _row_sum(torch.where(probabilities >= threshold, probabilities, 0.0))
 
 
-def _row_sum(left: Tensor) -> Tensor:
+def _row_sum(kept: Tensor) -> Tensor:
     # In float64: at top_p 1, rounding in float32 would remove tokens.
-    return left.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    return kept.sum(dim=-1, keepdim=True, dtype=torch.float64)
 
 
 def _param_column(
