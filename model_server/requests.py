@@ -41,7 +41,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether plain argmax is enough: greedy, with no change of logits and no log probabilities."""
+        """True if argmax suffices: temperature 0, no change of logits, no log probabilities."""
         return (
             self.temperature < GREEDY_BELOW
             and self.repetition_penalty == 1.0

@@ -120,7 +120,7 @@ class Scheduler:
         return scheduled
 
     def invalidate_blocks(self, uncomputed: Iterable[KVCacheBlock], failed: Iterable[Request]) -> None:
-        """Restart requests that share a failed step's uncomputed block; the caller removes `failed` ones."""
+        """Restart requests that share an uncomputed block of a failed step; `failed` are its own requests."""
         invalid, ending = set(map(id, uncomputed)), set(map(id, failed))
         for request in list(self.running):
             if any(id(block) in invalid for table in request.block_tables for block in table.blocks):

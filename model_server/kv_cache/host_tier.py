@@ -42,7 +42,7 @@ class HostTier:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether any block is being copied or is pinned for a request."""
+        """True if any block is being copied or is pinned for a request."""
         return any(block.pin_count for block in self.blocks.values())
 
     def get(self, key: CacheKey) -> HostBlock | None:
@@ -177,7 +177,7 @@ class OffloadingManager:
         return restore
 
     def fence_restores(self) -> None:
-        """Make later steps wait for running restores, because a request's target blocks are freed early."""
+        """Make later steps wait for running restores, before an ended request's target blocks are reused."""
         self.copies.fence()
 
     def start_transfers(self) -> None:

@@ -238,7 +238,7 @@ class KVCacheManager:
             table.extend([next(rest) if isinstance(entry, HostBlock) else entry for entry in group])
 
     def _cache_tail(self, request: Request) -> None:
-        """Cache in windowed groups what a conversation's next turn needs to resume at the request's end."""
+        """Cache, in sliding-window groups, the last blocks that a conversation's next turn needs."""
         full = request.num_computed_tokens // self.block_tokens
         for group, window in enumerate(self._windows):
             if window is not None and self._selective and self.enable_prefix_caching and request.block_tables:

@@ -211,7 +211,7 @@ class ZmqEventPublisher:
 
     @property
     def healthy(self) -> bool:
-        """Whether the sending thread runs, or has not been started. False means that no event is sent."""
+        """False once the sending thread has died: no event is sent any more."""
         return self._thread is None or self._thread.is_alive()
 
     def close(self) -> None:
