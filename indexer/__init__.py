@@ -1,4 +1,4 @@
-"""The exact index of what every model server's KV cache holds, fed by their event streams."""
+"""Exact index of the blocks in every model server's KV cache, built from the servers' event streams."""
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError, IndexerError, ListenError, PayloadError, TokenError

@@ -76,7 +76,9 @@ class EventDefaults:
     port: int = DEFAULT_EVENTS_PORT
     replay_port: int | None = None  # None: it answers no replays
     snapshots: bool = False  # whether it may answer GET /kv_events/snapshot
-    asks: bool = False  # whether the engine's own account, GET /kv_event_sources, counts more than these
+    asks_engine: bool = (
+        False  # whether the engine's own account, GET /kv_event_sources, counts more than these
+    )
     rank: int | None = None  # which data-parallel engine stands behind the port; None: all that the pod has
 
 
@@ -89,7 +91,7 @@ class PodEntry:
     address: str
     port: int
     labels: Mapping[str, str] = field(default_factory=dict)
-    life: str = ""  # changes with what empties the cache: another pod of that address, another process
+    epoch: str = ""  # changes with what empties the cache: another pod of that address, another process
     ready: bool = True  # whether its declarer lets it take requests
     events: EventDefaults = EventDefaults()  # how it publishes where its labels do not tell
 
@@ -126,7 +128,7 @@ class PodEntry:
             snapshot_admin=self.admin is not None,
             first_sequence=int(self.labels.get(FIRST_SEQUENCE_LABEL, 0)),
             ranks=ranks,
-            epoch=self.life,
+            epoch=self.epoch,
             topic_prefix=self.labels.get(TOPIC_LABEL),
         )
 

@@ -38,7 +38,7 @@ class EngineReading:
     # for.
     predicted_tokens: int | None = None
     # The same with those of all requests sent to it before the page was read.
-    promised_tokens: int | None = None
+    predicted_sent_tokens: int | None = None
 
 
 class Finding(StrEnum):
@@ -54,7 +54,9 @@ class Finding(StrEnum):
         return self is Finding.ASLEEP
 
 
-def reconcile(before: EngineReading | None, now: EngineReading, held_blocks: int | None) -> Finding | None:
+def check_counters(
+    before: EngineReading | None, now: EngineReading, held_blocks: int | None
+) -> Finding | None:
     """Judges a view by what its engine tells.
 
     Args:
@@ -84,7 +86,7 @@ def _another_process(before: EngineReading, now: EngineReading) -> bool:
 
 def _phantom_hits(before: EngineReading, now: EngineReading) -> bool:
     # Hits of a request that was in flight may be in the older page already.
-    predicted = _grown(before.promised_tokens, now.predicted_tokens)
+    predicted = _grown(before.predicted_sent_tokens, now.predicted_tokens)
     queried = _grown(before.query_tokens, now.query_tokens)
     hits = _grown(before.hit_tokens, now.hit_tokens)
     if predicted is None or queried is None or hits is None:

@@ -61,7 +61,7 @@ class DispatchKey(msgspec.Struct, frozen=True, order=True, cache_hash=True):
 
 
 @dataclass(frozen=True, slots=True)
-class DispatchedPrompt:
+class SentPrompt:
     """A prompt as we see it; the pod should see the same."""
 
     model: str
@@ -93,26 +93,26 @@ class Mismatch:
 
 
 @dataclass(slots=True)
-class PodParity:
+class WatchedPod:
     """State of one pod."""
 
     pod: str
     model: str = ""
     # Dispatches, since the last that was met, that ended while the pod stored other blocks.
-    unmet_in_a_row: int = 0
+    misses_in_a_row: int = 0
     last_mismatch: Mismatch | None = None
     never_hit: bool = False  # whether so many were not met in a row that the keys must be wrong
-    to_be_met: int = 0  # requests that must be met before the pod is trusted; 0: it is
+    matches_needed: int = 0  # requests that must be met before the pod is trusted; 0: it is
     waiting: dict[Hashable, _Expectation] = field(default_factory=dict)
     unexplained_runs: int = 0  # how often it stored what none of them explains
 
     @property
-    def distrusted(self) -> bool:
-        return self.to_be_met > 0
+    def mismatched(self) -> bool:
+        return self.matches_needed > 0
 
     def __str__(self) -> str:
         return (
-            f"pod {self.pod} stores blocks, but for the last {self.unmet_in_a_row} requests of model "
+            f"pod {self.pod} stores blocks, but for the last {self.misses_in_a_row} requests of model "
             f"{self.model!r} none of the blocks that we computed: no prefix will ever hit there; compare "
             "model name, adapter name and tokenizer"
         )
@@ -120,7 +120,7 @@ class PodParity:
 
 @dataclass(slots=True)
 class _Expectation:
-    account: PodParity
+    account: WatchedPod
     model: str
     parent: int
     keys: list[int]
@@ -132,7 +132,7 @@ class _Expectation:
     instead: NDArray[np.uint32] | None = None
 
 
-class ParityWatch:
+class MismatchWatch:
     """Expectations of requests in flight, and what became of them. Thread-safe."""
 
     def __init__(
@@ -153,7 +153,7 @@ class ParityWatch:
         self._secret = secrets.token_bytes(16)
         self._lock = threading.Lock()
         self._expected: dict[Hashable, _Expectation] = {}
-        self._pods: OrderedDict[str, PodParity] = OrderedDict()
+        self._pods: OrderedDict[str, WatchedPod] = OrderedDict()
 
     def expect(
         self,
@@ -179,7 +179,7 @@ class ParityWatch:
             return
         with self._lock:
             self._forget(request_id)
-            account = self._pods.setdefault(pod, PodParity(pod))
+            account = self._pods.setdefault(pod, WatchedPod(pod))
             self._pods.move_to_end(pod)
             account.model = model
             expectation = _Expectation(
@@ -195,9 +195,9 @@ class ParityWatch:
         account = self._pods.get(pod)
         return account is not None and bool(account.waiting)
 
-    def distrusts(self, pod: str) -> bool:
+    def is_mismatched(self, pod: str) -> bool:
         account = self._pods.get(pod)
-        return account is not None and account.distrusted
+        return account is not None and account.mismatched
 
     def stored(self, pod: str, runs: Sequence[StoredRun], keys: Sequence[int]) -> None:
         """The pod told of runs of new blocks, in order; `keys`: of all their blocks, maybe of others too."""
@@ -217,7 +217,7 @@ class ParityWatch:
                     if expectation.parent == run.parent and expectation.instead is None:
                         expectation.instead = run.tokens[: len(expectation.tokens)].copy()
 
-    def settled(self, request_id: Hashable, now_s: float) -> Mismatch | None:
+    def settle(self, request_id: Hashable, now_s: float) -> Mismatch | None:
         """The request got its first token, or ended: what has not come by now does not come."""
         # Without the lock: mostly it was met before.
         if request_id not in self._expected:
@@ -227,19 +227,19 @@ class ParityWatch:
             if expectation is None or expectation.unexplained_runs == expectation.account.unexplained_runs:
                 return None
             account = expectation.account
-            account.unmet_in_a_row += 1
-            account.never_hit = account.unmet_in_a_row >= self._never_hit_dispatches
+            account.misses_in_a_row += 1
+            account.never_hit = account.misses_in_a_row >= self._never_hit_dispatches
             mismatch = self._mismatch(request_id, expectation)
             if mismatch is not None:
                 account.last_mismatch = mismatch
             if mismatch is not None or account.never_hit:
-                account.to_be_met = TRUSTED_AFTER
+                account.matches_needed = TRUSTED_AFTER
         if mismatch is not None:
             self._metrics.parity_mismatches.labels(mismatch.pod, mismatch.model).inc()
             self._warn(mismatch, now_s)
         return mismatch
 
-    def dropped(self, request_id: Hashable) -> None:
+    def drop(self, request_id: Hashable) -> None:
         with self._lock:
             self._forget(request_id)
 
@@ -250,7 +250,7 @@ class ParityWatch:
         for metric in (self._metrics.parity_mismatches, self._metrics.parity_never_hit):
             metric.remove_by_labels({"pod": pod})
 
-    def report(self) -> Sequence[PodParity]:
+    def report(self) -> Sequence[WatchedPod]:
         with self._lock:
             return list(self._pods.values())
 
@@ -263,21 +263,21 @@ class ParityWatch:
 
     def details(self) -> list[str]:
         """One line for each pod that is distrusted, at most 20."""
-        distrusted = [account for account in self.report() if account.distrusted]
+        distrusted = [account for account in self.report() if account.mismatched]
         return [str(account.last_mismatch or account) for account in distrusted[:_LINES_MAX]]
 
-    def _warn(self, sign: Mismatch | PodParity, now_s: float) -> None:
+    def _warn(self, sign: Mismatch | WatchedPod, now_s: float) -> None:
         if now_s - self._warned_s.get(type(sign), -math.inf) >= self._warn_every_s:
             self._warned_s[type(sign)] = now_s
             _log.warning("%s", sign)
 
-    def _meets(self, account: PodParity, stored: set[int]) -> bool:
+    def _meets(self, account: WatchedPod, stored: set[int]) -> bool:
         """Whether a run brought what was expected; nothing is expected any more of those that it met."""
         met = [each for each, it in account.waiting.items() if not stored.isdisjoint(it.keys)]
         for request_id in met:
             self._forget(request_id)
-            account.unmet_in_a_row, account.never_hit = 0, False
-            account.to_be_met = max(0, account.to_be_met - 1)
+            account.misses_in_a_row, account.never_hit = 0, False
+            account.matches_needed = max(0, account.matches_needed - 1)
         return bool(met)
 
     def _forget_pod(self, pod: str) -> None:

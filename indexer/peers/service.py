@@ -108,7 +108,7 @@ class PeerIdentity:
             raise PeerError("fingerprint", "--hash-seed and --block-tokens must be the same as here")
 
 
-class PeerDoor(pb_grpc.IndexPeerServicer):
+class PeerService(pb_grpc.IndexPeerServicer):
     """Tells views to peers. Thread-safe."""
 
     def __init__(
@@ -141,18 +141,18 @@ class PeerDoor(pb_grpc.IndexPeerServicer):
                 raise PeerError("busy", f"{_AT_ONCE} views are being told already")
             try:
                 for message in snapshot_messages(self._listed(request.engine, request.model)):
-                    self._metrics.told_bytes.inc(len(message))
+                    self._metrics.export_bytes.inc(len(message))
                     yield pb.SnapshotChunk(message=message)
             finally:
                 self._free.release()
             outcome = "completed"
-            self._metrics.told_s.observe(time.monotonic() - started_s)
+            self._metrics.export_s.observe(time.monotonic() - started_s)
         except PeerError as error:
             outcome = error.reason
             _log.info("view of %s not told to a peer: %s", request.engine, error)
             context.abort(_CODES.get(error.reason, grpc.StatusCode.FAILED_PRECONDITION), str(error))
         finally:
-            self._metrics.told.labels(outcome).inc()
+            self._metrics.exports.labels(outcome).inc()
 
     def _listed(self, engine: str, model: str) -> ViewSnapshot:
         told = self._export(engine, model)

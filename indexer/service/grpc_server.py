@@ -149,20 +149,20 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
                     rank=engine.stream.rank,
                     linked=engine.linked,
                 )
-                for engine in self._indexer.roster.engines.values()
+                for engine in self._indexer.engine_registry.engines.values()
             ],
         )
 
     def Clear(  # noqa: N802 (the name is the proto's)
         self, request: pb.ClearRequest, context: grpc.ServicerContext
     ) -> pb.ClearResponse:
-        followed = {engine.stream.pod for engine in self._indexer.roster.engines.values()}
+        followed = {engine.stream.pod for engine in self._indexer.engine_registry.engines.values()}
         pods = list(dict.fromkeys(request.pods)) or sorted(followed)
         for pod in pods:
             if pod not in followed:
                 _abort(context, grpc.StatusCode.NOT_FOUND, f"pods: {pod!r} is not followed")
         for pod in pods:
-            self._indexer.doubt(pod, "cleared_by_hand")
+            self._indexer.invalidate(pod, "cleared_by_hand")
         return pb.ClearResponse(pods=len(pods))
 
     def _prompt(
@@ -187,7 +187,7 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
 
     def _serving(self, model: str) -> list[str]:
         """Pods of a model: those that were declared, then those that came by themselves."""
-        engines = self._indexer.roster.engines.values()
+        engines = self._indexer.engine_registry.engines.values()
         streams = [*self._streams, *(engine.stream for engine in engines)]
         return list(dict.fromkeys(stream.pod for stream in streams if stream.model == model))
 

@@ -35,9 +35,9 @@ from indexer.views.block_cache import FlatCache
 from indexer.views.full_reports import Ahead
 from indexer.views.hybrid import HybridMatcher, group_holder
 from indexer.views.pod_view import PodView
-from indexer.views.view_parts import Journal, Kind, Outcome, StoredRun
+from indexer.views.view_parts import ChangeLog, Kind, Outcome, StoredRun
 from indexer.wire import columns as rows
-from indexer.wire.columns import Columns, EventDecoder, handle_of
+from indexer.wire.columns import Columns, EventDecoder, hash_to_uint64
 from indexer.wire.events import BlockRemoved, BlockStored
 
 # So many hashes that something waits for are looked for in each store; with more the view applies all stores.
@@ -65,10 +65,10 @@ class FlatApplier:
     """Applies the payloads of one engine, of which nothing is known at first."""
 
     def __init__(self, engine: FlatEngine, stream: PodStream) -> None:
-        self.journal = Journal()  # records what they change in the index
+        self.change_log = ChangeLog()  # records what they change in the index
         self._engine = engine
         self._holder, self._model = stream.holder, stream.model
-        self._cache = FlatCache(engine.index, self._holder, self._model, journal=self.journal)
+        self._cache = FlatCache(engine.index, self._holder, self._model, change_log=self.change_log)
         # State that its events made known.
         self.view = PodView(
             stream.model,
@@ -102,7 +102,7 @@ class FlatApplier:
             return self._cache
         # Other groups name the last index block of an engine block only.
         holder, model = group_holder(self._holder, group), f"{self._model}#tail"
-        return FlatCache(self._engine.index, holder, model, group, self.journal)
+        return FlatCache(self._engine.index, holder, model, group, self.change_log)
 
     def _apply_up_to(self, last: int, columns: Columns, outcome: Outcome) -> None:
         counts = self._engine.progress.counts
@@ -149,7 +149,7 @@ class FlatApplier:
         row, hashes_done = int(done.counts[ROW]), int(done.counts[HASHES_DONE])
         awaited = _NONE_AWAITED
         if plain.awaited:
-            awaited = np.array([handle_of(engine_hash) for engine_hash in plain.awaited], np.uint64)
+            awaited = np.array([hash_to_uint64(engine_hash) for engine_hash in plain.awaited], np.uint64)
         with engine.index.lock:
             pod = PlainPod(
                 number=engine.index.number(self._holder),
@@ -173,7 +173,7 @@ class FlatApplier:
                 done,
             )
         self._harvest(columns, outcome)
-        if self.journal.is_on:
+        if self.change_log.is_on:
             self._record(columns, split, row, hashes_done)
         return ended
 

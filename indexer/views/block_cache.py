@@ -22,8 +22,8 @@ from indexer.index.layout import LOW, NOTHING, PART_BLOCKS, FlatArrays, HeldBloc
 from indexer.index.update import place_blocks, remove_named
 from indexer.keys import Keys
 from indexer.tiers import SPECULATIVE_TIER, TIERS_MAX
-from indexer.views.view_parts import Change, Journal, Kind
-from indexer.wire.columns import handle_of
+from indexer.views.view_parts import Change, ChangeLog, Kind
+from indexer.wire.columns import hash_to_uint64
 from indexer.wire.events import EngineHash
 
 _SPLITS_MAX = 16
@@ -52,14 +52,14 @@ class FlatCache:
         holder: str,
         model: str,
         group: int | None = None,
-        journal: Journal | None = None,
+        change_log: ChangeLog | None = None,
     ) -> None:
         # Number that the engine's hashes are mixed with.
         self.scope = xxh3_64_intdigest(model.encode("utf-8", "surrogatepass"))
         self._index = index
         self._holder = holder
         self._group = group
-        self.journal = journal or Journal()  # where changes are recorded
+        self.change_log = change_log or ChangeLog()  # where changes are recorded
         # Index blocks of one engine block: an engine has one block size, so this is one number, 1 in groups
         # other than the lead.
         self._splits: tuple[int, ...] = () if group is None else (1,)
@@ -140,7 +140,7 @@ class FlatCache:
     def clear(self) -> None:
         """Begins a new life: drops all, in the index too."""
         self._index.clear_pod(self._holder)
-        self.journal.add(self._group, Kind.CLEARED)
+        self.change_log.add(self._group, Kind.CLEARED)
 
     def change(self, change: Change) -> Keys:
         """Apply a change that another router recorded; return the keys of what it stored."""
@@ -166,7 +166,7 @@ class FlatCache:
 
     def record(self, kind: Kind, tier: int, names: NDArray[np.uint64], keys: Keys | None = None) -> None:
         """Record a change that somebody else made to the index."""
-        self.journal.add(self._group, kind, tier, names, keys)
+        self.change_log.add(self._group, kind, tier, names, keys)
 
     def export(self) -> Iterator[HeldBlocks | None]:
         """Lists all that is held; see `ViewContent.parts`."""
@@ -213,7 +213,9 @@ class FlatCache:
             _take_held(index.prepare(most), pod, held, np.empty(kept, np.int64))
 
     def _names(self, hashes: Sequence[EngineHash], split: int) -> NDArray[np.uint64]:
-        return self.names_of(np.array([handle_of(engine_hash) for engine_hash in hashes], np.uint64), split)
+        return self.names_of(
+            np.array([hash_to_uint64(engine_hash) for engine_hash in hashes], np.uint64), split
+        )
 
 
 @kernel

@@ -25,7 +25,7 @@ from indexer.wire.decode import (
     MAP_BATCH,
     Event,
     decode_event,
-    of_array,
+    from_array,
     split_batch,
     typed,
 )
@@ -138,7 +138,7 @@ class EventDecoder:
             try:
                 if self._are_arrays:
                     arrays = ARRAY_BATCH.decode(payload)
-                    return arrays.ts, list(map(of_array, arrays.events))
+                    return arrays.ts, list(map(from_array, arrays.events))
                 batch = MAP_BATCH.decode(payload)
             except BROKEN:
                 self._are_arrays = not self._are_arrays
@@ -157,7 +157,7 @@ class EventDecoder:
             table = np.array(self._few_rows(plain, token_counts.tolist()), np.int64)
         else:
             table = self._many_rows(plain, token_counts)
-        hashes = _handles([*chain.from_iterable([event.block_hashes for event in plain])])
+        hashes = _hashes_to_uint64([*chain.from_iterable([event.block_hashes for event in plain])])
         found = np.bincount(table[:, KIND], minlength=len(_KINDS) + 1).tolist()
         return Columns(batches, table, hashes, ids, found, events)
 
@@ -178,7 +178,7 @@ class EventDecoder:
                 and self._is_plain(event.extra_keys, lora, blocks)
             )
             kind = _KINDS.get(event.type, OTHER) if is_usual else OTHER
-            handle = 0 if parent is None else handle_of(parent)
+            handle = 0 if parent is None else hash_to_uint64(parent)
             run = token_start, max(tokens, 0)
             table.append(
                 (
@@ -211,7 +211,7 @@ class EventDecoder:
         elif without:
             table[:, HAS_PARENT] = [parent is not None for parent in parents]
         if without < len(events):
-            table[:, PARENT] = _handles([parent or 0 for parent in parents]).view(np.int64)
+            table[:, PARENT] = _hashes_to_uint64([parent or 0 for parent in parents]).view(np.int64)
         table[:, BLOCK_SIZE] = _column([event.block_size for event in events], int)
         table[:, HAS_LORA] = _column(loras, lambda lora: lora is not None)
         table[:, MEDIUM] = _column(media, lambda medium: _MEDIA.get(medium, _UNUSUAL))
@@ -268,15 +268,15 @@ def _column(values: Sequence[Any], value_of: Callable[[Any], _Value]) -> _Value 
     return [value_of(value) for value in values]
 
 
-def _handles(hashes: Sequence[EngineHash]) -> NDArray[np.uint64]:
+def _hashes_to_uint64(hashes: Sequence[EngineHash]) -> NDArray[np.uint64]:
     """The 64 bits of hashes, an unsigned number as it is, of a negative one the two's complement."""
     try:
         return np.frombuffer(array("Q", hashes), np.uint64)  # type: ignore[type-var]
     except (TypeError, OverflowError):
-        return np.frombuffer(array("Q", map(handle_of, hashes)), np.uint64)
+        return np.frombuffer(array("Q", map(hash_to_uint64, hashes)), np.uint64)
 
 
-def handle_of(engine_hash: EngineHash) -> int:
+def hash_to_uint64(engine_hash: EngineHash) -> int:
     """An engine's hash as an unsigned 64-bit number: a digest's last 8 bytes, as vLLM's own integer form."""
     if isinstance(engine_hash, bytes):
         return int.from_bytes(engine_hash[-8:], "big")

@@ -137,7 +137,7 @@ def decode_event(raw: bytes | Raw) -> KVEvent:
         if _is_map(raw):
             event: KVEvent = _map_event.decode(raw)
             return event
-        return typed(of_array(_array_event.decode(raw)))
+        return typed(from_array(_array_event.decode(raw)))
     except BROKEN as error:
         raise PayloadError(_reason(raw), str(error)) from None
 
@@ -165,7 +165,7 @@ def typed(event: Event) -> KVEvent:
             raise PayloadError(UNKNOWN_EVENT, f"event of the unknown kind {kind[:100]!r}")
 
 
-def of_array(event: ArrayEvent) -> Event:
+def from_array(event: ArrayEvent) -> Event:
     """An event of an array layout as one of a map layout."""
     match event:
         case _StoredArray():

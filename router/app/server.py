@@ -274,14 +274,14 @@ class RouterServer:
         self._reconciler.look(self.pods.snapshot(), now_s)
         if now_s >= self._review_due_s:
             self._review_due_s = now_s + _REVIEW_EVERY_S
-            self.index.check_parity()
+            self.index.check_mismatches()
             self.rates.review(now_s)
         if now_s >= self._give_back_due_s:
             self._give_back_due_s = now_s + _GIVE_BACK_EVERY_S
             give_back()
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
-            engines = self.index.roster.engines.values()
+            engines = self.index.engine_registry.engines.values()
             self._source.look(self.pods.snapshot().values(), tuple(engines), now_s)
         if not self.health.ready and self._synced(now_s):
             sign = connector_sign(self.config, self.pods.snapshot())

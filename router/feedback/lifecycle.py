@@ -352,4 +352,6 @@ class EngineWatch:
 
     def told(self, pod: str, reading: EngineReading, answered_tokens: int) -> None:
         promised_tokens = self.ledger.promised_tokens(pod)
-        self.observe(pod, replace(reading, predicted_tokens=answered_tokens, promised_tokens=promised_tokens))
+        self.observe(
+            pod, replace(reading, predicted_tokens=answered_tokens, predicted_sent_tokens=promised_tokens)
+        )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from common.jit import kernel_with_arrays
 from indexer import PodMatches, StreamState
-from indexer.audit.mismatch_watch import DispatchedPrompt
+from indexer.audit.mismatch_watch import SentPrompt
 from indexer.keys import Keys
 from indexer.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
 from router.inflight.dispatch import Dispatch
@@ -66,7 +66,7 @@ class Prompted(msgspec.Struct, frozen=True):
     degraded: str | None  # why the cache's view is not used; None when it is
     priority: int = 0
 
-    def sent_to(self, pod: str, lineup: Lineup, matches: PodMatches) -> DispatchedPrompt | None:
+    def sent_to(self, pod: str, lineup: Lineup, matches: PodMatches) -> SentPrompt | None:
         """What a pod should make of the first prompt; None where that is not known."""
         base_model, lora_name = lineup.base_model, lineup.lora_name
         if base_model is None:
@@ -75,9 +75,7 @@ class Prompted(msgspec.Struct, frozen=True):
         cached_blocks: int = matches.cached_blocks.item(row)
         assumed_blocks: int = matches.blocks_by_tier.item(row, matches.tiers.number(SPECULATIVE_TIER))
         salt, held_blocks = self.request.cache_salt, cached_blocks - assumed_blocks
-        return DispatchedPrompt(
-            base_model, lora_name, salt, self.tokens.prompts[0], cached_blocks, held_blocks
-        )
+        return SentPrompt(base_model, lora_name, salt, self.tokens.prompts[0], cached_blocks, held_blocks)
 
 
 class Scheduler:

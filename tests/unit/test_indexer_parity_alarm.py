@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from indexer.audit.mismatch_watch import DispatchKey, ParityWatch
+from indexer.audit.mismatch_watch import DispatchKey, MismatchWatch
 from indexer.index.contract import IndexStats
 from indexer.keys import BlockHasher
 from indexer.metrics import IndexerMetrics
@@ -26,7 +26,7 @@ class Bench:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         metrics = IndexerMetrics(self.registry, stats=lambda: IndexStats(0, 0, 0, 0), speculative=lambda: 0)
-        self.watch = ParityWatch(metrics, never_hit_dispatches=2, warn_every_s=60.0)
+        self.watch = MismatchWatch(metrics, never_hit_dispatches=2, warn_every_s=60.0)
 
     def disagree(self, request_id: str, now_s: float, root: int = ROOT) -> None:
         """A request whose tokens the engine sees differently, or under another root."""
@@ -34,7 +34,7 @@ class Bench:
         self.watch.expect(request, POD, MODEL, ROOT, HASHER.chain(ROOT, OURS), OURS)
         keys = HASHER.chain(root, THEIRS)
         self.watch.stored(POD, [StoredRun(root, keys, THEIRS)], keys.tolist())
-        self.watch.settled(request, now_s)
+        self.watch.settle(request, now_s)
 
     def metric(self, name: str, **labels: str) -> float | None:
         """A metric's value."""

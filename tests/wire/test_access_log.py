@@ -177,7 +177,7 @@ def test_a_failed_connection_makes_its_pod_suspect(ip: str, pod: str) -> None:
         address = failed.common_properties.upstream_remote_address.socket_address
         address.address, address.port_value = ip, 8000
         send(served, failed, entry())
-        assert [suspect for suspect, _ in served.distrusted] == [pod]
+        assert [suspect for suspect, _ in served.mismatched] == [pod]
 
 
 def test_an_entry_that_comes_before_its_pick_ends_its_request() -> None:

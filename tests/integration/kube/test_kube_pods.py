@@ -108,7 +108,7 @@ def test_a_restarted_container_does_not_keep_its_blocks(namespace: Namespace) ->
             namespace.set_status("one", restarts=1)
             wait_until(lambda: picker.cached_tokens(TOKENS) == 0, "its blocks are forgotten")
             # The former life's entry goes before the new one's comes.
-            engines = router.index.roster.linked_engines
+            engines = router.index.engine_registry.linked_engines
             wait_until(lambda: engines() == 1, "it is followed anew")
 
 
@@ -142,8 +142,10 @@ def test_each_rank_publishes_at_a_port_of_its_own(namespace: Namespace) -> None:
     namespace.make_pod("one", other.host, annotations={"kvroute.dev/kv-replay-port": "7000"})
     namespace.set_status("one")
     with kube_router(namespace.config(events_port=6000)) as router:
-        wait_until(lambda: len(router.index.roster.engines) == 2, "both are followed")
-        streams = {engine.stream.pod: engine.stream for engine in router.index.roster.engines.values()}
+        wait_until(lambda: len(router.index.engine_registry.engines) == 2, "both are followed")
+        streams = {
+            engine.stream.pod: engine.stream for engine in router.index.engine_registry.engines.values()
+        }
         told = {
             address: (stream.events_endpoint, stream.replay_endpoint) for address, stream in streams.items()
         }
@@ -170,8 +172,8 @@ def test_where_an_engine_says_that_it_publishes_it_is_followed(namespace: Namesp
     for name in ("one", "two"):
         namespace.set_status(name)
     with kube_router(namespace.config()) as router:
-        wait_until(lambda: len(router.index.roster.engines) == 4, "both ranks of both are followed")
-        endpoints = {name: engine.stream for name, engine in router.index.roster.engines.items()}
+        wait_until(lambda: len(router.index.engine_registry.engines) == 4, "both ranks of both are followed")
+        endpoints = {name: engine.stream for name, engine in router.index.engine_registry.engines.items()}
         assert endpoints[one.address].events_endpoint == f"tcp://{one.host}:6000"
         assert endpoints[f"{one.address}@dp1"].events_endpoint == f"tcp://{one.host}:6001"
         assert endpoints[one.address].replay_endpoint is None
