@@ -51,9 +51,9 @@ def test_a_mismatch_is_counted_and_its_position_is_told(caplog: pytest.LogCaptur
         bench.disagree("c", 60.0)
     assert len(caplog.records) == 2
     assert bench.metric("parity_mismatches_total", pod=POD, model=MODEL) == 3
-    assert "(request a)" in caplog.records[0].getMessage()
+    assert "request=a " in caplog.records[0].getMessage()
     for told in (caplog.records[0].getMessage(), *bench.watch.details()):
-        for part in (POD, MODEL, "token 2 "):
+        for part in (POD, MODEL, "first_differing_token=2 "):
             assert part in told
         for window in ("[3, 4]", "[9, 4]", "3, 4", "9, 4"):
             assert window not in told
@@ -69,7 +69,7 @@ def test_a_pod_that_never_hits_is_shown(caplog: pytest.LogCaptureFixture) -> Non
         bench.watch.check(1.0)
     assert bench.metric("parity_never_hit", pod=POD) == 1
     assert len(caplog.records) == len(bench.watch.details()) == 1
-    assert "last 2 requests" in caplog.records[0].getMessage()
+    assert "requests=2;" in caplog.records[0].getMessage()
 
 
 def test_a_pod_that_is_gone_leaves_no_series() -> None:
