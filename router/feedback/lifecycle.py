@@ -362,4 +362,6 @@ class EngineCheck:
     def after_scrape(self, pod: str, reading: EngineReading, answered_hit_tokens: int) -> None:
         """Complete the reading with the predictions before and after the scrape, and pass it on."""
         predicted = self.ledger.predicted_hit_tokens(pod)
-        self.observe(pod, replace(reading, predicted_tokens=answered_hit_tokens, promised_tokens=predicted))
+        self.observe(
+            pod, replace(reading, predicted_tokens=answered_hit_tokens, predicted_sent_tokens=predicted)
+        )

@@ -7,7 +7,7 @@ import numpy as np
 from indexer.config import PodStream
 from indexer.index.contract import StreamState
 from indexer.keys import BlockHasher
-from indexer.streams.engine_registry import Roster
+from indexer.streams.engine_registry import EngineRegistry
 from indexer.tiers import Tiers
 from tests.support.reference_index import ReferenceIndex
 
@@ -15,11 +15,11 @@ POD, OTHER = "10.0.0.1:8000", "10.0.0.2:8000"
 EXACT, RECOVERING, STALE = StreamState.EXACT, StreamState.RECOVERING, StreamState.STALE
 
 
-def roster(*streams: PodStream) -> Roster:
+def roster(*streams: PodStream) -> EngineRegistry:
     """A roster that follows these."""
-    made = Roster()
+    made = EngineRegistry()
     for stream in streams:
-        made.opened(stream)
+        made.add(stream)
     return made
 
 
@@ -32,31 +32,31 @@ def test_a_pod_is_as_good_as_its_worst_rank() -> None:
     """EXACT if all are, RECOVERING while any is, else STALE."""
     made = roster(rank(0), rank(1), rank(0, OTHER))
     assert made.states == {POD: RECOVERING, OTHER: RECOVERING}
-    made.told(POD, EXACT, "")
+    made.set_state(POD, EXACT, "")
     assert made.states[POD] is RECOVERING
-    made.told(f"{POD}@dp1", STALE, "gap")
+    made.set_state(f"{POD}@dp1", STALE, "gap")
     assert made.states[POD] is STALE
-    made.told(f"{POD}@dp1", EXACT, "")
+    made.set_state(f"{POD}@dp1", EXACT, "")
     assert made.states == {POD: EXACT, OTHER: RECOVERING}
-    made.closed(OTHER)
+    made.remove(OTHER)
     assert made.states == {POD: EXACT}
 
 
 def test_a_pod_is_linked_while_any_rank_is() -> None:
     """Only changes of the pod are told."""
     made = roster(rank(0), rank(1))
-    told = [made.link(POD, True), made.link(f"{POD}@dp1", True), made.link(POD, False)]
-    assert [*told, made.link(f"{POD}@dp1", False)] == [True, None, None, False]
+    told = [made.set_linked(POD, True), made.set_linked(f"{POD}@dp1", True), made.set_linked(POD, False)]
+    assert [*told, made.set_linked(f"{POD}@dp1", False)] == [True, None, None, False]
     assert made.linked_engines() == 0
 
 
 def test_a_view_that_was_built_once_is_settled_for_good() -> None:
     """What recovers later does not make us wait again."""
     made = roster(rank(0), rank(1))
-    made.told(POD, EXACT, "")
+    made.set_state(POD, EXACT, "")
     assert made.unsettled() == {POD}
-    made.told(f"{POD}@dp1", STALE, "no_history")
-    made.told(POD, RECOVERING, "gap")
+    made.set_state(f"{POD}@dp1", STALE, "no_history")
+    made.set_state(POD, RECOVERING, "gap")
     assert made.unsettled() == frozenset()
 
 

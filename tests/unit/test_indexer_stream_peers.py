@@ -121,7 +121,7 @@ def test_without_replay_a_batch_seen_before_is_a_proof_later() -> None:
     loop.publish()
     loop.settle()
     loop.peer_follows()
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     loop.settle()
     assert loop.view == loop.whole_life()
     assert told(loop) == (EXACT, "")
@@ -144,7 +144,7 @@ def test_a_doubted_view_is_not_asked_of_peers() -> None:
     loop = late()
     loop.connect()
     loop.settle()
-    assert Fetch(peers=False) in loop.machine.doubted("overfull")
+    assert Fetch(peers=False) in loop.machine.invalidate("overfull")
     loop.fail_fetch()
     loop.publish()
     loop.settle()
@@ -154,23 +154,23 @@ def test_a_doubted_view_is_not_asked_of_peers() -> None:
 def test_only_an_exact_view_at_rest_has_a_mark() -> None:
     """What may be told to peers ends with a batch: not before the first, nor while a replay runs."""
     loop = followed(0)
-    assert loop.machine.mark is None
+    assert loop.machine.last_batch is None
     loop.publish()
     loop.settle()
-    mark = loop.machine.mark
+    mark = loop.machine.last_batch
     assert mark is not None
     assert (mark[0], len(mark[1])) == (0, 16)
     loop.perform(loop.machine.check_tail())
-    assert loop.machine.mark is None
-    assert loop.machine.forgo_tail()
-    assert loop.machine.mark == mark
-    assert not loop.machine.forgo_tail()
+    assert loop.machine.last_batch is None
+    assert loop.machine.cancel_tail_check()
+    assert loop.machine.last_batch == mark
+    assert not loop.machine.cancel_tail_check()
     loop.publish(lost=True)
     loop.publish()
     loop.deliver()
-    assert loop.machine.mark is None
+    assert loop.machine.last_batch is None
     loop.disconnect()
-    assert loop.machine.mark is None
+    assert loop.machine.last_batch is None
 
 
 def test_without_replay_a_gap_behind_the_proved_view_costs_it() -> None:
@@ -212,5 +212,5 @@ def test_a_view_is_healed_while_its_last_batch_is_looked_for() -> None:
     assert told(loop)[0] is STALE
     loop.perform(loop.machine.check_tail())
     assert loop.answers
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     assert loop.fetching

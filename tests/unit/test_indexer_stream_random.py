@@ -98,10 +98,10 @@ class StreamRules(RuleBasedStateMachine):
             self.loop.answer_fetch()
 
     @rule(doubted=st.booleans())
-    def heal(self, doubted: bool) -> None:
+    def repair(self, doubted: bool) -> None:
         """Time for a better view, or news that this one is wrong."""
         machine = self.loop.machine
-        self.loop.perform(machine.doubted("doubt") if doubted else machine.heal())
+        self.loop.perform(machine.invalidate("doubt") if doubted else machine.repair())
 
     @precondition(lambda self: self.peered)
     @rule(exact=st.booleans())
@@ -150,12 +150,12 @@ class StreamRules(RuleBasedStateMachine):
         if loop.machine.state is StreamState.EXACT and self.replayable and loop.history:
             assert loop.view == loop.whole_life()
         if self.snapshots and loop.machine.state is StreamState.STALE:
-            loop.perform(loop.machine.heal())
+            loop.perform(loop.machine.repair())
             loop.settle()
             assert loop.machine.state is StreamState.EXACT
             assert loop.view == loop.whole_life()
         if self.roomy and loop.machine.reason == "replay_failed":
-            loop.perform(loop.machine.heal())
+            loop.perform(loop.machine.repair())
             loop.settle()
             assert loop.machine.state is StreamState.EXACT
             assert loop.view == loop.whole_life()

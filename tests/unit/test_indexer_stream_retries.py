@@ -22,8 +22,8 @@ def stale(**settings: int | bool) -> Loop:
 def test_a_later_replay_makes_the_view_exact() -> None:
     """All is asked for again, and with its first answer the view is built anew."""
     loop = stale()
-    assert loop.machine.healable()
-    loop.perform(loop.machine.heal())
+    assert loop.machine.can_repair()
+    loop.perform(loop.machine.repair())
     assert (loop.replays[-1], told(loop)) == (0, (STALE, "replay_failed"))
     loop.answer()
     assert (loop.view, told(loop)) == ([payload(0, 0)], (RECOVERING, "history"))
@@ -36,20 +36,20 @@ def test_until_the_first_answer_live_batches_are_applied() -> None:
     """An attempt that nobody answers costs nothing: neither the view nor what comes meanwhile."""
     loop = stale()
     for _ in range(2):
-        loop.perform(loop.machine.heal())
-        assert not loop.machine.healable()
+        loop.perform(loop.machine.repair())
+        assert not loop.machine.can_repair()
         loop.publish()
         loop.deliver()
         loop.fail_replay()
         assert told(loop) == (STALE, "replay_failed")
-        assert loop.machine.healable()
+        assert loop.machine.can_repair()
     assert (loop.view, loop.clears) == (loop.whole_life()[1:], [])
 
 
 def test_a_batch_between_asking_and_the_first_answer_is_not_lost() -> None:
     """It was applied to the old view and is not in the replay: the new view asks for it."""
     loop = stale()
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     loop.publish()
     loop.deliver()
     loop.publish()
@@ -64,17 +64,17 @@ def test_a_history_that_begins_too_late_is_not_asked_for_again() -> None:
         loop.publish()
     loop.settle()
     view = list(loop.view)
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     loop.settle()
     assert (loop.view, told(loop)) == (view, (STALE, "history_truncated"))
-    assert not loop.machine.healable()
-    assert loop.machine.heal() == []
+    assert not loop.machine.can_repair()
+    assert loop.machine.repair() == []
 
 
 def test_a_view_that_was_emptied_meanwhile_is_not_touched() -> None:
     """The engine's clear made it exact while the replay was asked for: its answers come too late."""
     loop = stale()
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     loop.publish()
     loop.deliver()
     loop.machine.emptied(loop.current)
@@ -86,11 +86,11 @@ def test_a_view_that_was_emptied_meanwhile_is_not_touched() -> None:
 def test_a_retry_that_breaks_off_halfway_can_be_tried_again() -> None:
     """Half a history is no view."""
     loop = stale()
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     loop.answer()
     loop.fail_replay()
     assert (loop.view, told(loop)) == ([], (STALE, "replay_failed"))
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     loop.settle()
     assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
 
@@ -107,7 +107,7 @@ def test_a_snapshot_is_tried_before_the_replay(snapshot: bool) -> None:
     loop.fail_replay()
     assert told(loop) == (STALE, "replay_failed")
     replays = len(loop.replays)
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     assert loop.fetching
     if not snapshot:
         loop.fail_fetch()
@@ -120,5 +120,5 @@ def test_what_no_replay_can_mend_is_not_asked_for() -> None:
     """A broken event is as broken when it comes again."""
     loop = followed()
     loop.machine.damaged(loop.current, "broken_event")
-    assert not loop.machine.healable()
-    assert loop.machine.heal() == []
+    assert not loop.machine.can_repair()
+    assert loop.machine.repair() == []

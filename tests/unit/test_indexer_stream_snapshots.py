@@ -108,27 +108,27 @@ def test_healing_keeps_the_view_until_a_better_one_comes() -> None:
     """A stale view is of use; a failed attempt changes nothing."""
     loop = followed(snapshots=True)
     loop.machine.damaged(loop.current, "broken_event")
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     assert told(loop) == (STALE, "broken_event")
     loop.publish()
     loop.deliver()
     loop.fail_fetch()
     assert (loop.view, told(loop)) == (loop.whole_life(), (STALE, "broken_event"))
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     loop.settle()
     assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
 
 
 def test_an_exact_view_needs_no_healing() -> None:
     """Nothing is fetched for what lacks nothing."""
-    assert followed(snapshots=True).machine.heal() == []
+    assert followed(snapshots=True).machine.repair() == []
 
 
 def test_a_doubted_view_is_built_anew() -> None:
     """From a snapshot where one is offered, else from the history."""
     for snapshots in (True, False):
         loop = followed(snapshots=snapshots)
-        loop.perform(loop.machine.doubted("overfull"))
+        loop.perform(loop.machine.invalidate("overfull"))
         assert loop.clears == ["overfull"]
         loop.settle()
         assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
