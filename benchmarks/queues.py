@@ -28,7 +28,7 @@ from model_server.kv_cache.host_tier import HostTier, Offload
 from model_server.kv_cache.manager import BlockManager
 from model_server.kv_events.events import Announcer
 from model_server.requests import GenerationRequest, LiveRequest, SamplingParams
-from model_server.shapes import undivided
+from model_server.shapes import single_group
 from router.picking.cost import CREDIT, CostParameters, RequestFacts, price
 from router.pods.engine_load import EngineLoad
 from router.pods.load_table import PodBoard
@@ -61,12 +61,12 @@ class Pod:
     """A scheduler in virtual time."""
 
     def __init__(self, pool_blocks: int = _POOL_BLOCKS) -> None:
-        announcer = Announcer(undivided(1), _BLOCK_TOKENS)
+        announcer = Announcer(single_group(1), _BLOCK_TOKENS)
         pool = BlockPool(pool_blocks, announcer)
         copies = CpuCopies([torch.zeros(1, pool_blocks, 1)], 0)
         offload = Offload(pool, HostTier(0, announcer, pool.announce), copies)
         manager = BlockManager(
-            pool, offload, undivided(1), block_tokens=_BLOCK_TOKENS, chunk_tokens=_STEP_TOKENS
+            pool, offload, single_group(1), block_tokens=_BLOCK_TOKENS, chunk_tokens=_STEP_TOKENS
         )
         self._scheduler = Scheduler(
             manager, max_num_seqs=256, max_num_batched_tokens=_STEP_TOKENS, policy="aged"

@@ -9,7 +9,7 @@ from torch import Tensor
 from model_server.attention.cpu_kernel.decodes import paged_fault
 from model_server.attention.kv_pool import Attention, KvLayout, Span, StepMeta
 from model_server.attention.sdpa import SdpaAttention
-from model_server.shapes import AttentionShape, undivided
+from model_server.shapes import AttentionShape, single_group
 
 __all__ = ["Attention", "KvLayout", "SdpaAttention", "Span", "StepMeta", "new_attention"]
 
@@ -55,7 +55,7 @@ def _trial_fault(dtype: torch.dtype) -> str | None:
 def _attended(dtype: torch.dtype, paged: bool) -> Tensor:
     """Attend the last tokens of two sequences of random numbers."""
     generator = torch.Generator().manual_seed(0)
-    layout = KvLayout(undivided(1), sum(map(len, _TRIAL_TABLES)), _TRIAL_BLOCK_TOKENS)
+    layout = KvLayout(single_group(1), sum(map(len, _TRIAL_TABLES)), _TRIAL_BLOCK_TOKENS)
     attention = SdpaAttention(_TRIAL_SHAPE, layout, dtype, torch.device("cpu"), paged=paged)
     size = _TRIAL_SHAPE.kv_heads, _TRIAL_SHAPE.head_dim
     for context, table in zip(_TRIAL_CONTEXTS, _TRIAL_TABLES, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from model_server.attention.kv_pool import KvLayout, Span, StepMeta, positions_of, slots_of, to_device
-from model_server.shapes import AttentionShape, undivided
+from model_server.shapes import AttentionShape, single_group
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -113,7 +113,7 @@ def varlen_fault(
         return f"it runs on CUDA alone, not on {device.type}"
     if dtype not in _DTYPES:
         return f"it computes in 16-bit floats, not in {dtype}"
-    layout = KvLayout(undivided(len(shape.windows)), num_blocks=2, block_tokens=block_tokens)
+    layout = KvLayout(single_group(len(shape.windows)), num_blocks=2, block_tokens=block_tokens)
     try:
         trial = VarlenAttention(shape, layout, dtype, device)
         for length in (block_tokens + 1, 1):

@@ -102,7 +102,7 @@ def test_it_says_what_pool_it_got(idle: tuple[str, Path]) -> None:
     assert urllib3.request("GET", f"{url}/health").status == 200
     log = path.read_text()
     assert "CPU KV cache size: 2,048 tokens, Maximum concurrency for 512 tokens per request: 4.00x" in log
-    assert "KV pool: 128 blocks of 16 tokens, 4.19 MB, 2,048 bytes a token; 4 sequences of 512 tokens" in log
+    assert "KV pool: 128 blocks of 16 tokens, 4.19 MB, 2,048 bytes per token; 4 concurrent sequences" in log
 
 
 def test_a_port_in_use_is_one_line() -> None:

@@ -14,7 +14,7 @@ from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
 from model_server.kv_events.events import NullSink
 from model_server.model.weights import load_checkpoint
-from model_server.shapes import AttentionShape, undivided
+from model_server.shapes import AttentionShape, single_group
 from tests.integration.engine_support import Outputs, request, run_to_end
 from tests.unit.model_support import (
     CPU,
@@ -27,7 +27,7 @@ from tests.unit.model_support import (
 )
 
 SHAPE = AttentionShape(heads=4, kv_heads=2, head_dim=8, scale=0.3, windows=(None,))
-LAYOUT = KvLayout(undivided(1), num_blocks=6, block_tokens=4)
+LAYOUT = KvLayout(single_group(1), num_blocks=6, block_tokens=4)
 # Half of the last of three bits of mantissa.
 ROUNDING = 2.0**-4
 
@@ -55,7 +55,7 @@ def written(pool: Fp8KvPool, tokens: torch.Tensor, cuts: list[int], first_slot: 
 def test_half_the_bytes() -> None:
     """A block takes half of what bf16 takes, but for its scales: 4 bytes per head for keys and for values."""
     shape = AttentionShape(heads=8, kv_heads=4, head_dim=64, scale=1.0, windows=(None,) * 3)
-    layout = KvLayout(undivided(3), num_blocks=10, block_tokens=16)
+    layout = KvLayout(single_group(3), num_blocks=10, block_tokens=16)
     pools = [SdpaAttention(shape, layout, torch.bfloat16, CPU, fp8=fp8) for fp8 in (False, True)]
     plain, small = (sum(tensor.nbytes for tensor in pool.block_tensors()) for pool in pools)
     assert small == plain / 2 + 10 * 3 * 4 * 2 * 4
@@ -71,7 +71,7 @@ def test_every_number_is_near_in_its_block(cuts: list[int], exponents: list[int]
     """Tokens of any size in any order: the error is that of 3 bits, or small beside the block's largest."""
     tokens = torch.randn((sum(cuts), 2, 8), generator=torch.Generator().manual_seed(seed))
     tokens *= torch.tensor(exponents[: sum(cuts)]).exp2()[:, None, None]
-    layout = KvLayout(undivided(1), num_blocks=12, block_tokens=4)
+    layout = KvLayout(single_group(1), num_blocks=12, block_tokens=4)
     got = written(Fp8KvPool(SHAPE, layout, torch.float32, CPU), tokens, cuts)
     for first in range(0, len(tokens), 4):
         block, read = tokens[first : first + 4], got[first : first + 4]

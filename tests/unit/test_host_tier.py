@@ -6,7 +6,7 @@ import torch
 from model_server.kv_cache.copies import new_copies
 from model_server.kv_cache.host_tier import HostTier
 from model_server.kv_events.events import Announcer, BlockContent, BlockRemoved, BlockStored, KVEvent
-from model_server.shapes import undivided
+from model_server.shapes import single_group
 from tests.support.engine_invariants import check_host
 
 DEVICES = [
@@ -27,7 +27,7 @@ def contents(count: int) -> list[BlockContent]:
 def new_tier(slots: int) -> tuple[HostTier, list[KVEvent]]:
     """Make a tier and the list that its events go to."""
     events: list[KVEvent] = []
-    return HostTier(slots, Announcer(undivided(1), 2), events.append), events
+    return HostTier(slots, Announcer(single_group(1), 2), events.append), events
 
 
 def test_nothing_is_found_or_announced_before_its_copy_is_done() -> None:

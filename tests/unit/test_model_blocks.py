@@ -8,7 +8,7 @@ import pytest
 
 from model_server.kv_cache.block_pool import Block, BlockPool
 from model_server.kv_events.events import AllBlocksCleared, Announcer, BlockContent, BlockRemoved, BlockStored
-from model_server.shapes import undivided
+from model_server.shapes import single_group
 from tests.support.engine_invariants import check_pool
 
 
@@ -19,7 +19,7 @@ def digest(number: int) -> bytes:
 
 def new_pool(blocks: int) -> BlockPool:
     """Make a pool with blocks of 2 tokens."""
-    return BlockPool(blocks, Announcer(undivided(1), 2))
+    return BlockPool(blocks, Announcer(single_group(1), 2))
 
 
 def chain(*numbers: int, parent: int | None = None) -> list[BlockContent]:

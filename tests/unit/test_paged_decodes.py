@@ -16,7 +16,7 @@ from common.kernel_cache import cache_directory
 from model_server.attention import KvLayout, SdpaAttention, Span, new_attention
 from model_server.attention.cpu_kernel.decodes import PagedDecodes, paged_fault
 from model_server.model.weights import load_checkpoint
-from model_server.shapes import AttentionShape, undivided
+from model_server.shapes import AttentionShape, single_group
 from tests.unit.model_support import BLOCK_TOKENS, CPU, reference_logits, save_reference, span, step, text_of
 
 pytestmark = pytest.mark.skipif(numba.config.DISABLE_JIT, reason="kernels are not compiled")
@@ -50,7 +50,7 @@ class Pool:
         needed = [-(-context // block_tokens) for context in contexts]
         generator = torch.Generator().manual_seed(1)
         order = (1 + torch.randperm(sum(needed), generator=generator)).tolist()
-        layout = KvLayout(undivided(2), 1 + sum(needed), block_tokens)
+        layout = KvLayout(single_group(2), 1 + sum(needed), block_tokens)
         self.attention = SdpaAttention(self.shape, layout, dtype, CPU, paged=True)
         self.spans: list[Span] = []
         self.texts: list[Tensor] = []
@@ -174,7 +174,7 @@ def test_logits_token_by_token_equal_transformers(
     """A decoder with this attention gives transformers' logits, prefill and decodes mixed in its steps."""
     reference = save_reference(tmp_path, architecture, **changes)
     model = load_checkpoint(tmp_path, "auto", CPU).model
-    layout = KvLayout(undivided(model.shape.layers), 40, BLOCK_TOKENS)
+    layout = KvLayout(single_group(model.shape.layers), 40, BLOCK_TOKENS)
     pool = SdpaAttention(model.shape.attention, layout, model.dtype, CPU, paged=True)
     first, second = text_of(37, 1), text_of(30, 2)
     tables = [30, 2, 17, 9, 0, 31, 5, 12, 1, 20], [3, 4, 6, 7, 8, 10, 11, 13]
@@ -205,7 +205,7 @@ def test_it_says_what_it_cannot_serve() -> None:
     for fault, word in zip(faults, words, strict=True):
         assert fault is not None
         assert word in fault
-    layout = KvLayout(undivided(1), 4, 4)
+    layout = KvLayout(single_group(1), 4, 4)
     for refused in ({"dtype": torch.float64}, {"dtype": torch.bfloat16, "fp8": True}):
         with pytest.raises(ValueError, match=r"float64|8-bit"):
             SdpaAttention(shape, layout, device=CPU, paged=True, **refused)  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ def test_float16_needs_a_processor_that_converts_it(monkeypatch: pytest.MonkeyPa
 def test_it_is_chosen_on_the_cpu_and_without_a_compiler_the_log_says_why_not() -> None:
     """A CPU's decodes are paged by themselves; where kernels are not compiled they are gathered, and told."""
     shape = AttentionShape(heads=2, kv_heads=1, head_dim=32, scale=1.0, windows=(None,))
-    made = new_attention(shape, KvLayout(undivided(1), 4, 4), torch.bfloat16, CPU)
+    made = new_attention(shape, KvLayout(single_group(1), 4, 4), torch.bfloat16, CPU)
     assert isinstance(made, SdpaAttention)
     assert isinstance(made.kernel, PagedDecodes)
     chosen, said = chosen_with(NUMBA_DISABLE_JIT="1")
@@ -269,9 +269,9 @@ def chosen_with(before: str = "", **environment: str) -> tuple[str, str]:
     program = """
 import torch
 from model_server.attention import KvLayout, new_attention
-from model_server.shapes import AttentionShape, undivided
+from model_server.shapes import AttentionShape, single_group
 
-shape, layout = AttentionShape(2, 1, 32, 1.0, (None,)), KvLayout(undivided(1), 4, 4)
+shape, layout = AttentionShape(2, 1, 32, 1.0, (None,)), KvLayout(single_group(1), 4, 4)
 print(type(new_attention(shape, layout, torch.bfloat16, torch.device("cpu")).kernel).__name__)
 """
     ended = subprocess.run(

@@ -10,7 +10,7 @@ from model_server.attention import KvLayout, SdpaAttention, Span, new_attention
 from model_server.attention import varlen as varlen_module
 from model_server.attention.varlen import VarlenAttention, varlen_fault
 from model_server.model.weights import load_checkpoint
-from model_server.shapes import kv_groups, undivided
+from model_server.shapes import kv_groups, single_group
 from tests.unit.model_support import BLOCK_TOKENS, CPU, reference_logits, save_reference, step, text_of
 from tests.unit.varlen_support import kernel_in_plain_torch, needs_cuda
 
@@ -43,7 +43,7 @@ def test_steps_are_laid_out_as_the_kernel_documents(
     monkeypatch.setattr(varlen_module, "varlen_attn", kernel_in_plain_torch)
     reference = save_reference(tmp_path, architecture, **ARCHITECTURES[architecture])
     model = load_checkpoint(tmp_path, "auto", CPU).model
-    groups = kv_groups(model.shape.windows) if grouped else undivided(model.shape.layers)
+    groups = kv_groups(model.shape.windows) if grouped else single_group(model.shape.layers)
     pool = VarlenAttention(model.shape.attention, KvLayout(groups, 200, BLOCK_TOKENS), model.dtype, CPU)
     texts = [text_of(30, seed) for seed in range(3)]
     tables = [
@@ -63,7 +63,7 @@ def test_the_cpu_and_8_bit_pools_gather(tmp_path: Path) -> None:
     """Without CUDA the kernel is not even tried, and the reason can be told."""
     save_reference(tmp_path)
     model = load_checkpoint(tmp_path, "auto", CPU).model
-    layout = KvLayout(undivided(3), 8, BLOCK_TOKENS)
+    layout = KvLayout(single_group(3), 8, BLOCK_TOKENS)
     for fp8 in (False, True):
         made = new_attention(model.shape.attention, layout, model.dtype, CPU, fp8=fp8)
         assert isinstance(made, SdpaAttention)
@@ -80,7 +80,7 @@ def test_both_backends_agree_on_cuda(tmp_path: Path, architecture: str, block_to
     reference = save_reference(tmp_path, architecture, head_dim=64, **ARCHITECTURES[architecture])
     device = torch.device("cuda")
     model = load_checkpoint(tmp_path, "bfloat16", device).model
-    layout = KvLayout(undivided(model.shape.layers), 64, block_tokens)
+    layout = KvLayout(single_group(model.shape.layers), 64, block_tokens)
     pools = [SdpaAttention(model.shape.attention, layout, model.dtype, device)]
     pools.append(SdpaAttention(model.shape.attention, layout, model.dtype, device, fp8=True))
     if varlen_fault(model.shape.attention, block_tokens, model.dtype, device) is None:
@@ -105,7 +105,7 @@ def test_the_kernel_is_chosen_where_it_works(
     save_reference(tmp_path, head_dim=64)
     device = torch.device("cuda")
     model = load_checkpoint(tmp_path, "bfloat16", device).model
-    layout = KvLayout(undivided(3), 8, block_tokens)
+    layout = KvLayout(single_group(3), 8, block_tokens)
     made = new_attention(model.shape.attention, layout, model.dtype, device)
     fault = varlen_fault(model.shape.attention, block_tokens, model.dtype, device)
     assert isinstance(made, VarlenAttention if fault is None else SdpaAttention)
