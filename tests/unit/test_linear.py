@@ -33,7 +33,7 @@ def _unpackable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(96, 64), (37, 53), (129, 257)])
 def test_packing_changes_no_output(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """A packed weight gives the plain weight's outputs, for all types and row counts, with and without bias."""
+    """Packed outputs equal those of the plain weight, for all types and row counts, with and without bias."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=generator).to(dtype)
     bias = torch.randn(shape[0], generator=generator).to(dtype)

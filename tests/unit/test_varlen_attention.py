@@ -1,4 +1,4 @@
-"""Attention through torch's variable-length kernel: laid out right anywhere, computed right on CUDA."""
+"""attention.varlen: its layout is correct on any device, its results on CUDA."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +39,7 @@ def steps() -> Iterator[list[tuple[int, int, int]]]:
 def test_steps_are_laid_out_as_the_kernel_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, grouped: bool
 ) -> None:
-    """Slots, block tables, lengths and windows are right: by the documented arithmetic, logits are exact."""
+    """With the documented arithmetic, slots, block tables, lengths and windows give exact logits."""
     monkeypatch.setattr(varlen_module, "varlen_attn", kernel_in_plain_torch)
     reference = save_reference(tmp_path, architecture, **ARCHITECTURES[architecture])
     model = load_checkpoint(tmp_path, "auto", CPU).model
@@ -60,23 +60,23 @@ def test_steps_are_laid_out_as_the_kernel_documents(
 
 
 def test_the_cpu_and_8_bit_pools_gather(tmp_path: Path) -> None:
-    """Without CUDA the kernel is not even tried, and the reason can be told."""
+    """Without CUDA the kernel is not tried, and the fault says why."""
     save_reference(tmp_path)
     model = load_checkpoint(tmp_path, "auto", CPU).model
     layout = KvLayout(single_group(3), 8, BLOCK_TOKENS)
     for fp8 in (False, True):
         made = new_attention(model.shape.attention, layout, model.dtype, CPU, fp8=fp8)
         assert isinstance(made, SdpaAttention)
-    assert varlen_fault(model.shape.attention, 16, torch.bfloat16, CPU) == "it runs on CUDA alone, not on cpu"
+    assert varlen_fault(model.shape.attention, 16, torch.bfloat16, CPU) == "it needs CUDA, not cpu"
     on_cuda = varlen_fault(model.shape.attention, 16, torch.float32, torch.device("cuda"))
-    assert on_cuda == "it computes in 16-bit floats, not in torch.float32"
+    assert on_cuda == "it needs 16-bit floats, not torch.float32"
 
 
 @needs_cuda
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("block_tokens", [16, 32, 64, 256])
 def test_both_backends_agree_on_cuda(tmp_path: Path, architecture: str, block_tokens: int) -> None:
-    """The kernel, where it takes the block size, and gathering give the logits that transformers gives."""
+    """The kernel and gathering both give the logits of transformers."""
     reference = save_reference(tmp_path, architecture, head_dim=64, **ARCHITECTURES[architecture])
     device = torch.device("cuda")
     model = load_checkpoint(tmp_path, "bfloat16", device).model
@@ -101,7 +101,7 @@ def test_both_backends_agree_on_cuda(tmp_path: Path, architecture: str, block_to
 def test_the_kernel_is_chosen_where_it_works(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, block_tokens: int
 ) -> None:
-    """On CUDA the kernel that reads blocks in place is taken, or the log says why it cannot be."""
+    """On CUDA the kernel is used, or the log says why not."""
     save_reference(tmp_path, head_dim=64)
     device = torch.device("cuda")
     model = load_checkpoint(tmp_path, "bfloat16", device).model
