@@ -1,4 +1,4 @@
-"""openai.generation: from the engine's thread to the event loop, with an engine that does as told."""
+"""openai.generation: delivery from the engine thread to the event loop, with a fake engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENIZER = PromptTokenizer.from_directory(TINY_DIRECTORY)
 
 
 class TellingEngine:
-    """Remembers what it was asked; the test makes the outputs."""
+    """Fake engine that records calls; the test provides outputs."""
 
     def __init__(self, refuse_at: int | None = None, error: RequestError | None = None) -> None:
         self.sinks: dict[str, Callable[[TokenOutput], None]] = {}
@@ -30,19 +30,19 @@ class TellingEngine:
         self._refuse_at, self._error = refuse_at, error
 
     def submit(self, request: GenerationRequest, sink: Callable[[TokenOutput], None]) -> None:
-        """Take a request, or refuse the n-th."""
+        """Accept a request, or reject the n-th."""
         if self._error is not None and len(self.sinks) == self._refuse_at:
             raise self._error
         self.sinks[request.request_id] = sink
 
     def abort(self, request_id: str) -> None:
-        """Note it."""
+        """Record an abort."""
         self.aborted.append(request_id)
 
     def tell(
         self, request_id: str, text: str, reason: FinishReason | None = None, error: str | None = None
     ) -> None:
-        """Bring tokens from another thread, as the engine does."""
+        """Deliver tokens from another thread, as the engine does."""
         ids = tuple(TOKENIZER.encode(text))
         output = TokenOutput(request_id, ids, reason, 16, error)
         thread = threading.Thread(target=self.sinks[request_id], args=(output,))
@@ -60,7 +60,7 @@ def generation(engine: TellingEngine, choices: int = 1, stop: tuple[str, ...] = 
 
 
 async def collect(generation: Generation) -> dict[int, str]:
-    """The text of each choice."""
+    """Return the text of each choice."""
     texts: dict[int, str] = {}
     async for deltas in generation:
         for index, delta in deltas:
@@ -69,7 +69,7 @@ async def collect(generation: Generation) -> dict[int, str]:
 
 
 def test_choices_keep_their_texts_apart() -> None:
-    """Outputs of several requests in any order end up in their own choice."""
+    """Outputs of several requests in any order reach their own choice."""
 
     async def scenario() -> dict[int, str]:
         engine = TellingEngine()
@@ -88,7 +88,7 @@ def test_choices_keep_their_texts_apart() -> None:
 
 
 def test_a_stop_string_aborts_the_engines_request() -> None:
-    """Once the text has ended the engine's work ends too, and late outputs change nothing."""
+    """After a stop string the engine request is aborted, and late outputs change nothing."""
 
     async def scenario() -> dict[int, str]:
         engine = TellingEngine()
@@ -105,7 +105,7 @@ def test_a_stop_string_aborts_the_engines_request() -> None:
 
 
 def test_closing_aborts_what_still_runs() -> None:
-    """Leaving a generation aborts its unfinished requests, once."""
+    """Closing a generation aborts its unfinished requests once."""
 
     async def scenario() -> list[str]:
         engine = TellingEngine()
@@ -128,7 +128,7 @@ def test_closing_aborts_what_still_runs() -> None:
     ],
 )
 def test_a_refused_choice_takes_the_others_with_it(error: RequestError, status: int) -> None:
-    """When the engine refuses one request of several, those it took already are aborted."""
+    """If the engine rejects one of several requests, the accepted ones are aborted."""
 
     async def scenario() -> list[str]:
         engine = TellingEngine(refuse_at=2, error=error)
@@ -142,7 +142,7 @@ def test_a_refused_choice_takes_the_others_with_it(error: RequestError, status: 
 
 @pytest.mark.parametrize(("reason", "status"), [("error", 500), ("abort", 503)])
 def test_the_engines_failure_ends_the_iteration(reason: FinishReason, status: int) -> None:
-    """Text that came before a failure is delivered, then the failure is raised."""
+    """Text before a failure is delivered, then the failure is raised."""
 
     async def scenario() -> None:
         engine = TellingEngine()
@@ -161,7 +161,7 @@ def test_the_engines_failure_ends_the_iteration(reason: FinishReason, status: in
 
 
 def test_what_is_diverted_does_not_wake_the_iteration() -> None:
-    """Tokens that arrive while the iteration waits are passed on in order; it sees the end alone."""
+    """Tokens that arrive while the iteration waits are passed on in order; it sees only the end."""
 
     async def scenario() -> tuple[list[str], dict[int, str]]:
         engine = TellingEngine()
@@ -187,7 +187,7 @@ def test_what_is_diverted_does_not_wake_the_iteration() -> None:
 
 
 def test_what_cannot_be_passed_on_is_iterated() -> None:
-    """While the diversion takes nothing the iteration gets it all, in order and once."""
+    """While `pass_on` takes nothing, the iteration gets everything in order, once."""
 
     async def scenario() -> tuple[str, dict[int, str]]:
         engine = TellingEngine()
@@ -216,7 +216,7 @@ def test_what_cannot_be_passed_on_is_iterated() -> None:
 
 
 def test_a_broken_diversion_ends_its_own_request_alone() -> None:
-    """An error while one request's tokens are passed on is raised by its iteration; others go on."""
+    """An error in `pass_on` is raised by its own iteration; others continue."""
 
     async def scenario() -> None:
         engine = TellingEngine()
@@ -247,7 +247,7 @@ def test_a_broken_diversion_ends_its_own_request_alone() -> None:
 
 
 def test_a_closed_generation_goes_with_its_last_user() -> None:
-    """What takes a generation's tokens may hold it: once closed it needs no collector."""
+    """A closed generation is freed without the garbage collector, although `pass_on` refers to it."""
 
     class Taker:
         def __init__(self, running: Generation) -> None:
@@ -274,7 +274,7 @@ def test_a_closed_generation_goes_with_its_last_user() -> None:
 
 @pytest.mark.parametrize(("reason", "status"), [("error", 500), ("abort", 503)])
 def test_a_failure_ends_the_iteration_of_what_is_diverted(reason: FinishReason, status: int) -> None:
-    """Not even a diversion that takes everything hides that the engine failed."""
+    """A failed engine is reported even if `pass_on` takes everything."""
 
     async def scenario() -> int:
         engine = TellingEngine()
