@@ -214,5 +214,5 @@ def test_a_pattern_that_proves_too_complex_is_an_error(server: RunningServer) ->
     assert answer.status in (400, 500)
     assert (
         "structured_outputs" in answer.json()["error"]["message"]
-        or "shape" in answer.json()["error"]["message"]
+        or "structured output" in answer.json()["error"]["message"]
     )
