@@ -13,11 +13,10 @@ from indexer.audit.engine_counters import EngineReading, Finding, reconcile
 from indexer.audit.mismatch_watch import DispatchedPrompt
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError
-from indexer.index.contract import IndexStats, PodMatches, Prefix, explain_prefix
+from indexer.index.contract import IndexStats, PodMatches, Prefix, StreamState, explain_prefix
 from indexer.keys import Keys, Tokens
 from indexer.peers.service import PeerClient, PeerDoor, PeerIdentity
 from indexer.streams.ingest import Ingest
-from indexer.streams.state_machine import StreamState
 from indexer.streams.subscriber import Subscriber
 from indexer.views.applier import warm_kernels
 
@@ -170,16 +169,23 @@ class KvIndexer:
         engines = self.roster.engines
         holders = list(self.roster.holders(pods))
         table = self._hybrid.refine(keys, self._index.match(keys, holders), prompt_tokens)
-        return [
-            explain_prefix(
-                engines.get(holder) or holder,
-                self._index.held(keys, holder),
-                self._index.tiers,
-                usable_blocks=int(table.cached_blocks[table.rows[holder]]),
-                stride=int(table.strides[table.rows[holder]]) if len(table.strides) else 1,
+        prefixes = []
+        for holder in holders:
+            row, state, reason = table.rows[holder], StreamState.STALE, "not_followed"
+            if (engine := engines.get(holder)) is not None:
+                state, reason = engine.state, engine.reason
+            prefixes.append(
+                explain_prefix(
+                    holder,
+                    self._index.held(keys, holder),
+                    self._index.tiers,
+                    state=state,
+                    reason=reason,
+                    usable_blocks=int(table.cached_blocks[row]),
+                    stride=int(table.strides[row]) if len(table.strides) else 1,
+                )
             )
-            for holder in holders
-        ]
+        return prefixes
 
     def observe(self, pod: str, reading: EngineReading) -> Finding | None:
         """Compare a reading of an engine's metrics page with its view, which is dropped if it must be wrong.

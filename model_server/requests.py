@@ -1,18 +1,13 @@
-"""Inputs and outputs of the engine, a request's state while it lives there, and counters.
+"""Inputs, outputs and counters of the engine: token ids only, no text and no HTTP."""
 
-Nothing here knows text or HTTP. A live request is plain state that the scheduler and the block manager share.
-"""
-
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from pathlib import Path
+from typing import Literal, Protocol
 
 import msgspec
 
 from model_server.errors import RequestError
-from model_server.kv_events.hashing import ROOT_DIGEST, ExtraKeys, hash_block
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -46,7 +41,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     @property
-    def takes_best(self) -> bool:
+    def is_greedy(self) -> bool:
         """Whether the token with the largest logit is always chosen, and nothing is told about it."""
         return (
             self.temperature < GREEDY_BELOW
@@ -71,7 +66,7 @@ class TokenConstraint(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationRequest:
+class EngineCoreRequest:
     """One prompt to continue."""
 
     request_id: str  # unique among the live requests
@@ -81,6 +76,16 @@ class GenerationRequest:
     lora_name: str | None = None  # a loaded adapter; None is the base model
     constraint: TokenConstraint | None = None  # what the answer must be like; used by this request alone
     priority: int = 0  # lower numbers run first where the engine schedules by priority
+
+
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class LoraRequest:
+    """What a request with an adapter keeps of it; the factors are with whoever computes."""
+
+    name: str  # what requests call it
+    lora_id: int  # number of this loading, from 1 on; never given twice
+    content_hash: str  # hexadecimal SHA-256 of its files: what it computes depends on nothing else
+    directory: Path = Path()  # where it was loaded from
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ class ChosenToken(msgspec.Struct, frozen=True, gc=False):
     logprobs: TokenLogprobs | None = None
 
 
-class TokenOutput(msgspec.Struct, frozen=True, gc=False):
+class EngineCoreOutput(msgspec.Struct, frozen=True, gc=False):
     """What one step brought to one request; the last one carries `finish_reason`."""
 
     request_id: str  # the request it belongs to
@@ -110,7 +115,7 @@ class TokenOutput(msgspec.Struct, frozen=True, gc=False):
     started_s: float | None = None  # when the request's first step began, by `time.monotonic`; None before
 
 
-def check_request(request: GenerationRequest, *, vocab_size: int, max_model_len: int) -> None:
+def check_request(request: EngineCoreRequest, *, vocab_size: int, max_model_len: int) -> None:
     """Refuse what could never run by a RequestError that names the field."""
     prompt = request.prompt_token_ids
     if not prompt:
@@ -213,120 +218,3 @@ class EngineStats:
     @property
     def swapped_out_bytes(self) -> int:
         return self.swapped_out_blocks * self.block_bytes
-
-
-if TYPE_CHECKING:
-    from model_server.kv_cache.block_pool import Block
-    from model_server.kv_cache.host_tier import HostBlock, Restore
-    from model_server.model.lora import LoraRequest
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class BlockTable:
-    """A request's blocks in one KV cache group."""
-
-    # In chain order; None where a block has rolled out of the group's window.
-    blocks: "list[Block | None]" = field(default_factory=list)
-    # The same as numbers, for building tensors; 0 for what has rolled out.
-    block_ids: "array[int]" = field(default_factory=partial(array, "i"))
-    rolled: int = 0  # how many have rolled out, all at the start
-    registered: int = 0  # how many of the first blocks were looked at for being made findable
-
-    def extend(self, blocks: "Sequence[Block | None]") -> None:
-        self.blocks.extend(blocks)
-        self.block_ids.extend(0 if block is None else block.block_id for block in blocks)
-
-    def replace(self, index: int, block: "Block | None") -> None:
-        self.blocks[index] = block
-        self.block_ids[index] = 0 if block is None else block.block_id
-
-    def held(self) -> "list[Block]":
-        return [block for block in self.blocks if block is not None]
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class LiveRequest:
-    """A request between submission and its last token."""
-
-    request: GenerationRequest  # as it was submitted
-    sampling_seed: int  # base of its random draws
-    adapter: "LoraRequest | None" = None  # what changes the model for it; None is the base model
-    arrived_s: float = 0.0  # when it came, on the engine's clock
-    serial: int = 0  # rises from request to request
-    started_s: float | None = None  # when its first step began, on the same clock; None before
-    takes_best: bool = field(init=False)  # whether the largest logit alone decides on each of its tokens
-    token_ids: list[int] = field(init=False)  # prompt and generated tokens
-    computed: int = 0  # how many of them have their KV in its blocks
-    tables: list[BlockTable] = field(default_factory=list)  # one per KV cache group; empty without blocks
-    restore: "Restore | None" = None  # its blocks that come from the host tier; None when all are there
-    # Blocks of the host tier that are held for it since it was preempted, until they are back.
-    swapped: "list[HostBlock]" = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
-    # Lengths in blocks at which groups with a window keep what a later request needs to resume there.
-    retained_ends: set[int] = field(default_factory=set)
-    expected_blocks: int = 0  # of its prefix that were cached when it was last looked at, while it waits
-    expected_tokens: int = 0  # those it will not have to compute, as far as that is known while it waits
-    cached_tokens: int | None = None  # of its prompt, found in the cache when it first ran; None before
-
-    def __post_init__(self) -> None:
-        self.takes_best = self.request.constraint is None and self.request.sampling.takes_best
-        self.token_ids = list(self.request.prompt_token_ids)
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
-
-    @property
-    def pending(self) -> int:
-        """Known tokens without KV: 1 while decoding, more while prefilling."""
-        return len(self.token_ids) - self.computed
-
-    @property
-    def uncached(self) -> int:
-        """Tokens that it will have to compute until its next one; an estimate while it waits."""
-        return self.pending if self.tables else len(self.token_ids) - self.expected_tokens
-
-    @property
-    def block_ids(self) -> "list[array[int]]":
-        return [table.block_ids for table in self.tables]
-
-    def extra_keys(self, block_index: int) -> ExtraKeys | None:
-        """Return what enters the hash of one of its blocks beside the tokens; a salt only the first.
-
-        vLLM has the adapter's path in the third place. Its content tells more: another adapter loaded from
-        the same path under the same name must not find the first one's blocks.
-        """
-        adapter, salt = self.adapter, self.request.cache_salt if block_index == 0 else None
-        of_adapter = () if adapter is None else (("lora", adapter.name, adapter.content_hash),)
-        return of_adapter + (() if salt is None else (("cache_salt", salt),)) or None
-
-    def digest(self, index: int, block_tokens: int) -> bytes:
-        """Return the hash of one of its full blocks, all of whose tokens are known."""
-        for number in range(len(self.digests), index + 1):
-            parent = self.digests[number - 1] if number else ROOT_DIGEST
-            tokens = self.token_ids[number * block_tokens : (number + 1) * block_tokens]
-            assert len(tokens) == block_tokens, "only full blocks have a hash"
-            self.digests.append(hash_block(parent, tokens, self.extra_keys(number)))
-        return self.digests[index]
-
-    def output(
-        self, token: ChosenToken | None, reason: FinishReason | None = None, error: str | None = None
-    ) -> TokenOutput:
-        """Return what its sink is told of a step, or of its end."""
-        return TokenOutput(
-            request_id=self.request_id,
-            token_ids=() if token is None else (token.token_id,),
-            finish_reason=reason,
-            cached_tokens=self.cached_tokens or 0,
-            error=error,
-            logprobs=() if token is None or token.logprobs is None else (token.logprobs,),
-            started_s=self.started_s,
-        )

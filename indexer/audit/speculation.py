@@ -16,8 +16,8 @@ from itertools import count
 from typing import TypeAlias
 
 from indexer.index.index import FlatIndex
-from indexer.index.tiers import SPECULATIVE_TIER
 from indexer.keys import Keys
+from indexer.tiers import SPECULATIVE_TIER
 
 # When to look at which request, and a number that no other has.
 _Due: TypeAlias = tuple[float, int, Hashable]

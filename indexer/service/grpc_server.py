@@ -21,11 +21,10 @@ from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
 from indexer.config import PodStream
 from indexer.errors import ConfigError, ListenError, TokenError
-from indexer.index.contract import PodMatch, Prefix
+from indexer.index.contract import PodMatch, Prefix, StreamState
 from indexer.keys import Keys
 from indexer.kv_indexer import KvIndexer
 from indexer.peers.service import PEER_SERVICE
-from indexer.streams.state_machine import StreamState
 from tokenization import PromptError, PromptTokenizer
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["IndexerService"].full_name

@@ -10,14 +10,6 @@ import msgspec
 from xxhash import xxh3_128_digest
 
 
-class StreamState(StrEnum):
-    """How far the index's view of one pod can be trusted."""
-
-    EXACT = "EXACT"
-    RECOVERING = "RECOVERING"
-    STALE = "STALE"
-
-
 class Batch(msgspec.Struct, frozen=True):
     """A published batch, not yet decoded."""
 

@@ -19,9 +19,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from indexer.config import PodStream
 from indexer.errors import PayloadError
+from indexer.index.contract import StreamState
 from indexer.streams.actions import Action, Batch, Fetch, Purpose, Replay
 from indexer.streams.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES, EngineStream
-from indexer.streams.state_machine import StreamState
 
 if TYPE_CHECKING:
     from indexer.streams.subscriber import Subscriber

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from indexer.config import PodStream
-from indexer.index.contract import PodMatches
-from indexer.streams.state_machine import StreamState
+from indexer.index.contract import PodMatches, StreamState
 
 # From best to worst.
 _ORDER = (StreamState.EXACT, StreamState.STALE, StreamState.RECOVERING)

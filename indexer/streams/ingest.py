@@ -20,18 +20,17 @@ from indexer.audit.mismatch_watch import OTHER_TOKENS, ParityWatch
 from indexer.audit.speculation import Speculation
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError, PeerError
+from indexer.index.contract import StreamState
 from indexer.index.index import FlatIndex
-from indexer.index.tiers import GPU_TIER, Tiers
 from indexer.keys import BlockHasher, Keys
 from indexer.metrics import IndexerMetrics
-from indexer.streams.change_log import Entry, decode_entry
 from indexer.streams.engine_registry import Roster
 from indexer.streams.snapshot import Fetched, Snapshot
-from indexer.streams.state_machine import StreamState
-from indexer.views.applier import FlatApplier, FlatEngine
+from indexer.tiers import GPU_TIER, Tiers
+from indexer.views.applier import ApplierContext, EventApplier
 from indexer.views.hybrid import HybridMatcher
 from indexer.views.pod_view import PodView
-from indexer.views.view_parts import Outcome, ViewContent, ViewFacts, ViewPart
+from indexer.views.view_parts import Entry, Outcome, ViewContent, ViewFacts, ViewPart, decode_entry
 
 _log = logging.getLogger(__name__)
 # A publisher can make its stream change at each message.
@@ -76,8 +75,8 @@ class Ingest:
         self.metrics = IndexerMetrics(registry, stats=self.index.stats, speculative=self._speculative_entries)
         self.parity = ParityWatch(self.metrics)
         self.roster = Roster()
-        self._engine = FlatEngine(self.config, self.index, self.hasher)
-        self._pods: dict[str, FlatApplier] = {}
+        self._engine = ApplierContext(self.config, self.index, self.hasher)
+        self._pods: dict[str, EventApplier] = {}
         # Of each pod, as the metrics show them.
         self._orphans: dict[str, int] = {}
 
@@ -99,15 +98,15 @@ class Ingest:
         return (held - held // _COUNT_MARGIN) // split
 
     def opened(self, stream: PodStream) -> None:
-        self._pods[stream.holder] = FlatApplier(self._engine, stream)
+        self._pods[stream.holder] = EventApplier(self._engine, stream)
         self.roster.opened(stream)
         at = stream.events_endpoint or "our socket"
         _note("stream_opened", stream.holder, "following %s (%s) at %s", stream.model, at)
 
     def closed(self, pod: str) -> None:
         self._pods.pop(pod).view.clear()
-        self.hybrid.learn(pod, None)
-        self.index.learn_stride(pod, 1)
+        self.hybrid.set_groups(pod, None)
+        self.index.set_stride(pod, 1)
         self.speculation.drop_pod(self.roster.pod(pod))
         self.parity.forget_pod(self.roster.pod(pod))
         self.roster.closed(pod)
@@ -124,7 +123,7 @@ class Ingest:
         self._count(pod, outcome)
         keys = _joined(outcome.stored)
         told = keys.tolist()
-        self._doubt(pod, "events", state.view.doubt)
+        self._doubt(pod, "events", state.view.invalid_reason)
         if outcome.runs:
             self.parity.stored(serving, outcome.runs, told)
             self.reconsider(serving)
@@ -138,10 +137,10 @@ class Ingest:
         view, outcome = self._pods[pod].view, Outcome()
         for data in entries:
             try:
-                stored, damage = view.take(decode_entry(data, len(self.index.tiers.names)))
+                stored, damage = view.apply_entry(decode_entry(data, len(self.index.tiers.names)))
             except PayloadError as error:
                 self.rejected(pod, error.reason)
-                outcome.doubt(error.reason)
+                outcome.invalidate(error.reason)
             else:
                 outcome.stored += stored
                 outcome.damage = outcome.damage or damage
@@ -151,13 +150,13 @@ class Ingest:
             self._tell_stored(self.roster.pod(pod), keys, keys.tolist())
         return outcome
 
-    def state_of(self, pod: str) -> FlatApplier:
+    def state_of(self, pod: str) -> EventApplier:
         return self._pods[pod]
 
     def clear(self, pod: str, reason: str) -> None:
         self._pods[pod].view.clear()
         self._doubt(pod, "events", None)
-        self.hybrid.learn(pod, None)
+        self.hybrid.set_groups(pod, None)
         self.speculation.drop_pod(self.roster.pod(pod))
         self.metrics.clears.labels(reason).inc()
         _repeated.event("view_dropped", pod, "view of %s dropped: %s", pod, reason)
@@ -215,8 +214,8 @@ class Ingest:
             PeerError: The list would not be all of it.
         """
         view = self._pods[pod].view
-        if view.unlisted is not None:
-            raise PeerError(view.unlisted, "what its events told cannot be listed now")
+        if view.unexportable is not None:
+            raise PeerError(view.unexportable, "what its events told cannot be listed now")
         return ViewContent(view.facts(), self.index.evicted_blocks, view.parts())
 
     def restore_facts(self, pod: str, facts: ViewFacts) -> None:
@@ -226,7 +225,7 @@ class Ingest:
     def restore(self, pod: str, part: ViewPart | Entry) -> None:
         """Adds a part of another router's view, or what changed since it was listed."""
         if isinstance(part, Entry):
-            self._pods[pod].view.take(part)
+            self._pods[pod].view.apply_entry(part)
             self._learn(pod, self._pods[pod].view)
             return
         self._pods[pod].view.restore(part)
@@ -262,10 +261,10 @@ class Ingest:
         _repeated.event("socket_error", pod, "cannot %s at %s", operation, pod)
 
     def _learn(self, pod: str, view: PodView) -> None:
-        self.hybrid.learn(pod, view.groups)
+        self.hybrid.set_groups(pod, view.groups)
         # A view that was cleared knows no block size; the engine's next life most likely has the same.
         if (block_tokens := view.block_tokens) is not None:
-            self.index.learn_stride(pod, max(1, block_tokens // self.hasher.block_tokens))
+            self.index.set_stride(pod, max(1, block_tokens // self.hasher.block_tokens))
 
     def _tell_stored(self, serving: str, keys: Keys, told: Sequence[int]) -> None:
         now_s = self.clock()

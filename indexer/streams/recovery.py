@@ -15,12 +15,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from indexer.config import PodStream
+from indexer.index.contract import StreamState
 from indexer.streams.actions import Action, Apply, Batch, Clear, Fetch, Replay
-from indexer.streams.change_log import Entry, Feed
 from indexer.streams.snapshot import Fetched, Snapshot
-from indexer.streams.state_machine import StreamMachine, StreamState
-from indexer.streams.view_export import ViewExports, mark_of
-from indexer.views.view_parts import Outcome, ViewPart, ViewSnapshot
+from indexer.streams.state_machine import StreamMachine
+from indexer.streams.view_export import Feed, ViewExports, mark_of
+from indexer.views.view_parts import Entry, Outcome, ViewPart, ViewSnapshot
 
 if TYPE_CHECKING:
     from indexer.streams.subscriber import Subscriber
@@ -56,7 +56,7 @@ class EngineStream:
         self._ticket: object | None = None
         self._restoring: Fetched | None = None
         self._left: deque[bytes | ViewPart | Entry] = deque()
-        self._exports = ViewExports(self._config.snapshot_max_bytes)
+        self._exports: ViewExports | None = None  # None: no list is made, and no batch waits for one
         self._feed: Feed | None = None
         # Where the view comes from, if that was not told yet.
         self._source: str | None = "none"
@@ -69,20 +69,27 @@ class EngineStream:
 
     @property
     def due_s(self) -> float:
-        return min(self._exports.due_s, *self._timers.values(), math.inf)
+        exports_s = math.inf if self._exports is None else self._exports.due_s
+        return min([exports_s, *self._timers.values()])
 
     def tick(self, now_s: float) -> None:
-        if self._exports.running:
-            # The tail must wait, too.
-            self._check_tail_later(now_s)
-            self._exports.turn(now_s)
-        elif self._exports.holds:
-            self._take(self._exports.take(_HELD_TURN_MESSAGES), now_s)
+        if self._exports is not None:
+            self._turn_export(self._exports, now_s)
         for act, due_s in tuple(self._timers.items()):
             # What was done before it may have put it off.
             if self._timers.get(act) == due_s <= now_s:
                 del self._timers[act]
                 act(now_s)
+
+    def _turn_export(self, exports: ViewExports, now_s: float) -> None:
+        if exports.running:
+            # The tail must wait, too.
+            self._check_tail_later(now_s)
+            exports.turn(now_s)
+        else:
+            self._take(exports.take(_HELD_TURN_MESSAGES), now_s)
+        if not exports.holds:
+            self._exports = None
 
     def close(self) -> None:
         self.stop()
@@ -125,7 +132,7 @@ class EngineStream:
 
     def live(self, batches: Sequence[Batch], now_s: float) -> None:
         """The publisher sent these; what they lead to is applied together."""
-        if not self._exports.holds:
+        if self._exports is None:
             self._take(batches, now_s)
         elif not self._exports.hold(batches):
             self._end_export(now_s)
@@ -144,12 +151,15 @@ class EngineStream:
         if feed is not None:
             self._feed = feed
             feed.list_from(self._sink.state_of(self.name), self._machine, mark)
-        self._exports.begin(told, mark, self._sink.list_view(self.name), now_s)
+        exports = self._exports or ViewExports(self._config.snapshot_max_bytes)
+        exports.begin(told, mark, self._sink.list_view(self.name), now_s)
+        self._exports = exports
 
     def _end_export(self, now_s: float) -> None:
-        if self._exports.holds:
-            self._exports.abort("changed", "its view changed while it was listed")
-            self._take(self._exports.take(), now_s)
+        if (exports := self._exports) is not None:
+            self._exports = None
+            exports.abort("changed", "its view changed while it was listed")
+            self._take(exports.take(), now_s)
 
     def _take(self, batches: Sequence[Batch], now_s: float) -> None:
         actions: list[Action] = []
@@ -173,8 +183,9 @@ class EngineStream:
         self._perform(self._machine.emptied_silently(reason), now_s)
 
     def stop(self) -> None:
-        self._exports.abort("changed", "it is not followed any more")
-        self._exports.take()
+        if self._exports is not None:
+            self._exports.abort("changed", "it is not followed any more")
+            self._exports = None
         self._stop_replay()
         self._stop_fetch()
         self._timers.pop(self._check_tail, None)

@@ -37,11 +37,11 @@ from redis.retry import Retry
 
 from indexer.config import IndexerConfig
 from indexer.errors import ConfigError, PeerError, UnavailableError
+from indexer.index.contract import StreamState
 from indexer.keys import utf8
 from indexer.peers.messages import SCHEMA, snapshot_messages
-from indexer.streams.change_log import FIRST, Feed
 from indexer.streams.relayed import RelayReader
-from indexer.streams.state_machine import StreamState
+from indexer.streams.view_export import FIRST, Feed
 from indexer.views.view_parts import ViewSnapshot
 
 if TYPE_CHECKING:

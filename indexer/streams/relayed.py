@@ -21,10 +21,9 @@ from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError, PeerError, UnavailableError
 from indexer.peers.messages import SnapshotReader
 from indexer.streams.actions import Batch
-from indexer.streams.change_log import Entry, decode_entry
 from indexer.streams.recovery import EngineStream
 from indexer.streams.snapshot import Fetched
-from indexer.views.view_parts import Outcome, ViewSnapshot
+from indexer.views.view_parts import Entry, Outcome, ViewSnapshot, decode_entry
 
 if TYPE_CHECKING:
     from indexer.streams.engine_registry import Roster

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from xxhash import xxh3_128_digest
 
+from indexer.index.contract import StreamState
 from indexer.streams.actions import (
     CHECKS,
     FETCHES,
@@ -40,7 +41,6 @@ from indexer.streams.actions import (
     Replay,
     WaitingBatches,
 )
-from indexer.streams.actions import StreamState as StreamState
 
 # So many snapshots in a row that no live batch could follow: it is tried without.
 _FRUITLESS_MAX = 3

@@ -35,8 +35,8 @@ from indexer.streams.snapshot import SnapshotFetcher
 from indexer.views.view_parts import ViewSnapshot
 
 if TYPE_CHECKING:
-    from indexer.streams.change_log import Feed
     from indexer.streams.relay import Relay
+    from indexer.streams.view_export import Feed
 
 # Owners of watched sockets; whoever fails is reset.
 Owner = EngineStream | Inbox

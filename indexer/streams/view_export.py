@@ -1,7 +1,10 @@
-"""One stream's view on its way to a peer: listed part by part, while what the stream says waits.
+"""Export of one stream's view: as a list of parts to a peer, and as a list with later changes to the relay.
 
-So the list and the sequence number belong together, no other stream waits, and nobody holds a lock for longer
-than a part takes. Runs on the subscriber's thread only; who asked waits for a future on a thread of its own.
+A view is listed one part per turn of the subscriber's thread, so that no other stream waits and the index's
+lock is held for one part at a time. Live batches of the stream wait meanwhile, so that the list and its
+sequence number belong together. While this router holds an engine's lease on the relay's server, a `Feed`
+records the view's changes: an epoch begins with a list of the view, each entry holds the changes of the
+batches since the entry before, and the epoch ends as soon as the view is not EXACT.
 """
 
 from __future__ import annotations
@@ -11,11 +14,20 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from indexer.errors import PeerError
+from indexer.index.contract import StreamState
 from indexer.streams.actions import Batch
-from indexer.streams.state_machine import StreamMachine, StreamState
-from indexer.views.view_parts import ViewContent, ViewPart, ViewSnapshot
+from indexer.streams.state_machine import StreamMachine
+from indexer.views.view_parts import Entry, ViewContent, ViewFacts, ViewPart, ViewSnapshot
+
+if TYPE_CHECKING:
+    from indexer.streams.relay import Relay
+    from indexer.views.applier import EventApplier
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +36,11 @@ _TURN_S = 0.0005
 # While a view is listed so much may wait of its stream; beyond it the list is given up.
 _HELD_BATCHES_MAX = 2048
 _HELD_BYTES_MAX = 8 << 20
+# Bytes that may wait for the server, of all engines; an epoch of which more comes ends.
+_WAITING_BYTES_MAX = 64 << 20
+
+# Number of an epoch's first entry, which changes nothing: no number before it was ever an epoch's.
+FIRST = 1
 
 
 class ViewExports:
@@ -133,3 +150,67 @@ def mark_of(machine: StreamMachine) -> tuple[int, bytes]:
     if state is StreamState.EXACT:
         raise PeerError("unproven", "no batch was applied that could show whose view it is")
     raise PeerError(state.lower(), f"its view is {state} ({machine.reason})")
+
+
+@dataclass(slots=True, eq=False)
+class Feed:
+    """Entries of one engine in one epoch: the subscriber's thread records them, the relay's writes them."""
+
+    holder: str
+    epoch: str
+    token: bytes
+    relay: Relay
+    # Under the relay's lock.
+    has_ended: bool = False
+    entries: list[bytes] = field(default_factory=list)  # that are not written yet
+    last_number: int = FIRST - 1
+    # The subscriber's thread's.
+    listed_at: int = FIRST - 1  # number of the entry as of which the view was listed last
+    _state: EventApplier | None = None
+    _facts: ViewFacts | None = None
+    # The relay's thread's.
+    written_s: float = 0.0
+    listing: Future[ViewSnapshot] | None = None
+    last_view: int = FIRST - 1  # number of the entry of the view that was written last
+    view_bytes: int = 0
+    bytes_since: int = 0  # of entries written since that view
+
+    def list_from(self, state: EventApplier, machine: StreamMachine, mark: tuple[int, bytes]) -> None:
+        """Begin the epoch with the view as it is, or go on with it; `mark`: see `view_exports.mark_of`."""
+        if self._state is None:
+            state.journal.begin()
+            self._state, self._facts = state, state.view.facts()
+            self._tell(Entry(*mark))
+        else:
+            self.flush(machine)
+        self.listed_at = self.last_number
+
+    def flush(self, machine: StreamMachine) -> None:
+        """Tell what changed since the last entry, or end the epoch of a view that is not exact."""
+        state = self._state
+        if state is None:
+            return
+        if self.has_ended or machine.state is not StreamState.EXACT or state.view.unexportable == "part_runs":
+            self.end()
+        elif (mark := machine.mark) is not None:
+            changes, facts = state.journal.take(), state.view.facts()
+            if changes or facts != self._facts:
+                self._tell(Entry(*mark, facts if facts != self._facts else None, changes))
+                self._facts = facts
+
+    def end(self) -> None:
+        if self._state is not None:
+            self._state.journal.end()
+            self._state = None
+        self.has_ended = True
+        self.relay.wake.set()
+
+    def _tell(self, entry: Entry) -> None:
+        data, relay = msgspec.msgpack.encode(entry), self.relay
+        with relay.lock:
+            self.has_ended |= relay.waiting_bytes + len(data) > _WAITING_BYTES_MAX
+            if not self.has_ended:
+                self.entries.append(data)
+                self.last_number += 1
+                relay.waiting_bytes += len(data)
+        relay.wake.set()

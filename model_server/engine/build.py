@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from model_server.config import TINY_MODEL, EngineConfig
-from model_server.engine.core import Engine
+from model_server.engine.core import EngineCore
 from model_server.errors import ConfigError
-from model_server.kv_events.events import EventSink
+from model_server.kv_events.events import EventPublisher
 from model_server.model.lora import LoraRegistry
 from model_server.shapes import (
     DTYPE_BYTES,
@@ -28,7 +28,7 @@ from model_server.worker.executor import Executor
 logger = logging.getLogger(__name__)
 
 
-def build_engine(config: EngineConfig, sink: EventSink) -> Engine:
+def build_engine(config: EngineConfig, sink: EventPublisher) -> EngineCore:
     """Load the model and make an engine for it, not yet started.
 
     A ModelError where the checkpoint cannot be loaded, a ConfigError where a setting does not fit it or the
@@ -38,7 +38,7 @@ def build_engine(config: EngineConfig, sink: EventSink) -> Engine:
     try:
         max_model_len = _max_model_len(config, executor.max_positions, executor.kv_groups)
         loras = LoraRegistry(executor.load_adapter, config.max_loras)
-        return Engine(config, executor, sink, max_model_len, loras)
+        return EngineCore(config, executor, sink, max_model_len, loras)
     except BaseException:
         executor.close()
         raise
@@ -64,7 +64,7 @@ def _max_model_len(config: EngineConfig, max_positions: int, groups: Sequence[Kv
     return config.max_model_len
 
 
-def log_pool(engine: Engine, config: EngineConfig) -> None:
+def log_pool(engine: EngineCore, config: EngineConfig) -> None:
     """Log how much the pool holds."""
     device = torch.device(config.device)
     blocks = engine.stats().total_blocks

@@ -8,9 +8,9 @@ import time
 
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
-from model_server.engine.core import Engine
-from model_server.kv_events.events import NullSink
-from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
+from model_server.engine.core import EngineCore
+from model_server.kv_events.events import NullEventPublisher
+from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingParams
 
 _SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 _ROUNDS = 3
@@ -18,7 +18,7 @@ _ROUNDS = 3
 
 def demonstrate(config: EngineConfig, prompt_tokens: int) -> list[str]:
     """Measure the three ways; a ModelServerError where the model cannot load or the prompt is too long."""
-    engine = build_engine(config, NullSink())
+    engine = build_engine(config, NullEventPublisher())
     # The prompt's blocks are the oldest: as many new ones as the pool has take them all.
     others = -(-engine.stats().total_blocks // max(1, prompt_tokens // config.block_tokens))
     draw = random.Random(0)
@@ -40,7 +40,7 @@ def demonstrate(config: EngineConfig, prompt_tokens: int) -> list[str]:
 
 
 def _one_round(
-    engine: Engine, draw: random.Random, prompt_tokens: int, others: int, number: int
+    engine: EngineCore, draw: random.Random, prompt_tokens: int, others: int, number: int
 ) -> list[tuple[float, int]]:
     """Return seconds and cached tokens of the prompt cold, again, and after others took its blocks."""
     prompt, *rest = (tuple(draw.choices(range(3, 1000), k=prompt_tokens)) for _ in range(1 + others))
@@ -50,11 +50,11 @@ def _one_round(
     return [*taken, first_token(engine, f"{number}.2", prompt)]
 
 
-def first_token(engine: Engine, name: str, prompt: tuple[int, ...]) -> tuple[float, int]:
+def first_token(engine: EngineCore, name: str, prompt: tuple[int, ...]) -> tuple[float, int]:
     """Run a prompt alone; returns the seconds to its first token and its cached tokens."""
-    outputs: list[TokenOutput] = []
+    outputs: list[EngineCoreOutput] = []
     started_s = time.perf_counter()
-    engine.submit(GenerationRequest(name, prompt, _SAMPLING), outputs.append)
+    engine.add_request(EngineCoreRequest(name, prompt, _SAMPLING), outputs.append)
     while not outputs:
         engine.step()
     taken_s = time.perf_counter() - started_s

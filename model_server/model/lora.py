@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from model_server.errors import AdapterError, RequestError
+from model_server.requests import LoraRequest
 
 _NAME_CHARACTERS_MAX = 256
 
@@ -21,16 +22,6 @@ class LoraFactors:
 
     down: Tensor  # [rank, inputs]
     up: Tensor  # [outputs, rank], multiplied by the adapter's scaling
-
-
-@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
-class LoraRequest:
-    """Identity of a loaded adapter, kept by requests. The worker has its factors."""
-
-    name: str  # name in requests
-    lora_id: int  # unique number of this load, from 1
-    content_hash: str  # hexadecimal SHA-256 of its files
-    directory: Path = Path()  # directory of its files
 
 
 @dataclass(frozen=True, eq=False, slots=True)

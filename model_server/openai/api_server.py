@@ -15,10 +15,10 @@ import uvloop
 
 from model_server.config import TINY_MODEL, ServeOptions
 from model_server.engine.build import build_engine, log_pool
-from model_server.engine.core import Engine
+from model_server.engine.core import EngineCore
 from model_server.errors import ModelServerError, StartError
-from model_server.kv_events.events import NullSink
-from model_server.kv_events.publisher import KVEventPublisher
+from model_server.kv_events.events import NullEventPublisher
+from model_server.kv_events.publisher import ZmqEventPublisher
 from model_server.openai.app import HttpApi
 from model_server.openai.generation import AsyncEngine
 from model_server.openai.http_server import GRACE_S, HttpServer, stop_by_signals
@@ -48,7 +48,7 @@ def run(options: ServeOptions) -> None:
         if publisher is not None:
             cleanup.callback(publisher.close)
         tokenizer = load_tokenizer(options.engine.model)
-        engine = build_engine(options.engine, publisher or NullSink())
+        engine = build_engine(options.engine, publisher or NullEventPublisher())
         cleanup.callback(engine.close)
         if publisher is not None:
             publisher.start()
@@ -71,8 +71,8 @@ class Server:
     """HTTP server of a started engine."""
 
     options: ServeOptions
-    engine: Engine
-    publisher: KVEventPublisher | None
+    engine: EngineCore
+    publisher: ZmqEventPublisher | None
     tokenizer: PromptTokenizer
     _http: HttpServer | None = None
     _async_engine: AsyncEngine | None = None
@@ -183,11 +183,11 @@ def _bound(family: int, kind: int, address: tuple[object, ...]) -> socket.socket
     return bound
 
 
-def _publisher(options: ServeOptions, port: int) -> KVEventPublisher | None:
+def _publisher(options: ServeOptions, port: int) -> ZmqEventPublisher | None:
     if options.events is None:
         return None
     topic = options.events.topic or f"kv@{_pod_host(options.host)}:{port}@{options.served_names[0]}"
-    return KVEventPublisher(replace(options.events, topic=topic))
+    return ZmqEventPublisher(replace(options.events, topic=topic))
 
 
 def _log_admin(options: ServeOptions, address: tuple[str, int]) -> None:

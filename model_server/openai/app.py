@@ -22,9 +22,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from model_server.config import ServeOptions
-from model_server.engine.core import Engine
+from model_server.engine.core import EngineCore
 from model_server.errors import AdapterError, EngineClosedError
-from model_server.kv_events.publisher import SNAPSHOT_TYPE, KVEventPublisher
+from model_server.kv_events.publisher import SNAPSHOT_TYPE, ZmqEventPublisher
 from model_server.model.lora import LoraRegistry
 from model_server.openai.answers import Answer
 from model_server.openai.generation import AsyncEngine, Generation, TextAssembler
@@ -83,9 +83,9 @@ class HttpApi:
 
     options: ServeOptions
     model: ServedModel
-    engine: Engine
+    engine: EngineCore
     async_engine: AsyncEngine
-    publisher: KVEventPublisher | None  # None: no KV events
+    publisher: ZmqEventPublisher | None  # None: no KV events
     registry: CollectorRegistry  # metrics of /metrics
     healthy: Callable[[], bool]  # status of /health
 
@@ -227,12 +227,12 @@ class HttpApi:
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def _kv_events_snapshot(self, _: Request) -> Response:
-        """Send a snapshot of the caches; see `KVEventPublisher.snapshot`."""
+        """Send a snapshot of the caches; see `ZmqEventPublisher.snapshot`."""
         if self.publisher is None:
             raise ApiError(404, "this server publishes no KV events")
         with ExitStack() as cleanup:
             cleanup.enter_context(self._snapshots.one())
-            take = partial(self.publisher.snapshot, self.engine.cache)
+            take = partial(self.publisher.snapshot, self.engine.kv_cache)
             try:
                 pieces = (await self._in_thread(self.engine.between_steps, take)).pieces()
             except EngineClosedError as error:

@@ -15,11 +15,11 @@ from typing import Literal
 
 import msgspec
 
-from model_server.engine.core import Engine
+from model_server.engine.core import EngineCore
 from model_server.errors import RequestError
 from model_server.openai.metrics import ChoiceObserver, RequestMetrics
 from model_server.openai.types import ApiError, from_exception
-from model_server.requests import ChosenToken, GenerationRequest, TokenOutput
+from model_server.requests import ChosenToken, EngineCoreOutput, EngineCoreRequest
 from tokenization import IncrementalDecoder, PromptTokenizer
 
 ChoiceEnd = Literal["stop", "length"]
@@ -64,7 +64,7 @@ class TextAssembler:
         self._stops = StopStrings(self.stop_strings, show=self.show_stop)
         self._needs_details = bool(self.stop_strings) or self.returns_ids
 
-    def push(self, output: TokenOutput) -> Delta:
+    def push(self, output: EngineCoreOutput) -> Delta:
         """Return the delta of one engine output, whose finish reason is not "abort" or "error"."""
         assert not self.finished
         assert output.finish_reason in (None, "stop", "length")
@@ -80,7 +80,7 @@ class TextAssembler:
         token_ids = tuple(output.token_ids[:counted]) if self.returns_ids else ()
         return Delta(text, reason, stop_reason, tokens, token_ids)
 
-    def _assemble(self, output: TokenOutput) -> tuple[str, ChoiceEnd | None, str | int | None]:
+    def _assemble(self, output: EngineCoreOutput) -> tuple[str, ChoiceEnd | None, str | int | None]:
         # The stop token counts as generated but is not shown.
         hides_last = output.finish_reason == "stop" and not self.show_stop
         shown = output.token_ids[:-1] if hides_last else output.token_ids
@@ -150,19 +150,19 @@ class AsyncEngine:
     Pending outputs are bounded: no request generates more than its max_tokens.
     """
 
-    engine: Engine
+    engine: EngineCore
     loop: asyncio.AbstractEventLoop
     metrics: RequestMetrics
 
     now_s = staticmethod(time.monotonic)
 
     def __post_init__(self) -> None:
-        self._arrived: deque[TokenOutput] = deque()
+        self._arrived: deque[EngineCoreOutput] = deque()
         self._wake_pending = False
         self._choices: dict[str, tuple[Generation, int]] = {}  # by request id
 
     def generate(
-        self, requests: tuple[GenerationRequest, ...], texts: tuple[TextAssembler, ...], arrived_s: float
+        self, requests: tuple[EngineCoreRequest, ...], texts: tuple[TextAssembler, ...], arrived_s: float
     ) -> "Generation":
         """Submit the engine requests of one HTTP request, one per choice. The caller closes the result.
 
@@ -173,7 +173,7 @@ class AsyncEngine:
         try:
             for index, request in enumerate(requests):
                 self._choices[request.request_id] = generation, index
-                self.engine.submit(request, self._on_output)
+                self.engine.add_request(request, self._on_output)
         except BaseException as error:
             generation.close()
             if isinstance(error, RequestError):
@@ -200,10 +200,10 @@ class AsyncEngine:
         if self._choices.pop(request_id, None) is None:
             return False
         if not finished:
-            self.engine.abort(request_id)
+            self.engine.abort_request(request_id)
         return True
 
-    def _on_output(self, output: TokenOutput) -> None:
+    def _on_output(self, output: EngineCoreOutput) -> None:
         self._arrived.append(output)
         if not self._wake_pending:
             self._wake_pending = True
@@ -231,7 +231,7 @@ class Generation:
     """All choices of one HTTP request, as an asynchronous iterator of [(choice index, delta)]."""
 
     engine: AsyncEngine
-    requests: tuple[GenerationRequest, ...]  # one per choice, as are `texts` and `observers`
+    requests: tuple[EngineCoreRequest, ...]  # one per choice, as are `texts` and `observers`
     texts: tuple[TextAssembler, ...]
     arrived_s: float
     # Called on the loop when outputs arrive while the iteration waits. Returns True if it has consumed the
@@ -245,7 +245,7 @@ class Generation:
         self.observers = [
             ChoiceObserver(metrics, arrived_s, len(request.prompt_token_ids)) for request in self.requests
         ]
-        self.arrived: list[tuple[int, TokenOutput]] = []  # (choice index, output)
+        self.arrived: list[tuple[int, EngineCoreOutput]] = []  # (choice index, output)
         self._unfinished = len(self.texts)
 
     @property
@@ -307,7 +307,7 @@ class Generation:
             raise self._error
         raise StopAsyncIteration
 
-    def _push(self, index: int, output: TokenOutput) -> Delta | None:
+    def _push(self, index: int, output: EngineCoreOutput) -> Delta | None:
         text, observer = self.texts[index], self.observers[index]
         if text.finished:
             return None

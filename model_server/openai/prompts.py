@@ -24,9 +24,15 @@ from model_server.openai.types import (
     from_exception,
     generation_body,
 )
-from model_server.requests import GenerationRequest, SamplingParams
-from tokenization import PromptError, PromptTokenizer, PromptTooLongError
-from tokenization.prompts import PromptLimits, chat_prompt, completion_prompts
+from model_server.requests import EngineCoreRequest, SamplingParams
+from tokenization import (
+    PromptError,
+    PromptLimits,
+    PromptTokenizer,
+    PromptTooLongError,
+    chat_prompt,
+    completion_prompts,
+)
 
 # Whitespace in JSON outputs, bounded because a model could otherwise generate spaces up to max_tokens.
 _JSON_WHITESPACE = r"[ \n\t]{1,8}"
@@ -162,7 +168,7 @@ class Job:
     model: str  # model name in the response
     fields: GenerationBody  # validated body
     prompts: tuple[tuple[int, ...], ...]  # token ids per prompt (a chat has one)
-    requests: tuple[GenerationRequest, ...]  # per choice: `n` for each prompt, in order
+    requests: tuple[EngineCoreRequest, ...]  # per choice: `n` for each prompt, in order
     echoed: tuple[str, ...]  # echoed prompt per choice
 
 
@@ -197,7 +203,7 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
     # Engine ids must be unique, even if a client reuses its id concurrently.
     own_id = f"{shown_id}-{secrets.token_hex(8)}"
     requests = tuple(
-        GenerationRequest(
+        EngineCoreRequest(
             request_id=f"{own_id}-{at * copies + copy}",
             prompt_token_ids=prompt,
             sampling=_sampling(fields, _answer_tokens(model, api, fields, len(prompt), cut), copy),

@@ -1,6 +1,6 @@
-"""Calls: a stream's bytes in, answers and one end out. What all kinds of calls have in common.
+"""Base class of all gRPC calls: stream bytes in, response messages and one final status out.
 
-Knows nothing of sockets, nor of what is asked.
+The module does not depend on sockets or on the methods that are served.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """One call; its own thread is that of its connection."""
+    """One gRPC call on an HTTP/2 stream, driven by the thread of its connection."""
 
     def __init__(self, peer: Peer, stream: Stream) -> None:
         head: CallHead = stream.head
         self._peer = peer
         self._stream = stream
-        # A call with more bytes is not served on its connection's own thread.
-        self._inline_bytes_max = peer.host.inline.get(head.path, -1)
-        self._reader = MessageReader(head.encoding, peer.host.receive_bytes_max)
+        # Calls with more request bytes are served by the thread pool instead of the connection's thread.
+        self._inline_bytes_max = peer.server.inline.get(head.path, -1)
+        self._reader = MessageReader(head.encoding, peer.server.receive_bytes_max)
         self._has_headers = False
         self._lock = Lock()
-        self.is_over = False  # whether it has ended towards its client
+        self.is_ended = False  # whether the status has been sent or the call was cancelled
 
     def is_active(self) -> bool:
-        return not self.is_over
+        return not self.is_ended
 
-    def receive(self, data: bytes, is_over: bool) -> None:
-        """More of the stream; `is_over`: all of it."""
-        if self.is_over:
+    def receive(self, data: bytes, end_stream: bool) -> None:
+        """Process received stream bytes; `end_stream` marks the last ones."""
+        if self.is_ended:
             return
         try:
             for message, size in self._reader.feed(data):
                 self._message(message, size)
-            if is_over and not self.is_over:
-                if self._reader.is_within:
-                    raise MessageError(grpc.StatusCode.INTERNAL, "the stream ends within a message")
+            if end_stream and not self.is_ended:
+                if self._reader.has_partial_data:
+                    raise MessageError(grpc.StatusCode.INTERNAL, "the stream ended inside a message")
                 self._all_received()
         except MessageError as error:
             self._end(error.status, str(error))
 
     def drained(self) -> None:
-        """What waited for the client's window is sent."""
+        """Handle that all data queued for the client's flow-control window has been sent."""
 
     def cancelled(self) -> None:
-        """The client is gone, or has given up."""
-        self._over()
+        """Handle a reset stream or a lost connection."""
+        self._mark_ended()
 
     def cancel(self) -> None:
-        """Ends the call, as if the client had."""
+        """Reset the stream with CANCEL and end the call."""
         self._peer.cancel(self._stream)
         self.cancelled()
 
@@ -67,50 +67,50 @@ class Call:
     def _all_received(self) -> None:
         raise NotImplementedError
 
-    def _released(self) -> None:
-        """The call has ended towards its client; called once."""
+    def _on_ended(self) -> None:
+        """Handle the end of the call; called once, when the status was sent or the call was cancelled."""
         raise NotImplementedError
 
-    def _ended(self) -> None:
-        """Nothing more will be done for the call; called once."""
+    def _release_stream(self) -> None:
+        """Release the stream once no thread works on the call any more; called once."""
         self._peer.call_ended(self._stream)
 
     def _framed(self, answer: bytes) -> bytes:
-        """An answer as it is sent.
+        """Return a response message with its gRPC length prefix.
 
         Raises:
-            MessageError: It is too large.
+            MessageError: The message is larger than the server's send limit.
         """
-        size, size_max = len(answer), self._peer.host.send_bytes_max
+        size, size_max = len(answer), self._peer.server.send_bytes_max
         if size > size_max:
             details = f"Sent message larger than max ({size} vs. {size_max})"
             raise MessageError(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
         return plain_prefix(0, size) + answer
 
-    def _say(self, data: bytes, *, consumed: int = 0) -> None:
+    def _send(self, data: bytes, *, consumed: int = 0) -> None:
         self._peer.send(self._stream, self._headers(), data, None, consumed)
 
     def _end(
         self, code: grpc.StatusCode, details: str = "", metadata: Metadata = (), *, data: bytes = b""
     ) -> None:
-        """Sends the last answers and the status."""
-        if self.is_over:
+        """Send the last response data and the status."""
+        if self.is_ended:
             return
         if code is not grpc.StatusCode.OK and not self._has_headers and not data:
             self._peer.send(self._stream, refusal_block(code, details, metadata), b"", None)
         else:
             self._peer.send(self._stream, self._headers(), data, trailers_block(code, details, metadata))
-        self._over()
+        self._mark_ended()
 
     def _headers(self) -> bytes | None:
-        """Return the block in front of the first answer."""
+        """Return the response headers, or None if they have been sent."""
         headers = None if self._has_headers else HEADERS
         self._has_headers = True
         return headers
 
-    def _over(self) -> None:
+    def _mark_ended(self) -> None:
         with self._lock:
-            if self.is_over:
+            if self.is_ended:
                 return
-            self.is_over = True
-        self._released()
+            self.is_ended = True
+        self._on_ended()

@@ -1,9 +1,9 @@
-"""Header blocks: HPACK in, what a call's head says out; and the few blocks that we send.
+"""Header blocks: decoding of request headers (HPACK, RFC 7541), and the few blocks that the server sends.
 
-What they say is RFC 7541's and gRPC's (PROTOCOL-HTTP2.md). Knows nothing of what methods there are.
+Header fields follow gRPC's PROTOCOL-HTTP2.md.
 
-Gateways send the same fields with every call. A block that changes nothing in the decoder's table means the
-same as long as the table is the same, so it is decoded once.
+Gateways send the same fields with every call. A block that does not change the decoder's dynamic table always
+decodes to the same fields while the table stays the same, so its result is cached.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KNOWN_BYTES_MAX = 4 << 10
 _STATUS_200 = b"\x88"
 _CONTENT_TYPE = b"application/grpc"
 _ENCODINGS = b"identity,deflate,gzip"
-# Details beyond this length would not fit a peer's header list.
+# Longer status details would exceed a peer's header list limit.
 _DETAILS_MAX = 4096
 
 Fields = list[tuple[bytes, bytes]]
@@ -31,7 +31,7 @@ _Head = TypeVar("_Head")
 
 
 class HeaderBlocks(Generic[_Head]):
-    """One connection's blocks, read in the order in which they came."""
+    """Decoder of one connection's header blocks, in order of arrival, with a cache."""
 
     def __init__(self, read: Callable[[Fields], _Head]) -> None:
         self._read = read
@@ -39,10 +39,10 @@ class HeaderBlocks(Generic[_Head]):
         self._known: dict[bytes, _Head] = {}
 
     def head(self, block: bytes) -> _Head:
-        """What a block says.
+        """Decode a block and return what `read` makes of its fields.
 
         Raises:
-            H2Error: It is not HPACK, or too long; the table is lost with it.
+            H2Error: The block is not valid HPACK or too long; the decoder cannot be used afterwards.
         """
         known = self._known.get(block)
         if known is not None:
@@ -65,24 +65,24 @@ class HeaderBlocks(Generic[_Head]):
         return head
 
     def _table_state(self) -> tuple[int, object, int]:
-        # Entries come in on the left and go on the right.
+        # hpack adds entries on the left and evicts them on the right.
         table = self._decoder.header_table
         entries = table.dynamic_entries
         return len(entries), entries[0] if entries else None, table.maxsize
 
 
 def field(name: bytes, value: bytes) -> bytes:
-    """One field, said in full and not to be remembered."""
+    """Return a field in literal form, not added to the peer's dynamic table."""
     return b"\x00" + _sized(name) + _sized(value)
 
 
 def status_200(*fields: tuple[bytes, bytes]) -> bytes:
-    """A block with `:status: 200` and these fields."""
+    """Return a block with `:status: 200` and these fields."""
     return _STATUS_200 + b"".join(field(name, value) for name, value in fields)
 
 
 def _sized(text: bytes) -> bytes:
-    """A string without Huffman coding behind its length, in the form of section 5.1 with seven bits."""
+    """Return a string without Huffman coding, prefixed with its length as a 7-bit integer (section 5.1)."""
     size = len(text)
     if size < 127:
         return bytes((size,)) + text
@@ -103,15 +103,15 @@ Metadata = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class CallHead:
-    """Headers of a call, before its first message."""
+    """Request headers of a call."""
 
     path: str  # "/package.Service/Method"
-    encoding: str  # of its compressed messages; "identity": none are
-    refusal: bytes | None  # the block that answers a request that is no call of ours
+    encoding: str  # compression of its messages; "identity" for none
+    refusal: bytes | None  # block that rejects the request if it is not a valid gRPC call
 
 
 def call_head(fields: Fields) -> CallHead:
-    """Reads a request's fields; whatever they say, there is an answer to it."""
+    """Interpret a request's header fields. Never raises: an invalid request gets a `refusal`."""
     said = dict(fields)
     encoding = said.get(b"grpc-encoding", b"identity").decode("latin-1")
     path = said.get(b":path", b"").decode("latin-1")
@@ -126,7 +126,7 @@ def call_head(fields: Fields) -> CallHead:
 
 
 def trailers_block(code: grpc.StatusCode, details: str, metadata: Metadata = ()) -> bytes:
-    """The block that ends a call whose headers are sent."""
+    """Return the block that ends a call whose headers have been sent."""
     if code is grpc.StatusCode.OK and not details and not metadata:
         return OK_TRAILERS
     number: int = code.value[0]
@@ -139,7 +139,7 @@ def trailers_block(code: grpc.StatusCode, details: str, metadata: Metadata = ())
 
 
 def refusal_block(code: grpc.StatusCode, details: str, metadata: Metadata = ()) -> bytes:
-    """The one block that answers a call without any message."""
+    """Return the single block of a response without messages (gRPC's Trailers-Only)."""
     return HEADERS + trailers_block(code, details, metadata)
 
 

@@ -1,4 +1,4 @@
-"""Calls of grpcio handlers: one message in, one answer or a stream of answers out."""
+"""Unary and server-streaming calls, served by handlers written for grpcio."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
 
-# Answers beyond it wait for the client to take some.
+# A servicer's stream pauses while more response bytes wait for the client's flow-control window.
 _PENDING_BYTES_MAX = 1 << 20
 
 
-class CallAborted(Exception):  # noqa: N818 (no error: it is what the servicer asked for)
-    """A servicer ended its call by abort()."""
+class CallAborted(Exception):  # noqa: N818 (a requested status, not an error)
+    """Raised by `abort()` to end a servicer's call."""
 
 
 class ServicerCall(Call):
-    """A call with one message, served on the connection's own thread unless that message is large.
+    """Call with one request message, served on the connection's thread unless the message is large.
 
-    Its servicer is given the call itself as its context: the methods of grpc.ServicerContext that our
-    servicers use.
+    The call is also the context that its servicer receives: it implements the methods of
+    grpc.ServicerContext that the servicers here use.
     """
 
     def __init__(self, peer: Peer, stream: Stream, handler: Any) -> None:
@@ -41,7 +41,7 @@ class ServicerCall(Call):
         self._handler = handler
         self._is_elsewhere = False
         self._request: bytes | None = None
-        # Notified of room for more answers, where there are several.
+        # Notified when the client reads responses; only for streaming responses.
         self._changed = Condition(self._lock) if handler.response_streaming else None
         self._callbacks: list[Callable[[], object]] = []
         self._code, self._details = grpc.StatusCode.OK, ""
@@ -49,9 +49,9 @@ class ServicerCall(Call):
 
     def add_callback(self, callback: Callable[[], object]) -> bool:
         with self._lock:
-            if not self.is_over:
+            if not self.is_ended:
                 self._callbacks.append(callback)
-            return not self.is_over
+            return not self.is_ended
 
     def set_trailing_metadata(self, metadata: Metadata) -> None:
         self._trailing = metadata
@@ -72,7 +72,7 @@ class ServicerCall(Call):
                 self._changed.notify_all()
 
     def _message(self, message: bytes, size: int) -> None:
-        # One that is all and answered at once is given back with its stream.
+        # A complete message served inline needs no window update: closing the stream returns its bytes.
         if size > self._inline_bytes_max or not self._stream.is_remote_closed:
             self._peer.consumed(self._stream, size)
         if self._request is not None:
@@ -85,25 +85,25 @@ class ServicerCall(Call):
         size = len(self._request)
         if size > self._inline_bytes_max:
             self._is_elsewhere = True
-            self._peer.host.run(self._serve_elsewhere)
+            self._peer.server.run(self._serve_elsewhere)
         else:
             self._peer.flush_before(size)
             self._serve()
 
     def _not_one_message(self) -> MessageError:
-        """Return what ends a call that must have one message, and has not (gRPC's statuscodes.md)."""
+        """Return the error for a unary request without exactly one message (gRPC's statuscodes.md)."""
         path = self._stream.head.path
         return MessageError(grpc.StatusCode.UNIMPLEMENTED, f'"{path}" requires exactly one request message.')
 
     def _serve_elsewhere(self) -> None:
         try:
-            if not self.is_over:
+            if not self.is_ended:
                 self._serve()
         finally:
-            self._ended()
+            self._release_stream()
 
     def _serve(self) -> None:
-        """End the call with what its servicer answers last, and as it says, or with its error."""
+        """Run the servicer and end the call with its last response and status, or with its error."""
         data = b""
         try:
             data = self._answer()
@@ -114,17 +114,19 @@ class ServicerCall(Call):
             return
         except Exception as error:
             path = self._stream.head.path
-            _repeated.event("call_failed", path, "a call failed: %s", path, level=logging.ERROR, error=error)
+            _repeated.event(
+                "call_failed", path, "call failed: method=%s", path, level=logging.ERROR, error=error
+            )
             doing = "iterating responses" if self._handler.response_streaming else "calling application"
             self._end(grpc.StatusCode.UNKNOWN, f"Exception {doing}: {error}")
             return
         self._end(self._code, self._details, self._trailing, data=data)
 
     def _answer(self) -> bytes:
-        """Return the one answer; a stream's are sent, and nothing is left."""
+        """Return the response of a unary call; a stream's responses are sent, and b"" is returned."""
         handler = self._handler
         try:
-            # Without a deserializer a message stays bytes.
+            # A handler without a deserializer receives bytes.
             request = (handler.request_deserializer or bytes)(self._request or b"")
         except Exception as error:
             raise MessageError(grpc.StatusCode.INTERNAL, "Exception deserializing request!") from error
@@ -133,28 +135,28 @@ class ServicerCall(Call):
         answers = handler.unary_stream(request, self)
         try:
             for answer in answers:
-                self._say(self._written(answer))
+                self._send(self._written(answer))
                 with self._changed:
                     self._changed.wait_for(self._has_room)
-                if self.is_over:
+                if self.is_ended:
                     break
         finally:
-            # A servicer's own clean-up is not left to the collector.
+            # Run the servicer's cleanup now instead of at garbage collection.
             answers.close()
         return b""
 
     def _has_room(self) -> bool:
-        return self.is_over or self._stream.pending_bytes <= _PENDING_BYTES_MAX
+        return self.is_ended or self._stream.pending_bytes <= _PENDING_BYTES_MAX
 
     def _written(self, answer: Any) -> bytes:
         try:
             data = (self._handler.response_serializer or bytes)(answer)
         except Exception as error:
-            _log.exception("an answer cannot be serialized")
+            _log.exception("serializing response failed: method=%s", self._stream.head.path)
             raise MessageError(grpc.StatusCode.INTERNAL, "Failed to serialize response!") from error
         return self._framed(data)
 
-    def _released(self) -> None:
+    def _on_ended(self) -> None:
         self.drained()
         with self._lock:
             callbacks, self._callbacks = self._callbacks, []
@@ -162,6 +164,6 @@ class ServicerCall(Call):
             try:
                 callback()
             except Exception:
-                _log.exception("a call's callback failed: %s", self._stream.head.path)
+                _log.exception("call callback failed: method=%s", self._stream.head.path)
         if not self._is_elsewhere:
-            self._ended()
+            self._release_stream()

@@ -1,4 +1,4 @@
-"""What the contract's tests share: makers of the index under test."""
+"""Fixtures of the contract tests: factories of the index under test."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.contract.index_backends import BACKENDS, Index, Make
 
 @pytest.fixture(params=BACKENDS)
 def make(request: pytest.FixtureRequest) -> Make:
-    """Makes an index of the kind under test with the given capacity."""
+    """Return a factory of indexes of the kind under test with a given capacity."""
     return BACKENDS[request.param]
 
 
 @pytest.fixture
 def index(make: Make) -> Index:
-    """An index that nothing here fills up."""
+    """Return an index with room for 1,000 blocks, which no test fills unless it says so."""
     return make(1000)

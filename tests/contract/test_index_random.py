@@ -1,4 +1,4 @@
-"""The index against the reference, and that against a naive mirror, under random histories."""
+"""Random histories: the index equals the reference, and the reference a naive model."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from indexer.index.tiers import SPECULATIVE_TIER
+from indexer.tiers import SPECULATIVE_TIER
 from tests.contract.index_backends import BACKENDS, TIERS, keys
 from tests.support.depth import examples
 from tests.support.held_copies import references
 from tests.support.reference_index import ReferenceIndex
 
-# More than a machine word has bits.
+# More than the bits of a machine word.
 PODS = tuple(f"10.0.0.{number}:8000" for number in range(80))
-# Chains that share heads, as prompts do.
+# Chains with common prefixes, as prompts have.
 CHAINS = ([1, 2, 3, 4, 5, 6], [1, 2, 3, 14, 15], [21, 22], [1, 32, 33, 34], list(range(40, 60)))
 KEYS = sorted({key for chain in CHAINS for key in chain})
-# Nothing is evicted from a roomy index but on demand.
+# A large index evicts nothing unless it is asked to.
 ROOMY = 10_000
 
-# A few pods have most of the history.
+# A few pods get most of the operations.
 pods = st.sampled_from(PODS[:3]) | st.sampled_from(PODS)
 chains = st.sampled_from(CHAINS)
 copies = st.sampled_from([1, 1, 1, 2, 25])
@@ -38,13 +38,13 @@ places = st.integers(0, 20)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """An index, the reference with the same history, and a mirror that is one counter and forgets nothing."""
+    """Index and reference with the same history, and a model: one counter that never evicts."""
 
     @initialize(capacity=st.sampled_from([ROOMY, ROOMY, 1, 4, 11]), speculative=st.booleans())
     def begin(self, capacity: int, speculative: bool) -> None:
-        """Begins empty, with much room or with little, with speculative blocks or without."""
+        """Start empty, with a large or small capacity, with or without speculative blocks."""
         self.tiers = [tier for tier in TIERS.names if speculative or tier != SPECULATIVE_TIER]
-        # Whether the reference must be as the mirror, which forgets nothing.
+        # Whether the reference must equal the model, which never evicts.
         self.is_mirror = capacity == ROOMY
         self.index = BACKENDS["flat"](capacity)
         self.reference = ReferenceIndex(capacity, TIERS)
@@ -54,13 +54,13 @@ class IndexMachine(RuleBasedStateMachine):
     def store(
         self, pod: str, data: st.DataObject, chain: list[int], start: int, stop: int, repeated: int
     ) -> None:
-        """Part of a chain is stored, in as many copies."""
+        """Store some copies of a part of a chain."""
         self.add(pod, data.draw(st.sampled_from(self.tiers)), np.repeat(keys(chain[start:stop]), repeated))
         self.sizes_agree()
 
     @rule(first=places, more=st.integers(1, 80), data=st.data(), chain=chains)
     def store_everywhere(self, first: int, more: int, data: st.DataObject, chain: list[int]) -> None:
-        """Many pods store one chain."""
+        """Store one chain for many pods."""
         tier = data.draw(st.sampled_from(self.tiers))
         for pod in PODS[first : first + more]:
             self.add(pod, tier, keys(chain))
@@ -77,7 +77,7 @@ class IndexMachine(RuleBasedStateMachine):
     def remove(
         self, pod: str, data: st.DataObject, chain: list[int], order: str, repeated: int, at_once: bool
     ) -> None:
-        """Part of a chain is removed from one tier, from either end or at random."""
+        """Remove a part of a chain from one tier, from either end or at random."""
         tier = data.draw(st.sampled_from(self.tiers))
         gone = {"head": chain, "tail": chain[::-1]}.get(order) or data.draw(st.permutations(chain))
         gone = np.repeat(keys(gone[: data.draw(st.integers(1, len(chain)))]), repeated).tolist()
@@ -90,7 +90,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(pod=pods)
     def clear(self, pod: str) -> None:
-        """A pod's cache is emptied: a new life begins."""
+        """Clear a pod's cache, which starts a new epoch."""
         cleared = self.index.clear_pod(pod)
         assert cleared == self.reference.clear_pod(pod)
         assert not self.index.held(keys(KEYS), pod).any()
@@ -99,7 +99,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(chain=chains, asked=st.sets(pods) | st.just(frozenset(PODS)))
     def match(self, chain: list[int], asked: set[str]) -> None:
-        """Some pods are matched, or all."""
+        """Match some pods or all."""
         found = self.index.match(keys(chain), frozenset(asked))
         expected = self.reference.match(keys(chain), sorted(asked))
         assert found.keys() == asked
@@ -114,11 +114,11 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(some=st.sets(pods, min_size=1))
     def count_copies(self, some: set[str]) -> None:
-        """Each copy is counted."""
+        """Compare the number of copies."""
         assert references(self.index, some) == references(self.reference, some)
 
     def teardown(self) -> None:
-        """In the end, what every pod holds is compared."""
+        """Compare the blocks of every pod at the end."""
         if not hasattr(self, "index"):
             return
         for pod in PODS:
@@ -131,13 +131,13 @@ class IndexMachine(RuleBasedStateMachine):
         self.sizes_agree()
 
     def add(self, pod: str, tier: str, added: np.ndarray) -> None:
-        """Adds to all three."""
+        """Add to index, reference and model."""
         self.index.add(pod, tier, added)
         self.reference.add(pod, tier, added)
         self.mirror.update((pod, tier, key) for key in added.tolist())
 
     def sizes_agree(self) -> None:
-        """The index tells its true size."""
+        """Check that the index reports its true size."""
         stats, expected = self.index.stats(), self.reference.stats()
         assert stats.blocks <= stats.capacity_blocks
         if self.is_mirror:
@@ -147,11 +147,11 @@ class IndexMachine(RuleBasedStateMachine):
         assert stats.evicted_blocks == expected.evicted_blocks
 
     def bits(self, pod: str, key: int) -> int:
-        """The tiers in which a pod holds a block, by the mirror."""
+        """Return the tiers in which a pod holds a block according to the model."""
         return sum(1 << number for number, tier in enumerate(TIERS.names) if self.mirror[pod, tier, key])
 
     def prefix(self, pod: str, chain: Sequence[int]) -> list[str]:
-        """The best tier of each block of the unbroken prefix, by the mirror."""
+        """Return the best tier of each block of the unbroken prefix according to the model."""
         tiers = []
         for key in chain:
             held = [tier for tier in TIERS.names if self.mirror[pod, tier, key]]
@@ -163,7 +163,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 @pytest.mark.hypothesis
 def test_an_index_equals_the_reference() -> None:
-    """Whatever is stored, removed, cleared and evicted, the index tells what the reference tells."""
+    """After any sequence of stores, removals, clears and evictions the index equals the reference."""
     run_state_machine_as_test(
         IndexMachine,
         settings=settings(

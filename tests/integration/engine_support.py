@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 from model_server.config import EngineConfig
 from model_server.engine.build import most_tokens
-from model_server.engine.core import Engine
-from model_server.engine.scheduler import Chunk
+from model_server.engine.core import EngineCore
+from model_server.kv_cache.request import ScheduledRequest
 from model_server.kv_events.events import AllBlocksCleared, BlockRemoved, KVEvent
 from model_server.kv_events.hashing import event_hash
-from model_server.requests import ChosenToken, GenerationRequest, SamplingParams, TokenOutput
+from model_server.requests import ChosenToken, EngineCoreOutput, EngineCoreRequest, SamplingParams
 from model_server.shapes import kv_groups
 from tests.support.engine_invariants import check_engine
 
@@ -61,15 +61,15 @@ class CheckingRunner:
         """Forget all slots."""
         self._blocks.clear()
 
-    def check(self) -> None:
+    def check_health(self) -> None:
         """Nothing of it can be lost."""
 
     def close(self) -> None:
         """Nothing has to be stopped."""
 
-    def run(self, chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
+    def execute_model(self, chunks: Sequence[ScheduledRequest]) -> dict[str, ChosenToken]:
         """Write all slots of the step, then read what each request's last token sees."""
-        self.chunks.append([(chunk.live.request_id, chunk.start, chunk.length) for chunk in chunks])
+        self.chunks.append([(chunk.request.request_id, chunk.start, chunk.num_tokens) for chunk in chunks])
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("out of luck")
@@ -77,7 +77,7 @@ class CheckingRunner:
             for position in range(chunk.start, chunk.stop):
                 text = (
                     *(self._read(chunk, 0, position - 1) if position else ()),
-                    chunk.live.token_ids[position],
+                    chunk.request.token_ids[position],
                 )
                 for group in range(len(self.kv_groups)):
                     block = self._blocks.setdefault(self._block_id(chunk, group, position), {})
@@ -87,11 +87,11 @@ class CheckingRunner:
             self._check_context(chunk)
             if chunk.samples:
                 text = self._read(chunk, 0, chunk.stop - 1)
-                tokens[chunk.live.request_id] = ChosenToken(next_token(text))
+                tokens[chunk.request.request_id] = ChosenToken(next_token(text))
         return tokens
 
-    def _check_context(self, chunk: Chunk) -> None:
-        text = tuple(chunk.live.token_ids)
+    def _check_context(self, chunk: ScheduledRequest) -> None:
+        text = tuple(chunk.request.token_ids)
         for number, group in enumerate(self.kv_groups):
             window = group.window_tokens
             first = 0 if window is None else max(0, chunk.start + 1 - window)
@@ -99,10 +99,10 @@ class CheckingRunner:
                 read = self._read(chunk, number, position)
                 assert read == text[: position + 1], "the KV is not that of the request's tokens"
 
-    def _block_id(self, chunk: Chunk, group: int, position: int) -> int:
-        return chunk.live.block_ids[group][position // self._block_tokens]
+    def _block_id(self, chunk: ScheduledRequest, group: int, position: int) -> int:
+        return chunk.request.block_ids[group][position // self._block_tokens]
 
-    def _read(self, chunk: Chunk, group: int, position: int) -> tuple[int, ...]:
+    def _read(self, chunk: ScheduledRequest, group: int, position: int) -> tuple[int, ...]:
         return self._blocks[self._block_id(chunk, group, position)][position % self._block_tokens]
 
 
@@ -195,11 +195,11 @@ class EventLog:
                     self.mirror[name] = self.mirror.get(name, 0) + 1
 
 
-def cached_copies(engine: Engine) -> dict[tuple[str | None, int | None, object], int]:
+def cached_copies(engine: EngineCore) -> dict[tuple[str | None, int | None, object], int]:
     """Return what a listener's mirror must hold."""
     return Counter(
-        (medium, content.group, event_hash(content.digest))
-        for medium, contents in engine.cache.contents().items()
+        (medium, content.group, event_hash(content.block_hash))
+        for medium, contents in engine.kv_cache.contents().items()
         for content in contents
     )
 
@@ -212,9 +212,9 @@ class Outputs:
         self.logprobs: dict[str, list[dict[int, float]]] = defaultdict(
             list
         )  # of the best tokens, where asked
-        self.last: dict[str, TokenOutput] = {}
+        self.last: dict[str, EngineCoreOutput] = {}
 
-    def __call__(self, output: TokenOutput) -> None:
+    def __call__(self, output: EngineCoreOutput) -> None:
         """Take one output; nothing may follow the last one."""
         assert output.request_id not in self.last, "an output after the last one"
         self.tokens[output.request_id].extend(output.token_ids)
@@ -230,7 +230,7 @@ def next_token(text: Sequence[int]) -> int:
 
 def checking_engine(
     windows: Sequence[int | None] = (None,), polls_per_copy: int = 0, **settings: object
-) -> tuple[Engine, CheckingRunner, EventLog]:
+) -> tuple[EngineCore, CheckingRunner, EventLog]:
     """Make an engine around a CheckingRunner, with small defaults.
 
     Args:
@@ -249,17 +249,17 @@ def checking_engine(
     )
     runner, events = CheckingRunner(config.block_tokens, windows, polls_per_copy), EventLog()
     max_model_len = config.max_model_len or most_tokens(config, 1 << 16, runner.kv_groups)
-    return Engine(config, runner, events, max_model_len), runner, events
+    return EngineCore(config, runner, events, max_model_len), runner, events
 
 
-def request(name: str, prompt: Sequence[int], max_tokens: int = 4, **fields: object) -> GenerationRequest:
+def request(name: str, prompt: Sequence[int], max_tokens: int = 4, **fields: object) -> EngineCoreRequest:
     """Make a greedy request."""
     own = {name: fields.pop(name) for name in ("cache_salt", "priority") if name in fields}
     sampling = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, **fields})  # type: ignore[arg-type]
-    return GenerationRequest(name, tuple(prompt), sampling, **own)  # type: ignore[arg-type]
+    return EngineCoreRequest(name, tuple(prompt), sampling, **own)  # type: ignore[arg-type]
 
 
-def run_to_end(engine: Engine) -> int:
+def run_to_end(engine: EngineCore) -> int:
     """Step until there is nothing left to do, checking the books after each step; returns the steps."""
     steps = 0
     while engine.step():

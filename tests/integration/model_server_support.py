@@ -19,8 +19,8 @@ from openai import OpenAI
 from model_server.cli import main
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
-from model_server.engine.core import Engine
-from model_server.kv_events.publisher import KVEventPublisher, KVEventsConfig
+from model_server.engine.core import EngineCore
+from model_server.kv_events.publisher import KVEventsConfig, ZmqEventPublisher
 from model_server.openai.api_server import ServeOptions, Server, load_tokenizer, reserve
 from tokenization import PromptTokenizer
 from tokenization.prompts import chat_prompt
@@ -36,8 +36,8 @@ class RunningServer:
 
     url: str
     admin_url: str
-    engine: Engine
-    publisher: KVEventPublisher
+    engine: EngineCore
+    publisher: ZmqEventPublisher
     tokenizer: PromptTokenizer
     http: urllib3.PoolManager
 
@@ -101,7 +101,7 @@ def running_server(
         runtime_loras=runtime_loras,
     )
     tokenizer = load_tokenizer(MODEL)
-    publisher = KVEventPublisher(KVEventsConfig("tcp://*:0", "tcp://127.0.0.1:0", topic="kv@test"))
+    publisher = ZmqEventPublisher(KVEventsConfig("tcp://*:0", "tcp://127.0.0.1:0", topic="kv@test"))
     publisher.start()
     built = build_engine(options.engine, publisher)
     built.start()

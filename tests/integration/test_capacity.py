@@ -9,7 +9,7 @@ import torch
 
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.engine.build import build_engine, log_pool, served
-from model_server.kv_events.events import NullSink
+from model_server.kv_events.events import NullEventPublisher
 from model_server.shapes import decoder_shape
 from model_server.shapes.deployment import Deployment
 from planning.presets import PRESETS
@@ -48,7 +48,7 @@ def preemptions(windows: tuple[int | None, ...], chunk_tokens: int, sequences: i
     outputs = Outputs()
     for number in range(sequences):
         prompt = [1 + (number + place) % 40 for place in range(CONTEXT_TOKENS // 2)]
-        engine.submit(request(f"{number}", prompt, max_tokens=CONTEXT_TOKENS), outputs)
+        engine.add_request(request(f"{number}", prompt, max_tokens=CONTEXT_TOKENS), outputs)
     while engine.step():
         check_engine(engine)
     assert len(outputs.last) == sequences
@@ -81,7 +81,7 @@ def test_a_block_is_as_large_as_the_engines(
     windows = {"num_hidden_layers": 7, "sliding_window": 9} if architecture == "gemma3" else {}
     save_reference(tmp_path, architecture, **windows)
     config = EngineConfig(str(tmp_path), dtype, kv_cache_dtype, gpu_blocks=200, block_tokens=8)  # type: ignore[arg-type]
-    engine = build_engine(config, NullSink())
+    engine = build_engine(config, NullEventPublisher())
     assert engine.stats().block_bytes == served(config).gpu_block_bytes
 
 
@@ -89,7 +89,7 @@ def test_the_log_tells_the_pool(caplog: pytest.LogCaptureFixture) -> None:
     """At start-up one line tells the pool as vLLM does, one as kvroute plan does."""
     config = EngineConfig(gpu_blocks=128, max_model_len=500, dtype="bfloat16")
     with caplog.at_level(logging.INFO, logger="model_server.engine.build"):
-        log_pool(build_engine(config, NullSink()), config)
+        log_pool(build_engine(config, NullEventPublisher()), config)
     assert caplog.messages[:2] == [
         "CPU KV cache size: 2,048 tokens, Maximum concurrency for 500 tokens per request: 4.10x",
         "KV pool: 128 blocks of 16 tokens, 2.10 MB, 1,024 bytes per token; "
@@ -102,5 +102,5 @@ def test_the_log_has_the_plan_beside_it(caplog: pytest.LogCaptureFixture) -> Non
     """On CUDA a third line tells what the device's memory would hold."""
     config = EngineConfig(gpu_blocks=128, device="cuda")
     with caplog.at_level(logging.INFO, logger="model_server.engine.build"):
-        log_pool(build_engine(config, NullSink()), config)
+        log_pool(build_engine(config, NullEventPublisher()), config)
     assert caplog.messages[2].startswith("kvroute plan, 0.9 of this device's memory: ")

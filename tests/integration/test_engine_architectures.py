@@ -49,7 +49,7 @@ def test_answers_equal_transformers(tmp_path: Path, architecture: str) -> None:
     prompts = {f"r{number}": system + text_of(3 + 5 * number, number + 1) for number in range(4)}
     prompts["again"] = prompts["r3"]
     for name, prompt in prompts.items():
-        engine.submit(request(name, prompt, max_tokens=14, ignore_eos=True), outputs)
+        engine.add_request(request(name, prompt, max_tokens=14, ignore_eos=True), outputs)
     run_to_end(engine)
     assert engine.stats().preemptions > 0
     assert engine.stats().prefix_hits_tokens > 0

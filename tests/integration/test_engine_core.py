@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import pytest
 
 from model_server.config import EngineConfig
-from model_server.engine.core import Engine
-from model_server.engine.scheduler import Chunk
+from model_server.engine.core import EngineCore
 from model_server.errors import ConfigError, EngineClosedError, QueueFullError, RequestError
+from model_server.kv_cache.request import ScheduledRequest
 from model_server.kv_events.events import AllBlocksCleared, BlockRemoved, BlockStored
-from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
+from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingParams
 from tests.integration.engine_support import (
     EOS,
     VOCAB_SIZE,
@@ -26,10 +26,10 @@ from tests.integration.engine_support import (
 from tests.support.engine_invariants import check_engine
 
 
-def generate(engine: Engine, item: GenerationRequest) -> tuple[list[int], TokenOutput]:
+def generate(engine: EngineCore, item: EngineCoreRequest) -> tuple[list[int], EngineCoreOutput]:
     """Run one request alone; returns its tokens and its last output."""
     outputs = Outputs()
-    engine.submit(item, outputs)
+    engine.add_request(item, outputs)
     run_to_end(engine)
     return outputs.tokens[item.request_id], outputs.last[item.request_id]
 
@@ -47,7 +47,7 @@ def test_every_token_is_delivered_once_and_the_last_one_says_why() -> None:
     engine, _, _ = checking_engine()
     tokens, last = generate(engine, request("a", [1, 2, 3], max_tokens=6))
     assert tokens == continued([1, 2, 3], 6)
-    assert last == TokenOutput("a", (tokens[-1],), "length", 0, started_s=last.started_s)
+    assert last == EngineCoreOutput("a", (tokens[-1],), "length", 0, started_s=last.started_s)
 
 
 def test_stop_tokens_end_a_request() -> None:
@@ -153,12 +153,12 @@ def test_abort_frees_the_blocks_before_the_next_step() -> None:
     """An aborted request is told so, computes nothing more, and its blocks are free."""
     engine, runner, _ = checking_engine()
     outputs = Outputs()
-    engine.submit(request("a", range(1, 10), max_tokens=20), outputs)
-    engine.submit(request("b", [7], max_tokens=2), outputs)
+    engine.add_request(request("a", range(1, 10), max_tokens=20), outputs)
+    engine.add_request(request("b", [7], max_tokens=2), outputs)
     engine.step()
-    engine.abort("a")
-    engine.abort("a")
-    engine.abort("nobody")
+    engine.abort_request("a")
+    engine.abort_request("a")
+    engine.abort_request("nobody")
     assert engine.stats().kv_usage > 0
     engine.step()
     assert [name for name, _, _ in runner.chunks[-1]] == ["b"]
@@ -172,9 +172,9 @@ def test_a_name_can_be_used_and_aborted_again() -> None:
     engine, _, _ = checking_engine()
     for _ in range(2):
         outputs = Outputs()
-        engine.submit(request("a", [1], max_tokens=20), outputs)
+        engine.add_request(request("a", [1], max_tokens=20), outputs)
         engine.step()
-        engine.abort("a")
+        engine.abort_request("a")
         run_to_end(engine)
         assert outputs.last["a"].finish_reason == "abort"
 
@@ -183,19 +183,19 @@ def test_an_abort_meant_for_the_past_spares_a_new_request_of_that_name() -> None
     """A request id may be used again at once, even while an abort of its last bearer is on its way."""
     engine, runner, _ = checking_engine()
     first, second = Outputs(), Outputs()
-    compute = runner.run
+    compute = runner.execute_model
 
-    def abort_during_the_step(chunks: Sequence[Chunk]) -> dict[str, int]:
-        engine.abort("a")
-        runner.run = compute  # type: ignore[method-assign]
+    def abort_during_the_step(chunks: Sequence[ScheduledRequest]) -> dict[str, int]:
+        engine.abort_request("a")
+        runner.execute_model = compute  # type: ignore[method-assign]
         return compute(chunks)
 
-    def submit_again(output: TokenOutput) -> None:
+    def submit_again(output: EngineCoreOutput) -> None:
         first(output)
-        engine.submit(request("a", [4], max_tokens=3), second)
+        engine.add_request(request("a", [4], max_tokens=3), second)
 
-    runner.run = abort_during_the_step  # type: ignore[method-assign]
-    engine.submit(request("a", [4], max_tokens=1), submit_again)
+    runner.execute_model = abort_during_the_step  # type: ignore[method-assign]
+    engine.add_request(request("a", [4], max_tokens=1), submit_again)
     run_to_end(engine)
     assert first.last["a"].finish_reason == "length"
     assert second.last["a"].finish_reason == "length"
@@ -207,7 +207,7 @@ def test_preemption_changes_no_token() -> None:
     outputs = Outputs()
     prompts = {name: [start, start + 1, start + 2] for name, start in (("a", 1), ("b", 10), ("c", 20))}
     for name, prompt in prompts.items():
-        engine.submit(request(name, prompt, max_tokens=16), outputs)
+        engine.add_request(request(name, prompt, max_tokens=16), outputs)
     run_to_end(engine)
     assert engine.stats().preemptions > 0
     assert outputs.tokens == {name: continued(prompt, 16) for name, prompt in prompts.items()}
@@ -220,8 +220,8 @@ def test_a_failing_copy_ends_what_runs_and_leaks_no_slot(
     """A step that cannot be scheduled ends the running requests; the engine and both tiers go on."""
     engine, _, events = checking_engine(gpu_blocks=12, cpu_blocks=12)
     outputs = Outputs()
-    engine.submit(request("short", range(1, 10), max_tokens=1), outputs)
-    engine.submit(request("long", range(20, 26), max_tokens=9), outputs)
+    engine.add_request(request("short", range(1, 10), max_tokens=1), outputs)
+    engine.add_request(request("long", range(20, 26), max_tokens=9), outputs)
     with monkeypatch.context() as patch, caplog.at_level(logging.CRITICAL):
         patch.setattr(SlowCopies, "store", lambda *_: 1 / 0)
         run_to_end(engine)
@@ -240,13 +240,13 @@ def test_a_failing_model_fails_the_requests_of_its_step_only(caplog: pytest.LogC
     """A step that raises ends its requests with the reason and leaves no block that was never computed."""
     engine, runner, events = checking_engine()
     outputs = Outputs()
-    engine.submit(request("a", range(1, 10)), outputs)
+    engine.add_request(request("a", range(1, 10)), outputs)
     runner.fail_next = True
     with caplog.at_level(logging.CRITICAL):
         assert engine.step()
     last = outputs.last["a"]
     error = "the model failed: out of luck"
-    assert last == TokenOutput("a", (), "error", 0, error, started_s=last.started_s)
+    assert last == EngineCoreOutput("a", (), "error", 0, error, started_s=last.started_s)
     check_engine(engine)
     assert (events.mirror, engine.stats().kv_usage) == ({}, 0)
     tokens, last = generate(engine, request("b", range(1, 10)))
@@ -259,13 +259,13 @@ def test_a_raising_sink_aborts_its_request_only(caplog: pytest.LogCaptureFixture
     engine, _, _ = checking_engine()
     outputs, calls = Outputs(), []
 
-    def broken(output: TokenOutput) -> None:
+    def broken(output: EngineCoreOutput) -> None:
         calls.append(output)
         raise ValueError("no one is listening")
 
     with caplog.at_level(logging.CRITICAL):
-        engine.submit(request("bad", [3], max_tokens=9), broken)
-        engine.submit(request("good", [4], max_tokens=9), outputs)
+        engine.add_request(request("bad", [3], max_tokens=9), broken)
+        engine.add_request(request("good", [4], max_tokens=9), outputs)
         run_to_end(engine)
     assert [call.finish_reason for call in calls] == [None, "abort"]
     assert outputs.tokens["good"] == continued([4], 9)
@@ -283,7 +283,7 @@ def test_a_raising_event_sink_does_not_stop_the_engine(caplog: pytest.LogCapture
 def test_reset_is_announced_at_once_and_only_when_idle() -> None:
     """A reset while blocks are held does nothing; an idle engine clears and says so without another step."""
     engine, _, events = checking_engine()
-    engine.submit(request("a", range(1, 10), max_tokens=2), Outputs())
+    engine.add_request(request("a", range(1, 10), max_tokens=2), Outputs())
     engine.step()
     assert not engine.reset_prefix_cache()
     run_to_end(engine)
@@ -311,12 +311,12 @@ def test_reset_is_announced_at_once_and_only_when_idle() -> None:
         (request("taken", [1]), "request_id"),
     ],
 )
-def test_impossible_requests_are_refused(item: GenerationRequest, param: str) -> None:
+def test_impossible_requests_are_refused(item: EngineCoreRequest, param: str) -> None:
     """What can never run is refused at submission with the field at fault, and leaves no trace."""
     engine, _, _ = checking_engine(max_model_len=20)
-    engine.submit(request("taken", [1]), Outputs())
+    engine.add_request(request("taken", [1]), Outputs())
     with pytest.raises(RequestError) as caught:
-        engine.submit(item, Outputs())
+        engine.add_request(item, Outputs())
     assert caught.value.param == param
     assert engine.stats().waiting == 1
 
@@ -324,12 +324,12 @@ def test_impossible_requests_are_refused(item: GenerationRequest, param: str) ->
 def test_a_full_queue_refuses_and_recovers() -> None:
     """More than max_waiting waiting requests are refused until some have begun to run."""
     engine, _, _ = checking_engine(max_waiting=2)
-    engine.submit(request("a", [1]), Outputs())
-    engine.submit(request("b", [2]), Outputs())
+    engine.add_request(request("a", [1]), Outputs())
+    engine.add_request(request("b", [2]), Outputs())
     with pytest.raises(QueueFullError):
-        engine.submit(request("c", [3]), Outputs())
+        engine.add_request(request("c", [3]), Outputs())
     engine.step()
-    engine.submit(request("c", [3]), Outputs())
+    engine.add_request(request("c", [3]), Outputs())
     assert (engine.stats().running, engine.stats().waiting) == (2, 1)
 
 
@@ -337,17 +337,17 @@ def test_a_pool_that_cannot_hold_one_request_is_refused() -> None:
     """The longest request allowed must fit into the pool alone, or preemption would never end."""
     config = EngineConfig(gpu_blocks=4, block_tokens=4)
     with pytest.raises(ConfigError, match="max_model_len is 17"):
-        Engine(config, checking_engine()[1], EventLog(), max_model_len=17)
+        EngineCore(config, checking_engine()[1], EventLog(), max_model_len=17)
 
 
 def test_a_closed_engine_aborts_and_refuses() -> None:
     """Closing ends what lives with an abort, and later requests are refused."""
     engine, _, _ = checking_engine()
     outputs = Outputs()
-    engine.submit(request("a", [1]), outputs)
+    engine.add_request(request("a", [1]), outputs)
     engine.close()
     engine.close()
     assert outputs.last["a"].finish_reason == "abort"
     assert not engine.reset_prefix_cache()
     with pytest.raises(EngineClosedError):
-        engine.submit(GenerationRequest("b", (1,), SamplingParams(max_tokens=1)), outputs)
+        engine.add_request(EngineCoreRequest("b", (1,), SamplingParams(max_tokens=1)), outputs)

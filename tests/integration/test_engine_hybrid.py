@@ -10,7 +10,7 @@ import torch
 
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
-from model_server.engine.core import Engine
+from model_server.engine.core import EngineCore
 from model_server.kv_events.events import BlockStored, KVEvent, KVEventBatch, encode_batch
 from tests.integration.engine_support import (
     EventLog,
@@ -52,10 +52,10 @@ class Listener(EventLog):
         return self.pod.match(self.pod.keys(prompt), len(prompt)).cached_blocks * BLOCK_TOKENS
 
 
-def cached_tokens(engine: Engine, name: str, prompt: list[int]) -> tuple[int, list[int]]:
+def cached_tokens(engine: EngineCore, name: str, prompt: list[int]) -> tuple[int, list[int]]:
     """Run one request alone; returns its cached tokens and the tokens that it generated."""
     outputs = Outputs()
-    engine.submit(request(name, prompt, max_tokens=6, ignore_eos=True), outputs)
+    engine.add_request(request(name, prompt, max_tokens=6, ignore_eos=True), outputs)
     run_to_end(engine)
     return outputs.last[name].cached_tokens, outputs.tokens[name]
 
@@ -105,7 +105,7 @@ def test_events_of_a_hybrid_are_those_of_vllm() -> None:
     engine, _, events = checking_engine(
         (64, None), block_tokens=32, gpu_blocks=40, max_num_batched_tokens=2048, max_model_len=512
     )
-    engine.submit(request("a", [1 + number % 40 for number in range(192)], max_tokens=1), Outputs())
+    engine.add_request(request("a", [1 + number % 40 for number in range(192)], max_tokens=1), Outputs())
     run_to_end(engine)
     windowed, full = events.batches[0]
     assert isinstance(windowed, BlockStored)
@@ -124,13 +124,13 @@ def test_events_of_a_hybrid_are_those_of_vllm() -> None:
 def test_what_has_rolled_out_of_a_window_is_free() -> None:
     """A long text holds all its blocks with full attention, and a handful in the group with a window."""
     engine, _, _ = checking_engine((5, None), gpu_blocks=60, max_num_batched_tokens=8, max_model_len=120)
-    engine.submit(request("a", range(1, 41), max_tokens=40), Outputs())
+    engine.add_request(request("a", range(1, 41), max_tokens=40), Outputs())
     for _ in range(30):
         engine.step()
         check_engine(engine)
-    (live,) = engine.scheduler.running
-    windowed, full = (len(table.held()) for table in live.tables)
-    assert (full, windowed <= 4) == (-(-(live.num_tokens - 1) // 4), True)
+    (running,) = engine.scheduler.running
+    windowed, full = (len(table.held_blocks()) for table in running.block_tables)
+    assert (full, windowed <= 4) == (-(-(running.num_tokens - 1) // 4), True)
 
 
 def _captured_cold_prompt() -> list[dict]:

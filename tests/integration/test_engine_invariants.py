@@ -113,9 +113,9 @@ def test_books_hold_under_any_schedule(
                 name = f"r{len(prompts)}"
                 prompts[name] = prompt
                 fields = {"cache_salt": action.salt, "priority": action.priority}
-                engine.submit(request(name, prompt, action.max_tokens, **fields), outputs)
+                engine.add_request(request(name, prompt, action.max_tokens, **fields), outputs)
         elif isinstance(action, tuple):
-            engine.abort(f"r{action[1]}")
+            engine.abort_request(f"r{action[1]}")
         elif action == "fail":
             runner.fail_next = True
         elif action == "reset":

@@ -7,10 +7,10 @@ import torch
 
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
-from model_server.engine.core import Engine
+from model_server.engine.core import EngineCore
 from model_server.errors import RequestError
 from model_server.kv_events.events import BlockStored
-from model_server.requests import GenerationRequest, SamplingParams
+from model_server.requests import EngineCoreRequest, SamplingParams
 from tests.integration.engine_support import EventLog, Outputs, checking_engine, request, run_to_end
 from tests.unit.lora_support import merged, save_adapter
 from tests.unit.model_support import save_reference, text_of
@@ -23,13 +23,13 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def asking(name: str, lora_name: str | None, salt: str | None = None) -> GenerationRequest:
+def asking(name: str, lora_name: str | None, salt: str | None = None) -> EngineCoreRequest:
     """Make a greedy request for a fixed prompt."""
     sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    return GenerationRequest(name, tuple(PROMPT), sampling, salt, lora_name)
+    return EngineCoreRequest(name, tuple(PROMPT), sampling, salt, lora_name)
 
 
-def new_engine(directory: Path, events: EventLog) -> Engine:
+def new_engine(directory: Path, events: EventLog) -> EngineCore:
     """Make an engine for a checkpoint."""
     return build_engine(EngineConfig(model=str(directory), block_tokens=4, gpu_blocks=64), events)
 
@@ -47,7 +47,7 @@ def test_requests_of_base_and_adapters_run_together(tmp_path: Path) -> None:
         models[name] = merged(base, directory)
     outputs = Outputs()
     for name, model in models.items():
-        engine.submit(asking(str(name), name), outputs)
+        engine.add_request(asking(str(name), name), outputs)
         ids = model.generate(torch.tensor([PROMPT]), max_new_tokens=6, min_new_tokens=6, do_sample=False)
         want[str(name)] = ids[0, len(PROMPT) :].tolist()
     run_to_end(engine)
@@ -65,7 +65,7 @@ def test_blocks_are_shared_only_within_one_adapters_content(tmp_path: Path) -> N
     outputs = Outputs()
 
     def cached(name: str, lora_name: str | None, salt: str | None = None) -> int:
-        engine.submit(asking(name, lora_name, salt), outputs)
+        engine.add_request(asking(name, lora_name, salt), outputs)
         run_to_end(engine)
         return outputs.last[name].cached_tokens
 
@@ -95,20 +95,22 @@ def test_unloading_leaves_running_requests_alone(tmp_path: Path) -> None:
     assert engine.loras is not None
     engine.loras.load("sql", save_adapter(tmp_path / "sql", base))
     outputs = Outputs()
-    engine.submit(asking("whole", "sql"), outputs)
+    engine.add_request(asking("whole", "sql"), outputs)
     run_to_end(engine)
-    engine.submit(asking("cut", "sql"), outputs)
+    engine.add_request(asking("cut", "sql"), outputs)
     engine.step()
     engine.loras.unload("sql")
     run_to_end(engine)
     assert outputs.tokens["cut"] == outputs.tokens["whole"]
     with pytest.raises(RequestError, match="no adapter 'sql'"):
-        engine.submit(asking("late", "sql"), outputs)
+        engine.add_request(asking("late", "sql"), outputs)
 
 
 def test_an_engine_without_adapters_refuses_their_names() -> None:
     """A runner that has no adapters never silently answers with the base model."""
     engine, _, _ = checking_engine()
     item = request("a", [1, 2, 3])
-    with pytest.raises(RequestError, match="takes no adapters"):
-        engine.submit(GenerationRequest("a", item.prompt_token_ids, item.sampling, None, "sql"), Outputs())
+    with pytest.raises(RequestError, match="LoRA adapters are disabled"):
+        engine.add_request(
+            EngineCoreRequest("a", item.prompt_token_ids, item.sampling, None, "sql"), Outputs()
+        )

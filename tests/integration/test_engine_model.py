@@ -12,11 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
-from model_server.engine.core import Engine
+from model_server.engine.core import EngineCore
 from model_server.errors import ConfigError, WorkerError
-from model_server.kv_events.hashing import ROOT_DIGEST, hash_block
+from model_server.kv_events.hashing import ROOT_BLOCK_HASH, hash_block
 from model_server.model.weights import load_checkpoint, load_tiny
-from model_server.requests import GenerationRequest
+from model_server.requests import EngineCoreRequest
 from tests.integration.engine_support import EventLog, Outputs, cached_copies, request, run_to_end
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
@@ -33,7 +33,7 @@ def prompt(length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(3, 4096), k=length)
 
 
-def conversation() -> list[GenerationRequest]:
+def conversation() -> list[EngineCoreRequest]:
     """Requests that share a system prompt, some of them repeated, one sampled with a seed."""
     system = prompt(48, 0)
     turns = [(0, 1), (1, 20), (2, 37), (3, 16), (1, 20)]
@@ -45,11 +45,11 @@ def conversation() -> list[GenerationRequest]:
     return [*items, sampled]
 
 
-def generate(engine: Engine, items: list[GenerationRequest], *, at_once: bool = True) -> Outputs:
+def generate(engine: EngineCore, items: list[EngineCoreRequest], *, at_once: bool = True) -> Outputs:
     """Run requests together or one after the other."""
     outputs = Outputs()
     for item in items:
-        engine.submit(item, outputs)
+        engine.add_request(item, outputs)
         if not at_once:
             run_to_end(engine)
     run_to_end(engine)
@@ -99,7 +99,7 @@ def test_a_corrupted_block_changes_the_answer() -> None:
     first = generate(engine, [item])
     again = generate(engine, [item])
     assert (again.tokens, again.last["a"].cached_tokens) == (first.tokens, 384)
-    block = engine.cache.pool.find((0, _first_digest(item)))
+    block = engine.kv_cache.block_pool.get_cached_block((0, _first_digest(item)))
     assert block is not None
     for tensor in engine.executor.runner.attention.block_tensors():
         tensor[:, block.block_id] += 1.0
@@ -189,7 +189,7 @@ def test_a_device_that_does_not_recover_ends_the_engine(monkeypatch: pytest.Monk
         raise torch.AcceleratorError("illegal memory access")
 
     monkeypatch.setattr(engine.executor.runner.model, "forward", broken)
-    engine.submit(request("a", [5, 6, 7]), Outputs())
+    engine.add_request(request("a", [5, 6, 7]), Outputs())
     with pytest.raises(WorkerError, match="does not recover: illegal memory access"):
         engine.step()
 
@@ -204,5 +204,5 @@ def test_the_context_fits_the_pool_or_is_refused() -> None:
         build_engine(EngineConfig(gpu_blocks=10, max_model_len=161), EventLog())
 
 
-def _first_digest(item: GenerationRequest) -> bytes:
-    return hash_block(ROOT_DIGEST, item.prompt_token_ids[:16], None)
+def _first_digest(item: EngineCoreRequest) -> bytes:
+    return hash_block(ROOT_BLOCK_HASH, item.prompt_token_ids[:16], None)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from model_server.engine.core import Engine
+from model_server.engine.core import EngineCore
 from model_server.errors import EngineClosedError
-from model_server.requests import TokenOutput
+from model_server.requests import EngineCoreOutput
 from tests.integration.engine_support import CheckingRunner, EventLog, checking_engine, next_token, request
 
 DEADLINE_S = 300.0
@@ -19,11 +19,11 @@ class Waiter:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.last: TokenOutput | None = None
+        self.last: EngineCoreOutput | None = None
         self.first = threading.Event()
         self.done = threading.Event()
 
-    def __call__(self, output: TokenOutput) -> None:
+    def __call__(self, output: EngineCoreOutput) -> None:
         """Take one output."""
         self.tokens.extend(output.token_ids)
         self.first.set()
@@ -31,7 +31,7 @@ class Waiter:
             self.last = output
             self.done.set()
 
-    def wait(self) -> TokenOutput:
+    def wait(self) -> EngineCoreOutput:
         """Return the last output."""
         assert self.done.wait(DEADLINE_S), "the request did not end"
         assert self.last is not None
@@ -39,7 +39,7 @@ class Waiter:
 
 
 @pytest.fixture
-def threaded() -> Iterator[tuple[Engine, CheckingRunner, EventLog]]:
+def threaded() -> Iterator[tuple[EngineCore, CheckingRunner, EventLog]]:
     """An engine that runs on its own thread."""
     engine, runner, events = checking_engine(gpu_blocks=64, max_num_batched_tokens=32)
     engine.start()
@@ -47,14 +47,14 @@ def threaded() -> Iterator[tuple[Engine, CheckingRunner, EventLog]]:
     engine.close()
 
 
-def test_many_threads_submit_at_once(threaded: tuple[Engine, CheckingRunner, EventLog]) -> None:
+def test_many_threads_submit_at_once(threaded: tuple[EngineCore, CheckingRunner, EventLog]) -> None:
     """Requests from many threads each get their own tokens."""
     engine, _, _ = threaded
     waiters = {index: Waiter() for index in range(24)}
 
     def submit(offset: int) -> None:
         for index in range(offset, 24, 4):
-            engine.submit(request(f"r{index}", [index + 1, 2, 3], max_tokens=5), waiters[index])
+            engine.add_request(request(f"r{index}", [index + 1, 2, 3], max_tokens=5), waiters[index])
 
     threads = [threading.Thread(target=submit, args=(offset,)) for offset in range(4)]
     for thread in threads:
@@ -70,35 +70,35 @@ def test_many_threads_submit_at_once(threaded: tuple[Engine, CheckingRunner, Eve
 
 
 def test_abort_from_another_thread_ends_a_running_request(
-    threaded: tuple[Engine, CheckingRunner, EventLog],
+    threaded: tuple[EngineCore, CheckingRunner, EventLog],
 ) -> None:
     """A request that would run for long ends soon after its abort, and the pool is free again."""
     engine, _, _ = threaded
     waiter = Waiter()
-    engine.submit(request("a", [1, 2], max_tokens=250), waiter)
+    engine.add_request(request("a", [1, 2], max_tokens=250), waiter)
     assert waiter.first.wait(DEADLINE_S)
-    engine.abort("a")
+    engine.abort_request("a")
     assert waiter.wait().finish_reason in ("abort", "length")
     assert engine.reset_prefix_cache()
 
 
-def test_reset_is_published_by_an_idle_engine(threaded: tuple[Engine, CheckingRunner, EventLog]) -> None:
+def test_reset_is_published_by_an_idle_engine(threaded: tuple[EngineCore, CheckingRunner, EventLog]) -> None:
     """reset_prefix_cache returns after the clear was published, without any request to push it out."""
     engine, _, events = threaded
     waiter = Waiter()
-    engine.submit(request("a", range(1, 9), max_tokens=1), waiter)
+    engine.add_request(request("a", range(1, 9), max_tokens=1), waiter)
     waiter.wait()
     assert events.mirror
     assert engine.reset_prefix_cache()
     assert events.mirror == {}
 
 
-def test_the_heartbeat_goes_on_while_idle(threaded: tuple[Engine, CheckingRunner, EventLog]) -> None:
+def test_the_heartbeat_goes_on_while_idle(threaded: tuple[EngineCore, CheckingRunner, EventLog]) -> None:
     """An idle loop still shows that it lives, so that a stuck one can be told apart."""
     engine, _, _ = threaded
     before = engine.stats().last_step_monotonic_s
     waiter = Waiter()
-    engine.submit(request("a", [1], max_tokens=1), waiter)
+    engine.add_request(request("a", [1], max_tokens=1), waiter)
     waiter.wait()
     assert engine.stats().last_step_monotonic_s > before
     assert engine.stats().healthy
@@ -107,14 +107,14 @@ def test_the_heartbeat_goes_on_while_idle(threaded: tuple[Engine, CheckingRunner
 def test_a_dead_loop_ends_all_requests_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     """An error outside the model ends the loop: requests end, health is gone, nothing new is taken."""
     engine, _, _ = checking_engine()
-    engine.executor.check = lambda: 1 / 0  # type: ignore[assignment, return-value, method-assign]
+    engine.executor.check_health = lambda: 1 / 0  # type: ignore[assignment, return-value, method-assign]
     waiter = Waiter()
     with caplog.at_level(logging.CRITICAL + 1):
-        engine.submit(request("a", [1]), waiter)
+        engine.add_request(request("a", [1]), waiter)
         engine.start()
         last = waiter.wait()
         with pytest.raises(EngineClosedError):
-            engine.submit(request("b", [1]), waiter)
+            engine.add_request(request("b", [1]), waiter)
         engine.close()
     assert (last.finish_reason, last.error) == ("error", "the engine failed")
     assert not engine.stats().healthy
@@ -126,7 +126,7 @@ def test_close_ends_what_is_running() -> None:
     engine.start()
     waiters = [Waiter() for _ in range(6)]
     for index, waiter in enumerate(waiters):
-        engine.submit(request(f"r{index}", [index + 1], max_tokens=60), waiter)
+        engine.add_request(request(f"r{index}", [index + 1], max_tokens=60), waiter)
     engine.close()
     assert all(waiter.done.is_set() for waiter in waiters)
     assert all(thread.name != "engine" for thread in threading.enumerate())

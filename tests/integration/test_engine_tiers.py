@@ -50,7 +50,7 @@ def test_what_was_evicted_comes_back_from_the_host() -> None:
     prompt = list(range(1, 18))
     for name, text in (("a", prompt), ("b", range(20, 40)), ("c", prompt)):
         outputs = Outputs()
-        engine.submit(request(name, text, max_tokens=1), outputs)
+        engine.add_request(request(name, text, max_tokens=1), outputs)
         run_to_end(engine)
     stats = engine.stats()
     assert outputs.last["c"].cached_tokens == 16
@@ -66,12 +66,12 @@ def test_a_request_waits_for_its_restore_while_others_run() -> None:
     engine, runner, _ = checking_engine(gpu_blocks=10, cpu_blocks=20, polls_per_copy=6)
     prompt = list(range(1, 18))
     for name, text in (("a", prompt), ("b", range(10, 46))):
-        engine.submit(request(name, text, max_tokens=1), Outputs())
+        engine.add_request(request(name, text, max_tokens=1), Outputs())
         run_to_end(engine)
     begun = len(runner.chunks)
-    engine.submit(request("other", [7], max_tokens=20), Outputs())
+    engine.add_request(request("other", [7], max_tokens=20), Outputs())
     engine.step()
-    engine.submit(request("c", prompt, max_tokens=1), Outputs())
+    engine.add_request(request("c", prompt, max_tokens=1), Outputs())
     engine.step()
     engine.step()
     assert [[name for name, _, _ in step] for step in runner.chunks[begun:]] == [["other"]] * 3
@@ -84,13 +84,13 @@ def test_an_aborted_restore_gives_its_blocks_back_at_once() -> None:
     engine, _, _ = checking_engine(gpu_blocks=6, cpu_blocks=12, polls_per_copy=9)
     prompt = list(range(1, 18))
     for name, text in (("a", prompt), ("b", range(20, 40))):
-        engine.submit(request(name, text, max_tokens=1), Outputs())
+        engine.add_request(request(name, text, max_tokens=1), Outputs())
         run_to_end(engine)
     outputs = Outputs()
-    engine.submit(request("c", prompt), outputs)
+    engine.add_request(request("c", prompt), outputs)
     engine.step()
-    engine.abort("c")
-    engine.submit(request("d", range(20, 40)), outputs)
+    engine.abort_request("c")
+    engine.add_request(request("d", range(20, 40)), outputs)
     run_to_end(engine)
     assert outputs.last["c"].finish_reason == "abort"
     assert outputs.last["d"].finish_reason == "length"
@@ -102,10 +102,10 @@ def test_what_came_back_is_found_on_the_device() -> None:
     engine, runner, events = checking_engine(gpu_blocks=12, cpu_blocks=24)
     prompt = list(range(1, 18))
     for name, text in (("a", prompt), ("b", [*range(20, 50), *range(20, 34)])):
-        engine.submit(request(name, text, max_tokens=1), Outputs())
+        engine.add_request(request(name, text, max_tokens=1), Outputs())
         run_to_end(engine)
     for name in "cd":
-        engine.submit(request(name, prompt, max_tokens=12), Outputs())
+        engine.add_request(request(name, prompt, max_tokens=12), Outputs())
         engine.step()
         engine.step()
     run_to_end(engine)
@@ -125,10 +125,10 @@ def test_what_was_swapped_is_never_computed_again(polls_per_copy: int, others: i
     )
     outputs = Outputs()
     for name in "ab":
-        engine.submit(request(name, [ord(name) % 40, 2, 3], max_tokens=16), outputs)
+        engine.add_request(request(name, [ord(name) % 40, 2, 3], max_tokens=16), outputs)
     # What else is stored meanwhile must not push out what is swapped.
     for number in range(others):
-        engine.submit(request(f"other{number}", [30 + number] * 9, max_tokens=1), outputs)
+        engine.add_request(request(f"other{number}", [30 + number] * 9, max_tokens=1), outputs)
     run_to_end(engine)
     preemptions = engine.stats().preemptions
     assert preemptions > 0
@@ -156,7 +156,7 @@ def test_a_swapped_block_is_stored_once() -> None:
     for mode in ("swap", "recompute"):
         engine, _, _ = checking_engine(gpu_blocks=6, cpu_blocks=12, preemption_mode=mode)
         for name in "ab":
-            engine.submit(request(name, [ord(name) % 40, 2, 3], max_tokens=16), Outputs())
+            engine.add_request(request(name, [ord(name) % 40, 2, 3], max_tokens=16), Outputs())
         run_to_end(engine)
         assert engine.stats().preemptions > 0
         stored[mode] = engine.stats().swapped_out_blocks
@@ -168,14 +168,14 @@ def test_the_cache_is_not_reset_under_a_swapped_request() -> None:
     engine, _, _ = checking_engine(gpu_blocks=6, cpu_blocks=12, preemption_mode="swap")
     outputs = Outputs()
     for name in "ab":
-        engine.submit(request(name, [ord(name) % 40, 2, 3], max_tokens=16), outputs)
+        engine.add_request(request(name, [ord(name) % 40, 2, 3], max_tokens=16), outputs)
     while not engine.stats().preemptions:
         engine.step()
     (swapped,), (running,) = engine.scheduler.waiting, engine.scheduler.running
-    assert swapped.swapped
-    engine.abort(running.request_id)
+    assert swapped.swapped_blocks
+    engine.abort_request(running.request_id)
     assert not engine.reset_prefix_cache()
-    engine.abort(swapped.request_id)
+    engine.abort_request(swapped.request_id)
     assert engine.reset_prefix_cache()
     assert engine.stats().host_usage == 0
 
@@ -189,7 +189,7 @@ def test_choices_share_their_prompt(caching: bool) -> None:
     outputs = Outputs()
     names = ("first", "second", "third")
     for name in names:
-        engine.submit(request(name, range(1, 15), max_tokens=8), outputs)
+        engine.add_request(request(name, range(1, 15), max_tokens=8), outputs)
     engine.step()
     check_engine(engine)
     begins = [0, 12, 12] if caching else [0, 0, 0]
@@ -203,7 +203,7 @@ def test_choices_share_their_prompt(caching: bool) -> None:
 def test_sleep_clears_both_tiers_and_says_so() -> None:
     """A sleeping engine has announced its clear, keeps requests waiting, and starts empty when it wakes."""
     engine, _, events = checking_engine(cpu_blocks=8)
-    engine.submit(request("a", range(1, 10)), Outputs())
+    engine.add_request(request("a", range(1, 10)), Outputs())
     engine.step()
     assert not engine.sleep()
     run_to_end(engine)
@@ -211,7 +211,7 @@ def test_sleep_clears_both_tiers_and_says_so() -> None:
     assert events.batches[-1][-1] == AllBlocksCleared()
     assert (engine.is_sleeping, engine.stats().host_usage) == (True, 0)
     outputs = Outputs()
-    engine.submit(request("b", range(1, 10)), outputs)
+    engine.add_request(request("b", range(1, 10)), outputs)
     assert not engine.step()
     assert engine.wake_up()
     assert not engine.wake_up()

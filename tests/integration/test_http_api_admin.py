@@ -176,15 +176,15 @@ def test_administration_asks_for_its_token() -> None:
 def test_a_stuck_engine_is_not_healthy(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """/health fails while a step with work hangs, and recovers afterwards."""
     entered, go_on = threading.Event(), threading.Event()
-    run = server.engine.executor.run
+    run = server.engine.executor.execute_model
 
     def hanging(chunks: Any) -> Any:
         entered.set()
         assert go_on.wait(300)
         return run(chunks)
 
-    monkeypatch.setattr(server.engine.executor, "run", hanging)
     monkeypatch.setattr(api_server, "STUCK_S", 0.05)
+    monkeypatch.setattr(server.engine.executor, "execute_model", hanging)
     thread = threading.Thread(target=lambda: text(server, max_tokens=1))
     thread.start()
     try:

@@ -8,9 +8,10 @@ import torch
 
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
-from model_server.engine.core import Engine
-from model_server.kv_events.events import NullSink
-from model_server.requests import GenerationRequest, LiveRequest, SamplingParams, TokenLogprobs, TokenOutput
+from model_server.engine.core import EngineCore
+from model_server.kv_cache.request import Request
+from model_server.kv_events.events import NullEventPublisher
+from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingParams, TokenLogprobs
 from tests.unit.model_support import save_reference, text_of
 
 PROMPT_TOKENS = 41
@@ -23,7 +24,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "windows": ("mistral", {"sliding_window": 16}),
     "groups": ("gemma3", {"num_hidden_layers": 7, "sliding_window": 16, "tie_word_embeddings": True}),
 }
-Damage = Callable[[Engine, LiveRequest], None]
+Damage = Callable[[EngineCore, Request], None]
 
 
 @pytest.fixture(autouse=True)
@@ -31,31 +32,31 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def corrupt(engine: Engine, live: LiveRequest, kind: int) -> None:
+def corrupt(engine: EngineCore, request: Request, kind: int) -> None:
     """Turn round the keys (0) or values (1) of one token in one layer, all heads."""
     content = engine.executor.runner.attention.block_tensors()[0]
     plane = kind * (len(content) // 2)
-    row = content[plane, live.block_ids[0][BLOCK_INDEX], :, 1]
+    row = content[plane, request.block_ids[0][BLOCK_INDEX], :, 1]
     assert row.float().abs().max() > 0
     row.copy_((-row.float()).to(row.dtype))
 
 
-def drop(engine: Engine, live: LiveRequest, group: int) -> None:
+def drop(engine: EngineCore, request: Request, group: int) -> None:
     """Have the request read a block that nobody has written where one of its own belongs."""
-    used = {block for table in live.block_ids for block in table}
+    used = {block for table in request.block_ids for block in table}
     unused = next(block for block in range(engine.stats().total_blocks) if block not in used)
-    live.tables[group].block_ids[BLOCK_INDEX] = unused
+    request.block_tables[group].block_ids[BLOCK_INDEX] = unused
 
 
 DAMAGES: dict[str, Damage] = {
-    "a wrong key": lambda engine, live: corrupt(engine, live, 0),
-    "a wrong value": lambda engine, live: corrupt(engine, live, 1),
-    "a missing block": lambda engine, live: drop(engine, live, 0),
-    "a missing block of the last group": lambda engine, live: drop(engine, live, -1),
+    "a wrong key": lambda engine, request: corrupt(engine, request, 0),
+    "a wrong value": lambda engine, request: corrupt(engine, request, 1),
+    "a missing block": lambda engine, request: drop(engine, request, 0),
+    "a missing block of the last group": lambda engine, request: drop(engine, request, -1),
 }
 
 
-def new_engine(directory: Path, name: str, kv_cache_dtype: str) -> Engine:
+def new_engine(directory: Path, name: str, kv_cache_dtype: str) -> EngineCore:
     """Make a small engine."""
     architecture, changes = MODELS[name]
     if not (directory / "config.json").exists():
@@ -68,20 +69,20 @@ def new_engine(directory: Path, name: str, kv_cache_dtype: str) -> Engine:
         max_num_batched_tokens=64,
         max_model_len=80,
     )
-    return build_engine(config, NullSink())
+    return build_engine(config, NullEventPublisher())
 
 
 def answer(
-    engine: Engine, request_id: str, damage: Damage | None = None, after: int = 3
+    engine: EngineCore, request_id: str, damage: Damage | None = None, after: int = 3
 ) -> tuple[list[TokenLogprobs], int]:
     """Generate an answer, doing the damage after some tokens.
 
     Returns:
         The log probabilities of each token, and how many prompt tokens came from the cache.
     """
-    outputs: list[TokenOutput] = []
+    outputs: list[EngineCoreOutput] = []
     sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True, logprobs=5)
-    engine.submit(GenerationRequest(request_id, tuple(text_of(PROMPT_TOKENS)), sampling), outputs.append)
+    engine.add_request(EngineCoreRequest(request_id, tuple(text_of(PROMPT_TOKENS)), sampling), outputs.append)
     while engine.step():
         if damage is not None and len(outputs) == after:
             damage(engine, engine.scheduler.running[0])

@@ -14,11 +14,11 @@ import urllib3
 
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
-from model_server.engine.core import Engine
+from model_server.engine.core import EngineCore
 from model_server.errors import AdapterError, ConfigError, EngineClosedError, ModelError, WorkerError
-from model_server.requests import GenerationRequest
+from model_server.requests import EngineCoreRequest
 from model_server.shapes import Division
-from model_server.worker.workers import Start, Workers
+from model_server.worker.workers import Start, WorkerProcesses
 from tests.integration.engine_support import EventLog, Outputs, cached_copies, request, run_to_end
 from tests.integration.model_server_support import exit_code, wait_until
 from tests.integration.test_engine_architectures import ARCHITECTURES
@@ -45,7 +45,7 @@ def _one_thread() -> None:
 
 
 @contextmanager
-def engine_of(config: EngineConfig, size: int, events: EventLog | None = None) -> Iterator[Engine]:
+def engine_of(config: EngineConfig, size: int, events: EventLog | None = None) -> Iterator[EngineCore]:
     """An engine of so many processes."""
     engine = build_engine(
         replace(config, tensor_parallel_size=size, torch_threads=1), EventLog() if events is None else events
@@ -56,11 +56,11 @@ def engine_of(config: EngineConfig, size: int, events: EventLog | None = None) -
         engine.close()
 
 
-def answers(engine: Engine, requests: list[GenerationRequest]) -> Outputs:
+def answers(engine: EngineCore, requests: list[EngineCoreRequest]) -> Outputs:
     """Run requests together to their ends."""
     outputs = Outputs()
     for item in requests:
-        engine.submit(item, outputs)
+        engine.add_request(item, outputs)
     run_to_end(engine)
     return outputs
 
@@ -132,10 +132,10 @@ def test_tiers_and_aborts_work_on_all_ranks(device: str, kv_cache_dtype: str) ->
             copied = answers(engine, choices)
             outputs = Outputs()
             for item in items:
-                engine.submit(item, outputs)
+                engine.add_request(item, outputs)
             for _ in range(4):
                 engine.step()
-            engine.abort("gone")
+            engine.abort_request("gone")
             run_to_end(engine)
             assert engine.stats().preemptions > 0
             assert engine.stats().swapped_in_blocks > 0
@@ -171,7 +171,7 @@ def test_adapters_are_loaded_on_all_ranks(tmp_path: Path) -> None:
             for name, directory in directories.items():
                 engine.loras.load(name, directory)
             asked = {
-                str(name): GenerationRequest(
+                str(name): EngineCoreRequest(
                     str(name), prompt, request("", prompt, 6, ignore_eos=True).sampling, None, name
                 )
                 for name in (None, *directories)
@@ -197,19 +197,19 @@ def test_a_lost_rank_is_noticed_without_requests() -> None:
     wait_until(lambda: not stepping.is_alive())
     assert not engine.stats().healthy
     with pytest.raises(EngineClosedError):
-        engine.submit(request("a", [5, 6, 7]), Outputs())
+        engine.add_request(request("a", [5, 6, 7]), Outputs())
     engine.close()
 
 
 def test_start_up_errors_of_a_rank_are_the_servers_own(tmp_path: Path) -> None:
     """What another rank cannot load, and that it ended before it was ready, is told by rank 0."""
-    workers = Workers(1, on_loss=lambda: None)
+    workers = WorkerProcesses(1, on_loss=lambda: None)
     try:
         workers.start([Start(EngineConfig(model=str(tmp_path / "nowhere")), Division(1, 2), 30)])
         with pytest.raises(ModelError, match="nowhere: no such model directory"):
-            workers.confirm()
+            workers.read_results()
         with pytest.raises(WorkerError, match=r"rank 1 of the model \(process \d+\) ended with exit code 1"):
-            workers.confirm()
+            workers.read_results()
     finally:
         workers.close()
 

@@ -1,4 +1,4 @@
-"""How much an object keeps, whatever it calls it."""
+"""Count of the items that an object refers to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole payloads to typed events, one by one: the plain way, for what shall be compared with the fast one."""
+"""Reference decoder: payloads to typed events one by one, for comparison with the column decoder."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from indexer.wire.events import KVEvent
 
 
 class EventBatch(Struct, frozen=True):
-    """What one engine step did.
+    """Event batch of one engine step.
 
     Attributes:
-        ts: When it was published, seconds since the epoch by the engine's clock.
-        events: In the order in which they happened.
-        data_parallel_rank: The publisher's rank; None where it tells none.
+        ts: Time of publication in seconds since 1970, by the engine's clock.
+        events: Events in order.
+        data_parallel_rank: The publisher's rank; None if it reports none.
     """
 
     ts: float
@@ -27,11 +27,11 @@ class EventBatch(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A batch and what had to be left out of it.
+    """Batch and its rejected events.
 
     Attributes:
-        batch: All events that could be read, in order.
-        rejected: A reason for each event that could not.
+        batch: All readable events, in order.
+        rejected: A reason for each unreadable event.
     """
 
     batch: EventBatch
@@ -39,7 +39,7 @@ class Decoded:
 
 
 def decode_batch(payload: bytes, max_bytes: int) -> Decoded:
-    """Reads one payload.
+    """Decode one payload.
 
     Raises:
         PayloadError: The payload is "oversize", or "broken_batch".

@@ -1,16 +1,16 @@
-"""What pods hold in an index, copies counted."""
+"""Copies of blocks that pods hold in an index."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from indexer.index.index import FlatIndex
-from indexer.views.block_cache import FlatCache
+from indexer.views.block_cache import BlockCache
 from tests.support.reference_index import ReferenceIndex
 
 
 def references(index: FlatIndex | ReferenceIndex, pods: Iterable[str]) -> dict[tuple[str, str, int], int]:
-    """Copies of each block, by pod, tier and key; what is only assumed is left out."""
+    """Return the copies of each block by pod, tier and key, without speculative blocks."""
     if isinstance(index, ReferenceIndex):
         return {
             (holding.pod, holding.tier, key): copies
@@ -19,7 +19,7 @@ def references(index: FlatIndex | ReferenceIndex, pods: Iterable[str]) -> dict[t
         }
     found: dict[tuple[str, str, int], int] = {}
     for pod in pods:
-        for part in FlatCache(index, pod, "").export():
+        for part in BlockCache(index, pod, "").export():
             if part is not None:
                 for key, tiers in zip(part.keys.tolist(), part.tiers.tolist(), strict=True):
                     for number, tier in enumerate(index.tiers.names):

@@ -1,4 +1,4 @@
-"""A pod's view the plain way, event by event on plain dictionaries: the oracle for the flat one."""
+"""Reference view of a pod: applies events one by one to dictionaries, as an oracle for the flat index."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from indexer.errors import PayloadError
 from indexer.keys import Keys
 from indexer.views.block_cache import Dropped
-from indexer.views.full_reports import Ahead
+from indexer.views.full_reports import LaterEvents
 from indexer.views.pod_view import PodView
 from indexer.views.view_parts import Outcome
 from indexer.wire.events import EngineHash
@@ -17,22 +17,22 @@ from tests.support.reference_index import ReferenceIndex
 
 
 def apply_batch(view: PodView, batch: EventBatch, outcome: Outcome | None = None) -> Outcome:
-    """Applies a batch's events in order."""
+    """Apply a batch's events in order."""
     outcome = outcome or Outcome()
-    ahead = Ahead(batch.events)
-    for ahead.position, event in enumerate(batch.events):
-        view.apply_event(event, ahead, outcome)
+    later = LaterEvents(batch.events)
+    for later.position, event in enumerate(batch.events):
+        view.apply_event(event, later, outcome)
     view.end_batch(outcome)
     return outcome
 
 
 @dataclass(slots=True, eq=False)
 class EngineBlock:
-    """One engine block.
+    """Engine block.
 
     Attributes:
-        keys: Its index blocks, in order; more than one where the engine's blocks are longer than ours.
-        copies: Physical copies by tier, none of them 0.
+        keys: Keys of its index blocks, in order; several if the engine's blocks are longer.
+        copies: Physical copies by tier, without zeros.
     """
 
     keys: Keys
@@ -40,7 +40,7 @@ class EngineBlock:
 
 
 class MappedCache:
-    """As `FlatCache`, on plain dictionaries: an index and a map of engine blocks, also of those that went."""
+    """Reference for `BlockCache` with dictionaries: maps engine blocks, including removed ones, to keys."""
 
     def __init__(self, index: ReferenceIndex, holder: str) -> None:
         self._index = index
@@ -48,7 +48,6 @@ class MappedCache:
         self._blocks: dict[EngineHash, EngineBlock] = {}
 
     def store(self, hashes: Sequence[EngineHash], keys: Keys, tier: str) -> int:
-        """As `FlatCache` does."""
         self._index.add(self._holder, tier, keys)
         split = len(keys) // len(hashes)
         reused = 0
@@ -66,7 +65,6 @@ class MappedCache:
         return reused
 
     def copy(self, engine_hash: EngineHash, tier: str) -> bool:
-        """As `FlatCache` does."""
         block = self._blocks.get(engine_hash)
         if block is None:
             return False
@@ -75,7 +73,6 @@ class MappedCache:
         return True
 
     def drop(self, engine_hash: EngineHash, tier: str) -> Dropped | None:
-        """As `FlatCache` does."""
         block = self._blocks.get(engine_hash)
         if block is None or tier not in block.copies:
             return None
@@ -84,7 +81,6 @@ class MappedCache:
         return Dropped.COPY if tier in block.copies else Dropped.LAST
 
     def holds_all(self, hashes: Sequence[EngineHash], keys: Keys, tier: str) -> bool:
-        """As `FlatCache` does."""
         split = len(keys) // len(hashes)
         for position, engine_hash in enumerate(hashes):
             block = self._blocks.get(engine_hash)
@@ -94,12 +90,10 @@ class MappedCache:
         return True
 
     def tail_key(self, engine_hash: EngineHash) -> int | None:
-        """As `FlatCache` does."""
         block = self._blocks.get(engine_hash)
         return None if block is None else int(block.keys[-1])
 
     def clear(self) -> None:
-        """As `FlatCache` does."""
         self._blocks.clear()
         self._index.clear_pod(self._holder)
 
@@ -110,11 +104,11 @@ class MappedCache:
 
 
 class DecodingApplier:
-    """As `FlatApplier`, the plain way: decodes each batch, and applies it event by event.
+    """Reference for `EventApplier`: decodes each batch and applies it event by event.
 
     Args:
         view: The pod's view.
-        max_bytes: A longer payload is not read.
+        max_bytes: Longer payloads are rejected.
     """
 
     def __init__(self, view: PodView, max_bytes: int) -> None:
@@ -122,7 +116,7 @@ class DecodingApplier:
         self._max_bytes = max_bytes
 
     def apply(self, payloads: Sequence[bytes], *, with_runs: bool = False) -> Outcome:
-        """Applies payloads in order, whatever they hold."""
+        """Apply payloads in order and count unreadable ones."""
         outcome = Outcome(runs=[] if with_runs else None)
         for payload in payloads:
             try:
@@ -133,7 +127,7 @@ class DecodingApplier:
             outcome.events.update(type(event).__name__ for event in decoded.batch.events)
             outcome.published_s.append(decoded.batch.ts)
             apply_batch(self._view, decoded.batch, outcome)
-            # After a clear in the same batch: nobody knows on which side of it a broken event was.
+            # Rejected last: a broken event may have come before or after a clear of the same batch.
             for reason in decoded.rejected:
                 outcome.reject(reason)
         return outcome

@@ -1,7 +1,4 @@
-"""The index in plain dictionaries: the simplest code that keeps the contract.
-
-It is the oracle for the flat one.
-"""
+"""Reference index in dictionaries: the simplest code with the same contract, as an oracle."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ from cachetools import Cache, LRUCache
 from numpy.typing import NDArray
 
 from indexer.index.contract import IndexStats, PodMatches
-from indexer.index.tiers import SPECULATIVE_TIER, Tiers
 from indexer.keys import Keys
+from indexer.tiers import SPECULATIVE_TIER, Tiers
 
-# Of one block: pod -> tier's number -> references.
+# Holders of one block: pod -> tier's number -> references.
 _Holders = dict[str, dict[int, int]]
 _NO_HOLDERS: _Holders = {}
 
@@ -40,10 +37,10 @@ class Holding:
 
 
 class ReferenceIndex:
-    """As `FlatIndex`, on a `cachetools` LRU, under one lock.
+    """Reference for `FlatIndex`: a `cachetools` LRU under one lock.
 
     Args:
-        capacity_blocks: Most unique blocks that it holds.
+        capacity_blocks: Maximum of unique blocks.
         tiers: The tiers and their weights.
     """
 
@@ -55,13 +52,11 @@ class ReferenceIndex:
         self._evicted = 0
 
     def add(self, pod: str, tier: str, keys: Keys) -> None:
-        """As `FlatIndex.add`."""
         number = self.tiers.number(tier)
         with self._lock:
             self._add(pod, number, keys.tolist(), [1] * len(keys))
 
     def remove(self, pod: str, tier: str, keys: Keys) -> int:
-        """As `FlatIndex.remove`."""
         number = self.tiers.number(tier)
         ended = 0
         with self._lock:
@@ -80,12 +75,7 @@ class ReferenceIndex:
                     self._drop_holder(key, pod)
         return ended
 
-    def remove_all(self, tier: str, pods: Sequence[str], runs: Sequence[Keys]) -> int:
-        """As `FlatIndex.remove_all`."""
-        return sum(self.remove(pod, tier, keys) for pod, keys in zip(pods, runs, strict=True))
-
     def clear_pod(self, pod: str) -> int:
-        """As `FlatIndex.clear_pod`."""
         with self._lock:
             held = self._keys_by_pod.get(pod, set())
             blocks = len(held)
@@ -94,7 +84,6 @@ class ReferenceIndex:
         return blocks
 
     def match(self, keys: Keys, pods: Collection[str]) -> PodMatches:
-        """As `FlatIndex.match`."""
         rows = {pod: row for row, pod in enumerate(dict.fromkeys(pods))}
         counts = np.zeros((len(rows), len(self.tiers.names)), np.int32)
         chain = keys.tolist()
@@ -113,7 +102,6 @@ class ReferenceIndex:
         return PodMatches(rows, self.tiers, counts.sum(axis=1, dtype=np.int32), counts)
 
     def held(self, keys: Keys, pod: str) -> NDArray[np.uint8]:
-        """As `FlatIndex.held`."""
         with self._lock:
             held = self._keys_by_pod.get(pod, set())
             bits = [
@@ -122,7 +110,7 @@ class ReferenceIndex:
         return np.array(bits, np.uint8)
 
     def snapshot(self, pods: Collection[str]) -> Sequence[Holding]:
-        """All that these pods hold; none of it speculative."""
+        """Return all blocks of these pods, without speculative ones."""
         with self._lock:
             return [
                 holding
@@ -132,7 +120,6 @@ class ReferenceIndex:
             ]
 
     def stats(self) -> IndexStats:
-        """As `FlatIndex.stats`."""
         with self._lock:
             holdings = sum(map(len, self._keys_by_pod.values()))
             return IndexStats(len(self._blocks), int(self._blocks.maxsize), holdings, self._evicted)
@@ -140,7 +127,7 @@ class ReferenceIndex:
     def _add(self, pod: str, number: int, keys: list[int], references: list[int]) -> None:
         kept = keys[: int(self._blocks.maxsize)]
         self._evicted += len(keys) - len(kept)
-        # The known ones first, so that those of one call never evict one another.
+        # Use known blocks first, so that blocks of one call never evict one another.
         self._use(kept)
         for key, copies in zip(kept, references, strict=False):
             holders = self._blocks.get(key)
@@ -152,7 +139,7 @@ class ReferenceIndex:
         self._use(kept)
 
     def _peek(self, key: int) -> _Holders:
-        """A block's holders, without using it."""
+        """Return a block's holders without marking it as used."""
         holders: _Holders = Cache.__getitem__(self._blocks, key)
         return holders
 

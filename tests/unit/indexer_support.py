@@ -1,4 +1,4 @@
-"""What the indexer's tests share: test data, and a pod's view with an index behind it."""
+"""Kit of the indexer's tests: test data, and a pod view with its index."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from indexer.config import IndexerConfig
 from indexer.index.contract import PodMatch
 from indexer.index.index import FlatIndex
-from indexer.index.tiers import Tiers
 from indexer.keys import BlockHasher, Keys
-from indexer.views.block_cache import FlatCache
+from indexer.tiers import Tiers
+from indexer.views.block_cache import BlockCache
 from indexer.views.hybrid import HybridMatcher, group_holder
 from indexer.views.pod_view import PodView
 from indexer.views.view_parts import Outcome
@@ -29,22 +29,22 @@ _FLAT_BYTES, _FLAT_BLOCKS = 8 << 20, 20_000
 
 
 def read_json(name: str) -> Any:
-    """A gzipped JSON file of tests/data."""
+    """Read a gzipped JSON file of tests/data."""
     return json.loads(gzip.decompress((DATA / name).read_bytes()))
 
 
 def read_lines(name: str) -> list[dict[str, Any]]:
-    """A gzipped file of JSON lines of tests/data."""
+    """Read a gzipped file of JSON lines of tests/data."""
     return [json.loads(line) for line in gzip.decompress((DATA / name).read_bytes()).splitlines()]
 
 
 class OnePod:
-    """A pod's view, its index, and questions to it.
+    """Pod view with its index, and queries on it.
 
     Args:
         block_tokens: Tokens of an index block.
-        flat: Whether the index is the flat one.
-        settings: Of the indexer.
+        flat: Whether to use the flat index; else the reference.
+        settings: Settings of the indexer.
     """
 
     def __init__(self, block_tokens: int = 4, *, flat: bool = False, **settings: Any) -> None:
@@ -58,15 +58,15 @@ class OnePod:
         def cache_of(group: int | None) -> Any:
             holder = POD if group is None else group_holder(POD, group)
             if flat_index is not None:
-                return FlatCache(flat_index, holder, MODEL)
+                return BlockCache(flat_index, holder, MODEL)
             return MappedCache(self.index, holder)
 
         self.view = PodView(MODEL, cache_of=cache_of, tiers=tiers, hasher=self.hasher, config=config)
 
     def apply(self, *events: KVEvent) -> Outcome:
-        """Applies events as one batch."""
+        """Apply events as one batch."""
         outcome = apply_batch(self.view, EventBatch(0.0, events))
-        self.hybrid.learn(POD, self.view.groups)
+        self.hybrid.set_groups(POD, self.view.groups)
         return outcome
 
     def keys(
@@ -76,24 +76,24 @@ class OnePod:
         salt: str | None = None,
         extras: Sequence[bytes] = (),
     ) -> Keys:
-        """Keys of a prompt."""
+        """Return the keys of a prompt."""
         return self.hasher.chain(self.hasher.root(MODEL, lora, salt), tokens, extras)
 
     def match(self, keys: Keys, prompt_tokens: int | None = None) -> PodMatch:
-        """How much of a prompt is cached."""
+        """Return the match of a prompt."""
         return self.hybrid.refine(keys, self.index.match(keys, [POD]), prompt_tokens)[POD]
 
     def tiers(self, tokens: list[int], lora: str | None = None, salt: str | None = None) -> dict[str, int]:
-        """How many blocks of the prompt are cached, by tier."""
+        """Return the cached blocks of a prompt by tier."""
         return dict(self.match(self.keys(tokens, lora, salt)).blocks_by_tier)
 
     def cached(self, tokens: list[int], lora: str | None = None, salt: str | None = None) -> int:
-        """How many blocks of the prompt are cached."""
+        """Return the number of cached blocks of a prompt."""
         return sum(self.tiers(tokens, lora, salt).values())
 
 
 def stored(
     hashes: list[int | bytes], tokens: list[int], parent: int | bytes | None = None, **fields: Any
 ) -> BlockStored:
-    """A store of blocks of 4 tokens."""
+    """Return a store of blocks of 4 tokens."""
     return BlockStored(hashes, parent, tokens, fields.pop("block_size", 4), **fields)

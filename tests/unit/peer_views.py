@@ -9,10 +9,10 @@ import numpy as np
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.index.index import FlatIndex
-from indexer.index.tiers import Tiers
 from indexer.keys import BlockHasher, Keys
 from indexer.peers.messages import SnapshotReader, snapshot_messages
-from indexer.views.applier import FlatApplier, FlatEngine
+from indexer.tiers import Tiers
+from indexer.views.applier import ApplierContext, EventApplier
 from indexer.views.hybrid import group_holder
 from indexer.views.view_parts import Outcome, ViewSnapshot
 from tests.support.held_copies import references
@@ -34,9 +34,9 @@ class Views:
         self.index = FlatIndex(1 << 22, TIERS)
         self._block_tokens = block_tokens
         config = IndexerConfig(block_tokens=block_tokens, hash_seed=1)
-        engine = FlatEngine(config, self.index, BlockHasher(block_tokens, 1))
+        engine = ApplierContext(config, self.index, BlockHasher(block_tokens, 1))
         self.states = {
-            pod: FlatApplier(engine, PodStream(pod, MODEL, "tcp://127.0.0.1:1", None)) for pod in PODS
+            pod: EventApplier(engine, PodStream(pod, MODEL, "tcp://127.0.0.1:1", None)) for pod in PODS
         }
 
     def apply(self, pod: str, payloads: Sequence[bytes]) -> Outcome:
@@ -45,7 +45,7 @@ class Views:
 
     def is_listed(self, pod: str) -> bool:
         """Whether a peer would be told the view of a pod."""
-        return self.states[pod].view.unlisted is None
+        return self.states[pod].view.unexportable is None
 
     def snapshot(self, pod: str) -> ViewSnapshot:
         """What a peer is told of a pod."""
@@ -64,7 +64,7 @@ class Views:
 
     def copy(self, other: Views, pod: str) -> None:
         """Goes on from another's view of a pod, which forgets the blocks that went: a snapshot has none."""
-        other.index.arrays.released[:] = 0
+        other.index.arrays.removed[:] = 0
         self.take(pod, list(snapshot_messages(other.snapshot(pod))))
 
     def held(self, pod: str, keys: Keys) -> list[list[int]]:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from model_server.engine.core import OutputSink
+from model_server.engine.core import OutputCallback
 from model_server.openai.answers import Answer
 from model_server.openai.generation import AsyncEngine, TextAssembler
 from model_server.openai.metrics import RequestMetrics
 from model_server.openai.prompts import Job
 from model_server.openai.types import generation_body
-from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
+from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingParams
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 TOKENIZER = PromptTokenizer.from_directory(TINY_DIRECTORY)
@@ -24,17 +24,17 @@ WORDS = ["one", " two", " three", "", " five", " six"]
 class Hands:
     """Engine whose outputs the test provides."""
 
-    def submit(self, request: GenerationRequest, sink: OutputSink) -> None:
+    def add_request(self, request: EngineCoreRequest, sink: OutputCallback) -> None:
         """Store the output callback."""
         self.sink = sink
 
-    def abort(self, request_id: str) -> None:
+    def abort_request(self, request_id: str) -> None:
         """Do nothing: no request runs."""
 
     def say(self, words: str, *, last: bool = False) -> None:
         """Deliver the tokens of one step."""
         ids = tuple(TOKENIZER.encode(words))
-        self.sink(TokenOutput("0", ids, "length" if last else None, 0))
+        self.sink(EngineCoreOutput("0", ids, "length" if last else None, 0))
 
 
 class Page:
@@ -63,7 +63,7 @@ def streamed(options: object, before: Callable[[Page, int], None] | None) -> tup
         engine, page, said = Hands(), Page(), b""
         bridge = AsyncEngine(engine, asyncio.get_running_loop(), RequestMetrics("m", CollectorRegistry()))
         texts = (TextAssembler(TOKENIZER),)
-        generation = bridge.generate((GenerationRequest("0", (1,), SamplingParams(99)),), texts, 0.0)
+        generation = bridge.generate((EngineCoreRequest("0", (1,), SamplingParams(99)),), texts, 0.0)
         fields = generation_body("chat", {"stream": True, "stream_options": options})
         answer = Answer(Job("chat", "id", "m", fields, ((1, 2),), (), ("",)), TOKENIZER, generation)
         if before is not None:

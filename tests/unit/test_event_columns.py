@@ -1,4 +1,4 @@
-"""Columns: what engines publish, read many payloads at once, tells what it tells event by event."""
+"""Event columns: decoding many payloads at once equals decoding event by event."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CAPTURED = [
 hostile = (
     st.binary(max_size=200)
     | st.binary(max_size=100).map(lambda tail: b"\x93\x01\x91" + tail)
-    # By number: a failure shows the strategy, and with all payloads that is more than hypothesis shows.
+    # By number, because a failure prints the strategy, which with all payloads would be too long.
     | damaged(st.integers(0, len(PUBLISHED) - 1).map(lambda number: PUBLISHED[number]))
     | damaged(payloads())
     | payloads()
@@ -43,17 +43,17 @@ hostile = (
 
 
 def decode(*payload: bytes) -> Columns:
-    """Decodes with a decoder of its own."""
+    """Decode payloads with a new decoder."""
     return EventDecoder(MAX_BYTES).decode(payload)
 
 
 def decode_events(*events: object) -> Columns:
-    """Decodes one batch of these events."""
+    """Decode one batch of these events."""
     return decode(msgspec.msgpack.encode([1.5, list(events), 0]))
 
 
 def outcome(read: Any) -> str:
-    """An event, or the reason why there is none, so that NaN equals NaN."""
+    """Return an event's text, in which NaN equals NaN, or the reason why it was rejected."""
     try:
         return repr(read())
     except PayloadError as error:
@@ -61,7 +61,7 @@ def outcome(read: Any) -> str:
 
 
 def check(columns: Columns, payloads: list[bytes]) -> None:
-    """Rows and typed events tell what payload by payload and event by event is told."""
+    """Check that rows and typed events equal those decoded one by one."""
     row = 0
     for payload, batch in zip(payloads, columns.batches, strict=True):
         assert batch.first == row
@@ -84,7 +84,7 @@ def check(columns: Columns, payloads: list[bytes]) -> None:
 
 
 def check_row(columns: Columns, row: int, event: KVEvent) -> None:
-    """A row that a kernel may apply tells all of its event, and its event nothing more."""
+    """Check that a row for the kernel contains all of its event."""
     cells = columns.events[row].tolist()
 
     def part(array: Any, start: int, count: int) -> list[int]:
@@ -116,14 +116,14 @@ def check_row(columns: Columns, row: int, event: KVEvent) -> None:
 
 @pytest.mark.parametrize("published", [PUBLISHED, LLMD, CAPTURED], ids=["engines", "llmd", "captured"])
 def test_what_engines_publish_is_read_as_event_by_event(published: list[bytes]) -> None:
-    """Vectors and captures of all releases tell the same, in one call and in one each."""
+    """Vectors and captures of all releases decode the same in one call and in one call each."""
     check(decode(*published), published)
     for payload in published:
         check(decode(payload), [payload])
 
 
 def test_what_vllm_publishes_is_a_kernels() -> None:
-    """In a batch of stores and removals no event without extra keys is left to the slow way."""
+    """The kernel can apply all stores and removals of vLLM without extra keys."""
     columns = decode(*CAPTURED)
     plain = 0
     for batch in columns.batches:
@@ -139,14 +139,14 @@ def test_what_vllm_publishes_is_a_kernels() -> None:
 @unhurried
 @given(st.lists(payloads(), max_size=3))
 def test_whatever_is_in_a_batch_is_read_as_event_by_event(batch: list[bytes]) -> None:
-    """Events of all layouts, in all widths of msgpack, with odd fields and unknown ones, tell the same."""
+    """Events of all layouts and msgpack widths, with invalid and unknown fields, decode the same."""
     check(decode(*batch), batch)
 
 
 @settings(unhurried, max_examples=examples(200))
 @given(st.lists(hostile, max_size=4))
-def test_no_bytes_do_harm(batch: list[bytes]) -> None:
-    """Whatever a payload holds, it is refused or read, and costs its neighbours nothing."""
+def test_arbitrary_bytes_affect_only_their_payload(batch: list[bytes]) -> None:
+    """Arbitrary bytes are rejected or decoded without affecting neighbouring payloads."""
     check(decode(*batch), batch)
 
 
@@ -166,7 +166,7 @@ def test_no_bytes_do_harm(batch: list[bytes]) -> None:
     ],
 )
 def test_plain_events_are_a_kernels(event: object) -> None:
-    """Each field of each layout is read, with unknown fields around it."""
+    """Each field of each layout is decoded, also with unknown fields around it."""
     columns = decode_events(event)
     assert columns.events[0, rows.KIND] != rows.OTHER
     check(columns, [msgspec.msgpack.encode([1.5, [event], 0])])
@@ -195,8 +195,8 @@ def test_plain_events_are_a_kernels(event: object) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_unusual_events_are_left_to_the_slow_way(change: dict[str, Any]) -> None:
-    """One odd field, and no kernel applies the event; its neighbours are read."""
+def test_unusual_events_are_left_to_the_view(change: dict[str, Any]) -> None:
+    """An event with one unusual field is left to the view; its neighbours are decoded."""
     removed = {"type": "BlockRemoved", "block_hashes": [1]}
     columns = decode_events(removed, PLAIN_MAP | change, removed)
     assert columns.events[1, rows.KIND] == rows.OTHER
@@ -212,15 +212,15 @@ def test_unusual_events_are_left_to_the_slow_way(change: dict[str, Any]) -> None
         msgspec.msgpack.encode([1.5]),
         msgspec.msgpack.encode([1.5, [], "rank"]),
         msgspec.msgpack.encode([1.5, []]) + b"\0",
-        # Lengths that are only claimed.
+        # Lengths beyond the end of the data.
         b"\x92\x01\xdd\xff\xff\xff\xff",
         b"\x92\x01\x91\xdf\xff\xff\xff\xff" * 3,
         b"\x92\x01" + b"\x91" * 100_000,
         b"\x92\x01\xdd\x00\x01\x00\x01" + b"\xc0" * 65_537,
     ],
 )
-def test_a_broken_batch_costs_its_neighbours_nothing(payload: bytes) -> None:
-    """A payload that is no batch has no events; those before and after it are read."""
+def test_a_broken_batch_does_not_affect_its_neighbours(payload: bytes) -> None:
+    """A payload that is not a batch has no events; those before and after it are decoded."""
     good = [msgspec.msgpack.encode([ts, [["BlockRemoved", [ts]]]]) for ts in (1, 2)]
     columns = decode(good[0], payload, good[1])
     assert [batch.unread for batch in columns.batches] == [None, "broken_batch", None]
@@ -228,8 +228,8 @@ def test_a_broken_batch_costs_its_neighbours_nothing(payload: bytes) -> None:
     assert read == [BlockRemoved([1]), BlockRemoved([2])]
 
 
-def test_a_payload_that_is_too_long_is_not_read() -> None:
-    """It is flagged, and its neighbours are read."""
+def test_a_too_long_payload_is_rejected() -> None:
+    """A payload above the size limit is flagged; its neighbours are decoded."""
     short, long = (msgspec.msgpack.encode([1.5, [["BlockRemoved", [1] * count]]]) for count in (1, 2))
     columns = EventDecoder(len(short)).decode([long, short, long])
     assert [batch.unread for batch in columns.batches] == ["oversize", None, "oversize"]
@@ -237,7 +237,7 @@ def test_a_payload_that_is_too_long_is_not_read() -> None:
 
 
 def test_a_list_of_tokens_ends_where_its_field_ends() -> None:
-    """A count that claims more than there is, or less, reads nothing of the next event's tokens."""
+    """A wrong token count never includes tokens of the next event."""
     whole = {"type": "BlockStored", "block_hashes": [1], "token_ids": [1, 2, 3, 4], "block_size": 4}
     payload = msgspec.msgpack.encode([1.5, [whole, whole], 0])
     for claimed in (b"\x93", b"\x95", b"\xdd\xff\xff\xff\xff"):
@@ -245,8 +245,8 @@ def test_a_list_of_tokens_ends_where_its_field_ends() -> None:
         check(decode(broken, payload), [broken, payload])
 
 
-def test_nothing_to_read_is_no_event() -> None:
-    """A call without payloads, or without events, gives no rows."""
+def test_empty_input_has_no_rows() -> None:
+    """A call without payloads or events gives no rows."""
     assert len(decode().batches) == len(decode().events) == 0
     empty = decode(msgspec.msgpack.encode([1.5, []]))
     assert (len(empty.batches), len(empty.events), empty.kinds) == (1, 0, [0, 0, 0, 0])
@@ -254,7 +254,7 @@ def test_nothing_to_read_is_no_event() -> None:
 
 
 def test_a_stored_event_has_all_that_the_view_needs() -> None:
-    """An event that no kernel applies is typed in full, with its tokens, extra keys and salt."""
+    """An event left to the view is typed in full, with its tokens, extra keys and salt."""
     told = {**PLAIN_MAP, "cache_salt": "tenant", "extra_keys": [["sql", b"x"], None, None]}
     columns = decode_events(told)
     (event,) = columns.typed(columns.batches[0])

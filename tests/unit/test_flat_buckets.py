@@ -1,4 +1,4 @@
-"""Tables of the flat index: whatever comes, goes and grows, each entry is found from its home."""
+"""Hash table of the flat index: insertion, deletion and incremental growth."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from indexer.index.hash_table import behind, delete, empty_table, home_of, insert, room_for
+from indexer.index.hash_table import behind, delete, empty_table, grow_table, home_of, insert
 from tests.support.depth import examples
 
 MOST = 5_000
@@ -22,17 +22,17 @@ Entry = tuple[int, int]
 
 
 def buckets_of(table: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The buckets in use, without what is reserved."""
+    """Return the buckets in use, without reserved ones."""
     return table[8 : 8 + int(table[0])]
 
 
 def is_growing(table: NDArray[np.uint64]) -> bool:
-    """Whether some entries have not moved yet."""
+    """Return whether some entries have not moved yet."""
     return int(table[2]) > 0
 
 
 def found(table: NDArray[np.uint64], bits: int) -> list[Entry]:
-    """All entries with these bits that are found from their home."""
+    """Return all entries with these bits that are reachable from their home bucket."""
     entries = []
     place = home_of(np.uint64(bits), table)
     while table[place]:
@@ -43,7 +43,7 @@ def found(table: NDArray[np.uint64], bits: int) -> list[Entry]:
 
 
 def holds(table: NDArray[np.uint64], held: list[Entry]) -> bool:
-    """Whether the table holds these entries, each to be found, and nothing else."""
+    """Return whether the table contains exactly these entries and finds each of them."""
     each = Counter(entry for bits in {bits for bits, _ in held} for entry in found(table, bits))
     return each == Counter(held) and np.count_nonzero(table[8:]) == len(held)
 
@@ -61,13 +61,13 @@ def holds(table: NDArray[np.uint64], held: list[Entry]) -> bool:
 def test_a_table_grows_under_its_entries(
     seed: int, turns: list[tuple[int, list[int], int]], usual: int
 ) -> None:
-    """At every stage of every growth all entries are found, none twice, whatever comes and goes meanwhile."""
+    """During growth every entry is found exactly once, also with concurrent insertions and deletions."""
     rng = np.random.default_rng(seed)
     table = empty_table(MOST)
     held: list[Entry] = []
     for number, (more, chosen, fewer) in enumerate(turns):
         bits = [*rng.integers(0, 1 << 32, more, np.uint64).tolist(), *chosen][: MOST - len(held)]
-        room_for(table, len(held) + len(bits), usual)
+        grow_table(table, len(held) + len(bits), usual)
         for place, each in enumerate(bits):
             held.append((each, number * 10_000 + place + 1))
             insert(table, np.uint64(each), held[-1][1])
@@ -79,14 +79,14 @@ def test_a_table_grows_under_its_entries(
         assert holds(table, held)
 
 
-def test_a_table_grows_bit_by_bit_and_no_more_than_it_must() -> None:
-    """A call moves a dozen entries at most for each new one; half to three quarters of it are full."""
+def test_a_table_grows_incrementally_and_no_more_than_needed() -> None:
+    """A call moves at most a dozen entries per new one, and the load stays between 1/2 and 3/4."""
     rng = np.random.default_rng(2)
     table = empty_table(1 << 20)
     run, held, growing = 500, [], 0
     for hashes_of_run in rng.integers(0, 1 << 32, (130, run), np.uint64):
         before = table.copy()
-        room_for(table, len(held) + run, 1 << 20)
+        grow_table(table, len(held) + run, 1 << 20)
         # An entry that moves changes two buckets.
         moved = np.count_nonzero(before[8:] != table[8:]) / 2
         growing += is_growing(table)
@@ -99,22 +99,22 @@ def test_a_table_grows_bit_by_bit_and_no_more_than_it_must() -> None:
     assert holds(table, held)
 
 
-def test_a_table_does_not_grow_beyond_what_will_be() -> None:
-    """With as many entries as there will mostly be three quarters are full."""
+def test_a_table_does_not_grow_beyond_its_usual_size() -> None:
+    """With the usual maximum of entries the load is three quarters."""
     table = empty_table(MOST)
-    room_for(table, 3000, 3000)
+    grow_table(table, 3000, 3000)
     assert len(buckets_of(table)) == 4001
-    room_for(table, 3001, 3000)
+    grow_table(table, 3001, 3000)
     assert len(buckets_of(table)) > 4001
 
 
 @pytest.mark.parametrize("bits", [0, 0x8000_0000, 0xFFFF_FFFF])
 def test_entries_of_one_hash_are_all_found(bits: int) -> None:
-    """However long a run of entries is, and wherever it lies, also around the end, growing keeps it whole."""
+    """Entries of one hash are all found during growth, also across the table's end."""
     table = empty_table(MOST)
     held: list[Entry] = []
     while len(held) < 1500:
-        room_for(table, len(held) + 50, MOST)
+        grow_table(table, len(held) + 50, MOST)
         for _ in range(50):
             held.append((bits, len(held) + 1))
             insert(table, np.uint64(bits), len(held))

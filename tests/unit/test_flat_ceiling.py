@@ -1,4 +1,4 @@
-"""The flat index's ceiling of bytes: what counts towards it, and that it holds."""
+"""Memory limit of the flat index: what counts towards it, and that it is enforced."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ import numpy as np
 import pytest
 
 from indexer.index.index import FlatIndex
-from indexer.index.layout import ALIAS_BYTES, BLOCK_BYTES, FURTHER_BYTES
-from indexer.index.tiers import Tiers
+from indexer.index.layout import ALIAS_BYTES, BLOCK_BYTES, EXTRA_BYTES
 from indexer.keys import Keys
-from indexer.views.block_cache import FlatCache
+from indexer.tiers import Tiers
+from indexer.views.block_cache import BlockCache
 
 TIERS = Tiers()
 PODS = tuple(f"10.0.0.{number}:8000" for number in range(60))
 
 
 def chain(number: int, blocks: int) -> Keys:
-    """Keys that no other number has."""
+    """Return keys that are unique to this number."""
     return np.arange(number * 10_000 + 1, number * 10_000 + 1 + blocks, dtype=np.uint64)
 
 
 def test_each_kind_of_entry_counts() -> None:
-    """Blocks, rows of the tiers in use, further names and further copies count by their sizes."""
+    """Blocks, rows of the tiers in use, aliases and extra copies count by their sizes."""
     index = FlatIndex(1 << 22, TIERS)
     index.add(PODS[0], "gpu", chain(0, 10))
     expected = 10 * BLOCK_BYTES
     assert index.stats().used_bytes == expected
     index.add(PODS[0], "gpu", chain(0, 3))
-    expected += 3 * FURTHER_BYTES
+    expected += 3 * EXTRA_BYTES
     assert index.stats().used_bytes == expected
     for pod in PODS[1:5]:
         index.add(pod, "gpu", chain(0, 2))
     expected += 2 * 8
     assert index.stats().used_bytes == expected
     for model in ("a", "b"):
-        FlatCache(index, PODS[0], model).store([1, 2], chain(0, 2), "gpu")
+        BlockCache(index, PODS[0], model).store([1, 2], chain(0, 2), "gpu")
     # Two copies more of blocks that had further ones already, under two names.
     assert index.stats().used_bytes == expected + 2 * ALIAS_BYTES
 
 
 @pytest.mark.parametrize("kind", ["names", "copies", "holders"])
 def test_the_ceiling_holds_for_what_known_blocks_gain(kind: str) -> None:
-    """No new block comes, but known ones gain names, copies and holders: the oldest make room."""
+    """If known blocks gain hashes, copies or holders, the oldest blocks are evicted."""
     capacity_bytes, blocks = 400_000, 1000
     index = FlatIndex(capacity_bytes, TIERS)
     for number in range(5):
@@ -51,7 +51,7 @@ def test_the_ceiling_holds_for_what_known_blocks_gain(kind: str) -> None:
             keys = chain(number, blocks)
             pod = PODS[0] if kind == "names" else PODS[turn if kind == "holders" else turn % 9]
             if kind == "names":
-                FlatCache(index, pod, f"model-{turn}").store(keys.tolist(), keys, "gpu")
+                BlockCache(index, pod, f"model-{turn}").store(keys.tolist(), keys, "gpu")
             else:
                 index.add(pod, "gpu", keys)
             assert index.match(keys, [pod])[pod].cached_blocks == blocks

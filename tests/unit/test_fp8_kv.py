@@ -12,7 +12,7 @@ from model_server.attention import KvLayout, SdpaAttention
 from model_server.attention.kv_pool import Fp8KvPool
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
-from model_server.kv_events.events import NullSink
+from model_server.kv_events.events import NullEventPublisher
 from model_server.model.weights import load_checkpoint
 from model_server.shapes import AttentionShape, single_group
 from tests.integration.engine_support import Outputs, request, run_to_end
@@ -120,9 +120,9 @@ def test_an_engine_runs_on_it() -> None:
     answers = {}
     for dtype in ("auto", "fp8"):
         config = EngineConfig(kv_cache_dtype=dtype, gpu_blocks=128)  # type: ignore[arg-type]
-        engine, outputs = build_engine(config, NullSink()), Outputs()
+        engine, outputs = build_engine(config, NullEventPublisher()), Outputs()
         for name in ("first", "again"):
-            engine.submit(request(name, text_of(70), max_tokens=16, ignore_eos=True), outputs)
+            engine.add_request(request(name, text_of(70), max_tokens=16, ignore_eos=True), outputs)
             run_to_end(engine)
         assert outputs.last["again"].cached_tokens == 64
         assert outputs.tokens["first"] == outputs.tokens["again"]

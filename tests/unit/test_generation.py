@@ -15,7 +15,7 @@ from model_server.errors import EngineClosedError, QueueFullError, RequestError
 from model_server.openai.generation import AsyncEngine, Generation, TextAssembler
 from model_server.openai.metrics import RequestMetrics
 from model_server.openai.types import ApiError
-from model_server.requests import FinishReason, GenerationRequest, SamplingParams, TokenOutput
+from model_server.requests import EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 TOKENIZER = PromptTokenizer.from_directory(TINY_DIRECTORY)
@@ -25,17 +25,17 @@ class TellingEngine:
     """Fake engine that records calls; the test provides outputs."""
 
     def __init__(self, refuse_at: int | None = None, error: RequestError | None = None) -> None:
-        self.sinks: dict[str, Callable[[TokenOutput], None]] = {}
+        self.sinks: dict[str, Callable[[EngineCoreOutput], None]] = {}
         self.aborted: list[str] = []
         self._refuse_at, self._error = refuse_at, error
 
-    def submit(self, request: GenerationRequest, sink: Callable[[TokenOutput], None]) -> None:
+    def add_request(self, request: EngineCoreRequest, sink: Callable[[EngineCoreOutput], None]) -> None:
         """Accept a request, or reject the n-th."""
         if self._error is not None and len(self.sinks) == self._refuse_at:
             raise self._error
         self.sinks[request.request_id] = sink
 
-    def abort(self, request_id: str) -> None:
+    def abort_request(self, request_id: str) -> None:
         """Record an abort."""
         self.aborted.append(request_id)
 
@@ -44,7 +44,7 @@ class TellingEngine:
     ) -> None:
         """Deliver tokens from another thread, as the engine does."""
         ids = tuple(TOKENIZER.encode(text))
-        output = TokenOutput(request_id, ids, reason, 16, error)
+        output = EngineCoreOutput(request_id, ids, reason, 16, error)
         thread = threading.Thread(target=self.sinks[request_id], args=(output,))
         thread.start()
         thread.join()
@@ -54,7 +54,7 @@ def generation(engine: TellingEngine, choices: int = 1, stop: tuple[str, ...] = 
     """Start requests named "0", "1", ..."""
     metrics = RequestMetrics("m", CollectorRegistry())
     bridge = AsyncEngine(engine, asyncio.get_running_loop(), metrics)
-    requests = tuple(GenerationRequest(str(at), (1,), SamplingParams(9)) for at in range(choices))
+    requests = tuple(EngineCoreRequest(str(at), (1,), SamplingParams(9)) for at in range(choices))
     texts = tuple(TextAssembler(TOKENIZER, stop_strings=stop) for _ in requests)
     return bridge.generate(requests, texts, bridge.now_s())
 
@@ -224,7 +224,7 @@ def test_a_broken_diversion_ends_its_own_request_alone() -> None:
         bridge = AsyncEngine(engine, asyncio.get_running_loop(), metrics)
         bad, good = (
             bridge.generate(
-                (GenerationRequest(name, (1,), SamplingParams(9)),),
+                (EngineCoreRequest(name, (1,), SamplingParams(9)),),
                 (TextAssembler(TOKENIZER),),
                 bridge.now_s(),
             )
@@ -298,4 +298,4 @@ def test_an_output_after_the_loops_end_is_no_error() -> None:
         generation(engine)
 
     asyncio.run(scenario())
-    engine.sinks["0"](TokenOutput("0", (1,), None, 0))
+    engine.sinks["0"](EngineCoreOutput("0", (1,), None, 0))

@@ -1,4 +1,4 @@
-"""Events of one pod life become index operations: identity, copies, sizes, groups."""
+"""Pod view: block identity, copies, block sizes and groups of one pod epoch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ONE, TWO, THREE = TOKENS[:4], TOKENS[4:8], TOKENS[8:12]
 
 @pytest.fixture
 def pod() -> OnePod:
-    """A pod with blocks of 4 tokens, in engine and index."""
+    """Return a pod with blocks of 4 tokens in engine and index."""
     return OnePod()
 
 
 def test_runs_are_chained_by_the_engines_hashes(pod: OnePod) -> None:
-    """A run continues the block that its parent hash names, and its keys are told parents first."""
+    """A run continues the block of its parent hash, and keys are reported parents first."""
     first = pod.apply(stored([1, 2], ONE + TWO))
     second = pod.apply(stored([3], THREE, parent=2))
     assert pod.cached(TOKENS) == 3
@@ -27,7 +27,7 @@ def test_runs_are_chained_by_the_engines_hashes(pod: OnePod) -> None:
 
 
 def test_a_removed_block_ends_the_prefix(pod: OnePod) -> None:
-    """Blocks behind a removed one stay indexed and count again when it is stored again."""
+    """Blocks after a removed one stay indexed and count again once it is stored again."""
     pod.apply(stored([1, 2, 3], TOKENS[:12]), BlockRemoved([2]))
     assert pod.cached(TOKENS) == 1
     pod.apply(stored([2], TWO, parent=1))
@@ -35,7 +35,7 @@ def test_a_removed_block_ends_the_prefix(pod: OnePod) -> None:
 
 
 def test_two_physical_copies_need_two_removals(pod: OnePod) -> None:
-    """A block computed twice is held until both copies are gone, and the removals are told apart."""
+    """A block computed twice is held until both copies are removed; first and last removal are distinct."""
     pod.apply(stored([1], ONE), stored([1], ONE))
     assert pod.apply(BlockRemoved([1])).removals == {"copy": 1}
     assert pod.cached(TOKENS) == 1
@@ -45,7 +45,7 @@ def test_two_physical_copies_need_two_removals(pod: OnePod) -> None:
 
 @pytest.mark.parametrize("hashes", [[-7, 2**64 - 7], [b"\x01" * 32, b"\x02" * 32], [0, 1]])
 def test_any_form_of_hash_is_a_handle(pod: OnePod, hashes: list[int | bytes]) -> None:
-    """Signed and unsigned numbers, 0 and byte strings name blocks equally well."""
+    """Signed and unsigned integers, 0 and byte strings all work as block hashes."""
     pod.apply(stored(hashes[:1], ONE), stored(hashes[1:], TWO, parent=hashes[0]))
     assert pod.cached(TOKENS) == 2
     pod.apply(BlockRemoved(hashes[1:]))
@@ -53,7 +53,7 @@ def test_any_form_of_hash_is_a_handle(pod: OnePod, hashes: list[int | bytes]) ->
 
 
 def test_adapters_and_salts_do_not_share_blocks(pod: OnePod) -> None:
-    """The same tokens under another adapter or salt are another prompt."""
+    """Equal tokens with different adapters or salts have different blocks."""
     pod.apply(
         stored([1], ONE),
         stored([2], ONE, lora_id=1, lora_name="sql", extra_keys=[["sql"]]),
@@ -77,14 +77,14 @@ def test_a_salt_may_be_named_like_the_adapter(pod: OnePod) -> None:
 
 
 def test_sglangs_salt_is_the_events(pod: OnePod) -> None:
-    """SGLang tells the salt in a field of its own."""
+    """A salt in the event's own field, as SGLang sends it, separates blocks."""
     pod.apply(stored([1], ONE, cache_salt="tenant"))
     assert pod.cached(ONE, salt="tenant") == 1
     assert pod.cached(ONE) == 0
 
 
 def test_images_do_not_share_blocks_with_text_or_each_other(pod: OnePod) -> None:
-    """Placeholder tokens are the same for all images; identifiers, offsets and digests tell them apart."""
+    """Images with equal placeholder tokens differ by identifier, offset and digest."""
     entries = [["a", 0]], [["b", 0]], [["a", 1]], [["a", 0], ["b", 2]], [b"a"], None
     for number, entry in enumerate(entries):
         pod.apply(stored([number + 1], ONE, extra_keys=[entry]))
@@ -97,19 +97,19 @@ def test_images_do_not_share_blocks_with_text_or_each_other(pod: OnePod) -> None
     [[[1.5]], [[["a"]]], [[{"a": 1}]], [[["a", 2**40]]], [[["a", -1]]], [[["a", True]]], [None, None], []],
 )
 def test_an_extra_key_that_cannot_be_read_is_not_guessed(pod: OnePod, extra_keys: list[object]) -> None:
-    """A block whose identity is not known is left out: a false hit is worse than a miss."""
+    """A block with an unreadable extra key is skipped, because a false hit is worse than a miss."""
     assert pod.apply(stored([1], ONE, extra_keys=extra_keys)).skipped == {("BlockStored", "extra_keys"): 1}
     assert pod.index.stats().blocks == 0
 
 
 def test_an_adapter_without_a_name_is_left_out(pod: OnePod) -> None:
-    """An event that tells only an adapter's number must not pass for the base model's."""
+    """An event with only an adapter number is skipped rather than stored for the base model."""
     assert pod.apply(stored([1], ONE, lora_id=3)).skipped == {("BlockStored", "lora_without_name"): 1}
     assert pod.cached(ONE) == 0
 
 
 def test_longer_engine_blocks_are_split() -> None:
-    """A block of 64 tokens is 4 blocks of 16: stored, continued and removed as one."""
+    """An engine block of 64 tokens is 4 index blocks of 16, stored, continued and removed together."""
     pod = OnePod(block_tokens=16)
     tokens = list(range(160))
     pod.apply(stored([1], tokens[:64], block_size=64), stored([2], tokens[64:128], parent=1, block_size=64))
@@ -122,42 +122,42 @@ def test_longer_engine_blocks_are_split() -> None:
 
 
 def test_an_image_in_a_long_engine_block_reaches_the_parts_behind_its_start() -> None:
-    """Of a block that is split, the parts in front of an image are those of the text."""
+    """In a split engine block, index blocks before an image equal those of plain text."""
     pod = OnePod(block_tokens=4)
     pod.apply(stored([1], TOKENS[:12], block_size=12, extra_keys=[[["image", 5]]]))
     assert pod.cached(TOKENS) == 1
 
 
 @pytest.mark.parametrize("block_size", [3, 6, 5])
-def test_block_sizes_that_do_not_fit_are_told(pod: OnePod, block_size: int) -> None:
-    """Engine blocks that neither divide ours nor are a multiple of ours are counted, not mis-mapped."""
+def test_unsupported_block_sizes_are_counted(pod: OnePod, block_size: int) -> None:
+    """Engine blocks that are neither a divisor nor a multiple of index blocks are counted and skipped."""
     event = stored([1, 2], list(range(2 * block_size)), block_size=block_size)
     assert pod.apply(event).skipped == {("BlockStored", "block_size"): 1}
     assert pod.index.stats().blocks == 0
 
 
 @pytest.mark.parametrize("hashes", [[1], [1, 2, 3]])
-def test_hashes_that_do_not_cover_the_tokens_are_told(pod: OnePod, hashes: list[int | bytes]) -> None:
-    """A run whose hashes are not those of all its blocks cannot be mapped by position."""
+def test_hashes_that_do_not_cover_the_tokens_are_counted(pod: OnePod, hashes: list[int | bytes]) -> None:
+    """A run whose hashes do not match its number of blocks is counted and skipped."""
     assert pod.apply(stored(hashes, ONE + TWO)).skipped == {("BlockStored", "token_span"): 1}
     assert pod.index.stats().blocks == 0
 
 
-def test_a_store_without_hashes_says_nothing(pod: OnePod) -> None:
-    """Sliding-window groups announce runs of which they keep no block; that is no error."""
+def test_a_store_without_hashes_is_ignored(pod: OnePod) -> None:
+    """A run of which a sliding-window group keeps no block is not an error."""
     assert not pod.apply(stored([], ONE, group_idx=0, kv_cache_spec_kind="sliding_window")).skipped
     assert not pod.apply(stored([], ONE)).skipped
 
 
 def test_media_are_tiers(pod: OnePod) -> None:
-    """Device, host and unknown media are told apart; no medium is the device."""
+    """Device, host and unknown media have their own tiers; no medium means device memory."""
     for number, medium in enumerate([None, "GPU", "CPU", "CPU_PINNED", "cpu", "DISK"]):
         pod.apply(stored([number + 1], TOKENS[number * 4 :][:4], parent=number or None, medium=medium))
     assert pod.tiers(TOKENS) == {"gpu": 2, "cpu": 3, "disk": 1}
 
 
 def test_a_copy_in_host_memory_is_known_by_its_hash(pod: OnePod) -> None:
-    """A store without tokens is resolved through the hash's earlier store, also after that copy is gone."""
+    """A store without tokens is resolved by the hash's earlier store, also after that copy was removed."""
     host = {"medium": "CPU", "block_size": 0}
     pod.apply(stored([1, 2], ONE + TWO, medium="GPU"), stored([1], [], **host), BlockRemoved([1, 2], "GPU"))
     assert pod.tiers(TOKENS) == {"cpu": 1}
@@ -169,7 +169,7 @@ def test_a_copy_in_host_memory_is_known_by_its_hash(pod: OnePod) -> None:
 
 
 def test_a_parent_of_0_is_none_only_while_no_block_is_named_0(pod: OnePod) -> None:
-    """llm-d's simulator writes 0 for no parent; an engine that numbers from 0 means its block."""
+    """Parent 0 means no parent (llm-d's simulator) unless the engine has stored a block with hash 0."""
     pod.apply(stored([5], ONE, parent=0))
     assert pod.cached(TOKENS) == 1
     counting = OnePod()
@@ -179,7 +179,7 @@ def test_a_parent_of_0_is_none_only_while_no_block_is_named_0(pod: OnePod) -> No
     assert counting.cached(TWO) == 0
 
 
-def test_a_hash_that_changes_its_meaning_leaves_nothing_behind(pod: OnePod) -> None:
+def test_a_reused_hash_replaces_its_block(pod: OnePod) -> None:
     """An engine that reuses a hash for other tokens replaces the block, with all its copies."""
     pod.apply(stored([1], ONE), stored([1], ONE))
     assert pod.apply(stored([1], TWO)).skipped == {("BlockStored", "hash_reused"): 1}
@@ -189,7 +189,7 @@ def test_a_hash_that_changes_its_meaning_leaves_nothing_behind(pod: OnePod) -> N
 
 
 def test_a_cleared_cache_is_empty_in_all_tiers(pod: OnePod) -> None:
-    """AllBlocksCleared drops blocks, copies and what waits, and is told."""
+    """AllBlocksCleared removes blocks, copies and orphans, and is reported in the outcome."""
     pod.apply(stored([1], ONE), stored([1], [], medium="CPU", block_size=0), stored([8], TWO, parent=7))
     assert pod.view.orphans == 1
     assert pod.apply(AllBlocksCleared()).emptied

@@ -1,4 +1,4 @@
-"""The view of a pod against a naive mirror, under random events of a well-behaved engine."""
+"""Pod view against a naive model of a correct engine with random events."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from tests.support.held_copies import references
 from tests.support.plain_view import apply_batch
 from tests.unit.indexer_support import POD, OnePod, stored
 
-# Block tokens of three prompts that share heads; an engine hash stands for a whole prefix.
+# Blocks of three prompts with common prefixes; an engine hash stands for a whole prefix.
 PROMPTS = ["abcdef", "abxy", "q"]
 PREFIXES = sorted({prompt[:end] for prompt in PROMPTS for end in range(1, len(prompt) + 1)})
 
 
 def tokens(prefix: str) -> list[int]:
-    """A prefix's tokens: 4 for each of its letters."""
+    """Return a prefix's tokens, 4 per letter."""
     return [ord(letter) for letter in prefix for _ in range(4)]
 
 
 @dataclass
 class Engine:
-    """Physical copies by (prefix, tier), and the events that a real engine would tell of them."""
+    """Model engine: physical copies by (prefix, tier), and the events that a real engine would publish."""
 
     copies: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def store(self, prompt: str, start: int, stop: int, medium: str) -> list[KVEvent]:
-        """A run of new blocks; it needs its parent in the cache."""
+        """Store a run of new blocks whose parent must be cached."""
         start, stop = min(start, len(prompt)), min(stop, len(prompt))
         while start and not self.copies[prompt[:start], "GPU"]:
             start -= 1
@@ -45,26 +45,26 @@ class Engine:
         return [stored([hash(p) for p in prefixes], tokens(prompt[start:stop]), parent, medium=medium)]
 
     def offload(self, prefix: str) -> list[KVEvent]:
-        """A copy of a block to host memory."""
+        """Copy a block to host memory."""
         if not self.copies[prefix, "GPU"]:
             return []
         self.copies[prefix, "CPU"] += 1
         return [stored([hash(prefix)], [], medium="CPU", block_size=0)]
 
     def remove(self, prefix: str, medium: str) -> list[KVEvent]:
-        """One copy of a block goes."""
+        """Remove one copy of a block."""
         if not self.copies[prefix, medium]:
             return []
         self.copies[prefix, medium] -= 1
         return [BlockRemoved([hash(prefix)], medium)]
 
     def clear(self) -> list[KVEvent]:
-        """All blocks go."""
+        """Remove all blocks."""
         self.copies.clear()
         return [AllBlocksCleared()]
 
     def cached(self, prompt: str) -> dict[str, int]:
-        """Blocks of the prompt that could be served, by tier."""
+        """Return the cached prefix of a prompt in blocks by tier."""
         tiers: Counter[str] = Counter()
         for end in range(1, len(prompt) + 1):
             held = [
@@ -89,7 +89,7 @@ steps = st.one_of(
 @given(st.lists(steps, max_size=60))
 @settings(deadline=None)
 def test_the_index_equals_the_engine(flat: bool, history: list[tuple[str, ...]]) -> None:
-    """Whatever an engine stores, copies, removes and clears, the index tells the engine's own prefixes."""
+    """After any stores, copies, removals and clears the index matches the engine's cached prefixes."""
     engine, pod = Engine(), OnePod(flat=flat)
     for name, *arguments in history:
         applied = pod.apply(*getattr(engine, name)(*arguments))
@@ -104,13 +104,13 @@ WINDOW = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec
 
 
 def one_block(prefix: str, **fields: object) -> KVEvent:
-    """The store of a prefix's last block, in an event of its own."""
+    """Return a store of only the prefix's last block."""
     parent = hash(prefix[:-1]) if prefix[:-1] else None
     return stored([hash(prefix)], tokens(prefix[-1]), parent, **fields)
 
 
 def masked(prompt: str, kept: int) -> KVEvent:
-    """A window group's store of a prompt of which it keeps the last blocks."""
+    """Return a window group's store of a prompt of which it keeps the last blocks."""
     prefixes = [prompt[:end] for end in range(1, len(prompt) + 1)]
     return stored([hash(prefix) for prefix in prefixes[-kept:]], tokens(prompt), **WINDOW)
 
@@ -129,7 +129,7 @@ INDEPENDENT = [
 def test_the_order_of_independent_stores_does_not_matter(
     events: list[KVEvent], block_tokens: int, as_one_batch: bool
 ) -> None:
-    """Children before parents, windows before full attention: the index is the same in the end."""
+    """Children before parents or windows before full attention lead to the same index."""
     pod, ordered = OnePod(block_tokens=block_tokens), OnePod(block_tokens=block_tokens)
     for view, batches in (
         (pod, [events] if as_one_batch else [[e] for e in events]),
@@ -175,7 +175,7 @@ hostile = st.one_of(
 @given(st.lists(st.lists(hostile, max_size=8), max_size=8))
 @settings(deadline=None)
 def test_no_event_breaks_a_view(block_tokens: int, batches: list[list[KVEvent]]) -> None:
-    """Whatever events say, nothing is raised, what waits stays bounded and a clear leaves nothing."""
+    """Arbitrary events raise nothing, orphans stay bounded, and a clear leaves no block."""
     pod = OnePod(
         block_tokens=block_tokens,
         engine_hashes_per_pod=3,

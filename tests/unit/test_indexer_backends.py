@@ -1,4 +1,4 @@
-"""The choice of a backend by configuration."""
+"""Index settings of the configuration."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from prometheus_client import CollectorRegistry
 
 from indexer import ConfigError, IndexerConfig, KvIndexer
 
-# Nobody listens at port 1.
+# No server listens on port 1.
 _REDIS: dict[str, Any] = {"backend": "redis", "redis_url": "redis://:s3cret@127.0.0.1:1", "hash_seed": 1}
 
 
 def made(**settings: Any) -> KvIndexer:
-    """The indexer for these settings."""
+    """Return an indexer with these settings."""
     return KvIndexer(IndexerConfig(**settings), registry=CollectorRegistry())
 
 
 def test_sizes_reach_the_index() -> None:
-    """Blocks and bytes are the configured ones; a server that is not there keeps nobody from starting."""
+    """Capacities are the configured ones, and an unreachable Redis server does not prevent the start."""
     for settings in ({}, _REDIS):
         indexer = made(**settings, capacity_blocks=77, capacity_bytes=1 << 20)
         stats = indexer.stats()
@@ -37,17 +37,17 @@ def test_sizes_reach_the_index() -> None:
         ({**_REDIS, "redis_namespace": "a{b}"}, "redis_namespace: must be"),
         ({**_REDIS, "redis_lease_s": 0}, "redis_lease_s: must be greater than 0"),
         ({**_REDIS, "redis_url": "http://h"}, r"redis_url: must begin with one of redis://"),
-        ({"capacity_bytes": 1}, "room for 0 blocks"),
+        ({"capacity_bytes": 1}, "capacity of 0 blocks"),
     ],
 )
-def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    """The error names the field and what it must be."""
+def test_wrong_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
+    """The error names the field and its valid values."""
     with pytest.raises(ConfigError, match=message):
         made(**settings)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the extra, the error tells what to install."""
+    """Without the extra, the error names the package to install."""
     monkeypatch.setitem(sys.modules, "redis", None)
     for module in ("indexer.streams.relay",):
         monkeypatch.delitem(sys.modules, module, raising=False)
@@ -56,5 +56,5 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_password_is_not_shown() -> None:
-    """The configuration does not show the URL."""
+    """The configuration's text does not contain the Redis URL with its password."""
     assert "s3cret" not in repr(IndexerConfig(**_REDIS))

@@ -1,4 +1,4 @@
-"""Typed extras: what an engine's events tell of a block, and the same bytes from a request's items."""
+"""Extra keys: an engine's events and a request's items are packed to the same bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLACEHOLDER = 151_655
 def engine_entries(
     items: list[MultimodalItem], block_size: int, blocks: int
 ) -> list[list[tuple[str, int]] | None]:
-    """Extra keys as vLLM's events carry them: each block names the items that it overlaps, with offsets."""
+    """Return extra keys as in vLLM's events: each block lists the items that it overlaps, with offsets."""
     entries: list[list[tuple[str, int]] | None] = []
     for start in range(0, blocks * block_size, block_size):
         found = [
@@ -33,13 +33,13 @@ def engine_entries(
 
 
 def item(identifier: str, offset: int, length: int) -> MultimodalItem:
-    """One image."""
+    """Return an image item."""
     return MultimodalItem(identifier, offset, length)
 
 
 @st.composite
 def prompts(draw: st.DrawFn) -> tuple[list[MultimodalItem], int]:
-    """Items that do not overlap, and the length of their prompt."""
+    """Draw items that do not overlap, and the length of their prompt."""
     gaps = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 90)), max_size=5))
     items: list[MultimodalItem] = []
     end = 0
@@ -51,10 +51,10 @@ def prompts(draw: st.DrawFn) -> tuple[list[MultimodalItem], int]:
 
 @given(prompts(), st.sampled_from([(16, 16), (64, 16), (16, 64), (32, 32), (8, 64)]))
 @settings(deadline=None)
-def test_a_prompt_finds_what_an_engines_events_told(
+def test_a_prompts_extras_equal_those_of_the_events(
     prompt: tuple[list[MultimodalItem], int], sizes: tuple[int, int]
 ) -> None:
-    """Whatever the block sizes of engine and index, the request's extras are those of the events."""
+    """For any block sizes of engine and index the request's extras equal those of the events."""
     (items, prompt_tokens), (block_size, block_tokens) = prompt, sizes
     blocks = prompt_tokens // block_size
     pod = OnePod(block_tokens=block_tokens)
@@ -77,7 +77,7 @@ def test_a_prompt_finds_what_an_engines_events_told(
 def test_other_items_have_other_keys_from_where_they_begin(
     first: tuple[list[MultimodalItem], int], second: tuple[list[MultimodalItem], int]
 ) -> None:
-    """Prompts of equal placeholders agree up to the first block in which an item differs, and never after."""
+    """Prompts with equal placeholders share keys up to the first block with a different item."""
     pod = OnePod(block_tokens=16)
     tokens = [PLACEHOLDER] * 160
     keys = [
@@ -91,7 +91,7 @@ def test_other_items_have_other_keys_from_where_they_begin(
 
 
 def as_items(vector: dict[str, Any]) -> list[MultimodalItem]:
-    """The items of one of llm-d's vectors: a hash without a place, or a place without a hash, is none."""
+    """Return the items of an llm-d vector, without hashes that lack an offset and vice versa."""
     return [
         MultimodalItem(identifier, place["Offset"], place["Length"])
         for modality, places in vector["mm_placeholders"].items()
@@ -101,10 +101,10 @@ def as_items(vector: dict[str, Any]) -> list[MultimodalItem]:
 
 @pytest.mark.parametrize("vector", read_json("llmd_extra_features.json.gz"), ids=lambda vector: vector["id"])
 def test_items_count_from_the_block_in_which_llmd_has_them_first(vector: dict[str, Any]) -> None:
-    """Each of llm-d's cases: the same items, in the same order, in the block in which they begin.
+    """In each of llm-d's cases the items count in the same order in the block in which they begin.
 
-    llm-d repeats an item in every block that it overlaps. Here it is named once: the chain carries it on, and
-    an event does not tell where it ends.
+    llm-d repeats an item in every block that it overlaps. Here it counts once: later blocks depend on it by
+    their chain, and events do not report where it ends.
     """
     extras = extras_of_prompt(as_items(vector), vector["block_size"], vector["num_tokens"])
     begun: set[str] = set()
@@ -122,8 +122,8 @@ def test_items_count_from_the_block_in_which_llmd_has_them_first(vector: dict[st
         assert bool(expected) == bool(new)
 
 
-def test_nothing_stands_for_a_thing_of_another_kind() -> None:
-    """Texts, items, digests and their places each have their own form, also when they are joined."""
+def test_kinds_of_extras_are_not_confused() -> None:
+    """Texts, items, digests and their offsets are packed unambiguously, also when concatenated."""
     packed = [
         pack(items, start, 16)
         for items, start in [
@@ -144,18 +144,18 @@ def test_nothing_stands_for_a_thing_of_another_kind() -> None:
     assert not [(one, other) for one, other in pairwise(packed[1:]) if one == other]
 
 
-def test_an_adapters_name_is_no_image() -> None:
-    """The adapter's name leads every entry of its blocks; it is part of the root and of no block."""
+def test_an_adapters_name_is_not_an_image() -> None:
+    """The adapter's name, first in every entry, is part of the root key but not of any block's extras."""
     event = BlockStored([1, 2], None, [0] * 8, 4, lora_name="sql", extra_keys=[["sql"], ["sql", ["a", 0]]])
     extras = read_extras(event, starts_prompt=True)
     assert extras.of_index_blocks(1, 4) == [b"", pack([["a", 0]], 0, 4)]
     assert extras.cache_salt is None
 
 
-def test_an_item_in_front_of_its_prompt_is_refused() -> None:
-    """A run from a prompt's start cannot continue an item; one with a parent can."""
+def test_an_item_before_its_prompt_is_rejected() -> None:
+    """An item that begins before a run is rejected if the run starts a prompt, but not if it has a parent."""
     event = BlockStored([1, 2], None, [0] * 8, 4, extra_keys=[None, [["a", -5]]])
-    with pytest.raises(TokenError, match="multimodal item begins -1 tokens into its prompt"):
+    with pytest.raises(TokenError, match="multimodal item begins at token -1 of its prompt"):
         read_extras(event, starts_prompt=True)
     assert not any(read_extras(event, starts_prompt=False).of_index_blocks(1, 4))
     with pytest.raises(TokenError, match="offset must be within"):
@@ -163,6 +163,6 @@ def test_an_item_in_front_of_its_prompt_is_refused() -> None:
 
 
 def test_a_partial_block_has_no_extras() -> None:
-    """An item behind the last full block touches no key."""
+    """An item after the last full block changes no key."""
     assert extras_of_prompt([item("a", 9, 4)], 4, 11) == ()
     assert [*chain(*extras_of_prompt([item("a", 3, 40)], 4, 11))] == [*pack([["a", 3]], 0, 4)]

@@ -1,4 +1,4 @@
-"""The flat index's fast way: it does to an index what the pods' views do, event for event."""
+"""Event applier: the kernel has the same effect on an index as the pods' views event by event."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from indexer.config import IndexerConfig, PodStream
-from indexer.index.engine_hashes import name_of
+from indexer.index.engine_hashes import scoped_hash
 from indexer.index.hash_table import GOLDEN, hash_bits
 from indexer.index.index import TURN_BLOCKS, FlatIndex
-from indexer.index.tiers import Tiers
 from indexer.keys import BlockHasher, Keys
-from indexer.views.applier import FlatApplier, FlatEngine
-from indexer.views.block_cache import FlatCache
+from indexer.tiers import Tiers
+from indexer.views.applier import ApplierContext, EventApplier
+from indexer.views.block_cache import BlockCache
 from indexer.views.hybrid import group_holder
 from indexer.views.pod_view import PodView
 from indexer.views.view_parts import Outcome
@@ -35,18 +35,18 @@ CONFIG = IndexerConfig(block_tokens=4, hash_seed=1)
 
 
 class BothWays:
-    """Two indexes that are told the same: the reference event by event, the flat one by its kernel."""
+    """Two indexes with the same events: the reference event by event, the flat one by its kernel."""
 
     def __init__(self, block_tokens: int = 4, model_of: dict[str, str] | None = None) -> None:
         self.hasher = BlockHasher(block_tokens, 1)
         self.flat = FlatIndex(1 << 22, TIERS)
         self.reference = ReferenceIndex(10_000, TIERS)
-        engine = FlatEngine(CONFIG, self.flat, self.hasher)
-        self.fast: dict[str, FlatApplier] = {}
+        engine = ApplierContext(CONFIG, self.flat, self.hasher)
+        self.fast: dict[str, EventApplier] = {}
         self.slow: dict[str, DecodingApplier] = {}
         for pod in PODS:
             model = (model_of or {}).get(pod, MODEL)
-            self.fast[pod] = FlatApplier(engine, PodStream(pod, model, "tcp://127.0.0.1:1"))
+            self.fast[pod] = EventApplier(engine, PodStream(pod, model, "tcp://127.0.0.1:1"))
             self.slow[pod] = DecodingApplier(self._view(model, pod), CONFIG.max_payload_bytes)
 
     def _view(self, model: str, pod: str) -> PodView:
@@ -56,7 +56,7 @@ class BothWays:
         return PodView(model, cache_of=cache_of, tiers=TIERS, hasher=self.hasher, config=CONFIG)
 
     def apply(self, pod: str, payloads: list[bytes]) -> Outcome:
-        """Applies payloads both ways; what they tell must be the same."""
+        """Apply payloads both ways and compare the outcomes."""
         fast, slow = self.fast[pod].apply(payloads), self.slow[pod].apply(payloads)
         assert +fast.events == +slow.events
         assert (fast.rejected, fast.published_s) == (slow.rejected, slow.published_s)
@@ -67,7 +67,7 @@ class BothWays:
         return fast
 
     def check(self, keys: Keys) -> None:
-        """Every holder holds the same in both."""
+        """Check that every holder holds the same blocks in both."""
         for pod in PODS:
             for holder in (pod, *(group_holder(pod, group) for group in range(3))):
                 assert self.flat.held(keys, holder).tolist() == self.reference.held(keys, holder).tolist()
@@ -79,23 +79,23 @@ def _joined(runs: list[Keys]) -> Keys:
     return np.concatenate(runs) if runs else np.empty(0, np.uint64)
 
 
-# Prompts of a few blocks that share heads; a block's hash is its content, as engines have it.
+# Prompts of a few blocks with common prefixes; an engine's hash depends on the content.
 texts = st.lists(st.integers(1, 3), min_size=1, max_size=5).map(tuple)
 
 
 def hash_of(text: tuple[int, ...], salt: int = 0) -> int:
-    """An engine's hash of a chain's last block."""
+    """Return the engine's hash of a chain's last block."""
     return hash((text, salt)) & 0x7FFF_FFFF_FFFF_FFFF | 1
 
 
 def tokens_of(text: tuple[int, ...], block: int) -> list[int]:
-    """Tokens of these blocks."""
+    """Return the tokens of these blocks."""
     return [number for number in text for _ in range(block)]
 
 
 @st.composite
 def stores(draw: st.DrawFn, seed: int) -> dict[str, Any]:
-    """A store of part of a chain, of any group, mostly one whose parent may be known."""
+    """Draw a store of part of a chain of any group, mostly with a parent that may be known."""
     text = draw(texts)
     start = draw(st.integers(0, len(text) - 1))
     adapter = draw(st.sampled_from([None, None, None, "sql"]))
@@ -125,7 +125,7 @@ def stores(draw: st.DrawFn, seed: int) -> dict[str, Any]:
 
 @st.composite
 def removals(draw: st.DrawFn, seed: int) -> dict[str, Any]:
-    """Removals of some blocks of a chain, in any order, once or twice."""
+    """Draw removals of some blocks of a chain in any order, once or twice."""
     text = draw(texts)
     seed += draw(st.sampled_from([0, 0, 0, 1, 2]))
     ends = draw(st.lists(st.integers(1, len(text)), min_size=1, max_size=3))
@@ -159,7 +159,7 @@ GROUPS: list[dict[str, Any]] = [
 
 @st.composite
 def batches(draw: st.DrawFn, seed: int, grouped: bool) -> bytes:
-    """One payload; sometimes one that is none."""
+    """Draw one payload, sometimes an unreadable one."""
     if draw(st.integers(0, 19)) == 0:
         return b"\xc1"
     event = st.one_of(stores(seed), stores(seed), stores(seed), removals(seed), oddities)
@@ -174,7 +174,7 @@ def batches(draw: st.DrawFn, seed: int, grouped: bool) -> bytes:
 
 
 def all_keys(hasher: BlockHasher, models: set[str]) -> Keys:
-    """Keys of all chains that the strategies can make."""
+    """Return the keys of all chains that the strategies can draw."""
     keys = set()
     for model in models:
         for lora in (None, "sql"):
@@ -195,7 +195,7 @@ KEYS = {models: all_keys(HASHER, set(models)) for models in [("m",), ("m", "n")]
 def test_the_kernel_does_what_the_views_do(
     data: st.DataObject, grouped: bool, two_models: bool, two_seeds: bool
 ) -> None:
-    """Whatever two pods publish, both ways tell the same and leave the same in the index."""
+    """For any payloads of two pods the kernel and the views have the same outcome and index."""
     both = BothWays(model_of={PODS[1]: "n"} if two_models else None)
     for _ in range(data.draw(st.integers(1, 5))):
         pod = data.draw(st.sampled_from(PODS))
@@ -207,7 +207,7 @@ def test_the_kernel_does_what_the_views_do(
 @pytest.mark.parametrize("capture", ["vllm_run1_frames.jsonl.gz", "vllm_run3_frames.jsonl.gz"])
 @pytest.mark.parametrize("block_tokens", [32, 16])
 def test_captures_of_a_real_engine_lead_to_the_same_index(capture: str, block_tokens: int) -> None:
-    """What a real vLLM published leaves the same blocks, applied at once or frame by frame."""
+    """Captured events of a real vLLM lead to the same index, applied at once or frame by frame."""
     payloads = [bytes.fromhex(frame["frames"][2]) for frame in read_lines(capture)]
     both = BothWays(block_tokens)
     stored = []
@@ -218,11 +218,13 @@ def test_captures_of_a_real_engine_lead_to_the_same_index(capture: str, block_to
 
 
 def test_more_copies_than_one_call_has_room_for_are_all_counted() -> None:
-    """Stores without tokens, of many blocks at once, count a copy of each; the call ends."""
+    """A store without tokens of more blocks than one kernel call has room for counts a copy of each."""
     blocks = 5000
     config = IndexerConfig(block_tokens=1, hash_seed=1)
     hasher, index = BlockHasher(1, 1), FlatIndex(1 << 22, TIERS)
-    state = FlatApplier(FlatEngine(config, index, hasher), PodStream(PODS[0], MODEL, "tcp://127.0.0.1:1"))
+    state = EventApplier(
+        ApplierContext(config, index, hasher), PodStream(PODS[0], MODEL, "tcp://127.0.0.1:1")
+    )
     hashes = list(range(1, blocks + 1))
     event: dict[str, Any] = {
         "type": "BlockStored",
@@ -245,7 +247,7 @@ def test_more_copies_than_one_call_has_room_for_are_all_counted() -> None:
 @pytest.mark.parametrize("hashes_per_event", [1, 3, 150])
 @pytest.mark.parametrize("split", [1, 4])
 def test_long_rows_of_removals_do_what_the_views_do(split: int, hashes_per_event: int, seed: int) -> None:
-    """Pods with other hashes for the same blocks drop them in any order: some held twice, some unknown."""
+    """Long removals by pods with different hashes have the same effect both ways, in any order."""
     rng = np.random.default_rng(seed)
     both = BothWays()
     blocks, block_tokens = 400, 4 * split
@@ -260,13 +262,13 @@ def test_long_rows_of_removals_do_what_the_views_do(split: int, hashes_per_event
         stored += both.apply(pod, [_payload(store), _payload(*copies)]).stored
     keys = np.unique(_joined(stored))
     for pod, first in zip(PODS, (1, 10_001), strict=True):
-        # One in ten is of no block; many come twice.
+        # One in ten hashes is unknown; many occur twice.
         hashes = rng.integers(first, first + blocks + blocks // 10, 3 * blocks)
         removals = [
             _removed(hashes[start : start + hashes_per_event], medium=str(rng.choice(["GPU", "GPU", "CPU"])))
             for start in range(0, len(hashes), hashes_per_event)
         ]
-        # A store among them that takes back what went.
+        # A store in between restores removed blocks.
         removals.insert(len(removals) // 2, _stored(np.arange(first, first + blocks), tokens, block_tokens))
         both.apply(pod, [_payload(*removals[:2]), _payload(*removals[2:])])
         both.check(keys)
@@ -274,14 +276,14 @@ def test_long_rows_of_removals_do_what_the_views_do(split: int, hashes_per_event
 
 @pytest.mark.parametrize("unknown", [0, 1, 2048, 2049, 4999])
 @pytest.mark.parametrize("split", [1, 3])
-def test_a_long_removal_is_finished_wherever_it_was_left(split: int, unknown: int) -> None:
-    """What a turn or a hash that nobody stored leaves of an event is removed: each copy once, none twice."""
+def test_a_long_removal_is_completed_after_an_interruption(split: int, unknown: int) -> None:
+    """A removal interrupted by a turn's end or an unknown hash is completed, each copy once."""
     both = BothWays()
     blocks, block_tokens = 5000 // split, 4 * split
     hashes = np.arange(1, blocks + 1)
     store = _stored(hashes, np.arange(blocks * block_tokens).tolist(), block_tokens)
     keys = _joined(both.apply(PODS[0], [_payload(store, _stored(hashes[::3], [], 0))]).stored)
-    # Each has one copy, every third two; the last hash comes three times.
+    # Each block has one copy, every third two; the last hash occurs three times.
     named = np.insert(np.append(hashes, hashes[-1:].repeat(2)), unknown // split, 10_000)
     for _ in range(2):
         both.apply(PODS[0], [_payload(_removed(named), _removed(hashes[:1]))])
@@ -289,8 +291,8 @@ def test_a_long_removal_is_finished_wherever_it_was_left(split: int, unknown: in
 
 
 @pytest.mark.parametrize("unknown", [0, 1, 2])
-def test_a_copy_is_finished_wherever_it_was_left(unknown: int) -> None:
-    """A hash that nobody stored costs its neighbours no copy, and gives them no second one."""
+def test_a_copy_is_completed_after_an_interruption(unknown: int) -> None:
+    """An unknown hash in an event of copies changes nothing for its neighbours."""
     both = BothWays()
     hashes = np.arange(1, 3)
     stored = both.apply(PODS[0], [_payload(_stored(hashes, list(range(8)), 4))]).stored
@@ -300,15 +302,15 @@ def test_a_copy_is_finished_wherever_it_was_left(unknown: int) -> None:
         both.check(_joined(stored))
 
 
-def test_hashes_that_share_a_bucket_are_told_apart() -> None:
-    """Removing a hash that nobody stored leaves a block alone whose name has the same 32 bits of hash."""
+def test_hashes_that_share_a_bucket_are_distinct() -> None:
+    """Removing an unknown hash keeps a block whose scoped hash has the same 32 bits."""
     both = BothWays()
-    cache = FlatCache(both.flat, PODS[0], MODEL)
-    known = int(name_of(np.uint64(1), np.uint64(cache.scope), 0))
-    # The next product with GOLDEN, and what `name_of` makes that name of.
+    cache = BlockCache(both.flat, PODS[0], MODEL)
+    known = int(scoped_hash(np.uint64(1), np.uint64(cache.scope), 0))
+    # The next product with GOLDEN, and the handle from which `scoped_hash` computes it.
     name = (known * int(GOLDEN) + 1) * pow(int(GOLDEN), -1, 1 << 64) % (1 << 64)
     like = (name ^ name >> 32) * pow(0xBF58_476D_1CE4_E5B9, -1, 1 << 64) % (1 << 64) ^ cache.scope
-    assert int(name_of(np.uint64(like), np.uint64(cache.scope), 0)) == name != known
+    assert int(scoped_hash(np.uint64(like), np.uint64(cache.scope), 0)) == name != known
     assert hash_bits(np.uint64(name)) == hash_bits(np.uint64(known))
     stored = both.apply(PODS[0], [_payload(_stored(np.array([1]), [1, 2, 3, 4], 4))]).stored
     for hashes in ([like], [1]):
@@ -318,18 +320,20 @@ def test_hashes_that_share_a_bucket_are_told_apart() -> None:
 
 @pytest.mark.parametrize("hashes_per_event", [1, 5000])
 def test_a_long_row_of_removals_lets_readers_in_between(hashes_per_event: int) -> None:
-    """However many removals one call or one event brings, each turn under the lock is of a bounded number."""
+    """Each turn under the lock removes a bounded number of blocks, however many one event has."""
     blocks = 5000
     held: list[int] = []
 
     class Counting(FlatIndex):
-        def sweep_for(self, blocks: int) -> None:
+        def sweep_to_fit(self, blocks: int) -> None:
             held.append(int(self.arrays.pod_blocks.sum()))
-            super().sweep_for(blocks)
+            super().sweep_to_fit(blocks)
 
     hasher, index = BlockHasher(1, 1), Counting(1 << 22, TIERS)
     config = IndexerConfig(block_tokens=1, hash_seed=1)
-    state = FlatApplier(FlatEngine(config, index, hasher), PodStream(PODS[0], MODEL, "tcp://127.0.0.1:1"))
+    state = EventApplier(
+        ApplierContext(config, index, hasher), PodStream(PODS[0], MODEL, "tcp://127.0.0.1:1")
+    )
     hashes = np.arange(1, blocks + 1)
     state.apply([_payload(_stored(hashes, hashes.tolist(), 1))])
     held.clear()

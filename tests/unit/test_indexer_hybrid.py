@@ -1,4 +1,4 @@
-"""Hybrid attention: groups learnt from events, blocks known by their hashes, prefixes cut by rule."""
+"""Hybrid attention: groups learned from events, blocks known by hashes, prefixes cut by rules."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.views.hybrid import group_holder, usable_blocks
-from indexer.views.view_parts import GroupFact
+from indexer.views.view_parts import GroupRule
 from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.support.decoding import decode_batch
 from tests.unit.indexer_support import POD, OnePod, read_lines, stored
 
 TOKENS = list(range(100, 132))
 FULL = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
-# Windows of 9 tokens: the 2 blocks of 4 in front of a prefix's end.
+# Windows of 9 tokens: the 2 blocks of 4 before a prefix's end.
 WINDOW = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 9}
 
 
 def masked(hashes: list[int | bytes], tokens: list[int], **fields: Any) -> BlockStored:
-    """A store of a few blocks whose tokens are those of the whole run."""
+    """Return a store of a few blocks with the tokens of the whole run."""
     return stored(hashes, tokens, **{**WINDOW, **fields})
 
 
 @pytest.fixture
 def pod() -> OnePod:
-    """A pod with blocks of 4 tokens, in engine and index."""
+    """Return a pod with blocks of 4 tokens in engine and index."""
     return OnePod()
 
 
@@ -42,10 +42,10 @@ RUN3_REQUESTS = [
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("block_tokens", [32, 16, 8])
 def test_predictions_equal_what_a_hybrid_vllm_served(block_tokens: int, flat: bool) -> None:
-    """Ground truth: a real vLLM 0.32 with a Gemma-3, windows of 64 tokens and blocks of 32.
+    """Each request's prediction equals the cached tokens that a real hybrid vLLM 0.32 then reported.
 
-    For each request the prediction when it arrived is what the engine then reported as cached tokens. The one
-    exception cannot be known: a reset is announced only with the next request's own events.
+    The engine served a Gemma-3 with windows of 64 tokens and blocks of 32. The one exception is a reset,
+    which the engine publishes only with the next request's events.
     """
     pod = OnePod(block_tokens=block_tokens, flat=flat)
     waiting = list(RUN3_FRAMES)
@@ -67,7 +67,7 @@ def test_predictions_equal_what_a_hybrid_vllm_served(block_tokens: int, flat: bo
 
 
 def test_without_the_windows_the_capture_would_be_over_scored() -> None:
-    """The rule is needed: full attention alone promises a hit that the engine did not have."""
+    """Without window groups the capture would predict a hit that the engine did not have."""
     pod = OnePod(block_tokens=32)
     for frame in RUN3_FRAMES[:3]:
         pod.apply(*decode_batch(bytes.fromhex(frame["frames"][2]), 1 << 24).batch.events)
@@ -78,7 +78,7 @@ def test_without_the_windows_the_capture_would_be_over_scored() -> None:
 
 
 def test_a_masked_store_waits_for_the_full_one(pod: OnePod) -> None:
-    """Hashes of a group are mapped by content: also when the full-attention run comes later, or in parts."""
+    """A group's hashes are mapped even if the full-attention run arrives later or in parts."""
     pod.apply(masked([3, 4], TOKENS[:16]))
     assert pod.view.orphans == 2
     assert pod.apply(stored([1, 2, 3], TOKENS[:12], **FULL)).stored
@@ -88,14 +88,14 @@ def test_a_masked_store_waits_for_the_full_one(pod: OnePod) -> None:
 
 
 def test_a_masked_store_is_not_mapped_by_position(pod: OnePod) -> None:
-    """The first hash of a window's store is not the first block of its tokens."""
+    """The first hash of a window group's store is not mapped to the first block of its tokens."""
     pod.apply(stored([1, 2, 3, 4], TOKENS[:16], **FULL), masked([3, 4], TOKENS[:16]))
     held = pod.index.held(pod.keys(TOKENS[:16]), group_holder(POD, 0))
     assert (held != 0).tolist() == [False, False, True, True]
 
 
-def test_what_is_said_of_a_waiting_copy_is_not_lost(pod: OnePod) -> None:
-    """Removals and host copies in a group take effect in order once the block is known."""
+def test_changes_of_a_waiting_copy_are_kept(pod: OnePod) -> None:
+    """Removals and host copies of a group's unknown block take effect in order once it is stored."""
     pod.apply(masked([1, 2], TOKENS[:8]), BlockRemoved([1], "GPU", 0))
     pod.apply(stored([2], [], block_size=0, medium="CPU", group_idx=0), BlockRemoved([2], "GPU", 0))
     pod.apply(stored([1, 2], TOKENS[:8], **FULL))
@@ -104,14 +104,14 @@ def test_what_is_said_of_a_waiting_copy_is_not_lost(pod: OnePod) -> None:
 
 
 def test_a_copy_waits_behind_a_full_run_that_is_an_orphan(pod: OnePod) -> None:
-    """A group's block whose full-attention run itself waits for its parent comes with it."""
+    """A group's block is stored together with its full-attention run, which waits for its parent."""
     pod.apply(stored([3, 4], TOKENS[8:16], parent=2, **FULL), masked([3, 4], TOKENS[:16]))
     pod.apply(stored([1, 2], TOKENS[:8], **FULL))
     assert (pod.cached(TOKENS), pod.view.orphans) == (4, 0)
 
 
 def test_a_host_copy_waits_behind_a_full_run_that_is_an_orphan(pod: OnePod) -> None:
-    """A group's copy that is named by its hash only is kept for a block that waits in the lead group."""
+    """A group's copy without tokens is kept while the lead group's run is an orphan."""
     pod.apply(stored([9], TOKENS[:4], **FULL), masked([9], TOKENS[:4]))
     pod.apply(stored([2], TOKENS[8:12], parent=1, **FULL))
     assert not pod.apply(stored([2], [], block_size=0, medium="CPU", group_idx=0)).skipped
@@ -120,8 +120,8 @@ def test_a_host_copy_waits_behind_a_full_run_that_is_an_orphan(pod: OnePod) -> N
     assert held[2] == 1 << pod.index.tiers.number("cpu")
 
 
-def test_groups_lose_their_blocks_apart(pod: OnePod) -> None:
-    """A removal names its group: a window's lost block ends the prefix, an unknown group touches none."""
+def test_groups_lose_their_blocks_separately(pod: OnePod) -> None:
+    """A removal affects only its group: a window's lost block ends the prefix, an unknown group none."""
     pod.apply(masked([1, 2, 3, 4], TOKENS[:16]), stored([1, 2, 3, 4], TOKENS[:16], **FULL))
     assert pod.cached(TOKENS) == 4
     assert pod.apply(BlockRemoved([4], "GPU", 7)).skipped == {("BlockRemoved", "unknown_group"): 1}
@@ -134,7 +134,7 @@ def test_groups_lose_their_blocks_apart(pod: OnePod) -> None:
 
 
 def test_every_full_attention_group_must_hold_the_prefix(pod: OnePod) -> None:
-    """A second full-attention group is not ignored."""
+    """A prefix ends where a second full-attention group lacks a block."""
     second = {"group_idx": 2, "kv_cache_spec_kind": "mla_attention"}
     pod.apply(stored([1, 2, 3], TOKENS[:12], **FULL), stored([1, 2, 3], TOKENS[:12], **second))
     assert pod.cached(TOKENS) == 3
@@ -143,7 +143,7 @@ def test_every_full_attention_group_must_hold_the_prefix(pod: OnePod) -> None:
 
 
 def test_a_linear_group_needs_a_state_at_the_end(pod: OnePod) -> None:
-    """Of a mamba group the one block counts that holds the state behind the prefix."""
+    """A mamba group needs only the block with the state at the prefix's end."""
     mamba = {"group_idx": 0, "kv_cache_spec_kind": "mamba", "kv_cache_spec_sliding_window": None}
     pod.apply(stored([1, 2, 3, 4], TOKENS[:16], **FULL), masked([3], TOKENS[:16], **mamba))
     assert pod.cached(TOKENS) == 3
@@ -152,7 +152,7 @@ def test_a_linear_group_needs_a_state_at_the_end(pod: OnePod) -> None:
 
 
 def test_a_prompt_that_ends_with_a_block_is_resumed_before_it(pod: OnePod) -> None:
-    """The engine computes at least the last token, so it is an earlier end whose window counts."""
+    """A prompt that ends with a block resumes earlier, because the last token is always computed."""
     pod.apply(stored([1, 2, 3, 4], TOKENS[:16], **FULL), masked([3, 4], TOKENS[:16]))
     keys = pod.keys(TOKENS[:16])
     assert pod.match(keys, 17).cached_blocks == 4
@@ -162,7 +162,7 @@ def test_a_prompt_that_ends_with_a_block_is_resumed_before_it(pod: OnePod) -> No
 
 
 def test_a_cut_prefix_has_the_tiers_of_its_own_blocks(pod: OnePod) -> None:
-    """Blocks that a window makes useless are in no tier's count; tiers are those of the lead group."""
+    """Tier counts contain only usable blocks, in the lead group's tiers."""
     pod.apply(stored([1, 2, 3], TOKENS[:12], **FULL), masked([1, 2], TOKENS[:12]))
     pod.apply(stored([2], [], block_size=0, medium="CPU", group_idx=1), BlockRemoved([2], "GPU", 1))
     assert pod.tiers(TOKENS) == {"gpu": 1, "cpu": 1}
@@ -170,7 +170,7 @@ def test_a_cut_prefix_has_the_tiers_of_its_own_blocks(pod: OnePod) -> None:
 
 
 def test_windows_are_counted_in_the_engines_blocks() -> None:
-    """An engine block of 64 tokens is 4 of the index's; a window of 65 tokens needs one of them, whole."""
+    """A window of 65 tokens needs one whole engine block of 64 tokens, which is 4 index blocks."""
     pod = OnePod(block_tokens=16)
     tokens = list(range(256))
     window = {**WINDOW, "block_size": 64, "kv_cache_spec_sliding_window": 65}
@@ -179,8 +179,8 @@ def test_windows_are_counted_in_the_engines_blocks() -> None:
     assert pod.cached(tokens[:176]) == 0
 
 
-def test_what_is_only_assumed_is_assumed_in_all_groups(pod: OnePod) -> None:
-    """A block that a request was just sent for counts, though no window can hold it yet."""
+def test_speculative_blocks_count_in_all_groups(pod: OnePod) -> None:
+    """A speculative block counts as held in all groups of its pod."""
     pod.apply(stored([1, 2], TOKENS[:8], **FULL), masked([1, 2], TOKENS[:8]))
     keys = pod.keys(TOKENS[:16])
     pod.index.add(POD, "speculative", keys)
@@ -200,8 +200,8 @@ def test_what_is_only_assumed_is_assumed_in_all_groups(pod: OnePod) -> None:
         {"kv_cache_spec_kind": None},
     ],
 )
-def test_a_group_without_a_known_rule_is_told(pod: OnePod, fields: dict[str, Any]) -> None:
-    """Where the rule is not known the view may promise too much: that is counted, not passed over."""
+def test_a_group_without_a_known_rule_is_counted(pod: OnePod, fields: dict[str, Any]) -> None:
+    """Stores of a group with an unknown rule are counted, because predictions may be too high."""
     pod.apply(stored([1, 2], TOKENS[:8], **FULL))
     told = pod.apply(masked([1, 2], TOKENS[:8], **fields)).skipped
     assert told == {("BlockStored", "unsupported_cache_kind"): 1}
@@ -211,15 +211,15 @@ def test_a_group_without_a_known_rule_is_told(pod: OnePod, fields: dict[str, Any
     assert pod.cached(TOKENS) == 2
 
 
-def test_a_pod_without_full_attention_is_told(pod: OnePod) -> None:
-    """Hashes of windows alone have no place in a prompt; such a view is not silently empty."""
+def test_a_pod_without_full_attention_is_counted(pod: OnePod) -> None:
+    """Stores of a pod without a full-attention group are counted, because they have no positions."""
     told = pod.apply(masked([3, 4], TOKENS[:16])).skipped
     assert told == {("BlockStored", "no_full_attention_group"): 2}
     assert not pod.apply(masked([5], TOKENS[:20]), stored([1, 2, 3, 4, 5], TOKENS[:20], **FULL)).skipped
 
 
 def test_groups_are_bounded(pod: OnePod) -> None:
-    """An engine cannot make up any number of groups."""
+    """An engine's events can create at most a fixed number of groups."""
     for group in range(100):
         skipped = pod.apply(
             stored([1], TOKENS[:4], group_idx=group, kv_cache_spec_kind="full_attention")
@@ -227,8 +227,8 @@ def test_groups_are_bounded(pod: OnePod) -> None:
         assert bool(skipped) == (group >= 32)
 
 
-def test_a_new_life_learns_its_groups_anew(pod: OnePod) -> None:
-    """A clear empties all groups and keeps their rules; a new life has neither."""
+def test_a_new_epoch_learns_its_groups_again(pod: OnePod) -> None:
+    """A clear empties all groups but keeps their rules; a new epoch has neither."""
     pod.apply(stored([1, 2], TOKENS[:8], **FULL), masked([1, 2], TOKENS[:8]))
     pod.apply(AllBlocksCleared())
     assert pod.index.stats().blocks == 0
@@ -241,7 +241,7 @@ def test_a_new_life_learns_its_groups_anew(pod: OnePod) -> None:
 
 
 def test_pods_with_one_group_cost_nothing(pod: OnePod) -> None:
-    """While no pod is hybrid, and for all that are not, the index's answer is passed on as it is."""
+    """Matches of pods with one group are returned unchanged."""
     pod.apply(stored([1, 2], TOKENS[:8], **FULL))
     keys = pod.keys(TOKENS)
     table = pod.index.match(keys, [POD])
@@ -252,9 +252,9 @@ def test_pods_with_one_group_cost_nothing(pod: OnePod) -> None:
     assert pod.hybrid.refine(keys, others) is others
 
 
-def rule(stride: int, last_blocks: int = -1, chunk_blocks: int = 0) -> GroupFact:
-    """A group that does not lead."""
-    return GroupFact(1, True, False, stride, last_blocks, stride * chunk_blocks)
+def rule(stride: int, last_blocks: int = -1, chunk_blocks: int = 0) -> GroupRule:
+    """Return a rule of a group that does not lead."""
+    return GroupRule(1, True, False, stride, last_blocks, stride * chunk_blocks)
 
 
 rules = st.one_of(
@@ -272,12 +272,12 @@ rules = st.one_of(
 )
 @settings(deadline=None)
 def test_usable_prefixes_are_the_longest_that_obey_all_rules(
-    depth: int, stride: int, group_rules: list[GroupFact], dice: random.Random
+    depth: int, stride: int, group_rules: list[GroupRule], dice: random.Random
 ) -> None:
-    """The search equals trying every length, longest first, block by block."""
+    """The search finds the same prefix as trying every length, longest first."""
     groups = [(rule, np.array([dice.random() < 0.7 for _ in range(depth)], np.uint8)) for rule in group_rules]
 
-    def obeys(length: int, rule: GroupFact, held: np.ndarray) -> bool:
+    def obeys(length: int, rule: GroupRule, held: np.ndarray) -> bool:
         if length % rule.stride:
             return False
         first = 0

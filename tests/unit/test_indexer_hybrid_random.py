@@ -1,4 +1,4 @@
-"""A hybrid pod's view against a naive mirror of its engine, whose groups lose blocks on their own."""
+"""View of a hybrid pod against a naive model of its engine, whose groups evict independently."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.indexer_support import OnePod, stored
 
 PROMPTS = ["abcdefgh", "abcxyz", "q"]
 PREFIXES = sorted({prompt[:end] for prompt in PROMPTS for end in range(1, len(prompt) + 1)})
-# Blocks of 8 tokens; a window of 17 tokens needs the 2 blocks in front of a prefix's end.
+# Blocks of 8 tokens; a window of 17 tokens needs the 2 blocks before a prefix's end.
 BLOCK_SIZE, NEEDED = 8, 2
 FULL = {"group_idx": 1, "kv_cache_spec_kind": "full_attention", "block_size": BLOCK_SIZE}
 WINDOW = {
@@ -26,18 +26,18 @@ WINDOW = {
 
 
 def tokens(prefix: str) -> list[int]:
-    """A prefix's tokens: one block for each of its letters."""
+    """Return a prefix's tokens, one block per letter."""
     return [ord(letter) for letter in prefix for _ in range(BLOCK_SIZE)]
 
 
 @dataclass
 class Engine:
-    """Physical copies by (group, prefix), and the events that tell of them."""
+    """Model engine: physical copies by (group, prefix), and the events that report them."""
 
     copies: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     def store(self, prompt: str, start: int, stop: int, kept: int, window_first: bool) -> list[KVEvent]:
-        """A request's new blocks: all in the full group, the last few of them in the window's."""
+        """Store a request's new blocks: all in the full group, the last few in the window group."""
         start, stop = min(start, len(prompt)), min(stop, len(prompt))
         while start and not self.copies[1, prompt[:start]]:
             start -= 1
@@ -56,19 +56,19 @@ class Engine:
         return events if window_first else events[::-1]
 
     def remove(self, prefix: str, group: int) -> list[KVEvent]:
-        """A group loses one copy of a block."""
+        """Remove one copy of a block from a group."""
         if not self.copies[group, prefix]:
             return []
         self.copies[group, prefix] -= 1
         return [BlockRemoved([hash(prefix)], "GPU", group)]
 
     def clear(self) -> list[KVEvent]:
-        """All blocks go."""
+        """Remove all blocks."""
         self.copies.clear()
         return [AllBlocksCleared()]
 
     def usable(self, prompt: str) -> int:
-        """Blocks of the prompt that the engine can resume behind; never its last token."""
+        """Return the prefix in blocks that the engine can resume; it never includes the last token."""
         for end in range(len(prompt) - 1, 0, -1):
             window = range(max(1, end - NEEDED + 1), end + 1)
             if all(self.copies[1, prompt[:block]] for block in range(1, end + 1)) and all(
@@ -99,9 +99,9 @@ steps = st.one_of(
 def test_predictions_equal_what_the_engine_can_resume(
     block_tokens: int, flat: bool, history: list[tuple]
 ) -> None:
-    """Whatever the groups keep and lose, the prediction is the longest prefix that the engine could serve."""
+    """For any stores and evictions the prediction is the longest prefix that the engine can resume."""
     engine, pod = Engine(), OnePod(block_tokens=block_tokens, flat=flat)
-    # The first store of a life tells of both groups.
+    # The first store of an epoch reports both groups.
     pod.apply(*engine.store("zz", 0, 2, 2, window_first=True))
     for name, *arguments in history:
         pod.apply(*getattr(engine, name)(*arguments))

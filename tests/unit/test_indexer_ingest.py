@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 
 from indexer.audit.mismatch_watch import TRUSTED_AFTER
 from indexer.config import IndexerConfig, PodStream
+from indexer.index.contract import StreamState
 from indexer.streams.ingest import Ingest
-from indexer.streams.state_machine import StreamState
 
 POD = "10.0.0.1:8000"
 STREAM = PodStream(POD, "m", "tcp://127.0.0.1:1")

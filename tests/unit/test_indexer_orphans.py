@@ -1,4 +1,4 @@
-"""Stores that come before their parent: they wait, bounded, and lose nothing that is said meanwhile."""
+"""Orphans: stores before their parent wait within a limit, and later changes are kept."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ TOKENS = list(range(100, 124))
 
 
 def block(number: int) -> list[int]:
-    """Tokens of the n-th block, from 0."""
+    """Return the tokens of the n-th block, from 0."""
     return TOKENS[number * 4 : number * 4 + 4]
 
 
-def test_an_orphan_attaches_when_its_parent_comes() -> None:
-    """A child is no hit while its parent is unknown, and counts once it is not."""
+def test_an_orphan_attaches_when_its_parent_is_stored() -> None:
+    """An orphan counts as cached as soon as its parent is stored, not before."""
     pod = OnePod()
     assert not pod.apply(stored([2], block(1), parent=1)).stored
     assert pod.view.orphans == 1
@@ -29,8 +29,8 @@ def test_an_orphan_attaches_when_its_parent_comes() -> None:
 
 @given(st.permutations(range(6)))
 @settings(deadline=None)
-def test_a_chain_comes_together_in_any_order(order: list[int]) -> None:
-    """Whatever the order in which a chain's blocks are told, all are found in the end."""
+def test_a_chain_is_complete_after_any_order(order: list[int]) -> None:
+    """A chain whose blocks are stored in any order is completely cached in the end."""
     pod = OnePod()
     for number in order:
         pod.apply(stored([number + 1], block(number), parent=number or None))
@@ -38,7 +38,7 @@ def test_a_chain_comes_together_in_any_order(order: list[int]) -> None:
 
 
 def test_long_texts_of_orphans_count_against_their_bound() -> None:
-    """Names, salts and extra keys as long as a message leave no room for more orphans than their bytes."""
+    """Long names, salts and extra keys count against the limit by their bytes."""
     long = "x" * 1000
     for fields in (
         {"lora_name": long},
@@ -52,8 +52,8 @@ def test_long_texts_of_orphans_count_against_their_bound() -> None:
         assert 1 <= pod.view.orphans <= 10, fields
 
 
-def test_what_is_said_about_an_orphan_is_not_lost() -> None:
-    """A removal, and a copy in host memory, of a block that waits take effect when it attaches."""
+def test_changes_of_an_orphan_are_kept() -> None:
+    """A removal or host copy of an orphan's block takes effect when the orphan attaches."""
     pod = OnePod()
     pod.apply(stored([2, 3], block(1) + block(2), parent=1))
     pod.apply(BlockRemoved([3]), stored([2], [], medium="CPU", block_size=0), BlockRemoved([2]))
@@ -63,7 +63,7 @@ def test_what_is_said_about_an_orphan_is_not_lost() -> None:
 
 
 def test_orphans_are_bounded() -> None:
-    """When too many tokens wait the oldest store is dropped, and told; the youngest still attach."""
+    """Above the limit the oldest orphan is dropped and counted; newer ones still attach."""
     pod = OnePod(orphan_tokens_per_pod=32)
     pod.apply(stored([11], block(1), parent=1), stored([12], block(2), parent=1))
     assert pod.apply(stored([13], block(3), parent=1)).skipped == {("BlockStored", "orphan_dropped"): 1}
@@ -72,7 +72,7 @@ def test_orphans_are_bounded() -> None:
 
 
 def test_removals_of_orphans_are_bounded_too() -> None:
-    """Endless talk about one waiting block does not grow memory: the block is dropped, and that is told."""
+    """Too many changes of one orphan drop it, and the drop is counted."""
     pod = OnePod(orphan_tokens_per_pod=64)
     pod.apply(stored([2], block(1), parent=1))
     skipped: Counter[tuple[str, str]] = Counter()
@@ -83,7 +83,7 @@ def test_removals_of_orphans_are_bounded_too() -> None:
 
 
 def test_an_orphan_that_is_too_long_to_wait_is_dropped() -> None:
-    """A single store beyond the bound does not stay."""
+    """A single store above the limit is dropped."""
     pod = OnePod(orphan_tokens_per_pod=4)
     pod.apply(stored([2, 3], block(1) + block(2), parent=1))
     assert pod.view.orphans == 0

@@ -116,7 +116,7 @@ def test_a_pod_is_distrusted_until_requests_in_a_row_are_met() -> None:
             expect(watch, str(number))
             store(watch, OURS)
         assert not watch.distrusts(POD)
-        assert not known(watch).distrusted
+        assert not known(watch).failed_connections
 
 
 def test_a_mismatch_is_found_behind_a_cached_prefix_too() -> None:

@@ -1,4 +1,4 @@
-"""Engine blocks shorter than the index's: an index block is held while its last part is."""
+"""Partial blocks: engine blocks shorter than index blocks; the last part decides whether a block is held."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.keys import MultimodalItem, extras_of_prompt
-from indexer.views.runs import HEADS_MAX
+from indexer.views.runs import PARTIAL_BLOCKS_MAX
 from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 from tests.unit.indexer_support import POD, OnePod, stored
 
@@ -18,26 +18,26 @@ TOKENS = list(range(1000, 1000 + 256))
 
 
 def part(number: int, **fields: Any) -> BlockStored:
-    """The n-th engine block of 16 tokens, from 0, in an event of its own; its hash is n + 1."""
+    """Return a store of only the n-th engine block of 16 tokens, from 0; its hash is n + 1."""
     tokens = fields.pop("tokens", TOKENS[number * 16 : number * 16 + 16])
     return stored([number + 1], tokens, parent=number or None, block_size=16, **fields)
 
 
 @pytest.fixture
 def pod() -> OnePod:
-    """A pod with engine blocks of 16 tokens in an index of 64."""
+    """Return a pod with engine blocks of 16 tokens and index blocks of 64."""
     return OnePod(block_tokens=64)
 
 
 def test_parts_in_one_event_make_whole_blocks(pod: OnePod) -> None:
-    """A run of 9 engine blocks holds two index blocks; the ninth waits for its neighbours."""
+    """A run of 9 engine blocks gives two index blocks and one partial block."""
     applied = pod.apply(stored(list(range(1, 10)), TOKENS[:144], block_size=16))
     assert applied.stored[0].tolist() == pod.keys(TOKENS[:144]).tolist()
     assert pod.cached(TOKENS) == 2
 
 
 def test_parts_in_events_of_their_own_make_whole_blocks(pod: OnePod) -> None:
-    """One engine block an event: the index block is stored with its last part."""
+    """With one engine block per event the index block is stored with its last part."""
     told = [sum(map(len, pod.apply(part(number)).stored)) for number in range(8)]
     assert told == [0, 0, 0, 1, 0, 0, 0, 1]
     assert pod.cached(TOKENS) == 2
@@ -45,15 +45,15 @@ def test_parts_in_events_of_their_own_make_whole_blocks(pod: OnePod) -> None:
 
 @given(st.permutations(range(8)))
 @settings(deadline=None)
-def test_parts_may_come_in_any_order(order: list[int]) -> None:
-    """Whatever the order, all index blocks are held in the end and nothing waits."""
+def test_parts_may_arrive_in_any_order(order: list[int]) -> None:
+    """After parts in any order all index blocks are held and no orphan is left."""
     pod = OnePod(block_tokens=64)
     pod.apply(*map(part, order))
     assert (pod.cached(TOKENS), pod.view.orphans) == (2, 0)
 
 
 def test_the_last_part_ends_its_index_block(pod: OnePod) -> None:
-    """When the last part goes the block does; when it comes again the block is held again."""
+    """Removing the last part removes the index block; storing it again restores the block."""
     pod.apply(*map(part, range(8)))
     assert pod.apply(BlockRemoved([4])).removals == {"last": 1}
     assert pod.cached(TOKENS) == 0
@@ -62,8 +62,8 @@ def test_the_last_part_ends_its_index_block(pod: OnePod) -> None:
 
 
 @pytest.mark.parametrize("gone", range(3))
-def test_a_head_that_goes_alone_leaves_its_index_block(pod: OnePod, gone: int) -> None:
-    """An engine frees tails first; one that freed a head has a block too many here until the tail goes."""
+def test_removing_only_a_partial_block_keeps_the_index_block(pod: OnePod, gone: int) -> None:
+    """Removing a partial block alone keeps the index block until its last part is removed."""
     pod.apply(*map(part, range(4)))
     assert pod.apply(BlockRemoved([gone + 1])).removals == {"last": 1}
     assert pod.cached(TOKENS) == 1
@@ -73,7 +73,7 @@ def test_a_head_that_goes_alone_leaves_its_index_block(pod: OnePod, gone: int) -
 
 @pytest.mark.parametrize("number", [2, 3])
 def test_a_part_with_two_copies_needs_two_removals(pod: OnePod, number: int) -> None:
-    """Copies are counted for each part, the last one or not."""
+    """Copies are counted per part, including the last one."""
     pod.apply(*map(part, range(4)), part(number))
     assert pod.apply(BlockRemoved([number + 1])).removals == {"copy": 1}
     assert pod.cached(TOKENS) == 1
@@ -83,7 +83,7 @@ def test_a_part_with_two_copies_needs_two_removals(pod: OnePod, number: int) -> 
 
 
 def test_a_part_is_shared_by_all_blocks_that_it_begins(pod: OnePod) -> None:
-    """Two prompts that part within an index block go on from the same first parts."""
+    """Two prompts that diverge within an index block share its first parts."""
     other = [7] * 16
     pod.apply(*map(part, range(4)), stored([44], other, parent=3, block_size=16))
     branch = TOKENS[:48] + other
@@ -93,7 +93,7 @@ def test_a_part_is_shared_by_all_blocks_that_it_begins(pod: OnePod) -> None:
 
 
 def test_a_block_lies_in_the_tiers_of_its_last_part(pod: OnePod) -> None:
-    """What is offloaded by hash alone is found, whichever tier loses its copy first."""
+    """A block offloaded by hash has the tiers of its last part, whichever tier loses its copy first."""
     pod.apply(*map(part, range(4)))
     pod.apply(stored([1, 2, 3, 4], [], block_size=0, medium="CPU"))
     assert pod.tiers(TOKENS) == {"gpu": 1}
@@ -103,8 +103,8 @@ def test_a_block_lies_in_the_tiers_of_its_last_part(pod: OnePod) -> None:
     assert pod.index.stats().blocks == 0
 
 
-def test_a_hash_that_comes_to_mean_another_part_is_counted(pod: OnePod) -> None:
-    """The block that it stood for goes, be it a head or the end of an index block."""
+def test_a_hash_reused_for_another_part_is_counted(pod: OnePod) -> None:
+    """A reused hash replaces its old block, be it partial or the end of an index block."""
     pod.apply(*map(part, range(4)))
     assert pod.apply(stored([4], [9] * 16, block_size=16)).skipped == {("BlockStored", "hash_reused"): 1}
     assert (pod.cached(TOKENS), pod.index.stats().blocks) == (0, 0)
@@ -114,8 +114,8 @@ def test_a_hash_that_comes_to_mean_another_part_is_counted(pod: OnePod) -> None:
     assert pod.apply(stored([2], [9] * 16, block_size=16)).skipped == {("BlockStored", "hash_reused"): 1}
 
 
-def test_sizes_are_not_mixed_within_a_life(pod: OnePod) -> None:
-    """An engine has one block size; another one is told, and a new life may have it."""
+def test_sizes_are_not_mixed_within_an_epoch(pod: OnePod) -> None:
+    """A second block size within an epoch is counted and skipped; a new epoch may have it."""
     pod.apply(part(0))
     assert pod.apply(stored([9], TOKENS[:64], block_size=64)).skipped == {("BlockStored", "block_size"): 1}
     assert pod.apply(stored([9], TOKENS[:32], block_size=32)).skipped == {("BlockStored", "block_size"): 1}
@@ -124,15 +124,15 @@ def test_sizes_are_not_mixed_within_a_life(pod: OnePod) -> None:
     assert pod.cached(TOKENS) == 1
 
 
-def test_a_clear_forgets_half_blocks(pod: OnePod) -> None:
-    """Parts from before a clear do not complete blocks after it."""
+def test_a_clear_removes_partial_blocks(pod: OnePod) -> None:
+    """Parts stored before a clear do not complete blocks after it."""
     pod.apply(*map(part, range(3)), AllBlocksCleared())
     pod.apply(part(3))
     assert (pod.cached(TOKENS), pod.view.orphans, pod.index.stats().blocks) == (0, 1, 0)
 
 
-def test_heads_are_bounded() -> None:
-    """Of the heads beyond the bound those without copies go first, then the oldest, which is counted."""
+def test_partial_blocks_are_bounded() -> None:
+    """Above the limit partial blocks without copies are dropped first, then the oldest, which are counted."""
     pod = OnePod(block_tokens=64, engine_hashes_per_pod=6)
     first = pod.apply(*map(part, range(8)), BlockRemoved([2]), part(8))
     assert (first.skipped, pod.cached(TOKENS)) == ({}, 2)
@@ -141,23 +141,23 @@ def test_heads_are_bounded() -> None:
     assert pod.index.stats().blocks == 0
 
 
-def test_heads_have_a_bound_of_their_own() -> None:
-    """Engine blocks of one token cannot take more memory than that of the heads' bound."""
+def test_partial_blocks_have_a_fixed_limit() -> None:
+    """With engine blocks of one token the fixed limit of partial blocks applies."""
     pod = OnePod(block_tokens=4)
-    hashes = list(range(1, 4 * (HEADS_MAX + 1000) // 3 + 1))
+    hashes = list(range(1, 4 * (PARTIAL_BLOCKS_MAX + 1000) // 3 + 1))
     applied = pod.apply(stored(hashes, [7] * len(hashes), block_size=1))
     assert applied.skipped == {("BlockStored", "too_many_hashes"): 1000}
 
 
 def test_extras_of_parts_are_bounded() -> None:
-    """A part whose extra keys are longer than any real ones is not held, and the store is counted."""
+    """A store with unrealistically long extra keys is skipped and counted."""
     pod = OnePod(block_tokens=64)
     applied = pod.apply(stored([1], list(range(16)), block_size=16, extra_keys=[[["x" * 5000, 0]]]))
     assert applied.skipped == {("BlockStored", "extra_keys"): 1}
 
 
-def test_hashes_in_a_ring_end(pod: OnePod) -> None:
-    """Of an engine that reuses hashes so that each continues the other nothing stays when all are removed."""
+def test_a_cycle_of_hashes_is_removed(pod: OnePod) -> None:
+    """Reused hashes that continue each other leave no block once all are removed."""
     for first, second in [*pairwise([1, 2, 3, 1, 2, 3, 1])] * 3:
         pod.apply(
             stored([second], [second] * 16, parent=first, block_size=16),
@@ -167,8 +167,8 @@ def test_hashes_in_a_ring_end(pod: OnePod) -> None:
     assert pod.index.stats().blocks == 0
 
 
-def test_salts_adapters_and_images_reach_the_whole_index_block(pod: OnePod) -> None:
-    """What the first part depends on the block depends on; an image counts where it begins."""
+def test_salts_adapters_and_images_change_the_whole_index_block(pod: OnePod) -> None:
+    """An index block depends on the extras of its first part; an image counts where it begins."""
     image = [MultimodalItem("image", 20, 30)]
     pod.apply(
         part(0, extra_keys=[["sql", "tenant"]], lora_id=1, lora_name="sql"),
@@ -194,7 +194,7 @@ steps = st.one_of(
 def test_blocks_are_held_exactly_while_their_last_parts_are(
     flat: bool, history: list[tuple[str, int, str]]
 ) -> None:
-    """Against a naive mirror: copies of each part, and an index block in the tiers of its last one."""
+    """As in a naive model, an index block is held in the tiers of its last part's copies."""
     pod = OnePod(block_tokens=64, flat=flat)
     pod.apply(*map(part, range(PARTS)), BlockRemoved(list(range(1, PARTS + 1))))
     copies = [{"GPU": 0, "CPU": 0} for _ in range(PARTS)]

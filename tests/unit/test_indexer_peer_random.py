@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
-from indexer.streams.change_log import Entry, decode_entry
+from indexer.views.view_parts import Entry, decode_entry
 from tests.support.depth import examples
 from tests.unit.indexer_support import read_lines
 from tests.unit.peer_views import DIGEST, MODEL, PODS, TIERS, Views, assert_same, payload, removal
@@ -57,7 +57,7 @@ def test_a_view_goes_on_by_what_another_recorded(data: st.DataObject, grouped: b
     for _ in range(data.draw(st.integers(1, 8))):
         peer.apply(POD, data.draw(payloads))
         entry = Entry(7, DIGEST, peer.states[POD].view.facts(), recorder.take())
-        _, damage = view.take(decode_entry(msgspec.msgpack.encode(entry), len(TIERS.names)))
+        _, damage = view.apply_entry(decode_entry(msgspec.msgpack.encode(entry), len(TIERS.names)))
         assert damage is None
         assert ours.held(POD, KEYS[MODEL,]) == peer.held(POD, KEYS[MODEL,])
         assert ours.copies(POD) == peer.copies(POD)
@@ -74,7 +74,7 @@ def test_captures_of_a_real_engine_may_be_recorded(capture: str) -> None:
     for start in range(0, len(payloads), 5):
         peer.apply(POD, payloads[start : start + 5])
         entry = Entry(7, DIGEST, state.view.facts(), state.journal.take())
-        ours.states[POD].view.take(decode_entry(msgspec.msgpack.encode(entry), len(TIERS.names)))
+        ours.states[POD].view.apply_entry(decode_entry(msgspec.msgpack.encode(entry), len(TIERS.names)))
         assert ours.copies(POD) == peer.copies(POD)
     assert peer.copies(POD)
 

@@ -1,4 +1,4 @@
-"""Stores that tell again what is there, and stores of further physical copies, which look the same."""
+"""Full reports: repeated stores of cached blocks, and stores of further copies, which look the same."""
 
 from __future__ import annotations
 
@@ -17,89 +17,89 @@ WINDOW = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec
 
 @pytest.fixture(params=[4, 8])
 def pod(request: pytest.FixtureRequest) -> OnePod:
-    """A pod with engine blocks of 4 tokens, in an index of as many or of twice as many."""
+    """Return a pod with engine blocks of 4 tokens and index blocks of 4 or 8."""
     return OnePod(block_tokens=request.param)
 
 
 def blocks(start: int, stop: int) -> BlockStored:
-    """Engine blocks of a prompt; a block's hash is its number from 1."""
+    """Return a store of engine blocks of a prompt; a block's hash is its number from 1."""
     return stored(list(range(start + 1, stop + 1)), TOKENS[start * 4 : stop * 4], parent=start or None)
 
 
 def begin_episode(pod: OnePod) -> None:
-    """A report that shows itself, of another prompt."""
+    """Apply an unambiguous report of another prompt."""
     other = stored([90_000, 90_001], list(range(90_000, 90_008)))
     pod.apply(other)
     pod.apply(other, stored([90_002, 90_003], list(range(90_008, 90_016)), parent=90_001))
 
 
 def copies(pod: OnePod, number: int) -> int:
-    """How many removals of a block count; it is gone after them."""
+    """Return the number of removals until a block is gone."""
     count = 0
     while pod.apply(BlockRemoved([number])).removals:
         count += 1
     return count
 
 
-def test_a_run_that_is_continued_in_its_batch_was_not_new(pod: OnePod) -> None:
-    """What a request found is announced before what it adds: not a copy, one removal ends it."""
+def test_a_run_continued_in_its_batch_is_a_report(pod: OnePod) -> None:
+    """A cached run followed by its continuation is a report, so one removal ends its blocks."""
     pod.apply(blocks(0, 4))
     told = pod.apply(blocks(0, 4), BlockRemoved([99]), blocks(4, 6))
     assert [len(keys) * pod.hasher.block_tokens for keys in told.stored] == [8]
     assert [copies(pod, number) for number in (1, 4, 5)] == [1, 1, 1]
 
 
-def test_a_run_that_nothing_continues_is_a_copy(pod: OnePod) -> None:
-    """Two requests that compute the same blocks at once hold them twice."""
+def test_a_run_without_continuation_is_a_copy(pod: OnePod) -> None:
+    """Two requests that compute the same blocks at once create two copies."""
     pod.apply(blocks(0, 2))
     assert pod.apply(blocks(0, 2)).stored
     assert [copies(pod, number) for number in (1, 2)] == [2, 2]
 
 
 def test_only_a_later_store_continues_a_run(pod: OnePod) -> None:
-    """A store in front of a run says nothing of it: the run is a copy."""
+    """A run that only an earlier store continues is a copy."""
     pod.apply(blocks(0, 4))
     pod.apply(blocks(4, 6), blocks(0, 4))
     assert [copies(pod, number) for number in (1, 5)] == [2, 1]
 
 
 def test_a_last_block_that_is_computed_again_is_a_copy(pod: OnePod) -> None:
-    """Only the run from the prompt's start is told again; what continues it was computed once more."""
+    """Only the run from the prompt's start is a report; its continuation was computed again."""
     pod.apply(blocks(0, 4), blocks(4, 6))
     pod.apply(blocks(0, 4), blocks(4, 6))
     assert [copies(pod, number) for number in (4, 5)] == [1, 2]
 
 
-def test_a_report_is_over_with_its_batch(pod: OnePod) -> None:
-    """A later run that nothing continues may be a copy: its first removal leaves a block in doubt."""
+def test_a_report_ends_with_its_batch(pod: OnePod) -> None:
+    """A run without continuation in a later batch is ambiguous: its first removal makes blocks doubtful."""
     pod.apply(blocks(0, 2))
     pod.apply(blocks(0, 2), blocks(2, 4))
     assert pod.apply(blocks(0, 4)).stored
-    assert pod.view.doubt is None
+    assert pod.view.invalid_reason is None
     held = pod.cached(TOKENS)
     assert pod.apply(BlockRemoved([4])).removals == {"copy": 1}
-    assert (pod.cached(TOKENS), pod.view.doubt) == (held, "ambiguous_copies")
+    assert (pod.cached(TOKENS), pod.view.invalid_reason) == (held, "ambiguous_copies")
     assert pod.apply(BlockRemoved([4])).removals == {"last": 1}
-    assert (pod.cached(TOKENS) < held, pod.view.doubt) == (True, None)
+    assert (pod.cached(TOKENS) < held, pod.view.invalid_reason) == (True, None)
 
 
-def test_out_of_an_episode_a_run_is_a_copy_without_a_doubt(pod: OnePod) -> None:
-    """An engine that never reports announces the same prompts of a burst once each, and stays EXACT."""
+def test_outside_of_an_episode_a_run_is_a_certain_copy(pod: OnePod) -> None:
+    """Repeated stores of an engine that never reports are certain copies, so its view stays valid."""
     pod.apply(blocks(0, 2), blocks(2, 4))
     pod.apply(blocks(0, 4))
     assert pod.apply(BlockRemoved([4])).removals == {"copy": 1}
-    assert pod.view.doubt is None
+    assert pod.view.invalid_reason is None
 
 
-def test_an_episode_ends_where_no_report_shows_itself(pod: OnePod) -> None:
-    """After a thousand stores without a report that shows itself, what could be one is a copy."""
+def test_an_episode_ends_without_reports(pod: OnePod) -> None:
+    """After a thousand stores without an unambiguous report, ambiguous runs are copies."""
     begin_episode(pod)
     for number in range(1000):
         pod.apply(stored([1000 + number], list(range(4 * number, 4 * number + 4))))
     pod.apply(blocks(0, 4))
     pod.apply(blocks(0, 4))
     assert copies(pod, 4) == 2
-    assert pod.view.doubt is None
+    assert pod.view.invalid_reason is None
 
 
 @pytest.mark.parametrize(
@@ -117,20 +117,20 @@ def test_an_episode_ends_where_no_report_shows_itself(pod: OnePod) -> None:
 def test_a_doubt_ends_when_events_show_what_is_there(
     pod: OnePod, shows: list[KVEvent], is_doubtful: bool, removals: int
 ) -> None:
-    """A doubtful block is there if a request used it or stored it again, and no doubt outlives a clear."""
+    """A doubt ends when a request uses or stores the block, or when the cache is cleared."""
     begin_episode(pod)
     pod.apply(blocks(0, 4))
     pod.apply(blocks(0, 4))
     pod.apply(BlockRemoved([4]))
-    assert pod.view.doubt == "ambiguous_copies"
+    assert pod.view.invalid_reason == "ambiguous_copies"
     pod.apply(*shows)
-    assert (pod.view.doubt is not None) == is_doubtful
+    assert (pod.view.invalid_reason is not None) == is_doubtful
     assert copies(pod, 4) == removals
-    assert pod.view.doubt is None
+    assert pod.view.invalid_reason is None
 
 
 def test_a_doubt_ends_when_later_blocks_are_evicted(pod: OnePod) -> None:
-    """The least recently used goes first: once a block goes that was stored since, an unused copy is gone."""
+    """If a block stored after the doubt is evicted, the unused doubtful block was evicted before."""
     begin_episode(pod)
     pod.apply(blocks(0, 4))
     pod.apply(blocks(0, 4))
@@ -138,16 +138,16 @@ def test_a_doubt_ends_when_later_blocks_are_evicted(pod: OnePod) -> None:
     pod.apply(BlockRemoved([4]))
     pod.apply(stored([60, 61], list(range(600, 608))))
     pod.apply(BlockRemoved([51]))
-    assert pod.view.doubt == "ambiguous_copies"
+    assert pod.view.invalid_reason == "ambiguous_copies"
     pod.apply(BlockRemoved([61]))
-    # Likely, not certain: another order of eviction would leave it there.
-    assert pod.view.doubt == "ambiguous_copies"
+    # Likely but not certain: another eviction order would keep the block.
+    assert pod.view.invalid_reason == "ambiguous_copies"
     assert pod.cached(TOKENS[:16]) * pod.hasher.block_tokens < 16
     assert copies(pod, 4) == 0
 
 
-def test_more_uncertain_copies_than_can_be_remembered_damage_the_view() -> None:
-    """Beyond the bound copies are counted, and the view says that it may be wrong."""
+def test_too_many_uncertain_copies_invalidate_the_view() -> None:
+    """Above the limit ambiguous runs count as copies and invalidate the view."""
     pod = OnePod(block_tokens=4)
     begin_episode(pod)
     prompt = list(range(4 * 12_000))
@@ -159,17 +159,17 @@ def test_more_uncertain_copies_than_can_be_remembered_damage_the_view() -> None:
     assert pod.apply(other).skipped == {("BlockStored", "ambiguous_copies"): 1}
 
 
-def test_an_uncertain_view_is_not_told_to_peers(pod: OnePod) -> None:
-    """A list of its parts would not tell which copies are uncertain."""
+def test_an_uncertain_view_is_not_exported(pod: OnePod) -> None:
+    """A view with uncertain copies cannot be exported, because its parts would not mark them."""
     begin_episode(pod)
     pod.apply(blocks(0, 4))
-    assert pod.view.unlisted != "ambiguous_copies"
+    assert pod.view.unexportable != "ambiguous_copies"
     pod.apply(blocks(0, 4))
-    assert pod.view.unlisted == "ambiguous_copies"
+    assert pod.view.unexportable == "ambiguous_copies"
 
 
-def test_a_run_of_which_a_block_is_not_held_is_new(pod: OnePod) -> None:
-    """A run is told again only if the pod holds all of it in that tier; else it counts, and marks nothing."""
+def test_a_run_with_a_missing_block_is_new(pod: OnePod) -> None:
+    """A run is a report only if the pod holds all of it in that tier."""
     pod.apply(blocks(0, 4), BlockRemoved([3]))
     pod.apply(blocks(0, 4), blocks(4, 6))
     assert [copies(pod, number) for number in (1, 3, 4)] == [2, 1, 2]
@@ -180,8 +180,8 @@ def test_a_run_of_which_a_block_is_not_held_is_new(pod: OnePod) -> None:
     assert host.tiers(TOKENS) == {"cpu": 2, "gpu": 1}
 
 
-def test_run1_tells_again_once_and_counts_every_copy() -> None:
-    """A real vLLM: r14 asked for a full report; one removal for each physical copy must end each block."""
+def test_run1_has_one_report_and_counts_every_copy() -> None:
+    """In a real vLLM's capture with one full report (r14), one removal per physical copy ends each block."""
     pod = OnePod(block_tokens=32)
     for frame in read_lines("vllm_run1_frames.jsonl.gz"):
         before = pod.index.stats()
@@ -202,7 +202,7 @@ def test_run1_tells_again_once_and_counts_every_copy() -> None:
 
 
 def hybrid(*group_runs: tuple[list[int], list[int], int | None]) -> list[KVEvent]:
-    """Stores of both groups: hashes of the window's, hashes of the full group's, parent."""
+    """Return stores of both groups from (window group's hashes, full group's hashes, parent)."""
     events: list[KVEvent] = []
     for window, full, parent in group_runs:
         tokens = [token for number in full for token in TOKENS[number * 4 - 4 : number * 4]]
@@ -211,8 +211,8 @@ def hybrid(*group_runs: tuple[list[int], list[int], int | None]) -> list[KVEvent
     return events
 
 
-def test_a_window_group_is_not_told_to_hold_what_it_dropped() -> None:
-    """A full report names all blocks of the prefix in every group, also those that left a window long ago."""
+def test_a_report_does_not_restore_evicted_window_blocks() -> None:
+    """A full report lists all blocks in every group, but a window group does not regain evicted ones."""
     pod = OnePod()
     pod.apply(*hybrid(([3, 4], [1, 2, 3, 4], None)))
     pod.apply(*hybrid(([1, 2, 3, 4], [1, 2, 3, 4], None), ([], [5], 4)))
@@ -223,8 +223,8 @@ def test_a_window_group_is_not_told_to_hold_what_it_dropped() -> None:
     assert told == {("BlockStored", "ambiguous_copies"): 1}
 
 
-def test_a_new_window_run_is_no_report() -> None:
-    """A short prompt's first store looks the same in both groups, and counts in both."""
+def test_a_new_window_run_is_not_a_report() -> None:
+    """A short prompt's first store, which is equal in both groups, counts in both."""
     pod = OnePod()
     pod.apply(*hybrid(([1, 2], [1, 2], None), ([3], [3], 2)))
     assert pod.cached(TOKENS) == 3
@@ -232,17 +232,17 @@ def test_a_new_window_run_is_no_report() -> None:
 
 
 def test_a_real_engines_reports_and_copies_are_never_exact_and_wrong() -> None:
-    """Captured from vLLM 0.32 under eviction: what a view predicts without a doubt is delivered."""
-    pod, equal, in_doubt = OnePod(block_tokens=16), 0, set()
+    """In captures of vLLM 0.32 with evictions, predictions of a valid view are what the engine served."""
+    pod, equal, has_doubtful = OnePod(block_tokens=16), 0, set()
     for line in read_lines("vllm_0_32_full_reports.jsonl.gz"):
         if "frames" in line:
             batch = decode_batch(bytes.fromhex(line["frames"][2]), 1 << 24).batch
             assert ("BlockStored", "ambiguous_copies") not in pod.apply(*batch.events).skipped
         elif (prompt := line.get("token_ids")) and line["request"] != "prompt_logprobs":
             cached = min(pod.cached(prompt) * 16, len(prompt) - 1) // 64 * 64
-            if pod.view.doubt is None:
+            if pod.view.invalid_reason is None:
                 assert cached == line["cached_tokens"], line["request"]
                 equal += 1
             else:
-                in_doubt.add(line["request"])
-    assert (equal, in_doubt) == (5, {"probe"})
+                has_doubtful.add(line["request"])
+    assert (equal, has_doubtful) == (5, {"probe"})

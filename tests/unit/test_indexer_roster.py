@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from indexer.config import PodStream
-from indexer.index.tiers import Tiers
+from indexer.index.contract import StreamState
 from indexer.keys import BlockHasher
 from indexer.streams.engine_registry import Roster
-from indexer.streams.state_machine import StreamState
+from indexer.tiers import Tiers
 from tests.support.reference_index import ReferenceIndex
 
 POD, OTHER = "10.0.0.1:8000", "10.0.0.2:8000"

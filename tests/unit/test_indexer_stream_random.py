@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from indexer.streams.state_machine import StreamState
+from indexer.index.contract import StreamState
 from tests.support.depth import examples
 from tests.unit.stream_support import Loop
 

@@ -1,4 +1,4 @@
-"""llm-d's recorded cases: its scores are ours, and where they are not, why ours are right."""
+"""llm-d's recorded cases: scores equal llm-d's, except for listed flaws of llm-d."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from indexer.errors import PayloadError
-from indexer.index.tiers import Tiers
 from indexer.keys import Keys, MultimodalItem, extras_of_prompt, pack
+from indexer.tiers import Tiers
 from tests.support.decoding import decode_batch
 from tests.support.reference_index import ReferenceIndex
 from tests.unit.indexer_support import OnePod, read_json, read_lines
@@ -18,51 +18,55 @@ VECTORS = {vector["id"]: vector for vector in read_json("llmd_event_vectors.json
 
 
 class Differs(NamedTuple):
-    """What a case gives here: weighted blocks of the query and blocks held, and why that is right."""
+    """Expected result of a case: weighted blocks of the query, blocks held, and the reason."""
 
     score: float
     blocks: int
     why: str
 
 
-# Flaws of llm-d that its own cases record; all others must give llm-d's scores and as many blocks.
+# Flaws of llm-d that its own cases record; all others must give llm-d's score and number of blocks.
 DIFFERENT = {
-    "vllm-lora-name-plus-extra-key-string": Differs(1, 1, "an adapter's name is no image"),
-    "engine-bs16-canonical-64-single-block-events-lost": Differs(1, 1, "parts may come one by one"),
-    "engine-bs16-canonical-24-not-divisible": Differs(0, 0, "24 is no multiple of 16: told, not mis-mapped"),
-    "one-bad-event-drops-whole-batch": Differs(1, 1, "one unknown event costs only itself"),
+    "vllm-lora-name-plus-extra-key-string": Differs(1, 1, "an adapter's name is not an image"),
+    "engine-bs16-canonical-64-single-block-events-lost": Differs(1, 1, "parts may arrive one by one"),
+    "engine-bs16-canonical-24-not-divisible": Differs(
+        0, 0, "24 is not a multiple of 16: counted and skipped"
+    ),
+    "one-bad-event-drops-whole-batch": Differs(1, 1, "only the unknown event is skipped"),
     "batch-two-fields-no-dp-rank": Differs(1, 1, "the rank is optional"),
-    "tier-arbitrary-string-lowercased": Differs(0.8, 1, "an unknown tier is the slowest one"),
+    "tier-arbitrary-string-lowercased": Differs(0.8, 1, "an unknown tier has the slowest one's weight"),
     "sglang-stored-medium": Differs(0.8, 1, "CPU_PINNED is host memory"),
     "sglang-stored-lora-id-only": Differs(0, 0, "an adapter without a name is not the base model"),
-    "token-negative-wraps": Differs(0, 0, "-1 is no token"),
+    "token-negative-wraps": Differs(0, 0, "-1 is not a token"),
     "two-models-same-engine-hash-parent-resolves-to-wrong-model": Differs(
-        0, 1, "hashes of two pods never meet, so the removal of the first block reaches it"
+        0, 1, "hashes of two pods are independent, so the first block is removed"
     ),
     "two-pods-engine-hash-collision-different-tokens": Differs(
-        0, 0, "hashes of two pods never meet, so the removal reaches the pod's own block"
+        0, 0, "hashes of two pods are independent, so the pod's own block is removed"
     ),
     "hash-encoded-as-uint8": Differs(0, 1, "any integer is a hash"),
     "hash-encoded-as-negfixint": Differs(0, 1, "any integer is a hash"),
-    "clear-pod-all-tiers": Differs(0, 0, "the same score; its record counts what was added before"),
+    "clear-pod-all-tiers": Differs(
+        0, 0, "the same score; llm-d's record counts blocks added before the clear"
+    ),
 }
 
 
 def query(pod: OnePod, vector: dict[str, Any]) -> Keys:
-    """The prompt that the case asks for, with what it depends on besides tokens."""
+    """Return the keys of the queried prompt with its extras."""
     tokens, size = vector.get("query_tokens") or [], vector["block_size"]
     match vector["id"]:
         case "vllm-lora-name" | "vllm-lora-name-plus-extra-key-string":
             return pod.keys(tokens, lora=vector["query_model"])
         case "vllm-extra-keys-mm":
-            # An image without a place, in the second block.
+            # An image without an offset, in the second block.
             return pod.keys(tokens, extras=[b"", pack(["imgA"], 0, size)])
         case "vllm-extra-keys-legacy-tuple":
             return pod.keys(
                 tokens, extras=extras_of_prompt([MultimodalItem("imgA", 21, 3)], size, len(tokens))
             )
         case "engine-bs64-canonical-16-one-to-many":
-            # In a prompt's first block such an image cannot be told from a salt.
+            # In a prompt's first block such an image is indistinguishable from a salt.
             return pod.keys(tokens, salt="imgA")
         case "engine-bs16-canonical-64-many-to-one":
             return pod.keys(tokens, salt="a", extras=[pack(["b"], 32, size) + pack(["b"], 48, size)])
@@ -71,7 +75,7 @@ def query(pod: OnePod, vector: dict[str, Any]) -> Keys:
 
 
 def first_pod(vector: dict[str, Any]) -> OnePod:
-    """The view of the pod that the case asks for, after its messages; others have views of their own."""
+    """Return the queried pod after its messages; messages of other pods are applied to their own views."""
     pods: dict[str, OnePod] = {}
     for message in vector["messages"]:
         pod = pods.setdefault(message["topic"], OnePod(block_tokens=vector["block_size"]))
@@ -84,7 +88,7 @@ def first_pod(vector: dict[str, Any]) -> OnePod:
 
 
 def recorded(vector: dict[str, Any]) -> tuple[float, int]:
-    """llm-d's score, and how many blocks it added."""
+    """Return llm-d's score and the number of blocks that it added."""
     added = {
         key
         for operation in vector["index_ops"]
@@ -109,9 +113,9 @@ def test_llmds_event_vectors_score_as_they_should(name: str) -> None:
     assert pod.index.stats().blocks == blocks
 
 
-# Configuration refuses negative weights.
+# The configuration rejects negative weights.
 SCORES = [vector for vector in read_json("llmd_score_vectors.json.gz") if vector["id"] != "weight-negative"]
-# llm-d takes a medium's letters as they are, and weighs one that it does not know as 1, above host memory.
+# llm-d compares media case-sensitively, and gives unknown ones the weight 1, above host memory.
 SCORES_DIFFER = {
     "unknown-tier-weighs-1": {"A": 0.8, "B": 0.8},
     "tier-case-sensitive": {"A": 0.8},
@@ -121,7 +125,7 @@ SCORES_DIFFER = {
 
 @pytest.mark.parametrize("vector", SCORES, ids=lambda vector: vector["id"])
 def test_llmds_score_vectors_are_weighted_prefixes(vector: dict[str, Any]) -> None:
-    """Longest unbroken prefix, the best tier of each block, sums never rounded: as llm-d's scorer."""
+    """Scores equal llm-d's: longest unbroken prefix, best tier of each block, sums never rounded."""
     tiers = Tiers(vector["weights"])
     index = ReferenceIndex(1000, tiers)
     for key, entries in vector["key_to_pods"].items():
@@ -133,8 +137,8 @@ def test_llmds_score_vectors_are_weighted_prefixes(vector: dict[str, Any]) -> No
     assert scores == pytest.approx(SCORES_DIFFER.get(vector["id"], vector["scores"]))
 
 
-def test_llmds_simulator_is_followed() -> None:
-    """A capture of the simulator (arrays of 9 elements, parent 0, sequence from 1) leaves no loose end."""
+def test_a_capture_of_llmds_simulator_is_applied_completely() -> None:
+    """A capture of llm-d's simulator (9-element arrays, parent 0, sequence from 1) leaves no orphan."""
     pod = OnePod(block_tokens=16)
     held: set[int] = set()
     for frame in read_lines("llmd_sim_capture_array.jsonl.gz"):

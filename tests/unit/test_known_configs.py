@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from router.app.config import parse_flags
 from router.config.picker_file import parse_config
 from router.errors import ConfigError
-from router.picking.flow_config import flow_of
+from router.picking.flow_config import read_flow_settings
 from router.plugins.build import build_pipeline
 from router.plugins.labels import HeaderLabelScorer
 from router.plugins.testkit import endpoint, request, scores
@@ -231,7 +231,7 @@ def started(text: str) -> None:
     config, _ = parse_flags([*PODS, "--config-text", text])
     assert config.picker is not None
     build_pipeline(config.picker, block_tokens=16, random=np.random.default_rng())
-    flow_of(config.picker, 1.0)
+    read_flow_settings(config.picker, 1.0)
 
 
 def complaint(text: str) -> str:
@@ -249,7 +249,7 @@ def test_a_known_configuration_is_understood(name: str) -> None:
     config = parse_config(yaml.safe_dump(HEAD | KNOWN[name]), "c.yaml")
     made = build_pipeline(config, block_tokens=16, random=np.random.default_rng())
     assert list(made.state()) == [one.get("name", one["type"]) for one in KNOWN[name]["plugins"]]
-    flow = flow_of(config, 1.0)
+    flow = read_flow_settings(config, 1.0)
     assert (flow is not None and flow[0].evicts) == (name == "flow control")
     assert parse_flags([*PODS, "--config-text", yaml.safe_dump(HEAD | KNOWN[name])])[0].picker is not None
 
@@ -333,13 +333,13 @@ def test_a_cost_aware_memory_size_is_the_indexs_ceiling(size: dict[str, Any], ex
         (
             "precise-prefix-cache-producer",
             {"indexerConfig": {"kvBlockIndexConfig": {"costAwareMemoryConfig": {"size": "2 gallons"}}}},
-            "size: must be a size such as 2GiB",
+            "size: expected a size such as 2GiB",
         ),
         ("precise-prefix-cache-producer", {"tokenizersPoolConfig": {}}, "tokenizersPoolConfig"),
         (
             "precise-prefix-cache-producer",
             {"indexerConfig": {"tokenizersPoolConfig": {"modelName": "m"}}},
-            "tokenizersPoolConfig: is not understood; give --tokenizer",
+            "tokenizersPoolConfig: unsupported field; give --tokenizer",
         ),
         (
             "precise-prefix-cache-producer",
@@ -349,24 +349,24 @@ def test_a_cost_aware_memory_size_is_the_indexs_ceiling(size: dict[str, Any], ex
         (
             "precise-prefix-cache-producer",
             {"tokenProcessorConfig": {"hashAlgorithm": "xxhash"}},
-            "hashAlgorithm: 'xxhash' is not understood",
+            "hashAlgorithm: unknown value 'xxhash'",
         ),
         (
             "precise-prefix-cache-producer",
             {"kvEventsConfig": {"zmqEndpoint": "ipc://x"}},
             "events_bind: must begin with tcp://",
         ),
-        ("token-producer", {"vllm": {"url": "http://x"}}, "modelName: is missing"),
+        ("token-producer", {"vllm": {"url": "http://x"}}, "modelName: required with vllm"),
         ("token-producer", {"udsTokenizerConfig": {"socket": "x"}}, "give --tokenizer MODEL=unix:PATH"),
         ("token-producer", {"vllm": {"port": 1}}, "port"),
-        ("metrics-data-source", {"path": "metrics"}, "path: must be a path as /metrics, is 'metrics'"),
-        ("metrics-data-source", {"path": "/a b"}, "path: must be a path"),
-        ("metrics-data-source", {"scheme": "https"}, "scheme: 'https' is not understood"),
+        ("metrics-data-source", {"path": "metrics"}, "path: expected a path such as /metrics, got 'metrics'"),
+        ("metrics-data-source", {"path": "/a b"}, "path: expected a path"),
+        ("metrics-data-source", {"scheme": "https"}, "scheme: unknown value 'https'"),
         ("metrics-data-source", {"port": 8002}, "port"),
-        ("latency-scorer", {}, "there is ttft-cost-scorer"),
-        ("topology-affinity-scorer", {}, "there is label-selector-filter"),
-        ("burst-prefix-cache-producer", {}, "there is precise-prefix-cache-producer"),
-        ("pd-profile-handler", {}, "needs the profiles decode and prefill"),
+        ("latency-scorer", {}, "use ttft-cost-scorer"),
+        ("topology-affinity-scorer", {}, "use label-selector-filter"),
+        ("burst-prefix-cache-producer", {}, "use precise-prefix-cache-producer"),
+        ("pd-profile-handler", {}, "requires the profiles decode and prefill"),
         ("header-label-affinity-scorer", {"headerName": "x"}, "labelKey: is missing"),
     ],
 )

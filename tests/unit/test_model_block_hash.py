@@ -5,8 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from model_server.kv_events.hashing import ROOT_DIGEST, encode_cbor, event_hash, hash_block, root_digest
-from model_server.requests import GenerationRequest, LiveRequest, SamplingParams
+from model_server.kv_cache.request import Request
+from model_server.kv_events.hashing import (
+    ROOT_BLOCK_HASH,
+    encode_cbor,
+    event_hash,
+    hash_block,
+    root_block_hash,
+)
+from model_server.requests import EngineCoreRequest, SamplingParams
 
 VECTORS = json.loads((Path(__file__).parent.parent / "data" / "block_hash_vectors.json").read_bytes())
 
@@ -14,7 +21,7 @@ VECTORS = json.loads((Path(__file__).parent.parent / "data" / "block_hash_vector
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: f"{vector['seed']}-{vector['case']}")
 def test_hashes_equal_vllms(vector: dict) -> None:
     """Digests and event numbers equal those that vLLM computed, for every tagged form of extra keys."""
-    parent = root_digest(vector["seed"])
+    parent = root_block_hash(vector["seed"])
     assert parent.hex() == vector["none_hash"]
     size = vector["block_size"]
     for index, (digest, number) in enumerate(zip(vector["block_hashes"], vector["int64"], strict=True)):
@@ -29,7 +36,7 @@ def test_the_salt_enters_as_vllm_tags_it() -> None:
     """The extra keys of a salted prompt's first block are the ones that the vectors were made with."""
     vector = next(vector for vector in VECTORS if vector["case"].startswith("salt"))
     salted, plain = (
-        LiveRequest(GenerationRequest("a", (1,), SamplingParams(max_tokens=1), cache_salt=salt), 0)
+        Request(EngineCoreRequest("a", (1,), SamplingParams(max_tokens=1), cache_salt=salt), 0)
         for salt in ("tenant-42", None)
     )
     assert [list(key) for key in salted.extra_keys(0) or ()] == vector["extra_keys"][0]
@@ -39,7 +46,7 @@ def test_the_salt_enters_as_vllm_tags_it() -> None:
 
 def test_the_default_seed_is_vllms() -> None:
     """Without a seed vLLM starts its chains from a fixed string, and so do we."""
-    assert root_digest("vllm-none-hash") == ROOT_DIGEST
+    assert root_block_hash("vllm-none-hash") == ROOT_BLOCK_HASH
 
 
 @pytest.mark.parametrize(

@@ -6,36 +6,42 @@ from dataclasses import replace
 
 import pytest
 
-from model_server.kv_cache.block_pool import Block, BlockPool
-from model_server.kv_events.events import AllBlocksCleared, Announcer, BlockContent, BlockRemoved, BlockStored
+from model_server.kv_cache.block_pool import BlockPool, KVCacheBlock
+from model_server.kv_events.events import (
+    AllBlocksCleared,
+    BlockContent,
+    BlockRemoved,
+    BlockStored,
+    KVEventBuilder,
+)
 from model_server.shapes import single_group
 from tests.support.engine_invariants import check_pool
 
 
-def digest(number: int) -> bytes:
+def block_hash(number: int) -> bytes:
     """Return a stand-in for a block's hash."""
     return number.to_bytes(32, "big")
 
 
 def new_pool(blocks: int) -> BlockPool:
     """Make a pool with blocks of 2 tokens."""
-    return BlockPool(blocks, Announcer(single_group(1), 2))
+    return BlockPool(blocks, KVEventBuilder(single_group(1), 2))
 
 
 def chain(*numbers: int, parent: int | None = None) -> list[BlockContent]:
     """Return the contents of blocks that follow one another."""
     contents = []
     for number in numbers:
-        before = None if parent is None else digest(parent)
-        contents.append(BlockContent(0, digest(number), before, (2 * number, 2 * number + 1), None, None))
+        before = None if parent is None else block_hash(parent)
+        contents.append(BlockContent(0, block_hash(number), before, (2 * number, 2 * number + 1), None, None))
         parent = number
     return contents
 
 
-def cached_blocks(pool: BlockPool, *numbers: int) -> list[Block]:
+def cached_blocks(pool: BlockPool, *numbers: int) -> list[KVCacheBlock]:
     """Allocate blocks and register them as one chain."""
-    blocks = pool.allocate(len(numbers))
-    pool.register(blocks, chain(*numbers))
+    blocks = pool.get_new_blocks(len(numbers))
+    pool.cache_full_blocks(blocks, chain(*numbers))
     return blocks
 
 
@@ -50,44 +56,44 @@ def test_a_block_found_in_the_middle_of_the_free_ones_leaves_their_order_as_it_i
     """A cache hit takes its block out of the queue; let go, that is reused after all others."""
     pool = new_pool(4)
     blocks = cached_blocks(pool, 1, 2, 3, 4)
-    pool.release(blocks)
-    found = pool.find((0, digest(3)))
+    pool.free_blocks(blocks)
+    found = pool.get_cached_block((0, block_hash(3)))
     assert found is blocks[2]
     pool.touch(found)
-    assert pool.num_free == 3
-    pool.release([found])
+    assert pool.num_free_blocks == 3
+    pool.free_blocks([found])
     pool.take_events()
-    pool.allocate(4)
+    pool.get_new_blocks(4)
     assert removed_hashes(pool) == [4, 2, 1, 3]
 
 
 def test_a_block_is_not_given_back_twice() -> None:
     """Wrong use of the pool fails at once instead of corrupting it."""
     pool = new_pool(1)
-    blocks = pool.allocate(1)
-    pool.release(blocks)
+    blocks = pool.get_new_blocks(1)
+    pool.free_blocks(blocks)
     with pytest.raises(AssertionError):
-        pool.release(blocks)
+        pool.free_blocks(blocks)
 
 
 def test_the_tail_of_a_chain_is_evicted_first() -> None:
     """Chains are evicted in the order of their release, each from its tail."""
     pool = new_pool(5)
     first, second = cached_blocks(pool, 1, 2, 3), cached_blocks(pool, 8, 9)
-    pool.release(second)
-    pool.release(first)
+    pool.free_blocks(second)
+    pool.free_blocks(first)
     pool.take_events()
-    pool.allocate(5)
+    pool.get_new_blocks(5)
     assert removed_hashes(pool) == [9, 8, 3, 2, 1]
 
 
 def test_blocks_without_a_hash_are_reused_before_cached_ones() -> None:
     """A released block that nobody can find is taken before any that somebody could use."""
     pool = new_pool(3)
-    cached, plain = cached_blocks(pool, 1, 2), pool.allocate(1)
-    pool.release(cached)
-    pool.release(plain)
-    assert pool.allocate(1) == plain
+    cached, plain = cached_blocks(pool, 1, 2), pool.get_new_blocks(1)
+    pool.free_blocks(cached)
+    pool.free_blocks(plain)
+    assert pool.get_new_blocks(1) == plain
     pool.take_events()
     assert removed_hashes(pool) == []
 
@@ -96,19 +102,19 @@ def test_a_hit_saves_a_free_block_from_eviction() -> None:
     """A touched block leaves the free queue and needs as many releases as it has holders."""
     pool = new_pool(2)
     blocks = cached_blocks(pool, 1, 2)
-    pool.release(blocks)
-    found = pool.find((0, digest(1)))
+    pool.free_blocks(blocks)
+    found = pool.get_cached_block((0, block_hash(1)))
     assert found is blocks[0]
     pool.touch(found)
     pool.touch(found)
     check_pool(pool, [[found], [found]])
     pool.take_events()
-    pool.allocate(1)
+    pool.get_new_blocks(1)
     assert removed_hashes(pool) == [2]
-    pool.release([found])
-    assert pool.num_free == 0
-    pool.release([found])
-    assert pool.num_free == 1
+    pool.free_blocks([found])
+    assert pool.num_free_blocks == 0
+    pool.free_blocks([found])
+    assert pool.num_free_blocks == 1
 
 
 def test_copies_of_one_hash_are_stored_and_removed_one_by_one() -> None:
@@ -117,14 +123,14 @@ def test_copies_of_one_hash_are_stored_and_removed_one_by_one() -> None:
     first, second = cached_blocks(pool, 7), cached_blocks(pool, 7)
     assert [block.content is not None for block in pool.blocks].count(True) == 2
     assert sum(isinstance(event, BlockStored) for event in pool.take_events()) == 2
-    pool.release(first)
-    pool.allocate(1)
+    pool.free_blocks(first)
+    pool.get_new_blocks(1)
     assert removed_hashes(pool) == [7]
-    assert pool.find((0, digest(7))) is second[0]
-    pool.release(second)
-    pool.allocate(1)
+    assert pool.get_cached_block((0, block_hash(7))) is second[0]
+    pool.free_blocks(second)
+    pool.get_new_blocks(1)
     assert removed_hashes(pool) == [7]
-    assert pool.find((0, digest(7))) is None
+    assert pool.get_cached_block((0, block_hash(7))) is None
 
 
 def test_an_evicted_content_leaves_nothing_behind() -> None:
@@ -133,7 +139,7 @@ def test_an_evicted_content_leaves_nothing_behind() -> None:
 
     def hold(numbers: range) -> int:
         for number in numbers:
-            pool.release(cached_blocks(pool, number))
+            pool.free_blocks(cached_blocks(pool, number))
             pool.take_events()
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
@@ -149,7 +155,7 @@ def test_an_evicted_content_leaves_nothing_behind() -> None:
 def test_removals_come_before_the_store_that_caused_them() -> None:
     """One step's events are in the order of the pool's operations."""
     pool = new_pool(2)
-    pool.release(cached_blocks(pool, 1, 2))
+    pool.free_blocks(cached_blocks(pool, 1, 2))
     pool.take_events()
     cached_blocks(pool, 3, 4)
     assert [type(event) for event in pool.take_events()] == [BlockRemoved, BlockRemoved, BlockStored]
@@ -158,9 +164,9 @@ def test_removals_come_before_the_store_that_caused_them() -> None:
 def test_a_store_event_carries_what_vllm_sends() -> None:
     """The fields of BlockStored are those of a captured vLLM frame, with untagged extra keys."""
     pool = new_pool(2)
-    blocks = pool.allocate(2)
+    blocks = pool.get_new_blocks(2)
     first, second = chain(5, 6, parent=4)
-    pool.register(blocks, [replace(first, extra_keys=(("cache_salt", "tenant-42"),)), second])
+    pool.cache_full_blocks(blocks, [replace(first, extra_keys=(("cache_salt", "tenant-42"),)), second])
     assert pool.take_events() == [
         BlockStored(
             block_hashes=[5, 6],
@@ -180,12 +186,12 @@ def test_a_store_event_carries_what_vllm_sends() -> None:
 def test_blocks_that_were_never_computed_are_forgotten() -> None:
     """After a failed step nothing that it registered can be found, but what it evicted stays evicted."""
     pool = new_pool(2)
-    pool.release(cached_blocks(pool, 1))
+    pool.free_blocks(cached_blocks(pool, 1))
     pool.take_events()
-    pool.allocate(1)
+    pool.get_new_blocks(1)
     blocks = cached_blocks(pool, 2)
-    pool.forget_registered()
-    assert pool.find((0, digest(2))) is None
+    pool.uncache_uncomputed()
+    assert pool.get_cached_block((0, block_hash(2))) is None
     assert removed_hashes(pool) == [1]
     assert blocks[0].content is None
 
@@ -195,19 +201,19 @@ def test_reset_waits_until_no_block_is_held() -> None:
     pool = new_pool(2)
     blocks = cached_blocks(pool, 1)
     pool.take_events()
-    assert not pool.reset()
-    assert pool.find((0, digest(1))) is not None
-    pool.release(blocks)
-    assert pool.reset()
+    assert not pool.reset_prefix_cache()
+    assert pool.get_cached_block((0, block_hash(1))) is not None
+    pool.free_blocks(blocks)
+    assert pool.reset_prefix_cache()
     assert pool.take_events() == [AllBlocksCleared()]
-    assert pool.find((0, digest(1))) is None
+    assert pool.get_cached_block((0, block_hash(1))) is None
     check_pool(pool, [])
 
 
 def test_the_checker_sees_a_leak_and_a_double_owner() -> None:
     """check_invariants fails when a table and the counts disagree, so it can be trusted when it passes."""
     pool = new_pool(2)
-    blocks = pool.allocate(1)
+    blocks = pool.get_new_blocks(1)
     check_pool(pool, [blocks])
     with pytest.raises(AssertionError):
         check_pool(pool, [])

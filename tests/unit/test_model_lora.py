@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from model_server.errors import AdapterError, RequestError
 from model_server.model.decoder import Decoder
-from model_server.model.lora import LoraAdapter, LoraBatch, LoraRegistry, LoraRequest
+from model_server.model.lora import LoraAdapter, LoraBatch, LoraRegistry
 from model_server.model.weights import load_adapter, load_checkpoint
+from model_server.requests import LoraRequest
 from tests.unit.lora_support import merged, save_adapter
 from tests.unit.model_support import CPU, new_pool, reference_logits, save_reference, span, step, text_of
 

@@ -40,8 +40,8 @@ def test_temperature_zero_is_greedy() -> None:
 def test_only_what_needs_no_sampler_goes_without(change: dict[str, Any]) -> None:
     """A greedy request takes its largest logit unless it asks for anything that changes or tells of it."""
     greedy = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "seed": 7, "ignore_eos": True}
-    assert SamplingParams(max_tokens=1, **greedy).takes_best
-    assert not SamplingParams(max_tokens=1, **greedy | change).takes_best
+    assert SamplingParams(max_tokens=1, **greedy).is_greedy
+    assert not SamplingParams(max_tokens=1, **greedy | change).is_greedy
     assert best(LOGITS.flip(0).repeat(2, 1)) == [0, 0]
 
 

@@ -9,21 +9,21 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model_server.kv_events.events import Announcer, BlockContent, BlockStored, KVEventBatch
+from model_server.kv_events.events import BlockContent, BlockStored, KVEventBatch, KVEventBuilder
 from model_server.kv_events.hashing import event_hash
 from model_server.kv_events.publisher import Snapshot
 from model_server.shapes import kv_groups
 from tests.support.depth import examples
 
 SIZE = 2
-ANNOUNCER = Announcer(kv_groups((None, 8)), SIZE)
+ANNOUNCER = KVEventBuilder(kv_groups((None, 8)), SIZE)
 
 
 def block(number: int, parent: int | None = None, group: int = 0, lora: str | None = None) -> BlockContent:
     """Return a block whose tokens follow from its number."""
     return BlockContent(
         group=group,
-        digest=number.to_bytes(32, "big"),
+        block_hash=number.to_bytes(32, "big"),
         parent=None if parent is None else parent.to_bytes(32, "big"),
         token_ids=(number, number + 1),
         extra_keys=None if lora is None else (("lora", lora),),
@@ -65,7 +65,7 @@ def wanted(medium: str, contents: Sequence[BlockContent]) -> Counter[tuple[objec
         (
             medium,
             content.group,
-            event_hash(content.digest),
+            event_hash(content.block_hash),
             None if content.parent is None else event_hash(content.parent),
             content.token_ids,
             None if content.lora is None else content.lora[1],

@@ -1,6 +1,6 @@
 """Copies on all ranks: what rank 0 takes as done is done everywhere before anything that follows."""
 
-from model_server.worker.executor import SharedTransfer
+from model_server.worker.executor import MultiRankTransfer
 from tests.integration.engine_support import LateTransfer
 
 
@@ -10,7 +10,7 @@ class Told:
     def __init__(self) -> None:
         self.settled: list[int] = []
 
-    def settle(self, number: int) -> None:
+    def wait_transfer(self, number: int) -> None:
         """Take one."""
         self.settled.append(number)
 
@@ -18,9 +18,9 @@ class Told:
 def test_other_ranks_settle_what_rank_0_has_seen_done() -> None:
     """That a transfer is done is told once, when it was first seen or waited for."""
     told, effects = Told(), []
-    polled = SharedTransfer(3, LateTransfer(lambda: effects.append("polled"), 1), told)  # type: ignore[arg-type]
+    polled = MultiRankTransfer(3, LateTransfer(lambda: effects.append("polled"), 1), told)  # type: ignore[arg-type]
     assert [polled.done() for _ in range(3)] == [False, True, True]
-    waited = SharedTransfer(4, LateTransfer(lambda: effects.append("waited"), 9), told)  # type: ignore[arg-type]
+    waited = MultiRankTransfer(4, LateTransfer(lambda: effects.append("waited"), 9), told)  # type: ignore[arg-type]
     waited.wait()
     waited.wait()
     assert waited.done()

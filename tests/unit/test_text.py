@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_server.openai.generation import StopStrings, TextAssembler
-from model_server.requests import FinishReason, TokenOutput
+from model_server.requests import EngineCoreOutput, FinishReason
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 
@@ -19,9 +19,9 @@ def tokenizer() -> PromptTokenizer:
     return PromptTokenizer.from_directory(TINY_DIRECTORY)
 
 
-def output(ids: list[int], reason: FinishReason | None = None, cached_tokens: int = 0) -> TokenOutput:
+def output(ids: list[int], reason: FinishReason | None = None, cached_tokens: int = 0) -> EngineCoreOutput:
     """One output of the engine."""
-    return TokenOutput("r", tuple(ids), reason, cached_tokens)
+    return EngineCoreOutput("r", tuple(ids), reason, cached_tokens)
 
 
 def shown(assembler: TextAssembler, ids: list[int], reason: FinishReason = "length") -> str:

@@ -1,4 +1,4 @@
-"""Rare forms of requests, and what vLLM 0.32's own classes made of them when they were asked."""
+"""Unusual requests, compared with the recorded results of vLLM 0.32's own classes."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{
         (BY_PARTS + "{% for m in messages %}{% for a, b in m.content %}{% endfor %}{% endfor %}", True),
     ],
 )
-def test_a_template_that_vllm_cannot_look_through_gets_texts(source: str, takes_parts: bool) -> None:
-    """Messages or parts under no plain name end vLLM's look for a loop over parts, which then found none."""
+def test_a_template_with_an_unrecognized_loop_gets_text(source: str, takes_parts: bool) -> None:
+    """A template whose message loop vLLM does not recognize gets content as text."""
     assert ChatTemplate(source, {}).wants_parts is takes_parts
 
 
 def text_of(source: str, api: str, body: dict[str, Any]) -> str:
-    """What a template shows of a request."""
+    """Render a request with a template that prints its variables."""
     tokenizer = tokenizer_for(source)
     request = http_request("r", api, json.dumps({"model": "m", **body}).encode())
     tokens = TokenizerRegistry({"m": tokenizer}).prompt_tokens(request, "m")
@@ -68,8 +68,8 @@ def text_of(source: str, api: str, body: dict[str, Any]) -> str:
         ([{"role": "tool", "content": "", "tool_call_id": "c"}], "tool:#c;"),
     ],
 )
-def test_a_message_is_shown_as_vllm_hands_it_on(messages: list[dict[str, Any]], shown: str) -> None:
-    """A part keeps the fields that vLLM does not know, and a tool's answer that names no call has no name."""
+def test_a_message_is_rendered_with_vllms_fields(messages: list[dict[str, Any]], shown: str) -> None:
+    """Unknown fields of a part are kept, and a tool result without a call has no name."""
     assert text_of(SHOWN, "/v1/chat/completions", {"messages": messages}) == shown
 
 
@@ -83,14 +83,14 @@ def test_a_message_is_shown_as_vllm_hands_it_on(messages: list[dict[str, Any]], 
     ],
 )
 def test_a_template_sees_an_anthropic_requests_empty_tools(fields: dict[str, Any], shown: str) -> None:
-    """Other than in a chat, an empty list of tools is not the same as none."""
+    """Unlike for chats, an empty list of tools differs from no tools."""
     source = SHOWN.replace("{% for p in m.content %}{{ p | tojson }}{% endfor %}", "{{ m.content }}")
     body = {"max_tokens": 1, "messages": [USER], **fields}
     assert text_of(source, "/v1/messages", body) == shown
 
 
-def test_an_answer_in_the_form_of_a_response_has_parts() -> None:
-    """vLLM looks for parts in a text that stands where a response has them: it finds none, or refuses."""
+def test_text_in_place_of_response_parts_is_treated_as_by_vllm() -> None:
+    """Text where a response has parts is rendered without parts or rejected, as by vLLM."""
     source = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     answer = {"type": "message", "role": "assistant", "id": "m1", "status": "completed", "content": ""}
     registry = TokenizerRegistry({"m": tokenizer_for(source)})
@@ -104,7 +104,7 @@ def test_an_answer_in_the_form_of_a_response_has_parts() -> None:
 
 @pytest.mark.parametrize("content", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
 def test_an_anthropic_request_may_begin_with_its_system_message(content: object) -> None:
-    """A system message in front, without a `system`, is the chat's in every release; elsewhere it depends."""
+    """A leading system message without a `system` field is accepted; elsewhere the request goes by load."""
     source = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     system = {"role": "system", "content": content}
     body = {"max_tokens": 1, "messages": [system, USER]}
@@ -123,8 +123,8 @@ def test_an_anthropic_request_may_begin_with_its_system_message(content: object)
 
 @pytest.mark.parametrize("value", [1, 0, 1.0, "yes", "FALSE", "off"])
 @pytest.mark.parametrize("name", ["add_generation_prompt", "add_special_tokens", "continue_final_message"])
-def test_a_flag_that_engines_understand_is_not_the_clients_fault(name: str, value: object) -> None:
-    """What vLLM takes for true or false goes by load, and only what it takes for neither is refused."""
+def test_a_flag_that_vllm_accepts_is_not_rejected(name: str, value: object) -> None:
+    """Flag values that vLLM reads as a boolean go by load; only others are rejected."""
     with pytest.raises(UnsupportedPromptError):
         chat_prompt({"messages": [USER], name: value}, tokenizer_for(BY_PARTS))
     for wrong in (2, "maybe", [], {}):
@@ -133,8 +133,8 @@ def test_a_flag_that_engines_understand_is_not_the_clients_fault(name: str, valu
         assert not isinstance(caught.value, UnsupportedPromptError)
 
 
-def test_arguments_with_half_a_surrogate_are_not_the_clients_fault() -> None:
-    """Engines refuse them only where the template shows them, so such a request goes by load."""
+def test_arguments_with_a_lone_surrogate_are_not_rejected() -> None:
+    """Lone surrogates in tool arguments go by load: engines reject them only if the template prints them."""
     message = {"role": "assistant", "content": "a", "tool_calls": [CALL]}
     with pytest.raises(UnsupportedPromptError):
         chat_prompt({"messages": [message]}, tokenizer_for(BY_PARTS))

@@ -12,17 +12,17 @@ import msgpack
 import zmq
 
 from model_server.kv_events.events import BlockRemoved
-from model_server.kv_events.publisher import KVEventPublisher, KVEventsConfig
+from model_server.kv_events.publisher import KVEventsConfig, ZmqEventPublisher
 
 DEADLINE_MS = 300_000
 END = b"\xff" * 8
 
 
 @contextmanager
-def open_publisher(*, start: bool = True, **settings: Any) -> Iterator[KVEventPublisher]:
+def open_publisher(*, start: bool = True, **settings: Any) -> Iterator[ZmqEventPublisher]:
     """A publisher on ports that the system chose."""
     ports = {"endpoint": "tcp://*:0", "replay_endpoint": "tcp://127.0.0.1:0", "topic": "kv@test"}
-    publisher = KVEventPublisher(KVEventsConfig(**{**ports, **settings}))
+    publisher = ZmqEventPublisher(KVEventsConfig(**{**ports, **settings}))
     try:
         if start:
             publisher.start()

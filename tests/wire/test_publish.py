@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from model_server.errors import ConfigError
-from model_server.kv_events.publisher import EndpointError, KVEventPublisher, KVEventsConfig, binds
+from model_server.kv_events.publisher import EndpointError, KVEventsConfig, ZmqEventPublisher, binds
 from tests.wire.publisher_support import (
     number_of,
     open_publisher,
@@ -125,7 +125,7 @@ def test_close_leaves_no_thread_and_frees_the_ports() -> None:
         config = publisher.config
     publisher.close()
     assert "kv-event-publisher" not in [thread.name for thread in threading.enumerate()]
-    again = KVEventPublisher(config)
+    again = ZmqEventPublisher(config)
     again.close()
 
 
@@ -134,7 +134,7 @@ def test_an_endpoint_in_use_is_named() -> None:
     with open_publisher() as publisher:
         taken = publisher.config.replay_endpoint
         with pytest.raises(EndpointError, match=f"cannot bind {taken}: Address already in use"):
-            KVEventPublisher(KVEventsConfig(endpoint="tcp://*:0", replay_endpoint=taken))
+            ZmqEventPublisher(KVEventsConfig(endpoint="tcp://*:0", replay_endpoint=taken))
         publisher.publish([removed(1)])
         wait_for(lambda: publisher.stats().published == 1)
 

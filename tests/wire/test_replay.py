@@ -7,12 +7,12 @@ import struct
 import pytest
 import zmq
 
-from model_server.kv_events.publisher import KVEventPublisher
-from model_server.kv_events.replay import StepRing
+from model_server.kv_events.publisher import ZmqEventPublisher
+from model_server.kv_events.replay import ReplayBuffer
 from tests.wire.publisher_support import open_publisher, removed, replay, socket, wait_for
 
 
-def filled(publisher: KVEventPublisher, batches: int, hashes: int = 1) -> KVEventPublisher:
+def filled(publisher: ZmqEventPublisher, batches: int, hashes: int = 1) -> ZmqEventPublisher:
     """Publish that many batches and wait until they are out."""
     for number in range(batches):
         publisher.publish([removed(number, hashes)])
@@ -145,8 +145,8 @@ def test_a_client_that_leaves_in_the_middle_is_forgotten() -> None:
 
 def test_the_ring_keeps_the_newest_steps() -> None:
     """Exactly the last `capacity` steps can be read, by their numbers."""
-    ring = StepRing(3)
+    ring = ReplayBuffer(3)
     for _ in range(5):
         ring.append(0.0, (), 0)
     assert ring.oldest_sequence() == 2
-    assert [step.sequence for step in ring.steps(0, ring.next_sequence)] == [2, 3, 4]
+    assert [step.sequence for step in ring.batches(0, ring.next_sequence)] == [2, 3, 4]
