@@ -374,5 +374,5 @@ def _refusal(section: str) -> list[str]:
     try:
         RouterServer(parse_flags(["--pods-file=/none", "--config-text", f"{head}{section}\n"])[0])
     except ConfigError as error:
-        return str(error).partition("; there are ")[2].split(", ")
+        return re.split(r"; (?:expected one of|known): ", str(error))[1].split(", ")
     raise AssertionError(f"an unknown word was accepted: {section}")

@@ -60,7 +60,7 @@ def _value(value: Any, unit: str) -> Any:
 
 
 def _picker(picker: PickerConfig) -> dict[str, Any]:
-    """Return the parsed configuration file; defaults inside plugins' parameters are not shown."""
+    """Return the parsed configuration file, without the defaults of plugins' parameters."""
     return {
         "source": picker.section.source,
         "feature_gates": dict(picker.gates),

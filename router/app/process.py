@@ -122,7 +122,7 @@ def tune_gc() -> None:
 
 
 class StopSignals:
-    """Waits for SIGTERM or SIGINT, whichever thread receives it; create it in the main thread.
+    """Waiter for SIGTERM or SIGINT, whichever thread receives it; create it in the main thread.
 
     Installs handlers at creation. Blocking the signals for sigwait would not suffice: libraries start threads
     at import, and a signal to a thread that does not block it ends the process.

@@ -65,7 +65,7 @@ class AccessLogService:
         pass
 
     def _process(self, entry: Any) -> str:
-        """Process a log entry; return the metric label for what it was joined with."""
+        """Process a log entry; return the result of the join as a metric label."""
         common = entry.common_properties
         if common.intermediate_log_entry:
             return "intermediate"
@@ -112,7 +112,10 @@ def _is_not_charged(entry: Any, failed: bool) -> bool:
 
 
 def _late_s(common: Any) -> float | None:
-    """Return the seconds since Envoy sent the last byte to the client; assumes that clocks agree."""
+    """Return the seconds since Envoy sent the last byte to the client; None if the entry has no times.
+
+    Assumes that Envoy's clock and this machine's agree.
+    """
     if not common.HasField("start_time") or not common.HasField("time_to_last_downstream_tx_byte"):
         return None
     started_s = common.start_time.seconds + common.start_time.nanos / 1e9

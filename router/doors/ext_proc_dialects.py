@@ -51,7 +51,7 @@ _PATH_HEADERS, _DEFAULT_PATH = (":path", "x-original-path", "x-forwarded-path"),
 
 _MODEL_HEADERS = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 _SERVED_PLUGIN = "destination-endpoint-served-verifier"
-# Header that the gateways' conformance tests parse.
+# Header that the gateways' conformance tests read.
 _SERVED_HEADER = "x-conformance-test-served-endpoint"
 _CODES = {
     400: "BadRequest",
@@ -252,7 +252,7 @@ def llmd_dialect(
 
 
 def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers without those that neither a pod nor a client may receive from the other."""
+    """Return the headers to pass on: all but system-owned ones, the destination and content-length."""
     dropped = _NOT_PASSED.union(system_owned(headers))
     return {name: value for name, value in headers.items() if name not in dropped}
 

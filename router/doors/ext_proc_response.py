@@ -256,7 +256,7 @@ class _Details(msgspec.Struct):
 class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
-    # Names of Anthropic and of SGLang.
+    # Field names of Anthropic and SGLang.
     cache_read_input_tokens: _Tokens | None = None
     cached_tokens: _Tokens | None = None
 

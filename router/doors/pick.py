@@ -162,7 +162,7 @@ def _text(text: str) -> str:
 
 
 def _with_size(message: bytes) -> tuple[pb.PickEndpointRequest, int]:
-    # The message's ByteSize() would compute what the length of its bytes already says.
+    # The size is known here; the message's own ByteSize() would have to compute it.
     return _READ(message), len(message)
 
 

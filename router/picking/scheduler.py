@@ -164,8 +164,8 @@ class Scheduler:
         result = None
         if self._ranker is not None:
             loads = self._board.known(candidates.rows)
-            pool = (candidates, pods, used, breakdowns, hits, loads)
-            order, result = self._ranker.rank(tokenized, *pool, now_s)
+            arguments = candidates, pods, used, breakdowns, hits, loads
+            order, result = self._ranker.rank(tokenized, *arguments, now_s)
         ranked = Ranking(
             pods=candidates.addresses,
             breakdowns=breakdowns,

@@ -20,7 +20,7 @@ def test_a_pool_needs_only_its_name() -> None:
 
 
 def test_all_flags_are_read_with_their_units() -> None:
-    """Names, ports, paths and durations are parsed with their units."""
+    """Names, ports, paths and durations reach the configuration."""
     flags = ["--pool-name=p", "--pool-namespace=n", f"--pool-group={OLD_GROUP}", "--kv-events-port=1"]
     flags += ["--kv-replay-port=0", "--kubeconfig=/k", "--kube-deadline=1m30s", "--events-bind=tcp://*:5557"]
     assert parse_flags(flags)[0].kube == KubeConfig(

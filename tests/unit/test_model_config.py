@@ -1,4 +1,4 @@
-"""model_server.config: settings are checked on construction."""
+"""Validation of the engine's settings."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_defaults_are_usable() -> None:
     ],
     ids=str,
 )
-def test_settings_that_cannot_work_are_refused(changes: dict[str, int]) -> None:
+def test_settings_out_of_range_are_rejected(changes: dict[str, int]) -> None:
     """A setting out of range is rejected by name."""
     with pytest.raises(ConfigError, match=next(iter(changes))):
         EngineConfig(**changes)  # type: ignore[arg-type]

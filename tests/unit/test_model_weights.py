@@ -1,4 +1,4 @@
-"""Loading a checkpoint: whole or sharded, and what is said about one that does not fit."""
+"""Loading of checkpoints, whole or sharded, and errors for those that do not fit."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A good checkpoint."""
+    """A valid checkpoint."""
     directory = tmp_path_factory.mktemp("checkpoint")
     (directory / "config.json").write_text(json.dumps(CONFIG))
     generator = torch.Generator().manual_seed(0)
@@ -44,7 +44,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(original: Path, tmp_path: Path) -> Path:
-    """A copy of the good checkpoint, to be spoiled."""
+    """A copy of the valid checkpoint, to be modified."""
     return Path(shutil.copytree(original, tmp_path / "model"))
 
 
@@ -61,7 +61,7 @@ def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], 
 
 
 def shard(directory: Path) -> dict[str, str]:
-    """Split model.safetensors in two; returns the index's weight_map."""
+    """Split model.safetensors in two; return the index's weight_map."""
     tensors = load_file(directory / "model.safetensors")
     names = sorted(tensors)
     files = {"model-1.safetensors": names[:5], "model-2.safetensors": names[5:]}
@@ -74,7 +74,7 @@ def shard(directory: Path) -> dict[str, str]:
 
 
 def test_every_tensor_finds_its_place_in_the_chosen_dtype(original: Path) -> None:
-    """All weights are loaded, converted to the dtype that config.json or the caller names."""
+    """All weights load in the dtype of config.json or of the caller."""
     stored = load_file(original / "model.safetensors")
     for dtype, wanted in (("auto", torch.bfloat16), ("float32", torch.float32)):
         places = load_checkpoint(original, dtype, CPU).model.weights()  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def test_shards_are_read_as_one(original: Path, checkpoint: Path) -> None:
 
 
 def test_end_of_sequence_comes_from_the_generation_config_first(checkpoint: Path) -> None:
-    """generation_config.json wins over config.json; one id or several."""
+    """generation_config.json takes precedence over config.json; it has one id or several."""
     assert load_checkpoint(checkpoint, "auto", CPU).eos_token_ids == {5}
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     loaded = load_checkpoint(checkpoint, "auto", CPU)
@@ -99,7 +99,7 @@ def test_end_of_sequence_comes_from_the_generation_config_first(checkpoint: Path
 
 
 def test_redundant_tensors_are_passed_over(checkpoint: Path) -> None:
-    """A tied model may store its head, an old one its rotary frequencies; neither is needed."""
+    """A tied model's head and old rotary frequencies are ignored."""
     change_config(checkpoint, tie_word_embeddings=True)
     change_tensors(
         checkpoint,
@@ -173,7 +173,7 @@ def test_redundant_tensors_are_passed_over(checkpoint: Path) -> None:
 def test_a_config_that_cannot_be_used_is_explained(
     checkpoint: Path, changes: dict[str, object], message: str
 ) -> None:
-    """The error names the field or tensor at fault and what was expected."""
+    """The error names the invalid field or tensor and the expected value."""
     change_config(checkpoint, **changes)
     with pytest.raises(ModelError, match=message):
         load_checkpoint(checkpoint, "auto", CPU)
@@ -197,14 +197,14 @@ def test_a_config_that_cannot_be_used_is_explained(
 def test_tensors_that_do_not_fit_are_explained(
     checkpoint: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
 ) -> None:
-    """The error names file, tensor and expected shape."""
+    """The error names the file, the tensor and the expected shape."""
     change_tensors(checkpoint, change)
     with pytest.raises(ModelError, match=message):
         load_checkpoint(checkpoint, "auto", CPU)
 
 
 def test_files_that_cannot_be_read_are_explained(checkpoint: Path) -> None:
-    """Missing, damaged and foreign files are named; an index cannot lead out of its directory."""
+    """Missing, damaged and foreign files are named; an index cannot refer outside its directory."""
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:200])
     with pytest.raises(ModelError, match=r"model.safetensors: cannot be read as safetensors"):
@@ -229,7 +229,7 @@ def test_files_that_cannot_be_read_are_explained(checkpoint: Path) -> None:
 
 
 def test_a_missing_shard_is_named(checkpoint: Path) -> None:
-    """A shard that the index names and the directory lacks is an error with its name."""
+    """A shard listed in the index but missing on disk is named."""
     shard(checkpoint)
     (checkpoint / "model-2.safetensors").unlink()
     with pytest.raises(ModelError, match=r"model-2.safetensors: cannot be read"):
@@ -238,6 +238,6 @@ def test_a_missing_shard_is_named(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("name", ["cuda:99", "warp drive"])
 def test_a_device_that_is_not_there_is_refused(name: str) -> None:
-    """A device that cannot hold a tensor stops the start with its name."""
+    """An unavailable device is rejected by name."""
     with pytest.raises(ConfigError, match=name):
         torch_device(name)
