@@ -165,9 +165,9 @@ class LoraCollector(Collector):
 _ENGINE_GAUGES = (
     ("vllm:num_requests_running", "Requests being run.", "running"),
     ("vllm:num_requests_waiting", "Requests waiting to run.", "waiting"),
-    ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", "kv_usage"),
+    ("vllm:kv_cache_usage_perc", "Shard of KV blocks in use, 0 to 1.", "kv_usage"),
     ("kvroute_engine_prefill_tokens_per_second", "Measured speed of prefills.", "prefill_tokens_per_s"),
-    ("kvroute_engine_host_usage", "Share of the host tier in use.", "host_usage"),
+    ("kvroute_engine_host_usage", "Shard of the host tier in use.", "host_usage"),
 )
 _ENGINE_COUNTERS = (
     ("vllm:prefix_cache_queries", "Tokens looked up.", "prefix_queries_tokens"),

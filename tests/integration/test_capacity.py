@@ -92,7 +92,8 @@ def test_start_up_log_has_the_pool_size(caplog: pytest.LogCaptureFixture) -> Non
         log_pool(build_engine(config, NullEventPublisher()), config)
     assert caplog.messages[:2] == [
         "CPU KV cache size: 2,048 tokens, Maximum concurrency for 500 tokens per request: 4.10x",
-        "KV pool: 128 blocks of 16 tokens, 2.10 MB, 1,024 bytes a token; 4 sequences of 500 tokens at once",
+        "KV pool: 128 blocks of 16 tokens, 2.10 MB, 1,024 bytes per token; "
+        "4 concurrent sequences of 500 tokens",
     ]
 
 

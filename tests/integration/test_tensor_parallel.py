@@ -259,7 +259,7 @@ def test_processes_of_a_server_end_together(tmp_path: Path, killed: str) -> None
             assert process.wait(DEADLINE_S) == 1
             log = (tmp_path / "log").read_text()
             assert f"rank 1 of the model (process {other}) ended by SIGKILL" in log
-            assert "error: the engine has died" in log
+            assert "error: the engine failed" in log
         elif killed == "rank 0":
             process.kill()
         else:

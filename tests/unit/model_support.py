@@ -21,7 +21,7 @@ from transformers import (
 from model_server.attention import Attention, KvLayout, SdpaAttention, Span
 from model_server.model.decoder import Decoder
 from model_server.model.lora import LoraBatch
-from model_server.shapes import undivided
+from model_server.shapes import single_group
 
 BLOCK_TOKENS = 4
 VOCAB_SIZE = 97
@@ -66,7 +66,7 @@ def save_reference(directory: Path, architecture: str = "llama", **changes: obje
 
 def new_pool(model: Decoder, num_blocks: int = 32, *, fp8: bool = False) -> SdpaAttention:
     """Return a KV pool in which all layers share one block table."""
-    layout = KvLayout(undivided(model.shape.layers), num_blocks, BLOCK_TOKENS)
+    layout = KvLayout(single_group(model.shape.layers), num_blocks, BLOCK_TOKENS)
     return SdpaAttention(model.shape.attention, layout, model.dtype, CPU, fp8=fp8)
 
 

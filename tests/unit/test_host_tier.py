@@ -5,7 +5,7 @@ import torch
 
 from model_server.kv_cache.host_tier import HostTier
 from model_server.kv_events.events import BlockContent, BlockRemoved, BlockStored, KVEvent, KVEventBuilder
-from model_server.shapes import undivided
+from model_server.shapes import single_group
 from model_server.worker.block_copies import new_copies
 from tests.support.engine_invariants import check_host
 
@@ -27,7 +27,7 @@ def contents(count: int) -> list[BlockContent]:
 def new_tier(slots: int) -> tuple[HostTier, list[KVEvent]]:
     """Return a host tier and the list that receives its events."""
     events: list[KVEvent] = []
-    return HostTier(slots, KVEventBuilder(undivided(1), 2), events.append), events
+    return HostTier(slots, KVEventBuilder(single_group(1), 2), events.append), events
 
 
 def test_nothing_is_found_or_announced_before_its_copy_is_done() -> None:

@@ -14,7 +14,7 @@ from model_server.kv_events.events import (
     BlockStored,
     KVEventBuilder,
 )
-from model_server.shapes import undivided
+from model_server.shapes import single_group
 from tests.support.engine_invariants import check_pool
 
 
@@ -25,7 +25,7 @@ def block_hash(number: int) -> bytes:
 
 def new_pool(blocks: int) -> BlockPool:
     """Return a pool with blocks of 2 tokens."""
-    return BlockPool(blocks, KVEventBuilder(undivided(1), 2))
+    return BlockPool(blocks, KVEventBuilder(single_group(1), 2))
 
 
 def chain(*numbers: int, parent: int | None = None) -> list[BlockContent]:

@@ -131,7 +131,7 @@ def test_steps_without_adapters_carry_nothing() -> None:
         ({"peft_type": "LOHA"}, "'peft_type' is 'LOHA'"),
         ({"r": 0}, "'r' is 0; it must be a positive integer"),
         ({"r": 513}, "'r' is 513; it must be at most 512"),
-        ({"r": 4}, r"lora_A.weight' has shape \(3, \d+\); .* asks for \(4, \d+\)"),
+        ({"r": 4}, r"lora_A.weight' has shape \(3, \d+\); .* requires \(4, \d+\)"),
         ({"lora_alpha": "much"}, "'lora_alpha' is 'much'"),
         ({"target_modules": ["q_proj", "lm_head"]}, "no tensor for target module 'lm_head'"),
         ({"target_modules": 3}, "target_modules"),
@@ -153,14 +153,14 @@ def test_a_config_that_cannot_be_used_is_explained(
     [
         (lambda tensors: tensors.pop(Q_PROJ % "B"), "layer 0 has no lora_B for self_attn.q_proj"),
         (lambda tensors: tensors.pop(Q_PROJ % "A"), "layer 0 has no lora_A for self_attn.q_proj"),
-        (lambda tensors: tensors.clear(), "has no tensors"),
+        (lambda tensors: tensors.clear(), "contains no tensors"),
         (
             lambda tensors: tensors.update({Q_PROJ.replace(".0.", ".3.") % "A": torch.ones(3, 32)}),
-            r"layers\.3\.self_attn.* has no place; .* of the model's 3 layers",
+            r"layers\.3\.self_attn.* is not supported; .* of the model's 3 layers",
         ),
         (
             lambda tensors: tensors.update({"base_model.model.lm_head.lora_A.weight": torch.ones(3, 32)}),
-            "'base_model.model.lm_head.lora_A.weight' has no place; adapters can change self_attn.q_proj",
+            "'base_model.model.lm_head.lora_A.weight' is not supported; adapters can change self_attn.q_proj",
         ),
         (
             lambda tensors: tensors.update({Q_PROJ % "B": torch.ones((32, 3), dtype=torch.int8)}),

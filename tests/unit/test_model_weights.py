@@ -122,7 +122,7 @@ def test_redundant_tensors_are_passed_over(checkpoint: Path) -> None:
         ({"mlp_bias": True}, "mlp_bias"),
         ({"attention_bias": True}, "lacks 8 tensors.*self_attn.k_proj.bias"),
         ({"num_hidden_layers": 10**9}, "at most 1024"),
-        ({"vocab_size": 10**17}, "config.json: no memory for such a model on cpu"),
+        ({"vocab_size": 10**17}, "config.json: not enough memory on cpu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "'quantization_config' is 'gptq'.*quantized"),
         ({"quantization_config": 4}, "'quantization_config' is 4; it must be an object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -165,8 +165,8 @@ def test_redundant_tensors_are_passed_over(checkpoint: Path) -> None:
         ({"tie_word_embeddings": 1}, "true or false"),
         ({"dtype": "int8"}, "'dtype' is 'int8'"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
-        ({"vocab_size": 21}, r"has shape \(20, 8\); config.json asks for \(21, 8\)"),
-        ({"num_hidden_layers": 1}, r"model\.layers\.1\..* has no place"),
+        ({"vocab_size": 21}, r"has shape \(20, 8\); config.json requires \(21, 8\)"),
+        ({"num_hidden_layers": 1}, r"model\.layers\.1\..* is not part of the model"),
         ({"num_hidden_layers": 3}, "lacks 9 tensors.*model.layers.2.input_layernorm.weight.*, ..."),
     ],
 )
@@ -185,11 +185,11 @@ def test_a_config_that_cannot_be_used_is_explained(
         (lambda tensors: tensors.pop(NORM), f"lacks 1 tensors.*: {NORM}$"),
         (
             lambda tensors: tensors.update({"extra": torch.ones(1)}),
-            "model.safetensors: tensor 'extra' has no place",
+            "model.safetensors: tensor 'extra' is not part of the model",
         ),
         (
             lambda tensors: tensors.update({DOWN: torch.ones(12, 8)}),
-            r"\(12, 8\); config.json asks for \(8, 12\)",
+            r"\(12, 8\); config.json requires \(8, 12\)",
         ),
         (lambda tensors: tensors.update({NORM: torch.ones(8, dtype=torch.int8)}), "is stored as I8"),
     ],
@@ -220,7 +220,7 @@ def test_files_that_cannot_be_read_are_explained(checkpoint: Path) -> None:
         index.write_text(json.dumps({"weight_map": names}))
         with pytest.raises(ModelError, match=message):
             load_checkpoint(checkpoint, "auto", CPU)
-    for content, message in (("[]", "holds list"), ("{", "cannot be read as JSON")):
+    for content, message in (("[]", "expected a JSON object, got list"), ("{", "cannot be read as JSON")):
         (checkpoint / "config.json").write_text(content)
         with pytest.raises(ModelError, match=message):
             load_checkpoint(checkpoint, "auto", CPU)
