@@ -1,4 +1,4 @@
-"""Text to token ids exactly as engines do it, and back; shared by router, indexer and model server."""
+"""Tokenization exactly as engines do it; shared by the router and the model server."""
 
 from tokenization.encoder import TokenIds
 from tokenization.errors import (

@@ -39,7 +39,7 @@ from router.prompts.prompt_tokens import (
 from router.prompts.remote_tokenizers import RenderTokenizer, SidecarTokenizer
 from router.prompts.request import RequestKind, RouteRequest
 from tokenization import PromptError, PromptTokenizer, TokenizerLoadError
-from tokenization.apis.chat import ITEMS_AT_ONCE_MAX, ManyItemsError, items_of
+from tokenization.apis.chat import ITEMS_AT_ONCE_MAX, ManyItemsError, count_items
 from tokenization.prompts import PromptLimits
 from tokenization.templates.files import hub_directory
 
@@ -246,4 +246,4 @@ def _is_large(request: RouteRequest, tokenizer: PromptTokenizer) -> bool:
     is_fast = tokenizer.encoder.facts.is_fast
     if request.body_bytes > (_INLINE_BODY_BYTES if is_fast else _INLINE_LIBRARY_BODY_BYTES):
         return True
-    return items_of(request.body.get(_DECODED_ITEMS.get(request.kind, ""))) > ITEMS_AT_ONCE_MAX
+    return count_items(request.body.get(_DECODED_ITEMS.get(request.kind, ""))) > ITEMS_AT_ONCE_MAX

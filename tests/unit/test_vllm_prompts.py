@@ -1,4 +1,4 @@
-"""Prompts of the real vLLM: bodies of four APIs, and the text or ids that its own classes make of them."""
+"""Prompts recorded from vLLM: bodies of four APIs with the text or ids of its own classes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 @cache
 def without_template() -> PromptTokenizer:
-    """The vectors' tokenizer."""
+    """Return the vectors' tokenizer."""
     tokenizer = Tokenizer.from_str(tekken().to_str())
     bos = tokenizer.token_to_id("<s>")
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
@@ -37,15 +37,15 @@ def without_template() -> PromptTokenizer:
 
 @cache
 def model(template: str) -> PromptTokenizer:
-    """The vectors' tokenizer, with one of their templates."""
-    # A copy: to load the vocabulary takes seconds.
+    """Return the vectors' tokenizer with one of their templates."""
+    # A copy, because loading the vocabulary takes seconds.
     tokenizer = copy.copy(without_template())
     tokenizer.chat_template = ChatTemplate(VECTORS["templates"][template], SPECIAL_TOKENS)
     return tokenizer
 
 
 def prompts(case: dict[str, Any]) -> list[list[int]]:
-    """Our ids of a case's prompts."""
+    """Return our ids of a case's prompts."""
     tokenizer, body = model(case["template"]), case["body"]
     limits = PromptLimits(context_tokens=case.get("context_tokens"))
     if case["api"] == "completions":
@@ -59,15 +59,15 @@ def prompts(case: dict[str, Any]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("case", VECTORS["cases"], ids=[case["name"] for case in VECTORS["cases"]])
-def test_a_prompt_is_the_one_that_vllm_makes(case: dict[str, Any]) -> None:
-    """The router's and our engine's prompt is vLLM's, whatever the template asks of the messages."""
+def test_a_prompt_equals_vllms(case: dict[str, Any]) -> None:
+    """Each recorded body has vLLM's prompt, for all templates."""
     tokenizer = model(case["template"])
     expected = case.get("ids") or [tokenizer.encode(case["text"], add_special_tokens=False)]
     assert prompts(case) == expected
 
 
-def test_a_developers_message_moves_what_is_remembered() -> None:
-    """A turn that goes on with a known conversation has the ids of the whole, whoever speaks in it."""
+def test_cached_messages_work_with_developer_messages() -> None:
+    """A continued conversation with cached messages has the ids of the whole, for all roles."""
     system, user, answer, developer = (
         {"role": role, "content": f"{role} says"} for role in ("system", "user", "assistant", "developer")
     )
@@ -79,8 +79,8 @@ def test_a_developers_message_moves_what_is_remembered() -> None:
         assert chat_prompt(raw, known).tolist() == chat_prompt(body, known).tolist()
 
 
-def test_a_suffix_goes_where_the_engine_wants_it() -> None:
-    """vLLM writes a text to be filled in by code of its own for some models, and refuses it for others."""
+def test_a_suffix_is_unsupported() -> None:
+    """A suffix is unsupported, because vLLM renders it by code for some models and rejects it for others."""
     with pytest.raises(UnsupportedPromptError):
         completion_prompts({"prompt": "a", "suffix": "b"}, model("llama"))
     assert completion_prompts({"prompt": "a", "suffix": None}, model("llama"))
@@ -89,7 +89,7 @@ def test_a_suffix_goes_where_the_engine_wants_it() -> None:
 def from_directory(
     directory: Path, settings: dict[str, Any], config: dict[str, Any], library: Tokenizer | None = None
 ) -> PromptTokenizer:
-    """A model with these settings; its tokenizer is a small one if no other is given."""
+    """Load a model with these settings, by default with a small tokenizer."""
     if library is None:
         library = Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
         library.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
@@ -108,7 +108,7 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "t
 
 @pytest.mark.parametrize("in_files", [True, False])
 def test_chats_with_tools_have_their_own_template(tmp_path: Path, in_files: bool) -> None:
-    """A model's second template is for chats with tools, in the form of content that it asks for."""
+    """A model's tool template renders chats with tools, with contents in its own form."""
     if in_files:
         (tmp_path / "chat_template.jinja").write_text(TWO_TEMPLATES["default"])
         (tmp_path / "additional_chat_templates").mkdir()
@@ -122,7 +122,7 @@ def test_chats_with_tools_have_their_own_template(tmp_path: Path, in_files: bool
 
 
 def test_a_template_knows_the_models_own_special_tokens(tmp_path: Path) -> None:
-    """Tokens that only this model has are variables by their names, as transformers has them."""
+    """A model's extra special tokens are template variables, as in transformers."""
     settings = {
         "chat_template": "{{ image_token }}{{ other_token }}{{ bos_token }}",
         "extra_special_tokens": {"image_token": "[INST]", "other_token": {"content": "[/INST]"}},
@@ -133,8 +133,8 @@ def test_a_template_knows_the_models_own_special_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [{"model_type": "gpt_oss"}, {"architectures": ["DeepseekV32ForCausalLM"]}])
-def test_no_template_stands_for_an_engines_own_code(tmp_path: Path, config: dict[str, Any]) -> None:
-    """Where vLLM writes a chat by code of its own, its ids are not known here, whatever template there is."""
+def test_models_rendered_by_code_have_no_template(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Chats of models that vLLM renders by code are unsupported, even if they have a template."""
     settings = {"chat_template": TWO_TEMPLATES["default"]}
     with pytest.raises(UnsupportedPromptError):
         chat_prompt({"messages": PARTS}, from_directory(tmp_path, settings, config))
@@ -153,8 +153,8 @@ def test_no_template_stands_for_an_engines_own_code(tmp_path: Path, config: dict
         ([], False),
     ],
 )
-def test_no_template_stands_for_mistral_common(tmp_path: Path, names: list[str], is_theirs: bool) -> None:
-    """Where vLLM takes Mistral's own library a chat's ids are not known here; where it does not, they are."""
+def test_chats_of_mistral_common_are_unsupported(tmp_path: Path, names: list[str], is_theirs: bool) -> None:
+    """Chats are unsupported exactly if vLLM uses mistral-common for the model."""
     for name in names:
         (tmp_path / name).touch()
     settings = {"chat_template": TWO_TEMPLATES["default"]}
@@ -168,12 +168,12 @@ def test_no_template_stands_for_mistral_common(tmp_path: Path, names: list[str],
 
 
 def test_a_text_has_mistral_commons_ids(tmp_path: Path) -> None:
-    """Tekken's texts have the library's ids, and none where they are cut or hold more than text."""
+    """Texts have mistral-common's ids, except if they are truncated or contain special tokens."""
     (tmp_path / "tekken.json").touch()
     ours = from_directory(tmp_path, {}, {}, tekken())
     theirs = Tekkenizer.from_file(TEKKEN)
     for text in ("", "The sky is  blue.\n\n", " é 😀 1234567", "a [INST ] b"):
-        # In the vectors' tokenizer special tokens stand behind all others.
+        # In the vectors' tokenizer special tokens have the highest ids.
         ids = [theirs.num_special_tokens + at for at in ours.encode(text, add_special_tokens=False)]
         assert ids == theirs.encode(text, bos=False, eos=False)
         for fields in ({"prompt": f"{text}[INST]"}, {"prompt": text, "truncate_prompt_tokens": 1}):
@@ -181,8 +181,8 @@ def test_a_text_has_mistral_commons_ids(tmp_path: Path) -> None:
                 completion_prompts(fields, ours)
 
 
-def test_no_text_has_sentencepieces_ids(tmp_path: Path) -> None:
-    """Nothing is claimed of older models' own tokenizer, and ids stay what they are."""
+def test_texts_of_sentencepiece_models_are_unsupported(tmp_path: Path) -> None:
+    """Texts of models with Mistral's sentencepiece tokenizer are unsupported; given ids are kept."""
     (tmp_path / "tokenizer.model.v3").touch()
     ours = from_directory(tmp_path, {}, {})
     with pytest.raises(UnsupportedPromptError):
