@@ -66,7 +66,7 @@ def check_host(host: HostTier, holders: Sequence[HostBlock] = ()) -> None:
     assert all(0 <= slot < host.num_blocks for slot in slots), "a slot beyond the last"
     for key, block in host.kept.items():
         assert block.content.key == key, "a host block cannot be found"
-        assert block.ready or block.holders, "a host block waits for a copy that nobody makes"
+        assert block.ready or block.holders, "a host block waits for a copy that is not under way"
     for block, count in Counter(holders).items():
         assert host.kept.get(block.content.key) is block, "a block that is needed is gone"
         assert block.holders >= count, "a slot that is needed may be reused"
