@@ -18,9 +18,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
-from model_server.engine.core import Engine
-from model_server.kv_events.events import NullSink
-from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
+from model_server.engine.core import EngineCore
+from model_server.kv_events.events import NullEventPublisher
+from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingParams
 
 # Wall-clock seconds, or CPU seconds of the process's threads (which spin while they wait for each other).
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -116,18 +116,20 @@ class _OurEngine:
             max_num_seqs=batch,
             max_num_batched_tokens=batch * _PROMPT_TOKENS,
         )
-        self._engine: Engine = build_engine(config, NullSink())
+        self._engine: EngineCore = build_engine(config, NullEventPublisher())
         self._clock = clock
         self._round = 0
 
     def prefill(self, prompts: list[list[int]]) -> float:
         """Return the seconds until the first token."""
         for number in range(len(prompts)):
-            self._engine.abort(f"{self._round}.{number}")
+            self._engine.abort_request(f"{self._round}.{number}")
         self._round += 1
         sampling = SamplingParams(max_tokens=_PROMPT_TOKENS, temperature=0.0, ignore_eos=True)
         for number, prompt in enumerate(prompts):
-            self._engine.submit(GenerationRequest(f"{self._round}.{number}", tuple(prompt), sampling), _drop)
+            self._engine.add_request(
+                EngineCoreRequest(f"{self._round}.{number}", tuple(prompt), sampling), _drop
+            )
         return self.decode(1)
 
     def decode(self, steps: int) -> float:
@@ -152,5 +154,5 @@ def _figures(
     yield Figure(f"{name}_ratio_to_transformers", "x", round(statistics.median(ratios), 3), setting)
 
 
-def _drop(_: TokenOutput) -> None:
+def _drop(_: EngineCoreOutput) -> None:
     pass

@@ -25,10 +25,10 @@ from benchmarks.bare_stream import BareStream
 from benchmarks.bare_wakeup import BareWakeup
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.engine.build import build_engine
-from model_server.engine.scheduler import Chunk
-from model_server.kv_events.events import NullSink
+from model_server.kv_cache.request import ScheduledRequest
+from model_server.kv_events.events import NullEventPublisher
+from model_server.openai.api_server import ServeOptions, Server, load_tokenizer, reserve
 from model_server.requests import ChosenToken
-from model_server.serve import ServeOptions, Server, load_tokenizer, reserve
 
 _STREAMS = (1, 4, 32)
 _TOKENS = 100
@@ -56,8 +56,8 @@ def measure(rounds: int, _: Callable[[], float]) -> Iterator[Figure]:
         _: The other parts' clock; here it is always the thread's CPU time.
     """
     options = ServeOptions(EngineConfig(), "127.0.0.1", 0, (TINY_MODEL,), None, 1 << 20)
-    engine = build_engine(options.engine, NullSink())
-    engine.executor.run = _paced_tokens  # type: ignore[method-assign]
+    engine = build_engine(options.engine, NullEventPublisher())
+    engine.executor.execute_model = _paced_tokens  # type: ignore[method-assign]
     engine.start()
     server = Server(options, engine, None, load_tokenizer(TINY_MODEL))
     try:
@@ -103,10 +103,12 @@ def _serving(
             thread.join()
 
 
-def _paced_tokens(chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
+def _paced_tokens(chunks: Sequence[ScheduledRequest]) -> dict[str, ChosenToken]:
     time.sleep(_STEP_S)
-    sampling = [chunk.live for chunk in chunks if chunk.samples]
-    return {live.request_id: ChosenToken(_FIRST_TOKEN_ID + live.num_generated) for live in sampling}
+    sampling = [chunk.request for chunk in chunks if chunk.samples]
+    return {
+        request.request_id: ChosenToken(_FIRST_TOKEN_ID + request.num_output_tokens) for request in sampling
+    }
 
 
 def _token_s(port: int, loop: asyncio.AbstractEventLoop, streams: int) -> float:

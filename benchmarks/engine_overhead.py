@@ -23,10 +23,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.against_transformers import SHAPE, Figure
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
-from model_server.engine.core import Engine
-from model_server.kv_events.events import EventSink, KVEvent, NullSink
-from model_server.kv_events.publisher import KVEventPublisher, KVEventsConfig
-from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
+from model_server.engine.core import EngineCore
+from model_server.kv_events.events import EventPublisher, KVEvent, NullEventPublisher
+from model_server.kv_events.publisher import KVEventsConfig, ZmqEventPublisher
+from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingParams
 
 _BATCH = 32
 _PROMPT_TOKENS = 256
@@ -52,7 +52,7 @@ def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
                 setting = {"batch": _BATCH, "vocabulary": SHAPE["vocab_size"]}
                 milliseconds = round(1000 * statistics.median(times), 4)
                 yield Figure(f"step_overhead_{name}_b32_ms", "ms", milliseconds, setting)
-            quiet = _engine(Path(directory), NullSink())
+            quiet = _engine(Path(directory), NullEventPublisher())
             _take_arithmetic_out(quiet)
             yield _publish_cost(engine, quiet, sink, whole_s, rounds)
 
@@ -60,7 +60,7 @@ def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
 class _CountingPublisher:
     """Publisher, and the number of batches handed to it."""
 
-    def __init__(self, publisher: KVEventPublisher) -> None:
+    def __init__(self, publisher: ZmqEventPublisher) -> None:
         self._publisher = publisher
         self._given = 0
 
@@ -77,7 +77,7 @@ class _CountingPublisher:
 
 @contextmanager
 def _publishing() -> Iterator[_CountingPublisher]:
-    publisher = KVEventPublisher(KVEventsConfig(endpoint="tcp://127.0.0.1:*", topic="kv@bench"))
+    publisher = ZmqEventPublisher(KVEventsConfig(endpoint="tcp://127.0.0.1:*", topic="kv@bench"))
     context = zmq.Context()
     try:
         subscriber = context.socket(zmq.SUB)
@@ -90,7 +90,7 @@ def _publishing() -> Iterator[_CountingPublisher]:
         context.destroy(linger=0)
 
 
-def _engine(directory: Path, sink: EventSink) -> Engine:
+def _engine(directory: Path, sink: EventPublisher) -> EngineCore:
     config = EngineConfig(
         model=str(directory),
         gpu_blocks=2 * _BATCH * (_PROMPT_TOKENS + _DECODE_STEPS) // 16,
@@ -101,7 +101,7 @@ def _engine(directory: Path, sink: EventSink) -> Engine:
     return build_engine(config, sink)
 
 
-def _take_arithmetic_out(engine: Engine) -> None:
+def _take_arithmetic_out(engine: EngineCore) -> None:
     # Logits are spread as a model's: flat logits would make top-p keep thousands of tokens.
     logits = 4 * torch.randn((_BATCH, SHAPE["vocab_size"]))
 
@@ -114,19 +114,19 @@ def _take_arithmetic_out(engine: Engine) -> None:
     engine.executor.runner.model.forward = ready_made  # type: ignore[attr-defined]
 
 
-def _submit(engine: Engine, sampling: SamplingParams) -> None:
+def _submit(engine: EngineCore, sampling: SamplingParams) -> None:
     prompts = torch.randint(3, SHAPE["vocab_size"], (_BATCH, _PROMPT_TOKENS)).tolist()
     for number, prompt in enumerate(prompts):
-        engine.submit(GenerationRequest(f"{number}", tuple(prompt), sampling), _drop)
+        engine.add_request(EngineCoreRequest(f"{number}", tuple(prompt), sampling), _drop)
 
 
 def _step_s(
-    engine: Engine, sink: _CountingPublisher, sampling: SamplingParams, clock: Callable[[], float]
+    engine: EngineCore, sink: _CountingPublisher, sampling: SamplingParams, clock: Callable[[], float]
 ) -> float:
     """Return the seconds of one decode step of all requests together, its events sent."""
     _submit(engine, sampling)
     while len(engine.scheduler.running) < _BATCH or any(
-        live.pending > 1 for live in engine.scheduler.running
+        request.num_pending_tokens > 1 for request in engine.scheduler.running
     ):
         engine.step()
     sink.wait()  # the prefill's events are no part of it
@@ -137,7 +137,7 @@ def _step_s(
     return (clock() - started_s) / (engine.stats().steps - steps)
 
 
-def _whole_s(engine: Engine) -> float:
+def _whole_s(engine: EngineCore) -> float:
     """Return the seconds of prefill and decode of all requests, as this process alone would take them."""
     _submit(engine, _SAMPLINGS["greedy"])
     started_s = time.process_time()
@@ -147,7 +147,7 @@ def _whole_s(engine: Engine) -> float:
 
 
 def _publish_cost(
-    engine: Engine, quiet: Engine, sink: _CountingPublisher, whole_s: float, rounds: int
+    engine: EngineCore, quiet: EngineCore, sink: _CountingPublisher, whole_s: float, rounds: int
 ) -> Figure:
     costs_s = []
     for _ in range(rounds + 1):
@@ -169,5 +169,5 @@ def _nothing() -> None:
     pass
 
 
-def _drop(_: TokenOutput) -> None:
+def _drop(_: EngineCoreOutput) -> None:
     pass

@@ -21,7 +21,7 @@ from benchmarks.index_load import PODS
 from benchmarks.radix_rival import measure_rival
 from benchmarks.report import Options, cpu_s, read_options
 from indexer.index.index import FlatIndex
-from indexer.index.tiers import Tiers
+from indexer.tiers import Tiers
 from indexer.views.applier import warm_kernels
 
 _POD = PODS[0]

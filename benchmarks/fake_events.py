@@ -24,8 +24,8 @@ from random import Random
 import zmq
 
 from benchmarks.fake_pod import model_directory
-from model_server.kv_events.events import MEDIUM_GPU, BlockHash, BlockStored
-from model_server.kv_events.replay import ReplayServer, StepRing
+from model_server.kv_events.events import MEDIUM_GPU, BlockStored, ExternalBlockHash
+from model_server.kv_events.replay import ReplayBuffer, ReplayServer
 from tokenization import PromptTokenizer
 from tokenization.prompts import chat_prompt
 
@@ -44,7 +44,7 @@ class _Pod:
     """One pod's sockets; the blocks of its steps are all of one chain."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], events_port: int, replay_port: int) -> None:
-        self._ring = StepRing(_BATCHES_KEPT)
+        self._ring = ReplayBuffer(_BATCHES_KEPT)
         self._events = context.socket(zmq.PUB)
         self._events.set_hwm(_BATCHES_KEPT)
         self._events.bind(f"tcp://127.0.0.1:{events_port}")
@@ -53,7 +53,7 @@ class _Pod:
         replay.bind(f"tcp://127.0.0.1:{replay_port}")
         self.replay = ReplayServer(replay, b"", self._ring)
         self._stored = 0
-        self._parent: BlockHash | None = None
+        self._parent: ExternalBlockHash | None = None
 
     def holds(self, token_ids: list[int]) -> None:
         """Store all full blocks of a prompt."""
@@ -68,7 +68,7 @@ class _Pod:
             self._parent = stored[-1].block_hashes[-1]
         self._publish(stored)
 
-    def _store(self, parent: BlockHash | None, token_ids: list[int], blocks: int) -> BlockStored:
+    def _store(self, parent: ExternalBlockHash | None, token_ids: list[int], blocks: int) -> BlockStored:
         numbers = range(self._stored + 1, self._stored + blocks + 1)
         self._stored += blocks
         hashes = [number * _HASH_FACTOR & _HASH_MASK for number in numbers]

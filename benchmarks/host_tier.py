@@ -18,10 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.against_transformers import SHAPE, Figure
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
-from model_server.engine.core import Engine
-from model_server.kv_cache.copies import CpuCopies
-from model_server.kv_events.events import NullSink
-from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
+from model_server.engine.core import EngineCore
+from model_server.kv_events.events import NullEventPublisher
+from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingParams
+from model_server.worker.block_copies import CpuCopies
 
 _PREFIX_TOKENS = 4096
 _BLOCK_TOKENS = 16
@@ -43,13 +43,13 @@ def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
             cpu_blocks=3 * blocks,
             max_num_batched_tokens=_PREFIX_TOKENS,
         )
-        engine = build_engine(config, NullSink())
+        engine = build_engine(config, NullEventPublisher())
         yield _restored_by_recomputed(engine, rounds, clock)
         tensors = [tensor.clone() for tensor in engine.executor.runner.attention.block_tensors()]  # type: ignore[attr-defined]
     yield _copy_by_memcpy(tensors, rounds, clock)
 
 
-def _restored_by_recomputed(engine: Engine, rounds: int, clock: Callable[[], float]) -> Figure:
+def _restored_by_recomputed(engine: EngineCore, rounds: int, clock: Callable[[], float]) -> Figure:
     draw = random.Random(0)
     ratios = []
     first = draw.choices(range(3, 1000), k=_PREFIX_TOKENS)
@@ -64,13 +64,13 @@ def _restored_by_recomputed(engine: Engine, rounds: int, clock: Callable[[], flo
 
 
 def _first_token_s(
-    engine: Engine, name: str, prefix: list[int], clock: Callable[[], float], *, cached: int = 0
+    engine: EngineCore, name: str, prefix: list[int], clock: Callable[[], float], *, cached: int = 0
 ) -> float:
     prompt = (*prefix, *random.Random(name).choices(range(3, 1000), k=_QUESTION_TOKENS))
-    outputs: list[TokenOutput] = []
+    outputs: list[EngineCoreOutput] = []
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     started_s = clock()
-    engine.submit(GenerationRequest(name, prompt, sampling), outputs.append)
+    engine.add_request(EngineCoreRequest(name, prompt, sampling), outputs.append)
     while not outputs:
         engine.step()
     taken_s = clock() - started_s

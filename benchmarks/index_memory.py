@@ -19,7 +19,7 @@ from benchmarks.index_load import PODS
 from benchmarks.report import Options
 from indexer.config import PodStream
 from indexer.index.index import FlatIndex
-from indexer.index.tiers import Tiers
+from indexer.tiers import Tiers
 from indexer.views.applier import warm_kernels
 
 _POOL_BLOCKS = 131_072

@@ -36,14 +36,15 @@ from benchmarks.report import Options, read_options
 from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.pod_entry import PodEntry
 from router._pb import endpoint_picker_pb2 as pb
-from router.doors.ext_authz import CheckDoor
+from router.doors.ext_authz import ExtAuthzService
 from router.doors.health import CHECK_SERVICE, PICK_SERVICE
-from router.doors.pick import PickDoor
-from router.feedback.lifecycle import ACCESS_LOG, Outcomes
+from router.doors.pick import EndpointPickerService
+from router.feedback.lifecycle import ACCESS_LOG, Lifecycle
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
-from router.observe.decision_log import Explain
+from router.observe.decision_log import DecisionLog
 from router.observe.metrics import RouterMetrics
+from router.observe.requests import ObservedRouter, RequestRecorder
 from router.picking.admission import Admission, UtilizationDetector
 from router.picking.route import Router
 from router.picking.scheduler import Scheduler
@@ -87,27 +88,30 @@ class Inside:
         pods = PodSet()
         ledger = Ledger(LedgerParameters(), pods.board)
         metrics = RouterMetrics(registry)
-        explain = Explain(_DECISIONS_KEPT, lambda address: address)
+        decision_log = DecisionLog(_DECISIONS_KEPT, lambda address: address)
         rates = PrefillRates(RateParameters(), pods.board)
         self.index = KvIndexer(IndexerConfig(block_tokens=BLOCK_TOKENS), registry=registry)
-        self.outcomes = Outcomes(ledger, rates, explain, metrics, self.index.settle, self.index.dropped)
+        self.lifecycle = Lifecycle(
+            ledger, rates, RequestRecorder(decision_log, metrics), self.index.settle, self.index.dropped
+        )
         self.tokenizers = TokenizerRegistry.load(
             {MODEL: model_directory(bodies)}, TokenizeOptions(deadline_s=_DEADLINE_S)
         )
         self.scheduler = Scheduler(
             pods.board, ledger, np.random.default_rng(7), block_tokens=self.index.block_tokens
         )
-        self.router = Router(
+        routed = Router(
             pods=pods,
             tokenizers=self.tokenizers,
             index=self.index,
             admission=Admission({}, UtilizationDetector(load_age_max_s=5.0), pods.board),
             scheduler=self.scheduler,
-            sink=self.outcomes,
+            dispatched=self.lifecycle.decided,
         )
-        check = CheckDoor(self.router, BodyGuard(), metrics, _BODY_BYTES_MAX)
+        self.router = ObservedRouter(routed, metrics)
+        check = ExtAuthzService(self.router, BodyGuard(), metrics, _BODY_BYTES_MAX)
         self.answer = _served(_handler(check, f"/{CHECK_SERVICE}/Check"))
-        picks = PickDoor(self.router, self.outcomes, metrics, pods)
+        picks = EndpointPickerService(self.router, self.lifecycle, metrics, pods)
         self.pick_endpoint = _served(_handler(picks, f"/{PICK_SERVICE}/PickEndpoint"))
         self._numbers = count()
         # Keep the publisher alive as long as the router: a view without one counts less.
@@ -133,7 +137,7 @@ class Inside:
 
     def end(self, request_id: str) -> None:
         """Report the end of a request as an access log entry."""
-        self.outcomes.ended(request_id, ACCESS_LOG, time.monotonic(), late_s=0.01)
+        self.lifecycle.ended(request_id, ACCESS_LOG, time.monotonic(), late_s=0.01)
 
     def close(self) -> None:
         """Stop the router's threads and the pods."""
@@ -228,7 +232,7 @@ def _picks(
             for call in calls:
                 inside.pick_endpoint(call)
             picked_ns = time.thread_time_ns()
-            inside.outcomes.expire(time.monotonic() + _LIFETIME_S)
+            inside.lifecycle.expire(time.monotonic() + _LIFETIME_S)
             pick_ns += picked_ns - then_ns
             expire_ns += time.thread_time_ns() - picked_ns
         if at:  # the first warms caches
@@ -244,7 +248,7 @@ def _pick_request(body: bytes) -> bytes:
     return request.SerializeToString()
 
 
-def _handler(door: CheckDoor | PickDoor, path: str) -> Any:
+def _handler(door: ExtAuthzService | EndpointPickerService, path: str) -> Any:
     """Return the service's method, as a gRPC server looks it up."""
     found: dict[str, Any] = {}
 
@@ -285,7 +289,7 @@ def _watched(inside: Inside) -> Iterator[dict[str, int]]:
         (inside.index, "match", "match"),
         (inside.scheduler, "schedule", "schedule"),
         (inside.index, "speculate", "speculate"),
-        (type(inside.outcomes), "decided", "decided"),
+        (type(inside.lifecycle), "decided", "decided"),
         (type(inside.router), "route", "whole"),
     ]
     kept = [(owner, method, getattr(owner, method)) for owner, method, _ in steps]

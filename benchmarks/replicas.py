@@ -29,14 +29,14 @@ from indexer import IndexerConfig, KvIndexer
 from indexer.peers.service import PeerIdentity
 from indexer.pod_entry import PodEntry
 from kvroute.stack import HOST
-from router.feedback.change_log import Journal, LedgerDoor
-from router.feedback.fleet import OthersWork
-from router.feedback.follower import Followers
-from router.feedback.messages import News, read_news
+from router.feedback.change_log import ChangeLog, LedgerService
+from router.feedback.fleet import RemoteLoad
+from router.feedback.follower import LedgerFollower
+from router.feedback.messages import LedgerChanges, decode_changes
 from router.h2 import GrpcServer
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger, LedgerParameters
-from router.inflight.rates import Lesson
+from router.inflight.rates import RateSample
 from router.pods.pod_set import PodSet
 
 _LOADS = ((4, 0.5), (4, 0.8), (8, 0.9))
@@ -138,11 +138,11 @@ class Costs:
         pods = PodSet()
         pods.declare(self.entries)
         self._ledger = Ledger(LedgerParameters(), pods.board)
-        self._journal = Journal(self._ledger)
+        self._change_log = ChangeLog(self._ledger)
         other = PodSet()
         other.declare(self.entries)
         index = KvIndexer(IndexerConfig(hash_seed=7), registry=CollectorRegistry())
-        self._work = OthersWork(Ledger(LedgerParameters(), other.board), index, other)
+        self._work = RemoteLoad(Ledger(LedgerParameters(), other.board), index, other)
         self._numbers = count()
         self._keys = np.random.default_rng(7).integers(0, 1 << 63, (64, _BLOCKS)).astype(np.uint64)
 
@@ -152,26 +152,26 @@ class Costs:
 
     def shared(self, requests: int) -> tuple[float, float]:
         """Return the same for sending, and for receiving, including encoding and decoding."""
-        reader = self._journal.join()
+        follower = self._change_log.subscribe()
         messages: list[bytes] = []
 
         def tell() -> None:
             for _ in range(requests // _BATCH):
                 numbers = self._begin(_BATCH)
-                self._journal.tell()
-                messages.append(reader.take(0))
+                self._change_log.flush()
+                messages.append(follower.get(0))
                 self._end(numbers)
-                self._journal.tell()
-                messages.append(reader.take(0))
+                self._change_log.flush()
+                messages.append(follower.get(0))
 
         def take() -> None:
             for message in messages:
-                self._work.take("peer", read_news(message), 0.0)
+                self._work.apply("peer", decode_changes(message), 0.0)
 
         try:
             return 1e6 * cpu_s(tell) / requests, 1e6 * cpu_s(take) / requests
         finally:
-            self._journal.leave(reader)
+            self._change_log.unsubscribe(follower)
 
     def _serve(self, requests: int) -> None:
         for _ in range(requests // _BATCH):
@@ -183,7 +183,7 @@ class Costs:
             number = next(self._numbers)
             name, pod = f"{number:032x}", self.entries[number % _PODS].pod
             names.append(name)
-            dispatch = Dispatch(name, pod, 16 * _NEW_BLOCKS, 0.0, 0.1, None, Lesson.RATE, 0.0)
+            dispatch = Dispatch(name, pod, 16 * _NEW_BLOCKS, 0.0, 0.1, None, RateSample.EXACT, 0.0)
             self._ledger.dispatch(dispatch, self._keys[number % 64, _BLOCKS - _NEW_BLOCKS :])
         return names
 
@@ -196,13 +196,13 @@ class Costs:
 def _late_ms(requests: int) -> list[float]:
     """Return milliseconds until another router has a request, one at a time, over loopback."""
     ledger = Ledger(LedgerParameters())
-    journal = Journal(ledger)
+    change_log = ChangeLog(ledger)
     ours, theirs = (PeerIdentity(fingerprint=7, tiers=("gpu",)) for _ in range(2))
     taken_ms: list[float] = []
     taken = threading.Event()
 
-    def take(_address: str, news: News, now_s: float) -> None:
-        if news.sent:
+    def take(_address: str, changes: LedgerChanges, now_s: float) -> None:
+        if changes.sent:
             taken_ms.append(1000 * (now_s - sent_s))
             taken.set()
 
@@ -211,24 +211,25 @@ def _late_ms(requests: int) -> list[float]:
         threads=4,
         requests_max=8,
         message_bytes_max=0,
-        services=(LedgerDoor(journal, ours).add_to,),
+        services=(LedgerService(change_log, ours).add_to,),
         inline={},
     )
     server.start()
-    journal.start()
+    change_log.start()
     peers = (f"{HOST}:{server.port}",)
-    followers = Followers(IndexerConfig(hash_seed=7, peers=peers), theirs, take, lambda _address, _now_s: 0)
-    followers.start()
-    while not journal.readers:
+    config = IndexerConfig(hash_seed=7, peers=peers)
+    following = LedgerFollower(config, theirs, take, lambda _address, _now_s: 0)
+    following.start()
+    while not change_log.follower_count:
         time.sleep(_PAUSE_S)
     for number in range(requests):
         time.sleep(_PAUSE_S)
         taken.clear()
         sent_s = time.monotonic()
-        ledger.dispatch(Dispatch(str(number), "10.0.0.1:8000", 1, 0.0, 0.1, None, Lesson.RATE, sent_s))
+        ledger.dispatch(Dispatch(str(number), "10.0.0.1:8000", 1, 0.0, 0.1, None, RateSample.EXACT, sent_s))
         taken.wait()
-    followers.close()
-    journal.close()
+    following.close()
+    change_log.close()
     server.close()
     return taken_ms
 

@@ -1,4 +1,4 @@
-"""Ports of this machine's loopback address, for the processes that tests start."""
+"""Ports of the loopback address for processes that tests start."""
 
 import os
 import socket
@@ -7,28 +7,28 @@ from random import SystemRandom
 
 HERE = "127.0.0.1"
 
-# Below those that systems give to outgoing connections, which may take any free one at any moment.
+# Below the ephemeral range, from which the system picks ports of outgoing connections at any time.
 _LOWEST, _BEYOND = 10_000, 32_000
-# Test processes that run side by side draw from parts of their own: a port is bound some time after its draw.
+# Parallel test processes draw from separate ranges, since a port is bound some time after its draw.
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-# Not the shared generator: it begins anew with each test, and would give each the last one's ports.
+# Not the shared generator: tests reseed it, and each would draw the same ports again.
 _random = SystemRandom()
 
 
 def free_port() -> int:
-    """A port that nobody listened on a moment ago, and that no outgoing connection will take."""
+    """Return a port below the ephemeral range on which nothing listens."""
     return free_base([0])
 
 
 def free_ports(count: int) -> range:
-    """So many of them in a row."""
+    """Return several different free ports."""
     base = free_base(range(count))
     return range(base, base + count)
 
 
 def free_base(offsets: Sequence[int]) -> int:
-    """A number that is such a port with each of these offsets added, all of them small."""
+    """Return a base port such that it and each base + offset are free."""
     size = (_BEYOND - _LOWEST) // _WORKERS
     lowest = _LOWEST + _WORKER * size
     beyond = lowest + size - max(offsets)
@@ -40,14 +40,14 @@ def free_base(offsets: Sequence[int]) -> int:
 
 
 def listens(port: int) -> bool:
-    """Whether somebody listens there."""
+    """Return whether something listens on a port."""
     with socket.socket() as client:
         return client.connect_ex((HERE, port)) == 0
 
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # As servers do: what is left of ended connections is in nobody's way.
+        # As servers do: lingering connections do not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HERE, port))

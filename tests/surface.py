@@ -1,7 +1,7 @@
-"""The public surface as the code has it: what operators and clients may depend on, as lines of text.
+"""The public surface of the code as lines of text: what operators and clients may depend on.
 
-Each function of `SECTIONS` collects one section. They read the code by what it does (parsers, registries,
-descriptors) or by the strings in it, so that moving code from one module to another changes nothing here.
+Each function of `SECTIONS` collects one section. It inspects behaviour (parsers, registries, descriptors) or
+string constants, so that moving code between modules changes nothing here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from kvroute.cli import main as kvroute
 from model_server.kv_events.publisher import PublisherStats
-from model_server.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
+from model_server.openai.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
 from model_server.requests import EngineStats
 from router.app.config import parse_flags
 from router.app.server import RouterServer
@@ -60,7 +60,7 @@ _KUBECONFIG = """\
 
 
 def flags() -> Iterator[str]:
-    """Every flag of every command, and the benchmarks' names."""
+    """Return every flag of every command, and the benchmarks' names."""
     for command in _listed(_output(["--help"])):
         yield f"kvroute {command}"
         if command == "bench":
@@ -76,14 +76,14 @@ def flags() -> Iterator[str]:
 
 
 def chart_values() -> Iterator[str]:
-    """The path of every value, from the schema and the defaults."""
+    """Return the path of every chart value, from the schema and the defaults."""
     schema = json.loads((_CHART / "values.schema.json").read_text())
     yield from _schema_paths(schema, schema, "")
     yield from _value_paths(yaml.safe_load((_CHART / "values.yaml").read_text()), "")
 
 
 def metrics() -> Iterator[str]:
-    """Name, labels and type of every metric, by the program that shows it."""
+    """Return name, labels and type of every metric, by program."""
     for argv in _router_variants():
         for registry in _registries(argv):
             yield from (f"router {line}" for line in _families(registry))
@@ -91,26 +91,26 @@ def metrics() -> Iterator[str]:
 
 
 def http_paths() -> Iterator[str]:
-    """Paths that are served, asked for, or routed, by package."""
+    """Return the HTTP paths that are served, requested or routed, by package."""
     for package, text in _strings():
         if _PATH.fullmatch(text) and not text.startswith(_FILES) and not text.endswith((".py", ".so")):
             yield f"{package} {text}"
 
 
 def grpc_methods() -> Iterator[str]:
-    """Methods of our own services, and the names of others' services."""
+    """Return the methods of our gRPC services, and the names of others' services."""
     for file in _descriptors().file:
         for service in file.service:
             yield from (f"/{file.package}.{service.name}/{method.name}" for method in service.method)
     for _, text in _strings():
         if _SERVICE.fullmatch(text):
             yield text
-            # A method's path names its service, too.
+            # A method's path contains its service's name too.
             yield text.removeprefix("/").partition("/")[0]
 
 
 def proto_fields() -> Iterator[str]:
-    """Number, name and type of every field of our messages, and the values of our enums."""
+    """Return number, name and type of every field of our messages, and the values of our enums."""
     for file in _descriptors().file:
         for enum in file.enum_type:
             yield from (f"{file.package}.{enum.name} {value.number} {value.name}" for value in enum.value)
@@ -119,29 +119,29 @@ def proto_fields() -> Iterator[str]:
 
 
 def headers() -> Iterator[str]:
-    """Names of headers that are read or set."""
+    """Return the names of headers that are read or set."""
     for _, text in _strings():
         if _HEADER.fullmatch(text):
             yield text
 
 
 def pod_labels() -> Iterator[str]:
-    """Labels and annotations, and the API groups beside them."""
+    """Return labels, annotations and API groups."""
     for _, text in _strings():
         if _LABEL.fullmatch(text):
             yield text
 
 
 def variables() -> Iterator[str]:
-    """Environment variables that are read."""
+    """Return the environment variables that are read."""
     for _, text in _strings():
         if _VARIABLE.fullmatch(text):
             yield text
 
 
 def configuration_words() -> Iterator[str]:
-    """Keys of the picker's configuration file and of the pods file, and the types of plugins."""
-    _refusal("plugins: [{type: unknown}]")  # Loads all modules that read the file.
+    """Return the keys of the picker's configuration file and the pods file, and the types of plugins."""
+    _refusal("plugins: [{type: unknown}]")  # Imports all modules that read the file.
     for kind in _heirs(Settings):
         for word in (*_keys(kind), *kind.instead):
             yield f"picker file: {word}"
@@ -168,14 +168,14 @@ SECTIONS: Mapping[str, Callable[[], Iterable[str]]] = {
 
 
 class _CaughtError(Exception):
-    """Carries a parser out of a command that was about to use it."""
+    """Exception that carries a parser out of a command before it parses its flags."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:
         self.parser = parser
 
 
 def _parser(run: Callable[[], object]) -> argparse.ArgumentParser:
-    """Return the parser that a command reads its flags with."""
+    """Return the parser of a command's flags."""
 
     def caught(self: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
         raise _CaughtError(self)
@@ -189,7 +189,7 @@ def _parser(run: Callable[[], object]) -> argparse.ArgumentParser:
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    # argparse has no public list of what was added.
+    # argparse has no public list of its actions.
     for action in parser._actions:
         yield from (option for option in action.option_strings if option not in ("-h", "--help"))
 
@@ -201,7 +201,7 @@ def _output(argv: list[str]) -> str:
 
 
 def _listed(page: str) -> list[str]:
-    """Return the names in the list of a help page."""
+    """Return the names listed on a help page."""
     return re.findall(r"^  ([a-z][a-z_-]*)   +\S", page, re.MULTILINE)
 
 
@@ -233,7 +233,7 @@ def _value_paths(values: Any, path: str) -> Iterator[str]:
 
 
 def _router_variants() -> Iterator[list[str]]:
-    """Command lines that together switch on everything that has metrics."""
+    """Return command lines that together enable everything with metrics."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "pods.yaml").write_text("endpoints: []\n")
@@ -247,7 +247,7 @@ def _router_variants() -> Iterator[list[str]]:
 
 
 def _registries(argv: list[str]) -> list[CollectorRegistry]:
-    """Return the registries of a router that is made, and never started."""
+    """Return the registries of a router that is built and never started."""
     made: list[CollectorRegistry] = []
     plain = CollectorRegistry.__init__
 
@@ -271,7 +271,7 @@ def _model_server_registry() -> CollectorRegistry:
 
 
 def _families(registry: CollectorRegistry) -> Iterator[str]:
-    # prometheus_client tells labels only of series that there are; the names are in private fields.
+    # prometheus_client publishes labels only of existing series; the names are in private fields.
     for collector in list(registry._collector_to_names):
         if isinstance(collector, MetricWrapperBase):
             labels = collector._labelnames
@@ -326,7 +326,7 @@ def _trees(folders: tuple[str, ...]) -> list[tuple[str, ast.Module]]:
 
 @cache
 def _strings() -> set[tuple[str, str]]:
-    """Return the product's string constants with their packages; what an f-string fills in is `{}`."""
+    """Return the product's string constants with their packages; f-string fields become `{}`."""
     found = set()
     for package, tree in _trees(_PACKAGES):
         docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -346,7 +346,7 @@ def _heirs(kind: type[Settings]) -> Iterator[type[Settings]]:
 
 
 def _keys(kind: type[Settings]) -> Iterator[str]:
-    """Return the keys of a section of the configuration, and the words that their values may be."""
+    """Return the keys of a section of the configuration, and the allowed values of enumerations."""
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)
     for field in info.fields:
@@ -369,10 +369,10 @@ def _set_members(tree: ast.Module) -> Iterator[str]:
 
 
 def _refusal(section: str) -> list[str]:
-    """Return what there is, as the refusal of an unknown word in a section of the configuration names it."""
+    """Return the allowed words from the error for an unknown word in a section of the configuration."""
     head = _FLOW_CONFIG.replace("featureGates: [flowControl]\n", "")
     try:
         RouterServer(parse_flags(["--pods-file=/none", "--config-text", f"{head}{section}\n"])[0])
     except ConfigError as error:
-        return str(error).partition("; there are ")[2].split(", ")
+        return re.split(r"; (?:expected one of|known): ", str(error))[1].split(", ")
     raise AssertionError(f"an unknown word was accepted: {section}")

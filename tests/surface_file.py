@@ -1,4 +1,4 @@
-"""The file of the public surface: sections of sorted lines, compared with the code or written anew."""
+"""The file of the public surface: sections of sorted lines, compared with the code or rewritten."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lines_of(section: str) -> set[str]:
 
 
 def check_section(section: str, found: Iterable[str]) -> None:
-    """Fail unless a section is what was found; with UPDATE_SURFACE=1, write it into the file instead."""
+    """Fail unless a section equals the file's; with UPDATE_SURFACE=1, write it to the file instead."""
     listed, there = lines_of(section), set(found)
     if os.environ.get(_UPDATE):
         _write(section, there)

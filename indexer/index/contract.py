@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from itertools import groupby
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer.index.tiers import Tiers
 from indexer.keys import Keys
-from indexer.streams.actions import StreamState
+from indexer.tiers import Tiers
 
-if TYPE_CHECKING:
-    from indexer.streams.engine_registry import EngineState
+
+class StreamState(StrEnum):
+    """How far the index's view of one pod can be trusted."""
+
+    EXACT = "EXACT"
+    RECOVERING = "RECOVERING"
+    STALE = "STALE"
+
 
 _ALL_ONE = np.zeros(0, np.int32)
 _NO_STATES: Mapping[str, StreamState] = MappingProxyType({})
@@ -128,7 +132,14 @@ class Prefix:
 
 
 def explain_prefix(
-    engine: EngineState | str, held: NDArray[np.uint8], tiers: Tiers, *, usable_blocks: int, stride: int = 1
+    engine: str,
+    held: NDArray[np.uint8],
+    tiers: Tiers,
+    *,
+    state: StreamState,
+    reason: str,
+    usable_blocks: int,
+    stride: int = 1,
 ) -> Prefix:
     """Explain how long an engine's cached prefix is and why it ends there.
 
@@ -145,12 +156,8 @@ def explain_prefix(
         end = PrefixEnd.OTHER_ATTENTION
     else:
         end = PrefixEnd.HOLE if first_missing < len(held) else PrefixEnd.PROMPT
-    if isinstance(engine, str):
-        name, state, reason = engine, StreamState.STALE, "not_followed"
-    else:
-        name, state, reason = engine.stream.holder, engine.state, engine.reason
     return Prefix(
-        engine=name,
+        engine=engine,
         state=state,
         reason=reason,
         cached_blocks=usable_blocks,

@@ -21,7 +21,6 @@ from indexer.index.contract import IndexStats, PodMatches
 from indexer.index.hash_table import empty_table, reserved
 from indexer.index.layout import FlatArrays
 from indexer.index.match import cut_to_strides, held_blocks, match_blocks, scratch
-from indexer.index.tiers import Tiers
 from indexer.index.update import (
     count_blocks,
     ensure_room,
@@ -31,6 +30,7 @@ from indexer.index.update import (
     used_bytes,
 )
 from indexer.keys import Keys
+from indexer.tiers import Tiers
 
 # Blocks per turn under the lock, about 0.2 ms.
 TURN_BLOCKS = 1024

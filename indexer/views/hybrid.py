@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from common.jit import kernel
 from indexer.index.contract import PodMatches
 from indexer.index.index import FlatIndex
-from indexer.index.tiers import SPECULATIVE_TIER
 from indexer.keys import Keys
+from indexer.tiers import SPECULATIVE_TIER
 from indexer.views.view_parts import GROUPS_MAX, GroupRule
 from indexer.wire.events import BlockStored
 

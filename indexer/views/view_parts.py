@@ -1,5 +1,6 @@
-"""Value types of a pod's view: its exported content, and the outcome of applying events.
+"""Value types of a pod's view: its exported content, recorded changes, and the outcome of applying events.
 
+Content and changes name blocks by keys and engine hashes, never by tokens: they may leave the process.
 Peers continue a view from its exported content; the wire format is in `indexer.peers.messages`. Tiers are
 numbers, see `Tiers.names`.
 """
@@ -9,21 +10,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from enum import IntEnum
+from typing import Annotated
 
+import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
+from indexer.errors import PayloadError
 from indexer.index.layout import HeldBlocks
 from indexer.keys import Keys
 from indexer.wire.decode import UNKNOWN_EVENT
 from indexer.wire.events import MAX_TOKENS
 
-if TYPE_CHECKING:
-    from indexer.streams.change_log import Entry
-
 GROUPS_MAX = 32
+# Longer entries are neither written nor read.
+ENTRY_BYTES_MAX = 32 << 20
+_CHANGES_MAX = 1 << 20
 # Skipping a store for these reasons leaves the view valid.
 _HARMLESS = frozenset({"unknown_hash"})
 
@@ -95,6 +99,76 @@ class ViewSnapshot:
     parts: Sequence[ViewPart | Entry]  # blocks, then changes since they were listed
 
 
+class Kind(IntEnum):
+    """What a change does with one copy of each block."""
+
+    STORED = 0
+    COPIED = 1
+    REMOVED = 2
+    CLEARED = 3
+
+
+class Change(Struct, frozen=True, array_like=True):
+    """One change of what a KV cache group holds."""
+
+    group: int | None  # None for the lead group
+    kind: Kind
+    tier: int = 0
+    names: bytes = b""  # uint64, little-endian: names of blocks, see `engine_hashes`
+    keys: bytes = b""  # uint64, little-endian: their keys, of a store only
+
+    @property
+    def name_array(self) -> NDArray[np.uint64]:
+        return np.frombuffer(self.names, "<u8").astype(np.uint64)
+
+    @property
+    def key_array(self) -> NDArray[np.uint64]:
+        return np.frombuffer(self.keys, "<u8").astype(np.uint64)
+
+
+class Entry(Struct, frozen=True, array_like=True):
+    """Changes that some batches of an engine's stream made to a view."""
+
+    sequence: Annotated[int, Meta(ge=0)]  # of the last of these batches
+    digest: Annotated[bytes, Meta(min_length=16, max_length=16)]  # XXH3-128 of that batch's payload
+    facts: ViewFacts | None = None  # what the events told, where that has changed
+    changes: Annotated[Sequence[Change], Meta(max_length=_CHANGES_MAX)] = ()
+
+
+class ChangeLog:
+    """Records the changes of one view while somebody wants them; on the subscriber's thread."""
+
+    def __init__(self) -> None:
+        self._changes: list[Change] | None = None
+
+    @property
+    def is_on(self) -> bool:
+        return self._changes is not None
+
+    def begin(self) -> None:
+        self._changes = []
+
+    def end(self) -> None:
+        self._changes = None
+
+    def add(
+        self,
+        group: int | None,
+        kind: Kind,
+        tier: int = 0,
+        names: NDArray[np.uint64] | None = None,
+        keys: NDArray[np.uint64] | None = None,
+    ) -> None:
+        if self._changes is not None:
+            self._changes.append(Change(group, kind, tier, _bytes(names), _bytes(keys)))
+
+    def take(self) -> list[Change]:
+        taken = self._changes or []
+        if taken:
+            self._changes = []
+        return taken
+
+
 class StoredRun(Struct, frozen=True):
     """Run of blocks that was stored with its tokens."""
 
@@ -144,3 +218,41 @@ class Outcome:
     def invalidate(self, reason: str) -> None:
         """Mark the view as invalid: it no longer matches the engine's cache."""
         self.damage = self.damage or reason
+
+
+_DECODER = msgspec.msgpack.Decoder(Entry)
+
+
+def decode_entry(data: bytes, tiers: int) -> Entry:
+    """Read an entry.
+
+    Args:
+        data: Its msgpack, from a server to which anybody may write.
+        tiers: How many tiers there are.
+
+    Raises:
+        PayloadError: It is none, or too long.
+    """
+    if len(data) > ENTRY_BYTES_MAX:
+        raise PayloadError("oversize", f"an entry of {len(data)} bytes, at most {ENTRY_BYTES_MAX}")
+    try:
+        entry = _DECODER.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise PayloadError("broken_entry", str(error)) from None
+    if not all(_is_sound(change, tiers) for change in entry.changes):
+        raise PayloadError("broken_entry", "columns of an entry do not belong together")
+    return entry
+
+
+def _is_sound(change: Change, tiers: int) -> bool:
+    has_keys = change.kind is Kind.STORED
+    return (
+        0 <= change.tier < tiers
+        and len(change.names) % 8 == 0
+        and len(change.keys) == (len(change.names) if has_keys else 0)
+        and bool(change.name_array.all())
+    )
+
+
+def _bytes(column: NDArray[np.uint64] | None) -> bytes:
+    return b"" if column is None else column.astype("<u8").tobytes()

@@ -38,10 +38,16 @@ from router.prompts.prompt_tokens import (
 )
 from router.prompts.remote_tokenizers import RenderTokenizer, SidecarTokenizer
 from router.prompts.request import RequestKind, RouteRequest
-from tokenization import PromptError, PromptTokenizer, TokenizerLoadError
-from tokenization.apis.chat import ITEMS_AT_ONCE_MAX, ManyItemsError, count_items
-from tokenization.prompts import PromptLimits
-from tokenization.templates.files import hub_directory
+from tokenization import (
+    ITEMS_AT_ONCE_MAX,
+    ManyItemsError,
+    PromptError,
+    PromptLimits,
+    PromptTokenizer,
+    TokenizerLoadError,
+    count_items,
+    hub_directory,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The chart as Helm renders it, for the tests beside this file: the `helm` on PATH, else a library."""
+"""The chart as rendered by Helm for tests: the `helm` on PATH, else a library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHART = ROOT / "charts" / "kvroute"
 RELEASE = "rel"
 NAMESPACE = "llm"
 FULLNAME = "rel-kvroute"
-# A Helm that was built without its release's flags takes the cluster for an ancient one.
+# A Helm built without its release's flags assumes a very old cluster.
 _KUBERNETES = "1.34"
 _INFORMATION = 1
 
@@ -28,11 +28,11 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """What Helm made of values.
+    """Result of rendering the chart.
 
     Attributes:
-        text: The manifests; "" where it refused the values.
-        error: What it refused them with; "" where it did not.
+        text: The manifests; "" if the values were rejected.
+        error: The error of rejected values; else "".
     """
 
     text: str
@@ -40,7 +40,7 @@ class Rendering:
 
 
 def template(values: Mapping[str, Any] | None = None) -> Rendering:
-    """Render the chart, with values as a file would give them."""
+    """Render the chart with values as from a file."""
     program = shutil.which("helm")
     if program is None:
         return _rendered_by_library(dict(values or {}))
@@ -52,7 +52,7 @@ def template(values: Mapping[str, Any] | None = None) -> Rendering:
 
 
 def lint() -> list[str]:
-    """Return what `helm lint` warns of."""
+    """Return the warnings of `helm lint`."""
     program = shutil.which("helm")
     if program is None:
         found = helm_python.lint(CHART, strict=True)
@@ -72,31 +72,31 @@ def _rendered_by_library(values: dict[str, Any]) -> Rendering:
 
 
 def text(values: Mapping[str, Any] | None = None) -> str:
-    """What is rendered; an error fails the test."""
+    """Return the rendered text; an error fails the test."""
     rendering = template(values)
     assert not rendering.error
     return rendering.text
 
 
 def manifests(values: Mapping[str, Any] | None = None) -> list[Manifest]:
-    """The objects that are rendered."""
+    """Return the rendered objects."""
     return [one for one in yaml.safe_load_all(text(values)) if one]
 
 
 def one(objects: list[Manifest], kind: str, suffix: str) -> Manifest:
-    """The one object of a kind whose name ends so."""
+    """Return the only object of a kind whose name has this suffix."""
     (found,) = [o for o in objects if o["kind"] == kind and o["metadata"]["name"] == FULLNAME + suffix]
     return found
 
 
 def container(workload: Manifest, name: str) -> Manifest:
-    """A container of a workload's pods."""
+    """Return a container of a workload's pods."""
     (found,) = [c for c in workload["spec"]["template"]["spec"]["containers"] if c["name"] == name]
     return dict(found)
 
 
 def pods(objects: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
-    """Name and pod template of every workload."""
+    """Return name and pod template of every workload."""
     for each in objects:
         if each["kind"] in ("Deployment", "Job"):
             yield each["metadata"]["name"], each["spec"]["template"]
@@ -105,19 +105,19 @@ def pods(objects: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
 
 
 def envoy_bootstrap(values: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The configuration of the rendered Envoy."""
+    """Return the rendered Envoy configuration."""
     read: dict[str, Any] = yaml.safe_load(one(manifests(values), "ConfigMap", "-envoy")["data"]["envoy.yaml"])
     return read
 
 
 def gateway_manager(bootstrap: dict[str, Any]) -> dict[str, Any]:
-    """The HTTP connection manager of its gateway."""
+    """Return the HTTP connection manager of the rendered gateway."""
     (listener,) = [each for each in bootstrap["static_resources"]["listeners"] if each["name"] == "gateway"]
     return manager(listener)
 
 
 def clusters(bootstrap: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Its clusters by name."""
+    """Return the rendered Envoy's clusters by name."""
     return {each["name"]: each for each in bootstrap["static_resources"]["clusters"]}
 
 

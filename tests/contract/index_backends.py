@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from indexer.index.index import FlatIndex
-from indexer.index.tiers import Tiers
 from indexer.keys import Keys
+from indexer.tiers import Tiers
 from tests.support.reference_index import ReferenceIndex
 
 TIERS = Tiers()

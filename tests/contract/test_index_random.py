@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from indexer.index.tiers import SPECULATIVE_TIER
+from indexer.tiers import SPECULATIVE_TIER
 from tests.contract.index_backends import BACKENDS, TIERS, keys
 from tests.support.depth import examples
 from tests.support.held_copies import references

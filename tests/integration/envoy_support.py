@@ -1,4 +1,4 @@
-"""A real Envoy before a router and fake pods, for the tests beside this file."""
+"""A real Envoy before a router and fake pods, for integration tests."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ class Gateway:
         self.pods = pods
 
     def post(self, body: object, path: str = "/v1/completions", **headers: str) -> urllib3.BaseHTTPResponse:
-        """Posts JSON, or bytes as they are."""
+        """Post JSON, or bytes unchanged."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         return self._http.request("POST", self._url + path, body=data, headers=sent)
 
     def get(self, path: str, **headers: str) -> urllib3.BaseHTTPResponse:
-        """Gets a path."""
+        """Get a path."""
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         return self._http.request("GET", self._url + path, headers=sent)
 
     def stat(self, name: str) -> int:
-        """One of Envoy's own counters."""
+        """Return one of Envoy's own counters."""
         page = self._http.request("GET", f"{self._admin}/stats?format=json&filter=^{name}$")
         (found,) = page.json()["stats"]
         return int(found["value"])
 
     def has_router(self) -> bool:
-        """Whether Envoy takes the router for healthy."""
+        """Return whether Envoy considers the router healthy."""
         return self.stat("cluster.router.membership_healthy") == 1
 
     def decision(self, response: urllib3.BaseHTTPResponse) -> dict[str, Any]:
-        """The decision behind a response."""
-        record = self.router.explain.one(response.headers["x-request-id"])
+        """Return the decision for a response's request."""
+        record = self.router.decision_log.one(response.headers["x-request-id"])
         assert record is not None
         return record
 
@@ -70,7 +70,7 @@ class Gateway:
 def gateway(
     directory: Path, mode: Mode, *, fail_open: bool = False, pods_host: str = HERE, **settings: Any
 ) -> Iterator[Gateway]:
-    """Two fake pods, a router and an Envoy."""
+    """Run two fake pods, a router and an Envoy."""
     responses: Literal["skip", "full"] = "full" if mode == "ext_proc full" else "skip"
     with fake_pods(2, pods_host) as pods:
         pods_file = write_pods(directory / "pods.yaml", [pod.address for pod in pods])
@@ -92,7 +92,7 @@ def gateway(
 
 
 def patient(config: dict[str, Any]) -> dict[str, Any]:
-    """Give routers more time to answer Envoy: a test machine may be busy for seconds."""
+    """Raise Envoy's timeouts for the router: a test machine may be busy for seconds."""
     for cluster in config["static_resources"]["clusters"]:
         for check in cluster.get("health_checks", []):
             check["timeout"] = "5s"
@@ -107,7 +107,7 @@ def patient(config: dict[str, Any]) -> dict[str, Any]:
 def running_envoy(
     directory: Path, config: dict[str, Any], port: int, admin: int
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """An Envoy that listens on `port`; its log is envoy.log in `directory`."""
+    """Run an Envoy that listens on `port`; its log is envoy.log in `directory`."""
     path = directory / "envoy.json"
     address = {"socket_address": {"address": HERE, "port_value": admin}}
     path.write_text(json.dumps({**patient(config), "admin": {"address": address}}))
@@ -125,7 +125,7 @@ def running_envoy(
 
 
 def request_bytes(body: object, more_headers: str = "") -> bytes:
-    """A POST as bytes, for clients that do not stay."""
+    """Return a POST as bytes, for clients that do not wait for the response."""
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-length: {len(data)}\r\n"
     return f"{head}{more_headers}\r\n".encode() + data

@@ -1,4 +1,4 @@
-"""The hermetic cases: their pods as servers of metrics pages, their configurations as routers."""
+"""Running the hermetic cases: their pods as servers of metrics pages, their configurations as routers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUICK = ["--host", "127.0.0.1", "--grpc-port", "0", "--grpc-health-port", "0", "
 
 
 class MetricsPod(ThreadingHTTPServer):
-    """A model server of which only the metrics page is there."""
+    """Model server with only a metrics page."""
 
     daemon_threads = True
 
@@ -43,11 +43,11 @@ class MetricsPod(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """Its identity."""
+        """The pod's address."""
         return f"{self.server_address[0]!s}:{self.server_port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Routers that go away are part of the tests."""
+        """Ignore connections that end early, which routers that stop leave behind."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -64,11 +64,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Silent."""
+        """Log nothing."""
 
 
 def metrics_page(case: Mapping[str, Any]) -> bytes:
-    """What a pod in the case's state would show."""
+    """Return the metrics page of a pod in the case's state."""
     running, waiting = ",".join(case["active_models"]), ",".join(case["waiting_models"])
     return (
         f"vllm:num_requests_waiting {case['waiting_queue']}\n"
@@ -80,7 +80,7 @@ def metrics_page(case: Mapping[str, Any]) -> bytes:
 
 
 def pod(number: int, *, waiting: int = 0, usage: float = 0.1, **labels: str) -> dict[str, Any]:
-    """A pod of a case, in its words."""
+    """Return a case's pod by its name in the case."""
     return {
         "name": f"pod-{number}",
         "ip": f"192.168.1.{number + 1}",
@@ -97,7 +97,7 @@ class Scene:
     """A running router with a case's configuration and pods.
 
     Attributes:
-        pods: In the case's order.
+        pods: Pods in the case's order.
     """
 
     def __init__(self, router: RouterServer, pods: Sequence[MetricsPod]) -> None:
@@ -105,7 +105,7 @@ class Scene:
         self.pods = pods
 
     def here(self, value: Any) -> Any:
-        """A case's value with its addresses put as they are here."""
+        """Replace the case's addresses in a value by those of the running pods."""
         text = json.dumps(value)
         for pod in self.pods:
             text = text.replace(f"{pod.ip}:8000", pod.address).replace(pod.ip, pod.address.rpartition(":")[0])
@@ -114,9 +114,9 @@ class Scene:
 
 @contextmanager
 def scene(case: Mapping[str, Any], directory: Path, *flags: str) -> Iterator[Scene]:
-    """Starts the case's pods and a router with its configuration, until every pod has told its load.
+    """Start the case's pods and a router with its configuration, and wait for every pod's load metrics.
 
-    A case may hold a configuration itself, in the place of its name, and further `resources`.
+    A case may contain a configuration instead of its name, and further `resources`.
     """
     a, b = random.randrange(1, 250), random.randrange(1, 250)
     with ExitStack() as stack:
@@ -153,7 +153,7 @@ def scene(case: Mapping[str, Any], directory: Path, *flags: str) -> Iterator[Sce
 
 
 def waiting(played: Scene) -> int:
-    """Requests that wait, as the page of plugins' states tells."""
+    """Return the number of queued requests on the page of plugin states."""
     states = json.loads(get(played.router, "/debug/plugins/state")[1])["plugins"]
     return int(states["flow-control"]["state"]["waiting"])
 
@@ -203,7 +203,7 @@ def _resources() -> list[dict[str, Any]]:
 
 
 def message(case: Mapping[str, Any]) -> pb.ProcessingRequest:
-    """One of a case's messages."""
+    """Build one of a case's messages."""
     kind, made = case["type"], pb.ProcessingRequest()
     part = getattr(made, kind)
     part.SetInParent()
@@ -229,7 +229,7 @@ def _body(case: Mapping[str, Any]) -> bytes:
 
 
 def check_answer(answer: pb.ProcessingResponse, expected: Mapping[str, Any]) -> None:
-    """Compares one answer with the case's."""
+    """Compare one response with the case's."""
     kind = expected["type"]
     assert answer.WhichOneof("response") == kind
     if "set_headers" in expected or kind == "immediate_response":
@@ -274,5 +274,5 @@ def _same(got: Any, expected: Any) -> None:
 
 
 def steps_of(case: Mapping[str, Any]) -> str:
-    """The case's steps as one text, to see that a test follows what the data says."""
+    """Return the case's steps as one text, to check that a test follows the data."""
     return re.sub(r"\s+", " ", "; ".join(step["do"] for step in case.get("steps", ())))

@@ -1,4 +1,4 @@
-"""A whole router in this process, over small fake pods that can die and come back on their port."""
+"""A whole router in this process, over small fake pods that can stop and return on their port."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0
 
 
 class FakePod:
-    """A model server's HTTP side: health, models, metrics, and an echo of whatever is posted.
+    """HTTP side of a model server: health, models, metrics, and an echo of posted bodies.
 
     Attributes:
-        healthy: Whether /health says so.
-        may_answer: While cleared, nothing is answered.
-        may_finish: While cleared, answers to POSTs are begun and not ended.
-        metrics: What its metrics page tells.
-        metrics_path: Where that page is.
-        pages: How often it was asked.
-        host: Its address.
+        healthy: Whether /health reports success.
+        may_answer: While cleared, no response is sent.
+        may_finish: While cleared, responses to POSTs are started and not completed.
+        metrics: Content of the metrics page.
+        metrics_path: Path of the metrics page.
+        pages: Number of requests for the metrics page.
+        host: Address to listen on.
         models: Ids on /v1/models, as (id, parent).
-        sources: What /kv_event_sources tells; None: there is no such page.
+        sources: Content of /kv_event_sources; None: 404.
         seen: Headers of the posted requests.
-        bodies: Their bodies.
-        ended: Connections that ended after something was posted on them.
-        answer: What a POST is answered; one that asks for a stream gets it as events in pieces.
+        bodies: Bodies of the posted requests.
+        ended: Number of connections closed after a request was posted on them.
+        answer: Response to a POST; sent as events in pieces if the request asks for a stream.
     """
 
     def __init__(self, port: int | None = None, host: str = HERE) -> None:
@@ -62,32 +62,32 @@ class FakePod:
         self.ended = 0
         self.answer = b'{"ok": true}'
         self.sources: dict[str, dict[str, Any]] | None = None
-        # Whoever is dead must find its port free again.
+        # A stopped pod must be able to bind its port again.
         self._server = self._start(free_port() if port is None else port)
 
     @property
     def port(self) -> int:
-        """Its port, which stays the same over lives."""
+        """The port, which stays the same after a restart."""
         return int(self._server.server_address[1])
 
     @property
     def address(self) -> str:
-        """Its identity."""
+        """The pod's address."""
         return pod_address(self.host, self.port)
 
     def stop(self) -> None:
-        """Dies: the port is closed."""
+        """Stop the pod: close its port."""
         self.may_answer.set()
         self.may_finish.set()
         self._server.shutdown()
         self._server.server_close()
 
     def restart(self) -> None:
-        """Comes back on its port."""
+        """Start the pod again on its port."""
         self._server = self._start(self.port)
 
     def page(self, path: str) -> tuple[int, bytes]:
-        """What a GET is answered."""
+        """Return the response to a GET."""
         if path == "/health":
             return (200 if self.healthy else 503), b""
         if path == "/v1/models":
@@ -108,7 +108,7 @@ class FakePod:
 
 @contextmanager
 def fake_pods(count: int, host: str = HERE) -> Iterator[list[FakePod]]:
-    """Some live fake pods."""
+    """Run this many fake pods."""
     pods = [FakePod(host=host) for _ in range(count)]
     try:
         yield pods
@@ -118,7 +118,7 @@ def fake_pods(count: int, host: str = HERE) -> Iterator[list[FakePod]]:
 
 
 def write_pods(path: Path, addresses: Sequence[str], **labels: str) -> Path:
-    """Writes a pods file, each pod with these labels."""
+    """Write a pods file, each pod with these labels."""
     endpoints = []
     for number, address in enumerate(addresses):
         host, _, port = address.rpartition(":")
@@ -131,9 +131,9 @@ def write_pods(path: Path, addresses: Sequence[str], **labels: str) -> Path:
 
 @contextmanager
 def running_router(pods_file: Path | None, **settings: Any) -> Iterator[RouterServer]:
-    """A started router on free ports; without a pods file the settings say where pods are."""
+    """Run a router on free ports; without a pods file the settings must configure discovery."""
     ports = dict.fromkeys(("grpc_port", "grpc_health_port", "metrics_port"), 0)
-    # The pods publish no events, so that nothing is to be waited for.
+    # The pods publish no events, so nothing is waited for.
     quick: dict[str, Any] = {
         "refresh_interval_s": 0.1,
         "sync_timeout_s": 1.0,
@@ -149,13 +149,13 @@ def running_router(pods_file: Path | None, **settings: Any) -> Iterator[RouterSe
 
 
 def get(router: RouterServer, path: str) -> tuple[int, bytes]:
-    """Reads a debug page."""
+    """Get a debug page."""
     response = urllib3.request("GET", f"http://127.0.0.1:{router.ports['metrics']}{path}", retries=False)
     return response.status, response.data
 
 
 def ready_pods(router: RouterServer) -> set[str]:
-    """Addresses of the pods that may be given requests."""
+    """Return the addresses of ready pods."""
     return {pod.address for pod in router.pods.snapshot().values() if pod.ready}
 
 
@@ -165,7 +165,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 256
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is part of the tests."""
+        """Ignore errors of clients that disconnect, which tests do on purpose."""
 
 
 class _Ipv6Server(_Server):
@@ -217,13 +217,13 @@ def _handler(pod: FakePod) -> type[BaseHTTPRequestHandler]:
             pod.ended += self.posted
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Silent."""
+            """Log nothing."""
 
         def _answer(self, status: int, data: bytes) -> None:
             self.send_response(status)
             self.send_header("content-length", str(len(data)))
             self.send_header("content-type", "application/json")
-            # Kept connections would outlive the fake pod's death.
+            # Persistent connections would outlive the fake pod's stop.
             self.send_header("connection", "close")
             self.end_headers()
             self.wfile.write(data)

@@ -1,4 +1,4 @@
-"""The benchmarks run, and print the figures that others look for; how fast is none of a test's business."""
+"""The benchmarks run and print the figures that other tools read; speed is not tested."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NAMES = (
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_figure_is_printed_as_one_json_object_a_line(name: str) -> None:
-    """`kvroute bench NAME --json` tells the machine first, then each figure with its unit and setting."""
+    """`kvroute bench NAME --json` prints the machine first, then each figure with unit and settings."""
     if name == "pick_counts" and shutil.which("valgrind") is None:
         pytest.skip("there is no valgrind")
     if name == "pickers" and not go_picker.program_path().exists():
@@ -59,12 +59,12 @@ def test_every_figure_is_printed_as_one_json_object_a_line(name: str) -> None:
 
 
 def test_an_unknown_benchmark_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """A wrong name is answered with those that there are."""
+    """An unknown benchmark is rejected with the list of names."""
     assert bench(["speed"]) == 2
     assert "speed; there are keys, index, events" in capsys.readouterr().err
 
 
-def test_help_tells_all_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_all_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a name the benchmarks are listed."""
     assert bench([]) == 0
     assert "keys" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Adapters in a running engine: each request gets its own, and no cached block of another's."""
+"""LoRA adapters in a running engine: correct outputs, and no sharing of blocks between adapters."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ import torch
 
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
-from model_server.engine.core import Engine
+from model_server.engine.core import EngineCore
 from model_server.errors import RequestError
 from model_server.kv_events.events import BlockStored
-from model_server.requests import GenerationRequest, SamplingParams
+from model_server.requests import EngineCoreRequest, SamplingParams
 from tests.integration.engine_support import EventLog, Outputs, checking_engine, request, run_to_end
 from tests.unit.lora_support import merged, save_adapter
 from tests.unit.model_support import save_reference, text_of
@@ -23,19 +23,19 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def asking(name: str, lora_name: str | None, salt: str | None = None) -> GenerationRequest:
-    """Make a greedy request for a fixed prompt."""
+def asking(name: str, lora_name: str | None, salt: str | None = None) -> EngineCoreRequest:
+    """Return a greedy request for a fixed prompt."""
     sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-    return GenerationRequest(name, tuple(PROMPT), sampling, salt, lora_name)
+    return EngineCoreRequest(name, tuple(PROMPT), sampling, salt, lora_name)
 
 
-def new_engine(directory: Path, events: EventLog) -> Engine:
-    """Make an engine for a checkpoint."""
+def new_engine(directory: Path, events: EventLog) -> EngineCore:
+    """Return an engine for a checkpoint."""
     return build_engine(EngineConfig(model=str(directory), block_tokens=4, gpu_blocks=64), events)
 
 
 def test_requests_of_base_and_adapters_run_together(tmp_path: Path) -> None:
-    """In one batch, each answer is that of the base model or of the adapter's merged weights."""
+    """In a mixed batch, each output equals that of the base model or of the merged weights."""
     base = save_reference(tmp_path / "base")
     engine = new_engine(tmp_path / "base", EventLog())
     assert engine.loras is not None
@@ -47,7 +47,7 @@ def test_requests_of_base_and_adapters_run_together(tmp_path: Path) -> None:
         models[name] = merged(base, directory)
     outputs = Outputs()
     for name, model in models.items():
-        engine.submit(asking(str(name), name), outputs)
+        engine.add_request(asking(str(name), name), outputs)
         ids = model.generate(torch.tensor([PROMPT]), max_new_tokens=6, min_new_tokens=6, do_sample=False)
         want[str(name)] = ids[0, len(PROMPT) :].tolist()
     run_to_end(engine)
@@ -56,7 +56,7 @@ def test_requests_of_base_and_adapters_run_together(tmp_path: Path) -> None:
 
 
 def test_blocks_are_shared_only_within_one_adapters_content(tmp_path: Path) -> None:
-    """Neither the base model, nor another adapter, nor another content of the same name finds the blocks."""
+    """Blocks are shared neither with the base model nor between adapters of different content."""
     base = save_reference(tmp_path / "base")
     events = EventLog()
     engine = new_engine(tmp_path / "base", events)
@@ -65,7 +65,7 @@ def test_blocks_are_shared_only_within_one_adapters_content(tmp_path: Path) -> N
     outputs = Outputs()
 
     def cached(name: str, lora_name: str | None, salt: str | None = None) -> int:
-        engine.submit(asking(name, lora_name, salt), outputs)
+        engine.add_request(asking(name, lora_name, salt), outputs)
         run_to_end(engine)
         return outputs.last[name].cached_tokens
 
@@ -88,27 +88,29 @@ def test_blocks_are_shared_only_within_one_adapters_content(tmp_path: Path) -> N
     assert salted.extra_keys[1:] == [["sql"]] * 4  # type: ignore[index]
 
 
-def test_unloading_leaves_running_requests_alone(tmp_path: Path) -> None:
-    """A request keeps its adapter to the end; new ones are refused once it is unloaded."""
+def test_unloading_spares_running_requests(tmp_path: Path) -> None:
+    """A running request keeps its adapter after an unload; new requests for it are rejected."""
     base = save_reference(tmp_path / "base")
     engine = new_engine(tmp_path / "base", EventLog())
     assert engine.loras is not None
     engine.loras.load("sql", save_adapter(tmp_path / "sql", base))
     outputs = Outputs()
-    engine.submit(asking("whole", "sql"), outputs)
+    engine.add_request(asking("whole", "sql"), outputs)
     run_to_end(engine)
-    engine.submit(asking("cut", "sql"), outputs)
+    engine.add_request(asking("cut", "sql"), outputs)
     engine.step()
     engine.loras.unload("sql")
     run_to_end(engine)
     assert outputs.tokens["cut"] == outputs.tokens["whole"]
     with pytest.raises(RequestError, match="no adapter 'sql'"):
-        engine.submit(asking("late", "sql"), outputs)
+        engine.add_request(asking("late", "sql"), outputs)
 
 
-def test_an_engine_without_adapters_refuses_their_names() -> None:
-    """A runner that has no adapters never silently answers with the base model."""
+def test_engine_without_lora_rejects_adapter_names() -> None:
+    """An engine without LoRA rejects adapter names instead of using the base model."""
     engine, _, _ = checking_engine()
     item = request("a", [1, 2, 3])
-    with pytest.raises(RequestError, match="takes no adapters"):
-        engine.submit(GenerationRequest("a", item.prompt_token_ids, item.sampling, None, "sql"), Outputs())
+    with pytest.raises(RequestError, match="LoRA adapters are disabled"):
+        engine.add_request(
+            EngineCoreRequest("a", item.prompt_token_ids, item.sampling, None, "sql"), Outputs()
+        )

@@ -1,4 +1,4 @@
-"""The engine with a real model: what it generates does not depend on how it was scheduled or cached."""
+"""The engine with a real model: outputs do not depend on scheduling or caching."""
 
 import hashlib
 import random
@@ -12,11 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
-from model_server.engine.core import Engine
+from model_server.engine.core import EngineCore
 from model_server.errors import ConfigError, WorkerError
-from model_server.kv_events.hashing import ROOT_DIGEST, hash_block
+from model_server.kv_events.hashing import ROOT_BLOCK_HASH, hash_block
 from model_server.model.weights import load_checkpoint, load_tiny
-from model_server.requests import GenerationRequest
+from model_server.requests import EngineCoreRequest
 from tests.integration.engine_support import EventLog, Outputs, cached_copies, request, run_to_end
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
@@ -33,8 +33,8 @@ def prompt(length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(3, 4096), k=length)
 
 
-def conversation() -> list[GenerationRequest]:
-    """Requests that share a system prompt, some of them repeated, one sampled with a seed."""
+def conversation() -> list[EngineCoreRequest]:
+    """Return requests that share a system prompt; some are repeated, one is sampled with a seed."""
     system = prompt(48, 0)
     turns = [(0, 1), (1, 20), (2, 37), (3, 16), (1, 20)]
     items = [
@@ -45,11 +45,11 @@ def conversation() -> list[GenerationRequest]:
     return [*items, sampled]
 
 
-def generate(engine: Engine, items: list[GenerationRequest], *, at_once: bool = True) -> Outputs:
-    """Run requests together or one after the other."""
+def generate(engine: EngineCore, items: list[EngineCoreRequest], *, at_once: bool = True) -> Outputs:
+    """Run requests together or one after the other; return their tokens."""
     outputs = Outputs()
     for item in items:
-        engine.submit(item, outputs)
+        engine.add_request(item, outputs)
         if not at_once:
             run_to_end(engine)
     run_to_end(engine)
@@ -58,7 +58,7 @@ def generate(engine: Engine, items: list[GenerationRequest], *, at_once: bool = 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[int]]:
-    """What each request generates alone, without a cache."""
+    """Return each request's output when run alone without a cache."""
     torch.set_num_threads(1)
     engine = build_engine(EngineConfig(enable_prefix_caching=False), EventLog())
     return dict(generate(engine, conversation(), at_once=False).tokens)
@@ -77,7 +77,7 @@ def alone() -> dict[str, list[int]]:
     ids=str,
 )
 def test_scheduling_and_caching_change_no_token(alone: dict[str, list[int]], settings: dict) -> None:
-    """Batched, chunked, cached or preempted, every request generates what it does alone without a cache."""
+    """Batched, chunked, cached or preempted requests generate the same tokens as alone without a cache."""
     events = EventLog()
     engine = build_engine(EngineConfig(**settings), events)
     items = conversation()
@@ -85,7 +85,7 @@ def test_scheduling_and_caching_change_no_token(alone: dict[str, list[int]], set
     assert outputs.tokens == alone
     if "gpu_blocks" in settings:
         assert engine.stats().preemptions > 0
-    # Once more, each on what the first round left in the cache.
+    # Repeat with the cache that the first round has filled.
     again = generate(engine, [*reversed(items)], at_once=False)
     assert again.tokens == alone
     assert sum(last.cached_tokens for last in again.last.values()) > 0
@@ -93,21 +93,21 @@ def test_scheduling_and_caching_change_no_token(alone: dict[str, list[int]], set
 
 
 def test_a_corrupted_block_changes_the_answer() -> None:
-    """The cache is really read: spoiling one cached block of a long prompt changes what follows it."""
+    """The engine reads its cache: corrupting one cached block changes the output."""
     engine = build_engine(EngineConfig(), EventLog())
     item = request("a", prompt(400, 5), max_tokens=24, ignore_eos=True)
     first = generate(engine, [item])
     again = generate(engine, [item])
     assert (again.tokens, again.last["a"].cached_tokens) == (first.tokens, 384)
-    block = engine.cache.pool.find((0, _first_digest(item)))
+    block = engine.kv_cache.block_pool.get_cached_block((0, _first_digest(item)))
     assert block is not None
     for tensor in engine.executor.runner.attention.block_tensors():
         tensor[:, block.block_id] += 1.0
     assert generate(engine, [item]).tokens != first.tokens
 
 
-def test_no_stop_token_comes_before_min_tokens(alone: dict[str, list[int]]) -> None:
-    """A stop token is passed over until min_tokens are there, and taken right after."""
+def test_stop_tokens_are_banned_before_min_tokens(alone: dict[str, list[int]]) -> None:
+    """A stop token is banned until min_tokens are generated and accepted right after."""
     engine = build_engine(EngineConfig(), EventLog())
     stop = frozenset({alone["r0"][2]})
     prompt_tokens = conversation()[0].prompt_token_ids
@@ -124,7 +124,7 @@ def test_no_stop_token_comes_before_min_tokens(alone: dict[str, list[int]]) -> N
 
 
 def test_the_tiny_model_is_the_same_in_every_process() -> None:
-    """Weights do not depend on the process or on torch's global random state."""
+    """Weights of the tiny model depend neither on the process nor on torch's global random state."""
     script = (
         "import torch, hashlib; torch.manual_seed(3); from model_server.model.weights import load_tiny\n"
         "weights = load_tiny('auto', torch.device('cpu')).model.weights()\n"
@@ -138,8 +138,8 @@ def test_the_tiny_model_is_the_same_in_every_process() -> None:
     assert other.stdout.strip() == here
 
 
-def test_the_tiny_model_speaks_the_tiny_tokenizers_vocabulary() -> None:
-    """Every token of the packaged tokenizer is a token of the model, and both end texts alike."""
+def test_tiny_model_has_the_tiny_tokenizers_vocabulary() -> None:
+    """Model and tokenizer of the tiny model have the same vocabulary and end-of-sequence token."""
     loaded = load_tiny("auto", CPU)
     tokenizer = PromptTokenizer.from_directory(TINY_DIRECTORY)
     assert loaded.model.shape.vocab_size == tokenizer.vocab_size
@@ -147,7 +147,7 @@ def test_the_tiny_model_speaks_the_tiny_tokenizers_vocabulary() -> None:
 
 
 def test_the_tiny_model_writes_varied_text_of_full_length() -> None:
-    """Greedy text neither ends at once nor runs in a circle."""
+    """The tiny model's greedy text neither ends at once nor repeats one loop."""
     engine = build_engine(EngineConfig(), EventLog())
     items = [request(f"r{seed}", prompt(20 + 7 * seed, seed), max_tokens=100) for seed in range(8)]
     outputs = generate(engine, items)
@@ -156,8 +156,8 @@ def test_the_tiny_model_writes_varied_text_of_full_length() -> None:
         assert len(set(tokens)) > 60
 
 
-def test_a_checkpoint_directory_generates_what_transformers_does(tmp_path: Path) -> None:
-    """A Hugging Face checkpoint runs in the engine and continues a prompt greedily as transformers does."""
+def test_checkpoint_output_equals_transformers(tmp_path: Path) -> None:
+    """Greedy output of a Hugging Face checkpoint equals that of transformers."""
     config = LlamaConfig(
         vocab_size=97,
         hidden_size=32,
@@ -181,21 +181,21 @@ def test_a_checkpoint_directory_generates_what_transformers_does(tmp_path: Path)
     assert load_checkpoint(tmp_path, "auto", CPU).eos_token_ids == frozenset()
 
 
-def test_a_device_that_does_not_recover_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the accelerator is final, not one of the requests of its step."""
+def test_accelerator_error_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accelerator error ends the engine, not only its step's requests."""
     engine = build_engine(EngineConfig(gpu_blocks=64), EventLog())
 
     def broken(*_: object) -> None:
         raise torch.AcceleratorError("illegal memory access")
 
     monkeypatch.setattr(engine.executor.runner.model, "forward", broken)
-    engine.submit(request("a", [5, 6, 7]), Outputs())
+    engine.add_request(request("a", [5, 6, 7]), Outputs())
     with pytest.raises(WorkerError, match="does not recover: illegal memory access"):
         engine.step()
 
 
 def test_the_context_fits_the_pool_or_is_refused() -> None:
-    """Unset, max_model_len shrinks to the pool; set beyond the model or the pool it stops the start."""
+    """An unset max_model_len shrinks to the pool; one beyond the model or the pool fails the start."""
     assert build_engine(EngineConfig(gpu_blocks=10), EventLog()).max_model_len == 160
     assert build_engine(EngineConfig(), EventLog()).max_model_len == 8192
     with pytest.raises(ConfigError, match="8192 positions"):
@@ -204,5 +204,5 @@ def test_the_context_fits_the_pool_or_is_refused() -> None:
         build_engine(EngineConfig(gpu_blocks=10, max_model_len=161), EventLog())
 
 
-def _first_digest(item: GenerationRequest) -> bytes:
-    return hash_block(ROOT_DIGEST, item.prompt_token_ids[:16], None)
+def _first_digest(item: EngineCoreRequest) -> bytes:
+    return hash_block(ROOT_BLOCK_HASH, item.prompt_token_ids[:16], None)

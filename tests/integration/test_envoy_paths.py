@@ -1,4 +1,4 @@
-"""What clients can reach and say through a real Envoy, with no router to refuse anything."""
+"""Paths and headers that clients can send through a real Envoy while no router rejects anything."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ADMINISTRATION = [
     ("POST", "/v1/unload_lora_adapter"),
     ("POST", "/inference/v1/generate"),
     ("DELETE", "/v1/requests/cmpl-1"),
-    # A served path is served with its own method alone.
+    # A served path is served only with its own method.
     ("DELETE", "/v1/completions"),
     ("GET", "/v1/completions"),
     ("POST", "/v1/models"),
@@ -97,7 +97,7 @@ TRICKS = [
 
 @dataclass
 class Edge:
-    """An Envoy that fails open, its log, its two listeners, and what reached its pods."""
+    """An Envoy that fails open, its log, its two listeners, and the requests that reached its pods."""
 
     log: Path
     ports: tuple[int, int]
@@ -105,7 +105,7 @@ class Edge:
     headers: list[dict[str, str]] = field(default_factory=list)
 
     def send(self, port: int, method: bytes, target: bytes, more: bytes = b"") -> tuple[int, bytes]:
-        """Sends a request as it is written; returns the status (0: closed without one) and the body."""
+        """Send a raw request; return the status (0: closed without one) and the body."""
         head = b"%b %b HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 2\r\n%b\r\n{}"
         with socket.create_connection((HERE, port), timeout=300) as client:
             client.sendall(head % (method, target, more))
@@ -121,7 +121,7 @@ class Edge:
 
 @pytest.fixture(scope="module")
 def edge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edge]:
-    """The strongest case for a client: no router answers, and requests go round robin."""
+    """Run an Envoy without a router, where requests go round-robin: the weakest protection."""
     directory = tmp_path_factory.mktemp("edge")
     gateway, round_robin, admin, nobody = free_ports(4)
     running = Edge(directory / "envoy.log", (gateway, round_robin))
@@ -139,7 +139,7 @@ def edge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edge]:
 
 @pytest.mark.parametrize("listener", [0, 1], ids=["gateway", "round_robin"])
 def test_inference_paths_pass(edge: Edge, listener: int) -> None:
-    """Every path of the list reaches a pod with its own method, with a query and in odd spellings, too."""
+    """Every inference path reaches a pod with its own method, also with a query or unusual spelling."""
     for method, path in INFERENCE_PATHS:
         for target in (path, f"{path}?x=/../../metrics", f"/{path}"):
             edge.reached.clear()
@@ -150,7 +150,7 @@ def test_inference_paths_pass(edge: Edge, listener: int) -> None:
 
 @pytest.mark.parametrize("listener", [0, 1], ids=["gateway", "round_robin"])
 def test_administration_is_an_openai_404(edge: Edge, listener: int) -> None:
-    """What is no inference path is answered by Envoy itself, and no pod hears of it."""
+    """Envoy rejects other paths itself with 404 in OpenAI's format; no pod receives them."""
     edge.reached.clear()
     for method, path in ADMINISTRATION:
         status, body = edge.send(edge.ports[listener], method.encode(), path.encode())
@@ -161,7 +161,7 @@ def test_administration_is_an_openai_404(edge: Edge, listener: int) -> None:
 @pytest.mark.parametrize("listener", [0, 1], ids=["gateway", "round_robin"])
 @pytest.mark.parametrize("method", [b"GET", b"POST"])
 def test_no_spelling_reaches_another_path(edge: Edge, listener: int, method: bytes) -> None:
-    """Whatever a request line says, a pod is asked for paths of the list alone, in their plain spelling."""
+    """Whatever the request line, a pod receives only paths of the list in their plain spelling."""
     edge.reached.clear()
     for target in TRICKS:
         edge.send(edge.ports[listener], method, target)
@@ -172,7 +172,7 @@ def test_no_spelling_reaches_another_path(edge: Edge, listener: int, method: byt
 
 @pytest.mark.parametrize("listener", [0, 1], ids=["gateway", "round_robin"])
 def test_gateway_only_headers_do_not_pass(edge: Edge, listener: int) -> None:
-    """A client chooses neither pod nor rank, nor a host for an engine to connect to."""
+    """A client can set neither pod nor rank nor a host to which an engine connects."""
     edge.headers.clear()
     forged = "".join(f"{name.title()}: 127.0.0.1:1\r\n" for name in GATEWAY_ONLY_HEADERS)
     status, _ = edge.send(edge.ports[listener], b"POST", b"/v1/completions", f"{forged}Hi: mom\r\n".encode())
@@ -183,7 +183,7 @@ def test_gateway_only_headers_do_not_pass(edge: Edge, listener: int) -> None:
 
 
 def test_envoy_finds_nothing_deprecated(edge: Edge) -> None:
-    """The configuration has no field that a later Envoy refuses."""
+    """The configuration has no field that Envoy reports as deprecated."""
     assert "deprecated" not in edge.log.read_text().lower()
 
 
@@ -205,7 +205,7 @@ def _pod(edge: Edge) -> Iterator[int]:
         do_GET = do_POST = do_DELETE = answer  # noqa: N815 (the names are the library's)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Silent."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer((HERE, 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

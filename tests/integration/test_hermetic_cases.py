@@ -1,4 +1,4 @@
-"""The reference's own hermetic cases, replayed over gRPC against the running router."""
+"""The reference picker's hermetic test cases, replayed over gRPC against a running router."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.wire.router_wire_support import Stream, set_headers
 DESTINATION = "x-gateway-destination-endpoint"
 CASES = {case["id"]: case for case in DATA["stream_cases"]}
 PLAIN = [case for case in CASES.values() if case["expect_responses"]]
-# Errors of the reference that are not made again: another port is another endpoint, and a subset hint on the
-# headers' message counts.
+# Behaviour of the reference that is not reproduced: a subset entry with another port is another endpoint,
+# and a subset hint on the headers' message counts.
 MENDED = {
     "subset-matches-ip-only": CASES["subset-no-match-503"]["expect_responses"],
     "subset-only-on-headers-message-ignored": CASES["subset-matches-ip-only"]["expect_responses"],
@@ -31,14 +31,14 @@ STEPPED = {case["id"] for case in CASES.values()} - {case["id"] for case in PLAI
 
 
 def exchange(played: Scene, requests: list[Mapping[str, Any]]) -> list[pb.ProcessingResponse]:
-    """One whole stream."""
+    """Send one whole stream and return its responses."""
     with grpc.insecure_channel(f"127.0.0.1:{played.router.ports['grpc']}") as channel:
         stub = pb_grpc.ExternalProcessorStub(channel)
         return list(stub.Process(iter([message(request) for request in requests]), timeout=300))
 
 
 def with_headers(case: Mapping[str, Any], **headers: str) -> list[Mapping[str, Any]]:
-    """The case's messages with other request headers; underscores are hyphens, "" takes one away."""
+    """Return the case's messages with changed request headers; underscores become hyphens, "" removes one."""
     first, *rest = case["requests"]
     changed = dict(first["headers"]) | {name.replace("_", "-"): value for name, value in headers.items()}
     kept = {name: value for name, value in changed.items() if value}
@@ -46,13 +46,13 @@ def with_headers(case: Mapping[str, Any], **headers: str) -> list[Mapping[str, A
 
 
 def routed(answers: list[pb.ProcessingResponse]) -> str:
-    """The destination of a stream."""
+    """Return the destination of a stream."""
     return set_headers(answers[0])[DESTINATION]
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=lambda case: case["id"])
 def test_a_stream_is_answered_as_the_reference_answers_it(case: Mapping[str, Any], tmp_path: Path) -> None:
-    """Kind, order, headers, metadata, bodies and status of every answer are the reference's, errors aside."""
+    """Kind, order, headers, metadata, bodies and status of every response equal the reference's."""
     with scene(case, tmp_path) as played:
         answers = exchange(played, played.here(case["requests"]))
         expected = played.here(MENDED.get(case["id"], case["expect_responses"]))
@@ -64,10 +64,10 @@ def test_a_stream_is_answered_as_the_reference_answers_it(case: Mapping[str, Any
 
 
 def check_metric(page: str, name: str, told: Mapping[str, Any]) -> None:
-    """A counter or gauge of a case; histograms tell of responses there, and of picks here."""
+    """Compare a counter or gauge of a case; histograms count responses there and picks here."""
     if "value" not in told:
         return
-    # Without Kubernetes there is no pool to name.
+    # Without Kubernetes there is no pool name.
     expected = {label: "default" if label == "name" else value for label, value in told["labels"].items()}
     samples = [
         sample
@@ -78,8 +78,8 @@ def check_metric(page: str, name: str, told: Mapping[str, Any]) -> None:
     assert [sample.value for sample in samples] == [told["value"]]
 
 
-def test_a_session_token_brings_a_request_back(tmp_path: Path) -> None:
-    """The response carries the endpoint's name; whoever brings it along gets the same endpoint."""
+def test_a_session_token_keeps_its_endpoint(tmp_path: Path) -> None:
+    """The response carries a session token, and a request with the token gets the same endpoint."""
     case = CASES["session-affinity-filter-token-roundtrip"]
     with scene(case, tmp_path) as played:
         first = exchange(played, case["requests"])
@@ -99,7 +99,7 @@ def test_a_session_token_brings_a_request_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["session-id-filter-sources", "session-id-scorer-sources"])
 def test_a_session_id_keeps_its_endpoint(name: str, tmp_path: Path) -> None:
-    """A session's id, from a header or an agent's own, keeps its endpoint; the header counts first."""
+    """A session id from a header or an agent's own header keeps its endpoint; the session header wins."""
     case = CASES[name]
     with scene(case, tmp_path) as played:
         header = {routed(exchange(played, with_headers(case, x_session_id="sess-A"))) for _ in range(11)}
@@ -113,7 +113,7 @@ def test_a_session_id_keeps_its_endpoint(name: str, tmp_path: Path) -> None:
 
 
 def test_prefill_and_decode_have_a_token_each(tmp_path: Path) -> None:
-    """Decode pods are the destination, prefill pods the prefiller, and each profile's token keeps its own."""
+    """Prefill and decode profiles each keep their pod by a session token of their own."""
     case = CASES["pd-session-affinity-two-tokens"]
     with scene(case, tmp_path) as played:
         prefill, decode = ([pod.address for pod in pods] for pods in (played.pods[:2], played.pods[2:]))
@@ -131,7 +131,7 @@ def test_prefill_and_decode_have_a_token_each(tmp_path: Path) -> None:
 
 
 def test_without_a_decider_only_decode_is_picked(tmp_path: Path) -> None:
-    """A disaggregating handler without a decider names no prefiller and sets no token for one."""
+    """A disaggregation handler without a decider sets neither a prefill pod nor a token for one."""
     case = CASES["pd-decode-only-no-prefill-token"]
     with scene(case, tmp_path) as played:
         answers = exchange(played, with_headers(case, x_prefiller_host_port="6.6.6.6:6"))
@@ -141,7 +141,7 @@ def test_without_a_decider_only_decode_is_picked(tmp_path: Path) -> None:
 
 
 def test_flow_control_holds_a_request_until_another_ends(tmp_path: Path) -> None:
-    """At a concurrency of one the second request waits until the first one's response is over."""
+    """At a concurrency of one the second request waits for the end of the first response."""
     case = CASES["flow-control-concurrency-blocks-then-dispatches"]
     asked = [
         {"type": "request_headers", "headers": {"x-request-id": "r"}, "end_of_stream": False},
@@ -185,7 +185,7 @@ def test_flow_control_holds_a_request_until_another_ends(tmp_path: Path) -> None
 
 
 def test_every_case_with_steps_has_its_test() -> None:
-    """A case that is told in steps is played by a test of its own here."""
+    """Every case with steps has a test of its own here."""
     assert {
         "session-affinity-filter-token-roundtrip",
         "session-id-filter-sources",

@@ -1,4 +1,4 @@
-"""Streams of the same kind as the reference's cases, by its protocol's text: what the cases leave out."""
+"""Further streams in the style of the reference's hermetic cases, for rules that the cases leave out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BODY = '{"model":"m","prompt":"p"}'
 def asked(
     path: str = "/v1/completions", body: str | bytes = BODY, headers: dict[str, str] | None = None
 ) -> list[pb.ProcessingRequest]:
-    """A request's messages."""
+    """Return a request's messages."""
     named = {":path": path, "x-request-id": "r", **(headers or {})}
     whole = message({"type": "request_body", "end_of_stream": True, "body": ""})
     whole.request_body.body = body if isinstance(body, bytes) else body.encode()
@@ -33,7 +33,7 @@ def asked(
 
 
 def answered(*chunks: str, content_type: str = "application/json") -> list[pb.ProcessingRequest]:
-    """A response's messages; the last chunk ends it."""
+    """Return a response's messages; the last chunk ends it."""
     headers = {"content-type": content_type, "status": "200"}
     return [
         message({"type": "response_headers", "headers": headers, "end_of_stream": False}),
@@ -45,15 +45,15 @@ def answered(*chunks: str, content_type: str = "application/json") -> list[pb.Pr
 
 
 class Played(Scene):
-    """A scene that is asked in few words."""
+    """Shorthand for requests to a running scene."""
 
     def exchange(self, messages: Sequence[pb.ProcessingRequest]) -> list[pb.ProcessingResponse]:
-        """One whole stream."""
+        """Send one whole stream and return its responses."""
         with grpc.insecure_channel(f"127.0.0.1:{self.router.ports['grpc']}") as channel:
             return list(pb_grpc.ExternalProcessorStub(channel).Process(iter(messages), timeout=300))
 
     def refusal(self, messages: Sequence[pb.ProcessingRequest]) -> tuple[int, str, str | None]:
-        """Status, body and reason of the one answer to a stream."""
+        """Return status, body and reason of the only response to a stream."""
         (answer,) = self.exchange(messages)
         refused = answer.immediate_response
         return refused.status.code, refused.body.decode(), set_headers(answer).get(REASON)
@@ -63,7 +63,7 @@ class Played(Scene):
 def played(
     directory: Path, pods: Sequence[dict[str, Any]], config: dict[str, Any] | str = "default", **case: Any
 ) -> Iterator[Played]:
-    """A running scene."""
+    """Run a scene."""
     named = config if isinstance(config, str) else HEAD | config
     flags = case.pop("flags", ())
     with scene({"config": named, "pods": list(pods), **case}, directory, *flags) as made:
@@ -71,7 +71,7 @@ def played(
 
 
 def rewrite(name: str, *targets: tuple[str, int | None], match: str | None = None) -> dict[str, Any]:
-    """An InferenceModelRewrite of one rule."""
+    """Return an InferenceModelRewrite of one rule."""
     rule = {
         "matches": [{"model": {"value": match}}] if match else [],
         "targets": [
@@ -87,7 +87,7 @@ def rewrite(name: str, *targets: tuple[str, int | None], match: str | None = Non
 
 
 def sent_model(answers: Sequence[pb.ProcessingResponse]) -> str:
-    """The model of the body that goes on to the pod, whose length is the one that is told."""
+    """Return the model of the body sent to the pod, and check the body's content-length."""
     data, _ = streamed_bytes([one for one in answers if one.WhichOneof("response") == "request_body"])
     assert set_headers(answers[0])["Content-Length"] == str(len(data))
     model: str = json.loads(data)["model"]
@@ -95,7 +95,7 @@ def sent_model(answers: Sequence[pb.ProcessingResponse]) -> str:
 
 
 def test_a_stream_that_was_asked_for_is_echoed_chunk_by_chunk(tmp_path: Path) -> None:
-    """Whatever type the response claims: the request said so; without it the body is held to its end."""
+    """A response to a request with `stream: true` is passed on by chunk, whatever its content type."""
     with (
         played(tmp_path, [pod(0)]) as one,
         grpc.insecure_channel(f"127.0.0.1:{one.router.ports['grpc']}") as channel,
@@ -116,7 +116,7 @@ def test_a_stream_that_was_asked_for_is_echoed_chunk_by_chunk(tmp_path: Path) ->
 
 
 def test_a_grpc_stream_is_echoed_message_by_message(tmp_path: Path) -> None:
-    """Its flag is the request's fifth field; trailers then end it without a further body."""
+    """A gRPC stream request is recognized by its field 5, and trailers end its response."""
     generate = "/vllm.grpc.engine.VllmEngine/Generate"
     with played(tmp_path, [pod(0)], "vllmgrpc") as one:
         body = b"\0\0\0\0\x05\x1a\x01x\x28\x01"
@@ -130,7 +130,7 @@ def test_a_grpc_stream_is_echoed_message_by_message(tmp_path: Path) -> None:
 
 
 def test_methods_and_paths_that_are_not_parsed_are_routed_by_load(tmp_path: Path) -> None:
-    """Counting tokens, other gRPC methods, unknown paths: the least loaded pod, and the very bytes."""
+    """Methods and paths without a parser are routed by load, with the bytes unchanged."""
     pods = [pod(0, waiting=9, usage=0.9), pod(1)]
     all_parsers = {
         "plugins": [{"type": "queue-scorer"}, {"type": "kv-cache-utilization-scorer"}],
@@ -152,8 +152,8 @@ def test_methods_and_paths_that_are_not_parsed_are_routed_by_load(tmp_path: Path
             assert streamed_bytes(answers[1:]) == (b"\x00not read\xff", [True])
 
 
-def test_a_response_that_no_parser_reads_passes(tmp_path: Path) -> None:
-    """The response to a request that is not parsed is answered like any other, as gateways await it."""
+def test_a_response_to_an_unparsed_request_is_passed_on(tmp_path: Path) -> None:
+    """The response to an unparsed request is passed on like any other."""
     config = {"plugins": [{"type": "queue-scorer"}]}
     with played(tmp_path, [pod(0)], config) as one:
         sent = [*asked("/v1/messages/count_tokens", "{}"), *answered("{}")]
@@ -161,7 +161,7 @@ def test_a_response_that_no_parser_reads_passes(tmp_path: Path) -> None:
 
 
 def test_trailers_and_repeated_ends_get_no_answer(tmp_path: Path) -> None:
-    """A body in many pieces, its end twice, and trailers: one pick, one echo."""
+    """Trailers and a repeated end of stream get no second pick and no second body."""
     with played(tmp_path, [pod(0)]) as one:
         start, whole = asked()
         pieces = [
@@ -197,15 +197,15 @@ def test_rewrites_by_weight_and_by_header(tmp_path: Path) -> None:
 
 
 def test_a_rule_for_all_models_gives_one_to_a_request_without(tmp_path: Path) -> None:
-    """Instead of 400; the client's response then keeps the pod's name, as there is none to restore."""
+    """A rule for all models gives one to a request without; the response keeps the pod's model name."""
     with played(tmp_path, [pod(0)], resources=[rewrite("all", ("target", None))]) as one:
         answers = one.exchange([*asked(body='{"prompt":"p"}'), *answered('{"model":"target"}')])
         assert sent_model(answers) == "target"
         assert streamed_bytes(answers[3:], "response_body")[0] == b'{"model":"target"}'
 
 
-def test_what_is_sheddable_is_shed_while_the_pods_are_full(tmp_path: Path) -> None:
-    """Below zero and full: 429 with its reason; unknown objectives have priority zero."""
+def test_sheddable_requests_get_429_while_pods_are_saturated(tmp_path: Path) -> None:
+    """Requests below priority 0 get 429 while pods are saturated; unknown objectives have priority 0."""
     low = {
         "apiVersion": "inference.networking.x-k8s.io/v1alpha2",
         "kind": "InferenceObjective",
@@ -227,8 +227,8 @@ def test_what_is_sheddable_is_shed_while_the_pods_are_full(tmp_path: Path) -> No
     ("hint", "status"),
     [([], 503), (["10.9.9.9:8000"], 503), (["", "x"], 503), (None, 200)],
 )
-def test_a_subset_that_fits_nobody_is_503(tmp_path: Path, hint: list[str] | None, status: int) -> None:
-    """An empty list allows nobody, a missing one everybody; the filter can be switched off."""
+def test_a_subset_without_pods_gets_503(tmp_path: Path, hint: list[str] | None, status: int) -> None:
+    """An empty subset allows no pod, a missing one all; the filter can be disabled."""
     start, whole = asked()
     if hint is not None:
         namespace = whole.metadata_context.filter_metadata["envoy.lb.subset_hint"]
@@ -244,8 +244,8 @@ def test_a_subset_that_fits_nobody_is_503(tmp_path: Path, hint: list[str] | None
         assert DESTINATION in set_headers(one.exchange([start, whole])[0])
 
 
-def test_filters_that_leave_nobody_are_429(tmp_path: Path) -> None:
-    """In the reference's words, with its reason."""
+def test_filters_that_exclude_all_pods_get_429(tmp_path: Path) -> None:
+    """If filters exclude all pods the client gets 429 with the reference's text and reason."""
     config = {
         "plugins": [{"type": "label-selector-filter", "parameters": {"matchLabels": {"gpu": "yes"}}}],
     }
@@ -255,7 +255,7 @@ def test_filters_that_leave_nobody_are_429(tmp_path: Path) -> None:
 
 
 def test_fallbacks_follow_the_pick_in_header_and_metadata(tmp_path: Path) -> None:
-    """A picker of two names both, best first; scores are told for every one that was scored."""
+    """A picker of two endpoints sets both, best first; scores list every scored endpoint."""
     config = {
         "plugins": [
             {"type": "queue-scorer"},
@@ -298,7 +298,7 @@ def test_fallbacks_follow_the_pick_in_header_and_metadata(tmp_path: Path) -> Non
     ],
 )
 def test_a_bad_body_is_400(tmp_path: Path, path: str, body: str, text: str | None) -> None:
-    """Status, code and words; no pod is needed to say so."""
+    """An invalid body gets 400 in the reference's wording, even without pods."""
     with played(tmp_path, []) as none:
         status, told, reason = none.refusal(asked(path, body))
         assert (status, reason) == (400, None)
@@ -306,7 +306,7 @@ def test_a_bad_body_is_400(tmp_path: Path, path: str, body: str, text: str | Non
 
 
 def test_only_the_clients_name_is_seen_in_events(tmp_path: Path) -> None:
-    """In every event of a stream the model has the name it was asked for by."""
+    """Every event of a stream has the client's model name."""
     headers = {"x-llm-d-model-name-rewrite": "inner"}
     events = ['data: {"model":"inner","n":1}\n\n', 'data: {"model": "inner"}\n\n', "data: [DONE]\n\n"]
     with played(tmp_path, [pod(0)]) as one:
@@ -317,8 +317,8 @@ def test_only_the_clients_name_is_seen_in_events(tmp_path: Path) -> None:
         assert ends == [False, False, True]
 
 
-def test_the_gateways_tests_find_who_was_picked_and_who_answered(tmp_path: Path) -> None:
-    """A header chooses the endpoints, in its order; the response names the one that the gateway used."""
+def test_the_conformance_headers_select_and_report_endpoints(tmp_path: Path) -> None:
+    """The conformance tests' header selects endpoints in order; the response names the used one."""
     config = {
         "plugins": [{"type": "header-based-testing-filter"}, {"type": "destination-endpoint-served-verifier"}]
     }
@@ -332,7 +332,7 @@ def test_the_gateways_tests_find_who_was_picked_and_who_answered(tmp_path: Path)
 
 
 def test_a_response_without_its_request_is_answered(tmp_path: Path) -> None:
-    """Where the request phase was skipped: headers, and the body as it came."""
+    """A response without a request phase is passed on."""
     with played(tmp_path, [pod(0)]) as one:
         answers = one.exchange(answered("{", "}"))
         kinds = [answer.WhichOneof("response") for answer in answers]
@@ -341,7 +341,7 @@ def test_a_response_without_its_request_is_answered(tmp_path: Path) -> None:
 
 
 def test_every_configuration_of_the_cases_serves_a_get(tmp_path: Path) -> None:
-    """A request without a body goes to any pod, with no header of its own but an id."""
+    """In every configuration a GET gets a pod and no header but a request id."""
     for name in DATA["configs"]:
         with played(tmp_path, [pod(0), pod(1)], name) as two:
             headers = {":path": "/v1/models", "x-request-id": "r", "hi": "mom"}

@@ -1,4 +1,4 @@
-"""A router that hangs behind a real Envoy: the failure mode, or another router, answers in its place."""
+"""A router that hangs behind a real Envoy: the failure mode or another router takes over."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.integration.router_server_support import fake_pods, write_pods
 from tests.loopback import HERE, free_ports, listens
 
 CLIENTS = 8
-# Above the time in which this test's Envoy finds a hung router, below a pick's own timeout (30 s).
+# Above the time in which this test's Envoy detects a hung router, below the timeout of a pick (30 s).
 SLOW_S = 25.0
 # Routers close idle connections of their pages.
 _ONCE = {"connection": "close"}
@@ -32,7 +32,7 @@ _ONCE = {"connection": "close"}
 
 @dataclass
 class Router:
-    """A router's process and its ports."""
+    """A router process and its ports."""
 
     process: subprocess.Popen[bytes]
     grpc: int
@@ -41,7 +41,7 @@ class Router:
 
 @dataclass
 class Fleet:
-    """Routers, and an Envoy before them."""
+    """Routers behind an Envoy."""
 
     url: str
     admin: str
@@ -49,17 +49,17 @@ class Fleet:
     http: urllib3.PoolManager
 
     def post(self) -> tuple[int, bytes]:
-        """The status and body that a request is answered with."""
+        """Send a request; return the status and body of the response."""
         answer = self.http.request("POST", f"{self.url}/v1/completions", body=json.dumps(BODY).encode())
         return answer.status, answer.data
 
     def healthy(self) -> int:
-        """How many routers Envoy takes for healthy."""
+        """Return the number of routers that Envoy considers healthy."""
         page = self.http.request("GET", f"{self.admin}/stats?filter=cluster.router.membership_healthy").data
         return int(page.decode().split(": ")[1])
 
     def picks(self, router: Router) -> float:
-        """How many picks a router has made."""
+        """Return the number of picks of a router."""
         page = self.http.request(
             "GET", f"http://{HERE}:{router.metrics}/metrics", headers=_ONCE
         ).data.decode()
@@ -68,8 +68,8 @@ class Fleet:
 
 
 @pytest.mark.parametrize("fail_open", [True, False], ids=["open", "closed"])
-def test_a_hung_router_costs_later_requests_nothing(tmp_path: Path, fail_open: bool) -> None:
-    """Requests in flight end within seconds; later ones get the failure mode's answer, until it goes on."""
+def test_a_hung_router_does_not_delay_later_requests(tmp_path: Path, fail_open: bool) -> None:
+    """While a router hangs, requests in flight end within seconds and later ones get the failure mode."""
     with fleet(tmp_path, 1, fail_open=fail_open) as running:
         (router,) = running.routers
         with Load(running) as load:
@@ -90,8 +90,8 @@ def test_a_hung_router_costs_later_requests_nothing(tmp_path: Path, fail_open: b
         assert set(load.statuses) == {200, expected}
 
 
-def test_another_router_picks_for_one_that_hangs(tmp_path: Path) -> None:
-    """With two routers, one of them hung, no request fails: those in flight are asked of the other."""
+def test_envoy_retries_at_another_router(tmp_path: Path) -> None:
+    """With two routers, one of them hung, no request fails: Envoy retries those in flight at the other."""
     with fleet(tmp_path, 2, fail_open=False) as running:
         hung, other = running.routers
         with Load(running) as load:
@@ -102,7 +102,7 @@ def test_another_router_picks_for_one_that_hangs(tmp_path: Path) -> None:
             load.until(100)
         assert running.picks(other) >= picked + 100
         assert load.slowest_s < SLOW_S
-        # Closed: a request that no router picked for would be a 503.
+        # Failing closed: a request without a pick would be a 503.
         assert set(load.statuses) == {200}
 
 
@@ -127,7 +127,7 @@ class Load:
             thread.join()
 
     def until(self, count: int) -> None:
-        """Waits for so many more answers."""
+        """Wait for this many more responses."""
         wanted = len(self.statuses) + count
         wait_until(lambda: len(self.statuses) >= wanted, "answers")
 
@@ -142,7 +142,7 @@ class Load:
 
 @contextmanager
 def fleet(directory: Path, count: int, *, fail_open: bool) -> Iterator[Fleet]:
-    """Routers as processes, which can be stopped, two fake pods and an Envoy."""
+    """Run routers as processes that can be suspended, two fake pods and an Envoy."""
     with ExitStack() as stack:
         pods = stack.enter_context(fake_pods(2))
         pods_file = write_pods(directory / "pods.yaml", [pod.address for pod in pods])
@@ -189,7 +189,7 @@ def _is_ready(http: urllib3.PoolManager, router: Router) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Waits for what a process of its own brings about."""
+    """Wait for a condition that another process brings about."""
     deadline_s = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline_s, f"not in time: {what}"

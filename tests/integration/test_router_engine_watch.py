@@ -1,4 +1,4 @@
-"""A whole router holds what its pods' metrics pages tell against their views, and waits for these."""
+"""A whole router compares its pods' metrics pages with their views, and waits for views before ready."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOUND = 'kvroute_indexer_findings_total{finding="process_changed"} 1.0'
 
 
 def pods_file(path: Path, pod: FakePod, **labels: str) -> Path:
-    """A pods file of one pod whose labels begin with "kvroute.io/"."""
+    """Write a pods file of one pod with labels that begin with "kvroute.io/"."""
     names = {f"kvroute.io/{name.replace('_', '-')}": value for name, value in labels.items()}
     endpoint = {"name": "a", "address": "127.0.0.1", "port": str(pod.port), "labels": names}
     path.write_text(json.dumps({"endpoints": [endpoint]}), encoding="utf-8")
@@ -24,13 +24,13 @@ def pods_file(path: Path, pod: FakePod, **labels: str) -> Path:
 
 
 def restarted(pod: FakePod, started_s: int) -> None:
-    """The pod's page tells of a process that began then."""
+    """Set the pod's page to a process that started at this time."""
     pod.metrics = f"process_start_time_seconds {started_s}.0\n{METRICS}"
 
 
 @pytest.mark.parametrize(("ranks", "found"), [("1", True), ("2", False)])
 def test_another_process_is_found_by_its_page(tmp_path: Path, ranks: str, found: bool) -> None:
-    """A pod's new start time is a finding, but not where the page may be of any of several engines."""
+    """A pod's new start time is a finding, except where several engines may be behind the page."""
     with fake_pods(1) as (pod,):
         path = pods_file(tmp_path / "pods.yaml", pod, model="kvroute-tiny", kv_ranks=ranks)
         restarted(pod, 1_000)
@@ -48,7 +48,7 @@ def test_another_process_is_found_by_its_page(tmp_path: Path, ranks: str, found:
 
 
 def test_a_router_waits_for_the_views_of_the_pods_it_may_pick(tmp_path: Path) -> None:
-    """A healthy pod whose publisher is silent is waited for, and named; a dead pod is not."""
+    """A router waits for the view of a healthy pod whose publisher is silent, but not of a dead pod."""
     patient = IndexerConfig(bootstrap_s=600.0)
     with fake_pods(1) as (pod,), EnginePublisher() as engine:
         pod.healthy = False

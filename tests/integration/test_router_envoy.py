@@ -1,4 +1,4 @@
-"""The router behind a real Envoy over fake pods: each door and response mode, forgeries, lost peers."""
+"""The router behind a real Envoy with fake pods: each service and response mode, forgeries, lost peers."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from tests.wire.router_wire_support import wait_until
 
 @pytest.fixture(params=["check_grpc", "ext_proc skip", "ext_proc full"])
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Gateway]:
-    """A gateway with each door and response mode."""
+    """Run a gateway with each service and response mode."""
     with gateway(tmp_path, request.param) as running:
         yield running
 
 
 def latest_end(served: Gateway) -> dict[str, Any]:
     """How the latest request ended, which is recorded a moment after it has left the ledger."""
-    wait_until(lambda: served.router.explain.latest(1)[0]["end"], "the record of its end")
-    end: dict[str, Any] = served.router.explain.latest(1)[0]["end"]
+    wait_until(lambda: served.router.decision_log.latest(1)[0]["end"], "the record of its end")
+    end: dict[str, Any] = served.router.decision_log.latest(1)[0]["end"]
     return end
 
 
 def test_a_request_goes_to_the_picked_pod_and_ends_in_the_ledger(served: Gateway) -> None:
-    """The pod Envoy used is the one in the decision, and the request's end is heard of in either mode."""
+    """Envoy sends the request to the decision's pod, and the request's end is reported in each mode."""
     response = served.post(BODY)
     assert (response.status, response.json()) == (200, {"ok": True})
     decision = served.decision(response)
@@ -41,7 +41,7 @@ def test_a_request_goes_to_the_picked_pod_and_ends_in_the_ledger(served: Gateway
     assert decision["degraded"] is None
     wait_until(lambda: served.decision(response)["end"], "the request's end")
     end = served.decision(response)["end"]
-    # Where the response passes the router too, it and the access log race.
+    # Where ext_proc sees responses, it and the access log race.
     full = "x-went-into-resp-headers" in response.headers
     assert end["source"] in ({"response", "access_log"} if full else {"access_log"})
     assert end["failed"] is False
@@ -60,7 +60,7 @@ def test_a_client_cannot_choose_its_pod(served: Gateway) -> None:
 
 @pytest.mark.parametrize("padding", [0, 200_000])
 def test_a_client_cannot_send_kv_transfer_parameters(served: Gateway, padding: int) -> None:
-    """Through a real Envoy a pod gets the body without them, or the client 400, and never they themselves."""
+    """Forbidden fields are removed from the body, or the client gets 400; a pod never receives them."""
     told = {**BODY, "prompt": "hello " + "a" * padding, "stream": False}
     hostile = {**told, "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": []}}
     response = served.post(hostile, x_data_parallel_rank="7", x_prefiller_host_port="10.0.0.9:1")
@@ -77,7 +77,7 @@ def test_a_client_cannot_send_kv_transfer_parameters(served: Gateway, padding: i
 
 
 def test_large_bodies_arrive_whole_and_larger_ones_are_refused(served: Gateway) -> None:
-    """A body of many chunks reaches the pod as it was; one above the limit gets a 413 in OpenAI's form."""
+    """A body of many chunks reaches the pod unchanged; one above the limit gets 413 in OpenAI's format."""
     large = json.dumps({**BODY, "prompt": "a" * 1_500_000}).encode()
     assert served.post(large).status == 200
     assert [body for pod in served.pods for body in pod.bodies] == [large]
@@ -86,7 +86,7 @@ def test_large_bodies_arrive_whole_and_larger_ones_are_refused(served: Gateway) 
 
 
 def test_errors_and_pass_through_reach_the_client(served: Gateway) -> None:
-    """Malformed JSON and an unknown model are answered by the router, other paths by a pod."""
+    """Malformed JSON and an unknown model get the router's errors, other paths a pod's response."""
     assert served.post(b"{nonsense").json()["error"]["type"] == "BadRequestError"
     unknown = served.post({**BODY, "model": "gpt-9"})
     assert (unknown.status, unknown.json()["error"]["param"]) == (404, "model")
@@ -95,7 +95,7 @@ def test_errors_and_pass_through_reach_the_client(served: Gateway) -> None:
 
 
 def test_the_routers_own_503_reaches_the_client_whole(served: Gateway) -> None:
-    """Where no pod may be picked, the client sees the status, the protocol's reason and OpenAI's form."""
+    """Where no pod can be picked, the client gets the status, the protocol's reason and OpenAI's format."""
     for pod in served.pods:
         pod.healthy = False
     wait_until(lambda: not ready_pods(served.router), "the pods' illness")
@@ -106,7 +106,7 @@ def test_the_routers_own_503_reaches_the_client_whole(served: Gateway) -> None:
 
 
 def test_parallel_responses_are_neither_cut_nor_lost(served: Gateway) -> None:
-    """Of 500 plain and streamed responses to 64 clients each is whole, and every ledger entry ends."""
+    """500 plain and streamed responses to 64 clients are complete, and every ledger entry ends."""
     answer = json.dumps({"text": "x" * 20_000}).encode()
     for pod in served.pods:
         pod.answer = answer
@@ -119,8 +119,8 @@ def test_parallel_responses_are_neither_cut_nor_lost(served: Gateway) -> None:
     wait_until(lambda: served.router.requests_in_flight == 0, "all requests' ends")
 
 
-def test_a_client_that_goes_away_leaves_nothing_behind(served: Gateway) -> None:
-    """A request whose client disconnects in the middle of the answer ends as failed."""
+def test_a_disconnected_client_ends_its_request_as_failed(served: Gateway) -> None:
+    """A request whose client disconnects in the middle of the response ends as failed."""
     for pod in served.pods:
         pod.may_finish.clear()
     with socket.create_connection(served.address) as client:
@@ -132,7 +132,7 @@ def test_a_client_that_goes_away_leaves_nothing_behind(served: Gateway) -> None:
 
 
 def test_no_other_request_of_its_id_ends_one_in_flight(served: Gateway) -> None:
-    """Meshes use an id for many requests: one that is refused and one without a body tell of themselves."""
+    """A rejected and a bodiless request do not end another request in flight with the same id."""
     for pod in served.pods:
         pod.may_finish.clear()
     with socket.create_connection(served.address) as client:
@@ -146,8 +146,8 @@ def test_no_other_request_of_its_id_ends_one_in_flight(served: Gateway) -> None:
     wait_until(lambda: served.router.requests_in_flight == 0, "its own end")
 
 
-def test_requests_of_an_envoy_that_died_are_given_up(served: Gateway) -> None:
-    """Nobody tells of a killed Envoy's requests; the engines' own counts show that they are over."""
+def test_requests_of_a_killed_envoy_are_ended_by_engine_counts(served: Gateway) -> None:
+    """Requests of a killed Envoy, whose ends nobody reports, are ended by the engines' own counts."""
     for pod in served.pods:
         pod.may_finish.clear()
     with socket.create_connection(served.address) as client:
@@ -168,10 +168,8 @@ def test_requests_of_an_envoy_that_died_are_given_up(served: Gateway) -> None:
         ("ext_proc full", False),
     ],
 )
-def test_while_the_router_is_away_envoy_refuses_or_balances(
-    tmp_path: Path, mode: Mode, fail_open: bool
-) -> None:
-    """Without a router requests fail with 5xx, or go round-robin where allowed; never to forged pods."""
+def test_without_a_router_envoy_fails_closed_or_open(tmp_path: Path, mode: Mode, fail_open: bool) -> None:
+    """Without a router, requests fail with 5xx or go round-robin, as configured; never to forged pods."""
     with gateway(tmp_path, mode, fail_open=fail_open) as served:
         assert served.post(BODY).status == 200
         served.router.close()
@@ -184,8 +182,8 @@ def test_while_the_router_is_away_envoy_refuses_or_balances(
 
 
 @pytest.mark.parametrize("pods_host", [HERE, "::1"])
-def test_a_lost_pod_is_noticed_by_its_failedrequest_bytes(tmp_path: Path, pods_host: str) -> None:
-    """When Envoy cannot connect to a pod that probes still believe in, the access log takes it out."""
+def test_a_lost_pod_is_noticed_by_its_failed_connection(tmp_path: Path, pods_host: str) -> None:
+    """A pod to which Envoy cannot connect is removed by the access log before its probes fail."""
     with gateway(tmp_path, "check_grpc", pods_host=pods_host, refresh_interval_s=3600.0) as served:
         one, two = served.pods
         one.stop()
@@ -195,8 +193,8 @@ def test_a_lost_pod_is_noticed_by_its_failedrequest_bytes(tmp_path: Path, pods_h
         one.restart()
 
 
-def test_what_could_not_be_handed_to_its_pod_is_tried_again(tmp_path: Path) -> None:
-    """Envoy connects anew for a request that its pod has not seen, three times before it gives up."""
+def test_a_request_that_its_pod_has_not_received_is_retried(tmp_path: Path) -> None:
+    """Envoy retries a request that its pod has not received, at most three times."""
     with gateway(tmp_path, "check_grpc", refresh_interval_s=3600.0) as served:
         for pod in served.pods:
             pod.stop()
@@ -204,8 +202,8 @@ def test_what_could_not_be_handed_to_its_pod_is_tried_again(tmp_path: Path) -> N
         assert served.stat("cluster.picked_pod.upstream_rq_retry") == 3
 
 
-def test_envoy_leaves_an_idle_connection_before_its_pod_does(tmp_path: Path) -> None:
-    """Engines close connections that nobody uses, and would lose a request that is on its way just then."""
+def test_envoy_closes_idle_connections_before_pods_do(tmp_path: Path) -> None:
+    """Envoy closes an idle connection before its pod does, so that no request is lost in the race."""
     with gateway(tmp_path, "check_grpc") as served:
         assert served.post(BODY).status == 200
         wait_until(lambda: sum(pod.ended for pod in served.pods) == 1, "the connection's end")

@@ -1,4 +1,4 @@
-"""Flow control that takes requests back: a full pool, a batch request in flight, another waits."""
+"""Flow control with eviction: a saturated pool, a batch request in flight, another one queued."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ BATCH = {
 
 
 def evicting(**flow: Any) -> dict[str, Any]:
-    """One pod with one place; requests below priority 0 may be taken back."""
+    """Run a router with one pod of capacity one, where requests below priority 0 may be evicted."""
     config = {**CONFIG, "flowControl": {**CONFIG["flowControl"], "enableEviction": True, **flow}}
     return {"config": config, "pods": [pod(0)], "resources": [BATCH]}
 
 
 def asked(name: str, **headers: str) -> list[pb.ProcessingRequest]:
-    """A request's messages."""
+    """Return a request's messages."""
     named = {"x-request-id": name, **{key.replace("_", "-"): value for key, value in headers.items()}}
     return [
         message({"type": "request_headers", "headers": named, "end_of_stream": False}),
@@ -41,7 +41,7 @@ def asked(name: str, **headers: str) -> list[pb.ProcessingRequest]:
 
 
 def test_a_batch_request_makes_room_for_an_interactive_one(tmp_path: Path) -> None:
-    """The one in flight gets 429 with the protocol's reason; the waiting one gets its pod and stays."""
+    """The batch request in flight gets 429 with the protocol's reason; the queued one gets its pod."""
     with (
         scene(evicting(), tmp_path) as played,
         grpc.insecure_channel(f"127.0.0.1:{played.router.ports['grpc']}") as channel,
@@ -64,8 +64,8 @@ def test_a_batch_request_makes_room_for_an_interactive_one(tmp_path: Path) -> No
         wait_until(lambda: counted in get(played.router, "/metrics")[1], "the refusal's count")
 
 
-def test_only_what_is_below_zero_is_taken_back(tmp_path: Path) -> None:
-    """Of two requests of priority 0 the second waits, as without eviction, until the first is over."""
+def test_only_priorities_below_zero_are_evicted(tmp_path: Path) -> None:
+    """A request of priority 0 in flight is not evicted: the next one waits for its end."""
     with (
         scene(evicting(), tmp_path) as played,
         grpc.insecure_channel(f"127.0.0.1:{played.router.ports['grpc']}") as channel,
@@ -87,8 +87,8 @@ def test_only_what_is_below_zero_is_taken_back(tmp_path: Path) -> None:
         second.rest()
 
 
-def test_a_batch_request_nobody_waits_for_is_served_to_its_end(tmp_path: Path) -> None:
-    """Its response passes as any other's, through the thread that could have been interrupted."""
+def test_a_batch_request_that_is_not_evicted_is_served_in_full(tmp_path: Path) -> None:
+    """A batch request that is not evicted is served in full."""
     with (
         scene(evicting(), tmp_path) as played,
         grpc.insecure_channel(f"127.0.0.1:{played.router.ports['grpc']}") as channel,
@@ -111,8 +111,8 @@ def test_a_batch_request_nobody_waits_for_is_served_to_its_end(tmp_path: Path) -
         assert [chunk.end_of_stream for chunk in chunks] == [False] * 20 + [True]
 
 
-def test_eviction_needs_a_door_that_can_end_requests(tmp_path: Path) -> None:
-    """Where responses do not pass here, the configuration is refused with what it needs."""
+def test_eviction_needs_full_responses(tmp_path: Path) -> None:
+    """Eviction without full responses is rejected at start, with the flags that it needs."""
     with (
         pytest.raises(ConfigError, match=r"enableEviction: needs --responses full"),
         scene(evicting(), tmp_path, "--responses", "skip"),

@@ -1,4 +1,4 @@
-"""Two whole routers over the same fake pods, each the other's peer: one ledger in all that matters."""
+"""Tests of two complete routers with the same fake pods as peers: they share their load."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from tests.unit.router_support import completion, long_text
 from tests.wire.router_wire_support import wait_until
 
 SEED = 7
-# Engines that have so many requests end none of ours, however long a test takes.
+# Engines with so many requests: the lost-end detection removes none of a test's, however long it takes.
 BUSY = METRICS.replace('running{engine="0"} 0.0', 'running{engine="0"} 100.0')
-# Settings that are the index's.
-OF_INDEX = ("backend", "redis_url", "peer_ca")
+# Settings of `IndexerConfig`; all others are of `RouterConfig`.
+INDEX_SETTINGS = ("backend", "redis_url", "peer_ca")
 
 
 @contextmanager
 def two_pods(directory: Path) -> Iterator[Path]:
-    """Two fake pods; yields a file that names them."""
+    """Run two fake pods; yield the pods file."""
     with fake_pods(2) as pods:
         for pod in pods:
             pod.metrics = BUSY
@@ -53,12 +53,12 @@ def two_pods(directory: Path) -> Iterator[Path]:
 def router(
     pods_file: Path, port: int, *peers: int, host: str = HERE, **settings: Any
 ) -> Iterator[RouterServer]:
-    """A router at this port whose peers are at those."""
-    of_index = {name: settings.pop(name) for name in OF_INDEX if name in settings}
+    """Run a router on this port with peers on the ports `peers`."""
+    index_settings = {name: settings.pop(name) for name in INDEX_SETTINGS if name in settings}
     index = IndexerConfig(
-        bootstrap_s=0.5, hash_seed=SEED, peers=tuple(f"{host}:{peer}" for peer in peers), **of_index
+        bootstrap_s=0.5, hash_seed=SEED, peers=tuple(f"{host}:{peer}" for peer in peers), **index_settings
     )
-    # Pods so slow that no clock ends a prefill while a test runs, and whose loads do not become too old.
+
     slow = {"prefill_tokens_per_s": 1.0, "load_age_max_s": 3600.0}
     with running_router(pods_file, grpc_port=port, index=index, **slow, **settings) as running:
         wait_until(lambda: len(ready_pods(running)) == 2, "the pods")
@@ -67,7 +67,7 @@ def router(
 
 @contextmanager
 def fleet(directory: Path, **settings: Any) -> Iterator[tuple[RouterServer, RouterServer]]:
-    """Two routers that follow each other."""
+    """Run two routers that follow each other."""
     ports = free_port(), free_port()
     with two_pods(directory) as pods_file, ExitStack() as running:
         first, second = (running.enter_context(router(pods_file, port, *ports, **settings)) for port in ports)
@@ -76,36 +76,36 @@ def fleet(directory: Path, **settings: Any) -> Iterator[tuple[RouterServer, Rout
 
 
 def states(one: RouterServer) -> list[str]:
-    """How a router sees the others."""
-    return [peer["state"] for peer in shown(one)]
+    """Return the states of a router's peers."""
+    return [peer["state"] for peer in peers_of(one)]
 
 
-def shown(one: RouterServer) -> list[dict[str, Any]]:
-    """What its page says of the others."""
+def peers_of(one: RouterServer) -> list[dict[str, Any]]:
+    """Return a router's peers as its `/ready` page shows them."""
     _, page = get(one, "/ready")
     routers: list[dict[str, Any]] = json.loads(page)["routers"]
     return [peer for peer in routers if not peer["address"].startswith("[")]
 
 
 def awaiting(one: RouterServer) -> int:
-    """Requests that await a first token, as this router prices pods."""
+    """Return the requests awaiting a first token in this router's load table."""
     board = one.pods.board
     return sum(board.work(pod).awaiting for pod in one.pods.snapshot())
 
 
 def await_work(one: RouterServer, requests: int) -> None:
-    """Waits until a router believes that so many requests await their first tokens."""
+    """Wait until this many requests await a first token in a router's load table."""
     wait_until(lambda: awaiting(one) == requests, f"{requests} that wait")
 
 
 def pick(one: RouterServer, request_id: str, prompt: str) -> str:
-    """The pod that a router picks of two, however late a busy machine has probed them."""
+    """Return the pod that a router picks once both pods are ready."""
     wait_until(lambda: len(ready_pods(one)) == 2, "both pods")
     return one.router.route(completion(request_id, prompt), time.monotonic()).primary.pod
 
 
-def test_each_router_prices_with_the_work_of_both(tmp_path: Path) -> None:
-    """Long prompts that come to two routers in turn spread over both pods, as through one router."""
+def test_each_router_counts_the_load_of_both(tmp_path: Path) -> None:
+    """Long prompts that reach two routers in turn spread over both pods, as through one router."""
     with fleet(tmp_path) as (first, second):
         for number in range(3):
             here = pick(first, f"a{number}", long_text(400, number))
@@ -113,15 +113,15 @@ def test_each_router_prices_with_the_work_of_both(tmp_path: Path) -> None:
             there = pick(second, f"b{number}", long_text(400, 100 + number))
             assert there != here
             await_work(first, 2 * number + 2)
-        assert [peer["requests"] for peer in (*shown(first), *shown(second))] == [3, 3]
+        assert [peer["requests"] for peer in (*peers_of(first), *peers_of(second))] == [3, 3]
         assert first.requests_in_flight == second.requests_in_flight == 3
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_a_burst_sticks_to_one_pod_through_both(tmp_path: Path, is_shared: bool) -> None:
-    """A prompt that one router has sent away is believed cached there by the other, and priced so.
+def test_burst_goes_to_one_pod_through_both_routers(tmp_path: Path, is_shared: bool) -> None:
+    """A router predicts cache hits for a prompt that another router has just sent to a pod.
 
-    Also where views lie in Redis, which holds only what pods told.
+    This includes routers whose views are in Redis, which has no speculative entries.
     """
     with ExitStack() as running:
         shared = {}
@@ -137,18 +137,18 @@ def test_a_burst_sticks_to_one_pod_through_both(tmp_path: Path, is_shared: bool)
         assert set(cached.values()) == {0}
 
 
-def test_an_access_log_that_reaches_the_other_router_ends_the_request(tmp_path: Path) -> None:
-    """Envoy's log goes to one router alone: it tells whose request it was."""
+def test_access_log_entry_is_forwarded_to_the_requests_router(tmp_path: Path) -> None:
+    """An access log entry that reaches the other router ends the request at the router that has it."""
     with fleet(tmp_path) as (first, second):
         pod = pick(first, "a", "hello")
         await_work(second, 1)
-        second.outcomes.ended("a", ACCESS_LOG, time.monotonic(), pod=pod)
+        second.lifecycle.ended("a", ACCESS_LOG, time.monotonic(), pod=pod)
         wait_until(lambda: first.requests_in_flight == 0, "the end")
         await_work(second, 0)
 
 
-def test_an_outcome_that_is_reported_to_the_other_router_counts(tmp_path: Path) -> None:
-    """A gateway's reports may go to any router of the Service, which says that it knows the request."""
+def test_outcome_reported_to_the_other_router_counts(tmp_path: Path) -> None:
+    """A gateway may report an outcome to any router; the reply says that the request is known."""
     with fleet(tmp_path) as (first, second):
         pod = pick(first, "a", "hello")
         await_work(second, 1)
@@ -156,20 +156,18 @@ def test_an_outcome_that_is_reported_to_the_other_router_counts(tmp_path: Path) 
             report = pb_grpc.EndpointPickerStub(channel).ReportOutcome
             outcome = pb.ReportOutcomeRequest
             for event in (outcome.OUTCOME_FIRST_TOKEN, outcome.OUTCOME_DONE):
-                said = report(outcome(request_id="a", address=pod, outcome=event), timeout=60)
-                assert said.known
+                reply = report(outcome(request_id="a", address=pod, outcome=event), timeout=60)
+                assert reply.known
         wait_until(lambda: first.requests_in_flight == 0, "the end")
-        # It is recorded a moment after the request has left the ledger.
-        wait_until(lambda: (first.explain.one("a") or {}).get("end"), "the record of it")
-        record = first.explain.one("a")
+        # The end is recorded shortly after the request has left the ledger.
+        wait_until(lambda: (first.decision_log.find("a") or {}).get("end"), "the record of the end")
+        record = first.decision_log.find("a")
         assert record is not None
         assert (record["prefill_end"]["source"], record["end"]["source"]) == ("report", "report")
 
 
-def test_a_router_that_ends_leaves_its_work_to_what_engines_tell(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its requests are gone with it, and log, page and metrics say so; back, it is followed again."""
+def test_lost_router_is_reported_and_followed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A lost router's requests no longer count; log, page and metrics show it; it is followed again later."""
     ports = free_port(), free_port()
     with two_pods(tmp_path) as pods_file, router(pods_file, ports[0], *ports) as first:
         with router(pods_file, ports[1], *ports) as second:
@@ -179,24 +177,25 @@ def test_a_router_that_ends_leaves_its_work_to_what_engines_tell(
             caplog.set_level(logging.WARNING)
         wait_until(lambda: states(first) == ["lost"], "its loss")
         assert awaiting(first) == 0
-        assert "its 1 requests in flight count no longer" in caplog.text
+        assert "peer lost, its requests no longer count" in caplog.text
+        assert "requests=1" in caplog.text
         _, page = get(first, "/metrics")
         assert b'kvroute_router_ledger_peers{state="lost"} 1.0' in page
         with router(pods_file, ports[1], *ports):
             wait_until(lambda: states(first) == ["followed"], "its return")
 
 
-def test_a_router_without_peers_tells_of_none(tmp_path: Path) -> None:
-    """One router alone follows nobody."""
+def test_router_without_peers_has_none(tmp_path: Path) -> None:
+    """A router without `--peer` shows no peers."""
     with two_pods(tmp_path) as pods_file, router(pods_file, 0) as alone:
         pick(alone, "a", "hello")
         _, page = get(alone, "/metrics")
-        assert shown(alone) == []
+        assert peers_of(alone) == []
         assert b'kvroute_router_ledger_peers{state="followed"} 0.0' in page
 
 
-def test_routers_meet_over_tls(tmp_path: Path) -> None:
-    """Peers show certificates of one authority, on the port that gateways ask."""
+def test_peers_connect_over_tls(tmp_path: Path) -> None:
+    """Peers verify each other's certificate of a common authority on the gRPC port."""
     authority = trustme.CA()
     issued = authority.issue_cert("localhost")
     ca = tmp_path / "ca.crt"

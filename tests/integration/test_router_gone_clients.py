@@ -1,4 +1,4 @@
-"""Clients that go away while flow control has them wait: at every door their places are given back."""
+"""Clients that cancel while queued in flow control free their slots, for each gRPC service."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from tests.integration.router_server_support import get
 from tests.wire.router_wire_support import TIMEOUT_S, Stream, body, headers, wait_until
 
 _CONFIG = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig", "featureGates": ["flowControl"]}
-# The pod tells that it has no room.
+# The pod reports that it is saturated.
 _CASE: dict[str, Any] = {"config": _CONFIG, "pods": [pod(0, waiting=100)]}
 _BODY = b'{"model": "m", "prompt": "p"}'
 _PATH = "/v1/completions"
 
-# Asks for a pod and answers what ends the asking.
+# Requests a pod and returns a function that cancels the request.
 Ask = Callable[[Scene, grpc.Channel], Callable[[], object]]
 
 
 def by_pick_endpoint(_played: Scene, channel: grpc.Channel) -> Callable[[], object]:
-    """A gateway of another kind."""
+    """Request a pod by PickEndpoint."""
     stub: Any = endpoint_picker_pb2_grpc.EndpointPickerStub(channel)
     request = endpoint_picker_pb2.PickEndpointRequest(model="m", prompt="p")
     cancel: Callable[[], object] = stub.PickEndpoint.future(request, timeout=TIMEOUT_S).cancel
@@ -35,7 +35,7 @@ def by_pick_endpoint(_played: Scene, channel: grpc.Channel) -> Callable[[], obje
 
 
 def by_check(_played: Scene, channel: grpc.Channel) -> Callable[[], object]:
-    """Envoy's ext_authz over gRPC."""
+    """Request a pod by ext_authz."""
     stub: Any = external_auth_pb2_grpc.AuthorizationStub(channel)
     message = external_auth_pb2.CheckRequest()
     http = message.attributes.request.http
@@ -45,7 +45,7 @@ def by_check(_played: Scene, channel: grpc.Channel) -> Callable[[], object]:
 
 
 def by_ext_proc(_played: Scene, channel: grpc.Channel) -> Callable[[], object]:
-    """Envoy's ext_proc."""
+    """Request a pod by ext_proc."""
     stream = Stream(external_processor_pb2_grpc.ExternalProcessorStub(channel))
     stream.send(headers(path=_PATH), body(_BODY))
     return stream.cancel
@@ -60,10 +60,8 @@ def by_ext_proc(_played: Scene, channel: grpc.Channel) -> Callable[[], object]:
         (by_ext_proc, "answers"),
     ],
 )
-def test_whoever_goes_away_while_it_waits_leaves_nothing_behind(
-    ask: Ask, compat: str, tmp_path: Path
-) -> None:
-    """Its place in the queue is free at once, and no pod is ever charged with what nobody will send."""
+def test_a_cancelled_queued_request_frees_its_slot(ask: Ask, compat: str, tmp_path: Path) -> None:
+    """A cancelled request leaves its queue at once and is never charged to a pod."""
     flags = ("--compat", compat)
     cancelled = 'request_queue_duration_seconds_count{outcome="cancelled",priority="0"} 3.0'
     with (

@@ -1,4 +1,4 @@
-"""The router's health port: probes are answered whatever watchers there are."""
+"""The router's health port answers probes whatever the number of Watch streams."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.integration.router_server_support import fake_pods, running_router, w
 _TIMEOUT_S = 30.0
 
 
-def test_watchers_do_not_keep_probes_waiting(tmp_path: Path) -> None:
-    """With many streams of Watch, Check is answered, and each of them hears its state."""
+def test_watch_streams_do_not_block_probes(tmp_path: Path) -> None:
+    """With many Watch streams open, Check is answered, and each stream receives its state."""
     with fake_pods(1) as pods, ExitStack() as opened:
         pods_file = write_pods(tmp_path / "pods.yaml", [pods[0].address])
         router = opened.enter_context(running_router(pods_file))

@@ -1,4 +1,4 @@
-"""Ten thousand idle streams against a router process: bounded memory, clear refusals, others still served."""
+"""Ten thousand idle streams against a router process: bounded memory, clear errors, other requests served."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
-from router.feedback.change_log import READERS_MAX
+from router.feedback.change_log import FOLLOWERS_MAX
 from tests.integration.router_server_support import fake_pods, write_pods
 from tests.integration.test_router_process import FREE_PORTS, grpc_port, process
 from tests.unit.router_support import TINY
@@ -21,20 +21,20 @@ from tests.wire.router_wire_support import body, headers, set_headers
 IDLE = 10_000
 PLACES = 64
 # Other services have so many on the same port: access logs and other routers.
-OTHER_PLACES = 64 + READERS_MAX
+OTHER_PLACES = 64 + FOLLOWERS_MAX
 MEMORY_MIB = 100
 DESTINATION = "x-gateway-destination-endpoint"
 GOOD = json.dumps({"model": TINY, "prompt": "hello"}).encode()
 
 
 def resident_mib(pid: int) -> float:
-    """Memory of a process."""
+    """Return the resident memory of a process, in MiB."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
 
 async def picked(stub: Any) -> bool:
-    """Whether a plain request gets a pod."""
+    """Return whether a plain request gets a pod."""
     call = stub.Process(timeout=300)
     try:
         await call.write(headers(path="/v1/completions"))
@@ -46,7 +46,7 @@ async def picked(stub: Any) -> bool:
 
 
 async def until_picked(stub: Any) -> None:
-    """Waits until a request gets a pod."""
+    """Wait until a request gets a pod."""
     for _ in range(6000):
         if await picked(stub):
             return
@@ -55,7 +55,7 @@ async def until_picked(stub: Any) -> None:
 
 
 async def open_idle(stub: Any) -> list[Any]:
-    """Opens streams on which nothing is ever sent; returns when all are taken or refused."""
+    """Open streams and send nothing; return once each is accepted or rejected."""
     calls: list[Any] = []
     while len(calls) < IDLE:
         calls += [stub.Process() for _ in range(200)]
@@ -68,7 +68,7 @@ async def open_idle(stub: Any) -> list[Any]:
 
 
 async def flood(port: int, pid: int) -> tuple[Counter[grpc.StatusCode | None], float]:
-    """Opens the idle streams, has plain requests served meanwhile, and tells how the streams fared."""
+    """Open idle streams while plain requests are served; return the streams' status codes."""
     async with (
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as attacker,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}", [("grpc.use_local_subchannel_pool", 1)]) as client,
@@ -87,7 +87,7 @@ async def flood(port: int, pid: int) -> tuple[Counter[grpc.StatusCode | None], f
 
 
 def test_idle_streams_cost_neither_memory_nor_other_requests(tmp_path: Path) -> None:
-    """So many as there are places stay open or are cut off for others; all beyond are refused by name."""
+    """Idle streams up to the limit stay open or are ended for others; those above get RESOURCE_EXHAUSTED."""
     with fake_pods(1) as (pod,):
         pods_file = write_pods(tmp_path / "pods.yaml", [pod.address])
         argv = ["--pods-file", str(pods_file), *FREE_PORTS, "--refresh-metrics-interval", "100ms"]

@@ -1,4 +1,4 @@
-"""Pages and metrics for people: profiles, plugins' states, streams, health of any name, message sizes."""
+"""Debug pages and metrics: profiles, plugins' states, streams, health of any service, message sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.wire.router_wire_support import Stream, body, headers, wait_until
 
 @contextmanager
 def router_of_one(directory: Path, **settings: Any) -> Iterator[RouterServer]:
-    """A router with one pod."""
+    """Run a router with one pod."""
     with (
         fake_pods(1) as pods,
         running_router(write_pods(directory / "pods.yaml", [pods[0].address]), **settings) as router,
@@ -33,7 +33,7 @@ def router_of_one(directory: Path, **settings: Any) -> Iterator[RouterServer]:
 
 
 def test_a_profile_shows_where_threads_are(tmp_path: Path) -> None:
-    """Collapsed stacks with counts, by thread; where threads stand; only while it is allowed."""
+    """A profile has collapsed stacks with counts by thread, unless profiling is disabled."""
     with router_of_one(tmp_path) as router:
         status, text = get(router, "/debug/pprof/profile?seconds=0.2")
         assert status == 200
@@ -50,7 +50,7 @@ def test_a_profile_shows_where_threads_are(tmp_path: Path) -> None:
 
 
 def test_one_profile_at_a_time() -> None:
-    """A second one is refused while the first is taken, and let be after it."""
+    """A second profile is rejected while the first is in progress, and accepted after it."""
     take = profile_pages()["/debug/pprof/profile"]
     statuses: list[int] = []
     threads = [threading.Thread(target=lambda: statuses.append(take({"seconds": "1"})[0])) for _ in range(4)]
@@ -64,14 +64,14 @@ def test_one_profile_at_a_time() -> None:
 
 
 def test_plugins_states_are_shown(tmp_path: Path) -> None:
-    """A router without a configuration has no plugins."""
+    """A router without a configuration file reports no plugin states."""
     with router_of_one(tmp_path) as router:
         status, text = get(router, "/debug/plugins/state")
         assert (status, json.loads(text)) == (200, {"plugins": {}})
 
 
 def test_streams_are_counted_by_how_they_end(tmp_path: Path) -> None:
-    """Open ones, durations, and ends with their codes; not there unless asked for."""
+    """Streams are counted as open, by duration and by status code, if the flag is set."""
 
     def sample(router: RouterServer, name: str) -> float:
         lines = get(router, "/metrics")[1].decode().splitlines()
@@ -97,8 +97,8 @@ def test_streams_are_counted_by_how_they_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "readiness", "liveness", "inference-extension", "whatever"])
-def test_any_name_has_a_health(tmp_path: Path, name: str) -> None:
-    """Unknown names go by readiness; being alive does not."""
+def test_unknown_service_names_have_the_health_of_readiness(tmp_path: Path, name: str) -> None:
+    """The health of unknown service names follows readiness; liveness does not."""
     with (
         router_of_one(tmp_path) as router,
         grpc.insecure_channel(f"127.0.0.1:{router.ports['grpc-health']}") as channel,
@@ -114,8 +114,8 @@ def test_any_name_has_a_health(tmp_path: Path, name: str) -> None:
         assert (status() == serving) == (name == "liveness")
 
 
-def test_larger_messages_than_allowed_are_refused(tmp_path: Path) -> None:
-    """gRPC's own answer, before anything of the message is read; the next one passes."""
+def test_messages_above_the_limit_are_rejected(tmp_path: Path) -> None:
+    """A message above the size limit is rejected before it is read; the next call succeeds."""
     with (
         router_of_one(tmp_path, receive_bytes_max=50_000) as router,
         grpc.insecure_channel(f"127.0.0.1:{router.ports['grpc']}") as channel,

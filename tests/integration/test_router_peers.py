@@ -1,4 +1,4 @@
-"""`kvroute router --peer` and `kvroute indexer --peer` as processes: what one knows, the next begins with."""
+"""Tests of `--peer` of `kvroute router` and `kvroute indexer` as processes: views are copied at the start."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ SEED = ("--hash-seed", "7")
 
 @dataclass(frozen=True)
 class Ports:
-    """Where a process listens."""
+    """Ports of a process."""
 
     grpc: int
     metrics: int
 
     @property
     def peer(self) -> str:
-        """What others name it by."""
+        """Return the address for `--peer`."""
         return f"127.0.0.1:{self.grpc}"
 
     def metric(self, name: str) -> float:
-        """A sample of its metrics page, with its labels; 0 where there is none."""
+        """Return a sample of the metrics page by name and labels; 0 if missing."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics}/metrics", timeout=300) as page:
             for line in page.read().decode().splitlines():
                 if line.startswith(f"{name} "):
@@ -50,7 +50,7 @@ class Ports:
 
 @contextmanager
 def router(path: Path, *argv: str) -> Iterator[Ports]:
-    """A running router with block length and seed in common."""
+    """Run a router with the common seed."""
     options = ("--pods-file", str(path), *FREE_PORTS, "--refresh-metrics-interval", "100ms", *SEED)
     with process(*options, *argv) as started:
         yield ports(started)
@@ -58,7 +58,7 @@ def router(path: Path, *argv: str) -> Iterator[Ports]:
 
 @contextmanager
 def indexer(path: Path, *argv: str) -> Iterator[Ports]:
-    """A running stand-alone indexer with the same seed."""
+    """Run a stand-alone indexer with the common seed."""
     command = [sys.executable, "-m", "indexer", "--pods-file", str(path), "--host", "127.0.0.1"]
     command += ["--grpc-port", "0", "--metrics-port", "0", *SEED, *argv]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as started:
@@ -69,16 +69,16 @@ def indexer(path: Path, *argv: str) -> Iterator[Ports]:
 
 
 def ports(started: subprocess.Popen[str]) -> Ports:
-    """Waits for the line that tells the ports; what is said later is read and passed over."""
+    """Return the ports from the process's "listening" log line."""
     assert started.stderr is not None
     for line in started.stderr:
         if found := re.search(r"listening: grpc (\d+).*metrics (\d+)", line):
             return Ports(int(found[1]), int(found[2]))
-    raise AssertionError("it ended without listening")
+    raise AssertionError("the process exited without listening")
 
 
 def cached_tokens(at: Ports) -> int:
-    """What a router predicts for TOKENS; -1 while it cannot pick."""
+    """Return the cached tokens that a router predicts for TOKENS; -1 while it cannot pick."""
     request = pb.PickEndpointRequest(model=MODEL, token_ids=pb.TokenIds(ids=TOKENS))
     with grpc.insecure_channel(at.peer) as channel:
         try:
@@ -90,13 +90,13 @@ def cached_tokens(at: Ports) -> int:
 
 
 def followed(path: Path, pod: FakePod, engine: EnginePublisher) -> Path:
-    """A pods file with the engine behind the pod."""
+    """Write a pods file with the pod and its engine's event ports; return its path."""
     labels = {"kv_events_port": str(engine.events_port), "kv_replay_port": str(engine.replay_port)}
     return pods_file(path, pod, model=MODEL, **labels)
 
 
 def publish(engine: EnginePublisher) -> None:
-    """More batches than the engine remembers."""
+    """Publish more batches than the engine's replay history holds."""
     engine.wait_for_subscriber()
     for number in range(BLOCKS):
         tokens = TOKENS[16 * number : 16 * (number + 1)]
@@ -107,36 +107,36 @@ BUILT = 'kvroute_indexer_bootstraps_total{source="%s"}'
 
 
 @pytest.mark.parametrize("late", [router, indexer])
-def test_whoever_starts_late_begins_with_what_a_router_knows(
+def test_late_starter_copies_a_routers_view(
     tmp_path: Path, late: Callable[..., AbstractContextManager[Ports]]
 ) -> None:
-    """A second router predicts what the first does, an indexer holds it, though the engine has forgotten."""
+    """A later router or indexer copies a router's view that the engine can no longer replay."""
     with fake_pods(1) as (pod,), EnginePublisher(history=2) as engine:
         path = followed(tmp_path / "pods.yaml", pod, engine)
         with router(path) as first:
-            wait_until("the first follows", lambda: first.metric(BUILT % "replay") == 1)
+            wait_until("the first view", lambda: first.metric(BUILT % "replay") == 1)
             publish(engine)
             wait_until("the first predicts", lambda: cached_tokens(first) == 16 * BLOCKS)
             with late(path, "--peer", first.peer) as second:
-                wait_until("it has a view", lambda: second.metric(BUILT % "peer") == 1)
+                wait_until("the second view", lambda: second.metric(BUILT % "peer") == 1)
                 assert second.metric("kvroute_indexer_holdings") == BLOCKS
-                told = 'kvroute_indexer_told_snapshots_total{outcome="completed"}'
-                wait_until("the first has told all", lambda: first.metric(told) == 1)
+                sent = 'kvroute_indexer_told_snapshots_total{outcome="completed"}'
+                wait_until("the end of the transfer", lambda: first.metric(sent) == 1)
                 if late is router:
                     wait_until("the second predicts", lambda: cached_tokens(second) == 16 * BLOCKS)
 
 
-def test_peers_without_a_common_seed_do_not_start(tmp_path: Path) -> None:
-    """Random seeds have nothing in common: that is said at the start, in one line, with the flag to give."""
+def test_peer_without_hash_seed_is_rejected(tmp_path: Path) -> None:
+    """`--peer` without `--hash-seed` stops the start with one line that names the flag."""
     path = tmp_path / "pods.yaml"
     path.write_text("endpoints: []\n")
-    code, said = run("--pods-file", str(path), *FREE_PORTS, "--peer", "router:9002")
-    assert (code, said.count("\n")) == (2, 1)
-    assert "--hash-seed" in said
+    code, output = run("--pods-file", str(path), *FREE_PORTS, "--peer", "router:9002")
+    assert (code, output.count("\n")) == (2, 1)
+    assert "--hash-seed" in output
 
 
 @pytest.mark.parametrize(
-    ("argv", "complaint"),
+    ("argv", "named"),
     [
         (("--peer", "router"), "HOST:PORT"),
         (("--peer", "router:0"), "HOST:PORT"),
@@ -144,10 +144,10 @@ def test_peers_without_a_common_seed_do_not_start(tmp_path: Path) -> None:
         (("--peer", "router:9002", "--peer-ca", "missing.crt"), "missing.crt"),
     ],
 )
-def test_what_peers_cannot_be_is_said(tmp_path: Path, argv: tuple[str, ...], complaint: str) -> None:
-    """Each wrong setting stops the start with exit code 2 and a line that names it."""
+def test_invalid_peer_setting_is_rejected(tmp_path: Path, argv: tuple[str, ...], named: str) -> None:
+    """An invalid peer setting stops the start with exit code 2 and a line that names it."""
     path = tmp_path / "pods.yaml"
     path.write_text("endpoints: []\n")
-    code, said = run("--pods-file", str(path), *FREE_PORTS, *SEED, *argv)
-    assert (code, said.count("\n")) == (2, 1)
-    assert complaint in said
+    code, output = run("--pods-file", str(path), *FREE_PORTS, *SEED, *argv)
+    assert (code, output.count("\n")) == (2, 1)
+    assert named in output

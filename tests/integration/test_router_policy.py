@@ -1,4 +1,4 @@
-"""Sessions, priorities, explain and metrics of pods that go, in a whole router over fake pods."""
+"""Sessions, priorities, decisions and metrics of removed pods, in a whole router over fake pods."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ BATCH = {"x-llm-d-inference-objective": "batch"}
 
 
 def all_ready(router: RouterServer, count: int) -> None:
-    """Waits until so many pods are ready."""
+    """Wait until this number of pods is ready."""
     wait_until(lambda: len(ready_pods(router)) == count, "readiness")
 
 
 def test_a_session_without_tokens_stays_at_its_pod(tmp_path: Path) -> None:
-    """Requests of an unknown API, whose cache nobody knows, follow their session's header."""
+    """Requests of an unknown API, which have no tokens, follow their session's header."""
     with fake_pods(4) as pods:
         path = write_pods(tmp_path / "pods.yaml", [pod.address for pod in pods])
         with running_router(path) as router:
@@ -37,7 +37,7 @@ def test_a_session_without_tokens_stays_at_its_pod(tmp_path: Path) -> None:
 
 
 def test_a_sheddable_request_is_refused_when_its_pods_are_full(tmp_path: Path) -> None:
-    """With room in the KV cache it passes; once the pod tells that it is full, it is answered 429."""
+    """A request below priority 0 passes until its pod reports a full KV cache; then it gets 429."""
     with fake_pods(1) as (pod,):
         path = write_pods(tmp_path / "pods.yaml", [pod.address])
         with running_router(path, priorities=(("batch", -1),)) as router:
@@ -52,8 +52,8 @@ def test_a_sheddable_request_is_refused_when_its_pods_are_full(tmp_path: Path) -
                 router.router.route(request, _now_s(router))
 
 
-def test_a_decision_shows_the_age_of_the_load_it_was_made_by(tmp_path: Path) -> None:
-    """A candidate whose metrics were scraped has a load age on the page of decisions."""
+def test_a_decision_records_the_age_of_load_metrics(tmp_path: Path) -> None:
+    """A candidate with scraped load metrics has their age in the decision log."""
     with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:
         all_ready(router, 1)
         router.router.route(completion("r", "hello " * 40), _now_s(router))
@@ -62,8 +62,8 @@ def test_a_decision_shows_the_age_of_the_load_it_was_made_by(tmp_path: Path) -> 
         assert decision["candidates"][0]["load_age_s"] >= 0.0
 
 
-def test_a_pods_series_go_with_it(tmp_path: Path) -> None:
-    """When a pod is declared no more, nothing on the metrics page names it."""
+def test_a_removed_pod_has_no_series(tmp_path: Path) -> None:
+    """After a pod is removed, no series on the metrics page names it."""
     with fake_pods(2) as (one, two):
         path = write_pods(tmp_path / "pods.yaml", [one.address, two.address])
         with running_router(path) as router:
@@ -79,8 +79,8 @@ def test_a_pods_series_go_with_it(tmp_path: Path) -> None:
             assert f'endpoint_name="{two.address}"' in get(router, "/metrics")[1].decode()
 
 
-def test_a_new_life_at_an_address_is_learnt_anew(tmp_path: Path) -> None:
-    """Another pod at the address of one that was slow is believed as fast as any."""
+def test_a_new_pod_at_an_address_has_the_default_rate(tmp_path: Path) -> None:
+    """A new pod at the address of a slow one starts with the default prefill rate."""
     with fake_pods(2) as pods:
         path = write_pods(tmp_path / "pods.yaml", [pod.address for pod in pods])
         with running_router(path) as router:
@@ -95,8 +95,8 @@ def test_a_new_life_at_an_address_is_learnt_anew(tmp_path: Path) -> None:
             wait_until(lambda: router.rates.board.prefill_tokens_per_s(slow) == prior, "its own rate")
 
 
-def test_a_pod_whose_load_cannot_be_read_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is ready; a warning comes once and a gauge lasts until its label says where the page is."""
+def test_a_pod_without_load_metrics_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A pod without load metrics is ready; a warning and a gauge say so until its label is corrected."""
     with fake_pods(1) as (pod,):
         pod.metrics_path = "/prometheus/metrics"
         path = write_pods(tmp_path / "pods.yaml", [pod.address])
@@ -114,10 +114,10 @@ def test_a_pod_whose_load_cannot_be_read_is_told_of(tmp_path: Path, caplog: pyte
     assert f"http://{pod.address}/metrics answered 404" in warning
 
 
-def test_a_senseless_gauge_is_told_of_and_leaves_the_others(
+def test_an_invalid_metric_is_reported_and_others_are_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The pod's state shows which figure is missing, as long as it is; it is logged when it goes missing."""
+    """An invalid metric is logged once and shown on the pod's page, and the pod's other metrics are used."""
     with fake_pods(1) as (pod,):
         sound = pod.metrics
         path = write_pods(tmp_path / "pods.yaml", [pod.address])
@@ -141,7 +141,7 @@ def _kv_usage(router: RouterServer) -> float | None:
 
 
 def _now_s(router: RouterServer) -> float:
-    """A moment of the router's clock at which its accounts are fresh."""
+    """Return the current time of the router's clock."""
     (pod,) = router.pods.snapshot().values()
     assert pod.load is not None
     return pod.load.scraped_s

@@ -27,7 +27,7 @@ FREE_PORTS = ["--host", "127.0.0.1", "--grpc-port", "0", "--grpc-health-port", "
 
 @contextmanager
 def process(*argv: str) -> Iterator[subprocess.Popen[str]]:
-    """A router process whose stderr can be read."""
+    """Start a router process whose stderr can be read."""
     command = [sys.executable, "-m", "router", *argv]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as started:
         try:
@@ -37,7 +37,7 @@ def process(*argv: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def grpc_port(started: subprocess.Popen[str]) -> int:
-    """Waits for the line that tells the ports."""
+    """Wait for the log line with the ports; return the gRPC port."""
     assert started.stderr is not None
     for line in started.stderr:
         if found := re.search(r"listening: grpc (\d+)", line):
@@ -46,7 +46,7 @@ def grpc_port(started: subprocess.Popen[str]) -> int:
 
 
 def run(*argv: str) -> tuple[int, str]:
-    """Runs a router that cannot start; returns its exit code and what it said."""
+    """Run a router that cannot start; return its exit code and its stderr."""
     done = subprocess.run(
         [sys.executable, "-m", "router", *argv], capture_output=True, text=True, timeout=300, check=False
     )
@@ -54,7 +54,7 @@ def run(*argv: str) -> tuple[int, str]:
 
 
 def test_sigterm_waits_for_the_request_inside_and_ends_with_0(tmp_path: Path) -> None:
-    """A request that is inside a door at SIGTERM is still answered; then the process ends by itself."""
+    """A request in progress at SIGTERM is answered; then the process exits with 0."""
     with fake_pods(1) as (pod,):
         pods_file = write_pods(tmp_path / "pods.yaml", [pod.address])
         argv = ["--pods-file", str(pods_file), *FREE_PORTS, "--refresh-metrics-interval", "100ms"]
@@ -62,7 +62,7 @@ def test_sigterm_waits_for_the_request_inside_and_ends_with_0(tmp_path: Path) ->
             stub = pb_grpc.ExternalProcessorStub(channel)
             stream = Stream(stub)
             wait_until(lambda: _answered(stub), "the pod's readiness")
-            # In this mode the headers' answer proves that the request is inside.
+            # In this mode the headers' response proves that the request is in progress.
             stream.send(headers(path="/v1/completions", config=(BodyMode.BUFFERED, BodyMode.NONE)))
             stream.receive()
             _drains(started, stream)
@@ -70,7 +70,7 @@ def test_sigterm_waits_for_the_request_inside_and_ends_with_0(tmp_path: Path) ->
 
 
 def test_a_router_without_requests_ends_at_once(tmp_path: Path) -> None:
-    """SIGTERM and SIGINT end an idle router with 0, long before the drain timeout, though Envoy logs."""
+    """SIGTERM and SIGINT end an idle router before the drain timeout, even with an open access log stream."""
     pods_file = write_pods(tmp_path / "pods.yaml", [])
     for number in (signal.SIGTERM, signal.SIGINT):
         with (
@@ -87,7 +87,7 @@ def test_a_router_without_requests_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_a_port_in_use_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
-    """The error names flag and port, without a traceback or gRPC's own complaints."""
+    """A port in use is reported in one line with flag and port, with exit code 1."""
     pods_file = write_pods(tmp_path / "pods.yaml", [])
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -99,14 +99,14 @@ def test_a_port_in_use_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "complaint"),
     [
-        ("--config-file", "kind: EndpointPickerConfig\nplugin: []\n", ":2: plugin: not understood"),
+        ("--config-file", "kind: EndpointPickerConfig\nplugin: []\n", ":2: plugin: unknown field"),
         ("--pods-file", "endpoints:\n- {name: a, address: x}\n", ":2: endpoints[0]"),
     ],
 )
 def test_wrong_input_files_are_one_line_and_exit_code_2(
     tmp_path: Path, name: str, text: str, complaint: str
 ) -> None:
-    """The error names file, line and field."""
+    """An invalid input file is reported in one line with file, line and field, with exit code 2."""
     path = tmp_path / "wrong.yaml"
     path.write_text(text)
     code, said = run(name, str(path), *FREE_PORTS)
@@ -120,7 +120,7 @@ def _answered(stub: pb_grpc.ExternalProcessorStub) -> bool:
 
 
 def _drains(started: subprocess.Popen[str], stream: Stream) -> None:
-    """Sends SIGTERM, waits until it is being drained, and finishes the open request."""
+    """Send SIGTERM, wait for draining, and complete the open request."""
     started.terminate()
     assert started.stderr is not None
     assert any("draining" in line for line in started.stderr)

@@ -35,35 +35,36 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 
 def all_ready(router: RouterServer, *pods: FakePod) -> None:
-    """Waits until exactly these pods are ready."""
+    """Wait until exactly these pods are ready."""
     wait_until(lambda: ready_pods(router) == {pod.address for pod in pods}, "readiness")
 
 
 def health(port: int, service: str) -> int:
-    """Asks a gRPC health server."""
+    """Call Check of a gRPC health server."""
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         return int(stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=300).status)
 
 
 @pytest.mark.parametrize("labels", [{}, {"llm-d.ai/role": "decode"}])
-def test_the_start_tells_that_a_pool_fails_closed(
+def test_the_start_logs_that_a_pool_fails_closed(
     tmp_path: Path, labels: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where pods have a role, the log says at start that unreadable bodies are refused, and by what sign."""
+    """Where pods have a role label, the start logs that uncheckable bodies are rejected, and why."""
     with (
         caplog.at_level(logging.INFO, logger="router.app.server"),
         fake_pods(1) as (pod,),
         running_router(write_pods(tmp_path / "pods.yaml", [pod.address], **labels)),
     ):
         wait_until(lambda: "ready" in caplog.messages, "readiness")
-    logged = [line for line in caplog.messages if "engines have a KV connector" in line]
+    logged = [line for line in caplog.messages if "KV connector detected" in line]
     assert len(logged) == len(labels)
-    assert all("sign=label llm-d.ai/role of pod" in line and "must not fail open" in line for line in logged)
+    assert all("sign=label llm-d.ai/role of pod" in line for line in logged)
+    assert all("failure_mode_allow: false" in line for line in logged)
 
 
 def test_a_dead_pod_leaves_and_a_returned_one_comes_back(tmp_path: Path) -> None:
-    """A pod whose port closed takes no requests, back on the same port it does; the other always serves."""
+    """A pod whose port closed is not picked until it is back; the other pod always is."""
     with (
         fake_pods(2) as (one, two),
         running_router(write_pods(tmp_path / "pods.yaml", [one.address, two.address])) as router,
@@ -77,8 +78,8 @@ def test_a_dead_pod_leaves_and_a_returned_one_comes_back(tmp_path: Path) -> None
         all_ready(router, one, two)
 
 
-def test_a_broken_link_takes_a_pod_out_until_it_is_probed(tmp_path: Path) -> None:
-    """Bad news from the event stream or the gateway counts at once; a healthy probe brings the pod back."""
+def test_a_broken_connection_removes_a_pod_until_it_is_probed(tmp_path: Path) -> None:
+    """A broken event stream or connection removes a pod at once; a healthy probe restores it."""
     with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:
         all_ready(router, pod)
         pod.may_answer.clear()
@@ -94,8 +95,8 @@ def test_a_broken_link_takes_a_pod_out_until_it_is_probed(tmp_path: Path) -> Non
         all_ready(router, pod)
 
 
-def test_a_changed_pods_file_is_taken_over_and_a_broken_one_is_not(tmp_path: Path) -> None:
-    """New pods come and removed ones go when the file changes; a broken file leaves the pods as they were."""
+def test_a_changed_pods_file_is_applied_and_a_broken_one_is_not(tmp_path: Path) -> None:
+    """A changed pods file adds and removes pods; a broken file changes nothing."""
     with fake_pods(2) as (one, two):
         path = write_pods(tmp_path / "pods.yaml", [one.address])
         with running_router(path) as router:
@@ -111,7 +112,7 @@ def test_a_changed_pods_file_is_taken_over_and_a_broken_one_is_not(tmp_path: Pat
 
 
 def test_a_new_model_on_a_known_pod_is_noticed(tmp_path: Path) -> None:
-    """A pod that comes back with another model serves that one."""
+    """A pod that returns with another model serves that model."""
     with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:
         all_ready(router, pod)
         pod.stop()
@@ -124,8 +125,8 @@ def test_a_new_model_on_a_known_pod_is_noticed(tmp_path: Path) -> None:
         assert (models.base, models.adapters) == ("other", {"tuned"})
 
 
-def test_the_pages_tell_the_state(tmp_path: Path) -> None:
-    """Metrics, liveness, readiness, pods and decisions are served; the rest is a 404 that names them."""
+def test_the_pages_show_the_state(tmp_path: Path) -> None:
+    """Metrics, liveness, readiness, pods and decisions have pages; other paths get 404 with the list."""
     with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:
         wait_until(lambda: get(router, "/ready")[0] == 200, "readiness")
         index = {"views_pending": [], "parity": [], "routers": [], "pods_asleep": []}
@@ -153,7 +154,7 @@ def test_the_pages_tell_the_state(tmp_path: Path) -> None:
 
 
 def test_health_follows_readiness_and_liveness_does_not(tmp_path: Path) -> None:
-    """Every service name in use serves once the pods are known, on both ports, until the router drains."""
+    """Health of each service follows readiness on both ports, from the first sync to the drain."""
     names = ("", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor", "kvroute.v1.EndpointPicker")
     with fake_pods(1) as (pod,):
         pod.may_answer.clear()
@@ -172,7 +173,7 @@ def test_health_follows_readiness_and_liveness_does_not(tmp_path: Path) -> None:
 
 
 def test_reflection_shows_the_services(tmp_path: Path) -> None:
-    """A reflection client finds both doors and can describe PickEndpoint."""
+    """A reflection client finds both services and the description of PickEndpoint."""
     with (
         running_router(write_pods(tmp_path / "pods.yaml", [])) as router,
         grpc.insecure_channel(f"127.0.0.1:{router.ports['grpc']}") as channel,
@@ -187,7 +188,7 @@ def test_reflection_shows_the_services(tmp_path: Path) -> None:
 
 
 def test_a_port_in_use_is_one_clear_error(tmp_path: Path) -> None:
-    """A second router on the first one's port is told which flag and port, whichever of the three it is."""
+    """A port in use is an error that names the flag and the port, for each of the three ports."""
     path = write_pods(tmp_path / "pods.yaml", [])
     with running_router(path) as router:
         for flag, port in router.ports.items():
@@ -200,7 +201,7 @@ def test_a_port_in_use_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_a_start_that_fails_leaves_nothing_open(tmp_path: Path) -> None:
-    """What was opened before the part that cannot be had is closed again, down to the last port and loop."""
+    """A failed start closes every port, thread and loop opened before."""
     path, tls = write_pods(tmp_path / "pods.yaml", []), TlsOptions(cert_dir=tmp_path / "absent")
     with pytest.raises(ConfigError, match="absent") as caught, running_router(path, tls=tls):
         pass
@@ -212,7 +213,7 @@ def test_a_start_that_fails_leaves_nothing_open(tmp_path: Path) -> None:
 
 
 def test_a_missing_or_wrong_pods_file_stops_the_start(tmp_path: Path) -> None:
-    """Without its pods the router does not start, and says which file is wrong where."""
+    """A missing or invalid pods file ends the start with the file and line."""
     with pytest.raises(ConfigError, match=r"absent\.yaml"), running_router(tmp_path / "absent.yaml"):
         pass
     broken = tmp_path / "pods.yaml"
@@ -221,9 +222,9 @@ def test_a_missing_or_wrong_pods_file_stops_the_start(tmp_path: Path) -> None:
         pass
 
 
-def test_an_unreadable_message_does_not_keep_the_router_from_ending(tmp_path: Path) -> None:
-    """A peer that sent bytes that are no message and stays is refused, and close() ends all the same."""
-    # Not every such call hangs in gRPC: several make it sure.
+def test_an_unreadable_message_does_not_block_close(tmp_path: Path) -> None:
+    """A peer that sent an unreadable message and keeps its stream open does not block close()."""
+    # Not every such call hangs in gRPC: several make it certain.
     streams = [queue.Queue[bytes | None]() for _ in range(8)]
     with (
         fake_pods(1) as (pod,),

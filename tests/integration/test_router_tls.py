@@ -1,4 +1,4 @@
-"""TLS of the router's ports: self-signed and from files, renewed without a restart, behind a real Envoy."""
+"""TLS of the router's ports: self-signed and from files, reloaded without a restart, behind a real Envoy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 def write_certificate(authority: trustme.CA, directory: Path, number: int = 0) -> None:
-    """A certificate of this authority; each number has another time of change."""
+    """Write a certificate of this authority; each number gives a different modification time."""
     issued = authority.issue_cert("127.0.0.1", "localhost")
     issued.cert_chain_pems[0].write_to_path(directory / "tls.crt")
     issued.private_key_pem.write_to_path(directory / "tls.key")
@@ -43,7 +43,7 @@ def write_certificate(authority: trustme.CA, directory: Path, number: int = 0) -
 
 @contextmanager
 def secured(directory: Path, **settings: Any) -> Iterator[RouterServer]:
-    """A router with one pod."""
+    """Run a router with one pod."""
     with (
         fake_pods(1) as pods,
         running_router(write_pods(directory / "pods.yaml", [pods[0].address]), **settings) as router,
@@ -53,9 +53,9 @@ def secured(directory: Path, **settings: Any) -> Iterator[RouterServer]:
 
 
 def is_alive(router: RouterServer, trusted: bytes) -> bool:
-    """Whether the gRPC port answers on a new connection that trusts this certificate."""
+    """Return whether the gRPC port serves a new connection that trusts this certificate."""
     credentials = grpc.ssl_channel_credentials(trusted)
-    # Channels to one address share a connection, and with it the certificate of an old one.
+    # Channels to one address share a connection, and so the certificate of an old one.
     options = [("grpc.use_local_subchannel_pool", 1)]
     with grpc.secure_channel(f"localhost:{router.ports['grpc']}", credentials, options) as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(
@@ -65,7 +65,7 @@ def is_alive(router: RouterServer, trusted: bytes) -> bool:
 
 
 def shown_certificate(router: RouterServer) -> bytes:
-    """The certificate that the gRPC port shows, as PEM."""
+    """Return the certificate of the gRPC port, as PEM."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -79,14 +79,14 @@ def shown_certificate(router: RouterServer) -> bytes:
 
 
 def page(router: RouterServer, context: ssl.SSLContext | None, path: str = "/healthz") -> int:
-    """Status of a page of the metrics port on a new connection."""
+    """Return the status of a page of the metrics port, on a new connection."""
     scheme = "http" if context is None else "https"
     with urllib3.PoolManager(ssl_context=context, retries=False, timeout=300) as http:
         return http.request("GET", f"{scheme}://127.0.0.1:{router.ports['metrics']}{path}").status
 
 
-def test_without_files_the_certificate_is_the_routers_own(tmp_path: Path) -> None:
-    """Whoever is given it can check it; every start makes another; plaintext is answered on the same port."""
+def test_without_files_a_certificate_is_generated(tmp_path: Path) -> None:
+    """Without files each start generates a certificate; plaintext is served on the same port."""
     with secured(tmp_path, tls=TlsOptions()) as router:
         shown = shown_certificate(router)
         assert is_alive(router, shown)
@@ -96,8 +96,8 @@ def test_without_files_the_certificate_is_the_routers_own(tmp_path: Path) -> Non
     assert self_signed()[1] != self_signed()[1]
 
 
-def test_renewed_files_are_taken_over(tmp_path: Path) -> None:
-    """New connections see the new certificate, unless that was switched off."""
+def test_renewed_certificate_files_are_reloaded(tmp_path: Path) -> None:
+    """New connections get the reloaded certificate, unless reloading is disabled."""
     old, new = trustme.CA(), trustme.CA()
     for reloads, expected in ((True, new), (False, old)):
         write_certificate(old, tmp_path)
@@ -107,13 +107,13 @@ def test_renewed_files_are_taken_over(tmp_path: Path) -> None:
             assert is_alive(router, expected.cert_pem.bytes())
 
 
-def test_files_that_are_none_end_the_start(tmp_path: Path) -> None:
-    """Missing, no PEM, or a key that is another's: named, instead of a port that fails every connection."""
-    with pytest.raises(ConfigError, match=r"no usable tls\.crt and tls\.key"):
+def test_invalid_certificate_files_end_the_start(tmp_path: Path) -> None:
+    """Missing, invalid or mismatched certificate files end the start with an error that names them."""
+    with pytest.raises(ConfigError, match=r"cannot load tls\.crt and tls\.key"):
         grpc_tls(TlsOptions(tmp_path))
     (tmp_path / "tls.crt").write_text("no certificate")
     (tmp_path / "tls.key").write_text("no key")
-    with pytest.raises(ConfigError, match=r"no usable tls\.crt and tls\.key"):
+    with pytest.raises(ConfigError, match=r"cannot load tls\.crt and tls\.key"):
         grpc_tls(TlsOptions(tmp_path))
     write_certificate(trustme.CA(), tmp_path)
     trustme.CA().issue_cert("x").private_key_pem.write_to_path(tmp_path / "tls.key")
@@ -121,8 +121,8 @@ def test_files_that_are_none_end_the_start(tmp_path: Path) -> None:
         metrics_tls(MetricsTlsOptions(tmp_path))
 
 
-def test_the_metrics_port_follows_its_files_and_asks_clients(tmp_path: Path) -> None:
-    """Only who shows a certificate of the authority is answered; renewed files count at once."""
+def test_the_metrics_port_reloads_files_and_requires_client_certificates(tmp_path: Path) -> None:
+    """The metrics port accepts only clients with a certificate of the authority, and reloads its files."""
     server, clients = trustme.CA(), trustme.CA()
     write_certificate(server, tmp_path)
     clients.cert_pem.write_to_path(tmp_path / "ca.crt")
@@ -146,8 +146,8 @@ def test_the_metrics_port_follows_its_files_and_asks_clients(tmp_path: Path) -> 
         assert page(router, known) == 200
 
 
-def test_envoy_asks_over_tls(tmp_path: Path) -> None:
-    """A gateway that trusts the router's own certificate has its requests picked for."""
+def test_envoy_gets_picks_over_tls(tmp_path: Path) -> None:
+    """An Envoy that trusts the router's own certificate gets picks over TLS."""
     with (
         fake_pods(2) as pods,
         running_router(
@@ -161,14 +161,14 @@ def test_envoy_asks_over_tls(tmp_path: Path) -> None:
             url = f"http://127.0.0.1:{port}/v1/completions"
             response = urllib3.request("POST", url, body=body, retries=False, timeout=300)
             assert (response.status, response.json()) == (200, {"ok": True})
-            decision = router.explain.one(response.headers["x-request-id"])
+            decision = router.decision_log.find(response.headers["x-request-id"])
             assert decision is not None
             assert response.headers["x-kvroute-pod"] == decision["pod"]
 
 
 @contextmanager
 def envoy_over_tls(directory: Path, router: RouterServer, pods: list[tuple[str, int]]) -> Iterator[int]:
-    """An Envoy that asks this router by ext_proc; yields its port."""
+    """Run an Envoy that calls this router by ext_proc; yield its port."""
     port = free_port()
     settings = EnvoySettings(
         gateway=("127.0.0.1", port),
@@ -178,7 +178,7 @@ def envoy_over_tls(directory: Path, router: RouterServer, pods: list[tuple[str, 
     )
     config = patient(bootstrap(settings))
     (cluster,) = (one for one in config["static_resources"]["clusters"] if one["name"] == "router")
-    # gRPC servers refuse connections that do not negotiate HTTP/2, and health checks do not by themselves.
+    # gRPC servers reject connections that do not negotiate HTTP/2, which health checks do not by default.
     cluster["health_checks"][0]["tls_options"] = {"alpn_protocols": ["h2"]}
     cluster["transport_socket"] = {
         "name": "envoy.transport_sockets.tls",

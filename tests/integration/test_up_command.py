@@ -1,4 +1,4 @@
-"""`kvroute up` as a user runs it: what it prints, how it ends, and what it leaves behind."""
+"""`kvroute up` as a process: output, exit status and cleanup."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from kvroute.stack import LocalStackError, StackOptions, plan_stack
 from kvroute.supervisor import check_ports
 from tests.integration.stack_support import on_free_ports, wait_until
 
-# One model server, for tests of how the command ends: to load another takes seconds.
+# One model server is enough for tests of the command's end.
 SMALL = ("--no-demo", "--replicas", "1")
 
 
 def stack_ports() -> tuple[int, int]:
-    """A gateway port and a base port for a whole stack."""
+    """Return a free gateway port and base port."""
     options = on_free_ports(StackOptions())
     return options.port, options.base_port
 
 
 def command(*arguments: str, ports: tuple[int, int]) -> list[str]:
-    """The command line of `kvroute up`."""
+    """Return the command line of `kvroute up`."""
     return [sys.executable, "-c", "from kvroute.cli import main; raise SystemExit(main())", "up",
             "--port", str(ports[0]), "--base-port", str(ports[1]), *arguments]  # fmt: skip
 
 
 def all_free(ports: list[int]) -> bool:
-    """Whether every port can be bound."""
+    """Return whether every port can be bound."""
     try:
         check_ports(ports)
     except LocalStackError:
@@ -47,7 +47,7 @@ def all_free(ports: list[int]) -> bool:
 
 
 def pids_of(marker: str) -> dict[int, str]:
-    """Command lines by pid of all running processes whose command line holds the marker."""
+    """Return command lines by pid of processes whose command line contains the marker."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -61,12 +61,12 @@ def pids_of(marker: str) -> dict[int, str]:
 
 
 def processes_of(marker: str) -> list[str]:
-    """Command lines of all running processes that hold the marker."""
+    """Return command lines of processes that contain the marker."""
     return list(pids_of(marker).values())
 
 
 def kill_router(temporary: Path) -> None:
-    """Kills the router of the stack whose files lie in `temporary`, if it runs."""
+    """Kill the router of the stack with files in `temporary`, if it runs."""
     for pid, line in pids_of(str(temporary)).items():
         if "-m router" in line:
             with contextlib.suppress(ProcessLookupError):
@@ -75,7 +75,7 @@ def kill_router(temporary: Path) -> None:
 
 @contextmanager
 def running_command(ports: tuple[int, int], temporary: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Runs the command until it is up; yields the process and what it printed, and kills what is left."""
+    """Run the command; yield the process and its output once the stack is up; kill it at the end."""
     with subprocess.Popen(
         command(*SMALL, ports=ports),
         stdout=subprocess.PIPE,
@@ -96,9 +96,9 @@ def running_command(ports: tuple[int, int], temporary: Path) -> Iterator[tuple[s
 
 
 def assert_nothing_left(ports: tuple[int, int], temporary: Path) -> None:
-    """Checks that no port is bound, no file is left and no process runs."""
+    """Assert that no port is bound, no file is left and no process runs."""
     if sys.platform == "linux":
-        # One that had just begun when the signal came is ended by the kernel, a moment after its parent.
+        # The kernel ends a child that had just started, a moment after its parent.
         wait_until("no process is left", lambda: processes_of(str(temporary)) == [])
     plan = plan_stack(StackOptions(port=ports[0], base_port=ports[1]), Path())
     check_ports(plan.ports)
@@ -106,7 +106,7 @@ def assert_nothing_left(ports: tuple[int, int], temporary: Path) -> None:
 
 
 def test_the_demonstration_ends_by_itself_and_leaves_nothing(tmp_path: Path) -> None:
-    """With --demo-only: exit status 0, both tables, and no process, port or file afterwards."""
+    """With --demo-only the command prints both tables, exits with 0 and leaves nothing."""
     ports = stack_ports()
     done = subprocess.run(
         command("--demo-only", ports=ports),
@@ -129,7 +129,7 @@ def test_the_demonstration_ends_by_itself_and_leaves_nothing(tmp_path: Path) -> 
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
-    """An interrupted stack exits with 0 and leaves no process, port or file."""
+    """SIGINT ends the stack with status 0 and leaves no process, port or file."""
     ports = stack_ports()
     with running_command(ports, tmp_path) as (process, _seen):
         assert urllib3.request("GET", f"http://127.0.0.1:{ports[0]}/v1/models").status == 200
@@ -141,7 +141,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
 def test_a_killed_router_is_restarted_until_it_dies_too_often(tmp_path: Path) -> None:
-    """The stack serves again after the router's death; a router that keeps dying ends it, and logs stay."""
+    """A killed router is restarted; one killed too often ends the stack, which keeps its logs."""
     ports = stack_ports()
     with running_command(ports, tmp_path) as (process, seen):
         printed = Path(seen.split("logs:")[1].split()[0])
@@ -171,7 +171,7 @@ def test_a_killed_router_is_restarted_until_it_dies_too_often(tmp_path: Path) ->
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_start_up_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
-    """Interrupted while its children load, the command exits with 0, without a traceback."""
+    """A signal during start-up ends the command with status 0, without a traceback."""
     ports = stack_ports()
     process = subprocess.Popen(
         command(*SMALL, ports=ports),
@@ -189,7 +189,7 @@ def test_a_signal_during_start_up_leaves_nothing_behind(tmp_path: Path, number: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children of their parent's death")
 def test_children_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
-    """Even SIGKILL of the command takes the whole tree with it."""
+    """SIGKILL of the command ends all children."""
     ports = stack_ports()
     process = subprocess.Popen(
         command(*SMALL, ports=ports),
@@ -200,13 +200,13 @@ def test_children_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     wait_until("the children are gone", lambda: processes_of(str(tmp_path)) == [])
-    # The model servers' command lines do not hold the folder, but their ports must be free again.
+    # Command lines of model servers do not contain the folder; check that their ports are free.
     plan = plan_stack(StackOptions(port=ports[0], base_port=ports[1]), tmp_path)
     wait_until("the ports are free", lambda: all_free(plan.ports))
 
 
 def test_a_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
-    """A taken port ends the command with 1 and a line that names the port and the way out."""
+    """A port in use ends the command with status 1 and one line that names the port."""
     ports = stack_ports()
     with socket.create_server(("127.0.0.1", ports[0])):
         done = subprocess.run(command(ports=ports), capture_output=True, text=True, timeout=300)
@@ -216,7 +216,7 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
 
 
 def test_a_child_that_dies_is_one_clear_line(tmp_path: Path) -> None:
-    """A model that cannot be loaded ends the command with 1 and a line: child, cause, and logs that stay."""
+    """A model that fails to load ends the command with status 1 and one line: child, cause, logs."""
     ports = stack_ports()
     done = subprocess.run(
         command(*SMALL, "--model", str(tmp_path / "nowhere"), ports=ports),

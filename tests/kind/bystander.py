@@ -1,4 +1,4 @@
-"""A pod beside the release: it is Ready, serves nothing, and tries connections when told to."""
+"""A pod outside the release that is Ready, serves nothing, and tries connections on request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ print(json.dumps(opened))
 
 
 def start_bystander(kubectl: Kubectl, labels: Mapping[str, str] | None = None) -> None:
-    """Starts the pod and waits until it is Ready."""
+    """Start the pod and wait until it is Ready."""
     container = {
         "name": _NAME,
         "image": ROUTER,
@@ -43,11 +43,11 @@ def start_bystander(kubectl: Kubectl, labels: Mapping[str, str] | None = None) -
 
 
 def stop_bystander(kubectl: Kubectl) -> None:
-    """Ends it."""
+    """Delete the pod."""
     kubectl("delete", "pod", _NAME, "--now", "--ignore-not-found")
 
 
 def opens(kubectl: Kubectl, addresses: list[str]) -> list[str]:
-    """Which of these "host:port" the pod can connect to."""
+    """Return which of these "host:port" addresses the pod can connect to."""
     found: list[str] = json.loads(kubectl("exec", _NAME, "--", "python", "-c", _CONNECT, *addresses))
     return found

@@ -1,7 +1,7 @@
-"""One kind cluster for all tests: KIND_NODE_IMAGE, KIND_CONFIG and KIND_CLUSTER in, a reachable cluster out.
+"""The kind cluster of all tests, by KIND_NODE_IMAGE, KIND_CONFIG and KIND_CLUSTER.
 
-The nodes see this machine's installed torch, so that no image has to carry it, and three of the first node's
-ports are open on this machine's loopback address.
+The nodes mount this machine's installed torch, so that no image has to contain it. Three ports of the first
+node are open on this machine's loopback address.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tests.loopback import free_port
 
 # Ports of Services of type NodePort.
 NODE_PORTS = (30080, 30081, 30082)
-# Where the nodes see this machine's Python packages.
+# Mount point of this machine's Python packages in the nodes.
 PACKAGES = "/opt/host-packages"
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A cluster that is up.
+    """A running cluster.
 
     Attributes:
-        name: As kind knows it.
+        name: Name in kind.
         kubeconfig: A file of its own, never the user's.
         urls: Base URL on this machine for each of NODE_PORTS.
     """
@@ -42,35 +42,35 @@ class Cluster:
 
     @property
     def node(self) -> str:
-        """The container that is the first node."""
+        """Name of the first node's container."""
         return f"{self.name}-control-plane"
 
     def kubectl(self, namespace: str = "default") -> Kubectl:
-        """kubectl in a namespace."""
+        """Return kubectl for a namespace."""
         return Kubectl(self.kubeconfig, namespace)
 
     def in_node(self, *command: str) -> str:
-        """Runs a program in the first node."""
+        """Run a program in the first node."""
         return run("docker", "exec", self.node, *command)
 
     def kill_container(self, container_id: str) -> None:
-        """Kills a container as a crash would: without a word, and it may be started again."""
+        """Kill a container without a grace period, as a crash would; Kubernetes may restart it."""
         # "containerd://ID"; the node's own ctr, because not every node image has crictl.
         container = container_id.rpartition("/")[2]
         self.in_node("ctr", "--namespace", "k8s.io", "tasks", "kill", "--signal", "SIGKILL", container)
 
 
 def mounts_torch() -> bool:
-    """Whether this machine's torch runs in the images: they have Python 3.11 on Linux."""
+    """Return whether this machine's torch runs in the images, which have Python 3.11 on Linux."""
     return sys.platform == "linux" and sys.version_info[:2] == (3, 11)
 
 
 @contextmanager
 def running_cluster(folder: Path) -> Iterator[Cluster]:
-    """Makes a cluster that is deleted at the end; or takes KIND_CLUSTER, which is kept.
+    """Create a cluster and delete it at the end; or use KIND_CLUSTER, which is kept.
 
     Args:
-        folder: For its files.
+        folder: Folder for the cluster's files.
     """
     kept = os.environ.get("KIND_CLUSTER")
     name = kept or f"kvroute-test-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""What was the matter: a cluster in; logs, events, objects and decisions as files in a folder out."""
+"""Evidence of a failed test: logs, events, objects and decisions of a cluster, as files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PAGES = {"decisions": "/debug/decisions?n=1000", "pods": "/debug/pods", "discov
 
 
 def collect(cluster: Cluster, folder: Path) -> None:
-    """Writes what can be had; what cannot be had is written as the reason why not."""
+    """Write what is available; for the rest, write the error."""
     for pod in cluster.kubectl().items("pods", "--all-namespaces", "--selector", _OURS):
         namespace, name = pod["metadata"]["namespace"], pod["metadata"]["name"]
         kubectl, below = cluster.kubectl(namespace), folder / namespace

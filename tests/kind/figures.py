@@ -1,4 +1,4 @@
-"""What a run measured: figures in; a JSON file and a Markdown table out. Reported, never asserted."""
+"""Figures of a run, as a JSON file and a Markdown table. They are reported, never asserted."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Figures:
     values: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def add(self, name: str, seconds: float, what: str) -> None:
-        """Notes a figure.
+        """Record a figure.
 
         Args:
-            name: For programs.
-            seconds: What was measured.
-            what: What it is, for people.
+            name: Name for programs.
+            seconds: Value.
+            what: Description for people.
         """
         self.values[name] = (seconds, what)
 
     def write(self, folder: Path) -> None:
-        """Writes figures.json and figures.md."""
+        """Write figures.json and figures.md."""
         folder.mkdir(parents=True, exist_ok=True)
         lines = [
             {"name": name, "unit": "s", "value": round(seconds, 3), "what": what, "cores": os.cpu_count()}

@@ -1,4 +1,4 @@
-"""The images under test: Dockerfiles in; images in docker, and in every node of a cluster, out."""
+"""The images under test: built by docker and loaded into every node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOADED = "/var/lib/kvroute-images"
 
 
 def build_images() -> None:
-    """Builds the images with docker, which remembers every step that did not change."""
+    """Build the images with docker, which caches unchanged steps."""
     # "kvroute/router:test" and so on.
     names = ("IMAGE_PREFIX=kvroute", "IMAGE_TAG=test")
     target = ("MODEL_SERVER_TARGET=without-torch",) if mounts_torch() else ()
@@ -24,7 +24,7 @@ def build_images() -> None:
 
 
 def load_images(cluster: Cluster) -> None:
-    """Copies the images into the nodes, unless these very ones are there."""
+    """Load the images into the nodes, unless the same ones are there."""
     names = (ROUTER, MODEL_SERVER, ENVOY)
     wanted = " ".join(run("docker", "image", "inspect", "--format", "{{.Id}}", *names).split())
     try:

@@ -1,4 +1,4 @@
-"""The chart as a Helm release in a namespace of its own: values in; its pods, pages and gateway out."""
+"""A Helm release of the chart in a namespace of its own: its pods, pages and gateway."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Release:
     """A release of the chart.
 
     Attributes:
-        kubectl: In its namespace.
-        node_port: Where `expose` opens its gateway.
+        kubectl: kubectl for the release's namespace.
+        node_port: Node port on which `expose` opens the gateway.
     """
 
     cluster: Cluster
@@ -34,23 +34,23 @@ class Release:
 
     @property
     def url(self) -> str:
-        """Of its gateway, on this machine."""
+        """URL of the gateway on this machine."""
         return self.cluster.urls[self.node_port]
 
     def install(self, values: Mapping[str, Any] | None = None, *, wait: bool = True) -> None:
-        """Installs the release, or upgrades it to these values and the tests' own; waits until it is up."""
+        """Install the release or upgrade it to these values and the tests' own; wait until it is ready."""
         chosen = json.dumps(merged(image_values(), values or {}))
         chart = ("--install", NAME, str(CHART), "--values", "-")
         patience = ("--wait", "--timeout", _TIMEOUT) if wait else ()
         self.helm("upgrade", *chart, "--create-namespace", *patience, stdin=chosen)
 
     def helm(self, command: str, *arguments: str, stdin: str | None = None) -> str:
-        """Runs helm in this cluster and namespace."""
+        """Run helm in this cluster and namespace."""
         where = ("--kubeconfig", str(self.kubectl.kubeconfig), "--namespace", self.kubectl.namespace)
         return run("helm", command, *where, *arguments, stdin=stdin)
 
     def expose(self) -> None:
-        """Opens the gateway to this machine, beside the chart's own Service."""
+        """Open the gateway to this machine by a second Service."""
         labels = {"app.kubernetes.io/instance": NAME, "app.kubernetes.io/component": "envoy"}
         port = {"port": 80, "targetPort": "http", "nodePort": self.node_port}
         self.kubectl.apply(
@@ -63,32 +63,32 @@ class Release:
         )
 
     def discard(self) -> None:
-        """Gives the node's port back, and has the namespace deleted with all that is in it."""
+        """Free the node port and delete the namespace."""
         self.kubectl("delete", "services", "--all")
         self.kubectl("delete", "namespace", self.kubectl.namespace, "--ignore-not-found", "--wait=false")
 
     def pods(self, component: str) -> list[dict[str, Any]]:
-        """The pods of a component that are not being deleted."""
+        """Return the pods of a component that are not being deleted."""
         selector = f"app.kubernetes.io/instance={NAME},app.kubernetes.io/component={component}"
         found = self.kubectl.items("pods", "--selector", selector)
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
     def names(self, component: str) -> list[str]:
-        """Their names."""
+        """Return the names of a component's pods."""
         return [pod["metadata"]["name"] for pod in self.pods(component)]
 
     def model_servers(self) -> dict[str, dict[str, Any]]:
-        """The model servers' pods by "ip:port"."""
+        """Return the model servers' pods by "ip:port"."""
         pods = self.pods("model-server")
         return {f"{pod['status']['podIP']}:8000": pod for pod in pods if "podIP" in pod["status"]}
 
     def page(self, router: str, path: str) -> dict[str, Any]:
-        """A debug page of one router."""
+        """Return a debug page of one router."""
         found: dict[str, Any] = json.loads(self.kubectl.page(router, METRICS_PORT, path))
         return found
 
     def decision(self, request_id: str) -> dict[str, Any]:
-        """The explanation of one pick, of whichever router made it."""
+        """Return the decision for a request, from whichever router made it."""
         for router in self.names("router"):
             found = self.page(router, f"/debug/decisions?request_id={request_id}")["decisions"]
             if found:
@@ -97,12 +97,12 @@ class Release:
         raise AssertionError(f"no router has a record of request {request_id}")
 
     def scale(self, component: str, replicas: int) -> None:
-        """Changes the number of a component's pods; does not wait."""
+        """Scale a component without waiting."""
         name = {"model-server": MODEL_SERVERS, "router": ROUTERS}[component]
         self.kubectl("scale", f"deployment/{name}", "--replicas", str(replicas))
 
     def await_settled(self, *, routers: int, model_servers: int) -> None:
-        """Waits until there are that many pods, and every router follows each model server without doubt."""
+        """Wait for this number of pods, and until every router follows each model server EXACT."""
 
         def settled() -> bool:
             addresses = self.model_servers()
@@ -116,19 +116,19 @@ class Release:
         eventually(what, settled, deadline_s=300)
 
     def followed(self, router: str) -> set[str]:
-        """Addresses of the pods that a router would pick and whose caches it knows exactly."""
+        """Return the addresses of the pods that are ready and EXACT at a router."""
         pods = self.page(router, "/debug/pods")["pods"]
         return {pod["address"] for pod in pods if pod["ready"] and pod["view"] == "EXACT"}
 
 
 def is_ready(pod: Mapping[str, Any]) -> bool:
-    """Whether a pod is Ready."""
+    """Return whether a pod is Ready."""
     conditions = pod["status"].get("conditions", ())
     return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
 
 def image_values() -> dict[str, Any]:
-    """Values for the images under test, on a machine that has two cores for all of it."""
+    """Return values for the images under test, sized for a machine with two cores."""
     servers: dict[str, Any] = {"image": _image(MODEL_SERVER), "extraArgs": ["--torch-threads", "1"]}
     if mounts_torch():
         torch = {"name": "torch", "hostPath": {"path": PACKAGES, "type": "Directory"}}
@@ -143,7 +143,7 @@ def image_values() -> dict[str, Any]:
 
 
 def base_values(namespace: str) -> dict[str, Any]:
-    """Values of the release that most tests share: two routers, peers, and metrics for one more namespace."""
+    """Return the base values of most tests: two routers, peers, and one more namespace for metrics."""
     label = {"kubernetes.io/metadata.name": f"{namespace}-monitoring"}
     monitoring = {"namespaceSelector": {"matchLabels": label}}
     return {
@@ -155,7 +155,7 @@ def base_values(namespace: str) -> dict[str, Any]:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Two trees of values; the second one wins."""
+    """Merge two trees of values; the second one wins."""
     result = dict(base)
     for name, value in over.items():
         below = result.get(name)

@@ -1,4 +1,4 @@
-"""The programs that a kind test stands on, as functions: docker, kind, kubectl and helm."""
+"""The programs docker, kind, kubectl and helm as functions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _T = TypeVar("_T")
 
 
 class ToolError(RuntimeError):
-    """A program ended with an error; the message holds its command line and its last words."""
+    """Error of a program that failed; the message has its command line and last output."""
 
 
 def missing_tools() -> str | None:
-    """Why no cluster can be made here; None if one can."""
+    """Return why no cluster can be created here; None if one can."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"needs {', '.join(missing)} on PATH"
@@ -33,7 +33,7 @@ def missing_tools() -> str | None:
 
 
 def run(*command: str, stdin: str | None = None, environment: Mapping[str, str] | None = None) -> str:
-    """Runs a program and returns what it wrote to its standard output.
+    """Run a program and return its standard output.
 
     Raises:
         ToolError: It failed.
@@ -46,15 +46,15 @@ def run(*command: str, stdin: str | None = None, environment: Mapping[str, str] 
 
 
 def eventually(what: str, probe: Callable[[], _T | None], *, deadline_s: float = 180.0) -> _T:
-    """Asks until there is a true answer, and returns it.
+    """Call `probe` until it returns a true value, and return that value.
 
     Args:
-        what: What is waited for, for the message.
-        probe: Asked again and again; a ToolError of it is taken for "not yet".
-        deadline_s: When to give up.
+        what: Description of the condition, for the message.
+        probe: Called repeatedly; its ToolErrors are ignored until the deadline.
+        deadline_s: Time limit in seconds.
 
     Raises:
-        AssertionError: There was none in time.
+        AssertionError: The time limit has passed.
     """
     end_s, last = time.monotonic() + deadline_s, ""
     while True:
@@ -70,35 +70,35 @@ def eventually(what: str, probe: Callable[[], _T | None], *, deadline_s: float =
 
 @dataclass(frozen=True, slots=True)
 class Kubectl:
-    """kubectl on one cluster and in one namespace."""
+    """kubectl for one cluster and namespace."""
 
     kubeconfig: Path
     namespace: str = "default"
 
     def __call__(self, *arguments: str, stdin: str | None = None) -> str:
-        """Runs it; see `run`."""
+        """Run kubectl; see `run`."""
         return run("kubectl", *self._where(), *arguments, stdin=stdin)
 
     def get(self, *arguments: str) -> dict[str, Any]:
-        """What `kubectl get` says, as JSON."""
+        """Return the output of `kubectl get` as JSON."""
         found: dict[str, Any] = json.loads(self("get", *arguments, "--output", "json"))
         return found
 
     def items(self, *arguments: str) -> list[dict[str, Any]]:
-        """The objects that `kubectl get` lists."""
+        """Return the objects that `kubectl get` lists."""
         found: list[dict[str, Any]] = self.get(*arguments)["items"]
         return found
 
     def apply(self, *objects: Mapping[str, Any]) -> None:
-        """Makes objects, or changes them."""
+        """Create or change objects."""
         self("apply", "--filename", "-", stdin="\n---\n".join(map(json.dumps, objects)))
 
     def page(self, pod: str, port: int, path: str) -> str:
-        """An HTTP page of a pod, by way of the API server."""
+        """Return an HTTP page of a pod, through the API server's proxy."""
         return self("get", "--raw", f"/api/v1/namespaces/{self.namespace}/pods/{pod}:{port}/proxy{path}")
 
     def may(self, account: str, verb: str, resource: str, *, everywhere: bool = False) -> bool:
-        """Whether a service account of this namespace is allowed something, here or in all namespaces."""
+        """Return whether a service account of this namespace may do something, here or in all namespaces."""
         scope = ["--all-namespaces"] if everywhere else []
         command = ["kubectl", *self._where(), "auth", "can-i", verb, resource, *scope]
         name = f"system:serviceaccount:{self.namespace}:{account}"

@@ -1,6 +1,6 @@
-"""Clients of a gateway: conversations in; who answered each request, from how much cache, or why not, out.
+"""Clients of a gateway: conversations, and per request the serving pod, the cached tokens, or the error.
 
-Over plain HTTP, as any user's client would, without retries: a failed request is seen as such.
+They use plain HTTP without retries, so that every failed request is visible.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _serial = itertools.count(time.time_ns() % 1_000_000_000)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How one request went; times are of the monotonic clock.
+    """Result of one request; times are of the monotonic clock.
 
     Attributes:
-        status: Of HTTP; 0 where no whole answer came.
-        pod: "ip:port" of the pod that it was sent to, if it was.
-        cached_tokens: As the model server delivered them.
-        error: The body or the exception of a failed request.
+        status: HTTP status; 0 if no complete response arrived.
+        pod: "ip:port" of the pod that it was sent to; None if unknown.
+        cached_tokens: Cached tokens as reported by the model server.
+        error: Body or exception of a failed request.
     """
 
     started_s: float
@@ -47,15 +47,15 @@ class Answer:
 
     @property
     def failed(self) -> bool:
-        """Whether the client did not get what it asked for."""
+        """Whether the request did not get a complete, successful response."""
         return self.status != 200
 
 
 class Conversation:
-    """One user who asks again and again about a text of its own.
+    """One user who repeatedly asks questions about a text of its own.
 
     Args:
-        url: Of the gateway.
+        url: URL of the gateway.
         sentences: Length of the text; about 20 tokens each.
     """
 
@@ -67,7 +67,7 @@ class Conversation:
         self._messages = [{"role": "system", "content": story}]
 
     def ask(self, *, max_tokens: int = _ANSWER_TOKENS) -> Answer:
-        """Asks the next question and waits for the whole answer."""
+        """Ask the next question and wait for the complete response."""
         question = {"role": "user", "content": f"What happened on day {len(self._messages)}?"}
         answer = self._send([*self._messages, question], max_tokens)
         if not answer.failed:
@@ -104,19 +104,19 @@ class Conversation:
 
 @dataclass(slots=True)
 class Load:
-    """What clients under way have got so far."""
+    """Results of running clients so far."""
 
     answers: list[Answer] = field(default_factory=list)
 
     def assert_none_failed(
         self, *, but_on: str | None = None, picked: Callable[[str], str] | None = None
     ) -> None:
-        """Sees that every request was answered.
+        """Assert that every request succeeded.
 
         Args:
-            but_on: A pod whose requests may have failed, "ip:port". Whose an answer was that broke off, the
-                client does not know.
-            picked: The pod for a request id. Asked where a gateway got no connection, and so names no pod.
+            but_on: Pod ("ip:port") whose requests may have failed. The client does not know which pod sent a
+                response that broke off.
+            picked: Returns the pod for a request id. Used where the gateway got no connection to a pod.
         """
 
         def pod_of(answer: Answer) -> str:
@@ -132,11 +132,11 @@ class Load:
         assert not told, f"{len(told)} of {len(self.answers)} failed:\n" + "\n".join(told)
 
     def since(self, from_s: float) -> list[Answer]:
-        """Requests that began at or after a time of the monotonic clock."""
+        """Return the requests that began at or after a time of the monotonic clock."""
         return [answer for answer in self.answers if answer.started_s >= from_s]
 
     def longest_gap_s(self, from_s: float) -> float:
-        """The longest time after `from_s` in which no request was answered well."""
+        """Return the longest time after `from_s` without a successful response, in seconds."""
         ends = sorted(answer.ended_s for answer in self.answers if not answer.failed)
         ends = [from_s, *(end_s for end_s in ends if end_s > from_s)]
         return max((later - sooner for sooner, later in itertools.pairwise(ends)), default=0.0)
@@ -144,9 +144,9 @@ class Load:
 
 @contextmanager
 def steady_load(url: str, *, clients: int = 4, think_s: float = 0.1, turns: int = 4) -> Iterator[Load]:
-    """Keeps some users talking while the context lasts; each begins a new conversation after so many turns.
+    """Run users while the context lasts; each starts a new conversation after this many turns.
 
-    What they got is complete when the context ends.
+    The results are complete when the context ends.
     """
     load, over = Load(), threading.Event()
 

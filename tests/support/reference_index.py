@@ -11,8 +11,8 @@ from cachetools import Cache, LRUCache
 from numpy.typing import NDArray
 
 from indexer.index.contract import IndexStats, PodMatches
-from indexer.index.tiers import SPECULATIVE_TIER, Tiers
 from indexer.keys import Keys
+from indexer.tiers import SPECULATIVE_TIER, Tiers
 
 # Holders of one block: pod -> tier's number -> references.
 _Holders = dict[str, dict[int, int]]

@@ -1,4 +1,4 @@
-"""Our end of an HTTP/2 connection, and as its client another library's, joined in memory."""
+"""HTTP/2 server connection and a client of another library, joined in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import h2.events
 from h2.settings import SettingCodes
 
 from router.h2.connection import H2Connection
-from router.h2.header_blocks import Fields, status_200
+from router.h2.frames import Fields, status_200
 from router.h2.streams import Drained, Opened, Received, Reset, Stream
 
 REQUEST = ((":method", "POST"), (":scheme", "http"), (":path", "/s/m"), (":authority", "a"))
@@ -19,20 +19,20 @@ HEADERS, TRAILERS = status_200((b"x", b"y")), b"\x00\x0bgrpc-status\x010"
 
 
 def fields(block: Fields) -> Fields:
-    """A head that is the block's fields."""
+    """Return the fields themselves, as the `read_head` of a connection."""
     return block
 
 
 class Pair:
-    """Both ends; what either sends waits until it is pumped.
+    """Server and client; bytes that either sends are delivered by `pump`.
 
     Attributes:
-        heard: What the server's streams have received.
-        over: Numbers of those that the client has ended.
-        resets: Of those that the client has reset.
-        answers: What the client's streams have received.
-        answered: Those that the server has ended.
-        events: All of the client's.
+        received: Bytes received by the server, by stream.
+        ended: Ids of streams that the client has ended.
+        resets: Ids of streams that the client has reset.
+        answers: Bytes received by the client, by stream.
+        answered: Ids of streams that the server has ended.
+        events: All events of the client.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Pair:
         config = h2.config.H2Configuration(client_side=True, header_encoding="utf-8")
         self.client: Any = h2.connection.H2Connection(config)
         self.streams: dict[int, Stream] = {}
-        self.heard: dict[int, bytes] = defaultdict(bytes)
-        self.over: set[int] = set()
+        self.received: dict[int, bytes] = defaultdict(bytes)
+        self.ended: set[int] = set()
         self.resets: set[int] = set()
         self.drained: list[int] = []
         self.answers: dict[int, bytes] = defaultdict(bytes)
@@ -62,28 +62,28 @@ class Pair:
         self.pump()
 
     def pump(self, cut: int | None = None) -> None:
-        """Carries bytes until neither side has any; `cut`: in pieces of so many."""
+        """Exchange bytes until neither side has any; `cut` splits them into pieces of that size."""
         while True:
             out = self.client.data_to_send() + b""
-            back = [bytes(part) for part in self.server.take_out()]
+            back = [bytes(part) for part in self.server.data_to_send()]
             if not out and not back:
                 return
             for piece in _pieces(out, cut):
                 self._server_receives(piece)
-            # Frame by frame: the library looks at its new largest frame only when it is handed further bytes.
+            # One frame at a time: the library applies a new MAX_FRAME_SIZE only when it receives more bytes.
             for part in back:
                 for piece in _pieces(part, cut):
                     self._client_receives(piece)
 
     def open(self, *, ends: bool = False, more: tuple[tuple[str, str], ...] = ()) -> Stream:
-        """A new stream, at once known to both."""
+        """Open a stream that both ends know at once."""
         stream_id = self.client.get_next_available_stream_id()
         self.client.send_headers(stream_id, (*REQUEST, *more), end_stream=ends)
         self.pump()
         return self.streams[stream_id]
 
     def can_send(self, stream_id: int) -> int:
-        """Bytes that the client may send in one frame now."""
+        """Return the bytes that the client may send in one frame now."""
         window = self.client.local_flow_control_window(stream_id)
         return int(max(0, min(window, self.client.max_outbound_frame_size)))
 
@@ -94,15 +94,15 @@ class Pair:
                 assert stream_id not in self.streams
                 self.streams[stream_id] = event.stream
             elif isinstance(event, Received):
-                assert stream_id not in self.over
-                self.heard[stream_id] += event.data
+                assert stream_id not in self.ended
+                self.received[stream_id] += event.data
             elif isinstance(event, Reset):
                 self.resets.add(stream_id)
             else:
                 assert isinstance(event, Drained)
                 self.drained.append(stream_id)
-            if isinstance(event, Opened | Received) and event.is_over:
-                self.over.add(stream_id)
+            if isinstance(event, Opened | Received) and event.end_stream:
+                self.ended.add(stream_id)
 
     def _client_receives(self, data: bytes) -> None:
         for event in self.client.receive_data(data):

@@ -11,8 +11,8 @@ from typing import Any
 from indexer.config import IndexerConfig
 from indexer.index.contract import PodMatch
 from indexer.index.index import FlatIndex
-from indexer.index.tiers import Tiers
 from indexer.keys import BlockHasher, Keys
+from indexer.tiers import Tiers
 from indexer.views.block_cache import BlockCache
 from indexer.views.hybrid import HybridMatcher, group_holder
 from indexer.views.pod_view import PodView

@@ -1,4 +1,4 @@
-"""Kubernetes objects as the API server writes them, for the tests of what is made of them."""
+"""Kubernetes objects in the form of the API server, for tests of discovery."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ JSON = st.recursive(
 
 
 def raw(value: object) -> Raw:
-    """A value as it comes over the wire."""
+    """Return a value as raw JSON."""
     return Raw(json.dumps(value).encode())
 
 
 def pod_json(name: str = "a", *, address: str | None = "10.0.0.1", ready: bool = True, **fields: Any) -> Any:
-    """A pod that runs; fields replace or add to metadata and status by their names."""
+    """Return a running pod; fields replace or add to its metadata and status by name."""
     metadata = {"name": name, "namespace": "test", "uid": f"uid-{name}", "labels": {"app": "x"}}
     status: dict[str, Any] = {
         "phase": "Running",
@@ -45,5 +45,5 @@ def pod_json(name: str = "a", *, address: str | None = "10.0.0.1", ready: bool =
 
 
 def pod(name: str = "a", **fields: Any) -> PodObject:
-    """The same, read."""
+    """Return a parsed pod."""
     return read(raw(pod_json(name, **fields)), PodObject)

@@ -9,9 +9,9 @@ import numpy as np
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.index.index import FlatIndex
-from indexer.index.tiers import Tiers
 from indexer.keys import BlockHasher, Keys
 from indexer.peers.messages import SnapshotReader, snapshot_messages
+from indexer.tiers import Tiers
 from indexer.views.applier import ApplierContext, EventApplier
 from indexer.views.hybrid import group_holder
 from indexer.views.view_parts import Outcome, ViewSnapshot

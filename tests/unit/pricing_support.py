@@ -1,4 +1,4 @@
-"""Pods on a board, and a request priced on them, without a router around it."""
+"""Test kit of the cost model: pods in a load table, and the cost of a request on them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from router.picking.cost import CREDIT, CostParameters, RequestFacts, price
+from router.picking.cost import CACHE_HIT, CostInputs, CostParameters, cost_breakdowns
 from router.pods.engine_load import EngineLoad
 from router.pods.load_table import PodBoard
 
@@ -18,15 +18,15 @@ PARAMETERS = CostParameters()
 
 @dataclass(frozen=True)
 class Queued:
-    """A request that awaits its first token."""
+    """Request that awaits its first token."""
 
     tokens: int
     sent_s: float = 0.0
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is known of one pod; its name is its place."""
+class PodState:
+    """Cache, queue, metrics and prefill rate of one pod."""
 
     cached_tokens: int = 0
     host_tokens: int = 0
@@ -36,43 +36,43 @@ class Known:
     tokens_per_s: float = 1000.0
 
 
-IDLE = Known()
+IDLE = PodState()
 
 
-def load(**told: Any) -> EngineLoad:
-    """An account of the time 0.0."""
-    account = {"waiting": 0, "running": 0, "kv_usage": 0.0, "kv_capacity_tokens": None, "scraped_s": 0.0}
-    return EngineLoad(**(account | told))
+def load(**fields: Any) -> EngineLoad:
+    """Return engine metrics of an idle pod at time 0.0, with some fields replaced."""
+    defaults = {"waiting": 0, "running": 0, "kv_usage": 0.0, "kv_capacity_tokens": None, "scraped_s": 0.0}
+    return EngineLoad(**(defaults | fields))
 
 
 @dataclass
-class Priced:
-    """Prices of one request, in the order of the pods."""
+class Costs:
+    """Costs of one request, in the order of the pods."""
 
-    prices: NDArray[Any]
+    breakdowns: NDArray[Any]
     board: PodBoard = field(repr=False)
 
     def part(self, name: str) -> list[float]:
-        """One part of the price."""
-        parts: list[float] = self.prices[name].tolist()
-        return parts
+        """Return one field of the cost breakdown of every pod."""
+        values: list[float] = self.breakdowns[name].tolist()
+        return values
 
     @property
     def best(self) -> int:
-        """The place of the cheapest."""
-        return int(self.prices["cost_s"].argmin())
+        """Return the index of the pod with the lowest cost."""
+        return int(self.breakdowns["cost_s"].argmin())
 
 
-def priced(
+def costs_on(
     prompt_tokens: int,
-    *pods: Known,
+    *pods: PodState,
     now_s: float = 0.0,
     parameters: CostParameters = PARAMETERS,
     extra_s: Sequence[float] = (),
-) -> Priced:
-    """Prices a request on these pods."""
+) -> Costs:
+    """Compute the cost of a request on these pods."""
     board = PodBoard()
-    names = [f"a:{place}" for place in range(len(pods))]
+    names = [f"a:{index}" for index in range(len(pods))]
     board.declare(names)
     for name, pod in zip(names, pods, strict=True):
         if pod.load is not None:
@@ -82,7 +82,7 @@ def priced(
         for queued in pod.queue:
             board.begin(name, queued.tokens, queued.sent_s)
     board.learnt({name: pod.tokens_per_s for name, pod in zip(names, pods, strict=True)}, 1000.0)
-    credits = np.array([(pod.cached_tokens, pod.host_tokens) for pod in pods], CREDIT)
-    facts = RequestFacts(float(prompt_tokens), now_s, board.fleet_tokens_per_s, 100.0)
+    hits = np.array([(pod.cached_tokens, pod.host_tokens) for pod in pods], CACHE_HIT)
+    inputs = CostInputs(float(prompt_tokens), now_s, board.fleet_tokens_per_s, 100.0)
     rows, extra = board.rows(names), np.array(extra_s, np.float64)
-    return Priced(price(board.pods, rows, credits, extra, facts, parameters.record()[0]), board)
+    return Costs(cost_breakdowns(board.pods, rows, hits, extra, inputs, parameters.record()[0]), board)

@@ -1,12 +1,12 @@
-"""Two routers without sockets, of which one tells and the other takes."""
+"""Two routers without sockets: one sends its ledger changes, the other applies them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from router.feedback.change_log import Journal, Reader
-from router.feedback.fleet import OthersWork
-from router.feedback.messages import News, read_news
+from router.feedback.change_log import ChangeLog, FollowerQueue
+from router.feedback.fleet import RemoteLoad
+from router.feedback.messages import LedgerChanges, decode_changes
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.pods.load_table import PodBoard
 from tests.unit.router_support import Bench, PlainIndex
@@ -15,10 +15,10 @@ PEER = "10.0.0.9:9002"
 
 
 class Follower:
-    """What one router makes of what another tells.
+    """Router that applies another router's ledger changes.
 
     Args:
-        bench: Whose pods and index it is; None: one that knows no pods.
+        bench: Its pods and index; None: without pods.
     """
 
     def __init__(self, bench: Bench | None = None) -> None:
@@ -26,21 +26,21 @@ class Follower:
         self.index: PlainIndex = self.bench.index
         self.board: PodBoard = self.bench.pods.board
         self.ledger = Ledger(LedgerParameters(), self.board, self.bench.ledger.adapters)
-        self.work = OthersWork(self.ledger, self.index, self.bench.pods)
+        self.remote = RemoteLoad(self.ledger, self.index, self.bench.pods)
 
-    def follow(self, journal: Journal, reader: Reader, now_s: float) -> None:
-        """Takes all that there is to be told."""
-        for news in told(journal, reader):
-            self.work.take(PEER, news, now_s)
-
-
-def told(journal: Journal, reader: Reader) -> list[News]:
-    """All that was not taken yet, over the wire."""
-    journal.tell()
-    return [read_news(message) for message in waiting(reader)]
+    def follow(self, change_log: ChangeLog, queue: FollowerQueue, now_s: float) -> None:
+        """Apply all changes that are available."""
+        for changes in received(change_log, queue):
+            self.remote.apply(PEER, changes, now_s)
 
 
-def waiting(reader: Reader) -> Iterable[bytes]:
-    """Messages that are there already."""
-    while message := reader.take(0.0):
+def received(change_log: ChangeLog, queue: FollowerQueue) -> list[LedgerChanges]:
+    """Return all changes since the last call, after encoding and decoding."""
+    change_log.flush()
+    return [decode_changes(message) for message in queued(queue)]
+
+
+def queued(queue: FollowerQueue) -> Iterable[bytes]:
+    """Yield the messages in the queue without waiting."""
+    while message := queue.get(0.0):
         yield message

@@ -1,4 +1,4 @@
-"""A whole router without sockets: known pods, a plain index that tests fill by hand, a fixed random seed."""
+"""Router without sockets: declared pods, an index that tests fill by hand, a fixed random seed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from prometheus_client import CollectorRegistry
 
 from indexer import PodMatches, StreamState
 from indexer.audit.mismatch_watch import DispatchKey
-from indexer.index.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
 from indexer.keys import Keys, Tokens
 from indexer.pod_entry import PodEntry
-from router.feedback.lifecycle import Outcomes
+from indexer.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
+from router.feedback.lifecycle import Lifecycle
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
-from router.observe.decision_log import Explain
+from router.observe.decision_log import DecisionLog
 from router.observe.metrics import RouterMetrics
+from router.observe.requests import ObservedRouter, RequestRecorder
 from router.observe.tracing import Traces
 from router.picking.admission import Admission, UtilizationDetector
 from router.picking.route import Router
@@ -34,20 +35,20 @@ TOKENIZER = PromptTokenizer.from_directory(TINY_DIRECTORY)
 
 
 def entry(address: str, **labels: str) -> PodEntry:
-    """A declared pod named after its port."""
+    """Return the entry of a pod named after its port."""
     host, _, port = address.rpartition(":")
     return PodEntry(name=f"pod-{port}", namespace="test", address=host, port=int(port), labels=labels)
 
 
 def ready_pod(address: str, *, model: str = TINY, adapters: Collection[str] = ()) -> Pod:
-    """A pod that may be given requests."""
+    """Return a ready pod that serves a model."""
     models = ServedModels(model, frozenset({model}), frozenset(adapters), 100_000)
     pod = Pod(address=address, name=f"pod-{address.rpartition(':')[2]}", entry=entry(address))
     return replace(pod, ready=True, why="", probed=True, models=models)
 
 
 class PlainIndex:
-    """The indexer's seam over plain sets; `hold` is what a test's pods announce."""
+    """In-memory substitute of KvIndexer over sets; `hold` adds blocks to a pod."""
 
     block_tokens = 16
     tiers = Tiers()
@@ -69,7 +70,7 @@ class PlainIndex:
         cache_salt: str | None = None,
         extras: Sequence[bytes] = (),
     ) -> Keys:
-        """Chained hashes of full blocks."""
+        """Return the chained hashes of the full blocks."""
         keys, parent = [], hash((model, lora_name, cache_salt))
         for start in range(0, len(token_ids) - self.block_tokens + 1, self.block_tokens):
             extra = extras[start // self.block_tokens] if extras else b""
@@ -78,11 +79,11 @@ class PlainIndex:
         return np.array(keys, np.int64).view(np.uint64)
 
     def hold(self, pod: str, keys: Keys, *, host: bool = False) -> None:
-        """The pod has these blocks."""
+        """Add blocks to a pod's cache."""
         (self.host if host else self.held).setdefault(pod, set()).update(keys.tolist())
 
     def match(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None = None) -> PodMatches:
-        """Longest unbroken prefix per pod."""
+        """Return the longest cached prefix of each pod."""
         rows = {pod: row for row, pod in enumerate(sorted(pods))}
         by_tier = np.zeros((len(rows), len(self.tiers.names)), np.int32)
         for pod, row in rows.items():
@@ -94,22 +95,22 @@ class PlainIndex:
     def speculate(
         self, request: DispatchKey, pod: str, keys: Keys, now_s: float, prompt: object = None
     ) -> None:
-        """Counts as held until settled."""
+        """Count blocks as cached until `settle`."""
         self.speculative[request] = (pod, set(keys.tolist()))
 
     def settle(self, request: DispatchKey, now_s: float) -> None:
-        """Ends a speculation."""
+        """Remove the speculative blocks of a request."""
         self.speculative.pop(request, None)
         self.settled.append(request.request_id)
 
     def dropped(self, request: DispatchKey) -> None:
-        """Nothing is awaited of it."""
+        """Record that a request was lost."""
         self.lost.append(request.request_id)
 
     def _prefix(self, keys: Sequence[int], pod: str) -> dict[str, int]:
-        """Blocks of the pod's longest prefix by the tier that is best."""
-        assumed = {key for where, keys in self.speculative.values() if where == pod for key in keys}
-        holders = {GPU_TIER: self.held.get(pod, set()), SPECULATIVE_TIER: assumed}
+        """Return the blocks of the pod's longest prefix by their fastest tier."""
+        speculative = {key for where, keys in self.speculative.values() if where == pod for key in keys}
+        holders = {GPU_TIER: self.held.get(pod, set()), SPECULATIVE_TIER: speculative}
         holders[CPU_TIER] = self.host.get(pod, set())
         found = dict.fromkeys(holders, 0)
         for key in keys:
@@ -122,7 +123,7 @@ class PlainIndex:
 
 @dataclass
 class Bench:
-    """The parts of one router, wired."""
+    """Router with all its parts, connected as in production but without I/O."""
 
     pods: PodSet = field(default_factory=PodSet)
     index: PlainIndex = field(default_factory=PlainIndex)
@@ -133,16 +134,22 @@ class Bench:
     priorities: Mapping[str, int] = field(default_factory=dict)
     traces: Traces | None = None
     decisions_kept: int = 100
-    clock: Callable[[], float] = lambda: 0.0  # tests' times are theirs alone
+    clock: Callable[[], float] = lambda: 0.0  # tests pass all times explicitly
 
     def __post_init__(self) -> None:
         board = self.pods.board
         self.ledger = Ledger(LedgerParameters(), board)
         self.rates = PrefillRates(RateParameters(), board)
         self.metrics = RouterMetrics(self.registry)
-        self.explain = Explain(self.decisions_kept, lambda address: f"pod-{address.rpartition(':')[2]}")
-        self.outcomes = Outcomes(
-            self.ledger, self.rates, self.explain, self.metrics, self.index.settle, self.index.dropped
+        self.decision_log = DecisionLog(
+            self.decisions_kept, lambda address: f"pod-{address.rpartition(':')[2]}"
+        )
+        self.lifecycle = Lifecycle(
+            self.ledger,
+            self.rates,
+            RequestRecorder(self.decision_log, self.metrics),
+            self.index.settle,
+            self.index.dropped,
         )
         self.scheduler = Scheduler(
             board,
@@ -151,40 +158,40 @@ class Bench:
             block_tokens=self.index.block_tokens,
             ranker=self.ranker,
         )
-        self.router = Router(
+        self.core = Router(
             pods=self.pods,
             tokenizers=self.tokenizers,
             index=self.index,
             admission=Admission(self.priorities, UtilizationDetector(load_age_max_s=5.0), board),
             scheduler=self.scheduler,
-            sink=self.outcomes,
-            traces=self.traces,
+            dispatched=self.lifecycle.decided,
             clock=self.clock,
         )
+        self.router = ObservedRouter(self.core, self.metrics, self.traces)
 
     def with_pods(self, *pods: Pod) -> Bench:
-        """Declares pods with what is already known of them."""
+        """Declare pods in their given state."""
         self.pods.declare([pod.entry for pod in pods])
         for pod in pods:
             self.pods.put(pod)
         return self
 
     def keys(self, text: str, model: str = TINY) -> Keys:
-        """Block keys of a completions prompt."""
+        """Return the block keys of a completions prompt."""
         return self.index.block_keys(model, TOKENIZER.encode(text))
 
     def sample(self, name: str, **labels: str) -> float:
-        """A metric's value; 0 where it has none yet."""
+        """Return a metric's value; 0 if it has no sample."""
         return self.registry.get_sample_value(name, labels) or 0.0
 
 
 def completion(request_id: str, prompt: object, *, model: str = TINY, **fields: object) -> RouteRequest:
-    """A completions request."""
+    """Return a completions request."""
     body = {"model": model, "prompt": prompt, **fields}
     return RouteRequest(request_id, RequestKind.COMPLETIONS, model, body, body_bytes=len(str(prompt)))
 
 
 def long_text(words: int, seed: int = 0) -> str:
-    """Text of about `words` words that no other seed shares a prefix with."""
+    """Return a text of about `words` words whose prefix differs for every seed."""
     random = Random(seed)
     return f"{seed}: " + " ".join(str(random.randrange(1000)) for _ in range(words))

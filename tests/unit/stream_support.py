@@ -6,8 +6,9 @@ from collections import deque
 
 from xxhash import xxh3_128_digest
 
+from indexer.index.contract import StreamState
 from indexer.streams.actions import Action, Apply, Clear, Fetch, Replay
-from indexer.streams.state_machine import StreamMachine, StreamState
+from indexer.streams.state_machine import StreamMachine
 
 EXACT, RECOVERING, STALE = StreamState.EXACT, StreamState.RECOVERING, StreamState.STALE
 

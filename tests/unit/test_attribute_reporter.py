@@ -1,4 +1,4 @@
-"""Usage that responses tell as metadata: one form for expressions, whichever API told it."""
+"""Attribute reporter: CEL expressions over the token usage of any API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.plugins.attribute_reporter import AttributeReporter
 
 
 def reporter(**expressions: str) -> AttributeReporter:
-    """A reporter of these attributes."""
+    """Return a reporter with these CEL expressions by attribute name."""
     attributes = [
         {"key": {"namespace": "envoy.lb", "name": name}, "expression": text}
         for name, text in expressions.items()
@@ -20,7 +20,7 @@ def reporter(**expressions: str) -> AttributeReporter:
         "kind": "EndpointPickerConfig",
         "plugins": [{"type": "request-attribute-reporter", "parameters": {"attributes": attributes}}],
     }
-    made = AttributeReporter.of(parse_config(yaml.safe_dump(config), "c.yaml"))
+    made = AttributeReporter.from_config(parse_config(yaml.safe_dump(config), "c.yaml"))
     assert made is not None
     return made
 
@@ -33,13 +33,13 @@ def reporter(**expressions: str) -> AttributeReporter:
         (b'{"input_tokens":3,"prompt_tokens":5,"output_tokens":4,"total_tokens":1}', (5, 4, 1)),
     ],
 )
-def test_every_apis_usage_has_the_same_names(usage: bytes, expected: tuple[int, int, int]) -> None:
-    """Responses and messages call their counts otherwise; a sum that is not told is made."""
+def test_usage_of_every_api_has_chat_field_names(usage: bytes, expected: tuple[int, int, int]) -> None:
+    """Usage of the responses and messages APIs is renamed, and a missing total is computed."""
     made = reporter(a="usage.prompt_tokens", b="usage.completion_tokens", c="usage.total_tokens")
     assert made.report(usage) == {"envoy.lb": dict(zip("abc", expected, strict=True))}
 
 
-def test_a_count_that_is_not_told_is_not_reported() -> None:
-    """An expression that needs it says nothing; the others do."""
+def test_an_expression_over_a_missing_count_reports_nothing() -> None:
+    """An expression over a missing count is skipped; the other expressions are still reported."""
     made = reporter(a="usage.prompt_tokens", c="usage.total_tokens")
     assert made.report(b'{"input_tokens":3}') == {"envoy.lb": {"a": 3}}

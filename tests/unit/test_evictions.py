@@ -1,33 +1,33 @@
-"""Requests taken back while in flight: who goes first."""
+"""Eviction of requests in flight: order and removal."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.picking.flow import Evictions
+from router.picking.flow import EvictableRequests
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(-5, -1), max_size=20))
-def test_the_least_important_and_latest_goes_first(priorities: list[int]) -> None:
-    """Priority decides, then time; each goes once."""
-    evictions, gone = Evictions(), []
-    for number, priority in enumerate(priorities):
-        evictions.enter(priority, lambda number=number: gone.append(number))
-    while evictions.evict():
+def test_the_newest_request_of_the_lowest_priority_is_evicted_first(priorities: list[int]) -> None:
+    """Requests are evicted by ascending priority, then newest first, each once."""
+    evictable, evicted = EvictableRequests(), []
+    for index, priority in enumerate(priorities):
+        evictable.add(priority, lambda index=index: evicted.append(index))
+    while evictable.evict():
         pass
-    order = sorted(range(len(priorities)), key=lambda number: (priorities[number], -number))
-    assert gone == order
-    assert len(evictions) == 0
+    order = sorted(range(len(priorities)), key=lambda index: (priorities[index], -index))
+    assert evicted == order
+    assert len(evictable) == 0
 
 
-def test_whoever_left_is_not_taken_back() -> None:
-    """A request that is over is none of those in flight; leaving twice does no harm."""
-    evictions, gone = Evictions(), []
-    over = evictions.enter(-1, lambda: gone.append("over"))
-    evictions.enter(-1, lambda: gone.append("inside"))
-    evictions.leave(over)
-    evictions.leave(over)
-    assert [evictions.evict(), evictions.evict()] == [True, False]
-    assert gone == ["inside"]
+def test_a_removed_request_is_not_evicted() -> None:
+    """A removed request is never evicted, and removing it twice has no effect."""
+    evictable, evicted = EvictableRequests(), []
+    ended = evictable.add(-1, lambda: evicted.append("ended"))
+    evictable.add(-1, lambda: evicted.append("inside"))
+    evictable.remove(ended)
+    evictable.remove(ended)
+    assert [evictable.evict(), evictable.evict()] == [True, False]
+    assert evicted == ["inside"]

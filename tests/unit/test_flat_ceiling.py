@@ -7,8 +7,8 @@ import pytest
 
 from indexer.index.index import FlatIndex
 from indexer.index.layout import ALIAS_BYTES, BLOCK_BYTES, EXTRA_BYTES
-from indexer.index.tiers import Tiers
 from indexer.keys import Keys
+from indexer.tiers import Tiers
 from indexer.views.block_cache import BlockCache
 
 TIERS = Tiers()

@@ -1,4 +1,4 @@
-"""Flow control: who waits, in which order they go on, and every way to be refused."""
+"""Flow control: queueing, dispatch order, and every reason for a rejection."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from router.config.picker_file import BandSettings, FlowSettings, parse_config
 from router.errors import ConfigError, FlowError
 from router.picking.admission import ConcurrencyDetector, UtilizationDetector
 from router.picking.flow import FlowControl
-from router.picking.flow_config import fairness_of, flow_of
-from router.picking.flow_queue import FAIRNESS, FlowQueue, Waiting
+from router.picking.flow_config import fairness_id_reader, read_flow_settings
+from router.picking.flow_queue import FAIRNESS, FlowQueue, QueuedRequest
 from router.pods.load_table import POD
 from router.pods.pod_set import PodSet
 from router.prompts.request import RequestKind, RouteRequest
@@ -31,19 +31,19 @@ from tests.wire.router_wire_support import wait_until
 FCFS, EDF, SLO = "fcfs-ordering-policy", "edf-ordering-policy", "slo-deadline-ordering-policy"
 
 
-def waiting(flow: str = "", priority: int = 0, **known: Any) -> Waiting:
-    """A request that waits."""
-    told = {"size_bytes": 10, "arrived_s": 0.0, "deadline_s": 60.0, "due_s": 1.0}
-    return Waiting(flow, priority, **{**told, **known})
+def waiting(flow: str = "", priority: int = 0, **known: Any) -> QueuedRequest:
+    """Return a queued request."""
+    defaults = {"size_bytes": 10, "arrived_s": 0.0, "deadline_s": 60.0, "due_s": 1.0}
+    return QueuedRequest(flow, priority, **{**defaults, **known})
 
 
-def drained(queue: FlowQueue) -> list[Waiting]:
-    """All that wait, in the order in which they go on."""
+def drained(queue: FlowQueue) -> list[QueuedRequest]:
+    """Return all queued requests in dispatch order."""
     return list(iter(queue.take, None))
 
 
-def test_higher_bands_go_first_and_lower_ones_in_order() -> None:
-    """Priority decides, then arrival."""
+def test_requests_are_dispatched_by_priority_then_arrival() -> None:
+    """Requests of a higher priority leave the queue first, those of one priority in order of arrival."""
     queue = FlowQueue(FlowSettings())
     low, high, later = waiting(priority=-1), waiting(priority=5), waiting(priority=5)
     for one in (low, high, later):
@@ -53,8 +53,8 @@ def test_higher_bands_go_first_and_lower_ones_in_order() -> None:
 
 
 @pytest.mark.parametrize(("order", "field"), [(EDF, "deadline_s"), (SLO, "due_s")])
-def test_the_earliest_deadline_goes_first(order: str, field: str) -> None:
-    """By when the request is given up, or by when its client wants an answer."""
+def test_deadline_policies_dispatch_the_earliest_deadline_first(order: str, field: str) -> None:
+    """EDF orders by the expiry of the request, the SLO policy by the client's target."""
     queue = FlowQueue(FlowSettings(default_priority_band=BandSettings(order=order)))
     late, soon = waiting(**{field: 9.0}), waiting(**{field: 3.0})
     queue.put(late)
@@ -62,8 +62,8 @@ def test_the_earliest_deadline_goes_first(order: str, field: str) -> None:
     assert drained(queue) == [soon, late]
 
 
-def test_flows_take_turns_where_they_shall() -> None:
-    """Round robin serves one of each flow; strict order serves whoever came first."""
+def test_round_robin_alternates_between_flows() -> None:
+    """Round-robin fairness serves one request of each flow in turn; strict fairness serves by arrival."""
     for fairness, expected in ((FAIRNESS[0], "aaabc"), (FAIRNESS[1], "abcaa")):
         queue = FlowQueue(FlowSettings(default_priority_band=BandSettings(fairness=fairness)))
         for flow in "aaabc":
@@ -71,8 +71,8 @@ def test_flows_take_turns_where_they_shall() -> None:
         assert "".join(one.flow for one in drained(queue)) == expected
 
 
-def test_what_does_not_fit_is_not_taken() -> None:
-    """Number and bytes are bounded in a band and in all; who leaves makes room."""
+def test_a_full_queue_rejects_requests() -> None:
+    """Requests and bytes are limited per band and in total; a removed request frees its share."""
     bands = BandSettings(1, 1, 100), BandSettings(2, 9, 25)
     queue = FlowQueue(FlowSettings(requests_max=3, bytes_max=45, priority_bands=bands))
     first = waiting(priority=1)
@@ -86,8 +86,8 @@ def test_what_does_not_fit_is_not_taken() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-2, 2), st.sampled_from("abc"), st.booleans()), max_size=60))
-def test_nobody_is_lost_or_served_twice(asked: list[tuple[int, str, bool]]) -> None:
-    """Whoever was taken in goes on exactly once, unless it left; the counts come out even."""
+def test_every_queued_request_is_dispatched_exactly_once(asked: list[tuple[int, str, bool]]) -> None:
+    """Each queued request is dispatched once unless removed, and the counters return to zero."""
     turns = BandSettings(fairness=FAIRNESS[1])
     queue = FlowQueue(FlowSettings(default_priority_band=turns, default_negative_priority_band=turns))
     requests = [(waiting(flow, priority), leaves) for priority, flow, leaves in asked]
@@ -104,8 +104,8 @@ def test_nobody_is_lost_or_served_twice(asked: list[tuple[int, str, bool]]) -> N
     assert (len(queue), queue.size_bytes) == (0, 0)
 
 
-def test_saturation_is_what_the_reference_calls_it() -> None:
-    """Mean of the fuller of queue and cache, stale pods full; or the share of places in flight."""
+def test_detectors_compute_saturation_as_llm_d_does() -> None:
+    """Saturation is the mean of the greater of queue and cache (stale pods: 1), or the share in flight."""
     pods = np.zeros(2, POD)
     pods["waiting"], pods["kv_usage"], pods["scraped_s"] = [5.0, 0.0], [0.0, 0.4], [0.0, 0.0]
     assert UtilizationDetector().saturation(pods, 0, 0.1) == pytest.approx(0.75)
@@ -116,11 +116,11 @@ def test_saturation_is_what_the_reference_calls_it() -> None:
 
 
 class Gate:
-    """Flow control in front of one place, with requests on threads.
+    """Flow control with a capacity of one request per pod, and requests on threads.
 
     Attributes:
-        now_s: What its clock says.
-        order: Ids of the requests that went on.
+        now_s: Time of its clock, in seconds.
+        order: Ids of the dispatched requests.
     """
 
     def __init__(self, settings: FlowSettings, *, pods: int = 1) -> None:
@@ -144,30 +144,30 @@ class Gate:
         self._ends: dict[str, threading.Event] = {}
 
     def ask(self, name: str, is_active: Callable[[], bool] | None = None, **known: Any) -> Future[None]:
-        """A request that keeps its place until `end`."""
+        """Submit a request that stays pending until `end`."""
         self._ends[name] = threading.Event()
         return self._threads.submit(self._go, name, is_active, known)
 
     def end(self, name: str) -> None:
-        """The request is over."""
+        """End a request."""
         self._ends[name].set()
 
     def close(self) -> None:
-        """Ends everything."""
+        """Close flow control and end all requests."""
         self.flow.close()
         for end in self._ends.values():
             end.set()
         self._threads.shutdown()
 
     def _go(self, name: str, is_active: Callable[[], bool] | None, known: dict[str, Any]) -> None:
-        with self.flow.turn(RouteRequest(name, RequestKind.PASSTHROUGH, **known), is_active):
+        with self.flow.admit(RouteRequest(name, RequestKind.PASSTHROUGH, **known), is_active):
             self.order.append(name)
             self._ends[name].wait(300)
 
 
 @contextmanager
 def gate(settings: FlowSettings | None = None, **known: Any) -> Iterator[Gate]:
-    """A running gate."""
+    """Yield a running gate."""
     made = Gate(settings or FlowSettings(), **known)
     made.flow.start()
     try:
@@ -176,25 +176,25 @@ def gate(settings: FlowSettings | None = None, **known: Any) -> Iterator[Gate]:
         made.close()
 
 
-def refusal(asked: Future[None]) -> tuple[int, str | None]:
-    """How a request was refused."""
+def rejection(asked: Future[None]) -> tuple[int, str | None]:
+    """Return the status and reason with which a request was rejected."""
     with pytest.raises(FlowError) as caught:
         asked.result(300)
     return caught.value.status, caught.value.dropped_reason
 
 
-def test_requests_go_on_one_by_one_in_order() -> None:
-    """With one place, the others wait, and the highest priority goes next."""
+def test_queued_requests_are_dispatched_one_by_one_by_priority() -> None:
+    """With a capacity of one, further requests are queued and the highest priority is dispatched next."""
     with gate() as one:
         one.ask("first")
-        wait_until(lambda: one.order == ["first"], "the first")
+        wait_until(lambda: one.order == ["first"], "first request dispatched")
         for place, (name, priority) in enumerate((("low", "0"), ("high", "3")), 1):
             one.ask(name, headers={"priority": priority})
-            wait_until(lambda place=place: len(one.flow) == place, "the queue")
+            wait_until(lambda place=place: len(one.flow) == place, "request queued")
         one.end("first")
-        wait_until(lambda: one.order == ["first", "high"], "the second")
+        wait_until(lambda: one.order == ["first", "high"], "second request dispatched")
         one.end("high")
-        wait_until(lambda: one.order == ["first", "high", "low"], "the third")
+        wait_until(lambda: one.order == ["first", "high", "low"], "third request dispatched")
         waits = "llm_d_epp_flow_control_request_queue_duration_seconds_count"
         dispatched = {"outcome": "Dispatched"}
         counts = {
@@ -203,8 +203,8 @@ def test_requests_go_on_one_by_one_in_order() -> None:
         assert counts == {"0": 2.0, "3": 1.0}
 
 
-def test_the_fullest_stage_counts() -> None:
-    """Where prefilling is apart, free decoding pods do not help; pods without a role decode."""
+def test_saturation_is_that_of_the_fullest_stage() -> None:
+    """With separate prefill pods, idle decode pods do not lower saturation; pods without a role decode."""
     with gate() as one:
         prefill = "10.0.0.7:1"
         pod = replace(ready_pod(prefill), entry=entry(prefill, **{"llm-d.ai/role": "prefill"}))
@@ -219,54 +219,54 @@ def test_the_fullest_stage_counts() -> None:
         assert one.flow.saturation() == 1.0
 
 
-def test_waiting_ends_in_time() -> None:
-    """Too long is 429; without any pod it is 503, after the time that is given for pods to come."""
+def test_a_queued_request_expires() -> None:
+    """An expired request gets 429; without ready pods it gets 503 after the no-endpoint time to live."""
     with gate(FlowSettings(ttl_s=5.0)) as one:
         one.ask("first")
-        wait_until(lambda: one.order == ["first"], "the first")
+        wait_until(lambda: one.order == ["first"], "first request dispatched")
         asked = one.ask("second")
-        wait_until(lambda: len(one.flow) == 1, "the queue")
+        wait_until(lambda: len(one.flow) == 1, "request queued")
         one.now_s = 5.0
-        assert refusal(asked) == (429, "rejected-ttl-expired")
+        assert rejection(asked) == (429, "rejected-ttl-expired")
     with gate(FlowSettings(ttl_s=60.0, no_endpoint_ttl_s=2.0), pods=0) as none:
         asked = none.ask("only")
-        wait_until(lambda: len(none.flow) == 1, "the queue")
+        wait_until(lambda: len(none.flow) == 1, "request queued")
         none.now_s = 2.0
-        assert refusal(asked) == (503, "rejected-no-endpoints")
+        assert rejection(asked) == (503, "rejected-no-endpoints")
 
 
-def test_a_pod_that_comes_lets_the_waiting_go() -> None:
-    """Requests that came before there was a pod are served by the first one."""
+def test_a_new_pod_receives_queued_requests() -> None:
+    """Requests that arrived while there was no pod are dispatched to the first one."""
     with gate(pods=0) as one:
         one.ask("early")
-        wait_until(lambda: len(one.flow) == 1, "the queue")
+        wait_until(lambda: len(one.flow) == 1, "request queued")
         pod = ready_pod("10.0.0.9:1")
         one.pods.declare([pod.entry])
         one.pods.put(pod)
-        wait_until(lambda: one.order == ["early"], "its turn")
+        wait_until(lambda: one.order == ["early"], "early request dispatched")
 
 
-def test_the_gone_the_many_and_the_late_are_refused() -> None:
-    """A client that left, a full queue and a router that ends have their reasons; nothing stays behind."""
-    stays = threading.Event()
-    stays.set()
+def test_disconnect_full_queue_and_shutdown_have_their_own_reasons() -> None:
+    """A disconnect, a full queue and a shutdown have their own reasons and leave the queue empty."""
+    connected = threading.Event()
+    connected.set()
     with gate(FlowSettings(requests_max=1)) as one:
         one.ask("first")
-        wait_until(lambda: one.order == ["first"], "the first")
-        asked = one.ask("second", stays.is_set)
-        wait_until(lambda: len(one.flow) == 1, "the queue")
-        assert refusal(one.ask("third")) == (429, "rejected-saturated")
-        stays.clear()
-        assert refusal(asked) == (503, "rejected-context-cancelled")
+        wait_until(lambda: one.order == ["first"], "first request dispatched")
+        asked = one.ask("second", connected.is_set)
+        wait_until(lambda: len(one.flow) == 1, "request queued")
+        assert rejection(one.ask("third")) == (429, "rejected-saturated")
+        connected.clear()
+        assert rejection(asked) == (503, "rejected-context-cancelled")
         last = one.ask("fourth")
-        wait_until(lambda: len(one.flow) == 1, "the queue")
+        wait_until(lambda: len(one.flow) == 1, "request queued")
         one.flow.close()
-        assert refusal(last) == refusal(one.ask("fifth")) == (503, "rejected-shutting-down")
+        assert rejection(last) == rejection(one.ask("fifth")) == (503, "rejected-shutting-down")
         assert (len(one.flow), one.flow.size_bytes) == (0, 0)
 
 
 def flow(section: dict[str, Any], *plugins: dict[str, Any]) -> Any:
-    """Flow control of a configuration."""
+    """Return the flow settings of a configuration with this flowControl section."""
     config = {
         "apiVersion": "llm-d.ai/v1alpha1",
         "kind": "EndpointPickerConfig",
@@ -274,11 +274,11 @@ def flow(section: dict[str, Any], *plugins: dict[str, Any]) -> Any:
         "plugins": list(plugins),
         "flowControl": section,
     }
-    return flow_of(parse_config(yaml.safe_dump(config), "c.yaml"), 1.0)
+    return read_flow_settings(parse_config(yaml.safe_dump(config), "c.yaml"), 1.0)
 
 
-def test_the_configuration_is_read() -> None:
-    """Bands, quantities, times, ceilings and detectors; what is not told has the reference's defaults."""
+def test_the_flow_control_section_is_read() -> None:
+    """Bands, quantities, durations, ceiling and detector are read; missing values have llm-d's defaults."""
     settings, ceiling, detector = flow(
         {
             "maxBytes": "1Gi",
@@ -301,30 +301,33 @@ def test_the_configuration_is_read() -> None:
     assert detector == UtilizationDetector(9.0, 0.8, 3.0)
 
 
-def test_an_agents_session_is_its_flow_where_that_is_configured() -> None:
-    """With agent-identity the session's id names the flow, else nothing does."""
+def test_agent_identity_makes_the_agent_session_the_fairness_id() -> None:
+    """The agent's session id is the fairness id only if agent-identity is configured."""
     base = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
     headers = {"session-id": "s", "x-claude-code-session-id": "c"}
     for plugins, expected in (([{"type": "agent-identity"}], "c"), ([], "")):
         config = parse_config(yaml.safe_dump(base | {"plugins": plugins}), "c.yaml")
-        assert fairness_of(config)(headers) == expected
+        assert fairness_id_reader(config)(headers) == expected
 
 
 @pytest.mark.parametrize(
     ("section", "complaint"),
     [
         ({"enableEviction": "maybe"}, "flowControl.enableEviction: must be true or false"),
-        ({"maxRequests": "0"}, "flowControl.maxRequests: must be a whole number above 0"),
+        ({"maxRequests": "0"}, "flowControl.maxRequests: must be an integer above 0"),
         (
             {"priorityBands": [{"orderingPolicyRef": "lifo"}]},
-            r"priorityBands\[0\].orderingPolicyRef: 'lifo' is none",
+            r"priorityBands\[0\].orderingPolicyRef: expected one of .*, got 'lifo'",
         ),
-        ({"priorityBands": [{}, {}]}, r"priorityBands\[1\].priority: there is a band for 0"),
-        ({"usageLimitPolicyPluginRef": "x"}, "'x' is no static-usage-limit-policy"),
-        ({"maxWaiters": 1}, "flowControl.maxWaiters: not understood"),
+        ({"priorityBands": [{}, {}]}, r"priorityBands\[1\].priority: duplicate band: 0"),
+        (
+            {"usageLimitPolicyPluginRef": "x"},
+            "expected the name of a static-usage-limit-policy plugin, got 'x'",
+        ),
+        ({"maxWaiters": 1}, "flowControl.maxWaiters: unknown field"),
     ],
 )
-def test_a_wrong_section_is_refused(section: dict[str, Any], complaint: str) -> None:
-    """With file, line and field."""
+def test_an_invalid_section_is_rejected_with_its_line(section: dict[str, Any], complaint: str) -> None:
+    """The error of an invalid section names file, line and field."""
     with pytest.raises(ConfigError, match=rf"c\.yaml:\d+: .*{complaint}"):
         flow(section)

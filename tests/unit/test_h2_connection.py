@@ -1,4 +1,4 @@
-"""One HTTP/2 connection of ours, against another library's client: each rule by itself."""
+"""HTTP/2 connection against a client of another library: each rule of RFC 9113 by itself."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _BLOCK = hpack.Encoder().encode(REQUEST)
 
 
 def _begun(**more: int) -> H2Connection:
-    """A connection whose client has sent its preface; what it says by itself is taken out."""
+    """Return a connection that has read its client's preface, with its own settings already taken out."""
     connection = H2Connection(fields, **{"streams_max": 10, "window_bytes": 1 << 16, **more})
     connection.receive(frames.PREFACE + frames.settings_frame({}))
-    connection.take_out()
+    connection.data_to_send()
     return connection
 
 
@@ -33,14 +33,14 @@ def _events(connection: H2Connection, *sent: bytes) -> list[Event]:
     return [event for data in sent for event in connection.receive(data)]
 
 
-def test_a_call_there_and_back() -> None:
-    """A request's fields and bytes arrive, and so do an answer's headers, bytes and trailers."""
+def test_a_request_and_its_response_pass() -> None:
+    """A request's fields and data arrive, and so do a response's headers, data and trailers."""
     pair = Pair()
     stream = pair.open(more=(("x-a", "1"), ("x-a", "2")))
     assert [pair for pair in stream.head if pair[0] == b"x-a"] == [(b"x-a", b"1"), (b"x-a", b"2")]
     pair.client.send_data(stream.id, b"question", end_stream=True)
     pair.pump()
-    assert (pair.heard[stream.id], pair.over) == (b"question", {stream.id})
+    assert (pair.received[stream.id], pair.ended) == (b"question", {stream.id})
     pair.server.send(stream, HEADERS, b"answer", TRAILERS)
     pair.pump()
     assert (pair.answers[stream.id], pair.answered) == (b"answer", {stream.id})
@@ -49,8 +49,8 @@ def test_a_call_there_and_back() -> None:
     assert not pair.server.streams
 
 
-def test_its_settings_are_said_first() -> None:
-    """What a client must know of our limits is the first thing that it hears."""
+def test_settings_are_sent_first() -> None:
+    """The server's limits are the first frame that it sends."""
     pair = Pair(streams_max=7, window_bytes=99_999)
     settings = pair.client.remote_settings
     assert settings.max_concurrent_streams == 7
@@ -61,25 +61,25 @@ def test_its_settings_are_said_first() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_a_header_block_may_come_in_parts(size: int) -> None:
-    """A block in CONTINUATION frames is one block; its stream begins with the last of them."""
+def test_a_header_block_may_be_split(size: int) -> None:
+    """A header block split into CONTINUATION frames is one block; the stream opens with the last of them."""
     connection = _begun()
     parts = [_BLOCK[at : at + size] for at in range(0, len(_BLOCK), size)]
     opened = _events(connection, _headers(frames.END_STREAM, 1, b""))
     for part in parts:
         assert not opened
-        assert connection.is_within
+        assert connection.has_partial_data
         opened = _events(connection, frames.frame(FrameType.CONTINUATION, 0, 1, part))
     opened = _events(connection, frames.frame(FrameType.CONTINUATION, frames.END_HEADERS, 1))
     assert [
-        (type(event), event.stream.head, event.is_over) for event in opened if isinstance(event, Opened)
+        (type(event), event.stream.head, event.end_stream) for event in opened if isinstance(event, Opened)
     ] == [(Opened, [(name.encode(), value.encode()) for name, value in REQUEST], True)]
-    assert not connection.is_within
+    assert not connection.has_partial_data
 
 
 @pytest.mark.parametrize("padding", [0, 1, 255])
-def test_padding_and_priority_are_no_content(padding: int) -> None:
-    """Padding of headers and data, and a priority, are dropped; padding counts in the windows."""
+def test_padding_and_priority_are_dropped(padding: int) -> None:
+    """Padding and priority fields are dropped; padding counts towards the flow-control windows."""
     connection = _begun()
     payload = bytes((padding,)) + bytes(5) + _BLOCK + bytes(padding)
     flags = frames.PADDED | frames.PRIORITY | frames.END_HEADERS
@@ -94,25 +94,25 @@ def test_padding_and_priority_are_no_content(padding: int) -> None:
 
 
 def test_trailers_of_a_client_end_its_stream() -> None:
-    """A second block ends the stream; its fields are of no matter, but the table follows them."""
+    """A second header block ends the stream; its fields are ignored, but they update the HPACK table."""
     pair = Pair()
     stream = pair.open()
     pair.client.send_headers(stream.id, [("x-late", "1")], end_stream=True)
     pair.pump()
-    assert pair.over == {stream.id}
+    assert pair.ended == {stream.id}
     assert (b"x-late", b"1") in pair.open(more=(("x-late", "1"),)).head
 
 
-def test_a_second_block_that_does_not_end_the_stream_is_wrong() -> None:
-    """Only trailers may come behind a request's headers."""
+def test_a_second_header_block_without_end_stream_is_an_error() -> None:
+    """A header block after a request's headers must end the stream."""
     connection = _begun()
     connection.receive(_headers(frames.END_HEADERS, 1, _BLOCK))
     with pytest.raises(H2Error, match="in the middle"):
         connection.receive(_headers(frames.END_HEADERS, 1, _BLOCK))
 
 
-def test_a_stream_gets_room_as_its_bytes_are_taken() -> None:
-    """A stream's window is given back by what the call has taken, and not before."""
+def test_the_stream_window_returns_as_bytes_are_consumed() -> None:
+    """A stream's window grows back only by the bytes that the call has consumed."""
     pair = Pair(window_bytes=10_000)
     stream = pair.open()
     pair.client.send_data(stream.id, bytes(10_000))
@@ -126,8 +126,8 @@ def test_a_stream_gets_room_as_its_bytes_are_taken() -> None:
     assert pair.can_send(stream.id) == 5000
 
 
-def test_who_does_not_take_answers_may_not_ask() -> None:
-    """A stream whose answers wait for the client's window gets no room for more until they are sent."""
+def test_unsent_responses_hold_back_the_stream_window() -> None:
+    """A stream with queued responses gets no window update until they are sent."""
     pair = Pair(window_bytes=10_000, INITIAL_WINDOW_SIZE=0)
     stream = pair.open()
     pair.server.send(stream, HEADERS, b"answer")
@@ -142,7 +142,7 @@ def test_who_does_not_take_answers_may_not_ask() -> None:
 
 
 def test_streams_beyond_the_limit_are_refused() -> None:
-    """A stream too many is refused, in a way that lets the client try again; others go on."""
+    """A stream above the limit is reset with REFUSED_STREAM, which allows a retry; other streams continue."""
     connection = _begun(streams_max=2)
     block = _headers(frames.END_HEADERS, 1, _BLOCK)
     for stream_id in (1, 3):
@@ -150,14 +150,14 @@ def test_streams_beyond_the_limit_are_refused() -> None:
     late = block[:5] + (5).to_bytes(4, "big") + block[9:]
     assert not connection.receive(late)
     refusal = frames.number_frame(FrameType.RST_STREAM, 5, H2Code.REFUSED_STREAM)
-    assert connection.take_out() == [refusal]
+    assert connection.data_to_send() == [refusal]
     connection.receive(frames.number_frame(FrameType.RST_STREAM, 1, H2Code.CANCEL))
     again = block[:5] + (7).to_bytes(4, "big") + block[9:]
     assert len(connection.receive(again)) == 1
 
 
-def test_the_last_stream_number_is_served() -> None:
-    """Numbers may be used up to the last; each may be used once."""
+def test_the_highest_stream_id_is_served() -> None:
+    """Stream ids may be used up to 2^31 - 1, each once."""
     connection = _begun()
     last = frames.STREAM_IDS
     (opened,) = connection.receive(_headers(frames.END_HEADERS | frames.END_STREAM, last, _BLOCK))
@@ -167,8 +167,8 @@ def test_the_last_stream_number_is_served() -> None:
     assert not connection.receive(_headers(frames.END_HEADERS | frames.END_STREAM, 1, _BLOCK))
 
 
-def test_an_answer_may_come_before_the_question_is_over() -> None:
-    """A stream ended early is reset without an error, and what the client still sends is dropped."""
+def test_a_response_may_end_before_its_request() -> None:
+    """A stream that is answered early is reset with NO_ERROR, and further data of the client is dropped."""
     pair = Pair()
     stream = pair.open()
     pair.server.send(stream, HEADERS + TRAILERS)
@@ -177,25 +177,25 @@ def test_an_answer_may_come_before_the_question_is_over() -> None:
     resets = [event for event in pair.events if isinstance(event, h2.events.StreamReset)]
     assert [event.error_code for event in resets] == [H2Code.NO_ERROR]
     assert pair.answered == {stream.id}
-    assert not pair.heard
-    # Whoever still serves it does no harm.
+    assert not pair.received
+    # Calls on the closed stream have no effect.
     pair.server.send(stream, None, b"late", TRAILERS)
     pair.server.consumed(stream, 5)
     pair.server.reset(stream, H2Code.CANCEL)
-    assert not pair.server.take_out()
+    assert not pair.server.data_to_send()
 
 
-def test_data_behind_the_end_resets_the_stream() -> None:
-    """A client that goes on after its last word loses the stream, and nothing else."""
+def test_data_after_end_stream_resets_the_stream() -> None:
+    """DATA after END_STREAM resets the stream and leaves the connection open."""
     connection = _begun()
     connection.receive(_headers(frames.END_HEADERS | frames.END_STREAM, 1, _BLOCK))
     (event,) = connection.receive(frames.frame(FrameType.DATA, 0, 1, b"more"))
     assert isinstance(event, Reset)
-    assert connection.take_out() == [frames.number_frame(FrameType.RST_STREAM, 1, H2Code.STREAM_CLOSED)]
+    assert connection.data_to_send() == [frames.number_frame(FrameType.RST_STREAM, 1, H2Code.STREAM_CLOSED)]
 
 
-def test_a_reset_drops_what_waits() -> None:
-    """A reset stream keeps no bytes, from whichever side it is reset."""
+def test_a_reset_drops_pending_data() -> None:
+    """A stream reset by either side keeps no pending bytes."""
     pair = Pair(INITIAL_WINDOW_SIZE=0)
     theirs, ours = pair.open(), pair.open()
     for stream in (theirs, ours):
@@ -211,20 +211,20 @@ def test_a_reset_drops_what_waits() -> None:
     assert [event.stream_id for event in pair.events if isinstance(event, h2.events.StreamReset)] == [ours.id]
 
 
-def test_pings_are_answered_and_answers_are_not() -> None:
-    """A PING comes back as it was; an acknowledgement of one is the end of it."""
+def test_pings_are_acknowledged() -> None:
+    """A PING is acknowledged with its payload; an acknowledgement is not answered."""
     pair = Pair()
     pair.client.ping(b"12345678")
     pair.pump()
     acks = [event.ping_data for event in pair.events if isinstance(event, h2.events.PingAckReceived)]
     assert acks == [b"12345678"]
     assert not pair.server.receive(frames.frame(FrameType.PING, frames.ACK, 0, bytes(8)))
-    assert not pair.server.take_out()
+    assert not pair.server.data_to_send()
 
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_goaway_names_the_last_stream(is_early: bool) -> None:
-    """GOAWAY tells which streams are served: those so far, or all that come."""
+    """GOAWAY names the last served stream: the latest so far, or the highest id while draining."""
     pair = Pair()
     stream = pair.open()
     pair.server.goaway(H2Code.ENHANCE_YOUR_CALM, "busy ä", is_early=is_early)
@@ -235,14 +235,14 @@ def test_goaway_names_the_last_stream(is_early: bool) -> None:
 
 
 def test_a_clients_goaway_changes_nothing() -> None:
-    """A client that goes is served until it is gone."""
+    """A client that sent GOAWAY is served until it disconnects."""
     connection = _begun()
     connection.receive(frames.goaway_frame(0, 0, "bye"))
     assert len(connection.receive(_headers(frames.END_HEADERS, 1, _BLOCK))) == 1
 
 
-def test_too_much_unread_ends_the_stream_that_goes_on() -> None:
-    """Beyond what a connection may have unread the stream that sends is given up; taking some makes room."""
+def test_too_many_unread_bytes_reset_the_sending_stream() -> None:
+    """The stream that exceeds the limit of unread bytes is reset; consuming bytes makes room again."""
     pair = Pair(window_bytes=1 << 16, unread_bytes_max=30_000)
     first, second = pair.open(), pair.open()
     pair.client.send_data(first.id, bytes(16_000))
@@ -262,8 +262,8 @@ def test_too_much_unread_ends_the_stream_that_goes_on() -> None:
     assert (reset.stream_id, reset.error_code) == (second.id, H2Code.ENHANCE_YOUR_CALM)
 
 
-def test_the_connections_window_is_given_back_as_bytes_come() -> None:
-    """Streams that nobody reads do not stop others: a connection may send on as long as it has streams."""
+def test_the_connection_window_returns_as_bytes_arrive() -> None:
+    """Unread streams do not block others, because the connection's window is returned on arrival."""
     pair = Pair(window_bytes=8 << 20)
     streams = [pair.open() for _ in range(8)]
     for stream in streams:
@@ -271,27 +271,27 @@ def test_the_connections_window_is_given_back_as_bytes_come() -> None:
             pair.client.send_data(stream.id, bytes(1 << 16))
             pair.pump()
     assert pair.client.outbound_flow_control_window >= 16 << 20
-    assert sum(len(data) for data in pair.heard.values()) == 8 * 127 << 16
+    assert sum(len(data) for data in pair.received.values()) == 8 * 127 << 16
 
 
 @pytest.mark.parametrize("name", [9999, Setting.HEADER_TABLE_SIZE, Setting.MAX_CONCURRENT_STREAMS])
-def test_settings_that_mean_nothing_to_us_are_acknowledged(name: Any) -> None:
-    """Settings of no meaning here change nothing."""
+def test_unknown_settings_are_acknowledged(name: Any) -> None:
+    """Settings that the server does not use change nothing and are acknowledged."""
     connection = _begun()
     connection.receive(frames.settings_frame({name: 0}))
-    assert connection.take_out() == [frames.frame(FrameType.SETTINGS, frames.ACK, 0)]
+    assert connection.data_to_send() == [frames.frame(FrameType.SETTINGS, frames.ACK, 0)]
 
 
 def test_the_first_frame_is_settings() -> None:
-    """A connection that begins with anything else is none."""
+    """A connection whose first frame is not SETTINGS is rejected."""
     connection = H2Connection(fields, streams_max=1, window_bytes=1)
     with pytest.raises(H2Error, match="first frame"):
         connection.receive(frames.PREFACE + frames.frame(FrameType.PING, 0, 0, bytes(8)))
 
 
 @pytest.mark.parametrize("flags", [0, frames.END_STREAM])
-def test_a_stream_takes_its_window_and_not_a_byte_more(flags: int) -> None:
-    """What its call has not taken fills the window; the byte beyond it ends the connection."""
+def test_a_stream_window_ends_at_its_last_byte(flags: int) -> None:
+    """Unconsumed bytes may fill the stream's window exactly; one byte more ends the connection."""
     full = frames.frame(FrameType.DATA, 0, 1, bytes(100))
     connection = _begun(window_bytes=100)
     (opened, received) = _events(connection, _headers(frames.END_HEADERS, 1, _BLOCK), full)
@@ -303,8 +303,8 @@ def test_a_stream_takes_its_window_and_not_a_byte_more(flags: int) -> None:
     assert opened.stream is received.stream
 
 
-def test_what_a_call_has_taken_may_be_sent_again() -> None:
-    """The window is given back with the bytes that the call took, and holds as before."""
+def test_consumed_bytes_reopen_the_window() -> None:
+    """The window grows back by the bytes that the call consumed, and is enforced as before."""
     full = frames.frame(FrameType.DATA, 0, 1, bytes(100))
     connection = _begun(window_bytes=100)
     _, received = _events(connection, _headers(frames.END_HEADERS, 1, _BLOCK), full)

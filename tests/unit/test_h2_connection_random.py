@@ -1,4 +1,4 @@
-"""One HTTP/2 connection of ours under anything: garbage, and all that an honest client may do."""
+"""HTTP/2 connection under random input: garbage, and every sequence that a correct client may send."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _garbage = st.lists(_frames | _heads | st.binary(max_size=40), max_size=30).map(
 
 @given(st.sampled_from([b"", frames.PREFACE, _BEGIN]), _garbage, st.lists(st.integers(0, 2000), max_size=10))
 @settings(max_examples=examples(300))
-def test_any_bytes_are_read_or_refused(begin: bytes, garbage: bytes, cuts: list[int]) -> None:
-    """Whatever comes, however it is cut, ends in events or one H2Error, and its caps hold."""
+def test_any_bytes_are_parsed_or_rejected(begin: bytes, garbage: bytes, cuts: list[int]) -> None:
+    """Any input, split anywhere, ends in events or one H2Error, and all limits hold."""
     data = begin + garbage
     whole, whole_error = _fed([data])
     places = sorted({min(cut, len(data)) for cut in cuts})
@@ -52,8 +52,8 @@ def test_any_bytes_are_read_or_refused(begin: bytes, garbage: bytes, cuts: list[
 
 @given(_garbage, st.integers(1, 9))
 @settings(max_examples=examples(50))
-def test_bytes_one_by_one_mean_the_same(garbage: bytes, size: int) -> None:
-    """Frames in tiny pieces are the same frames."""
+def test_single_bytes_give_the_same_frames(garbage: bytes, size: int) -> None:
+    """Frames that arrive in tiny pieces are the same frames."""
     data = _BEGIN + garbage
     whole, whole_error = _fed([data])
     parts, parts_error = _fed([data[at : at + size] for at in range(0, len(data), size)])
@@ -61,7 +61,7 @@ def test_bytes_one_by_one_mean_the_same(garbage: bytes, size: int) -> None:
 
 
 def _fed(parts: list[bytes]) -> tuple[H2Connection, str]:
-    """A connection that was fed, its calls answered as they come; and the error that ended it."""
+    """Return a connection that received `parts` and answered its calls, and the error that ended it."""
     connection = H2Connection(fields, streams_max=3, window_bytes=_WINDOW_BYTES)
     try:
         for data in parts:
@@ -76,11 +76,11 @@ def _fed(parts: list[bytes]) -> tuple[H2Connection, str]:
 
 
 class Both(RuleBasedStateMachine):
-    """An honest client and our end, doing anything that they may at any time."""
+    """Correct client and our server, each doing anything that the protocol allows at any time."""
 
     @initialize(window=st.sampled_from([0, 1, 10, 1000, 65_535]), streams_max=st.integers(1, 8))
     def begin(self, window: int, streams_max: int) -> None:
-        """A connection, with the client's windows small or large."""
+        """Create a connection with small or large windows of the client."""
         self.pair = Pair(streams_max=streams_max, window_bytes=_WINDOW_BYTES, INITIAL_WINDOW_SIZE=window)
         self.streams_max = streams_max
         self.asked: dict[int, bytes] = {}
@@ -94,7 +94,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: len(self.pair.server.streams) < self.streams_max)
     @rule(ends=st.booleans(), more=st.lists(st.sampled_from(["a", "b", "c" * 900, "d" * 2000]), max_size=3))
     def open(self, ends: bool, more: list[str]) -> None:
-        """The client begins a stream."""
+        """The client opens a stream."""
         stream = self.pair.open(ends=ends, more=tuple(("x-more", value) for value in more))
         assert [value.decode() for name, value in stream.head if name == b"x-more"] == more
         self.unanswered.add(stream.id)
@@ -106,7 +106,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.asking)
     @rule(data=st.data(), size=st.integers(0, 30_000), ends=st.booleans(), padding=st.integers(0, 20))
     def ask(self, data: st.DataObject, size: int, ends: bool, padding: int) -> None:
-        """The client sends as much as it may."""
+        """The client sends as many bytes as the window allows."""
         stream_id = data.draw(st.sampled_from(sorted(self.asking)))
         room = self.pair.can_send(stream_id) - padding - 1
         if room < 0:
@@ -128,7 +128,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.answering)
     @rule(data=st.data(), size=st.integers(1, 50_000))
     def answer(self, data: st.DataObject, size: int) -> None:
-        """We send, and keep what the client has no room for."""
+        """The server sends data, and queues what the client's window does not allow."""
         stream_id = data.draw(st.sampled_from(sorted(self.answering)))
         part = self._bytes(size)
         self.pair.server.send(self.pair.streams[stream_id], self._headers(stream_id), part)
@@ -137,13 +137,13 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.answering)
     @rule(data=st.data())
     def answer_trailers(self, data: st.DataObject) -> None:
-        """We end a stream, maybe before the client has."""
+        """The server ends a stream, possibly before the client does."""
         stream_id = data.draw(st.sampled_from(sorted(self.answering)))
         self.pair.server.send(self.pair.streams[stream_id], self._headers(stream_id), b"", TRAILERS)
         self.answering.discard(stream_id)
         self.asking.discard(stream_id)
         self.whole.add(stream_id)
-        # What the client sent to a stream that is over is dropped.
+        # Data that the client sends on an ended stream is dropped.
         self.pair.pump()
 
     def _headers(self, stream_id: int) -> bytes | None:
@@ -155,7 +155,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.answering)
     @rule(data=st.data(), is_ours=st.booleans())
     def reset(self, data: st.DataObject, is_ours: bool) -> None:
-        """Either side gives a stream up."""
+        """Either side resets a stream."""
         stream_id = data.draw(st.sampled_from(sorted(self.answering)))
         if is_ours:
             self.pair.server.reset(self.pair.streams[stream_id], H2Code.CANCEL)
@@ -168,7 +168,7 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.pair.streams)
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
-        """A call takes some of what has come."""
+        """A call consumes some of the received bytes."""
         stream = data.draw(st.sampled_from(list(self.pair.streams.values())))
         size = data.draw(st.integers(0, stream.unread_bytes))
         self.pair.server.consumed(stream, size)
@@ -176,33 +176,33 @@ class Both(RuleBasedStateMachine):
     @precondition(lambda self: self.answering)
     @rule(data=st.data(), size=st.integers(1, 40_000), is_whole=st.booleans())
     def widen(self, data: st.DataObject, size: int, is_whole: bool) -> None:
-        """The client takes some of what was sent, of a stream or of all."""
+        """The client enlarges the window of a stream or of the connection."""
         stream_id = data.draw(st.sampled_from(sorted(self.answering)))
         self.pair.client.increment_flow_control_window(size, None if is_whole else stream_id)
 
     @rule(window=st.sampled_from([0, 1, 500, 20_000, 65_535]), frame=st.sampled_from([1 << 14, 1 << 15]))
     def set(self, window: int, frame: int) -> None:
-        """The client changes its settings in mid-connection."""
+        """The client changes its settings while streams are open."""
         changed = {SettingCodes.INITIAL_WINDOW_SIZE: window, SettingCodes.MAX_FRAME_SIZE: frame}
         self.pair.client.update_settings(changed)
 
     @rule()
     def ping(self) -> None:
-        """The client asks whether we are there."""
+        """The client sends a PING."""
         self.pair.client.ping(b"12345678")
 
     @rule(cut=st.sampled_from([None, 1, 7, 100, 5000]))
     def pump(self, cut: int | None) -> None:
-        """All that was sent arrives."""
+        """All sent bytes arrive."""
         self.pair.pump(cut)
 
     @invariant()
     def nothing_is_wrong(self) -> None:
-        """What has arrived is what was sent, so far; windows and bytes kept are within their bounds."""
+        """Received bytes are a prefix of those sent; windows and buffers are within their limits."""
         if not hasattr(self, "pair"):
             return
         server = self.pair.server
-        for stream_id, heard in self.pair.heard.items():
+        for stream_id, heard in self.pair.received.items():
             assert self.asked[stream_id].startswith(heard)
         for stream_id, got in self.pair.answers.items():
             assert self.said[stream_id].startswith(got)
@@ -213,7 +213,7 @@ class Both(RuleBasedStateMachine):
         assert server.unread_bytes == sum(stream.unread_bytes for stream in server.streams.values())
 
     def teardown(self) -> None:
-        """In the end the client opens all windows and takes everything: nothing may be missing."""
+        """After the client opens all windows, every byte arrives."""
         if not hasattr(self, "pair"):
             return
         pair = self.pair
@@ -228,11 +228,11 @@ class Both(RuleBasedStateMachine):
         for stream_id in self.answering | self.whole:
             assert pair.answers.get(stream_id, b"") == self.said[stream_id]
         for stream_id in self.answering:
-            assert pair.heard.get(stream_id, b"") == self.asked[stream_id]
+            assert pair.received.get(stream_id, b"") == self.asked[stream_id]
         assert self.whole <= pair.answered
 
     def _bytes(self, size: int) -> bytes:
-        """Bytes that show where they belong."""
+        """Return bytes whose values show their position."""
         self.count += 1
         return (b"%d," % self.count * (size // 2 + 1))[:size]
 
@@ -241,8 +241,8 @@ Both.TestCase.settings = settings(max_examples=examples(60), stateful_step_count
 test_an_honest_client_loses_nothing = Both.TestCase
 
 
-def test_a_client_that_obeys_gets_no_error_for_unknown_frames() -> None:
-    """Frames of types that we do not know are dropped, wherever they may come."""
+def test_unknown_frame_types_are_dropped() -> None:
+    """Frames of unknown types are dropped at any point of the connection."""
     connection = H2Connection(fields, streams_max=3, window_bytes=_WINDOW_BYTES)
     connection.receive(_BEGIN)
     for kind in range(10, 256):

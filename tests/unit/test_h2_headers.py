@@ -1,4 +1,4 @@
-"""Header blocks: the same fields as without the short cut, and what a call's fields mean."""
+"""Header blocks: the cache changes no result, and fields are interpreted by gRPC's rules."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.h2.frames import H2Code, H2Error
-from router.h2.header_blocks import (
+from router.h2.frames import (
     LIST_BYTES_MAX,
     Fields,
+    H2Code,
+    H2Error,
     HeaderBlocks,
     call_head,
     field,
@@ -27,7 +28,7 @@ _values = st.sampled_from([b"", b"/", b"POST", b"1", b"a" * 50, b"b" * 1500, b"c
     max_size=9
 )
 _fields = st.lists(st.tuples(_names, _values, st.booleans()), max_size=6)
-# What an encoder does next: a table of another size, or a block, now and then one that was sent before.
+# Next step of the encoder: a new table size, or a header block, sometimes one that was sent before.
 _steps = st.lists(
     st.integers(0, 4096) | st.tuples(_fields, st.booleans()) | st.tuples(st.integers(0, 5)), max_size=40
 )
@@ -35,14 +36,14 @@ _steps = st.lists(
 
 @given(_steps)
 @settings(max_examples=examples(300))
-def test_blocks_mean_what_they_mean_to_a_plain_decoder(steps: list[object]) -> None:
-    """Whatever an encoder does to the table, each block is read as a decoder without a cache reads it."""
+def test_cached_blocks_equal_a_plain_decoders(steps: list[object]) -> None:
+    """With any use of the HPACK table, each block decodes as without a cache."""
     encoder, plain = hpack.Encoder(), hpack.Decoder()
     blocks = HeaderBlocks(list[tuple[bytes, bytes]])
     sent: list[list[tuple[bytes, bytes, bool]]] = []
     for step in steps:
         if isinstance(step, int):
-            # Told the size that it has, the library's encoder forgets to announce the changes before.
+            # Setting the current size again makes the library's encoder forget earlier unannounced changes.
             if step != encoder.header_table_size:
                 encoder.header_table_size = step
             continue
@@ -61,8 +62,8 @@ def test_blocks_mean_what_they_mean_to_a_plain_decoder(steps: list[object]) -> N
 
 @given(st.lists(st.binary(max_size=12), max_size=30))
 @settings(max_examples=examples(300))
-def test_any_block_means_what_it_means_to_a_plain_decoder(sent: list[bytes]) -> None:
-    """Blocks that no encoder would make are refused where a plain decoder refuses them."""
+def test_any_block_decodes_as_in_a_plain_decoder(sent: list[bytes]) -> None:
+    """Blocks that no encoder produces are rejected exactly where a plain decoder rejects them."""
     plain, blocks = (
         hpack.Decoder(max_header_list_size=LIST_BYTES_MAX),
         HeaderBlocks(list[tuple[bytes, bytes]]),
@@ -83,8 +84,8 @@ def test_any_block_means_what_it_means_to_a_plain_decoder(sent: list[bytes]) -> 
             return
 
 
-def test_a_block_is_read_once_while_the_table_stays() -> None:
-    """A block that leaves the table as it is is read once; after a change of the table, again."""
+def test_a_block_is_decoded_once_while_the_table_stays() -> None:
+    """A block that leaves the table unchanged is decoded once, and again after the table has changed."""
     read: list[Fields] = []
 
     def note(fields: Fields) -> Fields:
@@ -102,8 +103,8 @@ def test_a_block_is_read_once_while_the_table_stays() -> None:
     assert len(read) == 4
 
 
-def test_what_is_kept_of_blocks_is_bounded() -> None:
-    """However many blocks a peer sends, few are kept, and long ones are not."""
+def test_the_block_cache_is_bounded() -> None:
+    """The cache keeps a fixed number of blocks and no long ones."""
     read: list[Fields] = []
 
     def note(fields: Fields) -> int:
@@ -120,8 +121,8 @@ def test_what_is_kept_of_blocks_is_bounded() -> None:
     assert blocks.head(long) != blocks.head(long)
 
 
-def test_a_list_that_is_too_long_is_refused() -> None:
-    """A small block that stands for many bytes is refused before it takes them."""
+def test_an_oversized_header_list_is_rejected() -> None:
+    """A small block that expands to too many bytes is rejected before it is expanded."""
     encoder = hpack.Encoder()
     bomb = encoder.encode([("x", "b" * 4000)]) + b"\xbe" * 100
     with pytest.raises(H2Error, match="above") as caught:
@@ -130,21 +131,21 @@ def test_a_list_that_is_too_long_is_refused() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 126, 127, 128, 254, 255, 16_510, 70_000])
-def test_fields_of_any_size_can_be_read(size: int) -> None:
-    """What we send is what another decoder reads."""
+def test_fields_of_any_size_can_be_decoded(size: int) -> None:
+    """Blocks that the server sends are decoded correctly by another library."""
     name, value = b"n" * max(1, size // 2), b"v" * size
     assert hpack.Decoder(1 << 20).decode(field(name, value), raw=True) == [(name, value)]
 
 
 @given(st.lists(st.tuples(st.binary(max_size=20), st.binary(max_size=20)), max_size=8))
-def test_any_fields_make_a_head(fields: Fields) -> None:
-    """Whatever a request says, there is a head, and what is no gRPC is refused."""
+def test_any_fields_have_a_call_head(fields: Fields) -> None:
+    """Any header fields give a CallHead; those that are not gRPC have a refusal."""
     assert call_head(fields).refusal is not None
 
 
 @given(st.sampled_from(list(grpc.StatusCode)), st.text(max_size=50), st.booleans())
-def test_a_status_is_read_as_it_was_said(code: grpc.StatusCode, details: str, has_headers: bool) -> None:
-    """A status of any text is printable ASCII on its way, and the text again when it is decoded."""
+def test_a_status_survives_percent_encoding(code: grpc.StatusCode, details: str, has_headers: bool) -> None:
+    """Status details of any text are printable ASCII on the wire, and decode to the same text."""
     block = trailers_block(code, details) if has_headers else refusal_block(code, details)
     said = dict(hpack.Decoder().decode(block, raw=True))
     assert said[b"grpc-status"] == str(code.value[0]).encode()

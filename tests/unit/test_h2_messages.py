@@ -1,4 +1,4 @@
-"""gRPC's messages within a stream's bytes: the same ones however they are cut, and none that is too large."""
+"""gRPC messages in a stream's bytes: the same however the bytes are split, and none above the limit."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def _packed(message: bytes, encoding: str) -> bytes:
 
 
 @given(_messages, st.lists(st.integers(0, 4000), max_size=20), st.sampled_from(["gzip", "deflate"]))
-def test_messages_are_the_same_however_they_are_cut(
+def test_splitting_does_not_change_messages(
     said: list[tuple[bytes, str]], cuts: list[int], encoding: str
 ) -> None:
-    """Any cut of a stream gives the same messages, in order, and all of its bytes are accounted for."""
+    """Any split of a stream gives the same messages in order, and accounts for all bytes."""
     data = b"".join(_packed(message, encoding) if kind else _prefixed(message) for message, kind in said)
     reader = MessageReader(encoding, _BYTES_MAX)
     places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
@@ -42,14 +42,14 @@ def test_messages_are_the_same_however_they_are_cut(
         for message, message_size in reader.feed(data[begin:end]):
             got.append(message)
             size += message_size
-        assert reader.is_within == (size < end)
+        assert reader.has_partial_data == (size < end)
     assert got == [message for message, _ in said]
     assert size == len(data)
 
 
 @given(st.lists(st.binary(max_size=30), max_size=20), st.sampled_from(["identity", "gzip", "deflate"]))
-def test_any_bytes_are_messages_or_refused(parts: list[bytes], encoding: str) -> None:
-    """Garbage ends in one error with a status, and no message is too large."""
+def test_any_bytes_are_messages_or_rejected(parts: list[bytes], encoding: str) -> None:
+    """Garbage ends in one error with a status, and no message exceeds the limit."""
     reader, error = MessageReader(encoding, _BYTES_MAX), None
     try:
         for data in parts:
@@ -63,8 +63,8 @@ def test_any_bytes_are_messages_or_refused(parts: list[bytes], encoding: str) ->
 @pytest.mark.parametrize("size", [0, 1, 999, 1000])
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 @pytest.mark.parametrize("level", [0, 9])
-def test_a_message_of_just_the_limit_is_read(size: int, encoding: str, level: int) -> None:
-    """The limit is of what a message says, compressed or not, and is itself allowed."""
+def test_a_message_at_the_limit_is_accepted(size: int, encoding: str, level: int) -> None:
+    """The limit applies to the decompressed size and includes the limit itself."""
     plain = bytes(range(250)) * 4
     pack = {"gzip": gzip.compress, "deflate": zlib.compress}[encoding]
     packed = b"\x01" + _prefixed(pack(plain[:size], level))[1:]
@@ -75,16 +75,16 @@ def test_a_message_of_just_the_limit_is_read(size: int, encoding: str, level: in
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 @pytest.mark.parametrize("size", [1001, 100_000])
-def test_bombs_are_refused_before_they_are_large(encoding: str, size: int) -> None:
-    """A small message that would become a large one is refused, one byte above the limit."""
+def test_decompression_bombs_are_rejected(encoding: str, size: int) -> None:
+    """A small message that decompresses to one byte above the limit is rejected."""
     reader = MessageReader(encoding, _BYTES_MAX)
     with pytest.raises(MessageError, match=r"\(1001 vs\. 1000\)") as caught:
         list(reader.feed(_packed(bytes(size), encoding)))
     assert caught.value.status is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_a_size_is_refused_before_its_bytes_come() -> None:
-    """A message that says it is too large is refused by its first five bytes, also behind others."""
+def test_an_oversized_message_is_rejected_by_its_prefix() -> None:
+    """A message whose prefix announces too many bytes is rejected at once, also after other messages."""
     for before in (b"", _prefixed(b"a message")):
         reader = MessageReader("identity", _BYTES_MAX)
         with pytest.raises(MessageError) as caught:
@@ -97,22 +97,22 @@ def test_a_size_is_refused_before_its_bytes_come() -> None:
     [
         (b"\x02\x00\x00\x00\x00", "identity", "neither 0 nor 1"),
         (b"\x01\x00\x00\x00\x01x", "identity", "without grpc-encoding"),
-        (b"\x01\x00\x00\x00\x03xyz", "gzip", "no gzip"),
-        (b"\x01\x00\x00\x00\x01x", "deflate", "ends too early"),
-        (b"\x01\x00\x00\x00\x00", "gzip", "ends too early"),
-        (b"\x01\x00\x00\x00\x0a" + gzip.compress(b"x", mtime=0)[:10], "gzip", "ends too early"),
-        (b"\x01\x00\x00\x00\x09" + zlib.compress(b"x"), "gzip", "no gzip"),
+        (b"\x01\x00\x00\x00\x03xyz", "gzip", "invalid gzip"),
+        (b"\x01\x00\x00\x00\x01x", "deflate", "truncated deflate"),
+        (b"\x01\x00\x00\x00\x00", "gzip", "truncated gzip"),
+        (b"\x01\x00\x00\x00\x0a" + gzip.compress(b"x", mtime=0)[:10], "gzip", "truncated gzip"),
+        (b"\x01\x00\x00\x00\x09" + zlib.compress(b"x"), "gzip", "invalid gzip"),
     ],
 )
-def test_what_is_no_message_is_told(data: bytes, encoding: str, why: str) -> None:
-    """An error says what is wrong with a message."""
+def test_invalid_messages_name_the_problem(data: bytes, encoding: str, why: str) -> None:
+    """The error of an invalid message says what is wrong with it."""
     with pytest.raises(MessageError, match=why) as caught:
         list(MessageReader(encoding, _BYTES_MAX).feed(data))
     assert caught.value.status is grpc.StatusCode.INTERNAL
 
 
-def test_a_message_in_tiny_pieces_takes_no_more_than_its_bytes() -> None:
-    """A client that sends a large message byte by byte makes the reader hold little more than the message."""
+def test_tiny_pieces_need_little_more_memory_than_the_message() -> None:
+    """A large message that arrives byte by byte needs little more memory than the message."""
     size = 100_000
     reader, data = MessageReader("identity", size), _prefixed(bytes(size))
     tracemalloc.start()

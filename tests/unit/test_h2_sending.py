@@ -1,4 +1,4 @@
-"""What our end of a connection sends: as much as the client's windows take, in frames as it wants them."""
+"""Sending side of an HTTP/2 connection: flow-control windows and frame sizes of the client are respected."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from h2.settings import SettingCodes
 from tests.unit.h2_pair import HEADERS, TRAILERS, Pair
 
 
-def test_an_answer_follows_a_window_of_one_byte() -> None:
-    """A large answer comes byte by byte if that is all the client takes, and its trailers come last."""
+def test_a_window_of_one_byte_is_respected() -> None:
+    """A large response leaves byte by byte if the client's windows allow no more; trailers come last."""
     pair = Pair(INITIAL_WINDOW_SIZE=0)
     stream = pair.open(ends=True)
     answer = bytes(range(256)) * 4
@@ -27,8 +27,8 @@ def test_an_answer_follows_a_window_of_one_byte() -> None:
     assert pair.drained == [stream.id]
 
 
-def test_a_window_below_zero_has_to_be_filled_first() -> None:
-    """Windows that the client makes smaller may go below 0; nothing is sent until they are above it again."""
+def test_a_negative_window_must_be_refilled() -> None:
+    """A window that the client makes negative blocks sending until it is positive again."""
     pair = Pair(INITIAL_WINDOW_SIZE=1000)
     stream = pair.open(ends=True)
     pair.server.send(stream, HEADERS, b"a" * 1500)
@@ -47,8 +47,8 @@ def test_a_window_below_zero_has_to_be_filled_first() -> None:
     assert len(pair.answers[stream.id]) == 1500
 
 
-def test_streams_share_the_connections_window() -> None:
-    """What one stream has used of the connection's window another lacks, until the client gives more."""
+def test_streams_share_the_connection_window() -> None:
+    """Bytes sent on one stream reduce the connection's window for all others until the client enlarges it."""
     pair = Pair(INITIAL_WINDOW_SIZE=1 << 20)
     streams = [pair.open(ends=True) for _ in range(3)]
     for stream in streams:
@@ -61,8 +61,8 @@ def test_streams_share_the_connections_window() -> None:
 
 
 @pytest.mark.parametrize("frame_bytes", [1 << 14, 20_000, 1 << 20])
-def test_frames_are_no_larger_than_the_client_takes(frame_bytes: int) -> None:
-    """Answers are cut into frames of the client's MAX_FRAME_SIZE."""
+def test_frames_respect_max_frame_size(frame_bytes: int) -> None:
+    """Responses are split into frames of the client's MAX_FRAME_SIZE."""
     pair = Pair(INITIAL_WINDOW_SIZE=1 << 24, MAX_FRAME_SIZE=frame_bytes)
     pair.client.increment_flow_control_window(1 << 24)
     stream = pair.open(ends=True)
@@ -72,8 +72,8 @@ def test_frames_are_no_larger_than_the_client_takes(frame_bytes: int) -> None:
     assert (max(sizes), sum(sizes)) == (frame_bytes, 3 << 20)
 
 
-def test_what_new_settings_let_go_is_cut_by_them() -> None:
-    """Settings that widen the windows and lower MAX_FRAME_SIZE at once, in this order, bring small frames."""
+def test_new_settings_apply_before_released_data() -> None:
+    """SETTINGS that enlarge the window and lower MAX_FRAME_SIZE release data in frames of the new size."""
     pair = Pair(INITIAL_WINDOW_SIZE=0, MAX_FRAME_SIZE=1 << 15)
     stream = pair.open()
     pair.server.send(stream, HEADERS, bytes(20_000))

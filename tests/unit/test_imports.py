@@ -1,4 +1,4 @@
-"""All packages in one process, as an operator's own script may have them."""
+"""All packages imported in one process, as a user's script may do."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ with PickerClient("127.0.0.1:9002") as picker:
 """
 
 
-def test_every_program_can_be_imported_beside_the_others() -> None:
-    """No two protos define one name, and no import has a side effect that another one cannot bear."""
+def test_all_programs_can_be_imported_together() -> None:
+    """Importing all programs together works: no proto name is defined twice."""
     programs = (
         "kvroute.cli, router.app.server, router.client, router.prompts.tokenizer_server, "
         "indexer.service.cli, indexer.service.grpc_server"
@@ -25,10 +25,10 @@ def test_every_program_can_be_imported_beside_the_others() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", f"import {programs}"], check=True)
 
 
-def test_the_model_server_is_made_without_router_and_indexer() -> None:
-    """Its hashes are foreign handles to the index: it shares how kernels are compiled, and nothing else."""
+def test_the_model_server_imports_neither_router_nor_indexer() -> None:
+    """The model server imports neither router nor indexer: its hashes are foreign to the index."""
     program = """
-import sys, model_server.serve, model_server.attention.cpu_kernel.kernel
+import sys, model_server.openai.api_server, model_server.attention.cpu_kernel.kernel
 sys.exit(", ".join(name for name in sys.modules if name.split(".")[0] in ("router", "indexer")) or None)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -45,7 +45,7 @@ sys.exit(", ".join(name for name in sys.modules if name.split(".")[0] in ("route
 def test_users_code_is_checked_against_our_types(
     tmp_path: Path, program: str, follows: str, status: int, told: str
 ) -> None:
-    """All packages that have types say so: a type checker finds a mistake in the use of the client."""
+    """All typed packages have py.typed: a type checker finds a wrong call in a user's code."""
     (tmp_path / "user.py").write_text(program)
     checked = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", f"--follow-imports={follows}", "--cache-dir=.", "user.py"],

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-import indexer
 from indexer import ConfigError, IndexerConfig, PodStream
-from indexer.index.tiers import Tiers
+from indexer.tiers import Tiers
 
 
 def test_defaults_are_valid() -> None:
@@ -84,24 +83,3 @@ def test_ranks_that_cannot_be_are_refused(settings: dict[str, Any], problem: str
     """Too many, without a port to count from, or beyond the last port: said, not wrapped around."""
     with pytest.raises(ConfigError, match=problem):
         replace(STREAM, **settings).by_rank()
-
-
-def test_the_public_names_are_these() -> None:
-    """What other packages may use is listed once, and exists."""
-    assert sorted(indexer.__all__) == sorted(
-        [
-            "ConfigError",
-            "IndexStats",
-            "IndexerConfig",
-            "IndexerError",
-            "KvIndexer",
-            "ListenError",
-            "PayloadError",
-            "PodMatch",
-            "PodMatches",
-            "PodStream",
-            "StreamState",
-            "TokenError",
-        ]
-    )
-    assert all(hasattr(indexer, name) for name in indexer.__all__)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from indexer.config import PodStream
-from indexer.index.contract import PrefixEnd, explain_prefix
-from indexer.index.tiers import Tiers
-from indexer.streams.engine_registry import EngineState
-from indexer.streams.state_machine import StreamState
+from indexer.index.contract import PrefixEnd, StreamState, explain_prefix
+from indexer.tiers import Tiers
 
 TIERS = Tiers()
 GPU, CPU = (1 << TIERS.number(tier) for tier in ("gpu", "cpu"))
@@ -27,20 +24,22 @@ GPU, CPU = (1 << TIERS.number(tier) for tier in ("gpu", "cpu"))
 )
 def test_the_end_has_a_reason(held: list[int], usable: int, end: PrefixEnd, length: int, beyond: int) -> None:
     """The whole prompt, a hole with or without blocks behind it, or layers of another kind."""
-    prefix = explain_prefix("pod", np.array(held, np.uint8), TIERS, usable_blocks=usable)
+    held_tiers = np.array(held, np.uint8)
+    prefix = explain_prefix(
+        "pod", held_tiers, TIERS, state=StreamState.STALE, reason="gap", usable_blocks=usable
+    )
     assert (prefix.end, prefix.cached_blocks, prefix.held_blocks, prefix.held_beyond) == (
         end,
         usable,
         length,
         beyond,
     )
-    assert (prefix.state, prefix.reason) == (StreamState.STALE, "not_followed")
+    assert (prefix.state, prefix.reason) == (StreamState.STALE, "gap")
 
 
 def test_each_block_lies_in_its_best_tier() -> None:
     """Stretches are told from the start; a block in two tiers is in the better one."""
-    engine = EngineState(PodStream("p", "m", None), StreamState.EXACT, "")
     held = np.array([GPU | CPU, GPU, CPU, CPU, GPU], np.uint8)
-    prefix = explain_prefix(engine, held, TIERS, usable_blocks=5)
+    prefix = explain_prefix("p", held, TIERS, state=StreamState.EXACT, reason="", usable_blocks=5)
     assert prefix.tiers == (("gpu", 2), ("cpu", 2), ("gpu", 1))
     assert (prefix.engine, prefix.state) == ("p", StreamState.EXACT)

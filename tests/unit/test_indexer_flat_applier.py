@@ -16,8 +16,8 @@ from indexer.config import IndexerConfig, PodStream
 from indexer.index.engine_hashes import scoped_hash
 from indexer.index.hash_table import GOLDEN, hash_bits
 from indexer.index.index import TURN_BLOCKS, FlatIndex
-from indexer.index.tiers import Tiers
 from indexer.keys import BlockHasher, Keys
+from indexer.tiers import Tiers
 from indexer.views.applier import ApplierContext, EventApplier
 from indexer.views.block_cache import BlockCache
 from indexer.views.hybrid import group_holder

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from indexer import IndexerConfig, KvIndexer
 from indexer.audit.speculation import Speculation
-from indexer.index.tiers import Tiers
 from indexer.keys import Keys
+from indexer.tiers import Tiers
 from tests.support.contents import items_within
 from tests.support.reference_index import ReferenceIndex
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from indexer.errors import PayloadError
-from indexer.index.tiers import Tiers
 from indexer.keys import Keys, MultimodalItem, extras_of_prompt, pack
+from indexer.tiers import Tiers
 from tests.support.decoding import decode_batch
 from tests.support.reference_index import ReferenceIndex
 from tests.unit.indexer_support import OnePod, read_json, read_lines

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, beside what the file system allows."""
+"""common.kernel_cache: the cache directory, on writable and read-only file systems."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.kernel_cache import cache_directory, sources_digest
 
 @pytest.fixture(autouse=True)
 def _asked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The answer is remembered for a process; here each test asks for itself, with a temporary directory."""
+    """Clear the process-wide result, and give each test a temporary directory of its own."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(kernel_cache, "gettempdir", lambda: str(tmp_path / "temporary"))
     cache_directory.cache_clear()
@@ -25,7 +25,7 @@ def _asked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 def _shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a kernel, as an image brings it, on what is then a read-only root."""
+    """Return an image's cache directory with one kernel, read-only from now on."""
     image = tmp_path / "image"
     directory = cache_directory(str(image))
     assert directory is not None
@@ -38,20 +38,20 @@ def _shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             raise PermissionError(dir)
         return TemporaryFile(dir=dir)
 
-    # By permissions root could not be kept from writing.
+    # Permissions would not stop root from writing.
     monkeypatch.setattr(kernel_cache, "TemporaryFile", temporary_file)
     return image
 
 
 def test_a_writable_directory_is_used_as_it_is(tmp_path: Path) -> None:
-    """The kernels lie in a directory of their sources' state below the chosen one, which is made."""
+    """The cache is a directory below the chosen one, which is created."""
     directory = cache_directory(str(tmp_path / "chosen"))
     assert directory is not None
     assert Path(directory).parent == tmp_path / "chosen" / "kvroute-kernels"
 
 
 def test_kernels_of_a_read_only_image_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an image brings is found again in a private directory that can be written, start after start."""
+    """Kernels of a read-only image are copied once to a private, writable directory."""
     image = _shipped(tmp_path, monkeypatch)
     copy = cache_directory(str(image))
     assert copy is not None
@@ -67,7 +67,7 @@ def test_kernels_of_a_read_only_image_are_copied(tmp_path: Path, monkeypatch: py
 def test_kernels_that_others_may_have_put_there_are_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A directory of that name which others can write into is left alone."""
+    """A temporary directory that others can write to is not used."""
     image = _shipped(tmp_path, monkeypatch)
     planted = tmp_path / "temporary" / f"kvroute-kernels-{os.geteuid()}"
     planted.mkdir()
@@ -76,14 +76,14 @@ def test_kernels_that_others_may_have_put_there_are_not_run(
 
 
 def test_without_a_place_to_write_there_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the chosen nor the temporary directory can be written: kernels are compiled at each start."""
+    """Without a writable directory there is no cache."""
     image = _shipped(tmp_path, monkeypatch)
     monkeypatch.setattr(kernel_cache, "gettempdir", lambda: "/proc/none")
     assert cache_directory(str(image)) is None
 
 
 def test_kernels_of_other_sources_are_not_used(tmp_path: Path) -> None:
-    """A constant that a kernel's module imports is compiled in: its change, in any folder, is noticed."""
+    """A changed constant of a module that a kernel imports changes the digest."""
     kernel, constants = tmp_path / "indexer/views/kernel.py", tmp_path / "indexer/index/layout.py"
     for path in (kernel, constants):
         path.parent.mkdir(parents=True)

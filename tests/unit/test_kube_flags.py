@@ -1,4 +1,4 @@
-"""Flags of discovery in Kubernetes: what they mean, and which contradict each other."""
+"""Flags of discovery in Kubernetes: their values, and contradictions among them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from router.errors import ConfigError
 SELECTOR = ["--endpoint-selector=app=x,role in (a,b)", "--endpoint-target-ports=8000, 8001"]
 
 
-def test_a_pool_is_followed_by_its_name() -> None:
-    """Everything else has a default."""
+def test_a_pool_needs_only_its_name() -> None:
+    """With --pool-name alone, all other settings have defaults."""
     assert parse_flags(["--pool-name=p"])[0].kube == KubeConfig(pool="p")
     assert parse_flags(["--pods-file=/pods.yaml"])[0].kube is None
 
@@ -43,14 +43,14 @@ def test_all_flags_are_read_with_their_units() -> None:
         (["--pool-name=p", *SELECTOR], "either --pool-name or --endpoint-selector"),
         (["--pool-name=p", "--pods-file=/p"], "exactly one of"),
         ([*SELECTOR, "--pods-file=/p"], "exactly one of"),
-        (SELECTOR[:1], "go together"),
-        (["--pool-name=p", SELECTOR[1]], "go together"),
+        (SELECTOR[:1], "must be given together"),
+        (["--pool-name=p", SELECTOR[1]], "must be given together"),
         (["--pool-name=p", "--resources-file=/r"], "--resources-file"),
         ([], "exactly one of"),
     ],
 )
-def test_contradictions_are_refused(argv: list[str], part: str) -> None:
-    """The message says what to give."""
+def test_contradicting_flags_are_rejected(argv: list[str], part: str) -> None:
+    """The error for contradicting flags says which to give."""
     with pytest.raises(ConfigError, match=part):
         parse_flags(argv)
 
@@ -69,8 +69,8 @@ def test_contradictions_are_refused(argv: list[str], part: str) -> None:
         "--kube-deadline=0s",
     ],
 )
-def test_a_wrong_value_is_refused_by_its_flag(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Argparse ends the process and names the flag."""
+def test_an_invalid_value_is_rejected_by_its_flag(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An invalid value ends the process with an error that names the flag."""
     with pytest.raises(SystemExit):
         parse_flags([flag])
     assert f"argument {flag.partition('=')[0]}" in capsys.readouterr().err

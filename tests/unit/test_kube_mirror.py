@@ -1,4 +1,4 @@
-"""The mirror of one kind's objects: what the API server says last, whatever a watch brings."""
+"""Mirror of one kind's objects: it equals the API server's state after any events of a watch."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tests.unit.kube_objects import JSON, pod_json, raw
 
 
 def thing(name: str, version: int, uid: str = "") -> dict[str, object]:
-    """An object of which nothing but the metadata matters."""
+    """Return an object of which only the metadata matters."""
     return {"metadata": {"name": name, "uid": uid or f"uid-{name}", "resourceVersion": str(version)}}
 
 
 def event(kind: str, name: str, version: int, uid: str = "") -> WatchEvent:
-    """One line of a watch."""
+    """Return an event of a watch."""
     return WatchEvent(kind, raw(thing(name, version, uid)))
 
 
 def mirror(*items: object, kind: Any = Head, capacity: int = 100, version: str = "10") -> Mirror[Any]:
-    """A mirror after a list of one page."""
+    """Return a mirror after a list of one page."""
     made = Mirror(kind, capacity)
     made.add(raw(item) for item in items)
     made.version = version
@@ -36,14 +36,14 @@ def mirror(*items: object, kind: Any = Head, capacity: int = 100, version: str =
 
 
 def after(held: Mirror[Any], *events: WatchEvent) -> Mirror[Any]:
-    """The mirror after events."""
+    """Return the mirror after these events."""
     for each in events:
         held = held.after(each)
     return held
 
 
-def test_events_are_applied_in_turn() -> None:
-    """Added, modified and deleted objects are what is held, and the watch goes on from the last version."""
+def test_events_are_applied_in_order() -> None:
+    """Added, modified and deleted objects update the mirror and its version."""
     held = mirror(thing("a", 1), thing("b", 2))
     held = after(held, event("ADDED", "c", 11), event("MODIFIED", "a", 12), event("DELETED", "b", 13))
     versions = {name: each.metadata.resource_version for name, each in held.objects.items()}
@@ -52,8 +52,8 @@ def test_events_are_applied_in_turn() -> None:
     assert (held.after(bookmark).objects, held.after(bookmark).version) == (held.objects, "20")
 
 
-def test_what_was_read_before_never_changes() -> None:
-    """An event makes another mirror; a reader's stays as it was."""
+def test_a_mirror_is_immutable() -> None:
+    """An event gives a new mirror; the old one is unchanged."""
     held = mirror(thing("a", 1))
     changed = held.after(event("ADDED", "b", 11))
     assert (set(held.objects), held.version) == ({"a"}, "10")
@@ -69,16 +69,16 @@ def test_what_was_read_before_never_changes() -> None:
         WatchEvent("ADDED", raw(None)),
     ],
 )
-def test_an_event_that_cannot_be_read_asks_for_a_list_and_changes_nothing(unreadable: WatchEvent) -> None:
-    """What is not understood may concern any object, so the whole is listed again."""
+def test_an_invalid_event_requires_a_new_list(unreadable: WatchEvent) -> None:
+    """An event that cannot be parsed raises 410, because it may concern any object, and changes nothing."""
     held = mirror(thing("a", 1))
     with pytest.raises(ClusterError) as raised:
         held.after(unreadable)
     assert (raised.value.status, list(held.objects), held.version) == (410, ["a"], "10")
 
 
-def test_what_the_server_says_last_counts() -> None:
-    """An object that is there is replaced, one that is not known is added, and none is missed."""
+def test_the_latest_event_of_a_name_applies() -> None:
+    """An event replaces a known object and adds an unknown one."""
     held = after(
         mirror(thing("a", 1)),
         event("ADDED", "a", 11, uid="another"),
@@ -92,7 +92,7 @@ def test_what_the_server_says_last_counts() -> None:
 
 
 def test_versions_are_opaque() -> None:
-    """A watch goes on from whatever version came last, be it a number or not."""
+    """A watch continues from the last version, whether it is a number or not."""
     held = mirror(version="99")
     for version in ("apple", "9", "9" * 5000):
         metadata = {"name": "a", "uid": "u", "resourceVersion": version}
@@ -100,8 +100,8 @@ def test_versions_are_opaque() -> None:
         assert held.version == version
 
 
-def test_an_unreadable_object_is_held_as_such() -> None:
-    """It is named with what is wrong; what follows about it is understood, and others are not touched."""
+def test_an_invalid_object_is_kept_as_a_problem() -> None:
+    """An invalid object is named with its error, later events about it apply, and others are unaffected."""
     wrong = {"metadata": {"name": "w", "uid": "u", "resourceVersion": "1"}, "status": 5}
     held = mirror(wrong, pod_json("a"), {"metadata": {"name": ""}}, 7, kind=PodObject)
     assert list(held.objects) == ["a"]
@@ -113,8 +113,8 @@ def test_an_unreadable_object_is_held_as_such() -> None:
     assert list(held.problems) == [""]
 
 
-def test_there_is_room_for_so_many_and_the_others_are_counted() -> None:
-    """A list and a watch are cut at the capacity; when one goes, others are listed again."""
+def test_objects_above_the_capacity_are_counted() -> None:
+    """Objects above the capacity are left out; if one is deleted, all are listed again."""
     held = mirror(*(thing(f"a{number}", number) for number in range(5)), capacity=3)
     assert (len(held.objects), held.left_out) == (3, 2)
     held = after(held, event("ADDED", "b", 11), event("MODIFIED", "a0", 12))
@@ -125,7 +125,7 @@ def test_there_is_room_for_so_many_and_the_others_are_counted() -> None:
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[WatchEvent], dict[str, str]]:
-    """What truly happened to a few objects, as events in order, and how it ended."""
+    """Draw the true history of a few objects as ordered events, and the final versions."""
     alive: dict[str, tuple[int, str]] = {}
     events = []
     for version in range(11, 11 + draw(st.integers(1, 12))):
@@ -144,16 +144,16 @@ def histories(draw: st.DrawFn) -> tuple[list[WatchEvent], dict[str, str]]:
 
 
 @given(histories())
-def test_after_any_history_the_mirror_is_right(history: tuple[list[WatchEvent], dict[str, str]]) -> None:
-    """Events in the server's order lead to what there is."""
+def test_a_mirror_equals_the_servers_state(history: tuple[list[WatchEvent], dict[str, str]]) -> None:
+    """Events in the server's order lead to the server's state."""
     events, truth = history
     held = after(mirror(), *events)
     assert {name: each.metadata.resource_version for name, each in held.objects.items()} == truth
 
 
 @given(st.lists(JSON, max_size=5), st.text(max_size=10), JSON)
-def test_hostile_json_is_a_problem_or_listed_again(items: list[object], kind: str, value: object) -> None:
-    """Whatever is listed or watched, nothing but the wish for a list is raised."""
+def test_hostile_json_is_a_problem_or_a_new_list(items: list[object], kind: str, value: object) -> None:
+    """Arbitrary JSON in lists and watches raises nothing but ClusterError."""
     held = mirror(*items, kind=PodObject, capacity=3)
     for name in (kind, "ADDED", "MODIFIED", "DELETED", "BOOKMARK"):
         with suppress(ClusterError):
@@ -163,7 +163,7 @@ def test_hostile_json_is_a_problem_or_listed_again(items: list[object], kind: st
 
 @given(st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_hostile_bytes_are_bad_objects(data: bytes) -> None:
-    """Pages and events that are none are refused by the one error for that."""
+    """Arbitrary bytes raise nothing but BadObjectError."""
     for kind in (ObjectList, WatchEvent, PodObject):
         with suppress(BadObjectError):
             assert isinstance(read(Raw(data), kind), kind)

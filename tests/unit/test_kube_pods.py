@@ -1,4 +1,4 @@
-"""From pods and pools to endpoints: what counts, what is passed over, what is complained of."""
+"""Conversion of pods and pools to endpoints, and the problems of invalid annotations."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ EVENTS_PORT, REPLAY_PORT = "kvroute.io/kv-events-port", "kvroute.io/kv-replay-po
 
 
 def pods_of(*objects: PodObject, rules: KubeConfig = ONE) -> list[tuple[PodObject, PodEndpoints]]:
-    """Pods with what they are to us."""
+    """Return pods with their endpoints."""
     return [(each, endpoints_of(each, rules)) for each in objects]
 
 
-def test_a_pod_is_an_endpoint_for_each_target_port() -> None:
-    """Names of several carry the rank, which is the port's place; events come from the port + rank."""
+def test_a_pod_has_an_endpoint_per_target_port() -> None:
+    """With several target ports, names carry the rank, and events come from the events port plus the rank."""
     first, second = endpoints_of(pod(), TWO).entries
     assert [(each.name, each.namespace, each.pod) for each in (first, second)] == [
         ("a-rank-0", "test", "10.0.0.1:8000"),
@@ -36,11 +36,11 @@ def test_a_pod_is_an_endpoint_for_each_target_port() -> None:
     assert first.labels == {"app": "x"}
     assert first.ready
     assert [each.events for each in (first, second)] == [
-        EventDefaults(5557 + rank, None, snapshots=True, asks=True, rank=rank) for rank in (0, 1)
+        EventDefaults(5557 + rank, None, snapshots=True, asks_engine=True, rank=rank) for rank in (0, 1)
     ]
     (only,) = endpoints_of(pod(), ONE).entries
     assert only.name == "a"
-    assert only.events == EventDefaults(5557, 5558, snapshots=True, asks=True, rank=None)
+    assert only.events == EventDefaults(5557, 5558, snapshots=True, asks_engine=True, rank=None)
     assert endpoints_of(pod(address="fd00::1"), ONE).entries[0].pod == "[fd00::1]:8000"
 
 
@@ -61,8 +61,8 @@ NAMED = [{"name": "http", "containerPort": 8000}, {"name": "more", "containerPor
         ([{"livenessProbe": {"httpGet": {"port": 8000}}}], []),
     ],
 )
-def test_ports_that_readiness_probes_ask_are_known(containers: Any, ports: list[int]) -> None:
-    """Endpoints whose port some container's readiness probe asks are told from others, also by its name."""
+def test_probed_ports_are_known(containers: Any, ports: list[int]) -> None:
+    """An endpoint is probed if any container's readiness probe checks its port, by number or name."""
     probed = read(raw({**pod_json(), "spec": {"containers": containers}}), PodObject)
     assert endpoints_of(probed, TWO).probed == tuple(f"10.0.0.1:{port}" for port in ports)
 
@@ -78,8 +78,8 @@ def test_ports_that_readiness_probes_ask_are_known(containers: Any, ports: list[
         {"phase": "Failed"},
     ],
 )
-def test_a_pod_without_an_address_or_at_its_end_is_none(fields: dict[str, Any]) -> None:
-    """What has no address yet, is ending or is over has no endpoints."""
+def test_a_pod_without_address_or_finished_has_no_endpoints(fields: dict[str, Any]) -> None:
+    """A pod without address, terminating or finished has no endpoints."""
     assert endpoints_of(pod(**fields), ONE) == PodEndpoints()
 
 
@@ -94,29 +94,29 @@ def test_a_pod_without_an_address_or_at_its_end_is_none(fields: dict[str, Any]) 
         ([{"type": "Initialized", "status": "True"}, {"type": "Ready", "status": "True"}], True),
     ],
 )
-def test_a_pod_that_is_not_ready_is_an_endpoint_that_takes_nothing(conditions: Any, ready: bool) -> None:
-    """Only the condition Ready counts; without it the endpoint stays known, since its cache does."""
+def test_a_pod_that_is_not_ready_keeps_its_endpoint(conditions: Any, ready: bool) -> None:
+    """Readiness follows the condition Ready; without it the endpoint is kept, because its cache persists."""
     (entry,) = endpoints_of(pod(conditions=conditions), ONE).entries
     assert entry.ready == ready == is_ready(pod(conditions=conditions))
 
 
-def test_a_life_is_a_pods_and_its_containers() -> None:
-    """Another uid, another container or another restart is another life; labels and readiness are not."""
+def test_an_epoch_identifies_a_pod_and_its_containers() -> None:
+    """A new uid, container or restart changes the epoch; labels and readiness do not."""
     containers = [{"name": "engine", "restartCount": 0, "containerID": "containerd://1"}]
-    life = endpoints_of(pod(), ONE).entries[0].life
+    life = endpoints_of(pod(), ONE).entries[0].epoch
     same = [{"ready": False}, {"labels": {"b": "c"}}, {"resourceVersion": "7"}]
-    assert {endpoints_of(pod(**fields), ONE).entries[0].life for fields in same} == {life}
+    assert {endpoints_of(pod(**fields), ONE).entries[0].epoch for fields in same} == {life}
     others: list[dict[str, Any]] = [
         {"uid": "another"},
         {"containerStatuses": [{**containers[0], "restartCount": 1}]},
         {"containerStatuses": [{**containers[0], "containerID": "containerd://2"}]},
         {"containerStatuses": None},
     ]
-    lives = [endpoints_of(pod(**fields), ONE).entries[0].life for fields in others]
+    lives = [endpoints_of(pod(**fields), ONE).entries[0].epoch for fields in others]
     assert len({life, *lives}) == 1 + len(others)
     sidecar = {"name": "sidecar", "restartCount": 3}
     orders = [[sidecar, *containers], [*containers, sidecar]]
-    both = [endpoints_of(pod(containerStatuses=order), ONE).entries[0].life for order in orders]
+    both = [endpoints_of(pod(containerStatuses=order), ONE).entries[0].epoch for order in orders]
     assert both[0] == both[1]
 
 
@@ -135,16 +135,16 @@ def test_a_life_is_a_pods_and_its_containers() -> None:
         ({"llm-d.ai/active-ports": "8000,x"}, [8000], True),
     ],
 )
-def test_an_annotation_names_the_ports_in_use(
+def test_active_ports_select_the_ports_in_use(
     annotations: dict[str, str], ports: list[int], complains: bool
 ) -> None:
-    """Ports that it does not name are out, whatever else it names is complained of."""
+    """Ports that the annotation omits have no endpoint; unknown ports in it are a problem."""
     found = endpoints_of(pod(annotations=annotations), TWO)
-    assert ([each.port for each in found.entries], bool(found.complaint)) == (ports, complains)
+    assert ([each.port for each in found.entries], bool(found.problem)) == (ports, complains)
 
 
-def test_annotations_tell_where_a_pod_publishes_and_tells_its_load() -> None:
-    """They become the labels of a pods file, ports counted on by rank; a pod's own labels of that kind go."""
+def test_annotations_become_labels_of_the_pods_file() -> None:
+    """Annotations set ports and paths, offset by the rank; the pod's own labels of these names do not."""
     annotations = {
         "kvroute.dev/kv-events-port": "6000",
         "kvroute.dev/kv-replay-port": "7000",
@@ -156,7 +156,7 @@ def test_annotations_tell_where_a_pod_publishes_and_tells_its_load() -> None:
         "kvroute.dev/unknown": "x",
     }
     found = endpoints_of(pod(annotations=annotations, labels={EVENTS_PORT: "1", "a": "b"}), TWO)
-    assert found.complaint == ""
+    assert found.problem == ""
     assert [dict(each.labels) for each in found.entries] == [
         {
             "a": "b",
@@ -190,24 +190,24 @@ def test_annotations_tell_where_a_pod_publishes_and_tells_its_load() -> None:
         ("metrics-path", "/ HTTP/1.1\r\nx: y"),
     ],
 )
-def test_a_bad_annotation_is_named_and_passed_over(name: str, value: str) -> None:
-    """The endpoint stays, as if the annotation were not there."""
+def test_an_invalid_annotation_is_reported_and_ignored(name: str, value: str) -> None:
+    """An invalid annotation is a problem, and the endpoint is as without it."""
     found = endpoints_of(pod(annotations={f"kvroute.dev/{name}": value}), TWO)
     assert len(found.entries) == 2
     assert found.entries[0].labels == {"app": "x"}
-    assert found.complaint.startswith(f"kvroute.dev/{name}: ")
+    assert found.problem.startswith(f"kvroute.dev/{name}: ")
 
 
-def test_pods_may_connect_to_us_where_we_listen() -> None:
-    """The annotation for that counts only beside --events-bind."""
+def test_pods_may_connect_to_the_router_with_events_bind() -> None:
+    """The annotation kv-events: connects is valid only with --events-bind."""
     rules = replace(ONE, replay_port=0, events_bind=True)
     found = endpoints_of(pod(annotations={"kvroute.dev/kv-events": "connects"}), rules)
-    assert found.complaint == ""
+    assert found.problem == ""
     assert found.entries[0].labels["kvroute.io/kv-events"] == "connects"
 
 
-def test_of_two_pods_with_one_address_the_living_one_counts() -> None:
-    """An address that was given to a new pod before the old one's end was told is the new one's."""
+def test_of_two_pods_with_one_address_the_ready_one_is_used() -> None:
+    """An address shared with an ended pod belongs to the Ready pod, else to the younger one."""
     old = pod("old", ready=False, creationTimestamp="2026-01-02T00:00:00Z")
     new = pod("new", creationTimestamp="2026-01-01T00:00:00Z")
     younger = pod("younger", creationTimestamp="2026-01-03T00:00:00Z")
@@ -216,8 +216,8 @@ def test_of_two_pods_with_one_address_the_living_one_counts() -> None:
     assert [each.name for each in declared(pods_of(new, younger))[0]] == ["younger"]
 
 
-def test_endpoints_are_bounded_and_in_order() -> None:
-    """More than can be followed are left out, always the same ones, and counted."""
+def test_endpoints_are_bounded_and_ordered() -> None:
+    """Endpoints above PODS_MAX are left out and counted, always the same ones."""
     numbers = range(PODS_MAX + 3)
     pods = [pod(f"p{number:05}", address=f"10.0.{number // 256}.{number % 256}") for number in numbers]
     entries, left_out = declared(reversed(pods_of(*pods)))
@@ -233,8 +233,8 @@ _KEYS = st.sampled_from(["llm-d.ai/active-ports", *(label.replace(".io", ".dev")
     st.dictionaries(st.sampled_from(["name", "uid", "labels", "annotations", "deletionTimestamp"]), JSON),
     st.dictionaries(st.sampled_from(_FIELDS), JSON),
 )
-def test_hostile_pods_are_refused_or_harmless(metadata: dict[str, Any], status: dict[str, Any]) -> None:
-    """A pod of any shape is a bad object, or one whose endpoints can be used."""
+def test_hostile_pods_are_rejected_or_harmless(metadata: dict[str, Any], status: dict[str, Any]) -> None:
+    """A pod of any shape raises BadObjectError or gives usable endpoints."""
     known = pod_json()
     made = {"metadata": {**known["metadata"], **metadata}, "status": {**known["status"], **status}}
     try:
@@ -246,8 +246,8 @@ def test_hostile_pods_are_refused_or_harmless(metadata: dict[str, Any], status: 
 
 
 @given(st.dictionaries(_KEYS, st.text(max_size=8) | st.integers(0, 70_000).map(str), max_size=6))
-def test_any_annotations_leave_streams_that_can_be_followed(annotations: dict[str, str]) -> None:
-    """Whatever a pod is annotated with, its streams have ports that there are."""
+def test_any_annotations_give_valid_streams(annotations: dict[str, str]) -> None:
+    """Any annotations give event streams with valid ports."""
     annotations = {**annotations, "kvroute.dev/model": "m"}
     for rules in (ONE, TWO):
         for entry in endpoints_of(pod(annotations=annotations), rules).entries:
@@ -257,13 +257,13 @@ def test_any_annotations_leave_streams_that_can_be_followed(annotations: dict[st
 
 
 def pool_json(**spec: Any) -> Any:
-    """A pool of the v1 definition."""
+    """Return a pool of version v1."""
     known = {"selector": {"matchLabels": {"app": "x"}}, "targetPorts": [{"number": 8000}, {"number": 8001}]}
     return {"metadata": {"name": "p", "uid": "u"}, "spec": {**known, **spec}}
 
 
-def test_a_pool_tells_selector_and_ports() -> None:
-    """Both definitions of InferencePool are read; one that is being deleted is none."""
+def test_a_pool_has_selector_and_ports() -> None:
+    """Both versions of InferencePool are read; one being deleted gives None."""
     assert pool_of(read(raw(pool_json()), PoolObject)) == Pool("p", "u", "app=x", (8000, 8001))
     old = {"metadata": {"name": "p"}, "spec": {"selector": {"app": "x"}, "targetPortNumber": 9}}
     assert pool_of(read(raw(old), OldPoolObject)) == Pool("p", "", "app=x", (9,))
@@ -277,8 +277,8 @@ def test_a_pool_tells_selector_and_ports() -> None:
 
 
 @given(st.dictionaries(st.sampled_from(["selector", "targetPorts"]), JSON, min_size=1))
-def test_hostile_pools_are_refused_or_usable(spec: dict[str, Any]) -> None:
-    """A pool of any shape is a bad object, or has a selector and ports that there are."""
+def test_hostile_pools_are_rejected_or_usable(spec: dict[str, Any]) -> None:
+    """A pool of any shape raises BadObjectError or has a selector and valid ports."""
     try:
         pool = pool_of(read(raw(pool_json(**spec)), PoolObject))
     except BadObjectError:

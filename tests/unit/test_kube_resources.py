@@ -1,4 +1,4 @@
-"""From objectives and rewrites to priorities and rules: whose pool, whose turn, and what makes no sense."""
+"""Conversion of objectives and rewrites to priorities and rules: pool, order and contradictions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ POOL = KubeConfig(pool="p")
 
 
 def objective(named: str, priority: int | None, **reference: str) -> ObjectiveObject:
-    """An objective of our pool unless the reference says otherwise."""
+    """Return an objective of the router's pool, unless the reference says otherwise."""
     spec = {"priority": priority, "poolRef": {"name": "p", **reference}}
     return read(raw({"metadata": {"name": named}, "spec": spec}), ObjectiveObject)
 
 
 def rewrite(name: str, *rules: Any, made: str = "2026-01-01T00:00:00Z", pool: str = "p") -> RewriteObject:
-    """A rewrite."""
+    """Return a rewrite."""
     metadata = {"name": name, "creationTimestamp": made}
     return read(
         raw({"metadata": metadata, "spec": {"poolRef": {"name": pool}, "rules": rules}}), RewriteObject
@@ -32,15 +32,15 @@ def rewrite(name: str, *rules: Any, made: str = "2026-01-01T00:00:00Z", pool: st
 
 
 def rule(target: str, *models: str) -> dict[str, Any]:
-    """A rule for some models; without any, for all."""
+    """Return a rule for these models, or for all."""
     return {
         "matches": [{"model": {"value": model}} for model in models],
         "targets": [{"modelRewrite": target}],
     }
 
 
-def test_objectives_of_our_pool_have_their_priority() -> None:
-    """A reference's group and kind have the definition's defaults; another pool's do not count."""
+def test_objectives_of_the_pool_have_priorities() -> None:
+    """Only objectives of the router's pool apply; omitted fields of poolRef have the CRD's defaults."""
     objects = [
         objective("a", 5),
         objective("unset", None),
@@ -53,8 +53,8 @@ def test_objectives_of_our_pool_have_their_priority() -> None:
     assert priorities_of(objects, KubeConfig(pool="p", pool_group=OLD_GROUP)) == {"b": 1}
 
 
-def test_an_objective_that_is_being_deleted_does_not_count() -> None:
-    """Its priority ends with the deletion, not with the last finalizer."""
+def test_an_objective_being_deleted_does_not_apply() -> None:
+    """The priority ends with the deletion timestamp, before the finalizers have run."""
     ending = read(
         raw(
             {
@@ -67,8 +67,8 @@ def test_an_objective_that_is_being_deleted_does_not_count() -> None:
     assert priorities_of([ending], POOL) == {}
 
 
-def test_the_older_rewrite_wins_and_an_exact_match_before_a_general_one() -> None:
-    """Exact before general, then the older object, then the first by name, then the first rule."""
+def test_rewrites_are_ordered_by_age_and_exactness() -> None:
+    """An exact match wins over a general one, then the older object, the first name and the first rule."""
     found = rewrites_of(
         [
             rewrite("b", rule("young", "m"), made="2026-01-02T00:00:00Z"),
@@ -78,32 +78,32 @@ def test_the_older_rewrite_wins_and_an_exact_match_before_a_general_one() -> Non
         ],
         POOL,
     )
-    assert found.complaints == {}
+    assert found.problems == {}
     rules = RewriteRules(found.rules, np.random.default_rng(1))
     assert [rules.target(model) for model in ("m", "other", "unknown")] == ["c", "a", "general"]
 
 
-def test_rules_can_be_exchanged() -> None:
-    """What is asked after the exchange is answered by the new rules alone."""
+def test_rules_can_be_replaced() -> None:
+    """After a replacement only the new rules apply."""
     rules = RewriteRules(rewrites_of([rewrite("a", rule("x", "m"))], POOL).rules, np.random.default_rng(1))
     assert rules.target("m") == "x"
     rules.replace(rewrites_of([rewrite("a", rule("y", "n"))], POOL).rules)
     assert (rules.target("m"), rules.target("n")) == (None, "y")
 
 
-def test_rules_that_cannot_mean_what_they_say_are_named() -> None:
-    """Weights for some targets only are complained of and used; an unknown kind of match is left out."""
+def test_contradicting_rules_are_reported() -> None:
+    """Rules with partial weights are reported and used; those with an unknown match type are left out."""
     partly = {"targets": [{"modelRewrite": "a", "weight": 1}, {"modelRewrite": "b"}]}
     pattern = {"matches": [{"model": {"value": "m", "type": "Regex"}}], "targets": [{"modelRewrite": "a"}]}
     found = rewrites_of([rewrite("w", partly), rewrite("x", rule("a", "m"), pattern)], POOL)
-    assert set(found.complaints) == {"w", "x"}
-    assert found.complaints["x"].startswith("rules[1]: ")
+    assert set(found.problems) == {"w", "x"}
+    assert found.problems["x"].startswith("rules[1]: ")
     assert len(found.rules) == 2
 
 
 @given(st.dictionaries(st.sampled_from(["rules", "poolRef", "priority"]), JSON))
-def test_hostile_objects_are_refused_or_usable(spec: dict[str, Any]) -> None:
-    """Objects of any shape are bad, or give priorities and rules that can be asked."""
+def test_hostile_objects_are_rejected_or_usable(spec: dict[str, Any]) -> None:
+    """Objects of any shape raise BadObjectError or give usable priorities and rules."""
     made = raw({"metadata": {"name": "a"}, "spec": {"poolRef": {"name": "p"}, "rules": [], **spec}})
     try:
         priorities = priorities_of([read(made, ObjectiveObject)], POOL)

@@ -1,4 +1,4 @@
-"""What says that a pool's engines have a KV connector."""
+"""Detection of KV connectors in a pool's engines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from router.app.config import parse_flags
-from router.app.wiring import connector_sign
+from router.app.wiring import kv_connector_sign
 from router.pods.pod_set import PodSet
 from tests.unit.router_support import entry
 
@@ -33,11 +33,11 @@ WITH_ROLE = {"llm-d.ai/role": "decode"}
         (["--kv-connector=false", "--config-text", DISAGGREGATES], WITH_ROLE, None),
     ],
 )
-def test_a_connector_is_known_by_its_sign(
+def test_a_kv_connector_is_detected_by_flag_plugin_or_label(
     flags: Sequence[str], labels: dict[str, str], sign: str | None
 ) -> None:
-    """The flag decides; without it a plugin that disaggregates or a pod's role does."""
+    """The flag decides; without it a disaggregation plugin or a pod's role label does."""
     pods = PodSet()
     pods.declare([entry("10.0.0.1:8000", **labels)])
     config, _ = parse_flags([*PODS, *flags])
-    assert connector_sign(config, pods.snapshot()) == sign
+    assert kv_connector_sign(config, pods.snapshot()) == sign

@@ -1,4 +1,4 @@
-"""The local stack's plan, Envoy configuration and supervisor."""
+"""Plan, Envoy configuration and supervisor of the local stack."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from tests.loopback import free_port
 
 @pytest.fixture
 def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
-    """A supervisor whose children end with the test."""
+    """Provide a supervisor whose children are stopped after the test."""
     supervisor = Supervisor(tmp_path, lambda _line: None)
     yield supervisor
     supervisor.stop()
 
 
 def child(name: str, code: str) -> ChildPlan:
-    """A child that opens its port and then runs `code`."""
+    """Return the plan of a child that opens its port and then runs `code`."""
     port = free_port()
     listen = f"import socket, time, signal, sys; s = socket.create_server(('127.0.0.1', {port}))"
     return ChildPlan(name, [sys.executable, "-c", f"{listen}\n{code}"], [port])
@@ -46,7 +46,7 @@ def child(name: str, code: str) -> ChildPlan:
 
 @pytest.mark.parametrize("replicas", [1, 2, 64])
 def test_no_two_processes_share_a_port(replicas: int) -> None:
-    """Every port of the plan is there once, whatever the number of pods."""
+    """All ports of a plan differ, with any number of pods."""
     ports = plan_stack(StackOptions(replicas=replicas), Path()).ports
     assert len(ports) == len(set(ports)) == 4 * replicas + 5
 
@@ -55,7 +55,7 @@ def test_no_two_processes_share_a_port(replicas: int) -> None:
     "options", [{"replicas": 0}, {"replicas": 101}, {"port": 0}, {"base_port": 65200}, {"base_port": 80}]
 )
 def test_an_option_out_of_range_is_refused(options: dict[str, int]) -> None:
-    """Bad numbers are named before anything is started."""
+    """An option out of range is rejected with its value before anything is started."""
     with pytest.raises(LocalStackError, match=str(next(iter(options.values())))):
         plan_stack(StackOptions(**options), Path())
 
@@ -65,14 +65,14 @@ def test_an_option_out_of_range_is_refused(options: dict[str, int]) -> None:
     [({"responses": "full"}, "ext_proc"), ({"door": "ext_proc", "failure_mode_allow": True}, "check_grpc")],
 )
 def test_options_that_exclude_each_other_are_refused(option: dict[str, Any], needed: str) -> None:
-    """What a door cannot do is said before anything is started, with the door that can."""
+    """Options that a protocol does not support are rejected, with the protocol that does."""
     with pytest.raises(LocalStackError, match=f"needs --door {needed}"):
         plan_stack(StackOptions(**option), Path())
 
 
 @pytest.mark.parametrize("model", ["my-llama", "/models/my-llama"])
 def test_a_checkpoints_tokenizer_is_the_routers_too(model: str) -> None:
-    """Also for a directory whose path is its bare name."""
+    """The router tokenizes with the checkpoint's tokenizer, also if its path is a bare name."""
     router = next(
         child for child in plan_stack(StackOptions(model=model), Path()).children if child.name == "router"
     )
@@ -80,7 +80,7 @@ def test_a_checkpoints_tokenizer_is_the_routers_too(model: str) -> None:
 
 
 def test_the_pods_file_is_what_the_router_reads() -> None:
-    """Each model server of the plan is an endpoint with its event and replay ports."""
+    """The pods file lists each model server with its ports."""
     plan = plan_stack(StackOptions(replicas=3), Path())
     pods = parse_pods(plan.files["pods.yaml"], "pods.yaml")
     assert {pod.pod for pod in pods} == set(plan.pod_urls)
@@ -97,7 +97,7 @@ def test_the_pods_file_is_what_the_router_reads() -> None:
     ],
 )
 def test_envoy_accepts_the_configuration(tmp_path: Path, chosen: dict[str, Any]) -> None:
-    """The real Envoy validates the bootstrap with each door and mode."""
+    """Envoy accepts the bootstrap with each protocol and mode."""
     here = "127.0.0.1"
     settings = EnvoySettings((here, 8080), (here, 9002), [(here, 8001)], (here, 8081), **chosen)
     path = tmp_path / "envoy.json"
@@ -111,30 +111,30 @@ def test_envoy_accepts_the_configuration(tmp_path: Path, chosen: dict[str, Any])
 
 
 def test_a_taken_port_is_named() -> None:
-    """The error names the port that cannot be bound."""
+    """A port in use is rejected by name."""
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
         with pytest.raises(LocalStackError, match=str(port)):
             check_ports([port])
 
 
-def test_a_child_that_dies_before_it_is_ready_is_named_with_its_last_words(supervisor: Supervisor) -> None:
-    """Start-up fails with who died, how, and what it said last."""
+def test_a_child_that_exits_before_it_is_ready_is_reported(supervisor: Supervisor) -> None:
+    """The error names the child, its exit status and its last log lines."""
     plan = ChildPlan(
         "loader", [sys.executable, "-c", "print('no such file'); raise SystemExit(3)"], [free_port()]
     )
-    with pytest.raises(LocalStackError, match="loader exited with 3; it last said: no such file"):
+    with pytest.raises(LocalStackError, match="loader exited with 3; last log lines: no such file"):
         supervisor.start([plan])
 
 
 def test_a_program_that_cannot_be_run_is_named(supervisor: Supervisor) -> None:
-    """A missing executable is an obituary too, not a traceback."""
+    """A missing executable is reported like an exit, without a traceback."""
     with pytest.raises(LocalStackError, match="no-such-program: No such file"):
         supervisor.start([ChildPlan("missing", ["no-such-program"], [free_port()])])
 
 
 def test_a_dead_child_is_restarted(supervisor: Supervisor) -> None:
-    """A child that dies runs again under a new pid, and its death is remembered."""
+    """An exited child is restarted under a new pid and recorded."""
     supervisor.start([child("router", "time.sleep(60)")])
     first = kill(supervisor)
     supervisor.check()
@@ -144,7 +144,7 @@ def test_a_dead_child_is_restarted(supervisor: Supervisor) -> None:
 
 
 def test_a_restart_waits_for_its_delay(tmp_path: Path) -> None:
-    """A child whose delay has not passed stays down, and the check does not wait for it."""
+    """A child is not restarted before its delay has passed, and `check` does not block."""
     supervisor = Supervisor(tmp_path, lambda _line: None, back_off_s=(3600.0,))
     supervisor.start([child("router", "time.sleep(60)")])
     first = kill(supervisor)
@@ -156,9 +156,9 @@ def test_a_restart_waits_for_its_delay(tmp_path: Path) -> None:
 
 
 def test_a_child_that_keeps_dying_ends_the_stack(tmp_path: Path) -> None:
-    """After as many restarts as there are delays, the next death is an error with its reason."""
-    told: list[str] = []
-    supervisor = Supervisor(tmp_path, told.append, back_off_s=(0.0, 0.0, 0.0))
+    """After as many restarts as there are delays, the next exit is an error."""
+    lines: list[str] = []
+    supervisor = Supervisor(tmp_path, lines.append, back_off_s=(0.0, 0.0, 0.0))
     supervisor.start([child("router", "print('cannot go on', flush=True); time.sleep(60)")])
     for _ in range(3):
         kill(supervisor)
@@ -169,20 +169,20 @@ def test_a_child_that_keeps_dying_ends_the_stack(tmp_path: Path) -> None:
     ):
         supervisor.check()
     supervisor.stop()
-    restarts = [line for line in told if "restarting it" in line]
+    restarts = [line for line in lines if "restarting it" in line]
     assert len(restarts) == 3
     assert all("router was killed by SIGKILL" in line for line in restarts)
 
 
-def test_last_words_are_of_the_process_that_died(tmp_path: Path) -> None:
-    """The reason of a death shows the last lines of this process, not those of the one before it."""
+def test_last_log_lines_are_of_the_exited_process(tmp_path: Path) -> None:
+    """An exit is reported with the log lines of that process, not of its predecessor."""
     once = tmp_path / "once"
     code = (
         f"import pathlib; again = pathlib.Path({str(once)!r}).exists(); pathlib.Path({str(once)!r}).touch();"
         "print('second life' if again else 'first life', flush=True); time.sleep(60)"
     )
-    told: list[str] = []
-    supervisor = Supervisor(tmp_path, told.append, back_off_s=(0.0, 0.0))
+    lines: list[str] = []
+    supervisor = Supervisor(tmp_path, lines.append, back_off_s=(0.0, 0.0))
     supervisor.start([child("router", code)])
     for life in ("first life", "second life"):
         while life not in (tmp_path / "router.log").read_text():
@@ -190,13 +190,13 @@ def test_last_words_are_of_the_process_that_died(tmp_path: Path) -> None:
         kill(supervisor)
         supervisor.check()
     supervisor.stop()
-    first, second = (line for line in told if "restarting it" in line)
-    assert "it last said: first life;" in first
-    assert "it last said: second life;" in second
+    first, second = (line for line in lines if "restarting it" in line)
+    assert "last log lines: first life;" in first
+    assert "last log lines: second life;" in second
 
 
 def kill(supervisor: Supervisor) -> int:
-    """Kills the only child; returns its pid."""
+    """Kill the only child; return its pid."""
     process = supervisor.children[0].process
     process.kill()
     process.wait()
@@ -204,7 +204,7 @@ def kill(supervisor: Supervisor) -> int:
 
 
 def test_stop_ends_a_child_that_ignores_sigterm(tmp_path: Path) -> None:
-    """A stubborn child is killed after the grace."""
+    """A child that ignores SIGTERM gets SIGKILL after the timeout."""
     supervisor = Supervisor(tmp_path, lambda _line: None, stop_timeout_s=0.3)
     plan = child(
         "stubborn", "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
@@ -222,7 +222,7 @@ def test_stop_ends_a_child_that_ignores_sigterm(tmp_path: Path) -> None:
 def test_a_missing_library_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A needed module that is not installed is one clear line with the extra that brings it."""
+    """A missing library is reported in one line with the extra that installs it."""
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     assert up.main([]) == 1
@@ -235,7 +235,7 @@ def test_a_missing_library_is_named(
 def test_a_restarted_program_explains_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A stack that ends well but lost a child meanwhile exits with 1 and names it in one line."""
+    """A stack with a restarted child exits with status 1 and names the child in one line."""
     plan = StackPlan([], {}, "", "", "", {}, [], "")
     monkeypatch.setattr(up, "plan_stack", lambda _options, _directory: plan)
     monkeypatch.setattr(up, "await_pods", lambda _plan, _check: None)
@@ -244,5 +244,5 @@ def test_a_restarted_program_explains_the_exit_status(
     monkeypatch.setattr(up.signal, "signal", lambda _number, _handler: None)
     assert up.main(["--demo-only"]) == 1
     assert capsys.readouterr().err.splitlines() == [
-        "kvroute up: exit status 1 because of programs that died and were restarted: router"
+        "kvroute up: exit status 1: programs exited and were restarted: router"
     ]

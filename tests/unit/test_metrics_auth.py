@@ -1,4 +1,4 @@
-"""Who may read the metrics port: the cluster's answers, kept for a while; an API server over HTTP."""
+"""Authorization of the metrics port by an API server over HTTP, and the cache of its results."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ PATHS = {
 
 
 class ApiServer(ThreadingHTTPServer):
-    """Answers reviews as an API server does: 201 and the object with its status.
+    """API server that responds to reviews with 201 and the object with its status.
 
     Attributes:
-        users: By token.
+        users: Users by token.
         allowed: Users that may get /metrics.
-        asked: Kinds and specs of all reviews.
-        status: What reviews are answered with.
+        asked: Kinds and specs of all reviews received.
+        status: HTTP status of the responses.
     """
 
     daemon_threads = True
@@ -46,7 +46,7 @@ class ApiServer(ThreadingHTTPServer):
         self.status = 201
 
     def reviewed(self, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
-        """The status of a review."""
+        """Return the status of a review."""
         self.asked.append((kind, spec))
         if kind == "TokenReview":
             user = self.users.get(spec["token"])
@@ -71,12 +71,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Silent."""
+        """Log nothing."""
 
 
 @contextmanager
 def api_server(directory: Path) -> Iterator[tuple[ApiServer, Path]]:
-    """A running one, and a kubeconfig for it."""
+    """Run an API server; yield it with a kubeconfig for it."""
     server = ApiServer()
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     config = {
@@ -95,54 +95,54 @@ def api_server(directory: Path) -> Iterator[tuple[ApiServer, Path]]:
         server.server_close()
 
 
-def refusal(auth: MetricsAuth, path: str, authorization: str | None) -> int | None:
-    """The answer to a request."""
-    return asyncio.run(auth.refusal(path, authorization))
+def denial(auth: MetricsAuth, path: str, authorization: str | None) -> int | None:
+    """Return the status that rejects a request; None: it is allowed."""
+    return asyncio.run(auth.denial(path, authorization))
 
 
-def test_the_cluster_decides_by_token(tmp_path: Path) -> None:
-    """401 without a token that it knows, 403 for who may not, and the page for who may."""
+def test_the_api_server_decides_by_token(tmp_path: Path) -> None:
+    """Unknown or missing tokens get 401, users without permission 403, others the page."""
     with api_server(tmp_path) as (server, kubeconfig):
         auth = MetricsAuth(KubeClient(kubeconfig))
         for header in (None, "", "Basic abc", "Bearer ", "Bearer " + "x" * 20_000):
-            assert refusal(auth, "/metrics", header) == 401
+            assert denial(auth, "/metrics", header) == 401
         assert server.asked == []
-        assert refusal(auth, "/metrics", "Bearer unknown") == 401
-        assert refusal(auth, "/metrics", "Bearer nobody-token") == 403
-        assert refusal(auth, "/metrics", "bearer prometheus-token") is None
-        assert refusal(auth, "/debug/pods", "Bearer prometheus-token") == 403
+        assert denial(auth, "/metrics", "Bearer unknown") == 401
+        assert denial(auth, "/metrics", "Bearer nobody-token") == 403
+        assert denial(auth, "/metrics", "bearer prometheus-token") is None
+        assert denial(auth, "/debug/pods", "Bearer prometheus-token") == 403
 
 
-def test_answers_are_kept_for_a_while(tmp_path: Path) -> None:
-    """A minute for who may, ten seconds for who may not; then the cluster is asked again."""
+def test_review_results_are_cached(tmp_path: Path) -> None:
+    """A permission is cached for a minute and a rejection for ten seconds."""
     now_s = 0.0
     with api_server(tmp_path) as (server, kubeconfig):
         auth = MetricsAuth(KubeClient(kubeconfig), clock=lambda: now_s)
         for _ in range(3):
-            assert refusal(auth, "/metrics", "Bearer prometheus-token") is None
-            assert refusal(auth, "/metrics", "Bearer nobody-token") == 403
+            assert denial(auth, "/metrics", "Bearer prometheus-token") is None
+            assert denial(auth, "/metrics", "Bearer nobody-token") == 403
         assert len(server.asked) == 4
         server.allowed = {"nobody"}
         now_s = 11.0
-        assert refusal(auth, "/metrics", "Bearer nobody-token") is None
-        assert refusal(auth, "/metrics", "Bearer prometheus-token") is None
+        assert denial(auth, "/metrics", "Bearer nobody-token") is None
+        assert denial(auth, "/metrics", "Bearer prometheus-token") is None
         now_s = 61.0
-        assert refusal(auth, "/metrics", "Bearer prometheus-token") == 403
+        assert denial(auth, "/metrics", "Bearer prometheus-token") == 403
 
 
 @pytest.mark.parametrize("status", [403, 500])
-def test_while_the_cluster_does_not_answer_nobody_new_is_let_in(tmp_path: Path, status: int) -> None:
-    """503, and not kept: the next request asks again."""
+def test_requests_are_rejected_while_reviews_fail(tmp_path: Path, status: int) -> None:
+    """While the API server fails, requests get 503, which is not cached."""
     with api_server(tmp_path) as (server, kubeconfig):
         auth = MetricsAuth(KubeClient(kubeconfig))
         server.status = status
-        assert refusal(auth, "/metrics", "Bearer prometheus-token") == 503
+        assert denial(auth, "/metrics", "Bearer prometheus-token") == 503
         server.status = 201
-        assert refusal(auth, "/metrics", "Bearer prometheus-token") is None
+        assert denial(auth, "/metrics", "Bearer prometheus-token") is None
 
 
 def test_the_routers_pages_are_guarded(tmp_path: Path) -> None:
-    """Metrics and debug pages ask for a token; probes do not."""
+    """Metrics and debug pages need a token; probes do not."""
     with (
         api_server(tmp_path) as (_, kubeconfig),
         fake_pods(0),

@@ -1,20 +1,27 @@
-"""Block hashes are those of vLLM's sha256_cbor."""
+"""Block hashes, compared with vLLM's sha256_cbor."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from model_server.kv_events.hashing import ROOT_DIGEST, encode_cbor, event_hash, hash_block, root_digest
-from model_server.requests import GenerationRequest, LiveRequest, SamplingParams
+from model_server.kv_cache.request import Request
+from model_server.kv_events.hashing import (
+    ROOT_BLOCK_HASH,
+    encode_cbor,
+    event_hash,
+    hash_block,
+    root_block_hash,
+)
+from model_server.requests import EngineCoreRequest, SamplingParams
 
 VECTORS = json.loads((Path(__file__).parent.parent / "data" / "block_hash_vectors.json").read_bytes())
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: f"{vector['seed']}-{vector['case']}")
 def test_hashes_equal_vllms(vector: dict) -> None:
-    """Digests and event numbers equal those that vLLM computed, for every tagged form of extra keys."""
-    parent = root_digest(vector["seed"])
+    """Block hashes and event hashes equal those computed by vLLM for every kind of extra key."""
+    parent = root_block_hash(vector["seed"])
     assert parent.hex() == vector["none_hash"]
     size = vector["block_size"]
     for index, (digest, number) in enumerate(zip(vector["block_hashes"], vector["int64"], strict=True)):
@@ -26,10 +33,10 @@ def test_hashes_equal_vllms(vector: dict) -> None:
 
 
 def test_the_salt_enters_as_vllm_tags_it() -> None:
-    """The extra keys of a salted prompt's first block are the ones that the vectors were made with."""
+    """A salted prompt's first block has the extra keys of vLLM's vectors."""
     vector = next(vector for vector in VECTORS if vector["case"].startswith("salt"))
     salted, plain = (
-        LiveRequest(GenerationRequest("a", (1,), SamplingParams(max_tokens=1), cache_salt=salt), 0)
+        Request(EngineCoreRequest("a", (1,), SamplingParams(max_tokens=1), cache_salt=salt), 0)
         for salt in ("tenant-42", None)
     )
     assert [list(key) for key in salted.extra_keys(0) or ()] == vector["extra_keys"][0]
@@ -38,8 +45,8 @@ def test_the_salt_enters_as_vllm_tags_it() -> None:
 
 
 def test_the_default_seed_is_vllms() -> None:
-    """Without a seed vLLM starts its chains from a fixed string, and so do we."""
-    assert root_digest("vllm-none-hash") == ROOT_DIGEST
+    """Without a seed the root hash derives from vLLM's fixed string."""
+    assert root_block_hash("vllm-none-hash") == ROOT_BLOCK_HASH
 
 
 @pytest.mark.parametrize(
@@ -58,5 +65,5 @@ def test_the_default_seed_is_vllms() -> None:
     ],
 )
 def test_cbor_is_canonical(value: object, encoded: str) -> None:
-    """Every type is encoded in the fewest bytes (examples of RFC 8949, appendix A, and their neighbours)."""
+    """Every type is encoded in the fewest bytes (RFC 8949, appendix A, and neighbouring values)."""
     assert encode_cbor(value).hex() == encoded  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""model_server.cli: flags to settings, mistakes to one line, nothing heavy before that."""
+"""Command line of the model server: flags, one-line errors, late imports."""
 
 from __future__ import annotations
 
@@ -9,32 +9,35 @@ from dataclasses import fields
 
 import pytest
 
+from common.flags import add_flags, flag_values
 from model_server import cli
 from model_server.config import EngineConfig
-from model_server.flags import add_flags, given
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--port", "70000"], "70000 is not a port"),
+        (["--port", "70000"], "must be a whole number from 0 to 65535"),
         (["--block-size", "0"], "block_tokens is 0"),
         (["--tensor-parallel-size", "0"], "tensor_parallel_size is 0"),
         (["--dtype", "int3"], "invalid choice: 'int3'"),
         (["--kv-cache-dtype", "fp4"], "invalid choice: 'fp4'"),
         (["--max-loras", "-1"], "max_loras is -1; it must be at least 0"),
-        (["--max-body-bytes", "0"], "0 is less than 1"),
-        (["--admin-port", "70000"], "70000 is not a port"),
+        (["--max-body-bytes", "0"], "must be a whole number from 1"),
+        (["--admin-port", "70000"], "must be a whole number from 0 to 65535"),
         (["--port", "8000", "--admin-port", "8000"], "--admin-port 8000: is the serving port"),
         (["--admin-token-file", "/dev/null"], "--admin-token-file: needs --admin-port"),
-        (["--admin-port", "1", "--admin-token-file", "/dev/null"], "/dev/null: must hold one line of 1 to"),
+        (
+            ["--admin-port", "1", "--admin-token-file", "/dev/null"],
+            "/dev/null: must contain one line of 1 to",
+        ),
         (["--admin-port", "1", "--admin-token-file", "/none"], "/none: cannot be read"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["--max-num-seqs", "64", "--max-num-batched-tokens", "8"], "max_num_batched_tokens"),
     ],
 )
 def test_a_wrong_flag_is_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A mistake is told in one line on stderr that names it, with exit code 2."""
+    """A wrong flag gives exit code 2 and one line on stderr that names it."""
     with pytest.raises(SystemExit) as caught:
         cli.main(flags)
     assert caught.value.code == 2
@@ -45,15 +48,15 @@ def test_a_wrong_flag_is_one_line(flags: list[str], message: str, capsys: pytest
 
 
 def test_flags_are_the_settings() -> None:
-    """Without flags the settings are their own defaults; each flag, by any of its names, sets its field."""
+    """Defaults are the settings' own; each flag, by any of its names, sets its field."""
     parser = ArgumentParser()
-    add_flags(parser.add_argument_group("engine"), EngineConfig)
+    add_flags(parser, EngineConfig)
 
     def read(*flags: str) -> EngineConfig:
-        return EngineConfig(**given(parser.parse_args(flags), EngineConfig))
+        return EngineConfig(**flag_values(EngineConfig, parser.parse_args(flags)))
 
     assert read() == EngineConfig()
-    assert {field.name for field in fields(EngineConfig)} == set(given(parser.parse_args([]), EngineConfig))
+    assert {field.name for field in fields(EngineConfig)} == set(vars(parser.parse_args([])))
     got = read(
         "--gpu-blocks", "7", "--no-enable-prefix-caching", "--cpu-gib", "0.5", "-tp", "2", "--seed", "3"
     )
@@ -64,7 +67,7 @@ def test_flags_are_the_settings() -> None:
 
 
 def test_help_loads_nothing_heavy() -> None:
-    """The help text comes without torch, the web server or ZMQ."""
+    """--help imports neither torch, the web server nor ZMQ."""
     script = (
         "import sys; from model_server.cli import main\n"
         "try: main(['--help'])\n"
@@ -77,7 +80,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_a_missing_package_names_the_extra() -> None:
-    """Without one of its packages the command says what to install instead of showing a traceback."""
+    """A missing dependency is reported with the extra to install, without a traceback."""
     script = "import sys; sys.modules['uvloop'] = None; from model_server.cli import main; sys.exit(main([]))"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.returncode == 1

@@ -1,4 +1,4 @@
-"""model_server.openai.answers: content of streamed events and whole answers."""
+"""model_server.openai.answers: contents of single stream events."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from model_server.openai.types import Api, generation_body
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 TOKENIZER = PromptTokenizer.from_directory(TINY_DIRECTORY)
-NAME = 'm"\\u0000"\0'  # contains the mark of the text's place, which must not be searched here
+NAME = 'm"\\u0000"\0'  # contains the mark that separates text in events
 
 
 def job(api: Api, **fields: object) -> Job:
@@ -25,18 +25,18 @@ def job(api: Api, **fields: object) -> Job:
 
 
 class Counted:
-    """Generation with some tokens."""
+    """Generation with given token counts."""
 
     completion_tokens, cached_tokens = 3, (0, 0)
 
 
 def answer(asked: Job) -> Answer:
-    """Return the answer to a request; the test adds its deltas."""
+    """Return the answer to a request whose deltas the test provides."""
     return Answer(asked, TOKENIZER, Counted())  # type: ignore[arg-type]
 
 
 def said(events: bytes) -> list[Any]:
-    """Return the decoded data of events."""
+    """Return the decoded events."""
     *pieces, rest = events.split(b"\n\n")
     assert rest == b""
     return [msgspec.json.decode(piece.removeprefix(b"data: ")) for piece in pieces]
@@ -48,7 +48,7 @@ def said(events: bytes) -> list[Any]:
 def test_every_event_differs_from_the_first_in_its_text_alone(
     api: Api, options: object, texts: list[tuple[int, str]]
 ) -> None:
-    """Later events, assembled from prepared parts, differ from the first only in their text."""
+    """Text-only events, built from cached parts, have all fields of other events."""
     shaped = answer(job(api, stream_options=options))
     first = [shaped.events(index, Delta("first", None), None) for index in (0, 1)]
     for index, text in texts:
@@ -58,8 +58,8 @@ def test_every_event_differs_from_the_first_in_its_text_alone(
         assert [chunk["model"] for chunk in said(event)] == [NAME]
 
 
-def test_a_chunk_with_further_fields_is_encoded_whole() -> None:
-    """Finish reasons and usage are sent also after plain chunks; empty fields are left out."""
+def test_a_chunk_that_says_more_is_encoded_whole() -> None:
+    """Ends and continuous usage are sent after text-only events; empty deltas are not."""
     shaped = answer(job("chat", stream_options={"include_usage": True, "continuous_usage_stats": True}))
     usage = shaped.usage()
     shaped.events(0, Delta("a", None), usage)
@@ -75,8 +75,8 @@ def test_a_chunk_with_further_fields_is_encoded_whole() -> None:
     )
 
 
-def test_a_streamed_completion_has_prompt_ids_once_and_each_deltas_ids() -> None:
-    """A choice's first chunk has the prompt's ids, and each chunk its own ids, even without text."""
+def test_a_streamed_completion_tells_prompt_ids_once_and_each_deltas_ids() -> None:
+    """A choice's first chunk has the prompt ids, each chunk its token ids, also without text."""
     asked = Job(
         "completion",
         NAME,
@@ -100,8 +100,8 @@ def test_a_streamed_completion_has_prompt_ids_once_and_each_deltas_ids() -> None
     assert (last["prompt_token_ids"], last["token_ids"]) == (None, [2])
 
 
-def test_a_streamed_chat_has_prompt_ids_with_the_role() -> None:
-    """The role's chunk has the prompt's ids and no ids in its choices; later chunks the reverse."""
+def test_a_streamed_chat_tells_prompt_ids_with_the_role() -> None:
+    """The role's chunk has the prompt ids beside its choices; later chunks have token ids only."""
     shaped = answer(job("chat", return_token_ids=True))
     opening, first = said(shaped.events(1, Delta("a", None, token_ids=(7,)), None))
     assert opening["prompt_token_ids"] == [1, 2]
@@ -112,8 +112,8 @@ def test_a_streamed_chat_has_prompt_ids_with_the_role() -> None:
     assert (empty["choices"][0]["delta"], empty["choices"][0]["token_ids"]) == ({}, [8])
 
 
-def test_a_whole_answer_has_ids_where_vllm_does() -> None:
-    """Completion choices have prompt and token ids; a chat has prompt ids and its choices token ids."""
+def test_a_whole_answer_tells_ids_where_vllm_does() -> None:
+    """A completion's choices have both lists; a chat has prompt ids outside its choices."""
     answers = [Delta("a", "stop", token_ids=(7, 8)), Delta("b", "length", token_ids=(9,))]
     completion = answer(job("completion", return_token_ids=True)).body(answers)
     assert [choice["token_ids"] for choice in completion["choices"]] == [(7, 8), (9,)]
@@ -125,8 +125,8 @@ def test_a_whole_answer_has_ids_where_vllm_does() -> None:
 
 
 @pytest.mark.parametrize("api", ["chat", "completion"])
-def test_ids_that_are_not_requested_are_null(api: Api) -> None:
-    """Without a request for ids their keys are null, as in vLLM."""
+def test_ids_that_nobody_asked_for_are_null(api: Api) -> None:
+    """The keys are present without values, as in vLLM."""
     whole = answer(job(api)).body([Delta("a", "stop")] * 2)
     holder = whole if api == "chat" else whole["choices"][0]
     assert (holder["prompt_token_ids"], whole["choices"][0]["token_ids"]) == (None, None)

@@ -1,4 +1,4 @@
-"""model_server.openai.types: JSON bytes to checked fields, or an error that names the field."""
+"""model_server.openai.types: JSON bytes become validated fields, or an error that names the field."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from model_server.openai.types import Api, ApiError, decode_body, generation_bod
 
 
 def test_all_fields_may_be_null() -> None:
-    """Null in an optional field is the same as a missing field."""
+    """An optional field that is null counts as not given."""
     names = "max_tokens temperature top_p top_k stop stream stream_options seed n user echo logprobs suffix"
     fields = generation_body("completion", dict.fromkeys(names.split()))
     assert (fields.max_tokens, fields.n, fields.stop_strings) == (None, None, ())
 
 
 def test_unknown_fields_are_ignored() -> None:
-    """Unknown fields of other servers are ignored."""
+    """An unknown field is ignored."""
     assert generation_body("chat", {"best_effort": 3, "vllm_xargs": {"a": 1}, "seed": 5}).seed == 5
 
 
@@ -33,14 +33,14 @@ def test_unknown_fields_are_ignored() -> None:
         ("chat", {"logprobs": True, "top_logprobs": 7}, 7),
     ],
 )
-def test_logprobs_counts_of_both_apis(api: Api, body: dict[str, Any], count: int | None) -> None:
-    """Completions request logprobs by a number, chats by a flag and a number; 0 differs from none."""
+def test_both_apis_count_alternatives(api: Api, body: dict[str, Any], count: int | None) -> None:
+    """Log probabilities of completions and chats have different fields; 0 and none differ."""
     assert generation_body(api, body).logprob_count == count
 
 
 @pytest.mark.parametrize(("stop", "strings"), [("a", ("a",)), (["a", "b"], ("a", "b")), ([], ()), (None, ())])
 def test_stop_is_a_string_or_several(stop: Any, strings: tuple[str, ...]) -> None:
-    """A stop string and a list of one are the same."""
+    """Both forms of structured outputs are equivalent."""
     assert generation_body("chat", {"stop": stop}).stop_strings == strings
 
 
@@ -54,8 +54,8 @@ def test_stop_is_a_string_or_several(stop: Any, strings: tuple[str, ...]) -> Non
         ("suffix", "", "end"),
     ],
 )
-def test_unsupported_options_are_not_ignored(name: str, neutral: object, asking: object) -> None:
-    """An unsupported field is accepted with its default and rejected with any other value."""
+def test_what_would_change_the_answer_is_not_ignored(name: str, neutral: object, asking: object) -> None:
+    """An unsupported field is accepted with its neutral value, and rejected otherwise."""
     generation_body("completion", {name: neutral})
     with pytest.raises(ApiError, match=f"{name} is not supported") as caught:
         generation_body("completion", {name: asking})
@@ -84,7 +84,7 @@ def test_unsupported_options_are_not_ignored(name: str, neutral: object, asking:
     ],
 )
 def test_a_wrong_type_names_the_field(body: dict[str, Any], message: str, param: str) -> None:
-    """An error of type names the field and the expected type."""
+    """The message says where in the body what was expected."""
     with pytest.raises(ApiError, match=message) as caught:
         generation_body("chat", body)
     assert (caught.value.status, caught.value.param) == (400, param)
@@ -93,8 +93,8 @@ def test_a_wrong_type_names_the_field(body: dict[str, Any], message: str, param:
 @pytest.mark.parametrize(
     "raw", [b"", b"{", b"[]", b'"x"', b"nul", b'{"a":\xff}', b"[" * 10_000, b'{"a":1e999}']
 )
-def test_anything_but_a_json_object_is_rejected(raw: bytes) -> None:
-    """A body other than one JSON object is a 400 error without a field."""
+def test_what_is_not_a_json_object_is_refused(raw: bytes) -> None:
+    """Anything but one JSON object is a 400 without a field."""
     with pytest.raises(ApiError) as caught:
         decode_body(raw)
     assert (caught.value.status, caught.value.param) == (400, None)

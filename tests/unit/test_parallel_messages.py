@@ -1,4 +1,4 @@
-"""What the ranks say to each other arrives as it was meant."""
+"""Messages between ranks: encoding and errors."""
 
 from array import array
 
@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from model_server.config import EngineConfig
 from model_server.errors import AdapterError, ModelError, ModelServerError
 from model_server.shapes import Division
-from model_server.worker.workers import Answer, Order, Start, encode, read_answer, read_order, read_start
+from model_server.worker.workers import (
+    MethodCall,
+    MethodResult,
+    Start,
+    decode_call,
+    decode_result,
+    decode_start,
+    encode,
+)
 
 NUMBERS = st.integers(0, 2**31 - 1)
 ARRAYS = st.lists(NUMBERS, max_size=40).map(lambda numbers: array("i", numbers))
@@ -17,25 +25,25 @@ SPANS = st.tuples(NUMBERS, NUMBERS, st.lists(ARRAYS, min_size=1, max_size=3))
 
 
 @given(tokens=ARRAYS, spans=st.lists(SPANS), lora_ids=st.lists(st.integers(0, 2), max_size=4))
-def test_a_step_arrives_as_it_was_told(
+def test_step_is_decoded_unchanged(
     tokens: "array[int]", spans: list[tuple[int, int, list["array[int]"]]], lora_ids: list[int]
 ) -> None:
-    """Tokens, spans with all their block tables, and numbers of adapters, arrays as arrays."""
-    order = read_order(encode(Order("execute", (tokens, array("i"), spans, lora_ids, [7]), False)))
-    assert (order.method, order.is_answered) == ("execute", False)
-    assert order.args == [tokens, array("i"), [list(span) for span in spans], lora_ids, [7]]
+    """Tokens, spans with block tables and adapter ids are decoded unchanged; arrays stay arrays."""
+    call = decode_call(encode(MethodCall("execute_model", (tokens, array("i"), spans, lora_ids, [7]), False)))
+    assert (call.method, call.wants_result) == ("execute_model", False)
+    assert call.args == [tokens, array("i"), [list(span) for span in spans], lora_ids, [7]]
 
 
-def test_settings_arrive_with_all_their_fields() -> None:
-    """The other ranks have the very settings that rank 0 has."""
+def test_settings_are_decoded_with_all_fields() -> None:
+    """Other ranks receive the same settings as rank 0."""
     start = Start(EngineConfig(model="x", cpu_gib=0.5, torch_threads=3, seed=9), Division(1, 4), 20)
-    assert read_start(encode(start)) == start
+    assert decode_start(encode(start)) == start
 
 
-def test_what_no_rank_could_read_is_not_sent() -> None:
-    """An argument that is neither a number, a text nor a list of such raises where it is sent."""
+def test_unsupported_argument_raises_on_the_sender() -> None:
+    """An argument that is not a number, string or list of them raises on the sender."""
     with pytest.raises(NotImplementedError, match="object cannot be sent"):
-        encode(Order("execute", [array("i"), [object()]], False))
+        encode(MethodCall("execute_model", [array("i"), [object()]], False))
 
 
 @pytest.mark.parametrize(
@@ -48,8 +56,8 @@ def test_what_no_rank_could_read_is_not_sent() -> None:
     ],
 )
 def test_an_error_of_another_rank_is_raised_here(error: Exception, wanted: ModelServerError) -> None:
-    """The server's own errors come out as they are, others say which rank they are from."""
+    """Known errors keep their class; other errors name their rank."""
     with pytest.raises(type(wanted)) as caught:
-        read_answer(encode(Answer.of(error))).read(3)
+        decode_result(encode(MethodResult.from_error(error))).unwrap(3)
     assert (type(caught.value), str(caught.value)) == (type(wanted), str(wanted))
-    assert read_answer(encode(Answer("x"))).read(3) == "x"
+    assert decode_result(encode(MethodResult("x"))).unwrap(3) == "x"

@@ -1,4 +1,4 @@
-"""PickEndpoint's answers: a decision in, the ranked endpoints out."""
+"""PickEndpoint responses: from a decision to the ranked endpoints."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer import PodMatches, StreamState
-from indexer.index.tiers import Tiers
 from indexer.pod_entry import PodEntry
+from indexer.tiers import Tiers
 from router._pb import endpoint_picker_pb2 as pb
-from router.doors.pick import answer
-from router.picking.cost import CREDIT, PRICE
+from router.doors.pick import pick_response
+from router.picking.cost import CACHE_HIT, COST_BREAKDOWN
 from router.picking.decision import Decision, Ranking
 from router.pods.pod_set import PodSet
 
@@ -25,13 +25,13 @@ NOTHING = np.zeros((0, len(Tiers().names)), np.int32)
 
 
 def entry(pod: str, name: str) -> PodEntry:
-    """A declared pod."""
+    """Return a declared pod."""
     address, _, port = pod.rpartition(":")
     return PodEntry(name, "default", address, int(port))
 
 
 def pod_set(named: dict[str, str]) -> PodSet:
-    """Pods by address."""
+    """Return a pod set with these pods."""
     pods = PodSet()
     pods.declare([entry(address, name) for address, name in named.items()])
     return pods
@@ -42,21 +42,21 @@ def ranking(
     known: dict[str, StreamState] | None = None,
     followed: frozenset[str] = frozenset(),
 ) -> Ranking:
-    """Candidates that hold nothing, best first; `known`: the states of their streams, None: nobody asked."""
-    prices, credits = np.zeros(len(pods), PRICE), np.zeros(len(pods), CREDIT)
+    """Return a ranking of candidates without cache hits; `known`: stream states by pod, None: unknown."""
+    breakdowns, hits = np.zeros(len(pods), COST_BREAKDOWN), np.zeros(len(pods), CACHE_HIT)
     none = PodMatches({}, Tiers(), NOTHING[:, 0], NOTHING, states=known or {}, followed=followed)
     matches = [] if known is None else [none]
-    return Ranking(pods, prices, credits, np.arange(len(pods)), 100, 16, matches, 0)
+    return Ranking(pods, breakdowns, hits, np.arange(len(pods)), 100, 16, matches, 0)
 
 
 def decided(ranked: Ranking, request_id: str = "r", degraded: str | None = None) -> Decision:
-    """A decision for these candidates."""
+    """Return a decision for a ranking."""
     return Decision(request_id, "chat", "m", ranked, {}, 100, degraded, 0.0)
 
 
 def read(pods: PodSet, decision: Decision, endpoints_max: int = 40) -> pb.PickEndpointResponse:
-    """An answer as clients read it."""
-    told = answer(decision, pods.snapshot(), endpoints_max)
+    """Return a response as a client reads it."""
+    told = pick_response(decision, pods.snapshot(), endpoints_max)
     return pb.PickEndpointResponse.FromString(told.SerializeToString())
 
 
@@ -74,17 +74,17 @@ def test_protobuf_reads_what_was_decided(
     prompt_tokens: int,
     degraded: str | None,
 ) -> None:
-    """Every field of every candidate comes out as it went in, in the order of the ranking."""
+    """Every field of every candidate is copied to the response in ranking order."""
     entries = [PodEntry(name, "", address, at) for at, (address, name, *_) in enumerate(candidates)]
     ranked, pods = ranking(tuple(one.pod for one in entries)), PodSet()
     pods.declare(entries)
     for place, (_, _, cached_tokens, seconds) in enumerate(candidates):
-        ranked.credits[place]["cached_tokens"] = cached_tokens
+        ranked.hits[place]["cached_tokens"] = cached_tokens
         for name, value in zip(SECONDS, seconds, strict=True):
-            ranked.prices[place][name] = value
+            ranked.breakdowns[place][name] = value
     random.shuffle(ranked.order)
-    most = int(ranked.credits["cached_tokens"].max())
-    ranked = Ranking(ranked.pods, ranked.prices, ranked.credits, ranked.order, prompt_tokens, 16, [], most)
+    most = int(ranked.hits["cached_tokens"].max())
+    ranked = Ranking(ranked.pods, ranked.breakdowns, ranked.hits, ranked.order, prompt_tokens, 16, [], most)
     decision = Decision(request_id, "chat", "m", ranked, {}, prompt_tokens, degraded, 0.0)
     told = read(pods, decision)
     assert [endpoint.address for endpoint in told.endpoints] == [ranked.pods[at] for at in ranked.order]
@@ -96,10 +96,10 @@ def test_protobuf_reads_what_was_decided(
     assert (told.prompt_tokens, told.degraded) == (prompt_tokens, degraded or "")
 
 
-def test_only_the_ranked_are_answered() -> None:
-    """Candidates that a filter took out of the order are not among the endpoints."""
+def test_only_ranked_candidates_are_returned() -> None:
+    """Pods removed by a filter are not among the endpoints."""
     ranked = ranking(("a:1", "b:1", "c:1"))
-    ranked = Ranking(ranked.pods, ranked.prices, ranked.credits, np.array([2, 0]), 100, 16, [], 0)
+    ranked = Ranking(ranked.pods, ranked.breakdowns, ranked.hits, np.array([2, 0]), 100, 16, [], 0)
     told = read(pod_set({"a:1": "a", "b:1": "b", "c:1": "c"}), decided(ranked))
     assert [(endpoint.address, endpoint.pod_name) for endpoint in told.endpoints] == [
         ("c:1", "c"),
@@ -108,7 +108,7 @@ def test_only_the_ranked_are_answered() -> None:
 
 
 def test_views_are_those_of_the_decision() -> None:
-    """One pod's stream changes, or begins: the next answer says so, and an older decision's what was true."""
+    """A response reports the stream states at the time of its decision, not later ones."""
     named, pods = pod_set({"a:1": "a", "b:1": "b"}), ("a:1", "b:1")
     exact, stale = StreamState.EXACT, StreamState.STALE
     before = decided(ranking(pods, {"a:1": exact, "b:1": exact}))
@@ -124,8 +124,8 @@ def test_views_are_those_of_the_decision() -> None:
         assert [endpoint.view for endpoint in read(named, decision).endpoints] == views
 
 
-def test_a_replaced_pod_is_called_by_its_new_name() -> None:
-    """Another pod at a known address has its own name in the next answer; one that is gone has none."""
+def test_a_replaced_pod_is_returned_with_its_new_name() -> None:
+    """A new pod at a known address has its own name in the response; a removed pod has none."""
     pods, ranked = pod_set({"a:1": "old", "b:1": "b"}), ranking(("a:1", "b:1"))
     decision = decided(ranked)
     assert [endpoint.pod_name for endpoint in read(pods, decision).endpoints] == ["old", "b"]
@@ -133,14 +133,14 @@ def test_a_replaced_pod_is_called_by_its_new_name() -> None:
     assert [endpoint.pod_name for endpoint in read(pods, decision).endpoints] == ["new", ""]
 
 
-def test_the_best_so_many_are_answered() -> None:
-    """No more endpoints are answered than asked for, and those are the best."""
+def test_at_most_max_endpoints_are_returned() -> None:
+    """The response has at most `max_endpoints` endpoints, the best ones."""
     addresses = tuple(f"{at}:1" for at in range(40))
     told = read(pod_set(dict.fromkeys(addresses, "pod")), decided(ranking(addresses)), 3)
     assert [endpoint.address for endpoint in told.endpoints] == ["0:1", "1:1", "2:1"]
 
 
-def test_a_name_that_is_no_text_costs_no_pick() -> None:
-    """Half a surrogate pair, which protobuf refuses, is answered as a question mark."""
+def test_a_lone_surrogate_in_a_pod_name_is_replaced() -> None:
+    """A lone surrogate in a pod's name, which protobuf rejects, becomes a question mark."""
     told = read(pod_set({"a:1": "pod-\ud800"}), decided(ranking(("a:1",))))
     assert [endpoint.pod_name for endpoint in told.endpoints] == ["pod-?"]

@@ -1,4 +1,4 @@
-"""From a configuration to a pipeline: defaults, plugins from files, and their pick."""
+"""Plugin pipeline from a configuration: defaults, custom plugins, picks and errors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from router.config.picker_file import parse_config
-from router.doors.ext_authz import ok_answer
+from router.doors.ext_authz import ok_response
 from router.doors.headers import system_owned
 from router.errors import ConfigError, RequestError
-from router.observe.metrics import MetricTwins
-from router.picking.decision import Routing
-from router.picking.flow_config import flow_of
+from router.observe.metrics import MetricAliases
+from router.picking.decision import PipelineResult
+from router.picking.flow_config import read_flow_settings
 from router.picking.scheduler import Scheduler
-from router.plugins.build import INSTEAD, MAKERS, build_pipeline
+from router.plugins.build import PLUGIN_TYPES, REPLACEMENTS, build_pipeline
 from router.plugins.pipeline import Pipeline
 from router.pods.engine_load import EngineLoad
 from tests.integration.hermetic_support import DATA
@@ -34,38 +34,38 @@ A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 
 
 def pipeline(config: dict[str, Any] | str, directory: Path = Path()) -> Pipeline:
-    """The pipeline of a configuration."""
+    """Return the pipeline of a configuration."""
     text = config if isinstance(config, str) else yaml.safe_dump(HEAD | config, sort_keys=False)
     read = parse_config(text, str(directory / "c.yaml"))
     return build_pipeline(read, block_tokens=16, random=np.random.default_rng(3))
 
 
 def bench(ranker: Pipeline, **loads: tuple[int, float]) -> Bench:
-    """A router of two pods that picks with this pipeline; loads are (queue, KV usage) by pod."""
+    """Return a router of two pods that picks with this pipeline; loads are (queue, KV usage) by pod."""
     made = Bench().with_pods(*(ready_pod(address) for address in (A, B)))
     for name, (waiting, usage) in loads.items():
         address = {"a": A, "b": B}[name]
         known = made.pods.snapshot()[address]
         load = EngineLoad(waiting, 0, usage, None, 0.0)
         made.pods.put(type(known)(**{f: getattr(known, f) for f in known.__slots__} | {"load": load}))
-    made.router.scheduler = Scheduler(
+    made.core.scheduler = Scheduler(
         made.pods.board, made.ledger, np.random.default_rng(3), block_tokens=16, ranker=ranker
     )
     return made
 
 
 @pytest.mark.parametrize("name", sorted(DATA["configs"]))
-def test_every_configuration_of_the_cases_is_understood(name: str) -> None:
-    """All of it: plugins, profiles, parsers and flow control."""
+def test_every_llm_d_case_configuration_is_accepted(name: str) -> None:
+    """Plugins, profiles, parsers and flow control of all llm-d test cases are accepted."""
     config = parse_config(yaml.safe_dump(DATA["configs"][name]), "c.yaml")
     assert config.picks
     build_pipeline(config, block_tokens=16, random=np.random.default_rng())
-    flow = flow_of(config, 1.0)
+    flow = read_flow_settings(config, 1.0)
     assert (flow is not None) == ("flowControl" in DATA["configs"][name].get("featureGates", ()))
 
 
-def test_scores_decide_and_are_told() -> None:
-    """Without a profile all plugins make one; the decision tells sums and the parts of the best."""
+def test_the_highest_score_is_picked_and_reported() -> None:
+    """Without a profile all plugins form one; the decision reports the sums and the winner's scores."""
     made = bench(
         pipeline({"plugins": [{"type": "queue-scorer"}, {"type": "kv-cache-utilization-scorer"}]}),
         a=(3, 0.5),
@@ -73,13 +73,13 @@ def test_scores_decide_and_are_told() -> None:
     )
     decision = made.router.route(completion("r", "hello"), 0.0)
     assert decision.primary.pod == B
-    assert decision.routing is not None
-    assert decision.routing.scores == pytest.approx({A: 0.5, B: 1.75})
+    assert decision.pipeline is not None
+    assert decision.pipeline.scores == pytest.approx({A: 0.5, B: 1.75})
     assert decision.reason == "weighted score 1.75 (queue-scorer 1, kv-cache-utilization-scorer 0.75)"
 
 
-def test_explain_tells_what_a_pipeline_decided() -> None:
-    """Each candidate's score, and the filter that removed a pod beside why others never were candidates."""
+def test_the_decision_log_shows_scores_and_filters() -> None:
+    """The decision log shows each candidate's score and why every other pod was excluded."""
     selector = {"type": "label-selector-filter", "parameters": {"matchLabels": {"tier": "gold"}}}
     caps = {"conditions": [{"metric": "waiting-queue", "maxValue": 5}]}
     full = {"type": "utilization-filter", "parameters": caps}
@@ -95,7 +95,7 @@ def test_explain_tells_what_a_pipeline_decided() -> None:
     ]
     made.with_pods(*pods, ready_pod("10.0.0.5:8000", model="other"))
     made.router.route(completion("r", "hello"), 0.0)
-    shown = made.explain.one("r")
+    shown = made.decision_log.find("r")
     assert shown is not None
     assert [(one["pod"], one["score"]) for one in shown["candidates"]] == [(A, 1.0), (B, 0.0)]
     assert {one["pod"]: one["reason"] for one in shown["excluded"]} == {
@@ -105,8 +105,8 @@ def test_explain_tells_what_a_pipeline_decided() -> None:
     }
 
 
-def test_weights_decide() -> None:
-    """A profile's weights multiply its scores."""
+def test_weights_multiply_scores() -> None:
+    """Changing the weights of two scorers changes the pick."""
     plugins = [{"type": "queue-scorer"}, {"type": "kv-cache-utilization-scorer"}]
 
     def picked(queue: float, usage: float) -> str:
@@ -123,8 +123,8 @@ def test_weights_decide() -> None:
     assert (picked(1.0, 0.1), picked(0.1, 1.0)) == (B, A)
 
 
-def test_our_policy_is_a_scorer() -> None:
-    """With ttft-cost-scorer alone the pick is the cost policy's: the cached prefix wins."""
+def test_ttft_cost_scorer_picks_as_the_default_policy() -> None:
+    """With ttft-cost-scorer alone the pod with the cached prefix wins."""
     made = bench(pipeline({"plugins": [{"type": "ttft-cost-scorer"}]}))
     text = long_text(400)
     made.index.hold(B, made.keys(text))
@@ -132,8 +132,8 @@ def test_our_policy_is_a_scorer() -> None:
 
 
 @pytest.mark.parametrize("kind", ["approx-prefix-cache-producer", "precise-prefix-cache-producer"])
-def test_prefixes_come_from_the_producer_that_is_named(kind: str) -> None:
-    """The precise one knows what pods told, the approximate one what was sent where."""
+def test_prefix_matches_come_from_the_configured_producer(kind: str) -> None:
+    """The precise producer follows the index, the approximate one follows past picks."""
     scorer = {"type": "prefix-cache-scorer", "parameters": {"prefixMatchInfoProducerName": kind}}
     made = bench(pipeline({"plugins": [scorer]}))
     text = long_text(400)
@@ -147,19 +147,19 @@ def test_prefixes_come_from_the_producer_that_is_named(kind: str) -> None:
     assert again == {expected}
 
 
-def test_a_block_of_a_slower_tier_counts_by_its_weight() -> None:
-    """One host block of weight 0.8 counts as 0.8 blocks; the reference cuts the sum to a whole number."""
+def test_a_host_tier_block_counts_by_its_weight() -> None:
+    """One host block of weight 0.8 counts as 0.8 blocks (llm-d truncates the sum to an integer)."""
     made = bench(pipeline({"plugins": [{"type": "precise-prefix-cache-scorer"}]}))
     text = long_text(12)
     keys = made.keys(text)
     made.index.hold(A, keys[:1], host=True)
-    routing = made.router.route(completion("r", text), 0.0).routing
-    assert routing is not None
-    assert routing.scores[A] * len(keys) == pytest.approx(0.8)
+    result = made.router.route(completion("r", text), 0.0).pipeline
+    assert result is not None
+    assert result.scores[A] * len(keys) == pytest.approx(0.8)
 
 
-def test_nobody_left_is_429_and_a_broken_plugin_500(tmp_path: Path) -> None:
-    """Both are counted and leave nothing in the ledger."""
+def test_no_remaining_endpoint_is_429_and_an_invalid_result_500(tmp_path: Path) -> None:
+    """Without remaining endpoints a request gets 429, with a failed plugin 500; neither enters the ledger."""
     drop = {"type": "label-selector-filter", "parameters": {"matchLabels": {"no": "pod"}}}
     made = bench(pipeline({"plugins": [drop]}))
     with pytest.raises(RequestError) as caught:
@@ -174,15 +174,15 @@ def test_nobody_left_is_429_and_a_broken_plugin_500(tmp_path: Path) -> None:
     assert len(made.ledger) == 0
 
 
-def test_the_documented_plugin_works(tmp_path: Path) -> None:
-    """The example of docs/plugins.md is loaded by its configuration, picks, and passes its own test."""
+def test_the_documented_plugin_runs(tmp_path: Path) -> None:
+    """The example of docs/plugins.md loads, takes part in a pick, and passes its documented test."""
     blocks = dict(re.findall(r"```(python|yaml)\n(.*?)```", DOCS, re.S)[::-1])
     examples = re.findall(r"```python\n(.*?)```", DOCS, re.S)
     (tmp_path / "zone.py").write_text(examples[0])
     made = bench(pipeline(blocks["yaml"], tmp_path))
     decision = made.router.route(completion("r", "hello"), 0.0)
-    assert decision.routing is not None
-    assert decision.routing.response_headers == {"x-served-zone": ""}
+    assert decision.pipeline is not None
+    assert decision.pipeline.response_headers == {"x-served-zone": ""}
     namespace: dict[str, Any] = {}
     exec(examples[0] + examples[1], namespace)
 
@@ -193,41 +193,41 @@ def test_the_documented_plugin_works(tmp_path: Path) -> None:
         (
             [{"type": "magic-scorer"}],
             [],
-            r"plugins\[0\].type: 'magic-scorer' is not understood; there are .*queue",
+            r"plugins\[0\].type: unknown plugin type 'magic-scorer'; known: .*queue",
         ),
-        ([{"type": "latency-scorer"}], [], r"'latency-scorer' is not understood; there is ttft-cost-scorer"),
-        ([{"type": "queue-scorer", "parameters": {"x": 1}}], [], r"parameters.x: not understood; .* nothing"),
-        ([{"type": "no.py:Class"}], [], r"type: there is no file"),
+        ([{"type": "latency-scorer"}], [], r"unknown plugin type 'latency-scorer'; use ttft-cost-scorer"),
+        ([{"type": "queue-scorer", "parameters": {"x": 1}}], [], r"parameters.x: unknown field; .*\(none\)"),
+        ([{"type": "no.py:Class"}], [], r"type: file not found"),
         (
             [{"type": "load-aware-scorer", "parameters": {"threshold": 0}}],
             [],
-            r"threshold: must be a whole number",
+            r"threshold: must be an integer",
         ),
         (
             [{"type": "load-aware-scorer", "parameters": {"threshold": "nan"}}],
             [],
-            r"threshold: must be a whole",
+            r"threshold: must be an integer",
         ),
         (
             [{"type": "prefix-cache-scorer", "parameters": {"prefixMatchInfoProducerName": "mine"}}],
             [],
-            r"there is no producer 'mine'; there are approx",
+            r"unknown producer 'mine'; known: approx",
         ),
         (
             [{"type": "queue-scorer"}],
             [{"name": "a", "plugins": [{"pluginRef": "que"}]}],
-            r"schedulingProfiles\[0\].plugins\[0\].pluginRef: no plugin is named 'que'",
+            r"schedulingProfiles\[0\].plugins\[0\].pluginRef: no plugin named 'que'",
         ),
-        ([{"type": "queue-scorer"}], [{"name": "a"}, {"name": "b"}], r"takes one profile, here are 2"),
+        ([{"type": "queue-scorer"}], [{"name": "a"}, {"name": "b"}], r"expects one profile, got 2"),
         (
             [{"type": "random-picker"}, {"type": "max-score-picker"}],
             [],
-            r"has two pickers",
+            r"expected at most one picker",
         ),
         (
             [{"type": "disagg-profile-handler", "parameters": {"deciders": {"prefill": "queue-scorer"}}}],
             [{"name": "decode"}],
-            r"deciders.prefill: 'queue-scorer' is no decider",
+            r"deciders.prefill: expected a decider .*, got 'queue-scorer'",
         ),
         (
             [
@@ -243,29 +243,29 @@ def test_the_documented_plugin_works(tmp_path: Path) -> None:
         (
             [{"type": "always-disagg-pd-decider"}],
             [{"name": "d", "plugins": [{"pluginRef": "always-disagg-pd-decider"}]}],
-            r"always-disagg-pd-decider has no filter, score or pick",
+            r"always-disagg-pd-decider is not a filter, scorer or picker",
         ),
     ],
 )
-def test_a_wrong_configuration_is_refused_at_its_place(
+def test_an_invalid_configuration_is_rejected_with_its_line(
     plugins: list[Any], profiles: list[Any], complaint: str
 ) -> None:
-    """File, line and field are named, and what there is instead."""
+    """The error names file, line and field, and the alternatives."""
     config = {"plugins": plugins} | ({"schedulingProfiles": profiles} if profiles else {})
     with pytest.raises(ConfigError, match=rf"c\.yaml:\d+: .*{complaint}"):
         pipeline(config)
 
 
-def test_several_failures_after_the_pick_are_an_internal_error(tmp_path: Path) -> None:
-    """All plugins are told; one typed error keeps its status, any other and any two are a 500."""
+def test_all_observers_are_notified_even_if_some_fail(tmp_path: Path) -> None:
+    """Every observer is notified; one RequestError keeps its status, other or several errors become 500."""
     (tmp_path / "p.py").write_text(
         "from router.errors import RequestError\n"
         "class Typed:\n"
         "    def picked(self, request, targets): raise RequestError(412, 'not this one')\n"
         "class Untyped:\n"
         "    def picked(self, request, targets): raise ValueError('oops')\n"
-        "class Told:\n"
-        "    def picked(self, request, targets): request.headers['told'] = 'yes'; return {}\n"
+        "class Notified:\n"
+        "    def picked(self, request, targets): request.headers['notified'] = 'yes'; return {}\n"
     )
 
     def status(*names: str) -> tuple[int, dict[str, str]]:
@@ -276,13 +276,13 @@ def test_several_failures_after_the_pick_are_an_internal_error(tmp_path: Path) -
             made.router.route(replace(completion("r", "x"), headers=headers), 0.0)
         return caught.value.status, headers
 
-    assert status("Typed", "Told") == (412, {"told": "yes"})
-    assert status("Untyped", "Told") == (500, {"told": "yes"})
-    assert status("Typed", "Untyped", "Told") == (500, {"told": "yes"})
+    assert status("Typed", "Notified") == (412, {"notified": "yes"})
+    assert status("Untyped", "Notified") == (500, {"notified": "yes"})
+    assert status("Typed", "Untyped", "Notified") == (500, {"notified": "yes"})
 
 
-def test_a_scorer_that_fails_is_told_apart_from_full_pods(tmp_path: Path) -> None:
-    """A plugin that raises is answered with 500, not with the 429 of pods that are full."""
+def test_a_failed_scorer_is_500_not_429(tmp_path: Path) -> None:
+    """A plugin that raises leads to 500, not to the 429 of saturated pods."""
     (tmp_path / "p.py").write_text("class Bad:\n    def score(self, request, endpoints): raise ValueError\n")
     config = {"plugins": [{"type": "p.py:Bad", "name": "bad"}]}
     with pytest.raises(RequestError) as caught:
@@ -290,8 +290,8 @@ def test_a_scorer_that_fails_is_told_apart_from_full_pods(tmp_path: Path) -> Non
     assert caught.value.status == 500
 
 
-def test_plugins_show_what_they_remember(tmp_path: Path) -> None:
-    """By name, with their types; one that fails while it tells costs nobody else."""
+def test_plugin_states_are_shown_by_name(tmp_path: Path) -> None:
+    """State and type are shown by plugin name; a plugin whose state fails does not affect the others."""
     (tmp_path / "p.py").write_text(
         "class Bad:\n"
         "    def score(self, request, endpoints): return [0.5] * len(endpoints)\n"
@@ -311,29 +311,29 @@ def test_plugins_show_what_they_remember(tmp_path: Path) -> None:
     made = pipeline(config, tmp_path)
     bench(made).router.route(replace(completion("r", "x"), headers={"x-session-id": "s"}), 0.0)
     assert made.state() == {
-        "bad": {"type": "p.py:Bad", "state": "not told: KeyError('gone')"},
+        "bad": {"type": "p.py:Bad", "state": "unavailable: KeyError('gone')"},
         "prefix-cache-scorer": {"type": "prefix-cache-scorer", "state": None},
         "lru": {"type": "no-hit-lru-scorer", "state": {"endpoints": 1}},
         "session-affinity-scorer": {"type": "session-affinity-scorer", "state": {"sessions": 1}},
     }
 
 
-def test_a_pipelines_headers_pass_the_check_door() -> None:
-    """What plugins set on request and response is set by Envoy's other door, too."""
-    routing = Routing((A,), {}, {}, {"x-prefiller-host-port": B}, {"x-session-token": "t"}, None, "")
-    answer = CheckResponse.FromString(ok_answer.__wrapped__(A, None, (), routing)).ok_response
-    asked = {option.header.key: option.header.value for option in answer.headers}
-    told = {option.header.key: option.header.value for option in answer.response_headers_to_add}
-    assert asked == {"x-gateway-destination-endpoint": A, "x-prefiller-host-port": B}
-    assert told == {"x-session-token": "t"}
+def test_pipeline_headers_are_set_by_ext_authz() -> None:
+    """Headers that plugins set on request and response are part of the ext_authz answer."""
+    result = PipelineResult((A,), {}, {}, {"x-prefiller-host-port": B}, {"x-session-token": "t"}, None, "")
+    answer = CheckResponse.FromString(ok_response.__wrapped__(A, None, (), result)).ok_response
+    request_headers = {option.header.key: option.header.value for option in answer.headers}
+    response_headers = {option.header.key: option.header.value for option in answer.response_headers_to_add}
+    assert request_headers == {"x-gateway-destination-endpoint": A, "x-prefiller-host-port": B}
+    assert response_headers == {"x-session-token": "t"}
     client = {"x-prefiller-host-port": "6.6.6.6:6", "x-encoder-hosts-ports": "6.6.6.6:6", "hi": "mom"}
-    assert system_owned(client, routing.request_headers) == ("x-encoder-hosts-ports",)
+    assert system_owned(client, result.request_headers) == ("x-encoder-hosts-ports",)
 
 
-def test_older_metric_names_show_the_same_once() -> None:
-    """Each known family is there under both names, with the same samples, and no other twice."""
+def test_old_metric_names_are_exported_once() -> None:
+    """Each known metric family is exported under both names with the same samples, all others once."""
     registry = CollectorRegistry()
-    registry.register(MetricTwins(registry))
+    registry.register(MetricAliases(registry))
     counter = Counter("llm_d_epp_request_total", "Requests.", ["model_name"], registry=registry)
     Counter("llm_d_epp_other_total", "Others.", registry=registry)
     counter.labels("m").inc(3)
@@ -342,6 +342,6 @@ def test_older_metric_names_show_the_same_once() -> None:
     assert page.count("\nllm_d_epp_other_total ") == page.count("\nllm_d_epp_request_total{") == 1
 
 
-def test_what_there_is_instead_is_never_what_we_have() -> None:
-    """A type is either made or has a substitute."""
-    assert not MAKERS.keys() & INSTEAD.keys()
+def test_supported_types_have_no_replacement() -> None:
+    """A plugin type is either supported or has a documented replacement."""
+    assert not PLUGIN_TYPES.keys() & REPLACEMENTS.keys()

@@ -1,4 +1,4 @@
-"""Every filter, scorer and picker by itself: formulas, edges, and what they do not do."""
+"""Each filter, scorer, picker and decider on its own: formulas and edge cases."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import yaml
 from router.config.picker_file import parse_config
 from router.errors import ConfigError
 from router.plugins.api import PrefixMatch
-from router.plugins.build import make
+from router.plugins.build import make_plugin
 from router.plugins.cache_scorers import ContextLengthAware, LoraAffinityScorer, NoHitLruScorer, PrefixScorer
 from router.plugins.labels import HeaderTestingFilter
 from router.plugins.load import (
     ActiveRequestScorer,
-    Cap,
     KvUsageScorer,
     LoadAwareScorer,
+    MetricLimit,
     PrefixAffinityFilter,
     QueueScorer,
     RunningRequestsScorer,
@@ -32,7 +32,7 @@ from router.plugins.load import (
 from router.plugins.profiles import (
     MaxScorePicker,
     PluginError,
-    PrefixBasedPd,
+    PrefixBasedPdDecider,
     Profile,
     RandomPicker,
     WeightedRandomPicker,
@@ -46,12 +46,12 @@ HALF = PrefixMatch(5.0, 10, 5, 64)
 
 
 def made(kind: str, **parameters: Any) -> Any:
-    """A plugin as a configuration makes it."""
+    """Return a plugin built from a configuration."""
     entry = {"type": kind, "parameters": parameters}
     text = yaml.safe_dump(
         {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig", "plugins": [entry]}
     )
-    return make(parse_config(text, "c.yaml").plugins[kind], Path())
+    return make_plugin(parse_config(text, "c.yaml").plugins[kind], Path())
 
 
 @pytest.mark.parametrize(
@@ -69,27 +69,29 @@ def made(kind: str, **parameters: Any) -> Any:
         (TtftCostScorer(), "cost_s", [0.1, 0.201], [1.0, 0.5]),
     ],
 )
-def test_load_becomes_a_score(scorer: Any, field: str, values: list[float], expected: list[float]) -> None:
-    """Each load scorer follows its formula, and equals are equal."""
-    endpoints = [endpoint(f"p{place}", **{field: value}) for place, value in enumerate(values)]
+def test_load_scorers_follow_their_formulas(
+    scorer: Any, field: str, values: list[float], expected: list[float]
+) -> None:
+    """Each load scorer follows its formula, and equal loads score equally."""
+    endpoints = [endpoint(f"p{index}", **{field: value}) for index, value in enumerate(values)]
     assert list(scores(scorer, request(), endpoints).values()) == pytest.approx(expected)
 
 
-def test_uncached_tokens_of_the_request_count_as_load() -> None:
-    """The token load is what is in flight and what this request adds."""
+def test_token_load_includes_the_requests_uncached_tokens() -> None:
+    """Token load is the sum of tokens in flight and the request's uncached tokens."""
     endpoints = [endpoint("a", inflight_tokens=200, uncached_tokens=300), endpoint("b", uncached_tokens=1000)]
     assert scores(TokenLoadScorer(1000), request(), endpoints) == pytest.approx({"a": 0.5, "b": 0.0})
 
 
-def test_negative_costs_are_ordered_too() -> None:
-    """A stay may make the cost negative; the order of the scores is still that of the costs."""
+def test_negative_costs_keep_their_order() -> None:
+    """Scores stay in the order of the costs if costs are negative."""
     endpoints = [endpoint("a", cost_s=-0.5), endpoint("b", cost_s=-0.2), endpoint("c", cost_s=0.3)]
-    told = scores(TtftCostScorer(), request(), endpoints)
-    assert 1.0 == told["a"] > told["b"] > told["c"] > 0.0
+    result = scores(TtftCostScorer(), request(), endpoints)
+    assert 1.0 == result["a"] > result["b"] > result["c"] > 0.0
 
 
-def test_a_matched_prefix_is_scored_by_share_and_on_request_by_length() -> None:
-    """Ratio alone by default; with a weight the squared matched length counts beside it."""
+def test_prefix_score_is_the_share_optionally_mixed_with_length() -> None:
+    """The score is the matched share; with a weight, the squared match length is mixed in."""
     endpoints = [endpoint("a"), endpoint("b")]
     asked = request(prefixes={"a:8000": HALF})
     assert scores(PrefixScorer(), asked, endpoints) == {"a": 0.5, "b": 0.0}
@@ -97,8 +99,8 @@ def test_a_matched_prefix_is_scored_by_share_and_on_request_by_length() -> None:
     assert scores(mixed, asked, endpoints)["a"] == pytest.approx(0.4 * 0.25 + 0.6 * 0.5)
 
 
-def test_an_adapter_is_scored_by_where_it_stands() -> None:
-    """Running, room, waiting, none: 1, 0.8, 0.6, 0; a pod that does not tell gets 0."""
+def test_lora_score_depends_on_the_adapters_state() -> None:
+    """Running, free slot, waiting and no slot score 1, 0.8, 0.6 and 0; no adapter metrics score 0."""
     full = {"x", "y"}
     loads = {
         "active": LoraLoad(frozenset({"m", "x"}), frozenset(), 2),
@@ -108,12 +110,12 @@ def test_an_adapter_is_scored_by_where_it_stands() -> None:
         "silent": None,
     }
     endpoints = [endpoint(name, lora=load) for name, load in loads.items()]
-    told = scores(LoraAffinityScorer(), request(model="m"), endpoints)
-    assert told == {"active": 1.0, "room": 0.8, "waiting": 0.6, "full": 0.0, "silent": 0.0}
+    result = scores(LoraAffinityScorer(), request(model="m"), endpoints)
+    assert result == {"active": 1.0, "room": 0.8, "waiting": 0.6, "full": 0.0, "silent": 0.0}
 
 
-def test_cold_requests_go_where_the_last_one_is_longest_ago() -> None:
-    """Never used first, then by age; a request that a cache knows is neutral and moves nothing."""
+def test_cold_requests_go_to_the_least_recently_used_endpoint() -> None:
+    """Unused endpoints score highest, then by age; a request with a cache hit scores 0.5 for all."""
     scorer, endpoints = NoHitLruScorer(), [endpoint(name) for name in "abc"]
     asked = request()
     scorer.picked(asked, {"": endpoints[0]})
@@ -125,21 +127,21 @@ def test_cold_requests_go_where_the_last_one_is_longest_ago() -> None:
     assert scores(scorer, asked, endpoints[:1]) == {"a": 1.0}
 
 
-def test_a_context_range_that_fits_is_preferred() -> None:
-    """In range beats out of range, narrow beats wide, no label is neutral, nonsense is 0."""
+def test_a_matching_context_range_is_preferred() -> None:
+    """In range beats out of range, narrow beats wide, no label is neutral, an invalid range scores 0."""
     label = "llm-d.ai/context-length-range"
     ranges = {"narrow": "0-2000", "wide": "0-100000", "far": "50000-60000", "odd": "many"}
     endpoints = [endpoint(name, labels={label: text}) for name, text in ranges.items()] + [endpoint("none")]
-    told = scores(ContextLengthAware(), request(prompt_tokens=1000), endpoints)
-    assert told["narrow"] == pytest.approx(0.3 + 0.7 * (0.7 / 1.2 + 0.3 * 0.5))
-    assert told["narrow"] > told["wide"] > 0.3 > told["far"] == pytest.approx(0.3 / 50)
-    assert (told["none"], told["odd"]) == (0.5, 0.0)
+    result = scores(ContextLengthAware(), request(prompt_tokens=1000), endpoints)
+    assert result["narrow"] == pytest.approx(0.3 + 0.7 * (0.7 / 1.2 + 0.3 * 0.5))
+    assert result["narrow"] > result["wide"] > 0.3 > result["far"] == pytest.approx(0.3 / 50)
+    assert (result["none"], result["odd"]) == (0.5, 0.0)
     strict = ContextLengthAware(enable_filtering=True)
     assert kept(strict, request(prompt_tokens=1000), endpoints) == ["narrow", "wide", "none"]
 
 
-def test_roles_pass_their_filters() -> None:
-    """Each role's filter takes every combination that names it; only decode takes pods without a role."""
+def test_role_filters_keep_matching_roles() -> None:
+    """Each role filter keeps every combination with its role; only decode keeps pods without a role."""
     roles = [
         "decode",
         "prefill",
@@ -165,8 +167,8 @@ def test_roles_pass_their_filters() -> None:
     assert passed["encode"] == {"encode", "encode-prefill", "encode-prefill-decode"}
 
 
-def test_label_selectors_are_kubernetes_own() -> None:
-    """matchLabels and all four operators; a missing label is not In, and is NotIn."""
+def test_label_selectors_follow_kubernetes() -> None:
+    """matchLabels and all four operators work as in Kubernetes; a missing label matches NotIn but not In."""
     endpoints = [endpoint("a", labels={"tier": "gold", "zone": "x"}), endpoint("b", labels={"tier": "base"})]
 
     def selected(**parameters: Any) -> list[str]:
@@ -183,8 +185,8 @@ def test_label_selectors_are_kubernetes_own() -> None:
         expression("In")
 
 
-def test_holders_of_the_prefix_are_kept_to_while_that_pays() -> None:
-    """Whoever holds enough stays alone, unless even the idlest holder would answer much later."""
+def test_endpoints_with_the_prefix_are_kept_within_the_ttft_penalty() -> None:
+    """Endpoints with the prefix are kept alone, unless even the least loaded one exceeds the TTFT penalty."""
     holder, other = endpoint("holder", inflight_tokens=20_000), endpoint("other")
     asked = request(prefixes={"holder:8000": PrefixMatch(9.0, 10, 9, 64)})
     assert kept(PrefixAffinityFilter(peak_prefill_throughput=2000), asked, [holder, other]) == ["holder"]
@@ -199,17 +201,17 @@ def test_holders_of_the_prefix_are_kept_to_while_that_pays() -> None:
     assert kept(PrefixAffinityFilter(), request(), [holder, other]) == ["holder", "other"]
 
 
-def test_caps_drop_the_full() -> None:
-    """Every cap counts; nobody is left, unless it falls back."""
+def test_endpoints_above_a_limit_are_removed() -> None:
+    """An endpoint above any limit is removed; with fallback all endpoints stay if none would."""
     endpoints = [endpoint("a", waiting_requests=3), endpoint("b", kv_usage=0.95), endpoint("c")]
-    caps = (Cap("waiting-queue", 2.0), Cap("kv-cache-utilization", 0.9))
-    assert kept(UtilizationFilter(caps), request(), endpoints) == ["c"]
-    assert kept(UtilizationFilter(caps), request(), endpoints[:2]) == []
-    assert kept(UtilizationFilter(caps, fallback_on_empty=True), request(), endpoints[:2]) == ["a", "b"]
+    limits = (MetricLimit("waiting-queue", 2.0), MetricLimit("kv-cache-utilization", 0.9))
+    assert kept(UtilizationFilter(limits), request(), endpoints) == ["c"]
+    assert kept(UtilizationFilter(limits), request(), endpoints[:2]) == []
+    assert kept(UtilizationFilter(limits, fallback_on_empty=True), request(), endpoints[:2]) == ["a", "b"]
 
 
-def test_the_testing_header_names_endpoints_in_order() -> None:
-    """By address or by address and port, in the header's order, each once; without the header nobody."""
+def test_the_conformance_header_selects_endpoints_in_order() -> None:
+    """Endpoints are selected by IP or address, in the header's order, each once; none without the header."""
     endpoints = [endpoint("a"), endpoint("b")]
     header = {"test-epp-endpoint-selection": "b, a:8000,a, c"}
     assert kept(HeaderTestingFilter(), request(headers=header), endpoints) == ["b", "a"]
@@ -220,16 +222,16 @@ def test_the_testing_header_names_endpoints_in_order() -> None:
 
 
 @pytest.mark.parametrize("token", ["", "no base64!", "/////w==", "eA==", "x" * 5000])
-def test_a_senseless_session_token_keeps_everybody(token: str) -> None:
-    """Clients write tokens: nonsense, unknown endpoints and floods count as none."""
+def test_an_invalid_session_token_is_ignored(token: str) -> None:
+    """A malformed, unknown or oversized client token keeps all endpoints and scores 0."""
     plugin = SessionAffinity()
     asked = request(headers={"x-session-token": token})
     assert kept(plugin, asked, [endpoint("a"), endpoint("b")]) == ["a", "b"]
     assert scores(plugin, asked, [endpoint("a")]) == {"a": 0.0}
 
 
-def test_a_session_is_forgotten_in_time_and_a_lost_endpoint_is_no_obstacle() -> None:
-    """Session ids keep their endpoint for a while, as long as it is among the candidates."""
+def test_a_session_expires_and_a_missing_endpoint_is_ignored() -> None:
+    """A session id keeps its endpoint until it expires, while the endpoint is a candidate."""
     config = {"sources": [{"header": "X-Session-Id"}], "evictionTtlSeconds": 60}
     plugin: Any = made("session-affinity-filter", strategy="session_id", sessionIdConfig=config)
     a, b = endpoint("a"), endpoint("b")
@@ -243,8 +245,8 @@ def test_a_session_is_forgotten_in_time_and_a_lost_endpoint_is_no_obstacle() -> 
     assert kept(plugin, at(61.0), [a, b]) == ["a", "b"]
 
 
-def test_pickers_pick() -> None:
-    """The highest, equals at random; any at all; in proportion to the scores, all alike where all are 0."""
+def test_pickers_draw_by_their_rule() -> None:
+    """Pickers draw the highest score, at random, or in proportion to the scores (uniformly if all are 0)."""
     asked = request(random=np.random.default_rng(1))
     scored = {"a": 0.1, "b": 0.9, "c": 0.9}
 
@@ -263,21 +265,23 @@ def test_pickers_pick() -> None:
     assert len(picks(MaxScorePicker(2), asked, scored)) == 2
 
 
-def test_a_prefill_is_done_apart_when_enough_is_uncached() -> None:
-    """What the decoding pod holds is taken off; 0 means never, short prompts never."""
+def test_prefill_is_disaggregated_above_the_uncached_threshold() -> None:
+    """Only tokens that the decoding pod has not cached count; 0 and short prompts never disaggregate."""
     decoder = endpoint("d")
     asked = request(prompt_tokens=1000, prefixes={"d:8000": HALF})
-    assert [PrefixBasedPd(non_cached_tokens=n).decide(asked, decoder) for n in (0, 680, 681, 1001)] == [
+    assert [
+        PrefixBasedPdDecider(non_cached_tokens=n).decide(asked, decoder) for n in (0, 680, 681, 1001)
+    ] == [
         False,
         True,
         False,
         False,
     ]
-    assert not PrefixBasedPd(non_cached_tokens=10, prompt_tokens=1001).decide(asked, decoder)
+    assert not PrefixBasedPdDecider(non_cached_tokens=10, prompt_tokens=1001).decide(asked, decoder)
 
 
-def test_scores_are_clamped_weighted_and_added() -> None:
-    """A scorer beyond 0..1 counts as 0 or 1, NaN as 0, and the picked one's parts are told."""
+def test_scores_are_clamped_weighted_and_summed() -> None:
+    """Scores are clamped to 0..1, NaN counts as 0, and the winner's scores are reported by scorer."""
 
     class Wild:
         def score(self, _request: Any, _endpoints: Any) -> list[float]:
@@ -288,11 +292,11 @@ def test_scores_are_clamped_weighted_and_added() -> None:
     picked = profile.run(request(), [endpoint(name) for name in "abc"])
     assert picked is not None
     assert picked.scores == {"a:8000": 2.5, "b:8000": 0.5, "c:8000": 0.5}
-    assert list(picked.parts) == [("wild", 2.0), ("kv", 0.5)]
+    assert list(picked.score_parts) == [("wild", 2.0), ("kv", 0.5)]
 
 
-def test_a_plugin_that_breaks_its_protocol_is_named() -> None:
-    """Wrong numbers of scores and endpoints from elsewhere are refused, not guessed at."""
+def test_an_invalid_plugin_result_names_the_plugin() -> None:
+    """A wrong number of scores or an unknown endpoint raises an error that names the plugin."""
 
     class Short:
         def score(self, _request: Any, _endpoints: Any) -> list[float]:
@@ -302,7 +306,7 @@ def test_a_plugin_that_breaks_its_protocol_is_named() -> None:
         def filter(self, _request: Any, _endpoints: Any) -> list[Any]:
             return [endpoint("stranger")]
 
-    with pytest.raises(PluginError, match="plugin: score must answer one score"):
+    with pytest.raises(PluginError, match="plugin: score must return one score"):
         scores(Short(), request(), [endpoint("a")])
-    with pytest.raises(PluginError, match="plugin: filter must answer endpoints that it was given"):
+    with pytest.raises(PluginError, match="plugin: filter must return a subset of the given endpoints"):
         kept(Stranger(), request(), [endpoint("a")])

@@ -1,4 +1,4 @@
-"""Tests prove rules through public names, so that what is behind them can change."""
+"""Tests use only public names, so that internals can change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-# Names of other libraries that have no public ones for the same; generated stubs are the protocol itself.
+# Names without a public counterpart in other libraries; generated stubs are the protocol itself.
 FOREIGN = {"_collector_to_names", "_labelnames", "_actions", "_exit", "_current_frames", "_pb"}
 FOREIGN |= {"_undefined_exception", "_undefined_message", "_is_mkldnn_bf16_supported"}
 PRIVATE = re.compile(r"(?:.*\.)?(_[A-Za-z]\w*)")
@@ -18,7 +18,7 @@ BY_NAME = {"setattr", "getattr", "hasattr", "delattr", "attrgetter", "patch", "o
 
 
 def private_names(source: str) -> Iterator[str]:
-    """Names that begin with one underscore, are not of the file itself, and are taken from something else."""
+    """Yield uses of names with one leading underscore that are not defined in the file itself."""
     nodes = list(ast.walk(ast.parse(source)))
     own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -48,7 +48,7 @@ def private_names(source: str) -> Iterator[str]:
 
 
 def test_no_private_name_is_used() -> None:
-    """Bounds that a test changes are arguments or public constants; what a test reads has a public name."""
+    """No test uses a private name; bounds that a test changes are arguments or public constants."""
     texts = {str(path.relative_to(TESTS)): path.read_text() for path in TESTS.rglob("*.py")}
     found = {path: [*private_names(text)] for path, text in texts.items()}
     assert {path: names for path, names in found.items() if names} == {}
@@ -68,5 +68,5 @@ def test_no_private_name_is_used() -> None:
     ],
 )
 def test_every_way_to_a_private_name_is_found(line: str) -> None:
-    """Attributes, imports, strings and a base class's fields are seen."""
+    """Uses by attribute, import, string or inherited field are all found."""
     assert list(private_names(line))

@@ -1,4 +1,4 @@
-"""The committed gRPC stubs, which spare an installation the compiler."""
+"""The committed gRPC stubs, which spare an installation the protobuf compiler."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
         ("indexer", "indexer"),
     ],
 )
-def test_stubs_are_what_the_protocol_files_generate(tmp_path: Path, package: str, name: str) -> None:
-    """Generating anew (make proto) changes nothing."""
+def test_stubs_equal_the_generated_ones(tmp_path: Path, package: str, name: str) -> None:
+    """Regenerating the stubs (make proto) changes nothing."""
     status = protoc.main(
         [
             "protoc",

@@ -1,4 +1,4 @@
-"""What operators and clients depend on: tests/public_surface.txt against the code, section by section."""
+"""The public surface: tests/public_surface.txt compared with the code, section by section."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from tests.surface_file import check_section
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_the_public_surface_is_what_its_file_says(section: str) -> None:
-    """What is added to or removed from the surface is a line of the file's diff."""
+    """Every addition to or removal from the surface shows in the file's diff."""
     check_section(section, SECTIONS[section]())

@@ -1,4 +1,4 @@
-"""The reference's unit facts: parsing, names rewritten, chunks, errors; the tables of the cases' file."""
+"""Facts of the reference picker's unit tests: parsing, rewrites, chunks, errors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.config.resources import RewriteRule, RewriteRules, read_resources
-from router.doors.ext_proc_forms import LlmdForm, kept_headers, with_model
-from router.doors.ext_proc_messages import streamed_answers
-from router.doors.ext_proc_response import restored_model
+from router.doors.ext_proc_dialects import LlmdDialect, passed_headers, replace_model
+from router.doors.ext_proc_messages import streamed_body_responses
+from router.doors.ext_proc_response import restore_client_model
 from router.errors import (
     ConfigError,
     FlowError,
@@ -25,7 +25,7 @@ from router.errors import (
     SaturatedError,
 )
 from router.picking.admission import Admission, UtilizationDetector
-from router.picking.flow import REFUSALS
+from router.picking.flow import REJECTIONS
 from router.pods.load_table import PodBoard
 from router.prompts.body_guard import BodyGuard
 from router.prompts.parsers import Parsers
@@ -36,7 +36,7 @@ from tests.wire.router_wire_support import set_headers
 
 FACTS = DATA["unit_cases"]
 BENCH = Bench()
-FORM = LlmdForm(
+DIALECT = LlmdDialect(
     router=BENCH.router,
     guard=BodyGuard(),
     metrics=BENCH.metrics,
@@ -46,36 +46,36 @@ FORM = LlmdForm(
 
 
 def parsed(path: str, body: object, *parsers: str) -> RouteRequest:
-    """A request as parsers read it."""
+    """Parse a request with the given parsers."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     return Parsers(parsers).parse("r", path, data)[0]
 
 
 def framed(*fields: tuple[int, bytes]) -> bytes:
-    """A gRPC message of short fields."""
+    """Build a gRPC message of length-delimited fields."""
     message = b"".join(bytes([number << 3 | 2, len(value)]) + value for number, value in fields)
     return b"\0" + len(message).to_bytes(4, "big") + message
 
 
 def vertex(body: object) -> bytes:
-    """A Vertex AI request that carries JSON."""
+    """Build a Vertex AI request that carries JSON."""
     carried = framed((1, b"application/json"), (2, json.dumps(body).encode()))[5:]
     return framed((1, b"projects/p"), (2, carried))
 
 
 @pytest.mark.parametrize("case", FACTS["rewrite_model_name"]["cases"], ids=lambda case: case["body"][:30])
 def test_the_models_name_is_restored(case: dict[str, Any]) -> None:
-    """Every exact occurrence without a space, or else every one with a space; nothing for empty names."""
+    """Every exact occurrence of the model's name is replaced; with empty names nothing is."""
     body = case["body"].encode()
-    assert restored_model(body, case["target"], case["incoming"]) == case["want"].encode()
+    assert restore_client_model(body, case["target"], case["incoming"]) == case["want"].encode()
 
 
 @pytest.mark.parametrize("case", FACTS["body_chunking"]["cases"], ids=lambda case: str(case["len"]))
-def test_bodies_are_cut_as_the_reference_cuts_them(case: dict[str, Any]) -> None:
-    """62,000 bytes a message; only the last ends the stream."""
+def test_bodies_are_split_as_by_the_reference(case: dict[str, Any]) -> None:
+    """Bodies are split into messages of 62,000 bytes, of which only the last ends the stream."""
     chunks = [
         answer.request_body.response.body_mutation.streamed_response
-        for answer in streamed_answers("request_body", b"x" * case["len"], end_of_stream=True)
+        for answer in streamed_body_responses("request_body", b"x" * case["len"], end_of_stream=True)
     ]
     assert len(chunks) == case["messages"]
     assert [chunk.end_of_stream for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
@@ -83,7 +83,7 @@ def test_bodies_are_cut_as_the_reference_cuts_them(case: dict[str, Any]) -> None
 
 
 def test_paths_find_their_parsers() -> None:
-    """The longest suffix of whole segments in any order of parsers; a fallback ends the list."""
+    """The longest path suffix of whole segments selects the parser, in any order; a fallback comes last."""
     names = ["openai-parser", "anthropic-parser", "vertexai-parser"]
     for path, expected in FACTS["parser_path_resolution"]["cases"]:
         own = next((name for name in names if expected and name.startswith(expected)), None)
@@ -140,7 +140,7 @@ def test_paths_find_their_parsers() -> None:
 def test_every_api_gives_its_prompt(
     path: str, body: object, parsers: tuple[str, ...], kind: RequestKind, prompt: object
 ) -> None:
-    """What a tokenizer can use is handed on under one name; the others are picked for by load."""
+    """Each API's prompt is passed on if a tokenizer can use it; other requests go by load."""
     request = parsed(path, body, *parsers)
     assert (request.kind, request.body.get("prompt")) == (kind, prompt)
 
@@ -181,7 +181,7 @@ def test_every_api_gives_its_prompt(
     ],
 )
 def test_a_body_without_its_field_is_refused(path: str, body: object, complaint: str) -> None:
-    """400 in the reference's words."""
+    """A body without its required field is rejected with 400 in the reference's wording."""
     with pytest.raises(RequestError, match=complaint) as caught:
         parsed(path, body)
     assert caught.value.status == 400
@@ -189,14 +189,14 @@ def test_a_body_without_its_field_is_refused(path: str, body: object, complaint:
 
 @given(st.binary(max_size=60))
 def test_any_grpc_body_is_read_or_refused(message: bytes) -> None:
-    """Framed right or wrong, no message does more than being refused."""
+    """Any gRPC body, framed correctly or not, is parsed or rejected."""
     for body in (message, b"\0" + len(message).to_bytes(4, "big") + message):
         with contextlib.suppress(RequestError):
             parsed("/vllm.grpc.engine.VllmEngine/Embed", body, "vllmgrpc-parser")
 
 
 def test_sglangs_parser_asks_for_ids_in_its_own_words() -> None:
-    """Text is taken, too; without either the complaint is the reference's; the salt has another name."""
+    """SGLang's parser accepts text too, and rejects other bodies in the reference's wording."""
     with pytest.raises(RequestError, match=r"^invalid generate request: input_ids must be provided$"):
         parsed("/generate", {"sampling_params": {}}, "sglanghttp-parser")
     request = parsed("/generate", {"input_ids": [1], "extra_key": "mine"}, "sglanghttp-parser")
@@ -204,8 +204,8 @@ def test_sglangs_parser_asks_for_ids_in_its_own_words() -> None:
 
 
 @pytest.mark.parametrize("value", ["", 7, None])
-def test_no_model_and_no_salt_are_none(value: object) -> None:
-    """An empty text or a value of another kind names no model and keeps no caches apart."""
+def test_an_empty_model_or_salt_is_none(value: object) -> None:
+    """Empty or non-text values are neither a model nor a cache salt."""
     request = parsed("/v1/completions", {"model": value, "cache_salt": value, "prompt": "x"})
     assert (request.model, request.cache_salt) == (None, None)
 
@@ -213,27 +213,27 @@ def test_no_model_and_no_salt_are_none(value: object) -> None:
 @settings(deadline=None)
 @given(st.binary(max_size=40))
 def test_any_vertex_body_is_read_or_refused(message: bytes) -> None:
-    """Framed right or wrong, with an HTTP body or without, no message does more than being refused."""
+    """Any Vertex AI body, framed correctly or not, is parsed or rejected."""
     for body in (message, framed((2, message)), framed((2, framed((2, message))[5:]))):
         with contextlib.suppress(RequestError):
             parsed("/x.PredictionService/RawPredict", body, "vertexai-parser")
 
 
 def test_unknown_paths_need_the_passthrough_parser() -> None:
-    """Where it is not configured they are refused in the reference's words."""
+    """Unknown paths are rejected in the reference's wording unless the passthrough parser is configured."""
     with pytest.raises(RequestError, match=r"^no parser registered matching path suffix for: /unknown$"):
         parsed("/unknown", {}, "openai-parser")
 
 
-def test_a_refusal_quotes_no_more_than_the_beginning_of_a_path() -> None:
-    """A client that sends a path of megabytes does not get it back."""
+def test_an_error_quotes_only_the_beginning_of_a_path() -> None:
+    """An error quotes only the beginning of a long path."""
     with pytest.raises(RequestError, match=r"for: /x{255}$"):
         parsed("/" + "x" * 100_000, {}, "openai-parser")
 
 
 @pytest.mark.parametrize("case", FACTS["weighted_rewrite"]["cases"], ids=lambda case: str(case["targets"]))
 def test_targets_are_drawn_by_weight(case: dict[str, Any]) -> None:
-    """Exactly the possible ones, in about the proportion of their weights."""
+    """Rewrite targets are drawn in proportion to their weights."""
     targets = [(name, weight) for name, weight in case["targets"]]
     rules = RewriteRules([RewriteRule(frozenset(), targets)], np.random.default_rng(2))
     drawn = [rules.target("any") for _ in range(2000)]
@@ -245,7 +245,7 @@ def test_targets_are_drawn_by_weight(case: dict[str, Any]) -> None:
 
 
 def test_rewrites_go_by_precedence(tmp_path: Path) -> None:
-    """Exact before generic, the oldest object first, its first rule; no rule: no rewrite."""
+    """Rewrite rules apply in order: exact before generic, oldest object first, first rule first."""
 
     def rewrite(name: str, created: str, *rules: tuple[str, str]) -> dict[str, Any]:
         made = [
@@ -267,49 +267,49 @@ def test_rewrites_go_by_precedence(tmp_path: Path) -> None:
     assert [rules.target(model) for model in ("m", "other", None)] == ["old", "generic", "generic"]
     assert RewriteRules([], np.random.default_rng()).target("m") is None
     path.write_text(yaml.safe_dump(old | {"kind": "Rewrite"}))
-    with pytest.raises(ConfigError, match=r"resources\.yaml:\d+: kind: 'Rewrite' is not understood"):
+    with pytest.raises(ConfigError, match=r"resources\.yaml:\d+: kind: unknown value 'Rewrite'"):
         read_resources(path)
 
 
 def test_a_rewritten_body_keeps_its_numbers_and_its_order() -> None:
-    """Integers beyond floating point, exponents and key order stay as the client wrote them."""
+    """A rewritten body keeps large integers, exponents and key order as the client wrote them."""
     body = b'{"z": 12345678901234567890, "model": "a", "y": 1e400, "seed": 9007199254740993}'
-    sent = with_model(body, 'b"')
+    sent = replace_model(body, 'b"')
     assert sent == b'{"z":12345678901234567890,"model":"b\\"","y":1e400,"seed":9007199254740993}'
 
 
 @pytest.mark.parametrize(("code", "status"), FACTS["error_to_http"]["map"].items())
-def test_errors_are_told_in_the_references_words(code: str, status: int) -> None:
-    """Status, code and message in one line of text."""
-    answer = FORM.refusal(RequestError(status, "why")).immediate_response
+def test_errors_have_the_references_text(code: str, status: int) -> None:
+    """An error's text has the reference's format: code and message in one line."""
+    answer = DIALECT.error_response(RequestError(status, "why")).immediate_response
     assert (answer.status.code, answer.body) == (status, f"inference error: {code} - why".encode())
 
 
-def test_refusals_carry_their_reasons() -> None:
-    """No candidates, filters that leave nobody, and shedding say so in the protocol's header."""
+def test_rejections_carry_their_reasons() -> None:
+    """Rejections carry the protocol's reason header: no candidates, all filtered, saturated."""
     shed = "rejected-saturated"
     for error, status, reason, text in (
         (NoEndpointError("x"), 503, "rejected-no-endpoints", "ServiceUnavailable - failed to find endpoint"),
         (RequestError(429, "x", dropped_reason=shed), 429, shed, "ResourceExhausted - x"),
         (SaturatedError("x"), 429, shed, "ResourceExhausted - system saturated, sheddable"),
     ):
-        answer = FORM.refusal(error)
+        answer = DIALECT.error_response(error)
         assert answer.immediate_response.status.code == status
         assert set_headers(answer) == {"x-llm-d-request-dropped-reason": reason}
         assert answer.immediate_response.body.startswith(f"inference error: {text}".encode())
 
 
 def test_flow_controls_outcomes_are_the_references() -> None:
-    """Every refusal of flow control has the status and reason that the table gives it."""
+    """Every rejection of flow control has the reference's status and reason."""
     table = {(status, reason) for _, _, status, reason in FACTS["flow_control_outcomes"]["cases"] if reason}
     ours = {
-        (error.status, error.dropped_reason) for error in (FlowError(*known) for known in REFUSALS.values())
+        (error.status, error.dropped_reason) for error in (FlowError(*known) for known in REJECTIONS.values())
     }
     assert ours == table
 
 
 def test_shedding_is_the_references() -> None:
-    """Below 0 and full: 429; at 0 and full: let pass."""
+    """While pods are saturated, requests below priority 0 get 429 and others pass."""
     board = PodBoard()
     admission = Admission({"low": -1}, UtilizationDetector(), board)
     rows = board.rows(["a:1"])
@@ -318,8 +318,8 @@ def test_shedding_is_the_references() -> None:
     assert admission.admit({}, rows, 0.0) == 0
 
 
-def test_a_clients_routing_headers_are_not_handed_on() -> None:
-    """Old and new names of what the router owns, and what only it may tell a pod, are dropped."""
+def test_a_clients_routing_headers_are_not_passed_on() -> None:
+    """Routing headers of a client, in old and new names, are not passed on."""
     owned = [name for pair in FACTS["header_aliases"]["pairs"].items() for name in pair]
     owned += [
         "content-length",
@@ -327,4 +327,4 @@ def test_a_clients_routing_headers_are_not_handed_on() -> None:
         "x-prefiller-host-port",
         "x-encoder-hosts-ports",
     ]
-    assert kept_headers(dict.fromkeys([*owned, "hi"], "x")) == {"hi": "x"}
+    assert passed_headers(dict.fromkeys([*owned, "hi"], "x")) == {"hi": "x"}

@@ -1,4 +1,4 @@
-"""Log lines that peers can cause at will: few a minute and source, and none is lost from the count."""
+"""common.repeated_log: few lines per minute and source, and every event is counted."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _log = logging.getLogger("test_repeated_log")
 
 
 class Clock:
-    """A clock that tests set."""
+    """Clock that tests set."""
 
     now_s = 0.0
 
     def __call__(self) -> float:
-        """The time."""
+        """Return the time in seconds."""
         return self.now_s
 
 
 def counted(kind: str) -> float:
-    """The metric's value for this kind of event."""
+    """Return the metric's value for a kind of event."""
     registry = CollectorRegistry()
     registry.register(REPEATED_EVENTS)
     return registry.get_sample_value("kvroute_repeated_events_total", {"event": kind}) or 0.0
 
 
 def test_a_source_has_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    """The first event is logged, the rest of its minute is one number in the next, and all are counted."""
+    """The first event of a minute is logged, the others are logged as a number, and all are counted."""
     clock = Clock()
     repeated = RepeatedLog(_log, clock=clock)
     before = counted("one_a_minute")
@@ -42,13 +42,13 @@ def test_a_source_has_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> Non
         for _ in range(100):
             repeated.event("one_a_minute", "10.0.0.1", "bad client %s", "10.0.0.1:1234")
     assert caplog.messages[1:] == [
-        f"10.0.0.1: {number} more log lines like the last ones were left out" for number in (999, 100, 100)
+        f"log lines suppressed: source=10.0.0.1 count={number}" for number in (999, 100, 100)
     ]
     assert counted("one_a_minute") - before == 1300
 
 
 def test_a_quiet_source_is_new_again(caplog: pytest.LogCaptureFixture) -> None:
-    """An event a minute after the last one is logged as itself."""
+    """An event more than a minute after the last one is logged."""
     clock = Clock()
     repeated = RepeatedLog(_log, clock=clock)
     for now_s in (0.0, 61.0, 122.0):
@@ -58,7 +58,7 @@ def test_a_quiet_source_is_new_again(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_sources_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    """However many sources there are, no more than the bound and one have lines of their own."""
+    """Sources beyond the bound share the lines of one source."""
     clock = Clock()
     repeated = RepeatedLog(_log, sources_max=8, clock=clock)
     for number in range(10_000):
@@ -67,13 +67,13 @@ def test_sources_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
     clock.now_s = 61.0
     repeated.event("many_sources", "10.0.0.0", "again")
     assert caplog.messages[9:] == [
-        "other sources: 9991 more log lines like the last ones were left out",
+        "log lines suppressed: source=other sources count=9991",
         "again",
     ]
 
 
 def test_lines_of_a_source_may_be_more_than_one(caplog: pytest.LogCaptureFixture) -> None:
-    """A stream's ordinary changes are all logged; only a storm of them is cut."""
+    """With `lines`, that many events of a source are logged per minute."""
     repeated = RepeatedLog(_log, lines=3, clock=Clock())
     for number in range(10):
         repeated.event("burst", "a", "change %d", number)
@@ -81,7 +81,7 @@ def test_lines_of_a_source_may_be_more_than_one(caplog: pytest.LogCaptureFixture
 
 
 def test_an_error_is_logged_with_its_trace(caplog: pytest.LogCaptureFixture) -> None:
-    """A failure of our own keeps its traceback."""
+    """An event with an error is logged with its traceback."""
     repeated = RepeatedLog(_log, clock=Clock())
     try:
         raise ValueError("broken")

@@ -1,4 +1,4 @@
-"""Routers' messages to each other: what goes in comes out, and nothing else is believed."""
+"""Tests of the messages between routers: they survive encoding, and invalid ones are rejected."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.errors import PeerError
-from router.feedback.lifecycle import DONE, FAILED, FIRST_TOKEN, REFUSED, Heard
+from router.feedback.lifecycle import DONE, FAILED, FIRST_TOKEN, REFUSED, RequestReport
 from router.feedback.messages import (
     KEYS_MAX,
     MESSAGE_BYTES_MAX,
     FollowRequest,
-    News,
+    LedgerChanges,
     Sent,
-    heard_of,
-    news_messages,
-    read,
-    read_news,
-    sent_of,
+    decode,
+    decode_changes,
+    encode_changes,
+    report_message,
+    sent_entry,
 )
 from router.inflight.dispatch import Dispatch
-from router.inflight.rates import Lesson
+from router.inflight.rates import RateSample
 from tests.support.depth import examples
 
 POD = "10.0.0.1:8000"
@@ -45,8 +45,8 @@ SENT = st.builds(
     st.lists(NUMBERS, max_size=20).map(lambda keys: np.array(keys, np.uint64).tobytes()),
     st.booleans(),
 )
-HEARD = st.builds(
-    Heard,
+REPORT = st.builds(
+    RequestReport,
     TEXTS,
     st.sampled_from([FIRST_TOKEN, DONE, FAILED, REFUSED]),
     TEXTS,
@@ -54,73 +54,83 @@ HEARD = st.builds(
     st.none() | SECONDS,
     st.none() | NUMBERS,
 )
-NEWS = st.builds(News, st.lists(SENT), *[st.lists(NUMBERS)] * 3, st.lists(HEARD))
+CHANGES = st.builds(LedgerChanges, st.lists(SENT), *[st.lists(NUMBERS)] * 3, st.lists(REPORT))
 
 
-def plain(news: list[News]) -> list[list[Any]]:
-    """All of it by field."""
-    return [[one for part in news for one in getattr(part, name)] for name in News.__struct_fields__]
+def joined(parts: list[LedgerChanges]) -> list[list[Any]]:
+    """Return all items of the changes, in one list per field."""
+    return [
+        [item for part in parts for item in getattr(part, name)] for name in LedgerChanges.__struct_fields__
+    ]
 
 
-def carried(news: News) -> list[News]:
-    """News over the wire."""
-    return [read_news(message) for message in news_messages(news)]
+def decoded(changes: LedgerChanges) -> list[LedgerChanges]:
+    """Return the changes after encoding and decoding."""
+    return [decode_changes(message) for message in encode_changes(changes)]
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(news=NEWS)
-def test_what_is_told_is_what_is_read(news: News) -> None:
-    """Every field of every kind survives the wire."""
-    assert plain(carried(news)) == plain([news])
+@given(changes=CHANGES)
+def test_changes_survive_encoding(changes: LedgerChanges) -> None:
+    """Every field of the changes is the same after encoding and decoding."""
+    assert joined(decoded(changes)) == joined([changes])
 
 
-def test_nothing_to_tell_is_no_message() -> None:
-    """An empty account has nothing that had to be sent, and an empty message is news of nothing."""
-    assert list(news_messages(News())) == []
-    assert read_news(b"") == News()
+def test_empty_changes_are_an_empty_message() -> None:
+    """No changes are encoded as no message, and an empty message is decoded as no changes."""
+    assert list(encode_changes(LedgerChanges())) == []
+    assert decode_changes(b"") == LedgerChanges()
 
 
-def test_much_goes_in_several_messages_in_the_same_order() -> None:
-    """Many requests are told piece by piece, and what ends behind what begins."""
+def test_many_changes_are_split_in_order() -> None:
+    """Changes above the size limit are split into messages that keep the order of all items."""
     keys = bytes(8 * KEYS_MAX)
-    news = News([Sent(number, POD, key_bytes=keys) for number in range(10)], ended=list(range(100_000)))
-    messages = list(news_messages(news))
+    changes = LedgerChanges(
+        [Sent(number, POD, key_bytes=keys) for number in range(10)], ended=list(range(100_000))
+    )
+    messages = list(encode_changes(changes))
     assert len(messages) > 5
     assert max(map(len, messages)) <= MESSAGE_BYTES_MAX + 1024
-    assert plain(carried(news)) == plain([news])
+    assert joined(decoded(changes)) == joined([changes])
 
 
-def test_a_text_that_no_message_may_hold_is_told_as_well_as_it_can_be() -> None:
-    """A client's strange or long request id spoils nothing for others."""
-    dispatch = Dispatch("a\ud800b" + "x" * 2000, POD, 1, 0.0, 0.0, None, Lesson.RATE, 0.0)
-    heard = heard_of(Heard("\udcff", DONE, "report", "p" * 600))
-    (news,) = carried(News([sent_of(1, dispatch, None, 1.0, prefilled=False)], heard=[heard]))
-    assert news.sent[0].request_id == "a?b" + "x" * 509
-    assert (news.heard[0].request_id, news.heard[0].pod) == ("?", "p" * 512)
+def test_invalid_text_is_replaced_and_truncated() -> None:
+    """A request id that is invalid UTF-8 or too long is made valid, so the message is accepted."""
+    dispatch = Dispatch("a\ud800b" + "x" * 2000, POD, 1, 0.0, 0.0, None, RateSample.EXACT, 0.0)
+    report = report_message(RequestReport("\udcff", DONE, "report", "p" * 600))
+    (changes,) = decoded(
+        LedgerChanges([sent_entry(1, dispatch, None, 1.0, prefilled=False)], reports=[report])
+    )
+    assert changes.sent[0].request_id == "a?b" + "x" * 509
+    assert (changes.reports[0].request_id, changes.reports[0].pod) == ("?", "p" * 512)
 
 
-def test_of_a_long_prompt_so_many_keys_are_told() -> None:
-    """The keys of the first blocks go with a request, in their order."""
+def test_keys_of_a_long_prompt_are_truncated() -> None:
+    """At most `KEYS_MAX` keys are sent with a request: those of the first blocks, in order."""
     keys = np.arange(KEYS_MAX + 5, dtype=np.uint64)
-    dispatch = Dispatch("r", POD, 1, 0.0, 0.0, None, Lesson.RATE, 0.0)
-    (news,) = carried(News([sent_of(1, dispatch, keys, 1.0, prefilled=False)]))
-    assert news.sent[0].keys.tolist() == list(range(KEYS_MAX))
+    dispatch = Dispatch("r", POD, 1, 0.0, 0.0, None, RateSample.EXACT, 0.0)
+    (changes,) = decoded(LedgerChanges([sent_entry(1, dispatch, keys, 1.0, prefilled=False)]))
+    assert changes.sent[0].keys.tolist() == list(range(KEYS_MAX))
 
 
-def test_a_newer_routers_messages_are_read() -> None:
-    """Fields that this version does not know are passed over, at every level."""
-    told = {
+def test_unknown_fields_are_ignored() -> None:
+    """Fields of a newer version are ignored at every level of a message."""
+    message = {
         "sent": [{"number": 1, "pod": POD, "colour": {"deep": [1, 2]}}],
         "heard": [{"request_id": "r", "event": "done", "source": "report", "why": None}],
         "moved": [{"number": 1}],
     }
-    assert read_news(msgspec.msgpack.encode(told)) == News([Sent(1, POD)], heard=[Heard("r", DONE, "report")])
+    assert decode_changes(msgspec.msgpack.encode(message)) == LedgerChanges(
+        [Sent(1, POD)], reports=[RequestReport("r", DONE, "report")]
+    )
 
 
-def test_an_older_routers_messages_are_read() -> None:
-    """Fields that are not sent have their defaults."""
-    assert read_news(msgspec.msgpack.encode({"sent": [{"number": 1, "pod": POD}]})).sent == [Sent(1, POD)]
-    assert read_news(msgspec.msgpack.encode({})) == News()
+def test_missing_fields_have_defaults() -> None:
+    """Fields that an older version does not send have their defaults."""
+    assert decode_changes(msgspec.msgpack.encode({"sent": [{"number": 1, "pod": POD}]})).sent == [
+        Sent(1, POD)
+    ]
+    assert decode_changes(msgspec.msgpack.encode({})) == LedgerChanges()
 
 
 BROKEN: list[tuple[str, dict[str, Any]]] = [
@@ -143,11 +153,11 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("named", "fields"), BROKEN)
-def test_a_request_that_is_out_of_bounds_is_refused(named: str, fields: dict[str, Any]) -> None:
-    """A number, text or list that no router tells voids the message, with the field's name."""
+def test_invalid_request_is_rejected(named: str, fields: dict[str, Any]) -> None:
+    """A field of a request that is out of its bounds makes the message invalid; the error names it."""
     sent = fields if named == "number" else {"number": 1, **fields}
     with pytest.raises(PeerError, match=rf"^broken: (.*{named}.*\$\.sent|.*\$\.sent\[0\]\.{named})"):
-        read_news(msgspec.msgpack.encode({"sent": [sent]}))
+        decode_changes(msgspec.msgpack.encode({"sent": [sent]}))
 
 
 @pytest.mark.parametrize(
@@ -160,22 +170,22 @@ def test_a_request_that_is_out_of_bounds_is_refused(named: str, fields: dict[str
         ("cached_tokens", {"request_id": "r", "source": "report", "event": DONE, "cached_tokens": -1}),
     ],
 )
-def test_an_outcome_that_is_out_of_bounds_is_refused(named: str, fields: dict[str, Any]) -> None:
-    """What was heard is checked as what was sent is."""
+def test_invalid_report_is_rejected(named: str, fields: dict[str, Any]) -> None:
+    """A field of a report that is out of its bounds makes the message invalid; the error names it."""
     with pytest.raises(PeerError, match=rf"^broken: (.*{named}.*\$\.heard|.*\$\.heard\[0\]\.{named})"):
-        read_news(msgspec.msgpack.encode({"heard": [fields]}))
+        decode_changes(msgspec.msgpack.encode({"heard": [fields]}))
 
 
 @settings(max_examples=examples(300), deadline=None)
 @given(data=st.binary(max_size=300))
-def test_any_bytes_are_read_or_refused(data: bytes) -> None:
-    """Whatever a peer sends is read, or refused by one error."""
-    for kind in (News, FollowRequest):
+def test_any_bytes_are_decoded_or_rejected(data: bytes) -> None:
+    """Arbitrary bytes are decoded or rejected with `PeerError`."""
+    for kind in (LedgerChanges, FollowRequest):
         with suppress(PeerError):
-            read(kind, data)
+            decode(kind, data)
 
 
-def test_values_nested_without_end_are_refused() -> None:
-    """A deep value under an unknown name exhausts no stack."""
+def test_deeply_nested_value_is_rejected() -> None:
+    """A deeply nested value of an unknown field raises `PeerError`, not `RecursionError`."""
     with pytest.raises(PeerError, match=r"^broken: "):
-        read_news(b"\x81\xa1x" + b"\x91" * 500_000)
+        decode_changes(b"\x81\xa1x" + b"\x91" * 500_000)

@@ -1,4 +1,4 @@
-"""What routers tell each other of their ledgers: whoever follows prices pods as the teller does."""
+"""Tests of shared ledgers: a follower's load table matches the sender's."""
 
 from __future__ import annotations
 
@@ -12,342 +12,346 @@ from msgspec.structs import replace
 
 from indexer.errors import PeerError
 from router.feedback import fleet as fleet_module
-from router.feedback.change_log import Journal
-from router.feedback.fleet import OthersWork
-from router.feedback.lifecycle import DONE, FIRST_TOKEN, REPORT, Heard
-from router.feedback.messages import News, Sent
+from router.feedback.change_log import ChangeLog
+from router.feedback.fleet import RemoteLoad
+from router.feedback.lifecycle import DONE, FIRST_TOKEN, REPORT, RequestReport
+from router.feedback.messages import LedgerChanges, Sent
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger, LedgerParameters
-from router.inflight.rates import Lesson
+from router.inflight.rates import RateSample
 from tests.support.depth import examples
-from tests.unit.replica_support import PEER, Follower, told
+from tests.unit.replica_support import PEER, Follower, received
 from tests.unit.router_support import Bench, completion, long_text, ready_pod
 
 PODS = ("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000")
-ONE = Dispatch("r1", PODS[0], 100, 0.0, 0.5, 77, Lesson.RATE, 0.0)
+ONE = Dispatch("r1", PODS[0], 100, 0.0, 0.5, 77, RateSample.EXACT, 0.0)
 KEYS = np.arange(1, 6, dtype=np.uint64)
 SENT = Sent(1, PODS[0], "r1", uncached_tokens=100, key_bytes=KEYS.tobytes())
 
 
 def bench(count: int = 3) -> Bench:
-    """A router that knows some pods."""
+    """Return a router with the first `count` pods."""
     return Bench().with_pods(*map(ready_pod, PODS[:count]))
 
 
-class Teller:
-    """A ledger whose journal is told by hand."""
+class Sender:
+    """Ledger whose changes are sent when a test flushes them."""
 
     def __init__(self, **limits: Any) -> None:
         self.now_s = 0.0
         self.bench = bench()
         self.ledger = Ledger(LedgerParameters(**limits), self.bench.pods.board)
-        self.journal = Journal(self.ledger, lambda: self.now_s)
+        self.change_log = ChangeLog(self.ledger, lambda: self.now_s)
 
 
-def test_a_follower_counts_what_the_other_has_in_flight() -> None:
-    """Sent, first token, end: each changes the follower's board as it does the teller's."""
-    teller, follower = Teller(), Follower(bench())
-    reader = teller.journal.join()
+def test_each_change_updates_the_followers_load() -> None:
+    """Dispatch, first token and end change the follower's load table as they do the sender's."""
+    sender, follower = Sender(), Follower(bench())
+    queue = sender.change_log.subscribe()
     steps = (
-        lambda: teller.ledger.dispatch(ONE, KEYS),
-        lambda: teller.ledger.first_token("r1", 1.0),
-        lambda: teller.ledger.end("r1", 2.0),
+        lambda: sender.ledger.dispatch(ONE, KEYS),
+        lambda: sender.ledger.first_token("r1", 1.0),
+        lambda: sender.ledger.end("r1", 2.0),
     )
     for step in steps:
         step()
-        follower.follow(teller.journal, reader, 0.0)
-        assert follower.board.work(PODS[0]) == teller.ledger.board.work(PODS[0])
-        assert len(follower.work) == len(teller.ledger)
+        follower.follow(sender.change_log, queue, 0.0)
+        assert follower.board.work(PODS[0]) == sender.ledger.board.work(PODS[0])
+        assert len(follower.remote) == len(sender.ledger)
 
 
-def test_who_joins_late_is_told_what_is_in_flight() -> None:
-    """Requests that wait and requests that decode are told first, each as old as it is."""
-    teller, follower = Teller(), Follower(bench())
-    teller.ledger.dispatch(ONE, KEYS)
-    teller.ledger.dispatch(replace(ONE, request_id="r2", dispatched_s=1.0))
-    teller.ledger.first_token("r1", 1.5)
-    teller.now_s = 3.0
-    (news,) = told(teller.journal, teller.journal.join())
-    assert [(sent.request_id, sent.age_s, sent.is_prefilled) for sent in news.sent] == [
+def test_new_follower_receives_requests_in_flight() -> None:
+    """A new follower receives all waiting and decoding requests first, with their ages."""
+    sender, follower = Sender(), Follower(bench())
+    sender.ledger.dispatch(ONE, KEYS)
+    sender.ledger.dispatch(replace(ONE, request_id="r2", dispatched_s=1.0))
+    sender.ledger.first_token("r1", 1.5)
+    sender.now_s = 3.0
+    (changes,) = received(sender.change_log, sender.change_log.subscribe())
+    assert [(sent.request_id, sent.age_s, sent.is_prefilled) for sent in changes.sent] == [
         ("r1", 3.0, True),
         ("r2", 2.0, False),
     ]
-    follower.work.take(PEER, news, 10.0)
-    assert follower.board.work(PODS[0]) == teller.ledger.board.work(PODS[0])
+    follower.remote.apply(PEER, changes, 10.0)
+    assert follower.board.work(PODS[0]) == sender.ledger.board.work(PODS[0])
 
 
-def test_the_blocks_that_a_request_brings_are_assumed_until_its_first_token() -> None:
-    """A burst that reaches several routers finds its pod through each; the clock's guess ends nothing."""
-    teller, follower = Teller(patience=1.0, slack_s=0.1), Follower(bench())
-    reader = teller.journal.join()
-    teller.ledger.dispatch(replace(ONE, confirm_key=None), KEYS)
-    follower.follow(teller.journal, reader, 0.0)
+def test_remote_blocks_are_speculative_until_the_first_token() -> None:
+    """A remote request's blocks are speculative entries until its first token; a timeout keeps them."""
+    sender, follower = Sender(timeout_factor=1.0, timeout_slack_s=0.1), Follower(bench())
+    queue = sender.change_log.subscribe()
+    sender.ledger.dispatch(replace(ONE, confirm_key=None), KEYS)
+    follower.follow(sender.change_log, queue, 0.0)
     assert list(follower.index.speculative.values()) == [(PODS[0], {1, 2, 3, 4, 5})]
-    teller.ledger.expire(0.7)
-    follower.follow(teller.journal, reader, 0.7)
+    sender.ledger.expire(0.7)
+    follower.follow(sender.change_log, queue, 0.7)
     assert (follower.board.work(PODS[0]).awaiting, len(follower.index.speculative)) == (0, 1)
-    teller.ledger.first_token("r1", 1.0)
-    follower.follow(teller.journal, reader, 1.0)
+    sender.ledger.first_token("r1", 1.0)
+    follower.follow(sender.change_log, queue, 1.0)
     assert not follower.index.speculative
 
 
-def test_a_lost_router_leaves_nothing_behind() -> None:
-    """Its requests, adapters and assumed blocks are gone, those of others are not."""
+def test_lost_peer_leaves_nothing_behind() -> None:
+    """A lost peer's requests, adapters and speculative blocks are removed, those of others are kept."""
     follower = Follower(bench())
     with_adapter = replace(SENT, adapter="sql")
-    follower.work.take(PEER, News(sent=[with_adapter, replace(SENT, number=2)]), 0.0)
-    follower.work.take("other", News(sent=[replace(SENT, pod=PODS[1])]), 0.0)
+    follower.remote.apply(PEER, LedgerChanges(sent=[with_adapter, replace(SENT, number=2)]), 0.0)
+    follower.remote.apply("other", LedgerChanges(sent=[replace(SENT, pod=PODS[1])]), 0.0)
     assert follower.bench.ledger.adapters.on(PODS[0]) == ("sql",)
-    assert follower.work.lose(PEER, 1.0) == 2
+    assert follower.remote.drop(PEER, 1.0) == 2
     assert follower.bench.ledger.adapters.on(PODS[0]) == ()
     assert [follower.board.work(pod).awaiting for pod in PODS] == [0, 1, 0]
     assert [pod for pod, _ in follower.index.speculative.values()] == [PODS[1]]
-    assert (follower.work.lose(PEER, 1.0), len(follower.work)) == (0, 1)
+    assert (follower.remote.drop(PEER, 1.0), len(follower.remote)) == (0, 1)
 
 
-def test_a_request_prefilled_elsewhere_is_the_prefill_pods_work_first() -> None:
-    """Where two pods share a request, a follower counts it where the teller does."""
-    teller, follower = Teller(), Follower(bench())
-    reader = teller.journal.join()
-    teller.ledger.dispatch(replace(ONE, prefill_pod=PODS[1]), KEYS)
-    follower.follow(teller.journal, reader, 0.0)
+def test_remote_prefill_counts_at_the_prefill_pod() -> None:
+    """A request with a prefill pod counts there until its first token, then at the decoding pod."""
+    sender, follower = Sender(), Follower(bench())
+    queue = sender.change_log.subscribe()
+    sender.ledger.dispatch(replace(ONE, prefill_pod=PODS[1]), KEYS)
+    follower.follow(sender.change_log, queue, 0.0)
     assert follower.board.work(PODS[1]).awaiting_tokens == 100
-    teller.ledger.first_token("r1", 1.0)
-    follower.follow(teller.journal, reader, 1.0)
-    assert [follower.board.work(pod) for pod in PODS] == [teller.ledger.board.work(pod) for pod in PODS]
+    sender.ledger.first_token("r1", 1.0)
+    follower.follow(sender.change_log, queue, 1.0)
+    assert [follower.board.work(pod) for pod in PODS] == [sender.ledger.board.work(pod) for pod in PODS]
     assert follower.board.work(PODS[0]).decoding == 1
 
 
-def test_both_pods_of_a_request_are_believed_to_hold_its_blocks() -> None:
-    """Where one pod prefills for another, blocks are assumed of both: all of them, for one may hold fewer."""
-    follower, taken = Follower(bench()), []
-    follower.index.speculate = lambda _key, pod, keys, _now_s, _prompt: taken.append((pod, keys.tolist()))  # type: ignore[method-assign]
-    follower.work.take(PEER, News(sent=[replace(SENT, prefill_pod=PODS[1])]), 0.0)
-    assert taken == [(PODS[0], KEYS.tolist()), (PODS[1], KEYS.tolist())]
+def test_both_pods_of_a_request_get_speculative_blocks() -> None:
+    """With a prefill pod, all blocks are speculative on both pods, because either may lack some."""
+    follower, added = Follower(bench()), []
+    follower.index.speculate = lambda _key, pod, keys, _now_s, _prompt: added.append((pod, keys.tolist()))  # type: ignore[method-assign]
+    follower.remote.apply(PEER, LedgerChanges(sent=[replace(SENT, prefill_pod=PODS[1])]), 0.0)
+    assert added == [(PODS[0], KEYS.tolist()), (PODS[1], KEYS.tolist())]
 
 
-def test_a_number_that_is_told_again_is_the_new_request() -> None:
-    """A peer that is confused is not counted twice."""
+def test_repeated_number_replaces_the_request() -> None:
+    """A request with a number in use replaces the former request instead of counting twice."""
     follower = Follower(bench())
-    follower.work.take(PEER, News(sent=[SENT]), 0.0)
-    follower.work.take(PEER, News(sent=[replace(SENT, pod=PODS[1], request_id="r2")]), 0.0)
+    follower.remote.apply(PEER, LedgerChanges(sent=[SENT]), 0.0)
+    follower.remote.apply(PEER, LedgerChanges(sent=[replace(SENT, pod=PODS[1], request_id="r2")]), 0.0)
     assert [follower.board.work(pod).awaiting for pod in PODS] == [0, 1, 0]
-    assert ("r1" in follower.work, "r2" in follower.work) == (False, True)
+    assert ("r1" in follower.remote, "r2" in follower.remote) == (False, True)
 
 
-def test_what_others_ledger_gives_up_is_assumed_no_more() -> None:
-    """Beyond its capacity the oldest goes, with its blocks."""
+def test_eviction_of_a_remote_request_ends_its_speculation() -> None:
+    """A remote request that the full ledger evicts loses its speculative blocks."""
     follower = Follower(bench())
-    follower.work = OthersWork(
+    follower.remote = RemoteLoad(
         Ledger(LedgerParameters(capacity=1), follower.board), follower.index, follower.bench.pods
     )
-    follower.work.take(PEER, News(sent=[SENT, replace(SENT, number=2, pod=PODS[1])]), 0.0)
+    follower.remote.apply(PEER, LedgerChanges(sent=[SENT, replace(SENT, number=2, pod=PODS[1])]), 0.0)
     assert [pod for pod, _ in follower.index.speculative.values()] == [PODS[1]]
 
 
-def test_a_request_is_as_old_here_as_it_is_there() -> None:
-    """How long the pod has computed it already counts in the price of its queue."""
+def test_age_of_a_remote_request_counts() -> None:
+    """The time that the pod has already spent on a remote request counts in its queueing delay."""
     follower = Follower(bench())
-    follower.work.take(PEER, News(sent=[replace(SENT, age_s=3.0)]), 10.0)
+    follower.remote.apply(PEER, LedgerChanges(sent=[replace(SENT, age_s=3.0)]), 10.0)
     (row,) = follower.board.rows(PODS[:1])
     assert follower.board.pods[row]["head_since_s"] == 7.0
 
 
-def test_who_joins_is_told_what_came_before_once() -> None:
-    """Changes that were noted before it joined, and not told yet, are in its first account alone."""
-    teller = Teller()
-    first = teller.journal.join()
-    teller.ledger.dispatch(ONE, KEYS)
-    second = teller.journal.join()
-    for reader in (first, second):
-        assert [sent.request_id for news in told(teller.journal, reader) for sent in news.sent] == ["r1"]
+def test_new_follower_receives_earlier_changes_once() -> None:
+    """Changes recorded before a follower joins, and not sent yet, are in its first message only."""
+    sender = Sender()
+    first = sender.change_log.subscribe()
+    sender.ledger.dispatch(ONE, KEYS)
+    second = sender.change_log.subscribe()
+    for queue in (first, second):
+        assert [
+            sent.request_id for changes in received(sender.change_log, queue) for sent in changes.sent
+        ] == ["r1"]
 
 
-def test_a_pick_sees_what_another_router_has_just_sent() -> None:
-    """Two routers, one long prompt each: unshared both go to the same pod, shared they do not."""
+def test_pick_includes_requests_of_other_routers() -> None:
+    """With a shared ledger, long prompts that reach two routers go to different pods."""
     first, second = bench(2), bench(2)
-    journal = Journal(first.ledger, lambda: 0.0)
-    reader = journal.join()
+    change_log = ChangeLog(first.ledger, lambda: 0.0)
+    queue = change_log.subscribe()
     follower = Follower(second)
     for number in range(4):
         here = first.router.route(completion(f"a{number}", long_text(300, number)), 0.0)
-        follower.follow(journal, reader, 0.0)
+        follower.follow(change_log, queue, 0.0)
         there = second.router.route(completion(f"b{number}", long_text(300, 100 + number)), 0.0)
         assert there.ranked.best.pod != here.ranked.best.pod
-        first.outcomes.ended(f"a{number}", REPORT, 0.0)
-        second.outcomes.ended(f"b{number}", REPORT, 0.0)
-        follower.follow(journal, reader, 0.0)
-    assert len(follower.work) == 0
+        first.lifecycle.ended(f"a{number}", REPORT, 0.0)
+        second.lifecycle.ended(f"b{number}", REPORT, 0.0)
+        follower.follow(change_log, queue, 0.0)
+    assert len(follower.remote) == 0
 
 
-def test_a_burst_of_one_prompt_sticks_through_two_routers() -> None:
-    """The second router knows that the first's pod will soon hold the prompt, and how much of it."""
+def test_burst_of_one_prompt_goes_to_one_pod() -> None:
+    """The second router predicts a cache hit on the pod to which the first has sent the same prompt."""
     first, second = bench(), bench()
-    journal = Journal(first.ledger, lambda: 0.0)
-    reader = journal.join()
+    change_log = ChangeLog(first.ledger, lambda: 0.0)
+    queue = change_log.subscribe()
     follower = Follower(second)
     prompt = long_text(300)
     here = first.router.route(completion("a", prompt), 0.0)
-    follower.follow(journal, reader, 0.0)
+    follower.follow(change_log, queue, 0.0)
     there = second.router.route(completion("b", prompt + " and one more"), 0.0)
     assert there.ranked.best.pod == here.ranked.best.pod
     assert there.ranked.best.cached_tokens >= 16 * (here.prompt_tokens // 16 - 1)
 
 
-def test_only_what_a_pod_does_not_hold_is_told() -> None:
-    """A long conversation's next turn takes a few keys on the wire, not all."""
+def test_only_keys_of_new_blocks_are_sent() -> None:
+    """Only the keys of blocks that the pod does not hold yet are sent with a request."""
     router = bench(1)
-    journal = Journal(router.ledger, lambda: 0.0)
-    reader = journal.join()
+    change_log = ChangeLog(router.ledger, lambda: 0.0)
+    queue = change_log.subscribe()
     prompt = long_text(300)
     keys = router.keys(prompt)
     router.index.hold(PODS[0], keys[:-2])
     router.router.route(completion("a", prompt), 0.0)
-    (news,) = told(journal, reader)
-    assert news.sent[0].keys.tolist() == keys[-2:].tolist()
+    (changes,) = received(change_log, queue)
+    assert changes.sent[0].keys.tolist() == keys[-2:].tolist()
 
 
-def test_what_is_over_before_it_was_told_is_not_told() -> None:
-    """A request that begins and ends between two messages is nobody's news."""
-    teller = Teller()
-    reader = teller.journal.join()
-    teller.ledger.dispatch(ONE, KEYS)
-    teller.ledger.first_token("r1", 0.0)
-    teller.ledger.end("r1", 0.0)
-    assert told(teller.journal, reader) == []
+def test_short_request_is_omitted() -> None:
+    """A request that is dispatched and ends between two messages is not sent."""
+    sender = Sender()
+    queue = sender.change_log.subscribe()
+    sender.ledger.dispatch(ONE, KEYS)
+    sender.ledger.first_token("r1", 0.0)
+    sender.ledger.end("r1", 0.0)
+    assert received(sender.change_log, queue) == []
 
 
-def test_nothing_is_noted_while_nobody_follows() -> None:
-    """A router alone pays nothing: before anybody joins, and when the last one has left."""
-    teller = Teller()
-    assert teller.ledger.changes is None
-    readers = [teller.journal.join(), teller.journal.join()]
-    assert teller.ledger.changes is teller.journal
-    for reader in readers:
-        teller.journal.leave(reader)
-    assert teller.ledger.changes is None
+def test_nothing_is_recorded_without_followers() -> None:
+    """The ledger has no listener before the first follower joins and after the last one leaves."""
+    sender = Sender()
+    assert sender.ledger.changes is None
+    queues = [sender.change_log.subscribe(), sender.change_log.subscribe()]
+    assert sender.ledger.changes is sender.change_log
+    for queue in queues:
+        sender.change_log.unsubscribe(queue)
+    assert sender.ledger.changes is None
 
 
-def test_one_that_takes_nothing_is_given_up() -> None:
-    """Its messages are bounded; it is told so, and the others go on."""
-    teller = Teller()
-    journal = Journal(teller.ledger, lambda: 0.0, unread_bytes_max=1_000)
-    slow, quick = journal.join(), journal.join()
+def test_slow_follower_is_disconnected() -> None:
+    """A follower with too many queued bytes is disconnected with a reason; others are not affected."""
+    sender = Sender()
+    change_log = ChangeLog(sender.ledger, lambda: 0.0, queue_bytes_max=1_000)
+    slow, quick = change_log.subscribe(), change_log.subscribe()
     for number in range(20):
-        teller.ledger.dispatch(replace(ONE, request_id=str(number)), KEYS)
-        assert len(told(journal, quick)) == 1
+        sender.ledger.dispatch(replace(ONE, request_id=str(number)), KEYS)
+        assert len(received(change_log, quick)) == 1
     with pytest.raises(PeerError, match=r"^behind: "):
-        slow.take(0.0)
+        slow.get(0.0)
 
 
-def test_too_many_changes_end_all_accounts() -> None:
-    """What nobody has told in time is dropped with all accounts; who asks again is told all."""
-    teller = Teller()
-    journal = Journal(teller.ledger, lambda: 0.0, changes_max=10)
-    reader = journal.join()
+def test_too_many_unsent_changes_disconnect_all_followers() -> None:
+    """When too many changes are unsent, all followers are disconnected; a new one receives everything."""
+    sender = Sender()
+    change_log = ChangeLog(sender.ledger, lambda: 0.0, changes_max=10)
+    queue = change_log.subscribe()
     for number in range(20):
-        teller.ledger.dispatch(replace(ONE, request_id=str(number)), KEYS)
-    journal.tell()
+        sender.ledger.dispatch(replace(ONE, request_id=str(number)), KEYS)
+    change_log.flush()
     with pytest.raises(PeerError, match=r"^behind: "):
-        reader.take(0.0)
-    (news,) = told(journal, journal.join())
-    assert len(news.sent) == 20
+        queue.get(0.0)
+    (changes,) = received(change_log, change_log.subscribe())
+    assert len(changes.sent) == 20
 
 
-def test_who_follows_is_bounded() -> None:
-    """One more than so many is refused, by a reason that has it ask again."""
-    teller = Teller()
-    readers = [teller.journal.join() for _ in range(64)]
+def test_number_of_followers_is_limited() -> None:
+    """A follower beyond the limit is rejected as "busy", and accepted once another has left."""
+    sender = Sender()
+    queues = [sender.change_log.subscribe() for _ in range(64)]
     with pytest.raises(PeerError, match=r"^busy: "):
-        teller.journal.join()
-    teller.journal.leave(readers[0])
-    teller.journal.join()
+        sender.change_log.subscribe()
+    sender.change_log.unsubscribe(queues[0])
+    sender.change_log.subscribe()
 
 
-def test_a_peer_that_tells_of_too_many_requests_is_broken() -> None:
-    """What one peer may make us remember is bounded."""
+def test_peer_with_too_many_requests_is_rejected() -> None:
+    """A peer that sends more than `REQUESTS_MAX` requests in flight is rejected as "broken"."""
     follower = Follower()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fleet_module, "REQUESTS_MAX", 3)
-        follower.work.take(PEER, News(sent=[replace(SENT, number=number) for number in range(3)]), 0.0)
+        follower.remote.apply(
+            PEER, LedgerChanges(sent=[replace(SENT, number=number) for number in range(3)]), 0.0
+        )
         with pytest.raises(PeerError, match=r"^broken: "):
-            follower.work.take(PEER, News(sent=[replace(SENT, number=4)]), 0.0)
-    assert follower.work.lose(PEER, 0.0) == 3
+            follower.remote.apply(PEER, LedgerChanges(sent=[replace(SENT, number=4)]), 0.0)
+    assert follower.remote.drop(PEER, 0.0) == 3
 
 
-def test_news_of_unknown_numbers_are_passed_over() -> None:
-    """A peer that is confused cannot end what is not its own."""
+def test_unknown_numbers_are_ignored() -> None:
+    """Changes of numbers that a peer has not sent are ignored, even if another peer uses them."""
     follower = Follower(bench())
-    follower.work.take(PEER, News(sent=[SENT]), 0.0)
-    follower.work.take("other", News(overdue=[1], prefilled=[1], ended=[1, 2]), 0.0)
+    follower.remote.apply(PEER, LedgerChanges(sent=[SENT]), 0.0)
+    follower.remote.apply("other", LedgerChanges(overdue=[1], prefilled=[1], ended=[1, 2]), 0.0)
     assert follower.board.work(PODS[0]).awaiting == 1
 
 
-def test_of_unknown_pods_nothing_is_assumed() -> None:
-    """A pod that we do not have yet gets the load that others sent it, and no blocks."""
+def test_unknown_pod_gets_load_but_no_blocks() -> None:
+    """A remote request to a pod that this router does not know yet counts as load, without blocks."""
     follower = Follower(bench(1))
-    follower.work.take(PEER, News(sent=[replace(SENT, pod=PODS[2])]), 0.0)
+    follower.remote.apply(PEER, LedgerChanges(sent=[replace(SENT, pod=PODS[2])]), 0.0)
     assert (follower.board.work(PODS[2]).awaiting, follower.index.speculative) == (1, {})
 
 
-def test_an_end_that_reached_the_wrong_router_reaches_the_right_one() -> None:
-    """What one router hears of a request that is none of its own ends it at the router whose it is."""
+def test_report_is_forwarded_to_the_requests_router() -> None:
+    """A report on a request that is not this router's is forwarded and applied by the router that has it."""
     ours, theirs = bench(1), bench(1)
-    journal = Journal(ours.ledger, lambda: 0.0)
-    ours.outcomes.join(_Others(journal, set()))
-    reader = journal.join()
+    change_log = ChangeLog(ours.ledger, lambda: 0.0)
+    ours.lifecycle.forward_to(_Fleet(change_log, set()))
+    queue = change_log.subscribe()
     decision = theirs.router.route(completion("x", long_text(50)), 0.0)
-    ours.outcomes.first_token("x", REPORT, 1.0, pod=PODS[0])
-    ours.outcomes.ended("x", REPORT, 2.0, pod=PODS[0], cached_tokens=7)
-    (news,) = told(journal, reader)
-    assert news.heard == [
-        Heard("x", FIRST_TOKEN, REPORT, PODS[0]),
-        Heard("x", DONE, REPORT, PODS[0], None, 7),
+    ours.lifecycle.first_token("x", REPORT, 1.0, pod=PODS[0])
+    ours.lifecycle.ended("x", REPORT, 2.0, pod=PODS[0], cached_tokens=7)
+    (changes,) = received(change_log, queue)
+    assert changes.reports == [
+        RequestReport("x", FIRST_TOKEN, REPORT, PODS[0]),
+        RequestReport("x", DONE, REPORT, PODS[0], None, 7),
     ]
-    theirs.outcomes.told(news.heard[0], 1.0)
+    theirs.lifecycle.peer_reported(changes.reports[0], 1.0)
     assert theirs.ledger.prefill_ended_s("x") == 1.0
-    theirs.outcomes.told(news.heard[1], 2.0)
+    theirs.lifecycle.peer_reported(changes.reports[1], 2.0)
     assert "x" not in theirs.ledger
     assert theirs.sample("kvroute_router_request_ends_total", source=REPORT, outcome="done") == 1
-    assert theirs.explain.one(decision.request_id)["delivered_cached_tokens"] == 7
+    assert theirs.decision_log.find(decision.request_id)["delivered_cached_tokens"] == 7
 
 
-def test_what_another_router_heard_is_not_passed_on_again() -> None:
-    """News goes one way once: no router tells others what others told it."""
+def test_forwarded_report_is_not_forwarded_again() -> None:
+    """A router does not forward reports that it has received from other routers."""
     ours = bench(1)
-    journal = Journal(ours.ledger, lambda: 0.0)
-    ours.outcomes.join(_Others(journal, set()))
-    reader = journal.join()
-    ours.outcomes.told(Heard("x", DONE, REPORT), 0.0)
-    ours.outcomes.told(Heard("x", FIRST_TOKEN, REPORT), 0.0)
-    assert told(journal, reader) == []
+    change_log = ChangeLog(ours.ledger, lambda: 0.0)
+    ours.lifecycle.forward_to(_Fleet(change_log, set()))
+    queue = change_log.subscribe()
+    ours.lifecycle.peer_reported(RequestReport("x", DONE, REPORT), 0.0)
+    ours.lifecycle.peer_reported(RequestReport("x", FIRST_TOKEN, REPORT), 0.0)
+    assert received(change_log, queue) == []
 
 
-def test_a_request_that_two_routers_were_asked_for_ends_where_it_was_served() -> None:
-    """Of two picks for one id, news that names the other's pod is not ours."""
+def test_report_on_another_routers_pick_is_ignored() -> None:
+    """If two routers picked for one id, a report that names the other router's pod is ignored."""
     ours = bench(1)
-    ours.outcomes.join(_Others(Journal(ours.ledger), {"x"}))
+    ours.lifecycle.forward_to(_Fleet(ChangeLog(ours.ledger), {"x"}))
     ours.router.route(completion("x", long_text(50)), 0.0)
-    ours.outcomes.told(Heard("x", DONE, REPORT, PODS[1]), 0.0)
+    ours.lifecycle.peer_reported(RequestReport("x", DONE, REPORT, PODS[1]), 0.0)
     assert "x" in ours.ledger
-    ours.outcomes.told(Heard("x", DONE, REPORT, PODS[0]), 0.0)
+    ours.lifecycle.peer_reported(RequestReport("x", DONE, REPORT, PODS[0]), 0.0)
     assert "x" not in ours.ledger
 
 
-class _Others:
-    """The other routers: those who follow a journal, with these requests in flight."""
+class _Fleet:
+    """Other routers with these requests in flight; reports are forwarded through the change log."""
 
-    def __init__(self, journal: Journal, known: set[str]) -> None:
-        self.heard = journal.heard
+    def __init__(self, change_log: ChangeLog, known: set[str]) -> None:
+        self.forward = change_log.forward
         self.known = known
 
-    def know(self, request_id: str) -> bool:
+    def has_request(self, request_id: str) -> bool:
         return request_id in self.known
 
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["dispatch", "shared", "first", "end", "stored", "expire", "tell", "join", "lose"]),
+        st.sampled_from(["dispatch", "shared", "first", "end", "stored", "expire", "flush", "join", "lose"]),
         st.integers(0, 5),
         st.sampled_from(PODS),
         st.integers(0, 3000),
@@ -358,39 +362,39 @@ STEPS = st.lists(
 
 @settings(max_examples=examples(300), deadline=None)
 @given(steps=STEPS)
-def test_after_any_history_a_follower_counts_what_the_teller_counts(steps: list[tuple[Any, ...]]) -> None:
-    """Whatever happens, and whenever one joins or is lost, told means equal: each sum of each pod."""
-    teller, follower = Teller(capacity=6, reuse=2), Follower(bench())
-    reader = None
+def test_followers_load_matches_the_senders(steps: list[tuple[Any, ...]]) -> None:
+    """After any sequence of changes, joins and losses, an up-to-date follower has the sender's load."""
+    sender, follower = Sender(capacity=6, per_id_max=2), Follower(bench())
+    queue = None
     for number, (kind, who, pod, tokens) in enumerate(steps):
-        teller.now_s = now_s = 0.3 * number
+        sender.now_s = now_s = 0.3 * number
         dispatch = replace(ONE, request_id=f"r{who}", pod=pod, uncached_tokens=tokens, dispatched_s=now_s)
         match kind:
             case "dispatch":
-                teller.ledger.dispatch(replace(dispatch, confirm_key=who), KEYS[who:])
+                sender.ledger.dispatch(replace(dispatch, confirm_key=who), KEYS[who:])
             case "shared":
-                teller.ledger.dispatch(replace(dispatch, confirm_key=None, prefill_pod=PODS[who % 3]), KEYS)
+                sender.ledger.dispatch(replace(dispatch, confirm_key=None, prefill_pod=PODS[who % 3]), KEYS)
             case "first":
-                teller.ledger.first_token(f"r{who}", now_s, pod)
+                sender.ledger.first_token(f"r{who}", now_s, pod)
             case "end":
-                teller.ledger.end(f"r{who}", now_s, pod)
+                sender.ledger.end(f"r{who}", now_s, pod)
             case "stored":
-                teller.ledger.stored(pod, np.array([who], np.uint64), now_s)
+                sender.ledger.stored(pod, np.array([who], np.uint64), now_s)
             case "expire":
-                teller.ledger.expire(now_s)
-            case "tell" if reader is not None:
-                follower.follow(teller.journal, reader, now_s)
-            case "join" if reader is None:
-                reader = teller.journal.join()
-            case "lose" if reader is not None:
-                teller.journal.leave(reader)
-                reader = None
-                follower.work.lose(PEER, now_s)
+                sender.ledger.expire(now_s)
+            case "flush" if queue is not None:
+                follower.follow(sender.change_log, queue, now_s)
+            case "join" if queue is None:
+                queue = sender.change_log.subscribe()
+            case "lose" if queue is not None:
+                sender.change_log.unsubscribe(queue)
+                queue = None
+                follower.remote.drop(PEER, now_s)
                 assert not follower.index.speculative
-    if reader is not None:
-        follower.follow(teller.journal, reader, teller.now_s)
-        assert [follower.board.work(pod) for pod in PODS] == [teller.ledger.board.work(pod) for pod in PODS]
-        assert len(follower.work) == len(teller.ledger)
-    follower.work.lose(PEER, teller.now_s)
+    if queue is not None:
+        follower.follow(sender.change_log, queue, sender.now_s)
+        assert [follower.board.work(pod) for pod in PODS] == [sender.ledger.board.work(pod) for pod in PODS]
+        assert len(follower.remote) == len(sender.ledger)
+    follower.remote.drop(PEER, sender.now_s)
     assert all(follower.board.work(pod).held_tokens == 0 for pod in PODS)
-    assert (len(follower.work), follower.index.speculative) == (0, {})
+    assert (len(follower.remote), follower.index.speculative) == (0, {})

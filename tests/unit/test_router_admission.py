@@ -1,4 +1,4 @@
-"""Who is shed: priorities, saturation, and the seconds of sessions and adapters."""
+"""Admission control by priority and saturation, and the delay of LoRA adapters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from router.errors import SaturatedError
 from router.picking.admission import Admission, UtilizationDetector
-from router.picking.cost import adapter_s
+from router.picking.cost import adapter_delay_s
 from router.pods.engine_load import EngineLoad, LoraLoad
 from router.pods.load_table import PodBoard
 from tests.unit.pricing_support import load
@@ -17,31 +17,31 @@ FULL, HALF = load(waiting=5), load(kv_usage=0.4)
 
 
 def admitted(headers: dict[str, str], *loads: EngineLoad | None, now_s: float = 0.0) -> int:
-    """The priority with which a request passes pods with these loads."""
+    """Return the priority with which a request is admitted to pods with these loads."""
     board = PodBoard()
-    names = [f"a:{place}" for place in range(len(loads))]
-    for name, told in zip(names, loads, strict=True):
-        if told is not None:
-            board.scraped(name, told)
+    names = [f"a:{index}" for index in range(len(loads))]
+    for name, reported in zip(names, loads, strict=True):
+        if reported is not None:
+            board.scraped(name, reported)
     detector = UtilizationDetector(load_age_max_s=5.0)
     return Admission(PRIORITIES, detector, board).admit(headers, board.rows(names), now_s)
 
 
-def test_a_sheddable_request_is_refused_while_all_pods_are_saturated() -> None:
-    """Below priority 0 a request is answered 429 with the protocol's reason; any other passes."""
+def test_a_negative_priority_is_rejected_while_all_pods_are_saturated() -> None:
+    """With saturated pods, a request below priority 0 gets 429 with llm-d's reason; others are admitted."""
     with pytest.raises(SaturatedError) as caught:
         admitted(BATCH, FULL, FULL)
     assert (caught.value.status, caught.value.dropped_reason) == (429, "rejected-saturated")
     assert [admitted(headers, FULL, FULL) for headers in (CHAT, {})] == [5, 0]
 
 
-def test_one_pod_with_room_lets_a_sheddable_request_pass() -> None:
-    """Saturation is the mean over the pods: one half full makes room."""
+def test_one_pod_with_capacity_admits_a_negative_priority() -> None:
+    """Saturation is the mean over the pods, so one half-full pod admits the request."""
     assert admitted(BATCH, FULL, HALF) == -1
 
 
-def test_a_full_kv_cache_saturates_like_a_queue() -> None:
-    """Eight tenths of the KV cache, or five in the queue, are full; the greater counts, and the mean."""
+def test_kv_cache_and_queue_both_saturate_a_pod() -> None:
+    """A pod is full at 80 % of its KV cache or 5 queued requests, and saturation is the mean over pods."""
     assert admitted(BATCH, load(kv_usage=0.79)) == -1
     with pytest.raises(SaturatedError):
         admitted(BATCH, load(kv_usage=0.8))
@@ -49,36 +49,36 @@ def test_a_full_kv_cache_saturates_like_a_queue() -> None:
         admitted(BATCH, load(waiting=10), load())
 
 
-def test_a_pod_out_of_sight_counts_as_saturated() -> None:
-    """A pod that never told its load, or told it long ago, is taken for full."""
+def test_a_pod_without_recent_metrics_counts_as_saturated() -> None:
+    """A pod without metrics, or with stale ones, counts as full."""
     for pods, now_s in (([None], 0.0), ([HALF], 5.5)):
         with pytest.raises(SaturatedError):
             admitted(BATCH, *pods, now_s=now_s)
 
 
-def test_the_objectives_old_header_name_counts_where_the_new_one_is_missing() -> None:
-    """The protocol's former name is read too, and loses to the new one; unknown objectives are priority 0."""
+def test_the_old_objective_header_is_a_fallback() -> None:
+    """The old header is read if the new one is missing; an unknown objective has priority 0."""
     old = {"x-gateway-inference-objective": "chat"}
     assert admitted(old, HALF) == 5
     assert admitted(old | BATCH, HALF) == -1
-    assert admitted({"x-llm-d-inference-objective": "unheard-of"}, FULL) == 0
+    assert admitted({"x-llm-d-inference-objective": "unknown"}, FULL) == 0
 
 
 def lora(running: str = "", waiting: str = "", places: int = 2) -> LoraLoad:
-    """Adapters as words."""
+    """Return an adapter load from space-separated names."""
     return LoraLoad(frozenset(running.split()), frozenset(waiting.split()), places)
 
 
-def test_an_adapters_seconds_are_ordered_as_the_reference_scores_them() -> None:
-    """Running is free; room costs loading; waiting costs part of a place's wait; no place costs all of it."""
+def test_adapter_delays_are_ordered_as_llm_d_scores_adapters() -> None:
+    """Delay grows from a running adapter over a free slot and a waiting adapter to no slot."""
     cases = [lora("sql other"), lora("other"), lora("a b", "sql"), lora("a b")]
-    seconds = [adapter_s(case, "sql") for case in cases]
+    seconds = [adapter_delay_s(case, "sql") for case in cases]
     assert seconds == pytest.approx([0.0, 0.2, 1.2, 2.2])
 
 
-def test_of_a_pod_that_tells_nothing_of_adapters_nothing_is_charged() -> None:
-    """An engine without such a metric is not worse than one that has it."""
-    assert adapter_s(None, "sql") == 0.0
+def test_a_pod_without_adapter_metrics_has_no_adapter_delay() -> None:
+    """An engine that does not report adapters has no delay."""
+    assert adapter_delay_s(None, "sql") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -91,12 +91,12 @@ def test_of_a_pod_that_tells_nothing_of_adapters_nothing_is_charged() -> None:
         (("other", "sql", "third"), 0.0),
     ],
 )
-def test_adapters_that_were_sent_since_the_scrape_take_places(sent: tuple[str, ...], seconds: float) -> None:
-    """Of two places those take one each that were sent first; who comes after them waits for a place."""
-    assert adapter_s(lora(), "sql", sent) == pytest.approx(seconds)
+def test_adapters_sent_since_the_last_scrape_take_slots(sent: tuple[str, ...], seconds: float) -> None:
+    """The adapters that were sent first take the free slots; later ones wait for a slot."""
+    assert adapter_delay_s(lora(), "sql", sent) == pytest.approx(seconds)
 
 
-def test_a_sent_adapter_that_the_engine_has_seen_counts_once() -> None:
-    """What runs or waits there already takes no second place."""
-    assert adapter_s(lora("a"), "sql", ("a",)) == pytest.approx(0.2)
-    assert adapter_s(lora("", "a"), "sql", ("a",)) == pytest.approx(0.2)
+def test_a_sent_adapter_that_the_engine_reports_counts_once() -> None:
+    """A sent adapter that is reported as running or waiting takes no second slot."""
+    assert adapter_delay_s(lora("a"), "sql", ("a",)) == pytest.approx(0.2)
+    assert adapter_delay_s(lora("", "a"), "sql", ("a",)) == pytest.approx(0.2)

@@ -1,4 +1,4 @@
-"""What a configuration makes of the parts that decide: one age of the loads for all of them."""
+"""Wiring of a configuration: cost model and admission use the same maximum age of load metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from router.app.config import RouterConfig
-from router.app.wiring import entrance, scheduler
+from router.app.wiring import build_admission, build_scheduler
 from router.errors import SaturatedError
 from tests.unit.pricing_support import load
 from tests.unit.router_support import Bench, completion, ready_pod
@@ -27,11 +27,11 @@ RARELY = RouterConfig(refresh_interval_s=10.0)
         (RouterConfig(load_age_max_s=2.0), 2.0),
     ],
 )
-def test_loads_count_as_long_as_the_probes_interval_allows(config: RouterConfig, age_max_s: float) -> None:
-    """Pricing and admission believe a load for three intervals, at least 5 s, or as long as a flag says."""
+def test_load_age_limit_follows_the_probe_interval(config: RouterConfig, age_max_s: float) -> None:
+    """Load metrics are used for three probe intervals, at least 5 s, or as long as the flag says."""
     bench = Bench().with_pods(replace(A, load=load(running=3)))
-    admission, _ = entrance(config, {"low": -1}, bench.pods, CollectorRegistry())
-    bench.router.scheduler = scheduler(config, bench.pods, bench.ledger, None)
+    admission, _ = build_admission(config, {"low": -1}, bench.pods, CollectorRegistry())
+    bench.core.scheduler = build_scheduler(config, bench.pods, bench.ledger, None)
     rows = bench.pods.board.rows([A.address])
     ages_s = (age_max_s - 0.1, age_max_s + 0.1)
     assert admission.admit(LOW, rows, ages_s[0]) == -1
@@ -40,5 +40,5 @@ def test_loads_count_as_long_as_the_probes_interval_allows(config: RouterConfig,
     decoding = []
     for age_s in ages_s:
         decoding.append(bench.router.route(completion("r", "hello"), age_s).primary.decoding)
-        bench.outcomes.ended("r", "report", age_s)
+        bench.lifecycle.ended("r", "report", age_s)
     assert decoding == [3, 0]

@@ -1,4 +1,4 @@
-"""Requests that engines serve without their cache, or of whose cache their usage tells a part."""
+"""Tests of requests that bypass the prefix cache, or whose usage reports only some of the cached tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TEXT = long_text(200)
 CHAT, COMPLETIONS = RequestKind.CHAT, RequestKind.COMPLETIONS
 
 
-def asked(kind: RequestKind, **fields: Any) -> RouteRequest:
-    """A request with these fields."""
+def request_with(kind: RequestKind, **fields: Any) -> RouteRequest:
+    """Return a request with these fields."""
     return RouteRequest("r", kind, TINY, {"model": TINY, **fields})
 
 
@@ -51,15 +51,13 @@ def asked(kind: RequestKind, **fields: Any) -> RouteRequest:
         (RequestKind.MESSAGES, {"prompt_logprobs": 1, "echo": True}, True),
     ],
 )
-def test_log_probabilities_of_the_prompt_are_computed_with_it(
-    kind: RequestKind, fields: dict[str, Any], reads: bool
-) -> None:
-    """What vLLM 0.32 and SGLang take for them reads no cache; all else does."""
-    assert reads_cache(asked(kind, **fields)) is reads
+def test_prompt_logprobs_bypass_the_cache(kind: RequestKind, fields: dict[str, Any], reads: bool) -> None:
+    """Only fields by which vLLM 0.32 and SGLang compute prompt logprobs bypass the prefix cache."""
+    assert reads_cache(request_with(kind, **fields)) is reads
 
 
-def test_a_cache_that_is_not_read_is_neither_predicted_nor_followed() -> None:
-    """The whole prompt is work, wherever it is sent; its blocks still end its prefill, and are assumed."""
+def test_request_that_bypasses_the_cache_has_no_predicted_hit() -> None:
+    """A request that bypasses the cache counts as uncached; its blocks are still expected on the pod."""
     bench = Bench().with_pods(A, B)
     bench.index.hold(A.address, bench.keys(TEXT))
     queued = msgspec.structs.replace(completion("first", long_text(40, 1)), candidates=frozenset({A.address}))
@@ -69,24 +67,24 @@ def test_a_cache_that_is_not_read_is_neither_predicted_nor_followed() -> None:
     assert (best.pod, best.cached_tokens, best.uncached_tokens) == (B.address, 0, decision.prompt_tokens)
     assert (decision.degraded, decision.ranked.most_cached_tokens) == (CACHE_NOT_READ, 0)
     assert decision.key in bench.index.speculative
-    assert bench.ledger.promised_tokens(B.address) == 0
-    bench.outcomes.stored(B.address, bench.keys(TEXT)[-1:], 1.0)
+    assert bench.ledger.predicted_hit_tokens(B.address) == 0
+    bench.lifecycle.stored(B.address, bench.keys(TEXT)[-1:], 1.0)
     assert bench.ledger.board.work(B.address).awaiting == 0
     assert bench.sample("kvroute_router_picks_total", degraded=CACHE_NOT_READ) == 1
 
 
-def test_a_pod_that_holds_the_prompt_announces_it_again() -> None:
-    """An engine that does not read its cache stores all of the prompt a second time."""
+def test_bypassing_request_is_confirmed_by_a_pod_that_holds_the_prompt() -> None:
+    """The pod stores the prompt's blocks again, which ends the prefill; its time is no rate sample."""
     bench = Bench().with_pods(A)
     bench.index.hold(A.address, bench.keys(TEXT))
     bench.router.route(completion("r", TEXT, echo=True, logprobs=1), 0.0)
-    bench.outcomes.stored(A.address, bench.keys(TEXT), 1.0)
+    bench.lifecycle.stored(A.address, bench.keys(TEXT), 1.0)
     assert bench.ledger.board.work(A.address).awaiting == 0
     assert bench.rates.board.prefill_tokens_per_s(A.address) == bench.rates.board.fleet_tokens_per_s
 
 
 @pytest.mark.parametrize(
-    ("fields", "prompts", "tells"),
+    ("fields", "prompts", "complete"),
     [
         ({}, 1, True),
         ({"n": 1}, 1, True),
@@ -95,20 +93,20 @@ def test_a_pod_that_holds_the_prompt_announces_it_again() -> None:
         ({}, 2, False),
     ],
 )
-def test_a_usage_that_tells_a_part_is_known(fields: dict[str, Any], prompts: int, tells: bool) -> None:
-    """Of several samples or prompts vLLM tells the cached tokens of one."""
-    assert usage_tells_all(asked(COMPLETIONS, **fields), prompts) is tells
+def test_usage_of_several_samples_is_incomplete(fields: dict[str, Any], prompts: int, complete: bool) -> None:
+    """With several samples or prompts, vLLM's usage has the cached tokens of only one of them."""
+    assert usage_tells_all(request_with(COMPLETIONS, **fields), prompts) is complete
 
 
 @pytest.mark.parametrize(("prompt", "fields"), [(TEXT, {"n": 2}), ([TEXT, TEXT], {})])
-def test_a_prediction_is_not_held_against_a_part(prompt: object, fields: dict[str, Any]) -> None:
-    """What one of several samples or prompts was served is shown, and counts as no broken prediction."""
+def test_incomplete_usage_is_not_compared(prompt: object, fields: dict[str, Any]) -> None:
+    """Cached tokens of one of several samples or prompts are recorded, but not compared with predictions."""
     bench = Bench().with_pods(A)
     bench.index.hold(A.address, bench.keys(TEXT))
     bench.router.route(completion("r", prompt, **fields), 0.0)
-    bench.outcomes.ended("r", RESPONSE, 1.0, cached_tokens=16)
+    bench.lifecycle.ended("r", RESPONSE, 1.0, cached_tokens=16)
     assert bench.sample("kvroute_router_compared_predicted_cached_tokens_total") == 0
     assert bench.sample("kvroute_router_delivered_cached_tokens_total") == 0
-    record = bench.explain.one("r")
+    record = bench.decision_log.find("r")
     assert record is not None
     assert record["delivered_cached_tokens"] == 16

@@ -1,4 +1,4 @@
-"""Flags, durations, the configuration file, and the kvroute command."""
+"""Parsing of flags, durations and the configuration file, and the kvroute command."""
 
 from __future__ import annotations
 
@@ -31,23 +31,22 @@ dataLayer:
 """
 
 
-# Each line names the one before it eight times.
 _REPEATED = "".join(
     f"\n- &{new} [{', '.join([f'*{old}'] * 8)}]" for old, new in zip("abcdefghi", "bcdefghij", strict=True)
 )
 PICKS = GOOD.partition("plugins:")[0] + "plugins: [{type: queue-scorer}]\n"
 
 
-def test_the_defaults_are_the_references_where_it_has_them() -> None:
-    """Ports, drain time and tokenizer of an empty command line."""
+def test_defaults_match_the_reference() -> None:
+    """An empty command line has the ports, drain timeout and tokenizer of llm-d's endpoint picker."""
     config, flags = parse_flags(PODS)
     assert config == RouterConfig(pods_file=Path("/pods.yaml"))
     assert (config.grpc_port, config.grpc_health_port, config.metrics_port) == (9002, 9003, 9090)
     assert (config.drain_timeout_s, flags.v) == (30.0, 0)
 
 
-def test_a_pools_name_is_taken_beside_file_discovery(tmp_path: Path) -> None:
-    """The reference demands --pool-name in every mode; beside a pods' file it is the name in metrics."""
+def test_a_pool_name_is_accepted_with_file_discovery(tmp_path: Path) -> None:
+    """With file discovery, --pool-name is accepted and only names the pool in metrics."""
     file = tmp_path / "config.yaml"
     file.write_text(GOOD)
     config, _ = parse_flags(["--config-file", str(file), "--pool-name", "mine", "--pool-namespace", "here"])
@@ -59,25 +58,25 @@ def test_a_pools_name_is_taken_beside_file_discovery(tmp_path: Path) -> None:
         parse_flags(["--config-file", str(file), *selected])
 
 
-def test_priorities_are_read() -> None:
-    """Objectives have whole numbers."""
+def test_objectives_have_integer_priorities() -> None:
+    """--objective reads NAME=PRIORITY with an integer of either sign."""
     config, _ = parse_flags([*PODS, "--objective=batch=-1", "--objective=a=b=7"])
     assert config.priorities == (("batch", -1), ("a=b", 7))
     assert not config.tracing
 
 
 @pytest.mark.parametrize("objective", ["batch", "=1", "batch=low", "batch=--1", "batch=1.5"])
-def test_an_objective_without_a_priority_is_refused(
+def test_an_objective_without_a_priority_is_rejected(
     objective: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is no NAME=PRIORITY ends the start with what it must be."""
+    """A value that is not NAME=PRIORITY is rejected with the expected form."""
     with pytest.raises(SystemExit):
         parse_flags([*PODS, f"--objective={objective}"])
     assert "must be NAME=PRIORITY" in capsys.readouterr().err
 
 
 def test_flags_are_read_with_their_units() -> None:
-    """Durations, pairs and choices become typed settings."""
+    """Durations, pairs and choices are parsed to typed settings."""
     config, _ = parse_flags(
         [
             *PODS,
@@ -114,8 +113,8 @@ def test_flags_are_read_with_their_units() -> None:
         ["--no-such-flag"],
     ],
 )
-def test_a_wrong_flag_is_refused_by_name(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """argparse exits with 2 and names the flag."""
+def test_an_invalid_flag_is_rejected_by_name(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """An invalid flag ends the process with status 2 and an error that names the flag."""
     with pytest.raises(SystemExit) as caught:
         parse_flags([*PODS, *argv])
     assert caught.value.code == 2
@@ -131,14 +130,14 @@ def test_a_wrong_flag_is_refused_by_name(argv: list[str], capsys: pytest.Capture
         [*PODS, "--compat", "off", "--config-text", PICKS],
     ],
 )
-def test_flags_that_do_not_go_together_are_refused(argv: list[str]) -> None:
-    """Pods come from exactly one place, and TLS is not promised where there is none."""
+def test_contradicting_flags_are_rejected(argv: list[str]) -> None:
+    """Pods need exactly one source, and TLS settings need TLS."""
     with pytest.raises(ConfigError, match="--"):
         parse_flags(argv)
 
 
-def test_a_configuration_file_makes_us_answer_as_the_reference_does(tmp_path: Path) -> None:
-    """With a file, answers have the reference's form and responses pass here, unless told otherwise."""
+def test_a_configuration_file_selects_llmd_answers(tmp_path: Path) -> None:
+    """With a file, ext_proc answers in llm-d's form and receives responses, unless configured otherwise."""
     path = tmp_path / "config.yaml"
     plain = GOOD.partition("plugins:")[0]
     for text, flags, compat in (
@@ -155,7 +154,7 @@ def test_a_configuration_file_makes_us_answer_as_the_reference_does(tmp_path: Pa
 
 
 def test_a_configuration_file_names_the_pods_file(tmp_path: Path) -> None:
-    """File discovery is taken from the reference's configuration; a relative path lies beside it."""
+    """File discovery is read from the configuration file; a relative path is resolved against its folder."""
     path = tmp_path / "config.yaml"
     path.write_text(GOOD)
     config, _ = parse_flags(["--config-file", str(path)])
@@ -165,49 +164,49 @@ def test_a_configuration_file_names_the_pods_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "complaint"),
     [
-        ("llm-d.ai/v1alpha1", "v9", r":1: apiVersion: 'v9' is not understood; here may be .*llm-d"),
-        ("EndpointPickerConfig", "Pod", r":2: kind: 'Pod' is not understood"),
+        ("llm-d.ai/v1alpha1", "v9", r":1: apiVersion: unknown value 'v9'; expected one of: .*llm-d"),
+        ("EndpointPickerConfig", "Pod", r":2: kind: unknown value 'Pod'"),
         (
             "file-discovery",
             "queue-scorer",
-            r":11: dataLayer.discovery.pluginRef: queue-scorer is no discovery",
+            r":11: dataLayer.discovery.pluginRef: queue-scorer cannot discover pods",
         ),
         (
             "watchFile",
             "watchfile",
-            r":8: plugins\[0\].parameters.watchfile: not understood; here may be path, watchFile",
+            r":8: plugins\[0\].parameters.watchfile: unknown field; expected one of: path, watchFile",
         ),
         ("true", "7", r":8: plugins\[0\].parameters.watchFile: must be true or false"),
         ("    path: pods.yaml\n", "", r":7: plugins\[0\].parameters.path: is missing"),
         (
             "pluginRef: pods",
             "pluginRef: podz",
-            r":11: dataLayer.discovery.pluginRef: no plugin is named 'podz'",
+            r":11: dataLayer.discovery.pluginRef: no plugin named 'podz'",
         ),
         ("kind:", "kind: X\nkind:", r":3: kind: given twice"),
-        ("dataLayer:", "schedulingProfile: []\ndataLayer:", r":9: schedulingProfile: not understood"),
+        ("dataLayer:", "schedulingProfile: []\ndataLayer:", r":9: schedulingProfile: unknown field"),
         (
             "  discovery:",
             "  peerDiscovery: {}\n  discovery:",
-            r":10: dataLayer.peerDiscovery: is not understood; .* --peer",
+            r":10: dataLayer.peerDiscovery: unsupported field; .* --peer",
         ),
-        ("dataLayer:", "featureGates: [magic]\ndataLayer:", r":9: featureGates: 'magic' is not understood"),
+        ("dataLayer:", "featureGates: [magic]\ndataLayer:", r":9: featureGates: unknown gate 'magic'"),
         (
             "dataLayer:",
             "- type: file-discovery\n  name: pods\ndataLayer:",
-            r":10: plugins\[1\].name: there is",
+            r":10: plugins\[1\].name: duplicate plugin",
         ),
-        ("dataLayer:", "compat: maybe\ndataLayer:", r":9: compat: 'maybe' is not understood"),
-        ("kind:", "&a plugins: [*a]\nkind:", r"not valid YAML|refers to itself|given twice"),
+        ("dataLayer:", "compat: maybe\ndataLayer:", r":9: compat: unknown value 'maybe'"),
+        ("kind:", "&a plugins: [*a]\nkind:", r"not valid YAML|a reference to itself|given twice"),
         ("plugins:\n", "plugins: [\n", r"not valid YAML"),
-        (GOOD, "", r":1: the file: must be a mapping"),
-        (GOOD, "- a", r":1: the file: must be a mapping"),
+        (GOOD, "", r":1: the file: must be (?:a mapping|one YAML document)"),
+        (GOOD, "- a", r":1: the file: must be (?:a mapping|one YAML document)"),
     ],
 )
-def test_a_wrong_configuration_is_refused_with_file_line_and_field(
+def test_an_invalid_configuration_is_rejected_with_file_line_and_field(
     tmp_path: Path, old: str, new: str, complaint: str
 ) -> None:
-    """Nothing unknown is ignored: the error says where it is and what could be there."""
+    """Unknown fields and values are rejected with their location and the allowed ones."""
     path = tmp_path / "config.yaml"
     path.write_text(GOOD.replace(old, new))
     with pytest.raises(ConfigError, match=rf"config\.yaml.*{complaint}"):
@@ -219,8 +218,8 @@ def test_a_wrong_configuration_is_refused_with_file_line_and_field(
     ["[" * 5000, "&a [*a]", "[" * 40 + "]" * 40, "\n- &a [1,2,3,4,5,6,7,8]" + _REPEATED],
     ids=["open", "loop", "deep", "bomb"],
 )
-def test_a_file_that_would_not_end_is_refused(tmp_path: Path, value: str) -> None:
-    """Nesting, references to itself, and names repeated beyond measure end in an error."""
+def test_recursive_or_deep_yaml_is_rejected(tmp_path: Path, value: str) -> None:
+    """Deep nesting, references to themselves and exponentially repeated aliases end in an error."""
     path = tmp_path / "config.yaml"
     path.write_text(GOOD.partition("plugins:")[0] + f"plugins: {value}\n")
     with pytest.raises(ConfigError, match=r"config\.yaml"):
@@ -228,10 +227,10 @@ def test_a_file_that_would_not_end_is_refused(tmp_path: Path, value: str) -> Non
 
 
 @given(st.text(max_size=80))
-def test_any_configuration_text_is_read_or_refused(
+def test_any_configuration_text_is_parsed_or_rejected(
     tmp_path_factory: pytest.TempPathFactory, text: str
 ) -> None:
-    """No file content raises anything but ConfigError."""
+    """Any content of a configuration file is parsed or raises ConfigError."""
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(ConfigError):
@@ -242,20 +241,20 @@ def test_any_configuration_text_is_read_or_refused(
     ("text", "expected"),
     [("50ms", 0.05), ("1s", 1.0), ("1m30s", 90.0), ("1.5h", 5400.0), ("2", 2.0), ("0s", 0.0)],
 )
-def test_durations_are_read_as_the_reference_writes_them(text: str, expected: float) -> None:
-    """Go's notation and plain seconds are understood."""
+def test_durations_in_go_notation_are_parsed(text: str, expected: float) -> None:
+    """Go's notation and plain seconds are accepted."""
     assert seconds(text) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("text", ["", "s", "-1", "-1s", "1 s", "1d", "1s1", "١s"])
-def test_what_is_no_duration_is_refused(text: str) -> None:
-    """Anything else is an error, not a guess."""
+def test_an_invalid_duration_is_rejected(text: str) -> None:
+    """A text that is not a duration raises ValueError."""
     with pytest.raises(ValueError, match="duration"):
         seconds(text)
 
 
-def test_the_command_helps_and_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without arguments and with --help every command is listed; --version tells the package's."""
+def test_the_command_prints_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without arguments and with --help every command is listed; --version prints the package's version."""
     assert cli.main([]) == cli.main(["--help"]) == 0
     helped = capsys.readouterr().out
     assert all(f"\n  {name} " in helped for name in ("up", "router", "indexer", "model-server"))
@@ -263,20 +262,20 @@ def test_the_command_helps_and_tells_its_version(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.startswith("kvroute 0.")
 
 
-def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """A typo names itself and the commands there are."""
+def test_an_unknown_command_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the unknown command and the known ones."""
     assert cli.main(["rooter"]) == 2
-    assert "rooter; there are up, router, tokenizer, indexer, model-server" in capsys.readouterr().err
+    assert "rooter; use one of up, router, tokenizer, indexer, model-server" in capsys.readouterr().err
 
 
-def test_a_commands_arguments_are_handed_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """`kvroute router ...` is the router's own command line."""
+def test_a_commands_arguments_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """`kvroute router ...` passes its arguments to the router's command line."""
     assert cli.main(["router"]) == 2
     assert "kvroute router: error: give exactly one of" in capsys.readouterr().err
 
 
-def test_the_index_has_the_flags_of_the_stand_alone_indexer() -> None:
-    """Backend, sizes, seed, bind address and first numbers reach the index's own settings."""
+def test_the_router_has_the_indexers_flags() -> None:
+    """The flags of `kvroute indexer` set the index of the router."""
     config, _ = parse_flags(
         [
             *PODS,
@@ -304,15 +303,15 @@ def test_the_index_has_the_flags_of_the_stand_alone_indexer() -> None:
         ("--events-bind=ipc://x", IndexerConfigError),
     ],
 )
-def test_a_wrong_setting_of_the_index_is_the_routers_error(flag: str, error: type[BaseException]) -> None:
-    """It ends the start as any other wrong flag does."""
+def test_an_invalid_index_setting_is_rejected(flag: str, error: type[BaseException]) -> None:
+    """An invalid setting of the index ends the router's start like any other invalid flag."""
     with pytest.raises(error):
         parse_flags([*PODS, flag])
 
 
 @pytest.mark.parametrize("command", ["up", "router", "tokenizer", "indexer", "model-server", "plan"])
-def test_a_wrong_flag_is_told_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A command's error is one line with a hint: no usage text buries it."""
+def test_an_invalid_flag_is_reported_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A command's error is one line with a hint, without usage text."""
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "--no-such-flag"])
     (line,) = capsys.readouterr().err.splitlines()

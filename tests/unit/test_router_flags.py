@@ -1,4 +1,4 @@
-"""Every flag of the reference picker: done, taken with a word, or refused with a reason."""
+"""Flags of llm-d's endpoint picker: implemented, without effect, or rejected with a reason."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import yaml
 
 from indexer import IndexerConfig
 from router.app.config import RouterConfig, parse_flags
-from router.app.print_config import printed_config
+from router.app.print_config import config_as_yaml
 from router.app.process import JsonFormatter
 from router.app.server import main
 from router.app.tls import MetricsTlsOptions, TlsOptions
-from router.config.flags import told_in_vain
+from router.config.flags import ignored_flags
 from router.errors import ConfigError
 
 PODS = ["--pods-file", "/pods.yaml"]
-# Flag and value -> the setting that it makes.
+
 DONE = {
     "--grpc-port=1": ("grpc_port", 1),
     "--grpc-health-port=2": ("grpc_health_port", 2),
@@ -59,25 +59,25 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("flag", DONE)
-def test_a_flag_of_the_reference_makes_its_setting(flag: str) -> None:
-    """By its name there, with values in the forms that Go's flags take."""
+def test_a_flag_of_the_reference_gives_its_setting(flag: str) -> None:
+    """A flag of llm-d's picker has the same name and value syntax here."""
     config, _ = parse_flags([*PODS, flag])
     name, value = DONE[flag]
     assert getattr(config, name) == value
 
 
 @pytest.mark.parametrize("flag", TAKEN)
-def test_a_needless_flag_is_taken_and_told(flag: str) -> None:
-    """It changes nothing, and the log says why."""
+def test_a_flag_without_effect_is_accepted_and_logged(flag: str) -> None:
+    """A flag that has no effect here is accepted, and the log says why."""
     config, flags = parse_flags([*PODS, flag])
     assert config == RouterConfig(pods_file=Path("/pods.yaml"))
-    (line,) = told_in_vain(flags)
+    (line,) = ignored_flags(flags)
     assert line.startswith(f"{flag.partition('=')[0]}={flag.partition('=')[2] or 'true'}: not needed here: ")
 
 
 @pytest.mark.parametrize("flag", REFUSED)
-def test_an_old_metric_flag_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The reference refuses them, too; here the pod's label says what its engine calls its metrics."""
+def test_an_old_metric_flag_is_rejected(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags for metric names are rejected with a hint at the label llm-d.ai/engine-type."""
     with pytest.raises(SystemExit):
         parse_flags([*PODS, flag])
     assert "llm-d.ai/engine-type" in capsys.readouterr().err
@@ -105,15 +105,15 @@ def test_an_old_metric_flag_is_refused(flag: str, capsys: pytest.CaptureFixture[
         *(name.partition("=")[0] for name in (*DONE, *TAKEN)),
     ],
 )
-def test_no_flag_of_the_reference_is_unknown(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The help names every flag that the reference's command line has."""
+def test_all_flags_of_the_reference_are_known(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The help lists every flag of llm-d's picker."""
     with pytest.raises(SystemExit):
         parse_flags(["--help"])
     assert f"{flag} " in capsys.readouterr().out.replace(",", " ").replace("\n", " \n")
 
 
-def test_a_flag_is_not_guessed_from_its_beginning() -> None:
-    """What is cut short could be another flag of a later version."""
+def test_flag_prefixes_are_not_expanded() -> None:
+    """An abbreviated flag is rejected, because a later version may have another flag with that prefix."""
     with pytest.raises(SystemExit):
         parse_flags([*PODS, "--secure"])
 
@@ -123,21 +123,21 @@ def test_a_flag_is_not_guessed_from_its_beginning() -> None:
     [
         (["--cert-path=/c"], "--cert-path: needs --secure-serving"),
         (["--metrics-client-ca-file=/c"], "--metrics-client-ca-file: needs --metrics-cert-dir"),
-        (["--tls-min-version=VersionTLS10"], "'VersionTLS10' is not understood; there are VersionTLS12"),
-        (["--tls-cipher-suites=TLS_X"], "'TLS_X' is not understood; there are TLS_ECDHE"),
+        (["--tls-min-version=VersionTLS10"], "VersionTLS13, 1.3, got 'VersionTLS10'"),
+        (["--tls-cipher-suites=TLS_X"], "TLS_RSA_WITH_AES_256_GCM_SHA384, got 'TLS_X'"),
     ],
 )
-def test_tls_that_cannot_be_had_is_refused_with_what_to_do(
+def test_tls_flags_without_effect_are_rejected(
     flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A bound that would silently not hold ends the start."""
+    """A TLS flag that could not be enforced ends the start with advice."""
     with pytest.raises((ConfigError, SystemExit)) as refused:
         parse_flags([*PODS, "--secure-serving=false", *flags])
     assert problem in f"{refused.value} {capsys.readouterr().err}"
 
 
-def test_bounds_of_tls_are_read() -> None:
-    """Go's names become OpenSSL's; suites of TLS 1.3 are always on and need not be named."""
+def test_tls_bounds_are_read() -> None:
+    """Go's names of versions and cipher suites become OpenSSL's; TLS 1.3 suites are always enabled."""
     suites = "TLS_AES_128_GCM_SHA256,TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256,TLS_RSA_WITH_AES_128_GCM_SHA256"
     argv = ["--secure-serving", "--tls-min-version=VersionTLS13", f"--tls-cipher-suites={suites}"]
     config, _ = parse_flags([*PODS, *argv])
@@ -147,8 +147,8 @@ def test_bounds_of_tls_are_read() -> None:
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "3GiB", "1.5Mi", "ten", ""])
-def test_a_senseless_size_is_refused(size: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """gRPC's limits are 32-bit numbers."""
+def test_an_invalid_size_is_rejected(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A gRPC message limit must be from 1 to 2^31 - 1 bytes."""
     with pytest.raises(SystemExit):
         parse_flags([*PODS, f"--grpc-max-recv-msg-size={size}"])
     assert "must be a size below 2GiB" in capsys.readouterr().err
@@ -165,12 +165,12 @@ def test_a_senseless_size_is_refused(size: str, capsys: pytest.CaptureFixture[st
     ],
 )
 def test_log_levels_have_zaps_names(level: str, expected: int) -> None:
-    """By name in any case, or as verbosity."""
+    """A level is given by zap's name in any case, or as a verbosity."""
     assert parse_flags([*PODS, f"--zap-log-level={level}"])[1].zap_log_level == expected
 
 
 def test_a_log_line_is_one_json_object() -> None:
-    """Line ends, quotes and traces of errors do not break it."""
+    """Line breaks, quotes and stack traces are escaped within one JSON object per line."""
     try:
         raise ValueError('a\n"b"')
     except ValueError as error:
@@ -184,7 +184,7 @@ def test_a_log_line_is_one_json_object() -> None:
 
 
 def test_the_effective_configuration_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Defaults, flags and file in one text, numbers with their units; the process ends without serving."""
+    """--print-config prints defaults, flags and file together, with units, and exits."""
     config = tmp_path / "c.yaml"
     config.write_text(
         "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nfeatureGates: [flowControl]\n"
@@ -212,8 +212,8 @@ def test_the_effective_configuration_is_printed(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_password_is_not_printed() -> None:
-    """The address of a shared index may hold one."""
+    """--print-config hides the address of a shared index, which may contain a password."""
     index = IndexerConfig(backend="redis", redis_url="redis://:secret@host", hash_seed=1)
-    printed = printed_config(RouterConfig(pods_file=Path("/p"), index=index))
+    printed = config_as_yaml(RouterConfig(pods_file=Path("/p"), index=index))
     assert "secret" not in printed
     assert yaml.safe_load(printed)["index"]["redis_url"] == "<hidden>"

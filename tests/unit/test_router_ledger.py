@@ -1,4 +1,4 @@
-"""The in-flight ledger: sums that always equal what is in flight, and an end for everything."""
+"""Tests of the in-flight ledger: its totals match the requests in flight, and every request ends."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from msgspec.structs import replace
 from indexer.keys import Keys
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger, LedgerParameters
-from router.inflight.rates import Lesson
+from router.inflight.rates import RateSample
 from router.pods.load_table import PodWork
 from tests.support.depth import examples
 
 PARAMETERS = LedgerParameters(
     capacity=5,
     lifetime_s=60.0,
-    patience=2.0,
-    slack_s=0.1,
-    event_slack_s=5.0,
-    reuse=3,
-    remembered=4,
-    travel_s=2.0,
+    timeout_factor=2.0,
+    timeout_slack_s=0.1,
+    event_timeout_slack_s=5.0,
+    per_id_max=3,
+    ended_ids_max=4,
+    transit_s=2.0,
 )
-ONE = Dispatch("r1", "a:1", 100, 0.0, 0.5, confirm_key=77, lesson=Lesson.RATE, dispatched_s=0.0)
+ONE = Dispatch("r1", "a:1", 100, 0.0, 0.5, confirm_key=77, rate_sample=RateSample.EXACT, dispatched_s=0.0)
 
 
 def keys(*values: int) -> Keys:
-    """Block keys as events carry them."""
+    """Return block keys as the ledger receives them from events."""
     return np.array(values, np.uint64)
 
 
 def ledger_with(*dispatches: Dispatch) -> Ledger:
-    """A ledger after dispatches."""
+    """Return a ledger with these requests dispatched."""
     ledger = Ledger(PARAMETERS)
     for dispatch in dispatches:
         ledger.dispatch(dispatch)
     return ledger
 
 
-def test_a_request_awaits_then_decodes_then_is_gone() -> None:
-    """Its tokens are queued until its first token, its place is held until its end."""
+def test_request_waits_then_decodes_then_is_removed() -> None:
+    """A request's tokens count as queued until its first token, and as held until its end."""
     ledger = ledger_with(ONE)
     assert ledger.board.work("a:1") == PodWork(awaiting=1, awaiting_tokens=100, decoding=0, held_tokens=100)
     assert ledger.first_token("r1", 1.0) == ONE
@@ -51,8 +51,8 @@ def test_a_request_awaits_then_decodes_then_is_gone() -> None:
     assert (ledger.board.work("a:1"), len(ledger)) == (PodWork(), 0)
 
 
-def test_the_announcement_of_its_last_block_ends_a_prefill() -> None:
-    """Only the awaited key, announced by the right pod, counts, and only once."""
+def test_stored_last_block_ends_prefill() -> None:
+    """Only the confirming key, published by the request's pod, ends the prefill, and only once."""
     ledger = ledger_with(ONE)
     assert ledger.stored("a:2", keys(77), 1.0) == ([], [])
     assert ledger.stored("a:1", keys(1, 2), 1.0) == ([], [])
@@ -61,16 +61,16 @@ def test_the_announcement_of_its_last_block_ends_a_prefill() -> None:
     assert ledger.board.work("a:1").decoding == 1
 
 
-def test_two_requests_may_await_the_same_block() -> None:
-    """One announcement ends the prefill of all who await it, once each even if it is repeated."""
+def test_one_block_ends_prefills_of_all_its_requests() -> None:
+    """A stored block ends the prefill of every request that it confirms, once each, even if repeated."""
     other = replace(ONE, request_id="r2")
     ledger = ledger_with(ONE, other)
     assert ledger.stored("a:1", keys(77, 77), 1.0) == ([ONE, other], [])
     assert ledger.board.work("a:1") == PodWork(awaiting=0, awaiting_tokens=0, decoding=2, held_tokens=200)
 
 
-def test_a_block_that_comes_after_other_news_is_late_by_the_time_between() -> None:
-    """It ends no prefill again, is late once, and only while its request is in flight."""
+def test_block_after_first_token_is_reported_as_late() -> None:
+    """A block stored after the first token ends no prefill; its delay is returned once, while in flight."""
     other = replace(ONE, request_id="r2")
     ledger = ledger_with(ONE, other)
     ledger.first_token("r1", 1.0)
@@ -82,18 +82,18 @@ def test_a_block_that_comes_after_other_news_is_late_by_the_time_between() -> No
     assert ledger.stored("a:1", keys(77), 4.0) == ([], [])
 
 
-def test_unknown_and_repeated_news_change_nothing() -> None:
-    """First token and end are taken once; later ones and strangers' are None."""
+def test_unknown_and_repeated_reports_change_nothing() -> None:
+    """First token and end of a request count once; repeated ones and those of unknown ids return None."""
     ledger = ledger_with(ONE)
-    assert ledger.first_token("stranger", 1.0) is None
+    assert ledger.first_token("unknown", 1.0) is None
     ledger.first_token("r1", 1.0)
     assert ledger.first_token("r1", 1.0) is None
     ledger.end("r1", 1.0)
     assert ledger.end("r1", 1.0) is None
 
 
-def test_requests_in_flight_under_one_id_are_entries_of_their_own() -> None:
-    """A reused id displaces nothing; news goes to the pod that it names, else to the oldest of them."""
+def test_reused_id_has_one_entry_per_request() -> None:
+    """A reused id evicts nothing; a report applies to the entry on its pod, else to the oldest entry."""
     other = replace(ONE, pod="a:2", uncached_tokens=50)
     ledger = ledger_with(ONE)
     assert ledger.dispatch(other) == []
@@ -105,16 +105,16 @@ def test_requests_in_flight_under_one_id_are_entries_of_their_own() -> None:
     assert (len(ledger), ledger.board.work("a:2"), "r1" in ledger) == (0, PodWork(), False)
 
 
-def test_one_id_has_only_so_many_requests_in_flight() -> None:
-    """Beyond the cap the oldest under the id is given up, and nobody else's."""
-    stranger = replace(ONE, request_id="r2")
-    ledger = ledger_with(stranger, *(replace(ONE, uncached_tokens=n) for n in range(3)))
+def test_oldest_request_of_an_id_is_evicted_at_the_limit() -> None:
+    """Beyond `per_id_max` the oldest request of the id is evicted, and no request of another id."""
+    other = replace(ONE, request_id="r2")
+    ledger = ledger_with(other, *(replace(ONE, uncached_tokens=n) for n in range(3)))
     assert [gone.uncached_tokens for gone in ledger.dispatch(ONE)] == [0]
     assert (len(ledger), "r2" in ledger) == (4, True)
 
 
-def test_ended_requests_are_remembered_for_a_while() -> None:
-    """The time of an end is known until enough others have ended."""
+def test_end_times_are_kept_for_the_latest_ids() -> None:
+    """The time of an end is kept until `ended_ids_max` later requests have ended."""
     ledger = ledger_with(ONE)
     assert ledger.ended_s("r1") is None
     ledger.end("r1", 3.0)
@@ -125,8 +125,8 @@ def test_ended_requests_are_remembered_for_a_while() -> None:
     assert (ledger.ended_s("r1"), ledger.ended_s("q0")) == (None, 4.0)
 
 
-def test_the_end_of_a_prefill_is_known_until_the_end() -> None:
-    """Since when a request is past its prefill is told while it is in flight."""
+def test_prefill_end_is_known_while_in_flight() -> None:
+    """The time of a prefill's end is available until the request ends."""
     ledger = ledger_with(ONE)
     assert ledger.prefill_ended_s("r1") is None
     ledger.stored("a:1", keys(77), 2.5)
@@ -137,74 +137,74 @@ def test_the_end_of_a_prefill_is_known_until_the_end() -> None:
 
 @pytest.mark.parametrize("source", ["first_token", "stored"])
 @pytest.mark.parametrize("prefill_pod", [None, "a:2"])
-def test_the_true_end_of_a_prefill_is_news_after_the_clocks(source: str, prefill_pod: str | None) -> None:
-    """The clock only guesses it: whoever tells it brings news, once, and moves no request again."""
+def test_report_after_prefill_timeout_counts_once(source: str, prefill_pod: str | None) -> None:
+    """A prefill end reported after its timeout counts once, and does not move the request again."""
     sent = replace(ONE, prefill_pod=prefill_pod)
     ledger = ledger_with(sent)
     assert ledger.expire(20.0)[0] == [sent]
-    guessed = PodWork(decoding=1, held_tokens=100)
-    assert (ledger.prefill_ended_s("r1"), ledger.board.work("a:1")) == (None, guessed)
+    presumed = PodWork(decoding=1, held_tokens=100)
+    assert (ledger.prefill_ended_s("r1"), ledger.board.work("a:1")) == (None, presumed)
 
-    def tell(now_s: float) -> list[Dispatch]:
+    def report(now_s: float) -> list[Dispatch]:
         if source == "stored":
             return ledger.stored(sent.computed_on, keys(77), now_s)[0]
-        return [told for told in [ledger.first_token("r1", now_s, "a:1")] if told is not None]
+        return [ended for ended in [ledger.first_token("r1", now_s, "a:1")] if ended is not None]
 
-    assert (tell(30.0), tell(31.0)) == ([sent], [])
-    assert (ledger.prefill_ended_s("r1"), ledger.board.work("a:1")) == (30.0, guessed)
+    assert (report(30.0), report(31.0)) == ([sent], [])
+    assert (ledger.prefill_ended_s("r1"), ledger.board.work("a:1")) == (30.0, presumed)
     ledger.end("r1", 32.0)
     assert (ledger.board.work("a:1"), ledger.board.work("a:2")) == (PodWork(), PodWork())
 
 
-def test_an_end_before_its_request_is_known_by_its_id() -> None:
-    """Only ends of ids that were not in flight are kept, the last of them, with the time when it was over."""
+def test_end_before_dispatch_is_remembered_by_id() -> None:
+    """The latest ends of ids that were not in flight are kept, with their times; other ends are not."""
     ledger = ledger_with(ONE)
     ledger.end("r1", 5.0)
     ledger.end("early", 5.0, late_s=1.0)
-    assert (ledger.was_over("early", 3.9), ledger.was_over("early", 4.0)) == (True, False)
-    assert (ledger.was_over("r1", 0.0), ledger.was_over("stranger", 0.0)) == (False, False)
+    assert [ledger.ended_while_unknown("early", since_s) for since_s in (3.9, 4.0)] == [True, False]
+    assert not any(ledger.ended_while_unknown(request_id, 0.0) for request_id in ("r1", "unknown"))
     for number in range(4):
         ledger.end(f"q{number}", 6.0)
-    assert (ledger.was_over("early", 3.9), ledger.was_over("q0", 3.9)) == (False, True)
+    assert (ledger.ended_while_unknown("early", 3.9), ledger.ended_while_unknown("q0", 3.9)) == (False, True)
 
 
-def test_requests_that_the_engine_does_not_have_are_over() -> None:
-    """Of those sent early enough to be in an engine's count, the oldest beyond it are ended, there alone."""
+def test_requests_beyond_the_engines_count_are_removed() -> None:
+    """The oldest requests beyond an engine's count are removed if sent early enough to be in that count."""
     ledger = ledger_with(
         *(replace(ONE, request_id=f"r{n}", dispatched_s=float(n)) for n in range(4)),
         replace(ONE, request_id="elsewhere", pod="a:2"),
     )
-    assert ledger.reconcile("a:1", 3, 4.5, 5.0) == []
-    assert [gone.request_id for gone in ledger.reconcile("a:1", 1, 4.5, 5.0)] == ["r0", "r1"]
-    assert ledger.reconcile("a:1", 9, 100.0, 100.0) == []
-    assert [gone.request_id for gone in ledger.reconcile("a:1", 0, 100.0, 100.0)] == ["r2", "r3"]
+    assert ledger.end_lost("a:1", 3, 4.5, 5.0) == []
+    assert [gone.request_id for gone in ledger.end_lost("a:1", 1, 4.5, 5.0)] == ["r0", "r1"]
+    assert ledger.end_lost("a:1", 9, 100.0, 100.0) == []
+    assert [gone.request_id for gone in ledger.end_lost("a:1", 0, 100.0, 100.0)] == ["r2", "r3"]
     assert (len(ledger), ledger.board.work("a:1")) == (1, PodWork())
 
 
-def test_a_full_ledger_gives_up_its_oldest_request() -> None:
-    """At capacity every new request ends the oldest."""
+def test_full_ledger_evicts_its_oldest_request() -> None:
+    """At capacity every new request evicts the oldest one."""
     ledger = ledger_with(*(replace(ONE, request_id=f"r{n}") for n in range(5)))
     assert [gone.request_id for gone in ledger.dispatch(replace(ONE, request_id="new"))] == ["r0"]
     assert len(ledger) == 5
 
 
-def test_a_prefill_without_announcement_ends_by_its_expected_time() -> None:
-    """Twice the expected seconds and a slack later, a request that awaits no event counts as decoding."""
+def test_prefill_without_event_times_out() -> None:
+    """A request without a confirming event counts as decoding after twice its expected time plus a slack."""
     ledger = ledger_with(replace(ONE, confirm_key=None, queued_prefill_s=0.5))
     assert ledger.expire(2.0)[0] == []
     assert [dispatch.request_id for dispatch in ledger.expire(2.2)[0]] == ["r1"]
     assert ledger.board.work("a:1").decoding == 1
 
 
-def test_an_awaited_announcement_is_given_more_time() -> None:
-    """A request whose event is awaited is believed queued five times as long, and five seconds more."""
+def test_prefill_with_event_times_out_later() -> None:
+    """With a confirming event the timeout of a prefill is five times as long plus five seconds."""
     ledger = ledger_with(ONE)
     assert ledger.expire(9.9)[0] == []
     assert ledger.expire(10.1)[0] == [ONE]
 
 
-def test_nothing_lives_forever() -> None:
-    """After its lifetime a request is gone whatever was heard of it."""
+def test_request_expires_after_its_lifetime() -> None:
+    """After its lifetime a request is removed, whether or not its first token was reported."""
     ledger = ledger_with(ONE, replace(ONE, request_id="r2", confirm_key=None))
     ledger.first_token("r1", 1.0)
     assert {dispatch.request_id for dispatch in ledger.expire(60.0)[1]} == {"r1", "r2"}
@@ -225,65 +225,65 @@ STEPS = st.lists(
 
 @settings(max_examples=examples(150), deadline=None)
 @given(STEPS)
-def test_sums_always_equal_a_recount(steps: list[tuple[str, int, int, int | None, int | None]]) -> None:
-    """After any history the per-pod sums equal what a plain list of the requests in flight adds up to."""
+def test_totals_match_a_recount(steps: list[tuple[str, int, int, int | None, int | None]]) -> None:
+    """After any sequence of calls the per-pod totals match a recount of the requests in flight."""
     ledger = Ledger(PARAMETERS)
     awaiting: list[Dispatch] = []
     decoding: list[Dispatch] = []
-    told: list[Dispatch] = []
+    reported: list[Dispatch] = []
     for at, (action, number, pod_number, key, other) in enumerate(steps):
         now_s, request_id, pod = float(at), f"r{number}", f"a:{pod_number}"
         if action == "dispatch":
-            # The time makes each dispatch one of its kind.
+            # The dispatch time makes each dispatch unique.
             prefill_pod = None if other is None or other == pod_number else f"a:{other}"
             dispatch = Dispatch(
-                request_id, pod, 10 + number, 0.0, 0.1, key, True, now_s, prefill_pod=prefill_pod
+                request_id, pod, 10 + number, 0.0, 0.1, key, RateSample.EXACT, now_s, prefill_pod=prefill_pod
             )
             forget(ledger.dispatch(dispatch), awaiting, decoding)
             awaiting.append(dispatch)
         elif action == "stored":
             ended = ledger.stored(pod, keys(0, 1), now_s)[0]
             assert all(one.confirm_key in (0, 1) and one.computed_on == pod for one in ended)
-            tell(ended, told, awaiting, decoding)
+            report(ended, reported, awaiting, decoding)
         elif action == "first_token":
             ended = [one for one in [ledger.first_token(request_id, now_s, pod)] if one]
-            tell(ended, told, awaiting, decoding)
+            report(ended, reported, awaiting, decoding)
         elif action == "end":
             forget([one for one in [ledger.end(request_id, now_s, pod)] if one], awaiting, decoding)
         elif action == "reconcile":
-            forget(ledger.reconcile(pod, number, now_s, now_s), awaiting, decoding)
+            forget(ledger.end_lost(pod, number, now_s, now_s), awaiting, decoding)
         elif action == "expire":
-            prefills, lives = ledger.expire(now_s)
-            assert not any(one in told for one in prefills)
+            prefills, expired = ledger.expire(now_s)
+            assert not any(one in reported for one in prefills)
             move(prefills, awaiting, decoding)
-            forget(lives, awaiting, decoding)
+            forget(expired, awaiting, decoding)
         assert_equal(ledger, awaiting, decoding)
 
 
-def tell(
-    ended: list[Dispatch], told: list[Dispatch], awaiting: list[Dispatch], decoding: list[Dispatch]
+def report(
+    ended: list[Dispatch], reported: list[Dispatch], awaiting: list[Dispatch], decoding: list[Dispatch]
 ) -> None:
-    """The model's side of prefills whose end is told: once each, also after the clock's guess."""
-    assert not any(dispatch in told for dispatch in ended)
-    told += ended
+    """Apply reported prefill ends to the model; check that each request's is reported once."""
+    assert not any(dispatch in reported for dispatch in ended)
+    reported += ended
     move([dispatch for dispatch in ended if dispatch not in decoding], awaiting, decoding)
 
 
 def move(ended: list[Dispatch], awaiting: list[Dispatch], decoding: list[Dispatch]) -> None:
-    """The model's side of ended prefills."""
+    """Apply ended prefills to the model."""
     for dispatch in ended:
         awaiting.remove(dispatch)
         decoding.append(dispatch)
 
 
 def forget(gone: list[Dispatch], awaiting: list[Dispatch], decoding: list[Dispatch]) -> None:
-    """The model's side of ended requests."""
+    """Apply ended requests to the model."""
     for dispatch in gone:
         (awaiting if dispatch in awaiting else decoding).remove(dispatch)
 
 
 def assert_equal(ledger: Ledger, awaiting: list[Dispatch], decoding: list[Dispatch]) -> None:
-    """Compares the ledger's sums with the model's."""
+    """Compare the ledger's totals with the model's."""
     assert len(ledger) == len(awaiting) + len(decoding) <= PARAMETERS.capacity
     for pod in ("a:0", "a:1", "a:2"):
         queued = [one.uncached_tokens for one in awaiting if one.computed_on == pod]
@@ -292,8 +292,8 @@ def assert_equal(ledger: Ledger, awaiting: list[Dispatch], decoding: list[Dispat
         assert ledger.board.work(pod) == work
 
 
-def test_an_adapter_is_needed_as_long_as_a_request_is_in_flight() -> None:
-    """Adapters count by pod, the first that came first, and go with the last request that needs them."""
+def test_adapter_is_listed_while_a_request_needs_it() -> None:
+    """A pod's adapters are listed oldest first, until the last request that needs them ends."""
     sql, french = replace(ONE, adapter="sql"), replace(ONE, request_id="r2", adapter="fr")
     ledger = ledger_with(sql, french, replace(sql, request_id="r3"), replace(ONE, request_id="r4"))
     assert (ledger.adapters.on("a:1"), ledger.adapters.on("a:2")) == (("sql", "fr"), ())
@@ -305,8 +305,8 @@ def test_an_adapter_is_needed_as_long_as_a_request_is_in_flight() -> None:
     assert ledger.adapters.on("a:1") == ()
 
 
-def test_an_adapter_moves_with_its_request() -> None:
-    """Where another pod decodes, the adapter is needed at the one that prefills, and then there."""
+def test_adapter_moves_with_its_request() -> None:
+    """With a prefill pod, the adapter counts there until the first token, and at the decoding pod after."""
     ledger = ledger_with(replace(ONE, pod="a:2", prefill_pod="a:1", adapter="sql"))
     assert (ledger.adapters.on("a:1"), ledger.adapters.on("a:2")) == (("sql",), ())
     ledger.first_token("r1", 1.0)

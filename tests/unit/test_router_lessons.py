@@ -1,4 +1,4 @@
-"""Which requests teach a pod's prefill rate: those whose time is known to be that of known tokens."""
+"""Tests of rate samples: only requests with known tokens and no other delay count in a prefill rate."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ A = ready_pod("10.0.0.1:8000")
 PRIOR = RateParameters().prior_tokens_per_s
 
 
-def taught(bench: Bench, requests: Sequence[RouteRequest], tokens_per_s: float) -> float:
-    """What is believed of the bench's pod after these requests, of which it computes so many tokens a second.
+def learnt_rate(bench: Bench, requests: Sequence[RouteRequest], tokens_per_s: float) -> float:
+    """Return the pod's estimated rate after it has prefilled these requests at a given rate.
 
     Args:
-        tokens_per_s: Of the tokens that the router takes for uncached.
+        tokens_per_s: True rate, in tokens that the router counts as uncached.
     """
     for request in requests:
         decision = bench.router.route(request, 0.0)
         end_s = decision.primary.uncached_tokens / tokens_per_s
-        bench.outcomes.first_token(request.request_id, RESPONSE, end_s, pod=A.address)
-        bench.outcomes.ended(request.request_id, RESPONSE, end_s, pod=A.address)
+        bench.lifecycle.first_token(request.request_id, RESPONSE, end_s, pod=A.address)
+        bench.lifecycle.ended(request.request_id, RESPONSE, end_s, pod=A.address)
     return bench.rates.board.prefill_tokens_per_s(A.address)
 
 
 def prompts(model: str = TINY) -> list[RouteRequest]:
-    """Requests of which no two share a prefix."""
+    """Return requests without common prefixes."""
     return [completion(f"r{number}", long_text(400, number), model=model) for number in range(20)]
 
 
 def with_image(request: RouteRequest) -> RouteRequest:
-    """A chat of the request's prompt and an image, of which the prompt alone can be tokenized."""
+    """Return a chat request with the prompt and an image; only the prompt can be tokenized."""
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     content = [{"type": "text", "text": request.body["prompt"]}, image]
     body = {"model": request.model, "messages": [{"role": "user", "content": content}]}
@@ -48,48 +48,48 @@ def with_image(request: RouteRequest) -> RouteRequest:
 
 
 @pytest.mark.parametrize("tokens_per_s", [1_000.0, 100_000.0])
-def test_what_is_not_tokenized_teaches_no_rate(tokens_per_s: float) -> None:
-    """A prompt of which only the bytes are known, or only the beginning, says nothing of a pod's speed."""
+def test_prompt_without_known_tokens_is_no_sample(tokens_per_s: float) -> None:
+    """A prompt that is not tokenized, or only up to an image, does not change the pod's rate."""
     unknown = Bench().with_pods(ready_pod(A.address, model="unknown"))
-    assert taught(unknown, prompts("unknown"), tokens_per_s) == PRIOR
+    assert learnt_rate(unknown, prompts("unknown"), tokens_per_s) == PRIOR
     images = [with_image(request) for request in prompts()]
-    assert taught(Bench().with_pods(A), images, tokens_per_s) == PRIOR
+    assert learnt_rate(Bench().with_pods(A), images, tokens_per_s) == PRIOR
 
 
-def test_a_cache_out_of_sight_makes_no_pod_fast() -> None:
-    """An engine without events that serves nine tenths of each prompt from its cache is not believed fast."""
+def test_unseen_cache_hits_do_not_raise_the_rate() -> None:
+    """Fast prefills of a pod with a STALE view do not raise its rate; those of an EXACT one do."""
     bench = Bench().with_pods(A)
     bench.index.state = StreamState.STALE
-    assert taught(bench, prompts(), 150_000.0) == PRIOR
+    assert learnt_rate(bench, prompts(), 150_000.0) == PRIOR
     exact = Bench().with_pods(A)
-    assert taught(exact, prompts(), 150_000.0) > 100_000.0
+    assert learnt_rate(exact, prompts(), 150_000.0) > 100_000.0
 
 
-def test_copies_from_the_host_are_no_slow_prefill() -> None:
-    """A short prefill behind a long copy from the host teaches nothing, one behind a short copy does."""
+def test_copies_from_the_host_tier_do_not_lower_the_rate() -> None:
+    """A short prefill after a long copy from the host tier is no sample; one after a short copy is."""
     head = long_text(4000, 1)
-    for head_words, believed in ((4000, PRIOR), (40, PRIOR / 2)):
+    for head_words, expected in ((4000, PRIOR), (40, PRIOR / 2)):
         bench, cached = Bench().with_pods(A), " ".join(head.split()[:head_words])
         bench.index.hold(A.address, bench.keys(cached), host=True)
         requests = [completion(f"r{n}", f"{cached} {long_text(100, 9 + n)}") for n in range(64)]
-        assert taught(bench, requests, 5_000.0) == pytest.approx(believed, rel=0.4)
+        assert learnt_rate(bench, requests, 5_000.0) == pytest.approx(expected, rel=0.4)
 
 
-@pytest.mark.parametrize(("running", "believed"), [({"sql"}, 1_000.0), (set(), PRIOR)])
-def test_an_adapters_load_is_no_slow_prefill(running: set[str], believed: float) -> None:
-    """Only where the adapter runs already a first token tells how fast the pod prefills."""
+@pytest.mark.parametrize(("running", "expected"), [({"sql"}, 1_000.0), (set(), PRIOR)])
+def test_loading_an_adapter_does_not_lower_the_rate(running: set[str], expected: float) -> None:
+    """A request with a LoRA adapter is a sample only if the adapter is already running on the pod."""
     lora = LoraLoad(frozenset(running), frozenset(), 1)
     pod = replace(ready_pod(A.address, adapters=["sql"]), load=EngineLoad(0, 0, 0.0, None, 0.0, lora=lora))
-    learnt = taught(Bench().with_pods(pod), prompts("sql"), 1_000.0)
-    # What is believed of the fleet weighs in.
-    assert learnt == pytest.approx(believed, rel=0.5)
+    rate = learnt_rate(Bench().with_pods(pod), prompts("sql"), 1_000.0)
+    # The fleet's rate is part of the estimate.
+    assert rate == pytest.approx(expected, rel=0.5)
 
 
-def test_decoding_requests_do_not_make_a_pod_slow() -> None:
-    """A prefill beside many that decode is known to be slowed by them; the rate is that without them."""
+def test_rate_is_corrected_for_decoding_requests() -> None:
+    """The rate of a prefill beside decoding requests is corrected for their slowdown."""
     bench = Bench().with_pods(A)
     for number in range(50):
         bench.router.route(completion(f"d{number}", "hello"), 0.0)
-        bench.outcomes.first_token(f"d{number}", RESPONSE, 0.0, pod=A.address)
+        bench.lifecycle.first_token(f"d{number}", RESPONSE, 0.0, pod=A.address)
     slowdown = 1.0 + 50 * CostParameters().decode_slowdown
-    assert taught(bench, prompts(), PRIOR / slowdown) == pytest.approx(PRIOR)
+    assert learnt_rate(bench, prompts(), PRIOR / slowdown) == pytest.approx(PRIOR)

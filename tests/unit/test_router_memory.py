@@ -1,4 +1,4 @@
-"""The router's heap, in a process of its own: it holds for a whole process."""
+"""The router's malloc settings, each tested in a process of its own because they are process-wide."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 
 _PROGRAM = """
 import ctypes, re, sys, threading
-from router.app.process import use_one_heap
+from router.app.process import use_single_arena
 
 if "one" in sys.argv:
-    use_one_heap()
+    use_single_arena()
 alloc = ctypes.CDLL(None).malloc
 alloc.restype = ctypes.c_void_p
 found = []
@@ -32,7 +32,7 @@ print(sum(low <= address < high for address in found))
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
 def test_threads_share_one_heap() -> None:
-    """Whatever thread asks, what it gets lies in the one heap; else other threads have their own."""
+    """With one arena all threads allocate from the same heap; without it, each has its own."""
     assert _in_heap("own") < 4
     assert _in_heap("one") == 4
 
@@ -46,12 +46,12 @@ def _in_heap(how: str) -> int:
 _GIVE_BACK = """
 import ctypes
 from pathlib import Path
-from router.app.process import give_back, use_one_heap
+from router.app.process import trim_heap, use_single_arena
 
 def resident_mib():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
 
-use_one_heap()
+use_single_arena()
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.free.argtypes = [ctypes.c_void_p]
@@ -64,14 +64,14 @@ kept = libc.malloc(100)
 for block in flood:
     libc.free(block)
 before = resident_mib()
-give_back()
+trim_heap()
 print(before, resident_mib())
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
-def test_free_memory_is_given_back() -> None:
-    """Behind a flood that took 200 MB, the process gives most of it back to the system."""
+def test_free_memory_is_returned_to_the_system() -> None:
+    """After a burst that used 200 MB, most of the memory is returned to the system."""
     if not hasattr(ctypes.CDLL(None), "mallinfo2"):
         pytest.skip("needs the GNU C library")
     done = subprocess.run([sys.executable, "-c", _GIVE_BACK], stdout=subprocess.PIPE, check=True)

@@ -12,7 +12,7 @@ import pytest
 
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL, RANKS_LABEL, EventDefaults
 from router.errors import NoEndpointError, RequestError
-from router.picking.candidates import ASLEEP, lineup_for
+from router.picking.candidates import ASLEEP, select_candidates
 from router.pods.pod_set import NOT_READY_THERE, NOT_TOLD, EventSources, Pod, PodSet
 from router.pods.probe import ProbeResult, served_models
 from router.pods.watch import judge, next_probe_s, pod_stream
@@ -36,12 +36,12 @@ def pod_set(*pods: Pod) -> PodSet:
 def addresses(*pods: Pod, model: str = TINY, allowed: frozenset[str] | None = None) -> list[str]:
     """Who may take a request."""
     request = msgspec.structs.replace(completion("id", "p", model=model), candidates=allowed)
-    return [pod.address for pod in lineup_for(request, pod_set(*pods)).pods]
+    return [pod.address for pod in select_candidates(request, pod_set(*pods)).pods]
 
 
 def test_only_ready_pods_are_candidates_and_the_others_are_explained() -> None:
     """A pod that is not ready takes nothing, and why is kept for explain."""
-    candidates = lineup_for(completion("id", "p"), pod_set(ONE, DOWN))
+    candidates = select_candidates(completion("id", "p"), pod_set(ONE, DOWN))
     assert [pod.address for pod in candidates.pods] == [ONE.address]
     assert candidates.excluded == {TWO.address: "not ready: /health answered 503"}
 
@@ -81,7 +81,7 @@ def test_a_sleeping_pod_is_asked_only_where_all_sleep() -> None:
         pods.put(judge(pods.snapshot()[pod.address], ProbeResult(pod.address, True, asleep=pod is ONE)))
     generation = pods.generation
     assert _candidates(pods) == [TWO.address]
-    assert lineup_for(completion("r", "hi"), pods).excluded == {ONE.address: ASLEEP}
+    assert select_candidates(completion("r", "hi"), pods).excluded == {ONE.address: ASLEEP}
     assert [pod.takes_requests for pod in pods.snapshot().values()] == [False, True]
     pods.put(judge(pods.snapshot()[ONE.address], ProbeResult(ONE.address, True)))
     assert _candidates(pods) == [TWO.address], "a page that could not be read wakes nobody"
@@ -97,7 +97,7 @@ def test_a_pod_that_sleeps_elsewhere_does_not_count() -> None:
     other = ready_pod("10.0.0.3:8000", model="other")
     pods = pod_set(replace(ONE, asleep=True), TWO, other)
     only = msgspec.structs.replace(completion("r", "hi"), candidates=frozenset({ONE.address}))
-    assert [pod.address for pod in lineup_for(only, pods).pods] == [ONE.address]
+    assert [pod.address for pod in select_candidates(only, pods).pods] == [ONE.address]
     pods.put(replace(TWO, asleep=True))
     assert _candidates(pods) == [ONE.address, TWO.address]
 
@@ -135,7 +135,7 @@ def test_what_is_no_models_name_is_kept_nowhere_and_not_said_again() -> None:
 def test_an_adapter_is_served_by_the_pods_that_have_it_loaded() -> None:
     """A LoRA adapter's name selects its pods, and roots its keys in the base model."""
     tuned = ready_pod("10.0.0.4:8000", adapters=["sql"])
-    candidates = lineup_for(completion("id", "p", model="sql"), pod_set(ONE, tuned))
+    candidates = select_candidates(completion("id", "p", model="sql"), pod_set(ONE, tuned))
     assert [pod.address for pod in candidates.pods] == [tuned.address]
     assert (candidates.base_model, candidates.lora_name) == (TINY, "sql")
 
@@ -176,7 +176,7 @@ def test_declaring_keeps_what_is_known_and_drops_who_is_gone() -> None:
     assert before == {ONE.address: ONE, TWO.address: TWO}
 
 
-@pytest.mark.parametrize("change", [{"life": "2"}, {"name": "other"}, {"namespace": "other"}])
+@pytest.mark.parametrize("change", [{"epoch": "2"}, {"name": "other"}, {"namespace": "other"}])
 def test_another_life_at_the_same_address_begins_anew(change: dict[str, str]) -> None:
     """Another pod, or another process of it, is not ready before it was probed, and is named as new."""
     told = load(waiting=3, kv_usage=0.5, kv_capacity_tokens=100, prefill_tokens_per_s=20.0)
@@ -210,7 +210,7 @@ def test_a_pod_that_its_declarer_takes_out_is_out_at_once_and_in_again_at_once()
 
 def test_what_an_engine_tells_of_its_events_counts_less_than_what_is_declared() -> None:
     """Annotated ports win over the engine's own account, and that over the defaults."""
-    defaults = EventDefaults(port=1, replay_port=2, asks=True)
+    defaults = EventDefaults(port=1, replay_port=2, asks_engine=True)
     pod = replace(ONE, entry=replace(ONE.entry, events=defaults))
     told = EventSources(told=True, labels={EVENTS_PORT_LABEL: "3", RANKS_LABEL: "2"})
     off = EventSources(told=True, off=True)
@@ -321,4 +321,4 @@ def test_a_models_page_tells_base_aliases_and_adapters() -> None:
 
 
 def _candidates(pods: PodSet) -> list[str]:
-    return [pod.address for pod in lineup_for(completion("id", "p"), pods).pods]
+    return [pod.address for pod in select_candidates(completion("id", "p"), pods).pods]

@@ -1,4 +1,4 @@
-"""Reading usage out of responses as they pass."""
+"""Reading token usage from responses while they pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVENTS = (
 
 
 def read(body: bytes, cuts: list[int], *, is_event_stream: bool) -> int | None:
-    """Feeds a body cut at the given places."""
+    """Read a body split at the given positions and return its cached tokens."""
     reader = UsageReader(is_event_stream=is_event_stream)
     places = sorted({0, len(body), *(cut % (len(body) + 1) for cut in cuts)})
     for start, end in pairwise(places):
@@ -28,8 +28,8 @@ def read(body: bytes, cuts: list[int], *, is_event_stream: bool) -> int | None:
 
 
 @given(st.lists(st.integers(0, 500), max_size=12))
-def test_cached_tokens_are_found_however_the_body_is_cut(cuts: list[int]) -> None:
-    """JSON answers and event streams tell the same, whatever the chunk borders."""
+def test_cached_tokens_are_found_wherever_chunks_are_split(cuts: list[int]) -> None:
+    """JSON and event streams give the same cached tokens, wherever the chunks are split."""
     assert read(USAGE, cuts, is_event_stream=False) == 7
     assert read(EVENTS, cuts, is_event_stream=True) == 7
 
@@ -42,14 +42,14 @@ def test_cached_tokens_are_found_however_the_body_is_cut(cuts: list[int]) -> Non
         for number in (b"-5", b"1e99", b"99999999999", b'"7"', b"null")
     ],
 )
-def test_a_response_without_usage_tells_nothing(body: bytes) -> None:
-    """Errors, broken JSON and missing fields are no news, in either form."""
+def test_a_response_without_usage_reports_nothing(body: bytes) -> None:
+    """Errors, broken JSON and responses without usage report no cached tokens."""
     assert read(body, [], is_event_stream=False) is None
     assert read(b"data: " + body + b"\n", [], is_event_stream=True) is None
 
 
-def test_an_oversized_answer_is_let_pass_unread() -> None:
-    """What is larger than the reader keeps is not accumulated."""
+def test_an_oversized_body_is_not_read() -> None:
+    """A body above the reader's limit is neither buffered nor read."""
     reader = UsageReader(is_event_stream=False)
     for _ in range(40):
         reader.feed(b" " * 65_536)
@@ -59,8 +59,8 @@ def test_an_oversized_answer_is_let_pass_unread() -> None:
 
 
 @given(st.lists(st.binary(max_size=60), max_size=8), st.booleans())
-def test_any_bytes_are_survived(chunks: list[bytes], is_event_stream: bool) -> None:
-    """No body raises."""
+def test_any_bytes_are_read_without_error(chunks: list[bytes], is_event_stream: bool) -> None:
+    """No body raises an error."""
     reader = UsageReader(is_event_stream=is_event_stream)
     for chunk in chunks:
         reader.feed(chunk)
@@ -68,8 +68,8 @@ def test_any_bytes_are_survived(chunks: list[bytes], is_event_stream: bool) -> N
     assert reader.cached_tokens is None
 
 
-def test_anthropics_events_tell_a_part_each() -> None:
-    """The prompt's tokens come with the first event, the answer's with a later one."""
+def test_anthropic_events_each_report_a_part() -> None:
+    """Anthropic reports the prompt's tokens in the first event and the output's in a later one."""
     reader = UsageReader(is_event_stream=True)
     start = {"input_tokens": 25, "cache_read_input_tokens": 16, "output_tokens": 1}
     for event in (
@@ -89,8 +89,8 @@ def test_anthropics_events_tell_a_part_each() -> None:
 
 
 @pytest.mark.parametrize("is_event_stream", [False, True])
-def test_sglangs_answers_tell_it_under_another_name(is_event_stream: bool) -> None:
-    """In meta_info, of an answer in one piece as of the last event."""
+def test_sglang_reports_usage_in_meta_info(is_event_stream: bool) -> None:
+    """SGLang reports usage in meta_info, of a JSON response as of the last event."""
     told = {"text": "x", "meta_info": {"prompt_tokens": 9, "completion_tokens": 2, "cached_tokens": 8}}
     reader = UsageReader(is_event_stream=is_event_stream)
     data = json.dumps(told).encode()

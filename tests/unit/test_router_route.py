@@ -1,4 +1,4 @@
-"""The straight line from a request to its pick, with everything real but the sockets."""
+"""Router core from a request to its decision, with all parts real except sockets."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LENGTH = len(TOKENIZER.encode(TEXT))
 IDS = list(range(64))
 
 
-def test_the_pod_that_holds_the_prefix_is_picked() -> None:
-    """Of two idle pods the one with the prompt's blocks wins; predicted is what an engine can serve."""
+def test_the_pod_with_the_cached_prefix_is_picked() -> None:
+    """Of two idle pods the one with the cached prompt wins, with a hit that an engine can serve."""
     bench = Bench().with_pods(A, B)
     bench.index.hold(B.address, bench.keys(TEXT))
     decision = bench.router.route(completion("r", TEXT), 0.0)
@@ -34,15 +34,15 @@ def test_the_pod_that_holds_the_prefix_is_picked() -> None:
     assert decision.reason.startswith("longest cached prefix")
 
 
-def test_a_whole_prompt_in_cache_still_computes_its_last_block() -> None:
-    """For a prompt of exactly four blocks an engine serves at most three."""
+def test_a_fully_cached_prompt_still_computes_its_last_block() -> None:
+    """For a prompt of exactly four blocks, at most three are served from the cache."""
     bench = Bench().with_pods(A)
     bench.index.hold(A.address, bench.index.block_keys(TINY, IDS))
     assert bench.router.route(completion("r", IDS), 0.0).primary.cached_tokens == 48
 
 
-def test_a_burst_of_one_fresh_context_stays_together() -> None:
-    """Picks see each other's speculative blocks: what shares a context with short tails goes where it is."""
+def test_a_burst_with_one_context_stays_on_one_pod() -> None:
+    """Picks see earlier picks' speculative blocks, so prompts with one context share a pod."""
     bench = Bench().with_pods(A, B)
     picks = [bench.router.route(completion(f"r{n}", f"{TEXT} {n}"), 0.0) for n in range(12)]
     assert {pick.primary.pod for pick in picks} == {picks[0].primary.pod}
@@ -50,15 +50,15 @@ def test_a_burst_of_one_fresh_context_stays_together() -> None:
 
 
 def test_a_burst_with_long_tails_spreads_by_cost() -> None:
-    """Picks see each other's load: where the tails outweigh the shared context, both pods take their part."""
+    """Picks see earlier picks' load, so prompts with long tails spread over both pods."""
     bench = Bench().with_pods(A, B)
     picks = [bench.router.route(completion(f"r{n}", TEXT + long_text(300, n)), 0.0) for n in range(12)]
     on_a = sum(pick.primary.pod == A.address for pick in picks)
     assert 4 <= on_a <= 8
 
 
-def test_load_beats_a_short_prefix() -> None:
-    """A pod with a few cached blocks and much queued work loses to an idle one, and the reason says so."""
+def test_a_long_queue_outweighs_a_short_prefix() -> None:
+    """A pod with two cached blocks and a long queue loses to an idle one, and the reason names it."""
     bench = Bench().with_pods(A, B)
     bench.index.hold(A.address, bench.keys(TEXT)[:2])
     bench.router.route(
@@ -70,8 +70,8 @@ def test_load_beats_a_short_prefix() -> None:
     assert A.address in decision.reason
 
 
-def test_host_tier_blocks_are_priced_as_a_copy() -> None:
-    """Blocks in a pod's host tier count as cached, at the price of bringing them back."""
+def test_host_tier_blocks_cost_a_copy() -> None:
+    """Blocks in the host tier count as cached and cost their copy to the device."""
     bench = Bench().with_pods(A, B)
     bench.index.hold(A.address, bench.keys(TEXT), host=True)
     best = bench.router.route(completion("r", TEXT), 0.0).primary
@@ -79,16 +79,16 @@ def test_host_tier_blocks_are_priced_as_a_copy() -> None:
     assert best.copy_s > 0.0
 
 
-def test_a_salt_keeps_caches_apart() -> None:
-    """A request with a cache salt finds nothing of what the same prompt left without it."""
+def test_a_cache_salt_separates_caches() -> None:
+    """A request with a cache salt has no hit on blocks that were stored without it."""
     bench = Bench().with_pods(A)
     bench.index.hold(A.address, bench.keys(TEXT))
     request = msgspec.structs.replace(completion("r", TEXT), cache_salt="tenant")
     assert bench.router.route(request, 0.0).primary.cached_tokens == 0
 
 
-def test_without_tokens_the_least_work_wins() -> None:
-    """A model without a tokenizer is routed by queued work, with its reason counted."""
+def test_without_a_tokenizer_the_shortest_queue_wins() -> None:
+    """A model without a tokenizer is routed by queue, and the reason is counted."""
     pods = [ready_pod("10.0.0.1:8000", model="m"), ready_pod("10.0.0.2:8000", model="m")]
     bench = Bench().with_pods(*pods)
     first = bench.router.route(completion("r1", TEXT, model="m"), 0.0)
@@ -98,13 +98,13 @@ def test_without_tokens_the_least_work_wins() -> None:
     assert bench.sample("kvroute_router_picks_total", degraded="no_tokenizer") == 2
 
 
-def test_a_prompt_that_is_known_in_part_is_counted_by_its_reason() -> None:
-    """A pick by what stands in front of a film uses the cache's view, and is counted as one of a part."""
+def test_a_partially_known_prompt_is_counted_by_reason() -> None:
+    """A prompt with a video is matched up to the video, and counted as partial."""
     bench = Bench().with_pods(A)
-    film = {"type": "video_url", "video_url": {"url": "http://x/y.mp4"}}
+    video = {"type": "video_url", "video_url": {"url": "http://x/y.mp4"}}
     messages = [
         {"role": "system", "content": TEXT},
-        {"role": "user", "content": [film, {"type": "text", "text": "What is it?"}]},
+        {"role": "user", "content": [video, {"type": "text", "text": "What is it?"}]},
     ]
     request = RouteRequest("r", RequestKind.CHAT, TINY, {"model": TINY, "messages": messages}, 400)
     decision = bench.router.route(request, 0.0)
@@ -113,8 +113,8 @@ def test_a_prompt_that_is_known_in_part_is_counted_by_its_reason() -> None:
     assert bench.sample("kvroute_router_partial_prompts_total", partial="media") == 1
 
 
-def test_keys_that_cannot_be_made_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids of no model that is known, and ids that the index refuses, are told by a reason and counted."""
+def test_missing_block_keys_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens without a known model, and tokens that the index rejects, are counted by reason."""
     bench = Bench().with_pods(A)
     nameless = msgspec.structs.replace(completion("r1", IDS), model=None)
     assert bench.router.route(nameless, 0.0).degraded == "no_model"
@@ -128,15 +128,15 @@ def test_keys_that_cannot_be_made_have_a_reason(monkeypatch: pytest.MonkeyPatch)
     ("prompt", "reason"),
     [([[1] * 20] * 65, "too_many_prompts"), ([1] * 100_001, "longer_than_context")],
 )
-def test_what_no_cache_can_help_is_not_matched(prompt: object, reason: str) -> None:
-    """Floods of prompts, and prompts that every engine will refuse, go by load and assume no blocks."""
+def test_oversized_prompts_are_not_matched(prompt: object, reason: str) -> None:
+    """Too many prompts, or one longer than the context, are routed by load without speculative blocks."""
     bench = Bench().with_pods(A)
     assert bench.router.route(completion("r", prompt), 0.0).degraded == reason
     assert bench.index.speculative == {}
 
 
-def test_speculative_blocks_end_with_the_first_token_and_change_a_pick() -> None:
-    """What is only assumed of a pod draws the next request there, until the first token ends it."""
+def test_speculative_blocks_attract_requests_until_the_first_token() -> None:
+    """Speculative blocks count as a cache hit until the first token of their request."""
     bench = Bench().with_pods(A, B)
     only_a = msgspec.structs.replace(completion("first", TEXT), candidates=frozenset({A.address}))
     bench.router.route(only_a, 0.0)
@@ -145,44 +145,44 @@ def test_speculative_blocks_end_with_the_first_token_and_change_a_pick() -> None
     )
     drawn = bench.router.route(completion("second", TEXT), 0.0)
     assert (drawn.primary.pod, drawn.primary.cached_tokens > 0) == (A.address, True)
-    # The pod told of its first tokens, but never of its blocks: it had no room for them.
+    # The pod reported first tokens but no stored blocks, as if its cache had no room.
     for request_id in ("first", "tail", "second"):
-        bench.outcomes.first_token(request_id, "report", 1.0)
+        bench.lifecycle.first_token(request_id, "report", 1.0)
     late = bench.router.route(completion("third", TEXT), 1.0)
     assert {candidate.cached_tokens for candidate in late.ranked} == {0}
     assert late.primary.pod == B.address
 
 
-def test_the_routers_own_time_teaches_no_rate() -> None:
-    """What passes between a request's arrival and its pick is not its prefill's."""
+def test_time_inside_the_router_is_not_charged_to_the_pod() -> None:
+    """The time between arrival and pick is not part of the observed prefill."""
     seconds = iter([5.0, 7.0, 8.0])
     bench = Bench(clock=lambda: next(seconds)).with_pods(A)
     decision = bench.router.route(completion("r", TEXT), 100.0)
     assert decision.decided_s == 102.0
-    bench.outcomes.stored(A.address, bench.keys(TEXT), 102.5)
+    bench.lifecycle.stored(A.address, bench.keys(TEXT), 102.5)
     assert bench.sample("kvroute_router_prefill_end_seconds_sum", source="blocks") == 0.5
 
 
-def test_an_adapter_goes_where_it_runs() -> None:
-    """Of two equal pods with the adapter, the one that runs it wins over the one that must load it."""
+def test_a_running_adapter_attracts_requests() -> None:
+    """Of two equal pods, the one that runs the adapter wins over the one that must load it."""
     pods = [ready_pod(pod.address, adapters=["sql"]) for pod in (A, B)]
     loads = [LoraLoad(frozenset(), frozenset(), 2), LoraLoad(frozenset({"sql"}), frozenset(), 2)]
-    told = [EngineLoad(0, 0, 0.0, 10_000, 0.0, lora=lora) for lora in loads]
-    bench = Bench().with_pods(*(replace(pod, load=load) for pod, load in zip(pods, told, strict=True)))
+    reports = [EngineLoad(0, 0, 0.0, 10_000, 0.0, lora=lora) for lora in loads]
+    bench = Bench().with_pods(*(replace(pod, load=load) for pod, load in zip(pods, reports, strict=True)))
     decision = bench.router.route(completion("r", TEXT, model="sql"), 0.0)
     assert decision.primary.pod == B.address
     assert [candidate.extra_s for candidate in decision.ranked] == [0.0, 0.2]
 
 
 def with_adapters(count: int, lora: LoraLoad) -> Bench:
-    """A bench of pods that serve four adapters and told this at 0.0 s."""
+    """Return a router with pods that serve four adapters and reported this load at 0.0 s."""
     pods = [ready_pod(f"10.0.0.{number}:8000", adapters=["sql", "fr", "de", "it"]) for number in range(count)]
     load = EngineLoad(0, 0, 0.0, 100_000, 0.0, lora=lora)
     return Bench().with_pods(*(replace(pod, load=load) for pod in pods))
 
 
-def test_picks_within_one_scrape_see_each_others_adapters() -> None:
-    """Requests for four adapters, sent at once to four pods with a place each, give each pod one adapter."""
+def test_picks_see_adapters_sent_since_the_last_scrape() -> None:
+    """Requests for four adapters, sent at once to four pods with one slot each, give each pod one adapter."""
     bench = with_adapters(4, LoraLoad(frozenset(), frozenset(), 1))
     sent: dict[str, set[str]] = {}
     for number, adapter in enumerate(["sql", "fr", "de", "it"] * 3):
@@ -191,8 +191,8 @@ def test_picks_within_one_scrape_see_each_others_adapters() -> None:
     assert sorted(map(len, sent.values())) == [1, 1, 1, 1]
 
 
-def test_an_old_account_of_a_pods_adapters_is_not_believed() -> None:
-    """After as long as any other account of an engine counts, nothing is charged for adapters."""
+def test_stale_adapter_metrics_are_ignored() -> None:
+    """Adapters cost nothing once the engine's metrics are older than 5 s."""
     bench = with_adapters(1, LoraLoad(frozenset({"fr"}), frozenset(), 1))
     extra_s = [
         bench.router.route(completion(f"r{now_s}", TEXT, model=model), now_s).primary.extra_s
@@ -201,8 +201,8 @@ def test_an_old_account_of_a_pods_adapters_is_not_believed() -> None:
     assert extra_s == pytest.approx([2.2, 0.0])
 
 
-def test_a_shed_request_is_counted_and_leaves_no_trace() -> None:
-    """While the only pod never told its load, a request of negative priority is refused; others pass."""
+def test_a_request_rejected_by_priority_does_not_enter_the_ledger() -> None:
+    """While the only pod has no metrics, a negative priority is rejected and others are admitted."""
     bench = Bench(priorities={"batch": -1}).with_pods(A)
     batch = msgspec.structs.replace(completion("r", TEXT), headers={"x-llm-d-inference-objective": "batch"})
     with pytest.raises(SaturatedError):
@@ -211,8 +211,8 @@ def test_a_shed_request_is_counted_and_leaves_no_trace() -> None:
     assert bench.router.route(completion("r", TEXT), 0.0).priority == 0
 
 
-def test_what_a_pod_left_behind_in_the_metrics_goes_with_it() -> None:
-    """The picks of a pod that is gone are no series any more, also if its last pick was late."""
+def test_metrics_of_a_removed_pod_are_deleted() -> None:
+    """The series of a removed pod is deleted and does not reappear after a late pick."""
     bench = Bench().with_pods(A)
     bench.router.route(completion("r", TEXT), 0.0)
     labels = {"status": "success", "target_model_name": TINY, "namespace": "", "port": "8000"}
@@ -223,8 +223,8 @@ def test_what_a_pod_left_behind_in_the_metrics_goes_with_it() -> None:
     assert bench.registry.get_sample_value(name, {"endpoint_name": A.address, **labels}) is None
 
 
-def test_several_prompts_are_matched_each_on_its_own() -> None:
-    """A request with two prompts is credited with the cached blocks of both."""
+def test_several_prompts_are_matched_separately() -> None:
+    """The hit of a request with two prompts is the sum of both."""
     bench = Bench().with_pods(A)
     other = long_text(100, 9)
     bench.index.hold(A.address, np.concatenate([bench.keys(TEXT), bench.keys(other)]))
@@ -232,57 +232,57 @@ def test_several_prompts_are_matched_each_on_its_own() -> None:
     assert bench.router.route(completion("r", [TEXT, other]), 0.0).primary.cached_tokens == expected
 
 
-def test_a_pass_through_without_a_body_is_no_work() -> None:
-    """A GET is given a pod and leaves no trace in the ledger."""
+def test_a_request_without_a_body_is_no_load() -> None:
+    """A GET is routed without an entry in the ledger."""
     bench = Bench().with_pods(A)
     bench.router.route(RouteRequest("r", RequestKind.PASSTHROUGH), 0.0)
     assert len(bench.ledger) == 0
 
 
-def test_the_last_full_block_is_awaited_where_it_will_be_announced() -> None:
-    """The announcement of the prompt's last uncached block ends its prefill and its speculation."""
+def test_the_event_of_the_last_full_block_ends_the_prefill() -> None:
+    """The stored event of the prompt's last full block ends its prefill and its speculative blocks."""
     bench = Bench().with_pods(A)
     bench.router.route(completion("r", TEXT), 1.0)
-    bench.outcomes.stored(A.address, bench.keys(TEXT)[-1:], 1.5)
+    bench.lifecycle.stored(A.address, bench.keys(TEXT)[-1:], 1.5)
     assert bench.ledger.board.work(A.address).decoding == 1
     assert bench.index.settled == ["r"]
 
 
 @pytest.mark.parametrize("state", [StreamState.STALE, StreamState.RECOVERING])
-def test_no_announcement_is_awaited_from_a_pod_out_of_sight(state: StreamState) -> None:
-    """When a stream is not exact, a prefill ends by the clock soon, not by an event that may never come."""
+def test_no_event_is_awaited_without_an_exact_view(state: StreamState) -> None:
+    """Without an exact view, a prefill ends by its predicted time, not by an event that may never arrive."""
     bench = Bench().with_pods(A)
     bench.index.state = state
     decision = bench.router.route(completion("r", TEXT), 0.0)
-    bench.outcomes.expire(2 * decision.primary.own_prefill_s + 0.2)
+    bench.lifecycle.expire(2 * decision.primary.own_prefill_s + 0.2)
     assert bench.ledger.board.work(A.address).decoding == 1
 
 
-def test_scraped_kv_use_counts_only_while_it_is_fresh() -> None:
-    """A full KV cache costs a pod the pick, an old account of it does not."""
+def test_scraped_kv_usage_counts_only_while_it_is_fresh() -> None:
+    """A full KV cache loses the pick; stale metrics of one do not."""
     full = EngineLoad(waiting=0, running=9, kv_usage=1.0, kv_capacity_tokens=1600, scraped_s=100.0)
     bench = Bench().with_pods(replace(A, load=full), B)
     assert bench.router.route(completion("r1", TEXT), 101.0).primary.pod == B.address
-    bench.outcomes.ended("r1", "report", 101.5)
+    bench.lifecycle.ended("r1", "report", 101.5)
     late = bench.router.route(completion("r2", TEXT), 200.0)
     assert {candidate.kv_pressure_s for candidate in late.ranked} == {0.0}
 
 
-def test_a_refusal_is_counted_and_leaves_no_trace() -> None:
-    """A request for an unknown model is counted as a failed pick and enters neither ledger nor explain."""
+def test_a_rejected_request_is_counted_but_not_recorded() -> None:
+    """A request for an unknown model counts as a failed pick and enters neither ledger nor decision log."""
     bench = Bench().with_pods(A)
     with pytest.raises(RequestError):
         bench.router.route(completion("r", TEXT, model="gpt-9"), 0.0)
     labels = dict.fromkeys(("target_model_name", "endpoint_name", "namespace", "port"), "")
     assert bench.sample("llm_d_epp_scheduler_attempts_total", status="failure", **labels) == 1
-    assert (len(bench.ledger), bench.explain.latest(9)) == (0, [])
+    assert (len(bench.ledger), bench.decision_log.latest(9)) == (0, [])
 
 
 def test_concurrent_picks_lose_no_request() -> None:
-    """Two hundred picks from eight threads are all in the ledger, spread over both pods."""
+    """200 picks from eight threads are all in the ledger, spread over both pods."""
     bench = Bench().with_pods(A, B)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: bench.router.route(completion(f"r{n}", long_text(50, n)), 0.0), range(200)))
-    works = [bench.ledger.board.work(pod.address).awaiting for pod in (A, B)]
-    assert sum(works) == len(bench.ledger) == 200
-    assert min(works) > 50
+    counts = [bench.ledger.board.work(pod.address).awaiting for pod in (A, B)]
+    assert sum(counts) == len(bench.ledger) == 200
+    assert min(counts) > 50

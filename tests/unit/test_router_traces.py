@@ -1,4 +1,4 @@
-"""Spans of picks: their names, nesting, parents and share, as a real collector gets them over OTLP."""
+"""Tests of the spans of picks, as a collector receives them over OTLP."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ REQUEST = replace(completion("r", long_text(100)), headers=SAMPLED)
 
 
 class Collector(pb_grpc.TraceServiceServicer):
-    """Keeps what it is sent, or has no room for it."""
+    """Collector that records spans, or rejects them if `full`."""
 
     def __init__(self, *, full: bool) -> None:
         self.full = full
-        self.asked = self.requests = 0
+        self.calls = self.requests = 0
         self.spans: dict[str, Any] = {}
         self.services: set[str] = set()
         self.came = threading.Event()
 
     def Export(self, request: Any, context: Any) -> Any:  # noqa: N802 (the name is OTLP's)
-        """OTLP's."""
-        self.asked += 1
+        """Record the spans of an export."""
+        self.calls += 1
         if self.full:
             context.abort(grpc.StatusCode.UNAVAILABLE, "full")
         for resource in request.resource_spans:
@@ -53,7 +53,7 @@ class Collector(pb_grpc.TraceServiceServicer):
 def collecting(
     monkeypatch: pytest.MonkeyPatch, *, full: bool = False, **environment: str
 ) -> Iterator[tuple[Collector, Traces]]:
-    """A collector, and traces that go there; by themselves they sample nothing."""
+    """Run a collector; yield it and traces that export to it, without sampling by default."""
     collector, server = Collector(full=full), grpc.server(ThreadPoolExecutor(2))
     pb_grpc.add_TraceServiceServicer_to_server(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -68,8 +68,8 @@ def collecting(
         server.stop(None).wait()
 
 
-def test_a_picks_spans_reach_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reference's span names, nested as the steps are, below the caller's span, with the pick on top."""
+def test_spans_of_a_pick_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pick's spans have the llm-d picker's names and nesting, and the caller's span as parent."""
     with collecting(monkeypatch) as (collector, traces):
         bench = Bench(traces=traces).with_pods(A)
         bench.router.route(REQUEST, 0.0)
@@ -94,8 +94,8 @@ def test_a_picks_spans_reach_a_collector(monkeypatch: pytest.MonkeyPatch) -> Non
     assert collector.services == {"kvroute-router"}
 
 
-def test_a_refusal_is_a_failed_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that is answered with an error ends its spans as failed, with the status."""
+def test_rejected_request_has_failed_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spans of a rejected request have an error status and the HTTP status code."""
     with collecting(monkeypatch) as (collector, traces):
         bench = Bench(traces=traces).with_pods(A)
         with pytest.raises(RequestError):
@@ -107,8 +107,8 @@ def test_a_refusal_is_a_failed_span(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "run_scheduler_profile" not in collector.spans
 
 
-def test_what_the_caller_does_not_sample_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sampling decision of the caller's context holds."""
+def test_callers_sampling_decision_applies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that the caller does not sample is not exported."""
     with collecting(monkeypatch) as (collector, traces):
         bench = Bench(traces=traces).with_pods(A)
         unsampled = {"traceparent": f"00-{TRACE_ID}-{PARENT_ID}-00"}
@@ -118,8 +118,8 @@ def test_what_the_caller_does_not_sample_is_not_sent(monkeypatch: pytest.MonkeyP
     assert collector.spans == {}
 
 
-def test_a_failure_of_ours_is_a_failed_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that trips over an unexpected exception leaves its spans, too, with status 500."""
+def test_unexpected_exception_has_failed_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spans of a pick that raises an unexpected exception have an error status and code 500."""
     with collecting(monkeypatch) as (collector, traces):
         bench = Bench(traces=traces).with_pods(A)
         monkeypatch.setattr(bench.index, "match", lambda *_, **__: 1 / 0)
@@ -131,8 +131,8 @@ def test_a_failure_of_ours_is_a_failed_span(monkeypatch: pytest.MonkeyPatch) -> 
     assert [item.value.int_value for item in outer.attributes] == [500]
 
 
-def test_the_environments_share_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OTEL_TRACES_SAMPLER_ARG counts by itself: of its share 1 all requests without a parent are told."""
+def test_sampler_argument_applies_without_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OTEL_TRACES_SAMPLER_ARG applies without OTEL_TRACES_SAMPLER: 1.0 samples all requests."""
     with collecting(monkeypatch, OTEL_TRACES_SAMPLER_ARG="1.0") as (collector, traces):
         bench = Bench(traces=traces).with_pods(A)
         for number in range(30):
@@ -142,21 +142,21 @@ def test_the_environments_share_is_sampled(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("share", ["half", "1.5", "-1", "nan"])
-def test_a_share_that_is_none_stops_the_start(monkeypatch: pytest.MonkeyPatch, share: str) -> None:
-    """What is no number from 0 to 1 is told with the variable's name."""
+def test_invalid_sampler_argument_stops_the_start(monkeypatch: pytest.MonkeyPatch, share: str) -> None:
+    """A value that is no number from 0 to 1 raises an error that names the variable."""
     monkeypatch.delenv("OTEL_TRACES_SAMPLER", raising=False)
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", share)
-    with pytest.raises(ConfigError, match="OTEL_TRACES_SAMPLER_ARG must be a number from 0 to 1"):
+    with pytest.raises(ConfigError, match="OTEL_TRACES_SAMPLER_ARG: expected a number from 0 to 1"):
         Traces.to_collector()
 
 
-def test_the_end_does_not_wait_for_a_collector_that_takes_nothing(
+def test_close_does_not_wait_for_an_unavailable_collector(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Beyond the limit the last spans are given up, which the log tells."""
+    """After `limit_s` the remaining spans are dropped, which is logged."""
     with collecting(monkeypatch, full=True) as (collector, traces):
         Bench(traces=traces).with_pods(A).router.route(REQUEST, 0.0)
         traces.close(limit_s=0.1)
-    # Left to itself it asks four times, the last time 7 s after the first.
-    assert collector.asked < 4
-    assert "did not take the last spans within 0.1 s" in caplog.text
+    # Without the limit the library makes four calls, the last one 7 s after the first.
+    assert collector.calls < 4
+    assert "trace export timed out, last spans are lost: timeout_s=0.1" in caplog.text

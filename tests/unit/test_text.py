@@ -1,4 +1,4 @@
-"""Text assembly of generated tokens: decoding, stop strings and minimum length."""
+"""model_server.text: decoding that ends where it should, and stop strings that never show."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_server.openai.generation import StopStrings, TextAssembler
-from model_server.requests import FinishReason, TokenOutput
+from model_server.requests import EngineCoreOutput, FinishReason
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 
 @cache
 def tokenizer() -> PromptTokenizer:
-    """Return the packaged tokenizer."""
+    """The packaged tokenizer."""
     return PromptTokenizer.from_directory(TINY_DIRECTORY)
 
 
-def output(ids: list[int], reason: FinishReason | None = None, cached_tokens: int = 0) -> TokenOutput:
-    """Return one output of the engine."""
-    return TokenOutput("r", tuple(ids), reason, cached_tokens)
+def output(ids: list[int], reason: FinishReason | None = None, cached_tokens: int = 0) -> EngineCoreOutput:
+    """One output of the engine."""
+    return EngineCoreOutput("r", tuple(ids), reason, cached_tokens)
 
 
 def shown(assembler: TextAssembler, ids: list[int], reason: FinishReason = "length") -> str:
-    """Return the text after adding ids one by one."""
+    """The text after ids came one by one."""
     text = ""
     for at, token_id in enumerate(ids):
         delta = assembler.push(output([token_id], reason if at == len(ids) - 1 else None))
@@ -40,8 +40,8 @@ STOP = st.text("ab", min_size=1, max_size=4)
 
 
 @given(pieces=PIECES, stops=st.lists(STOP, max_size=3))
-def test_stop_strings_work_across_pieces(pieces: list[str], stops: list[str]) -> None:
-    """The text ends before the first complete stop string, however it is split into pieces."""
+def test_stop_strings_cut_as_if_the_text_had_come_whole(pieces: list[str], stops: list[str]) -> None:
+    """However a text is split, what is shown ends before the stop string that is complete first."""
     finder = StopStrings(tuple(stops))
     text = ""
     for piece in pieces:
@@ -58,7 +58,7 @@ def test_stop_strings_work_across_pieces(pieces: list[str], stops: list[str]) ->
 
 @given(pieces=PIECES, stop=STOP)
 def test_no_more_is_held_back_than_could_match(pieces: list[str], stop: str) -> None:
-    """Text is held back only if it is a prefix of the stop string."""
+    """What is not shown yet is always the beginning of the stop string."""
     finder = StopStrings((stop,))
     seen = text = ""
     for piece in pieces:
@@ -70,14 +70,14 @@ def test_no_more_is_held_back_than_could_match(pieces: list[str], stop: str) -> 
 
 
 @given(st.text(max_size=30))
-def test_any_text_is_unchanged(text: str) -> None:
-    """Tokens of any text, added one by one, give that text."""
+def test_any_text_comes_out_as_it_was(text: str) -> None:
+    """Tokens of any text, one by one, give that text."""
     ids = tokenizer().encode(text)
     assert shown(TextAssembler(tokenizer()), ids) == tokenizer().decode(ids)
 
 
 def test_a_stop_token_counts_but_is_not_shown() -> None:
-    """A stop token counts as generated but has no text."""
+    """The token that ended generation is generated text only in the count."""
     ids = tokenizer().encode("some words")
     assembler = TextAssembler(tokenizer(), stop_token_ids=frozenset({ids[-1]}))
     delta = assembler.push(output(ids, "stop", cached_tokens=16))
@@ -86,15 +86,15 @@ def test_a_stop_token_counts_but_is_not_shown() -> None:
     assert (assembler.completion_tokens, assembler.cached_tokens) == (len(ids), 16)
 
 
-def test_end_of_sequence_has_no_stop_reason() -> None:
-    """An end by EOS has no stop reason."""
+def test_end_of_sequence_is_no_stop_reason() -> None:
+    """A regular end names no reason."""
     eos = min(tokenizer().eos_token_ids)
     delta = TextAssembler(tokenizer()).push(output([eos], "stop"))
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("", "stop", None)
 
 
 def test_a_stop_string_ends_before_the_rest_of_its_step() -> None:
-    """Tokens after a stop string, in the same output or later, are neither shown nor counted."""
+    """Tokens behind the match, in the same output or later, are neither shown nor counted."""
     ids = tokenizer().encode("one two three four five")
     assembler = TextAssembler(tokenizer(), stop_strings=(" three",))
     delta = assembler.push(output(ids))
@@ -105,14 +105,14 @@ def test_a_stop_string_ends_before_the_rest_of_its_step() -> None:
 
 @pytest.mark.parametrize("reason", ["length", "stop"])
 def test_text_held_back_is_shown_at_the_end(reason: FinishReason) -> None:
-    """An incomplete stop string at the end is part of the text."""
+    """The beginning of a stop string that never completes is part of the answer."""
     ids = tokenizer().encode("one two thr")
     ends = [*ids, min(tokenizer().eos_token_ids)] if reason == "stop" else ids
     assert shown(TextAssembler(tokenizer(), stop_strings=("three",)), ends, reason) == "one two thr"
 
 
 def test_min_tokens_hides_early_stop_strings() -> None:
-    """A stop string within the first `min_tokens` tokens is ignored."""
+    """A stop string within the first `min_tokens` tokens does not count."""
     ids = tokenizer().encode("stop and stop again")
     first = len(tokenizer().encode("stop"))
     assert shown(TextAssembler(tokenizer(), stop_strings=("stop",)), ids) == ""

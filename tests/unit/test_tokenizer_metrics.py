@@ -1,4 +1,4 @@
-"""How tokenizers encode, as their metrics are read."""
+"""Tests of the tokenizers' metrics."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from router.observe.metrics import TokenizerCollector
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 
-def test_metrics_tell_which_library_encodes() -> None:
-    """A model whose tokenizer the fast library refuses is told apart; comparisons are counted."""
-    refused = Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
-    refused.normalizer = normalizers.NFKC()
+def test_metrics_show_the_encoding_library() -> None:
+    """The metrics show per model whether fastokens encodes, and count its comparisons and mismatches."""
+    unsupported = Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
+    unsupported.normalizer = normalizers.NFKC()
     tokenizers = {
         "fast": PromptTokenizer.from_directory(TINY_DIRECTORY),
-        "slow": PromptTokenizer(refused, None, frozenset()),
+        "slow": PromptTokenizer(unsupported, None, frozenset()),
     }
     registry = CollectorRegistry()
     registry.register(TokenizerCollector(tokenizers))

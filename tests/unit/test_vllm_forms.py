@@ -1,4 +1,4 @@
-"""Unusual request shapes: the same results as recorded from vLLM 0.32's classes."""
+"""Unusual requests, compared with the recorded results of vLLM 0.32's own classes."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{
         (BY_PARTS + "{% for m in messages %}{% for a, b in m.content %}{% endfor %}{% endfor %}", True),
     ],
 )
-def test_a_template_that_vllm_cannot_analyze_gets_texts(source: str, takes_parts: bool) -> None:
-    """A template that assigns messages or parts to other than plain names receives texts, as in vLLM."""
+def test_a_template_with_an_unrecognized_loop_gets_text(source: str, takes_parts: bool) -> None:
+    """A template whose message loop vLLM does not recognize gets content as text."""
     assert ChatTemplate(source, {}).wants_parts is takes_parts
 
 
 def text_of(source: str, api: str, body: dict[str, Any]) -> str:
-    """Return the rendered text of a request."""
+    """Render a request with a template that prints its variables."""
     tokenizer = tokenizer_for(source)
     request = http_request("r", api, json.dumps({"model": "m", **body}).encode())
     tokens = TokenizerRegistry({"m": tokenizer}).prompt_tokens(request, "m")
@@ -68,8 +68,8 @@ def text_of(source: str, api: str, body: dict[str, Any]) -> str:
         ([{"role": "tool", "content": "", "tool_call_id": "c"}], "tool:#c;"),
     ],
 )
-def test_a_message_is_rendered_as_by_vllm(messages: list[dict[str, Any]], shown: str) -> None:
-    """A part keeps fields unknown to vLLM, and a tool result without a call id has none."""
+def test_a_message_is_rendered_with_vllms_fields(messages: list[dict[str, Any]], shown: str) -> None:
+    """Unknown fields of a part are kept, and a tool result without a call has no name."""
     assert text_of(SHOWN, "/v1/chat/completions", {"messages": messages}) == shown
 
 
@@ -82,15 +82,15 @@ def test_a_message_is_rendered_as_by_vllm(messages: list[dict[str, Any]], shown:
         ({"tools": [], "chat_template_kwargs": {"tools": [{}, {}]}}, "user:a;tools 2"),
     ],
 )
-def test_a_template_receives_an_anthropic_requests_empty_tools(fields: dict[str, Any], shown: str) -> None:
-    """Unlike in a chat, an Anthropic request's empty list of tools reaches the template."""
+def test_a_template_sees_an_anthropic_requests_empty_tools(fields: dict[str, Any], shown: str) -> None:
+    """Unlike for chats, an empty list of tools differs from no tools."""
     source = SHOWN.replace("{% for p in m.content %}{{ p | tojson }}{% endfor %}", "{{ m.content }}")
     body = {"max_tokens": 1, "messages": [USER], **fields}
     assert text_of(source, "/v1/messages", body) == shown
 
 
-def test_an_answer_with_id_and_status_must_have_parts() -> None:
-    """An answer with id and status but a text as content is unsupported, because vLLM expects parts."""
+def test_text_in_place_of_response_parts_is_treated_as_by_vllm() -> None:
+    """Text where a response has parts is rendered without parts or rejected, as by vLLM."""
     source = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     answer = {"type": "message", "role": "assistant", "id": "m1", "status": "completed", "content": ""}
     registry = TokenizerRegistry({"m": tokenizer_for(source)})
@@ -104,7 +104,7 @@ def test_an_answer_with_id_and_status_must_have_parts() -> None:
 
 @pytest.mark.parametrize("content", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
 def test_an_anthropic_request_may_begin_with_its_system_message(content: object) -> None:
-    """A leading system message without `system` is supported; later ones depend on the release."""
+    """A leading system message without a `system` field is accepted; elsewhere the request goes by load."""
     source = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
     system = {"role": "system", "content": content}
     body = {"max_tokens": 1, "messages": [system, USER]}
@@ -123,8 +123,8 @@ def test_an_anthropic_request_may_begin_with_its_system_message(content: object)
 
 @pytest.mark.parametrize("value", [1, 0, 1.0, "yes", "FALSE", "off"])
 @pytest.mark.parametrize("name", ["add_generation_prompt", "add_special_tokens", "continue_final_message"])
-def test_a_flag_that_engines_accept_is_not_the_clients_fault(name: str, value: object) -> None:
-    """A flag that vLLM accepts as boolean is unsupported; any other value is rejected."""
+def test_a_flag_that_vllm_accepts_is_not_rejected(name: str, value: object) -> None:
+    """Flag values that vLLM reads as a boolean go by load; only others are rejected."""
     with pytest.raises(UnsupportedPromptError):
         chat_prompt({"messages": [USER], name: value}, tokenizer_for(BY_PARTS))
     for wrong in (2, "maybe", [], {}):
@@ -133,8 +133,8 @@ def test_a_flag_that_engines_accept_is_not_the_clients_fault(name: str, value: o
         assert not isinstance(caught.value, UnsupportedPromptError)
 
 
-def test_arguments_with_a_lone_surrogate_are_unsupported() -> None:
-    """Arguments with a lone surrogate are unsupported: engines fail only if the template uses them."""
+def test_arguments_with_a_lone_surrogate_are_not_rejected() -> None:
+    """Lone surrogates in tool arguments go by load: engines reject them only if the template prints them."""
     message = {"role": "assistant", "content": "a", "tool_calls": [CALL]}
     with pytest.raises(UnsupportedPromptError):
         chat_prompt({"messages": [message]}, tokenizer_for(BY_PARTS))

@@ -1,4 +1,4 @@
-"""Prompts recorded from vLLM: bodies of four APIs with the text or ids of its own classes."""
+"""Prompts compared with the recorded text or token ids of the real vLLM, for four APIs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 @cache
 def without_template() -> PromptTokenizer:
-    """Return the vectors' tokenizer."""
+    """Return the tokenizer of the recorded cases."""
     tokenizer = Tokenizer.from_str(tekken().to_str())
     bos = tokenizer.token_to_id("<s>")
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
@@ -37,7 +37,7 @@ def without_template() -> PromptTokenizer:
 
 @cache
 def model(template: str) -> PromptTokenizer:
-    """Return the vectors' tokenizer with one of their templates."""
+    """Return the recorded cases' tokenizer with one of their templates."""
     # A copy, because loading the vocabulary takes seconds.
     tokenizer = copy.copy(without_template())
     tokenizer.chat_template = ChatTemplate(VECTORS["templates"][template], SPECIAL_TOKENS)
@@ -45,7 +45,7 @@ def model(template: str) -> PromptTokenizer:
 
 
 def prompts(case: dict[str, Any]) -> list[list[int]]:
-    """Return our ids of a case's prompts."""
+    """Return the router's token ids of a case's prompts."""
     tokenizer, body = model(case["template"]), case["body"]
     limits = PromptLimits(context_tokens=case.get("context_tokens"))
     if case["api"] == "completions":
@@ -59,15 +59,15 @@ def prompts(case: dict[str, Any]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("case", VECTORS["cases"], ids=[case["name"] for case in VECTORS["cases"]])
-def test_a_prompt_equals_vllms(case: dict[str, Any]) -> None:
-    """Each recorded body has vLLM's prompt, for all templates."""
+def test_a_prompt_is_the_one_that_vllm_makes(case: dict[str, Any]) -> None:
+    """The router and our engine produce vLLM's prompt for every recorded template and body."""
     tokenizer = model(case["template"])
     expected = case.get("ids") or [tokenizer.encode(case["text"], add_special_tokens=False)]
     assert prompts(case) == expected
 
 
-def test_cached_messages_work_with_developer_messages() -> None:
-    """A continued conversation with cached messages has the ids of the whole, for all roles."""
+def test_a_developer_message_in_a_known_conversation_has_vllms_ids() -> None:
+    """A turn appended to a known conversation gets the ids of the whole, whatever the message's role."""
     system, user, answer, developer = (
         {"role": role, "content": f"{role} says"} for role in ("system", "user", "assistant", "developer")
     )
@@ -79,8 +79,8 @@ def test_cached_messages_work_with_developer_messages() -> None:
         assert chat_prompt(raw, known).tolist() == chat_prompt(body, known).tolist()
 
 
-def test_a_suffix_is_unsupported() -> None:
-    """A suffix is unsupported, because vLLM renders it by code for some models and rejects it for others."""
+def test_a_suffix_is_placed_as_by_vllm() -> None:
+    """A completion with `suffix` gets vLLM's text for models with such code, and is rejected for others."""
     with pytest.raises(UnsupportedPromptError):
         completion_prompts({"prompt": "a", "suffix": "b"}, model("llama"))
     assert completion_prompts({"prompt": "a", "suffix": None}, model("llama"))
@@ -89,7 +89,7 @@ def test_a_suffix_is_unsupported() -> None:
 def from_directory(
     directory: Path, settings: dict[str, Any], config: dict[str, Any], library: Tokenizer | None = None
 ) -> PromptTokenizer:
-    """Load a model with these settings, by default with a small tokenizer."""
+    """Load a model with these settings and a small tokenizer unless another is given."""
     if library is None:
         library = Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
         library.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
@@ -108,7 +108,7 @@ PARTS = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "t
 
 @pytest.mark.parametrize("in_files", [True, False])
 def test_chats_with_tools_have_their_own_template(tmp_path: Path, in_files: bool) -> None:
-    """A model's tool template renders chats with tools, with contents in its own form."""
+    """A model's second template is used for chats with tools, with its own content format."""
     if in_files:
         (tmp_path / "chat_template.jinja").write_text(TWO_TEMPLATES["default"])
         (tmp_path / "additional_chat_templates").mkdir()
@@ -122,7 +122,7 @@ def test_chats_with_tools_have_their_own_template(tmp_path: Path, in_files: bool
 
 
 def test_a_template_knows_the_models_own_special_tokens(tmp_path: Path) -> None:
-    """A model's extra special tokens are template variables, as in transformers."""
+    """Special tokens of the model are template variables by name, as in transformers."""
     settings = {
         "chat_template": "{{ image_token }}{{ other_token }}{{ bos_token }}",
         "extra_special_tokens": {"image_token": "[INST]", "other_token": {"content": "[/INST]"}},
@@ -133,8 +133,8 @@ def test_a_template_knows_the_models_own_special_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [{"model_type": "gpt_oss"}, {"architectures": ["DeepseekV32ForCausalLM"]}])
-def test_models_rendered_by_code_have_no_template(tmp_path: Path, config: dict[str, Any]) -> None:
-    """Chats of models that vLLM renders by code are unsupported, even if they have a template."""
+def test_a_chat_rendered_by_vllms_code_has_no_ids(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Where vLLM renders a chat by code instead of a template, its ids are unknown."""
     settings = {"chat_template": TWO_TEMPLATES["default"]}
     with pytest.raises(UnsupportedPromptError):
         chat_prompt({"messages": PARTS}, from_directory(tmp_path, settings, config))
@@ -153,8 +153,10 @@ def test_models_rendered_by_code_have_no_template(tmp_path: Path, config: dict[s
         ([], False),
     ],
 )
-def test_chats_of_mistral_common_are_unsupported(tmp_path: Path, names: list[str], is_theirs: bool) -> None:
-    """Chats are unsupported exactly if vLLM uses mistral-common for the model."""
+def test_a_chat_rendered_by_mistral_common_has_no_ids(
+    tmp_path: Path, names: list[str], is_theirs: bool
+) -> None:
+    """Where vLLM uses mistral-common a chat's ids are unknown; otherwise they are known."""
     for name in names:
         (tmp_path / name).touch()
     settings = {"chat_template": TWO_TEMPLATES["default"]}
@@ -168,12 +170,12 @@ def test_chats_of_mistral_common_are_unsupported(tmp_path: Path, names: list[str
 
 
 def test_a_text_has_mistral_commons_ids(tmp_path: Path) -> None:
-    """Texts have mistral-common's ids, except if they are truncated or contain special tokens."""
+    """Tekken texts have mistral-common's ids; truncated texts and other inputs have none."""
     (tmp_path / "tekken.json").touch()
     ours = from_directory(tmp_path, {}, {}, tekken())
     theirs = Tekkenizer.from_file(TEKKEN)
     for text in ("", "The sky is  blue.\n\n", " é 😀 1234567", "a [INST ] b"):
-        # In the vectors' tokenizer special tokens have the highest ids.
+        # In this tokenizer special tokens come after all others.
         ids = [theirs.num_special_tokens + at for at in ours.encode(text, add_special_tokens=False)]
         assert ids == theirs.encode(text, bos=False, eos=False)
         for fields in ({"prompt": f"{text}[INST]"}, {"prompt": text, "truncate_prompt_tokens": 1}):
@@ -181,8 +183,8 @@ def test_a_text_has_mistral_commons_ids(tmp_path: Path) -> None:
                 completion_prompts(fields, ours)
 
 
-def test_texts_of_sentencepiece_models_are_unsupported(tmp_path: Path) -> None:
-    """Texts of models with Mistral's sentencepiece tokenizer are unsupported; given ids are kept."""
+def test_a_sentencepiece_text_has_no_ids(tmp_path: Path) -> None:
+    """Texts of older SentencePiece models have no ids; token ids given by the client are kept."""
     (tmp_path / "tokenizer.model.v3").touch()
     ours = from_directory(tmp_path, {}, {})
     with pytest.raises(UnsupportedPromptError):

@@ -1,4 +1,4 @@
-"""A plain gRPC service of bytes, on any transport."""
+"""Plain gRPC echo service on any transport."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
 SERVICE = "kvroute.test.Plain"
-# Who serves calls: their connection's own thread, or the server's other threads.
+# Threads that serve calls: the connection's own, or the server's pool.
 TRANSPORTS = ("native", "threads")
 MESSAGE_BYTES_MAX = 9 << 20
-# All kinds of calls.
+# Kinds of calls.
 METHODS = ("unary", "server_stream", "exchange")
 
 
 def path(method: str) -> str:
-    """A method's path."""
+    """Return a method's path."""
     return f"/{SERVICE}/{method}"
 
 
 @dataclass
 class Plain:
-    """Servicer of all kinds of calls; a request that names an attack or an oddity gets it.
+    """Servicer of all kinds of calls; a request may name a fault that the servicer then performs.
 
     Attributes:
-        released: Set by a test to let go the calls that "hold" keeps.
-        entered: Counts the calls that hold.
-        ended: Callbacks that were called.
-        exchanges: All that were opened.
-        orders: More that a request may name, with what is to be done.
+        released: Set by a test to release calls that are blocked by "hold".
+        entered: Number of calls blocked by "hold".
+        ended: Callbacks that have run.
+        exchanges: All exchanges opened so far.
+        orders: Further faults that a request may name, with their functions.
     """
 
     released: threading.Event = field(default_factory=threading.Event)
@@ -46,17 +46,17 @@ class Plain:
     orders: dict[str, Callable[[bytes, grpc.ServicerContext], bytes]] = field(default_factory=dict)
 
     def unary(self, request: bytes, context: grpc.ServicerContext) -> bytes:
-        """Echoes."""
+        """Echo the request."""
         return self._obey(request, context)
 
     def server_stream(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Echoes as often as the request's first number says."""
+        """Echo as often as the request's first number says."""
         count, _, rest = request.partition(b" ")
         for _ in range(int(count)):
             yield self._obey(rest, context)
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        """The methods, with messages that are bytes; one beginning with "unreadable" cannot be parsed."""
+        """Return handlers for messages of bytes; a message that starts with "unreadable" cannot be parsed."""
         kinds = {
             "unary": grpc.unary_unary_rpc_method_handler,
             "server_stream": grpc.unary_stream_rpc_method_handler,
@@ -64,7 +64,7 @@ class Plain:
         return {name: make(getattr(self, name), _parse, _written) for name, make in kinds.items()}
 
     def add_to(self, server: Any) -> None:
-        """Serves this."""
+        """Register the service."""
         server.add_registered_method_handlers(SERVICE, self.handlers())
         server.add_exchange(path("exchange"), ExchangeMethod(self._exchange, _parse, _written))
 
@@ -112,7 +112,7 @@ class Plain:
 
 
 class Echo:
-    """An exchange that echoes; it notices whoever uses it at the same time as another, or after its end."""
+    """Exchange that echoes; it records concurrent use and use after close()."""
 
     def __init__(self, plain: Plain, stream: ExchangeCall) -> None:
         self._plain = plain
@@ -123,7 +123,7 @@ class Echo:
         self.faults: list[str] = []
 
     def answers(self, message: bytes) -> Iterator[bytes]:
-        """Echoes; "finish" ends the stream, "stuck" keeps its thread, behind "route" nothing does."""
+        """Echo; "finish" ends the stream, "stuck" blocks its thread, and after "route" nothing blocks."""
         if not self._within.acquire(blocking=False) or self.closes:
             self.faults.append("used by two, or after its end")
         try:
@@ -139,11 +139,11 @@ class Echo:
         yield message
 
     def last(self) -> tuple[()]:
-        """Says nothing."""
+        """Return no responses."""
         return ()
 
     def close(self) -> None:
-        """Counts."""
+        """Count the call."""
         self.closes += 1
         if not self._within.acquire(blocking=False):
             self.faults.append("closed while in use")
@@ -165,24 +165,24 @@ def _written(message: bytes) -> bytes:
 
 @dataclass
 class Served:
-    """A served Plain."""
+    """Running server of a Plain service."""
 
     plain: Plain
     server: GrpcServer
 
     @property
     def address(self) -> str:
-        """Of the server."""
+        """Return the server's address."""
         return f"127.0.0.1:{self.server.port}"
 
     def channel(self, **options: int) -> grpc.Channel:
-        """A connection of its own, which takes and gives large messages."""
+        """Open a connection of its own that allows large messages."""
         more = [(f"grpc.{name}", value) for name, value in options.items()]
         sizes = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
         return grpc.insecure_channel(self.address, [("grpc.use_local_subchannel_pool", 1), *sizes, *more])
 
     def assert_sound(self) -> None:
-        """A new client is served, and nothing is left of the ones before it."""
+        """Check that a new client is served and nothing of earlier ones is left."""
         self._await_idle()
         with self.channel() as channel:
             assert caller(channel, "unary")(b"sound", timeout=TIMEOUT_S) == b"sound"
@@ -193,13 +193,13 @@ class Served:
         assert not [fault for one in exchanges for fault in one.faults]
 
     def _await_idle(self) -> None:
-        # A connection's last calls may begin after all that a test has seen of it.
+        # The last calls of a connection may start after everything that a test saw of it.
         wait_until(lambda: self.server.connections == 0, "no connections are left")
         wait_until(lambda: self.server.open_calls == 0, "no calls are left")
 
 
 def caller(channel: grpc.Channel, method: str) -> Any:
-    """A method of Plain on a channel; messages are bytes."""
+    """Return a method of Plain on a channel; messages are bytes."""
     kinds = {
         "unary": channel.unary_unary,
         "server_stream": channel.unary_stream,
@@ -210,7 +210,7 @@ def caller(channel: grpc.Channel, method: str) -> Any:
 
 @contextmanager
 def serving(transport: str, *, threads: int = 32, requests_max: int = 256, **more: Any) -> Iterator[Served]:
-    """Plain on a free port."""
+    """Serve Plain on a free port."""
     plain = Plain()
     inline: dict[str, dict[str, int]] = {
         "native": {path("unary"): 1 << 16, path("exchange"): 1 << 16},

@@ -1,4 +1,4 @@
-"""The router's doors on a real gRPC server, and an Envoy-like client of their streams."""
+"""The router's gRPC services on a real server, and an Envoy-like client of ext_proc streams."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
-from router.doors.access_log import AccessLogDoor
-from router.doors.ext_authz import CheckDoor
-from router.doors.ext_proc import ExtProcDoor, ExtProcOptions
-from router.doors.ext_proc_forms import OwnForm
+from router.doors.access_log import AccessLogService
+from router.doors.ext_authz import ExtAuthzService
+from router.doors.ext_proc import ExtProcOptions, ExtProcService
+from router.doors.ext_proc_dialects import NativeDialect
 from router.doors.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE
-from router.doors.pick import PickDoor
+from router.doors.pick import EndpointPickerService
 from router.h2 import GrpcServer
 from router.prompts.body_guard import BodyGuard
 from tests.unit.router_support import Bench
@@ -29,30 +29,30 @@ TIMEOUT_S = 300.0
 
 
 @dataclass
-class Doors:
-    """A served bench.
+class ServedBench:
+    """The running services of a bench.
 
     Attributes:
         address: "ip:port" of the server.
-        distrusted: Pods that the access log complained about.
+        failed_connections: Pods that the access log reported as unreachable: address and reason.
     """
 
     bench: Bench
     channel: grpc.Channel
     address: str
-    distrusted: list[tuple[str, str]] = field(default_factory=list)
+    failed_connections: list[tuple[str, str]] = field(default_factory=list)
 
     def stream(self) -> Stream:
-        """Opens an ext_proc stream."""
+        """Open an ext_proc stream."""
         return Stream(pb_grpc.ExternalProcessorStub(self.channel))
 
     def exchange(self, *messages: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
-        """Sends messages, closes, and collects every answer."""
+        """Send messages, close the stream and return all responses."""
         stub = pb_grpc.ExternalProcessorStub(self.channel)
         return list(stub.Process(iter(messages), timeout=TIMEOUT_S))
 
 
-# Who serves the doors of a test (see `each_transport`), and what of them on the connection's own thread.
+# Whether calls run inline on their connection's thread or on other threads (see `each_transport`).
 _transport: ContextVar[str] = ContextVar("transport", default="native")
 _PATHS = (
     f"/{EXT_PROC_SERVICE}/Process",
@@ -68,7 +68,7 @@ INLINE: dict[str, dict[str, int]] = {
 
 @contextmanager
 def served_by(name: str) -> Iterator[None]:
-    """All listeners made meanwhile are of this transport: "native" or "threads"."""
+    """Run all listeners created in this context in the given mode: "native" (inline) or "threads"."""
     token = _transport.set(name)
     try:
         yield
@@ -77,30 +77,30 @@ def served_by(name: str) -> Iterator[None]:
 
 
 def transport() -> str:
-    """Who serves now."""
+    """Return the current mode: "native" or "threads"."""
     return _transport.get()
 
 
 @contextmanager
-def doors(
+def serving(
     bench: Bench,
     options: ExtProcOptions | None = None,
     *,
     threads: int = 80,
     guard: BodyGuard | None = None,
     tls: Callable[[], ssl.SSLContext] | None = None,
-    form: OwnForm | None = None,
+    dialect: NativeDialect | None = None,
     message_bytes_max: int = 8 << 20,
-) -> Iterator[Doors]:
-    """Serves a bench on a free port; ext_proc answers in the router's own form unless another is made."""
-    distrusted: list[tuple[str, str]] = []
+) -> Iterator[ServedBench]:
+    """Serve a bench on a free port, with ext_proc in the native dialect unless another is given."""
+    failed_connections: list[tuple[str, str]] = []
     guard = guard or BodyGuard()
     options = options or ExtProcOptions()
-    form = form or OwnForm(router=bench.router, guard=guard, metrics=bench.metrics)
-    ext_proc = ExtProcDoor(form, bench.outcomes, options)
-    check = CheckDoor(bench.router, guard, bench.metrics, options.max_request_bytes)
-    picks = PickDoor(bench.router, bench.outcomes, bench.metrics, bench.pods)
-    logs = AccessLogDoor(bench.outcomes, bench.metrics, lambda pod, why: distrusted.append((pod, why)))
+    dialect = dialect or NativeDialect(router=bench.router, guard=guard, metrics=bench.metrics)
+    ext_proc = ExtProcService(dialect, bench.lifecycle, options)
+    check = ExtAuthzService(bench.router, guard, bench.metrics, options.max_request_bytes)
+    picks = EndpointPickerService(bench.router, bench.lifecycle, bench.metrics, bench.pods)
+    logs = AccessLogService(bench.lifecycle, bench.metrics, lambda *report: failed_connections.append(report))
     server = GrpcServer(
         "--grpc-port",
         "127.0.0.1",
@@ -121,13 +121,13 @@ def doors(
     try:
         address = f"127.0.0.1:{server.port}"
         with grpc.insecure_channel(address) as channel:
-            yield Doors(bench, channel, address, distrusted)
+            yield ServedBench(bench, channel, address, failed_connections)
     finally:
         server.close()
 
 
 class Stream:
-    """One ext_proc stream, message by message."""
+    """Client of one ext_proc stream, message by message."""
 
     def __init__(self, stub: pb_grpc.ExternalProcessorStub) -> None:
         self._outgoing: SimpleQueue[pb.ProcessingRequest | None] = SimpleQueue()
@@ -135,32 +135,32 @@ class Stream:
 
     @property
     def is_open(self) -> bool:
-        """Whether neither side has ended it."""
+        """Whether neither side has closed the stream."""
         return bool(self._call.is_active())
 
     def send(self, *messages: pb.ProcessingRequest) -> None:
-        """Sends without waiting."""
+        """Send messages without waiting for responses."""
         for message in messages:
             self._outgoing.put(message)
 
     def receive(self) -> pb.ProcessingResponse:
-        """The next answer."""
+        """Return the next response."""
         answer: pb.ProcessingResponse = next(self._call)
         return answer
 
     def rest(self) -> list[pb.ProcessingResponse]:
-        """Closes our side and collects what still comes."""
+        """Close the client's side and return the remaining responses."""
         self._outgoing.put(None)
         return list(self._call)
 
     def cancel(self) -> None:
-        """Resets the stream."""
+        """Reset the stream."""
         self._call.cancel()
         self._outgoing.put(None)
 
 
 def wait_until(condition: Any, what: str) -> None:
-    """Waits for a condition that another thread brings about."""
+    """Wait until `condition` returns true, or fail after 300 s."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {TIMEOUT_S:.0f} s: {what}"
@@ -170,7 +170,7 @@ def wait_until(condition: Any, what: str) -> None:
 def headers(
     *, end: bool = False, config: tuple[int, int] | None = None, **values: str
 ) -> pb.ProcessingRequest:
-    """A request_headers message; underscores in names are hyphens, `path` is `:path`."""
+    """Build a request_headers message; underscores in names become hyphens, `path` becomes `:path`."""
     message = pb.ProcessingRequest(request_headers=pb.HttpHeaders(end_of_stream=end))
     _fill(message.request_headers, values)
     if config is not None:
@@ -180,7 +180,7 @@ def headers(
 
 
 def body(data: bytes, *, end: bool = True, subset: Sequence[str] | None = None) -> pb.ProcessingRequest:
-    """A request_body message, with the gateway's subset hint if given."""
+    """Build a request_body message, with the gateway's subset hint if given."""
     message = pb.ProcessingRequest(request_body=pb.HttpBody(body=data, end_of_stream=end))
     if subset is not None:
         hint = {"x-gateway-destination-endpoint-subset": list(subset)}
@@ -189,19 +189,19 @@ def body(data: bytes, *, end: bool = True, subset: Sequence[str] | None = None) 
 
 
 def response_headers(*, end: bool = False, **values: str) -> pb.ProcessingRequest:
-    """A response_headers message."""
+    """Build a response_headers message."""
     message = pb.ProcessingRequest(response_headers=pb.HttpHeaders(end_of_stream=end))
     _fill(message.response_headers, values)
     return message
 
 
 def response_body(data: bytes, *, end: bool) -> pb.ProcessingRequest:
-    """A response_body message."""
+    """Build a response_body message."""
     return pb.ProcessingRequest(response_body=pb.HttpBody(body=data, end_of_stream=end))
 
 
 def set_headers(answer: pb.ProcessingResponse) -> dict[str, str]:
-    """The headers that an answer sets, whichever message it answers."""
+    """Return the headers that a response sets, whichever message it responds to."""
     match answer.WhichOneof("response"):
         case "request_headers":
             mutation = answer.request_headers.response.header_mutation
@@ -217,7 +217,7 @@ def set_headers(answer: pb.ProcessingResponse) -> dict[str, str]:
 def streamed_bytes(
     answers: Sequence[pb.ProcessingResponse], phase: str = "request_body"
 ) -> tuple[bytes, list[bool]]:
-    """The joined streamed body of a phase's answers, and each one's end_of_stream."""
+    """Return the joined body of streamed responses, and each response's end_of_stream."""
     chunks = [getattr(answer, phase).response.body_mutation.streamed_response for answer in answers]
     return b"".join(chunk.body for chunk in chunks), [chunk.end_of_stream for chunk in chunks]
 

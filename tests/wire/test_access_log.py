@@ -1,4 +1,4 @@
-"""Envoy's access log service over real gRPC: joins by request id, failures, strange entries."""
+"""Envoy's access log service over real gRPC: joins by request id, failures, unusual entries."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
 
 from indexer import PodMatches
-from router.feedback.lifecycle import Heard
+from router.feedback.lifecycle import RequestReport
 from tests.unit.router_support import Bench, completion, ready_pod
-from tests.wire.router_wire_support import TIMEOUT_S, Doors, doors
+from tests.wire.router_wire_support import TIMEOUT_S, ServedBench, serving
 
 pytestmark = pytest.mark.usefixtures("each_transport")
 
@@ -23,7 +23,7 @@ A = ready_pod("10.0.0.1:8000")
 
 
 def entry(request_id: str = "r", code: int = 200, **common: object) -> accesslog_pb2.HTTPAccessLogEntry:
-    """An entry as Envoy writes it at a response's end."""
+    """Build an entry as Envoy writes it at the end of a response."""
     made = accesslog_pb2.HTTPAccessLogEntry(
         common_properties=accesslog_pb2.AccessLogCommon(**common),
         request=accesslog_pb2.HTTPRequestProperties(request_id=request_id, request_body_bytes=100),
@@ -32,8 +32,8 @@ def entry(request_id: str = "r", code: int = 200, **common: object) -> accesslog
     return made
 
 
-def send(served: Doors, *entries: accesslog_pb2.HTTPAccessLogEntry) -> None:
-    """Sends each entry as a message of one stream and waits for the stream's end."""
+def send(served: ServedBench, *entries: accesslog_pb2.HTTPAccessLogEntry) -> None:
+    """Send each entry as a message of one stream and wait for the stream's end."""
     messages = [
         als_pb2.StreamAccessLogsMessage(
             http_logs=als_pb2.StreamAccessLogsMessage.HTTPAccessLogEntries(log_entry=[entry])
@@ -44,14 +44,14 @@ def send(served: Doors, *entries: accesslog_pb2.HTTPAccessLogEntry) -> None:
 
 
 def in_flight() -> Bench:
-    """A bench with one request in flight."""
+    """Return a bench with one request in flight."""
     bench = Bench().with_pods(A)
     bench.router.route(completion("r", "hello"), 0.0)
     return bench
 
 
 def flags(**values: bool) -> accesslog_pb2.ResponseFlags:
-    """Response flags."""
+    """Build response flags."""
     return accesslog_pb2.ResponseFlags(**values)
 
 
@@ -67,22 +67,22 @@ def flags(**values: bool) -> accesslog_pb2.ResponseFlags:
     ],
 )
 def test_an_entry_ends_its_request(logged: accesslog_pb2.HTTPAccessLogEntry, outcome: str) -> None:
-    """A finished request is done, or failed where the answer was an error or not whole."""
+    """An entry ends its request as done, or as failed if the response was an error or incomplete."""
     bench = in_flight()
-    with doors(bench) as served:
+    with serving(bench) as served:
         send(served, logged)
     assert len(bench.ledger) == 0
     assert bench.sample("kvroute_router_request_ends_total", source="access_log", outcome=outcome) == 1
 
 
 def test_an_id_that_is_not_utf8_ends_its_request_and_harms_no_other() -> None:
-    """A client's request id of any bytes joins its own request, and the entries beside it are not lost."""
+    """A request id with invalid UTF-8 is joined, and other entries of its batch are kept."""
     bench = Bench().with_pods(A)
     for request_id in ("other", b"caf\xe9".decode("utf-8", "replace")):
         bench.router.route(completion(request_id, "hello"), 0.0)
     # Envoy writes the id into both fields.
     strange = entry("caf?", stream_id="caf?")
-    with doors(bench) as served:
+    with serving(bench) as served:
         logs = als_pb2.StreamAccessLogsMessage.HTTPAccessLogEntries(log_entry=[strange, entry("other")])
         batch = als_pb2.StreamAccessLogsMessage(http_logs=logs).SerializeToString()
         call = served.channel.stream_unary("/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs")
@@ -92,9 +92,9 @@ def test_an_id_that_is_not_utf8_ends_its_request_and_harms_no_other() -> None:
 
 
 def test_entries_that_join_nothing_are_counted() -> None:
-    """Unknown ids, missing ids and entries of unfinished requests end nothing."""
+    """Entries with unknown or missing ids and of unfinished requests end nothing and are counted."""
     bench = in_flight()
-    with doors(bench) as served:
+    with serving(bench) as served:
         send(served, entry("stranger"), entry(""), entry(intermediate_log_entry=True))
         served_joins = {
             join: bench.sample("kvroute_router_access_log_entries_total", join=join)
@@ -104,27 +104,27 @@ def test_entries_that_join_nothing_are_counted() -> None:
     assert len(bench.ledger) == 1
 
 
-def test_entries_of_another_routers_request_are_told_apart_and_passed_on() -> None:
-    """Where several routers share Envoy's log, most entries of each are others', and none of them is lost."""
-    bench, heard = in_flight(), []
+def test_entries_of_another_routers_request_are_counted_and_forwarded() -> None:
+    """Access log entries of other routers' requests are counted as such and forwarded."""
+    bench, forwarded = in_flight(), []
 
-    class Others:
-        def heard(self, news: Heard) -> None:
-            heard.append(news.request_id)
+    class Fleet:
+        def forward(self, report: RequestReport) -> None:
+            forwarded.append(report.request_id)
 
-        def know(self, request_id: str) -> bool:
+        def has_request(self, request_id: str) -> bool:
             return request_id == "theirs"
 
-    bench.outcomes.join(Others())
-    with doors(bench) as served:
+    bench.lifecycle.forward_to(Fleet())
+    with serving(bench) as served:
         send(served, entry("theirs"), entry("nobodys"), entry())
         for join in ("other_router", "unknown", "joined"):
             assert bench.sample("kvroute_router_access_log_entries_total", join=join) == 1
-    assert heard == ["theirs", "nobodys"]
+    assert forwarded == ["theirs", "nobodys"]
 
 
 def without_body(method: base_pb2.RequestMethod, **common: object) -> accesslog_pb2.HTTPAccessLogEntry:
-    """An entry of a request that had no body."""
+    """Build an entry of a request without body."""
     made = entry(**common)
     made.request.request_method = method
     made.request.ClearField("request_body_bytes")
@@ -132,7 +132,7 @@ def without_body(method: base_pb2.RequestMethod, **common: object) -> accesslog_
 
 
 def refused(details: str) -> accesslog_pb2.HTTPAccessLogEntry:
-    """An entry of a request that a door of ours has refused."""
+    """Build an entry of a request that ext_authz or ext_proc rejected."""
     made = entry(code=429)
     made.response.response_code_details = details
     return made
@@ -152,36 +152,36 @@ CUT = {"response_flags": accesslog_pb2.ResponseFlags(downstream_connection_termi
     ],
     ids=["check", "ext_proc", "get", "get_cut_off", "post_without_body"],
 )
-def test_what_was_no_work_ends_no_other_request_of_its_id(logged: accesslog_pb2.HTTPAccessLogEntry) -> None:
-    """Meshes use an id for many requests: one that was refused, or has no body, ends none of the others."""
+def test_an_uncharged_entry_ends_no_other_request_of_its_id(logged: accesslog_pb2.HTTPAccessLogEntry) -> None:
+    """An entry of a rejected or bodiless request does not end another request with the same id."""
     bench = in_flight()
-    with doors(bench) as served:
+    with serving(bench) as served:
         send(served, logged)
     assert len(bench.ledger) == 1
     assert bench.sample("kvroute_router_access_log_entries_total", join="no_work") == 1
 
 
-def test_a_post_that_was_cut_off_before_its_body_came_is_over() -> None:
-    """A pod may be picked by headers alone, so of a request that failed the missing body says nothing."""
+def test_a_failed_post_without_body_ends_its_request() -> None:
+    """A failed POST ends its request even if its body never arrived: the pick may precede the body."""
     bench = in_flight()
-    with doors(bench) as served:
+    with serving(bench) as served:
         send(served, without_body(base_pb2.POST, **CUT))
     assert len(bench.ledger) == 0
 
 
 @pytest.mark.parametrize(("ip", "pod"), [("10.0.0.1", "10.0.0.1:8000"), ("fd00::1", "[fd00::1]:8000")])
-def test_a_failed_connection_makes_its_pod_suspect(ip: str, pod: str) -> None:
-    """Where Envoy could not connect, the pod it tried is reported at once, whichever request it was for."""
-    with doors(in_flight()) as served:
+def test_a_failed_connection_is_reported_for_its_pod(ip: str, pod: str) -> None:
+    """A pod to which Envoy could not connect is reported at once, whatever the request."""
+    with serving(in_flight()) as served:
         failed = entry("stranger", 503, response_flags=flags(upstream_connection_failure=True))
         address = failed.common_properties.upstream_remote_address.socket_address
         address.address, address.port_value = ip, 8000
         send(served, failed, entry())
-        assert [suspect for suspect, _ in served.distrusted] == [pod]
+        assert [suspect for suspect, _ in served.failed_connections] == [pod]
 
 
 def test_an_entry_that_comes_before_its_pick_ends_its_request() -> None:
-    """The log of a client that left while its request was tokenized or waited leaves no load behind."""
+    """An entry that arrives before the pick of its request ends that request as soon as it is picked."""
     bench, deciding, may_decide = Bench().with_pods(A), Event(), Event()
     match = bench.index.match
 
@@ -191,8 +191,8 @@ def test_an_entry_that_comes_before_its_pick_ends_its_request() -> None:
         return match(*arguments, **named)
 
     bench.index.match = slow_match  # type: ignore[method-assign]
-    bench.clock = bench.router.clock = time.monotonic
-    with doors(bench) as served, ThreadPoolExecutor() as threads:
+    bench.clock = bench.core.clock = time.monotonic
+    with serving(bench) as served, ThreadPoolExecutor() as threads:
         picked = threads.submit(bench.router.route, completion("r", "hello " * 20), time.monotonic())
         assert deciding.wait(TIMEOUT_S)
         send(served, entry(code=0, response_flags=flags(downstream_connection_termination=True)))
@@ -202,10 +202,10 @@ def test_an_entry_that_comes_before_its_pick_ends_its_request() -> None:
     assert bench.sample("kvroute_router_request_ends_total", source="access_log", outcome="failed") == 1
 
 
-def test_other_logs_are_let_pass() -> None:
-    """An empty message and TCP logs disturb nothing."""
+def test_other_log_messages_are_ignored() -> None:
+    """Empty messages and TCP log entries are ignored."""
     bench = in_flight()
-    with doors(bench) as served:
+    with serving(bench) as served:
         messages = [als_pb2.StreamAccessLogsMessage(), als_pb2.StreamAccessLogsMessage()]
         messages[1].tcp_logs.log_entry.add()
         als_pb2_grpc.AccessLogServiceStub(served.channel).StreamAccessLogs(iter(messages), timeout=TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The ext_authz door over real gRPC: what Envoy is answered for every kind of request."""
+"""The ext_authz service over real gRPC: its response to each kind of request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from router.doors.ext_proc import ExtProcOptions
 from tests.support.depth import examples
 from tests.unit.router_support import TINY, Bench, long_text, ready_pod
-from tests.wire.router_wire_support import TIMEOUT_S, Doors, doors
+from tests.wire.router_wire_support import TIMEOUT_S, ServedBench, serving
 
 pytestmark = pytest.mark.usefixtures("each_transport")
 
@@ -27,7 +27,7 @@ DESTINATION = "x-gateway-destination-endpoint"
 def request(
     body: bytes = BODY, path: str = "/v1/completions", *, as_text: bool = False, **headers: str
 ) -> pb.CheckRequest:
-    """A CheckRequest as Envoy makes it; underscores in header names are hyphens."""
+    """Build a CheckRequest as Envoy does; underscores in header names become hyphens."""
     message = pb.CheckRequest()
     http = message.attributes.request.http
     http.method, http.path, http.size = "POST", path, len(body)
@@ -40,59 +40,59 @@ def request(
     return message
 
 
-def check(served: Doors, message: pb.CheckRequest) -> pb.CheckResponse:
-    """Calls Check."""
+def check(served: ServedBench, message: pb.CheckRequest) -> pb.CheckResponse:
+    """Call Check."""
     stub: Any = pb_grpc.AuthorizationStub(served.channel)
     answer: pb.CheckResponse = stub.Check(message, timeout=TIMEOUT_S)
     return answer
 
 
 def set_headers(answer: pb.CheckResponse) -> dict[str, str]:
-    """The headers that an answer sets, on the request or on the router's own answer."""
+    """Return the headers set by a response, on the request or on the error sent to the client."""
     part = answer.ok_response if answer.HasField("ok_response") else answer.denied_response
     return {option.header.key: option.header.value for option in part.headers}
 
 
 @pytest.mark.parametrize("as_text", [False, True])
 def test_a_request_gets_the_pod_with_its_prefix(as_text: bool) -> None:
-    """The destination comes as header and as metadata, however the body was packed."""
+    """The picked pod is set as a header and as metadata, whether the body came as bytes or as text."""
     bench = Bench().with_pods(A, B)
     bench.index.hold(B.address, bench.keys(TEXT))
-    with doors(bench) as served:
+    with serving(bench) as served:
         answer = check(served, request(as_text=as_text))
         assert answer.status.code == 0
         assert set_headers(answer) == {DESTINATION: B.address}
         assert answer.dynamic_metadata["envoy.lb"][DESTINATION] == B.address
         assert not answer.ok_response.headers_to_remove
-        record = bench.explain.one("r")
+        record = bench.decision_log.find("r")
         assert record is not None
         assert record["degraded"] is None
         assert len(bench.ledger) == 1
 
 
-def test_headers_of_the_gateway_alone_are_taken_off() -> None:
-    """A client's control headers are removed, its others are left alone."""
-    with doors(Bench().with_pods(A)) as served:
+def test_gateway_only_headers_are_removed() -> None:
+    """Control headers sent by a client are removed; its other headers are kept."""
+    with serving(Bench().with_pods(A)) as served:
         answer = check(served, request(x_llm_d_inference_objective="mine", hi="mom"))
         assert list(answer.ok_response.headers_to_remove) == ["x-llm-d-inference-objective"]
 
 
 @pytest.mark.parametrize("given_id", ["", "x" * 300, "caf\u00e9"])
-def test_a_request_id_that_cannot_be_kept_is_replaced(given_id: str) -> None:
-    """Without a usable id the router makes one and has Envoy set it, another for each request."""
+def test_an_unusable_request_id_is_replaced(given_id: str) -> None:
+    """Without a usable request id the router generates a different one for each request."""
     bench = Bench().with_pods(A)
-    with doors(bench) as served:
+    with serving(bench) as served:
         made = [set_headers(check(served, request(x_request_id=given_id)))["x-request-id"] for _ in range(2)]
     assert made[0] != made[1]
-    assert all(bench.explain.one(request_id) is not None for request_id in made)
+    assert all(bench.decision_log.find(request_id) is not None for request_id in made)
 
 
 def test_the_gateways_subset_is_obeyed() -> None:
-    """Only pods that the gateway's metadata names are picked."""
+    """Only pods listed in the gateway's metadata are picked."""
     message = request()
     hint = {"x-gateway-destination-endpoint-subset": [B.address]}
     message.attributes.metadata_context.filter_metadata["envoy.lb.subset_hint"].update(hint)
-    with doors(Bench().with_pods(A, B)) as served:
+    with serving(Bench().with_pods(A, B)) as served:
         assert {set_headers(check(served, message))[DESTINATION] for _ in range(8)} == {B.address}
 
 
@@ -108,9 +108,9 @@ def test_the_gateways_subset_is_obeyed() -> None:
 def test_errors_are_answered_in_openais_form(
     message: pb.CheckRequest, status: int, param: str | None
 ) -> None:
-    """Each error denies with its status, a JSON body, and never an OK code."""
+    """Each error rejects the request with its status and a JSON body, and a gRPC code other than OK."""
     bench = Bench().with_pods(A)
-    with doors(bench, ExtProcOptions(max_request_bytes=4096)) as served:
+    with serving(bench, ExtProcOptions(max_request_bytes=4096)) as served:
         answer = check(served, message)
     assert answer.status.code != 0
     assert answer.denied_response.status.code == status
@@ -128,8 +128,8 @@ def test_errors_are_answered_in_openais_form(
 
 
 def test_no_pod_is_a_503_with_the_protocols_reason() -> None:
-    """Where nobody is ready the reason header says so."""
-    with doors(Bench()) as served:
+    """Without ready pods the response is 503 with the protocol's reason header."""
+    with serving(Bench()) as served:
         answer = check(served, request())
     assert answer.denied_response.status.code == 503
     assert set_headers(answer)["x-llm-d-request-dropped-reason"] == "rejected-no-endpoints"
@@ -138,26 +138,26 @@ def test_no_pod_is_a_503_with_the_protocols_reason() -> None:
 @pytest.mark.parametrize(
     "headers", [{"x_envoy_auth_partial_body": "true"}, {"content_length": str(len(BODY) + 1)}]
 )
-def test_a_partial_body_is_picked_for_by_load_and_told(
+def test_a_partial_body_is_routed_by_load_and_logged_once(
     headers: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Half a prompt is never taken for a whole one: by load alone, counted each time and logged once."""
+    """A request with a partial body is routed by load alone, counted each time and logged once."""
     bench = Bench().with_pods(A, B)
     bench.index.hold(B.address, bench.keys(TEXT))
-    with doors(bench) as served:
+    with serving(bench) as served:
         for _ in range(2):
             assert check(served, request(**headers)).status.code == 0
-    record = bench.explain.one("r")
+    record = bench.decision_log.find("r")
     assert record is not None
     assert record["degraded"] == "passthrough"
     assert bench.sample("kvroute_router_dropped_messages_total", door="check", reason="partial_body") == 2
-    assert caplog.text.count("partial bodies") == 1
+    assert caplog.text.count("ext_authz partial body") == 1
 
 
 def test_requests_without_a_body_and_unknown_paths_pass() -> None:
-    """A GET and an API that is not known go to some pod."""
+    """A GET and an unknown API are routed to some pod."""
     bench = Bench().with_pods(A)
-    with doors(bench) as served:
+    with serving(bench) as served:
         for message in (request(b"", "/v1/models"), request(b"any", "/tokenize"), request(b"")):
             assert set_headers(check(served, message))[DESTINATION] == A.address
     assert bench.sample("kvroute_router_dropped_messages_total", door="check", reason="partial_body") == 0
@@ -165,8 +165,8 @@ def test_requests_without_a_body_and_unknown_paths_pass() -> None:
 
 @pytest.mark.hypothesis
 def test_hostile_requests_are_always_answered() -> None:
-    """Any body, path and headers are answered with a pod or an error, never with a broken call."""
-    with doors(Bench().with_pods(A)) as served:
+    """Any body, path and headers get a pod or an error, never a broken call."""
+    with serving(Bench().with_pods(A)) as served:
 
         @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=examples(60), deadline=None)
         @given(

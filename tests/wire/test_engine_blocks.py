@@ -55,7 +55,7 @@ class Routed:
     def told(self, prompt: list[int]) -> int:
         """Prompt tokens predicted; the request is over at once."""
         decision = self.route("probe", prompt)
-        self.bench.outcomes.ended("probe", "response", time.monotonic())
+        self.bench.lifecycle.ended("probe", "response", time.monotonic())
         self.indexer.settle(decision.key, time.monotonic(), grace_s=0.0)
         return decision.primary.cached_tokens
 
@@ -112,7 +112,7 @@ def test_the_engines_last_block_ends_the_prefill(routed: Routed) -> None:
     decision = routed.route("r", PROMPT)
     assert routed.bench.ledger.board.work(ADDRESS).awaiting == 1
     assert routed.watched.metric("kvroute_indexer_speculative_entries") > 0
-    told = routed.bench.outcomes
+    told = routed.bench.lifecycle
     keys = routed.indexer.block_keys(TINY, PROMPT)
     routed.watched.on_stored = lambda pod: told.stored(pod, keys[: routed.cached(PROMPT)], time.monotonic())
     routed.publish(PROMPT)
@@ -130,5 +130,5 @@ def test_a_prompt_of_less_than_a_block_awaits_no_event(routed: Routed) -> None:
     assert routed.watched.metric("kvroute_indexer_speculative_entries") == 0
     best = decision.ranked.best
     patience_s = 2.0 * (best.queued_prefill_s + best.own_prefill_s) + 0.2
-    routed.bench.outcomes.expire(decision.decided_s + patience_s)
+    routed.bench.lifecycle.expire(decision.decided_s + patience_s)
     assert routed.bench.ledger.board.work(ADDRESS).awaiting == 0

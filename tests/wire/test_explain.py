@@ -1,4 +1,4 @@
-"""Why a pod was picked, in a response header, at the real doors."""
+"""Response headers of the gRPC services."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from router.doors.ext_proc import ExtProcOptions
 from tests.unit.router_support import TINY, Bench, long_text, ready_pod
 from tests.wire.router_wire_support import (
     body,
-    doors,
     headers,
     response_headers,
+    serving,
     set_headers,
 )
 
@@ -23,8 +23,8 @@ BODY = json.dumps({"model": TINY, "prompt": long_text(200)}).encode()
 
 
 def test_responses_carry_nothing_of_the_decision() -> None:
-    """A response gets the mark that it passed here, and no other header."""
-    with doors(Bench().with_pods(A), ExtProcOptions(responses_full=True)) as served:
+    """Response headers get only the protocol's marker and nothing about the decision."""
+    with serving(Bench().with_pods(A), ExtProcOptions(responses_full=True)) as served:
         *_, answer = served.exchange(
             headers(path="/v1/completions"), body(BODY), response_headers(status="200", end=True)
         )

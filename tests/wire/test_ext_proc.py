@@ -13,7 +13,7 @@ from google.protobuf import json_format
 from router.doors.ext_proc import ExtProcOptions
 from router.doors.ext_proc_messages import BodyMode
 from tests.unit.router_support import TINY, Bench, ready_pod
-from tests.wire.router_wire_support import body, doors, headers, set_headers, streamed_bytes
+from tests.wire.router_wire_support import body, headers, serving, set_headers, streamed_bytes
 
 pytestmark = pytest.mark.usefixtures("each_transport")
 
@@ -24,13 +24,13 @@ DESTINATION = "x-gateway-destination-endpoint"
 
 
 def both() -> Bench:
-    """A bench with two ready pods."""
+    """Return a bench with two ready pods."""
     return Bench().with_pods(A, B)
 
 
 def test_a_streamed_request_is_answered_after_its_end_headers_first() -> None:
-    """Headers get no answer of their own; after the body's end come pod, body and a clean close."""
-    with doors(both()) as served:
+    """In streamed mode all responses follow the end of the body: pod, body, close."""
+    with serving(both()) as served:
         stream = served.stream()
         stream.send(headers(path=COMPLETIONS, x_request_id="r1"), body(BODY[:9], end=False), body(BODY[9:]))
         first = stream.receive()
@@ -45,18 +45,18 @@ def test_a_streamed_request_is_answered_after_its_end_headers_first() -> None:
 
 @pytest.mark.parametrize(("size", "answers"), [(61_999, 1), (62_000, 1), (62_001, 2), (125_000, 3)])
 def test_a_large_body_is_answered_in_chunks(size: int, answers: int) -> None:
-    """No answer carries more than 62,000 bytes, and only the last one ends the stream."""
+    """No response carries more than 62,000 bytes, and only the last one ends the stream."""
     filler = size - len(json.dumps({"model": TINY, "prompt": ""}))
     data = json.dumps({"model": TINY, "prompt": "a" * filler}).encode()
-    with doors(both()) as served:
+    with serving(both()) as served:
         got = served.exchange(headers(path=COMPLETIONS), body(data[:40_000], end=False), body(data[40_000:]))
         echoed, ends = streamed_bytes(got[1:])
         assert (echoed, ends) == (data, [False] * (answers - 1) + [True])
 
 
 def test_an_empty_body_is_one_answer() -> None:
-    """A body of no bytes on an unknown path is passed through as one empty answer."""
-    with doors(both()) as served:
+    """An empty body on an unknown path is passed through as one empty response."""
+    with serving(both()) as served:
         got = served.exchange(headers(path="/tokenize", x_request_id="r"), body(b""))
         assert list(set_headers(got[0])) == [DESTINATION]
         assert streamed_bytes(got[1:]) == (b"", [True])
@@ -64,25 +64,25 @@ def test_an_empty_body_is_one_answer() -> None:
 
 def test_a_request_without_a_body_is_answered_at_once() -> None:
     """Headers that end the stream get a pod by load and no content-length."""
-    with doors(both()) as served:
+    with serving(both()) as served:
         (answer,) = served.exchange(headers(path="/v1/models", end=True, x_request_id="r"))
         assert list(set_headers(answer)) == [DESTINATION]
         assert len(served.bench.ledger) == 0
 
 
-def test_a_missing_or_endless_request_id_is_made() -> None:
-    """A request without a usable id gets a UUID, as a header and in explain; a usable one is left alone."""
-    with doors(both()) as served:
+def test_an_unusable_request_id_is_generated() -> None:
+    """A request without a usable id gets a UUID as a header and in the decision log; a usable id is kept."""
+    with serving(both()) as served:
         for given in ({}, {"x_request_id": "x" * 1000}, {"x_request_id": "caf\u00e9"}):
             got = served.exchange(headers(path=COMPLETIONS, **given), body(BODY))
             made = set_headers(got[0])["x-request-id"]
             assert str(uuid.UUID(made)) == made
-            assert served.bench.explain.one(made) is not None
+            assert served.bench.decision_log.find(made) is not None
 
 
-def test_headers_that_are_the_gateways_are_taken_from_the_client() -> None:
-    """A client cannot choose its pod or pass control headers on: they are overwritten or removed."""
-    with doors(both()) as served:
+def test_gateway_only_headers_of_a_client_are_overwritten_or_removed() -> None:
+    """A client cannot choose its pod or pass on control headers: they are overwritten or removed."""
+    with serving(both()) as served:
         forged = {
             "x_gateway_destination_endpoint": "6.6.6.6:666",
             "x_gateway_destination_endpoint_subset": "6.6.6.6:666",
@@ -99,11 +99,11 @@ def test_headers_that_are_the_gateways_are_taken_from_the_client() -> None:
 
 @pytest.mark.parametrize("on_body", [True, False])
 def test_the_subset_hint_is_taken_from_either_message(on_body: bool) -> None:
-    """The gateway's subset counts whether it comes with the headers or with the body."""
+    """The gateway's subset applies whether it arrives with the headers or with the body."""
     first, second = headers(path=COMPLETIONS), body(BODY, subset=[B.address] if on_body else None)
     if not on_body:
         first.metadata_context.CopyFrom(body(b"", subset=[B.address]).metadata_context)
-    with doors(both()) as served:
+    with serving(both()) as served:
         answers = [served.exchange(first, second)[0] for _ in range(5)]
         assert {set_headers(answer)[DESTINATION] for answer in answers} == {B.address}
 
@@ -122,8 +122,8 @@ def test_the_subset_hint_is_taken_from_either_message(on_body: bool) -> None:
 def test_errors_are_immediate_openai_shaped_answers(
     bench: Bench, data: bytes, subset: list[str] | None, status: int, reason: str | None
 ) -> None:
-    """What cannot be routed is answered at once with status, JSON body and the protocol's reason."""
-    with doors(bench) as served:
+    """A request that cannot be routed gets an immediate response with status, JSON body and reason."""
+    with serving(bench) as served:
         (answer,) = served.exchange(headers(path=COMPLETIONS), body(data, subset=subset))
         immediate = answer.immediate_response
         expected = {"content-type": "application/json"}
@@ -135,8 +135,8 @@ def test_errors_are_immediate_openai_shaped_answers(
 
 
 def test_a_body_above_the_limit_is_refused_while_it_grows_and_when_announced() -> None:
-    """A 413 comes as soon as the limit is passed, or at once from content-length, however long that is."""
-    with doors(both(), ExtProcOptions(max_request_bytes=1000)) as served:
+    """A body above the limit gets 413 as soon as the limit is passed, or at once by its content-length."""
+    with serving(both(), ExtProcOptions(max_request_bytes=1000)) as served:
         grown = served.exchange(
             headers(path=COMPLETIONS), body(b" " * 600, end=False), body(b" " * 600, end=False)
         )
@@ -147,8 +147,8 @@ def test_a_body_above_the_limit_is_refused_while_it_grows_and_when_announced() -
 
 
 def test_buffered_mode_routes_on_the_bodys_answer() -> None:
-    """Where Envoy waits for the headers' answer, that one is empty and the pod comes with the body's."""
-    with doors(both()) as served:
+    """In buffered mode the headers' response is empty and the body's response carries the pod."""
+    with serving(both()) as served:
         stream = served.stream()
         stream.send(headers(path=COMPLETIONS, x_request_id="r", config=(BodyMode.BUFFERED, BodyMode.NONE)))
         assert stream.receive() == pb.ProcessingResponse(request_headers=pb.HeadersResponse())
@@ -161,9 +161,9 @@ def test_buffered_mode_routes_on_the_bodys_answer() -> None:
 
 
 @pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.STREAMED])
-def test_where_the_body_comes_too_late_the_pick_is_by_load(mode: int) -> None:
-    """If Envoy sends the headers on before the body is here, both are answered as they come."""
-    with doors(both()) as served:
+def test_a_body_after_the_pick_is_routed_by_load(mode: int) -> None:
+    """If Envoy forwards the headers before the body has arrived, the pick is by load alone."""
+    with serving(both()) as served:
         stream = served.stream()
         stream.send(headers(path=COMPLETIONS, config=(mode, BodyMode.NONE)))
         assert DESTINATION in set_headers(stream.receive())
@@ -175,8 +175,8 @@ def test_where_the_body_comes_too_late_the_pick_is_by_load(mode: int) -> None:
 
 
 def test_trailers_end_a_body_as_well() -> None:
-    """A request that ends with trailers is answered headers, body, trailers."""
-    with doors(both()) as served:
+    """A request that ends with trailers gets responses in the order headers, body, trailers."""
+    with serving(both()) as served:
         got = served.exchange(
             headers(path=COMPLETIONS),
             body(BODY, end=False),
@@ -188,8 +188,8 @@ def test_trailers_end_a_body_as_well() -> None:
 
 
 def test_a_repeated_end_of_stream_is_ignored() -> None:
-    """Envoy repeats the end of large bodies: only the first counts, in the answers and in the ledger."""
-    with doors(both(), ExtProcOptions(responses_full=True)) as served:
+    """A repeated end of stream, which Envoy sends for large bodies, is ignored."""
+    with serving(both(), ExtProcOptions(responses_full=True)) as served:
         stream = served.stream()
         stream.send(headers(path=COMPLETIONS), body(BODY))
         assert [stream.receive().WhichOneof("response") for _ in range(2)] == [
@@ -205,9 +205,9 @@ def test_a_repeated_end_of_stream_is_ignored() -> None:
         )
 
 
-def test_strange_messages_are_counted_and_nothing_breaks() -> None:
-    """Empty messages, early bodies and second headers are dropped, and the request is still served."""
-    with doors(both()) as served:
+def test_messages_out_of_order_are_dropped_and_counted() -> None:
+    """Messages out of order are dropped and counted, and the request is still served."""
+    with serving(both()) as served:
         got = served.exchange(
             pb.ProcessingRequest(),
             body(b"early", end=False),
@@ -231,10 +231,10 @@ def test_strange_messages_are_counted_and_nothing_breaks() -> None:
 
 
 def test_an_unexpected_failure_is_a_500_and_not_a_broken_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If routing itself fails, the client gets an OpenAI-shaped 500."""
+    """If routing fails unexpectedly, the client gets a 500 in OpenAI's format."""
     bench = both()
     monkeypatch.setattr(bench.index, "match", lambda keys, pods: {})
-    with doors(bench) as served:
+    with serving(bench) as served:
         data = json.dumps({"model": TINY, "prompt": "hello " * 50}).encode()
         (answer,) = served.exchange(headers(path=COMPLETIONS), body(data))
         assert answer.immediate_response.status.code == 500
@@ -242,8 +242,8 @@ def test_an_unexpected_failure_is_a_500_and_not_a_broken_stream(monkeypatch: pyt
 
 
 def test_parallel_streams_are_all_answered() -> None:
-    """64 concurrent requests each get their own body back and one ledger entry."""
-    with doors(both()) as served, ThreadPoolExecutor(64) as pool:
+    """Each of 64 concurrent requests gets its own body back and one ledger entry."""
+    with serving(both()) as served, ThreadPoolExecutor(64) as pool:
 
         def one(number: int) -> bool:
             data = json.dumps({"model": TINY, "prompt": f"request {number}"}).encode()

@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 
 from router.config.resources import RewriteRules
 from router.doors.ext_proc import ExtProcOptions
-from router.doors.ext_proc_forms import LlmdForm, OwnForm
+from router.doors.ext_proc_dialects import LlmdDialect, NativeDialect
 from router.doors.ext_proc_messages import BodyMode
 from router.prompts.body_guard import BodyGuard
 from router.prompts.parsers import Parsers
 from tests.support.depth import examples
 from tests.unit.router_support import TINY, Bench, ready_pod
 from tests.wire.router_wire_support import (
-    Doors,
+    ServedBench,
     Stream,
     body,
-    doors,
     headers,
+    serving,
     set_headers,
     wait_until,
 )
@@ -37,24 +37,24 @@ pytestmark = pytest.mark.usefixtures("each_transport")
 
 DESTINATION = "x-gateway-destination-endpoint"
 GOOD = json.dumps({"model": TINY, "prompt": "hello"}).encode()
-DOORS = ("ours", "reference")
+DIALECTS = ("ours", "reference")
 
 
 class Served:
-    """One door on a real server."""
+    """One ext_proc service on a real server."""
 
-    def __init__(self, doors: Doors) -> None:
-        self.bench = doors.bench
-        self.exchange = doors.exchange
-        self.stub = pb_grpc.ExternalProcessorStub(doors.channel)
+    def __init__(self, service: ServedBench) -> None:
+        self.bench = service.bench
+        self.exchange = service.exchange
+        self.stub = pb_grpc.ExternalProcessorStub(service.channel)
 
     def works(self) -> bool:
-        """Whether a plain request is still picked for."""
+        """Return whether a plain request still gets a pod."""
         answers = self.exchange(headers(path="/v1/completions"), body(GOOD))
         return DESTINATION in set_headers(answers[0])
 
     def has_place(self) -> bool:
-        """Whether a plain request is picked for and not refused."""
+        """Return whether a plain request gets a pod rather than RESOURCE_EXHAUSTED."""
         try:
             return self.works()
         except grpc.RpcError as refused:
@@ -65,17 +65,19 @@ class Served:
 
 @contextmanager
 def served(kind: str, *, streams: int = 32) -> Iterator[Served]:
-    """Two pods behind one door, with places for so many streams."""
+    """Serve two pods by one ext_proc service with a limit of concurrent streams."""
     bench = Bench().with_pods(ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000"))
 
     own: dict[str, Any] = {"router": bench.router, "guard": BodyGuard(), "metrics": bench.metrics}
     if kind == "ours":
-        form = OwnForm(**own)
+        dialect = NativeDialect(**own)
     else:
         rewrites = RewriteRules([], np.random.default_rng(1))
-        form = LlmdForm(**own, parsers=Parsers(), held_bytes_max=1 << 20, pods=bench.pods, rewrites=rewrites)
+        dialect = LlmdDialect(
+            **own, parsers=Parsers(), buffered_bytes_max=1 << 20, pods=bench.pods, rewrites=rewrites
+        )
     options = ExtProcOptions(1 << 20, responses_full=True)
-    with doors(bench, options, threads=streams, form=form, message_bytes_max=1 << 20) as opened:
+    with serving(bench, options, threads=streams, dialect=dialect, message_bytes_max=1 << 20) as opened:
         yield Served(opened)
 
 
@@ -96,7 +98,7 @@ PATHS = st.sampled_from(["/v1/completions", "/v1/chat/completions", "/v1/message
 
 @st.composite
 def messages(draw: st.DrawFn) -> pb.ProcessingRequest:
-    """Any message of a stream, sensible or not."""
+    """Draw any message of a stream, valid or not."""
     kind = draw(
         st.sampled_from(
             [
@@ -136,7 +138,7 @@ def messages(draw: st.DrawFn) -> pb.ProcessingRequest:
 
 
 def check_order(answers: Sequence[pb.ProcessingResponse]) -> None:
-    """An error ends a stream; the request's answers come before the response's, headers once and first."""
+    """Assert the order of responses: headers first and once, request before response, none after an error."""
     kinds = [answer.WhichOneof("response") for answer in answers]
     assert None not in kinds
     if "immediate_response" in kinds:
@@ -154,47 +156,47 @@ def check_order(answers: Sequence[pb.ProcessingResponse]) -> None:
 
 
 @pytest.mark.hypothesis
-@pytest.mark.parametrize("kind", DOORS)
-def test_no_stream_breaks_the_door(kind: str) -> None:
-    """Whatever is sent in whatever order: well-formed answers, a clean end, nothing left in the ledger."""
-    with served(kind) as door:
+@pytest.mark.parametrize("kind", DIALECTS)
+def test_any_stream_gets_wellformed_responses_and_a_clean_end(kind: str) -> None:
+    """Any messages in any order get well-formed responses and a clean end, and leave no ledger entry."""
+    with served(kind) as service:
 
         @settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
         @given(st.lists(messages(), max_size=8))
         def play(sent: list[pb.ProcessingRequest]) -> None:
-            check_order(door.exchange(*sent))
-            wait_until(lambda: len(door.bench.ledger) == 0, "the ends")
+            check_order(service.exchange(*sent))
+            wait_until(lambda: len(service.bench.ledger) == 0, "the ends")
 
         play()
-        assert door.works()
+        assert service.works()
 
 
-@pytest.mark.parametrize("kind", DOORS)
-def test_a_stream_that_is_closed_half_way_ends(kind: str) -> None:
-    """After headers, after part of the body, after the request: no answer is owed, no place is held."""
+@pytest.mark.parametrize("kind", DIALECTS)
+def test_a_half_closed_stream_ends_and_frees_its_slot(kind: str) -> None:
+    """A stream closed after any part of the request ends without a response and frees its slot."""
     start, part, whole = headers(path="/v1/completions"), body(GOOD[:5], end=False), body(GOOD)
-    with served(kind, streams=4) as door:
+    with served(kind, streams=4) as service:
         for sent in ([], [start], [start, part], [start, whole]):
             for _ in range(6):
-                check_order(door.exchange(*sent))
-        wait_until(lambda: len(door.bench.ledger) == 0, "the ends")
-        assert door.works()
+                check_order(service.exchange(*sent))
+        wait_until(lambda: len(service.bench.ledger) == 0, "the ends")
+        assert service.works()
 
 
-@pytest.mark.parametrize("kind", DOORS)
-def test_slow_requests_give_way_when_places_are_scarce(kind: str) -> None:
-    """Idle streams hold their places until these are needed; then the oldest goes; who was answered stays."""
-    with served(kind, streams=8) as door:
-        answered, *idle = (Stream(door.stub) for _ in range(8))
+@pytest.mark.parametrize("kind", DIALECTS)
+def test_slow_streams_are_ended_when_slots_run_out(kind: str) -> None:
+    """Idle streams keep their slots until others need them; then the oldest without a pick is ended."""
+    with served(kind, streams=8) as service:
+        answered, *idle = (Stream(service.stub) for _ in range(8))
         answered.send(headers(path="/v1/completions"), body(GOOD))
         assert DESTINATION in set_headers(answered.receive())
         answered.receive()
         for stream in idle:
             stream.send(headers(path="/v1/completions"), body(GOOD[:5], end=False))
-        wait_until(door.has_place, "a place")
+        wait_until(service.has_place, "a place")
         wait_until(lambda: not all(stream.is_open for stream in idle), "the end of one")
         dropped = "kvroute_router_dropped_messages_total"
-        assert door.bench.sample(dropped, door="ext_proc", reason="slow_request") == 1
+        assert service.bench.sample(dropped, door="ext_proc", reason="slow_request") == 1
         (gone,) = (stream for stream in idle if not stream.is_open)
         with pytest.raises(grpc.RpcError) as caught:
             gone.receive()
@@ -207,18 +209,18 @@ def test_slow_requests_give_way_when_places_are_scarce(kind: str) -> None:
             stream.rest()
 
 
-@pytest.mark.parametrize("kind", DOORS)
+@pytest.mark.parametrize("kind", DIALECTS)
 def test_a_header_flood_is_refused_or_bounded(kind: str) -> None:
-    """Thousands of headers within a message's limit are read; beyond it gRPC refuses; others are served."""
-    with served(kind) as door:
+    """Thousands of headers within the message limit are accepted; gRPC rejects more; other calls go on."""
+    with served(kind) as service:
         flood = headers(path="/v1/completions")
         for number in range(5000):
             flood.request_headers.headers.headers.add(key=f"x-{number % 1000}", raw_value=b"v" * 10)
-        answers = door.exchange(flood, body(GOOD))
+        answers = service.exchange(flood, body(GOOD))
         assert DESTINATION in set_headers(answers[0])
         for _ in range(3):
             flood.request_headers.headers.headers.add(key="x-long", raw_value=b"v" * (1 << 20))
         with pytest.raises(grpc.RpcError) as caught:
-            door.exchange(flood)
+            service.exchange(flood)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert door.works()
+        assert service.works()

@@ -1,4 +1,4 @@
-"""The response phase of ext_proc over real gRPC: echoes at once, usage, and the ledger's end."""
+"""The response phase of ext_proc over real gRPC: passing chunks on, usage, the end of the request."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from router.doors.ext_proc import ExtProcOptions
 from router.doors.ext_proc_messages import BodyMode
 from tests.unit.router_support import TINY, Bench, long_text, ready_pod
 from tests.wire.router_wire_support import (
-    Doors,
+    ServedBench,
     Stream,
     body,
-    doors,
     headers,
     response_body,
     response_headers,
+    serving,
     set_headers,
     wait_until,
 )
@@ -32,8 +32,8 @@ TEXT = long_text(100)
 USAGE = {"usage": {"prompt_tokens_details": {"cached_tokens": 32}}}
 
 
-def requested(served: Doors, request_id: str = "r", config: tuple[int, int] | None = None) -> Stream:
-    """A stream whose request phase is over."""
+def requested(served: ServedBench, request_id: str = "r", config: tuple[int, int] | None = None) -> Stream:
+    """Return a stream whose request phase is complete."""
     stream = served.stream()
     data = json.dumps({"model": TINY, "prompt": TEXT, "stream": True}).encode()
     stream.send(headers(path="/v1/completions", x_request_id=request_id, config=config), body(data))
@@ -43,20 +43,20 @@ def requested(served: Doors, request_id: str = "r", config: tuple[int, int] | No
 
 
 def echoed(answer: pb.ProcessingResponse) -> tuple[bytes, bool]:
-    """Bytes and end flag of a response_body answer."""
+    """Return the body and end_of_stream of a response_body response."""
     chunk = answer.response_body.response.body_mutation.streamed_response
     return chunk.body, chunk.end_of_stream
 
 
 def ends(bench: Bench, outcome: str) -> float:
-    """How many requests the response phase ended."""
+    """Return the number of requests whose end the response phase reported."""
     return bench.sample("kvroute_router_request_ends_total", source="response", outcome=outcome)
 
 
 def test_a_streamed_response_is_echoed_chunk_by_chunk() -> None:
-    """Each chunk is answered before the next comes; first token, usage and end reach the books."""
+    """Each chunk is passed on before the next arrives; first token, usage and end are recorded."""
     bench = Bench().with_pods(A)
-    with doors(bench, FULL) as served:
+    with serving(bench, FULL) as served:
         stream = requested(served)
         stream.send(response_headers(content_type="text/event-stream", status="200"))
         assert set_headers(stream.receive()) == {"x-went-into-resp-headers": "true"}
@@ -68,16 +68,16 @@ def test_a_streamed_response_is_echoed_chunk_by_chunk() -> None:
         assert [echoed(stream.receive()) for _ in range(2)] == [(last, False), (b"", True)]
         assert stream.rest() == []
         wait_until(lambda: ends(bench, "done") == 1, "end")
-    record = bench.explain.one("r")
+    record = bench.decision_log.find("r")
     assert record is not None
     assert (record["delivered_cached_tokens"], record["prefill_end"]["source"]) == (32, "response")
     assert (len(bench.ledger), bench.index.settled[-1]) == (0, "r")
 
 
-def test_an_answer_in_one_piece_is_no_first_token() -> None:
-    """A JSON answer tells usage and end, but its first byte says nothing of the prefill."""
+def test_a_response_that_is_not_streamed_has_no_first_token() -> None:
+    """A response that is not streamed reports usage and end, but no first token."""
     bench = Bench().with_pods(A)
-    with doors(bench, FULL) as served:
+    with serving(bench, FULL) as served:
         stream = requested(served)
         stream.send(response_headers(content_type="application/json", status="200"))
         stream.send(response_body(json.dumps(USAGE).encode(), end=True))
@@ -85,14 +85,14 @@ def test_an_answer_in_one_piece_is_no_first_token() -> None:
         assert echoed(answers[1])[1]
         stream.rest()
         wait_until(lambda: ends(bench, "done") == 1, "end")
-    record = bench.explain.one("r")
+    record = bench.decision_log.find("r")
     assert record is not None
     assert (record["delivered_cached_tokens"], record["prefill_end"]) == (32, None)
 
 
 def test_large_chunks_are_cut_for_envoy() -> None:
-    """A response chunk above 62,000 bytes is echoed in pieces, of which only the last ends."""
-    with doors(Bench().with_pods(A), FULL) as served:
+    """A response chunk above 62,000 bytes is split, and only the last part ends the stream."""
+    with serving(Bench().with_pods(A), FULL) as served:
         stream = requested(served)
         stream.send(response_headers(status="200"), response_body(b"x" * 100_000, end=True))
         stream.receive()
@@ -102,9 +102,9 @@ def test_large_chunks_are_cut_for_envoy() -> None:
 
 @pytest.mark.parametrize("status", ["500", "503"])
 def test_a_server_error_is_a_failed_request(status: str) -> None:
-    """An answer of the pod with a 5xx ends the request as failed."""
+    """A 5xx status of the pod ends the request as failed."""
     bench = Bench().with_pods(A)
-    with doors(bench, FULL) as served:
+    with serving(bench, FULL) as served:
         stream = requested(served)
         stream.send(response_headers(status=status, end=True))
         stream.receive()
@@ -113,9 +113,9 @@ def test_a_server_error_is_a_failed_request(status: str) -> None:
 
 
 def test_trailers_end_a_response() -> None:
-    """A response that ends with trailers is answered with trailers and is done."""
+    """A response that ends with trailers is complete, and the trailers are passed on."""
     bench = Bench().with_pods(A)
-    with doors(bench, FULL) as served:
+    with serving(bench, FULL) as served:
         stream = requested(served)
         trailers = pb.ProcessingRequest(response_trailers=pb.HttpTrailers())
         stream.send(response_headers(status="200"), response_body(b"x", end=False), trailers)
@@ -126,7 +126,7 @@ def test_trailers_end_a_response() -> None:
 
 
 def grpc_trailers(status: str) -> pb.ProcessingRequest:
-    """Trailers as gRPC ends its answers."""
+    """Build the trailers of a gRPC response."""
     message = pb.ProcessingRequest(response_trailers=pb.HttpTrailers())
     message.response_trailers.trailers.headers.add(key="grpc-status", raw_value=status.encode())
     return message
@@ -134,10 +134,12 @@ def grpc_trailers(status: str) -> pb.ProcessingRequest:
 
 @pytest.mark.parametrize("config", [None, HEADERS_ALONE], ids=["whole", "headers_alone"])
 @pytest.mark.parametrize(("status", "outcome"), [("0", "done"), ("13", "failed")])
-def test_grpcs_trailers_are_the_verdict(status: str, outcome: str, config: tuple[int, int] | None) -> None:
-    """An engine's gRPC answer is 200 in any case, is not over with its headers, and fails by its trailers."""
+def test_grpc_status_in_trailers_decides_on_failure(
+    status: str, outcome: str, config: tuple[int, int] | None
+) -> None:
+    """A gRPC response does not end with its headers, and grpc-status in its trailers decides on failure."""
     bench = Bench().with_pods(A)
-    with doors(bench, FULL) as served:
+    with serving(bench, FULL) as served:
         stream = requested(served, config=config)
         stream.send(response_headers(status="200", content_type="application/grpc"))
         stream.receive()
@@ -147,10 +149,10 @@ def test_grpcs_trailers_are_the_verdict(status: str, outcome: str, config: tuple
         wait_until(lambda: ends(bench, outcome) == 1, "end")
 
 
-def test_a_grpc_answer_of_trailers_alone_tells_its_verdict_in_headers() -> None:
-    """Where nothing came before them, gRPC's trailers are the response's headers."""
+def test_grpc_status_in_headers_decides_without_a_body() -> None:
+    """In a gRPC response without body, grpc-status in the headers decides on failure."""
     bench = Bench().with_pods(A)
-    with doors(bench, FULL) as served:
+    with serving(bench, FULL) as served:
         stream = requested(served)
         stream.send(
             response_headers(status="200", content_type="application/grpc", grpc_status="8", end=True)
@@ -160,9 +162,9 @@ def test_a_grpc_answer_of_trailers_alone_tells_its_verdict_in_headers() -> None:
 
 
 def test_a_client_that_goes_away_ends_its_request() -> None:
-    """A reset in mid-response frees the load at once, counted as failed."""
+    """A reset in the middle of a response ends the request at once, as failed."""
     bench = Bench().with_pods(A)
-    with doors(bench, FULL) as served:
+    with serving(bench, FULL) as served:
         stream = requested(served)
         stream.send(response_headers(status="200", content_type="text/event-stream"))
         stream.receive()
@@ -173,10 +175,10 @@ def test_a_client_that_goes_away_ends_its_request() -> None:
 
 
 @pytest.mark.parametrize(("status", "outcome"), [("200", "done"), ("429", "done"), ("503", "failed")])
-def test_without_a_body_the_status_is_the_verdict(status: str, outcome: str) -> None:
-    """Where Envoy keeps the body to itself, an answer in one piece ends with its headers."""
+def test_without_a_body_the_status_decides_on_failure(status: str, outcome: str) -> None:
+    """Where Envoy does not send bodies, a non-streamed response ends with its headers, by status."""
     bench = Bench().with_pods(A)
-    with doors(bench, FULL) as served:
+    with serving(bench, FULL) as served:
         stream = requested(served, config=HEADERS_ALONE)
         stream.send(response_headers(status=status, content_type="application/json"))
         assert stream.receive().WhichOneof("response") == "response_headers"
@@ -186,10 +188,10 @@ def test_without_a_body_the_status_is_the_verdict(status: str, outcome: str) -> 
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_events_that_do_not_come_here_end_by_what_others_tell(is_reset: bool) -> None:
-    """Their headers come before the first token: a stream that ends behind them ended nothing else."""
+def test_an_event_stream_without_body_messages_is_ended_elsewhere(is_reset: bool) -> None:
+    """Where Envoy does not send bodies, the end of the stream does not end an event stream's request."""
     bench = Bench().with_pods(A)
-    with doors(bench, FULL) as served:
+    with serving(bench, FULL) as served:
         stream = requested(served, config=HEADERS_ALONE)
         stream.send(response_headers(status="200", content_type="text/event-stream"))
         stream.receive()
@@ -203,18 +205,18 @@ def test_events_that_do_not_come_here_end_by_what_others_tell(is_reset: bool) ->
         wait_until(lambda: ends(bench, "done") == 1, "end")
 
 
-def test_without_its_headers_no_response_was_whole() -> None:
-    """A stream that ends before the response has failed, also where no body would have come."""
+def test_a_stream_that_ends_before_response_headers_has_failed() -> None:
+    """A stream that ends before the response headers has failed, even where no body is expected."""
     bench = Bench().with_pods(A)
-    with doors(bench, FULL) as served:
+    with serving(bench, FULL) as served:
         requested(served, config=HEADERS_ALONE).rest()
         wait_until(lambda: ends(bench, "failed") == 1, "end")
 
 
 def test_a_stream_reset_after_the_last_answer_is_a_done_request() -> None:
-    """Envoy need not close politely: a response whose end was answered is done, with its usage."""
+    """A reset after the last response does not change a request that is done, nor its usage."""
     bench = Bench().with_pods(A)
-    with doors(bench, FULL) as served:
+    with serving(bench, FULL) as served:
         for number in range(20):
             stream = requested(served, f"r{number}")
             stream.send(response_headers(status="200"), response_body(json.dumps(USAGE).encode(), end=True))
@@ -223,21 +225,21 @@ def test_a_stream_reset_after_the_last_answer_is_a_done_request() -> None:
             stream.cancel()
         wait_until(lambda: len(bench.ledger) == 0, "all requests' ends")
         assert (ends(bench, "done"), ends(bench, "failed")) == (20, 0)
-        assert {record["delivered_cached_tokens"] for record in bench.explain.latest(20)} == {32}
+        assert {record["delivered_cached_tokens"] for record in bench.decision_log.latest(20)} == {32}
 
 
-def test_a_response_without_its_request_is_served() -> None:
-    """A stream of responses alone (request phase off) is echoed and enters no account."""
+def test_a_response_phase_without_request_phase_is_passed_on() -> None:
+    """A stream with only the response phase is passed on and recorded nowhere."""
     bench = Bench().with_pods(A)
-    with doors(bench, FULL) as served:
+    with serving(bench, FULL) as served:
         answers = served.exchange(response_headers(status="200"), response_body(b"{}", end=True))
         assert [answer.WhichOneof("response") for answer in answers] == ["response_headers", "response_body"]
-        assert bench.explain.latest(9) == []
+        assert bench.decision_log.latest(9) == []
 
 
-def test_other_response_modes_get_plain_answers() -> None:
-    """Where Envoy does not stream full duplex, a chunk's answer carries no body."""
-    with doors(Bench().with_pods(A), FULL) as served:
+def test_other_body_modes_get_responses_without_body() -> None:
+    """In modes other than full duplex, the response to a chunk carries no body."""
+    with serving(Bench().with_pods(A), FULL) as served:
         stream = served.stream()
         stream.send(headers(path="/v1/models", end=True, config=(BodyMode.BUFFERED, BodyMode.BUFFERED)))
         stream.receive()
@@ -247,9 +249,9 @@ def test_other_response_modes_get_plain_answers() -> None:
 
 
 def test_parallel_responses_stay_apart() -> None:
-    """64 concurrent streams in full mode each get their own chunks back, and none stays in the ledger."""
+    """Each of 64 concurrent responses gets its own chunks, and no entry stays in the ledger."""
     bench = Bench().with_pods(A)
-    with doors(bench, FULL) as served, ThreadPoolExecutor(64) as pool:
+    with serving(bench, FULL) as served, ThreadPoolExecutor(64) as pool:
 
         def one(number: int) -> bool:
             stream = requested(served, f"r{number}")
@@ -265,9 +267,9 @@ def test_parallel_responses_stay_apart() -> None:
 
 
 def test_a_request_without_a_body_ends_no_other_of_its_id() -> None:
-    """A GET is no work for its pod: its answer leaves the request in flight that has the same id."""
+    """The response to a GET does not end a request in flight with the same id."""
     bench = Bench().with_pods(A)
-    with doors(bench, FULL) as served:
+    with serving(bench, FULL) as served:
         working, asking = requested(served), served.stream()
         asking.send(headers(path="/v1/models", x_request_id="r", end=True), response_headers(end=True))
         assert set_headers(asking.receive())["x-gateway-destination-endpoint"] == A.address

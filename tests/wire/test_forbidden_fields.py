@@ -1,4 +1,4 @@
-"""Body fields that only gateways may send, at each door: removed by ext_proc, refused by ext_authz."""
+"""Body fields that only gateways may send: removed by ext_proc, rejected by ext_authz."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from router.prompts.body_guard import BodyGuard
 from tests.unit.router_support import TINY, Bench, ready_pod
 from tests.wire.router_wire_support import (
     body,
-    doors,
     headers,
+    serving,
     set_headers,
     streamed_bytes,
     wait_until,
@@ -44,16 +44,16 @@ DROPPED = "kvroute_router_dropped_messages_total"
 
 
 def bench() -> Bench:
-    """A bench with one ready pod."""
+    """Return a bench with one ready pod."""
     return Bench().with_pods(A)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("told", [*HOSTILE, NESTED])
 def test_ext_proc_removes_the_fields(told: bytes, path: str) -> None:
-    """The pod gets the client's body without the forbidden field, with its new length, and it is counted."""
+    """ext_proc removes a forbidden field, adapts content-length and counts the removal."""
     buffered = (BodyMode.BUFFERED, BodyMode.NONE)
-    with doors(bench()) as served:
+    with serving(bench()) as served:
         got = served.exchange(headers(path=path), body(told[:9], end=False), body(told[9:]))
         sent, ends = streamed_bytes(got[1:])
         assert (json.loads(sent), ends) == (PLAIN, [True])
@@ -67,9 +67,9 @@ def test_ext_proc_removes_the_fields(told: bytes, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_ext_proc_leaves_other_bodies_as_they_are(path: str) -> None:
-    """A body without a forbidden field goes on byte for byte."""
-    with doors(bench()) as served:
+def test_ext_proc_passes_other_bodies_unchanged(path: str) -> None:
+    """A body without a forbidden field is passed on byte for byte."""
+    with serving(bench()) as served:
         got = served.exchange(headers(path=path), body(BODY))
         assert streamed_bytes(got[1:]) == (BODY, [True])
 
@@ -77,8 +77,8 @@ def test_ext_proc_leaves_other_bodies_as_they_are(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("told", [*HOSTILE, NESTED])
 def test_ext_authz_refuses_the_fields(told: bytes, path: str) -> None:
-    """Check cannot change a body: the client is answered 400 in OpenAI's form, which names the field."""
-    with doors(bench()) as served:
+    """ext_authz cannot change a body, so it rejects with a 400 that names the field."""
+    with serving(bench()) as served:
         denied = check(served, check_request(told, path)).denied_response
         assert check(served, check_request(BODY, path)).status.code == 0
     error = json.loads(denied.body)["error"]
@@ -88,12 +88,12 @@ def test_ext_authz_refuses_the_fields(told: bytes, path: str) -> None:
 
 
 @pytest.mark.parametrize("has_connector", [False, True])
-def test_what_cannot_be_checked_is_refused_beside_a_connector(has_connector: bool) -> None:
-    """Forms, parts of a body and bodies that do not come here pass only where no engine has a connector."""
+def test_an_uncheckable_body_is_rejected_with_a_kv_connector(has_connector: bool) -> None:
+    """Bodies that cannot be checked pass only where no engine has a KV connector."""
     guard = BodyGuard(has_connector=lambda: has_connector)
     path = "/v1/audio/transcriptions"
     expected = 400 if has_connector else 0
-    with doors(bench(), guard=guard) as served:
+    with serving(bench(), guard=guard) as served:
         for message in (
             check_request(FORM, path),
             check_request(BODY, x_envoy_auth_partial_body="true"),
@@ -111,10 +111,10 @@ def test_what_cannot_be_checked_is_refused_beside_a_connector(has_connector: boo
         assert DESTINATION in set_headers(served.exchange(headers(path="/v1/models", end=True))[0])
 
 
-def test_pick_endpoint_takes_no_body() -> None:
-    """PickEndpoint carries no body to a pod, and refuses options that are not the template's."""
+def test_pick_endpoint_accepts_only_template_options() -> None:
+    """PickEndpoint has no body to check, and rejects options other than the chat template's."""
     message = json.dumps([{"role": "user", "content": "hi"}]).encode()
-    with doors(bench()) as served, pytest.raises(grpc.RpcError) as raised:
+    with serving(bench()) as served, pytest.raises(grpc.RpcError) as raised:
         pick(
             served, model=TINY, chat={"messages_json": message, "options_json": b'{"kv_transfer_params":{}}'}
         )
@@ -123,9 +123,9 @@ def test_pick_endpoint_takes_no_body() -> None:
 
 @pytest.mark.parametrize("name", GATEWAY_ONLY_HEADERS)
 def test_headers_that_only_gateways_set_are_removed(name: str) -> None:
-    """A client's routing, rank and transfer headers are overwritten, or named for removal, at each door."""
+    """Routing, rank and transfer headers sent by a client are overwritten or removed by each service."""
     told = {name.replace("-", "_"): "10.0.0.9:1"}
-    with doors(bench()) as served:
+    with serving(bench()) as served:
         answer = check(served, check_request(BODY, **told)).ok_response
         removed = [set(answer.headers_to_remove)]
         got = served.exchange(headers(path="/v1/completions", **told), body(BODY))

@@ -1,4 +1,4 @@
-"""Clients that break HTTP/2 again and again: one line in the log, all of them in the metric."""
+"""Clients that violate HTTP/2 repeatedly: one log line, and all of them in the metric."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ CLIENTS = 50
 
 
 def broken() -> float:
-    """How many connections have broken HTTP/2 in this process."""
+    """Return how many connections violated HTTP/2 in this process."""
     registry = CollectorRegistry()
     registry.register(REPEATED_EVENTS)
     return registry.get_sample_value("kvroute_repeated_events_total", {"event": "http2_error"}) or 0.0
 
 
-def test_bad_connections_of_one_client_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    """Fifty connections with something else than HTTP/2 give one warning at most, and count fifty times."""
+def test_violations_of_one_client_are_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Fifty invalid connections of one client give at most one warning and count fifty times."""
     before = broken()
     server = GrpcServer(
         "--grpc-port",
@@ -45,5 +45,5 @@ def test_bad_connections_of_one_client_are_one_line(caplog: pytest.LogCaptureFix
     finally:
         server.close()
     assert broken() - before == CLIENTS
-    # Another test of this process may have had this minute's line.
-    assert len([line for line in caplog.messages if "broke HTTP/2" in line]) <= 1
+    # Another test of this process may have used this minute's log line.
+    assert len([line for line in caplog.messages if "HTTP/2 violation" in line]) <= 1

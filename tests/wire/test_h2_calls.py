@@ -1,4 +1,4 @@
-"""Calls of all kinds, by every server of gRPC: what a client sees must not depend on who serves."""
+"""Calls of all kinds on each server transport: clients see the same on all of them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from tests.wire.router_wire_support import TIMEOUT_S
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """Plain, by each transport."""
+    """Return the plain service on each transport."""
     with serving(request.param) as served:
         yield served
 
 
 @pytest.fixture(scope="module")
 def channel(served: Served) -> Iterator[grpc.Channel]:
-    """One connection for all tests of a transport."""
+    """Return one connection for all tests of a transport."""
     with served.channel() as channel:
         yield channel
 
 
 def _call(channel: grpc.Channel, method: str, request: bytes, **more: Any) -> tuple[list[bytes], grpc.Call]:
-    """Calls a method with one message; all answers, and the call."""
+    """Call a method with one message; return all responses and the call."""
     call = caller(channel, method)
     more.setdefault("timeout", TIMEOUT_S)
     if method == "unary":
@@ -67,14 +67,14 @@ each_servicer = pytest.mark.parametrize("method", ["unary", "server_stream"])
 
 @each_kind
 @pytest.mark.parametrize("size", [0, 1, 16_384, 65_535, 8 << 20])
-def test_messages_of_any_size_go_both_ways(channel: grpc.Channel, method: str, size: int) -> None:
-    """A message comes back as it was sent, be it empty or of eight megabytes."""
+def test_messages_of_any_size_pass_both_ways(channel: grpc.Channel, method: str, size: int) -> None:
+    """Messages from empty to 8 MB come back unchanged."""
     message = bytes(range(256)) * (size // 256) + bytes(size % 256)
     assert _call(channel, method, message)[0] == [message]
 
 
-def test_many_messages_of_a_stream_keep_their_order(channel: grpc.Channel) -> None:
-    """A stream's messages are answered one by one, in order; a stream without any is answered with none."""
+def test_messages_of_a_stream_keep_their_order(channel: grpc.Channel) -> None:
+    """A stream's messages are answered one by one in order; an empty stream gets no response messages."""
     messages = [b"%d" % number * (number % 50) for number in range(2000)]
     assert list(caller(channel, "exchange")(iter(messages), timeout=TIMEOUT_S)) == messages
     assert list(caller(channel, "server_stream")(b"2000 x", timeout=TIMEOUT_S)) == [b"x"] * 2000
@@ -84,13 +84,13 @@ def test_many_messages_of_a_stream_keep_their_order(channel: grpc.Channel) -> No
 @each_kind
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
 def test_compressed_requests_are_read(channel: grpc.Channel, method: str, compression: Any) -> None:
-    """A client may compress what it sends."""
+    """A client may compress its messages."""
     message = b"again and again " * 10_000
     assert _call(channel, method, message, compression=compression)[0] == [message]
 
 
 @each_servicer
-def test_a_raised_error_is_unknown(channel: grpc.Channel, method: str) -> None:
+def test_a_servicers_exception_is_unknown(channel: grpc.Channel, method: str) -> None:
     """A servicer's exception ends its call with UNKNOWN and the exception's text."""
     streams = method == "server_stream"
     what = "Exception iterating responses: " if streams else "Exception calling application: "
@@ -98,23 +98,23 @@ def test_a_raised_error_is_unknown(channel: grpc.Channel, method: str) -> None:
 
 
 @each_servicer
-def test_an_aborted_call_has_its_code_details_and_metadata(channel: grpc.Channel, method: str) -> None:
-    """abort() reaches the client with everything that was said."""
+def test_abort_reports_code_details_and_metadata(channel: grpc.Channel, method: str) -> None:
+    """A call ended by abort() reports its code, details and trailing metadata to the client."""
     error: Any = _failed(channel, method, b"!abort \xc3\xa4 100 %")
     assert _status(error) == (grpc.StatusCode.DATA_LOSS, "ä 100 %")
     assert ("why", "told") in error.trailing_metadata()
 
 
 @each_servicer
-def test_a_code_that_is_set_ends_the_call(channel: grpc.Channel, method: str) -> None:
+def test_set_code_ends_the_call_with_it(channel: grpc.Channel, method: str) -> None:
     """set_code() and set_details() reach the client though the servicer returns normally."""
     error = _failed(channel, method, b"!code x")
     assert _status(error) == (grpc.StatusCode.NOT_FOUND, "not here, 100 % sure: ä\n")
 
 
 @each_kind
-def test_an_unreadable_request_is_an_internal_error(channel: grpc.Channel, method: str) -> None:
-    """A message that the method cannot parse ends the call with INTERNAL."""
+def test_an_unparsable_request_is_internal(channel: grpc.Channel, method: str) -> None:
+    """A request message that cannot be parsed ends the call with INTERNAL."""
     if method == "server_stream":
         call = caller(channel, method)(b"unreadable", timeout=TIMEOUT_S)
         with pytest.raises(grpc.RpcError) as caught:
@@ -126,15 +126,15 @@ def test_an_unreadable_request_is_an_internal_error(channel: grpc.Channel, metho
 
 
 @each_servicer
-def test_an_answer_that_cannot_be_written_is_an_internal_error(channel: grpc.Channel, method: str) -> None:
-    """An answer that the method cannot serialize ends the call with INTERNAL."""
+def test_an_unserializable_response_is_internal(channel: grpc.Channel, method: str) -> None:
+    """A response that cannot be serialized ends the call with INTERNAL."""
     error = _failed(channel, method, b"!unwritable")
     assert _status(error) == (grpc.StatusCode.INTERNAL, "Failed to serialize response!")
 
 
 @each_kind
-def test_too_large_requests_are_refused(channel: grpc.Channel, method: str) -> None:
-    """A request above the limit ends with RESOURCE_EXHAUSTED, also if only decompression makes it so."""
+def test_oversized_requests_are_rejected(channel: grpc.Channel, method: str) -> None:
+    """A request above the limit, before or after decompression, ends with RESOURCE_EXHAUSTED."""
     message = bytes(MESSAGE_BYTES_MAX + 1)
     for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
         error: Any = _failed(channel, method, message, compression=compression)
@@ -142,16 +142,16 @@ def test_too_large_requests_are_refused(channel: grpc.Channel, method: str) -> N
 
 
 @each_kind
-def test_the_largest_request_is_served(channel: grpc.Channel, method: str) -> None:
-    """A request of just the limit is served, compressed or not."""
+def test_a_request_at_the_limit_is_served(channel: grpc.Channel, method: str) -> None:
+    """A request of exactly the limit is served, compressed or not."""
     message = bytes(MESSAGE_BYTES_MAX - (2 if method == "server_stream" else 0))
     for compression in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
         assert _call(channel, method, message, compression=compression)[0] == [message]
 
 
 @each_servicer
-def test_too_large_answers_are_refused(channel: grpc.Channel, method: str) -> None:
-    """An answer above the limit ends with RESOURCE_EXHAUSTED."""
+def test_oversized_responses_are_rejected(channel: grpc.Channel, method: str) -> None:
+    """A response above the limit ends with RESOURCE_EXHAUSTED."""
     error: Any = _failed(channel, method, b"!large %d" % (MESSAGE_BYTES_MAX + 1))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     sizes = f"({MESSAGE_BYTES_MAX + 1} vs. {MESSAGE_BYTES_MAX})"
@@ -159,7 +159,7 @@ def test_too_large_answers_are_refused(channel: grpc.Channel, method: str) -> No
 
 
 def test_unknown_methods_are_unimplemented(channel: grpc.Channel) -> None:
-    """A method that nobody serves ends with UNIMPLEMENTED."""
+    """A method that is not registered ends with UNIMPLEMENTED."""
     with pytest.raises(grpc.RpcError) as caught:
         caller(channel, "nothing")(b"", timeout=TIMEOUT_S)
     assert _status(caught.value) == (grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
@@ -167,8 +167,8 @@ def test_unknown_methods_are_unimplemented(channel: grpc.Channel) -> None:
 
 @each_servicer
 def test_a_deadline_ends_the_servicer_too(served: Served, channel: grpc.Channel, method: str) -> None:
-    """A client that waits no longer gets DEADLINE_EXCEEDED, and the servicer's callbacks are called."""
-    # So large that it is served on no connection's own thread, which would not hear of its client's end.
+    """A client whose deadline passes gets DEADLINE_EXCEEDED, and the servicer's callbacks run."""
+    # Large enough to be served in the pool: the connection's thread could not notice the client's reset.
     error: Any = _failed(channel, method, b"!hold " + bytes(1 << 17), timeout=0.5)
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert served.plain.entered.acquire(timeout=TIMEOUT_S)
@@ -176,15 +176,15 @@ def test_a_deadline_ends_the_servicer_too(served: Served, channel: grpc.Channel,
 
 
 def test_a_cancelled_stream_ends_its_servicer(served: Served, channel: grpc.Channel) -> None:
-    """Cancelling in mid-stream wakes the servicer, and its callbacks are called."""
+    """Cancelling a stream wakes the servicer and runs its callbacks."""
     begun = caller(channel, "server_stream")(b"1 !hold x")
     assert served.plain.entered.acquire(timeout=TIMEOUT_S)
     begun.cancel()
     assert served.plain.ended.acquire(timeout=TIMEOUT_S)
 
 
-def test_a_hundred_calls_at_once_on_one_connection(channel: grpc.Channel) -> None:
-    """Calls of all kinds share a connection; none gets another's answer."""
+def test_calls_on_one_connection_get_their_own_responses(channel: grpc.Channel) -> None:
+    """A hundred concurrent calls of all kinds on one connection each get their own response."""
 
     def call(number: int) -> bool:
         method = METHODS[number % len(METHODS)]
@@ -195,8 +195,8 @@ def test_a_hundred_calls_at_once_on_one_connection(channel: grpc.Channel) -> Non
         assert all(pool.map(call, range(400)))
 
 
-def test_large_messages_at_once_on_one_connection(channel: grpc.Channel) -> None:
-    """Messages which together are larger than the connection's window do not wait for each other for ever."""
+def test_large_messages_on_one_connection_do_not_deadlock(channel: grpc.Channel) -> None:
+    """Concurrent messages that together exceed the connection's window all complete."""
     message = bytes(4 << 20)
 
     def call(number: int) -> int:
@@ -206,8 +206,8 @@ def test_large_messages_at_once_on_one_connection(channel: grpc.Channel) -> None
         assert set(pool.map(call, range(24))) == {len(message)}
 
 
-def test_many_connections_at_once(served: Served) -> None:
-    """Each client has its own connection."""
+def test_many_connections_are_served_at_once(served: Served) -> None:
+    """Each client on a connection of its own gets its own responses."""
 
     def call(number: int) -> bool:
         message = b"%d" % number
@@ -219,7 +219,7 @@ def test_many_connections_at_once(served: Served) -> None:
 
 
 def test_asyncio_clients_are_served(served: Served) -> None:
-    """The asyncio client's calls of all kinds, many at once, are the same as the other's."""
+    """The asyncio client gets the same responses as the synchronous one, for all kinds of calls."""
 
     async def kinds(channel: grpc.aio.Channel, number: int) -> bool:
         message = b"%d " % number * 1000
@@ -253,8 +253,8 @@ def test_asyncio_clients_are_served(served: Served) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_health_is_watched(transport: str) -> None:
-    """A Watch tells each change until its client leaves; and those that never leave do not stop a server."""
+def test_health_can_be_watched(transport: str) -> None:
+    """A health Watch reports each change until its client leaves, and open watches do not delay close()."""
     servicer = health.HealthServicer()
     servicer.set("x", health_pb2.HealthCheckResponse.SERVING)
 
@@ -267,14 +267,14 @@ def test_health_is_watched(transport: str) -> None:
         assert [next(watch).status for watch in watches] == [health_pb2.HealthCheckResponse.SERVING] * 5
         servicer.set("x", health_pb2.HealthCheckResponse.NOT_SERVING)
         assert [next(watch).status for watch in watches] == [health_pb2.HealthCheckResponse.NOT_SERVING] * 5
-        # Not before the change.
+        # The second response comes only after the change.
         watches.pop().cancel()
         assert stub.Check(health_pb2.HealthCheckRequest(service="x")).status == 2
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_reflection_lists_the_services(transport: str) -> None:
-    """Reflection names the services that it was told of."""
+    """Reflection lists the registered services."""
     with serving(transport, reflects=True) as served, served.channel() as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         ask = reflection_pb2.ServerReflectionRequest(list_services="")

@@ -1,4 +1,4 @@
-"""Exchanges: served here and there, ended by themselves, by clients and by others; each ends once."""
+"""Exchanges run on different threads and ended by themselves, by clients or from outside: each ends once."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def _failing(what: str) -> Callable[..., Any]:
     return fail
 
 
-def test_the_server_cancels_at_any_moment() -> None:
-    """An exchange cancelled by a third thread while two others feed and serve it ends once, and alone."""
+def test_an_exchange_can_be_cancelled_at_any_moment() -> None:
+    """An exchange cancelled by a third thread while two others feed and run it is closed exactly once."""
     ends: list[str] = []
     with serving("threads", threads=8, requests_max=1000) as served:
         inner = served.server.find(path("exchange"))
         assert isinstance(inner, ExchangeMethod)
-        counted = ExchangeMethod(inner.open, inner.read, inner.written, opened=lambda: ends.append)
+        counted = ExchangeMethod(inner.open, inner.parse, inner.serialize, on_open=lambda: ends.append)
         served.server.add_exchange(path("exchange"), counted)
 
         def cancel_all(stop: threading.Event) -> None:
@@ -63,8 +63,8 @@ def test_the_server_cancels_at_any_moment() -> None:
         assert len(ends) == 400
 
 
-def test_an_exchange_is_handed_over_in_order() -> None:
-    """Messages served here and there by turns are answered in order, though each may wait for a thread."""
+def test_order_is_kept_across_threads() -> None:
+    """Messages served alternately inline and in the pool are answered in order."""
     with serving("native", threads=4) as served:
         with served.channel() as channel, ThreadPoolExecutor(8) as pool:
 
@@ -85,7 +85,7 @@ def test_an_exchange_is_handed_over_in_order() -> None:
 
 
 def test_an_exchange_is_not_closed_while_it_answers() -> None:
-    """A client that gives up while a thread is within its exchange leaves the end to that thread."""
+    """If the client cancels while a thread runs the exchange, that thread closes it afterwards."""
     with serving("threads") as served:
         with RawClient(served.server.port) as client:
             client.open(1, "exchange")
@@ -93,19 +93,19 @@ def test_an_exchange_is_not_closed_while_it_answers() -> None:
             assert served.plain.entered.acquire(timeout=TIMEOUT_S)
             (echo,) = served.plain.exchanges
             client.send(frames.number_frame(FrameType.RST_STREAM, 1, H2Code.CANCEL))
-            # The second is answered when all that the first was behind is done.
+            # The second message is answered after the task that the first one blocked has finished.
             for _ in range(2):
                 client.send(frames.frame(FrameType.PING, 0, 0, bytes(8)))
                 client.next(FrameType.PING)
             assert not echo.stream.is_active()
             assert (echo.closes, served.server.open_calls) == (0, 1)
             served.plain.released.set()
-            wait_until(lambda: echo.closes == 1, "its end")
+            wait_until(lambda: echo.closes == 1, "exchange is closed")
         served.assert_sound()
 
 
-def test_what_comes_at_once_is_answered_at_once() -> None:
-    """Answers to messages of several streams that came in one piece leave in one piece, in their order."""
+def test_messages_received_together_are_answered_together() -> None:
+    """Responses to messages of several streams that arrive in one read leave in one write, in order."""
     with serving("native") as served:
         with RawClient(served.server.port) as client:
             said = {stream_id: prefixed(b"%d" % stream_id) for stream_id in range(1, 41, 2)}
@@ -119,8 +119,8 @@ def test_what_comes_at_once_is_answered_at_once() -> None:
 
 
 @pytest.mark.parametrize("slow", ["unary", "exchange"])
-def test_no_answer_waits_for_what_takes_its_time(slow: str) -> None:
-    """An answer leaves before the connection's thread turns to a call with a larger message behind it."""
+def test_responses_do_not_wait_for_a_slow_call(slow: str) -> None:
+    """A response leaves before the connection's thread starts a call with a larger message."""
     with serving("native") as served:
         with RawClient(served.server.port) as client:
             client.open(1, "exchange")
@@ -139,8 +139,8 @@ def test_no_answer_waits_for_what_takes_its_time(slow: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_interrupted_exchange_says_its_last(transport: str) -> None:
-    """A stream ended from outside answers what it has begun, then the given answers, then ends well."""
+def test_an_interrupted_exchange_sends_its_last_responses(transport: str) -> None:
+    """An interrupted stream finishes its responses in progress, sends the given ones and ends with OK."""
     with serving(transport) as served:
         with RawClient(served.server.port) as client:
             client.open(1, "exchange")
@@ -156,13 +156,13 @@ def test_an_interrupted_exchange_says_its_last(transport: str) -> None:
             data, trailers = client.answer(1)
             assert data == prefixed(b"!stuck") + prefixed(b"last") + prefixed(b"words")
             assert trailers["grpc-status"] == "0"
-            wait_until(lambda: not stream.is_active(), "its end")
+            wait_until(lambda: not stream.is_active(), "stream has ended")
             stream.interrupt(lambda: [b"nobody hears"])
         served.assert_sound()
 
 
 def test_interrupts_at_any_moment_end_each_exchange_once() -> None:
-    """Streams that end by themselves, by their clients and from outside all at once end once each."""
+    """Streams ended at the same time by themselves, by clients and from outside are each closed once."""
     with serving("threads", threads=8, requests_max=1000) as served:
         stop = threading.Event()
 
@@ -190,8 +190,8 @@ def test_interrupts_at_any_moment_end_each_exchange_once() -> None:
 
 
 @pytest.mark.parametrize("message", [b"!raise", b"!finish", b"unreadable", b"unwritable"])
-def test_an_exchange_that_ends_itself_is_closed_once(message: bytes) -> None:
-    """However an exchange ends, its place is free and it is closed once, also with messages behind it."""
+def test_a_finished_exchange_is_closed_once(message: bytes) -> None:
+    """An exchange that finishes by itself frees its slot and is closed once, also with messages pending."""
     with serving("native") as served:
         with RawClient(served.server.port) as client:
             for stream_id in range(1, 41, 2):
@@ -201,31 +201,33 @@ def test_an_exchange_that_ends_itself_is_closed_once(message: bytes) -> None:
         served.assert_sound()
 
 
-def test_an_exchange_that_cannot_begin_or_end_costs_no_place() -> None:
-    """Faults in a method's own beginning and end are told and logged; the connection goes on."""
+def test_failing_open_and_close_free_the_slot() -> None:
+    """Exceptions in opening or closing an exchange are logged and reported; the connection stays usable."""
     with serving("native") as served:
         inner: Any = served.server.find(path("exchange"))
-        unopened = ExchangeMethod(_failing("closed today"), inner.read, inner.written)
+        unopened = ExchangeMethod(_failing("closed today"), inner.parse, inner.serialize)
         served.server.add_exchange(path("unopened"), unopened)
 
         class Unclosable:
-            """Fails at its end."""
+            """Exchange whose close() raises."""
 
             finished = is_routed = True
 
             def __init__(self, _stream: object) -> None: ...
 
             def answers(self, message: bytes) -> Iterator[bytes]:
-                """Echoes."""
+                """Echo the message."""
                 yield message
 
             def last(self) -> tuple[()]:
-                """Says nothing."""
+                """Return no responses."""
                 return ()
 
             close = _failing("cannot end")
 
-        served.server.add_exchange(path("unclosable"), ExchangeMethod(Unclosable, inner.read, inner.written))
+        served.server.add_exchange(
+            path("unclosable"), ExchangeMethod(Unclosable, inner.parse, inner.serialize)
+        )
         with served.channel() as channel:
             for _ in range(3):
                 with pytest.raises(grpc.RpcError) as caught:

@@ -1,4 +1,4 @@
-"""Clients that break HTTP/2 or abuse it: they are cut off, and others are served as if nothing had been."""
+"""Clients that violate or abuse HTTP/2: they are disconnected, and other clients are still served."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.wire.h2_support import METHODS, Served
 from tests.wire.raw_h2_support import RawClient, data_frame, open_frame, prefixed
 from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
-# Whatever was done, others are served and nothing is left of it.
+# After each attack: other clients are served and no state is left.
 pytestmark = pytest.mark.usefixtures("sound")
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch, served: Served) -> Served:
-    """The server, with less patience for slow clients."""
+    """Return a server with shorter timeouts for slow clients."""
     monkeypatch.setattr(server, "SOCKET_TIMEOUT_S", 1)
     monkeypatch.setattr(peer, "FRAME_S", 0.3)
     monkeypatch.setattr(peer, "WRITE_S", 1.0)
@@ -41,21 +41,21 @@ def impatient(monkeypatch: pytest.MonkeyPatch, served: Served) -> Served:
     ],
     ids=["http/1.1", "tls", "almost", "zeros", "random"],
 )
-def test_what_is_no_http2_is_cut_off(served: Served, data: bytes) -> None:
-    """A client of another protocol is told so in HTTP/2, and disconnected."""
+def test_other_protocols_are_disconnected(served: Served, data: bytes) -> None:
+    """A client that does not speak HTTP/2 gets GOAWAY and is disconnected."""
     with RawClient(served.server.port, greets=False) as client:
         client.send(data)
         assert client.end()[0] == H2Code.PROTOCOL_ERROR
 
 
-def test_silence_before_the_preface_ends(impatient: Served) -> None:
-    """A client that connects and says nothing is disconnected."""
+def test_silence_before_the_preface_times_out(impatient: Served) -> None:
+    """A client that connects and sends nothing is disconnected."""
     with RawClient(impatient.server.port, greets=False) as client:
         assert client.end()[0] == H2Code.PROTOCOL_ERROR
 
 
-def test_silence_between_calls_may_last(impatient: Served) -> None:
-    """A client that has begun properly may be silent longer than one within a frame."""
+def test_idle_connections_stay_open(impatient: Served) -> None:
+    """A connection may be idle between calls for longer than the frame timeout."""
     with RawClient(impatient.server.port) as client:
         time.sleep(2.5)
         client.open(1)
@@ -71,13 +71,13 @@ def test_silence_between_calls_may_last(impatient: Served) -> None:
         frames.PREFACE
         + frames.settings_frame({})
         + frames.frame(FrameType.HEADERS, 0, 1, b"\x82")
-        # A block that goes on and on, in frames that are whole.
+        # An endless header block in complete frames.
         + frames.frame(FrameType.CONTINUATION, 0, 1, b"\x82") * 100,
     ],
     ids=["preface", "frame", "header block"],
 )
-def test_byte_by_byte_is_too_slow(impatient: Served, begun: bytes) -> None:
-    """A client that spreads a frame, or a header block, over time is cut off though it never stops."""
+def test_a_frame_sent_byte_by_byte_times_out(impatient: Served, begun: bytes) -> None:
+    """A client that sends a frame or header block too slowly is disconnected though it keeps sending."""
     with RawClient(impatient.server.port, greets=False) as client:
         ended = threading.Event()
 
@@ -94,8 +94,8 @@ def test_byte_by_byte_is_too_slow(impatient: Served, begun: bytes) -> None:
         sender.join()
 
 
-def test_byte_by_byte_is_served_if_it_is_quick(client: RawClient) -> None:
-    """How a call is cut into segments makes no difference."""
+def test_a_quick_call_byte_by_byte_is_served(client: RawClient) -> None:
+    """The split of a call into TCP segments makes no difference."""
     for number in open_frame(1) + data_frame(1, prefixed(b"in pieces"), ends=True):
         client.send(bytes((number,)))
     assert client.answer(1)[0] == prefixed(b"in pieces")
@@ -110,14 +110,14 @@ _ENDLESS = frames.frame(FrameType.HEADERS, 0, 1, b"") + frames.frame(FrameType.C
     [_PING * 5000, frames.settings_frame({}) * 5000, _ENDLESS],
     ids=["ping", "settings", "continuation"],
 )
-def test_floods_are_cut_off(client: RawClient, data: bytes) -> None:
-    """Frames that cost more to answer than to send end the connection when there are too many at once."""
+def test_control_floods_end_the_connection(client: RawClient, data: bytes) -> None:
+    """Too many frames at once that require an answer end the connection."""
     client.send_until_closed(iter([data]))
     assert client.end()[0] in (H2Code.ENHANCE_YOUR_CALM, None)
 
 
 def test_pings_are_answered(client: RawClient) -> None:
-    """Any number of PINGs is answered to a client that takes the answers."""
+    """Any number of PINGs is answered for a client that reads the answers."""
     for number in range(3000):
         data = number.to_bytes(8, "big")
         client.send(frames.frame(FrameType.PING, 0, 0, data))
@@ -125,16 +125,16 @@ def test_pings_are_answered(client: RawClient) -> None:
         assert (answer.flags, answer.payload) == (frames.ACK, data)
 
 
-def test_an_unread_flood_ends(impatient: Served) -> None:
-    """A client that pings for ever and reads no answer is disconnected."""
+def test_an_unread_ping_flood_is_disconnected(impatient: Served) -> None:
+    """A client that sends PINGs and reads no answer is disconnected."""
     with RawClient(impatient.server.port) as client:
         client.send_until_closed(repeat(_PING * 500))
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("message", [b"", prefixed(b"1 x")], ids=["headers", "message"])
-def test_rapid_resets_leave_nothing(client: RawClient, served: Served, method: str, message: bytes) -> None:
-    """Calls that are reset as soon as they are begun cost no place."""
+def test_rapid_resets_leave_no_calls(client: RawClient, served: Served, method: str, message: bytes) -> None:
+    """Calls that are reset right after they open leave no slot occupied."""
     count = 10_000
     reset = [
         frames.number_frame(FrameType.RST_STREAM, 2 * number + 1, H2Code.CANCEL) for number in range(count)
@@ -154,8 +154,8 @@ def test_rapid_resets_leave_nothing(client: RawClient, served: Served, method: s
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_client_that_vanishes_ends_its_calls(served: Served, method: str) -> None:
-    """A lost connection ends calls in every state: before, within and between messages."""
+def test_a_lost_connection_ends_its_calls(served: Served, method: str) -> None:
+    """A lost connection ends calls in every state: before, inside and between messages."""
     whole = prefixed(b"1 x")
     for said in (b"", whole[:3], whole[:6], whole, whole + whole[:2]):
         with RawClient(served.server.port) as client:
@@ -166,18 +166,18 @@ def test_a_client_that_vanishes_ends_its_calls(served: Served, method: str) -> N
     wait_until(lambda: served.server.open_calls == 0, "no calls are left")
 
 
-def test_empty_data_costs_nothing_but_time(client: RawClient) -> None:
-    """A flood of empty DATA frames holds up nobody, and the call that they belong to is served."""
+def test_a_flood_of_empty_data_is_harmless(client: RawClient) -> None:
+    """A flood of empty DATA frames blocks no other client, and its call is still served."""
     client.open(1)
     client.send(data_frame(1, b"") * 100_000)
     client.say(1, b"at last")
     assert client.answer(1)[0] == prefixed(b"at last")
 
 
-def test_messages_that_wait_are_bounded(client: RawClient, served: Served) -> None:
-    """Tiny messages behind one that takes its time end their call when they are too many."""
+def test_queued_messages_are_bounded(client: RawClient, served: Served) -> None:
+    """Too many tiny messages queued behind a slow one end their call."""
     client.open(1, "exchange")
-    # So large that it is served on no connection's own thread.
+    # Large enough to be served in the pool.
     first = prefixed(b"!stuck " + bytes(100_000))
     client.send(data_frame(1, first[:60_000]) + data_frame(1, first[60_000:]))
     assert served.plain.entered.acquire(timeout=TIMEOUT_S)
@@ -191,12 +191,12 @@ def test_messages_that_wait_are_bounded(client: RawClient, served: Served) -> No
         assert not data
     finally:
         served.plain.released.set()
-    wait_until(lambda: served.server.open_calls == 0, "its call is over")
+    wait_until(lambda: served.server.open_calls == 0, "the call has ended")
     served.plain.released.clear()
 
 
-def test_a_client_that_takes_no_answers_is_disconnected(impatient: Served) -> None:
-    """A client whose window is open but which never reads is cut off, and its calls end."""
+def test_a_client_that_reads_nothing_is_disconnected(impatient: Served) -> None:
+    """A client with open windows that never reads is disconnected, and its calls end."""
     wide = {Setting.INITIAL_WINDOW_SIZE: frames.WINDOW_BYTES_MOST}
     with RawClient(impatient.server.port, wide) as client:
         client.send(frames.number_frame(FrameType.WINDOW_UPDATE, 0, frames.WINDOW_BYTES_MOST - 65_535))
@@ -204,12 +204,12 @@ def test_a_client_that_takes_no_answers_is_disconnected(impatient: Served) -> No
             is_stream = stream_id % 4 == 1
             client.open(stream_id, "server_stream" if is_stream else "unary")
             client.say(stream_id, b"1 " * is_stream + b"!large 8000000")
-        wait_until(lambda: impatient.server.open_calls == 0, "its calls are over")
-        wait_until(lambda: impatient.server.connections == 0, "it is disconnected")
+        wait_until(lambda: impatient.server.open_calls == 0, "calls have ended")
+        wait_until(lambda: impatient.server.connections == 0, "client is disconnected")
 
 
-def test_a_client_that_takes_answers_too_slowly_is_disconnected(impatient: Served) -> None:
-    """A client that always takes a little, but never enough, does not keep a thread for long."""
+def test_a_client_that_reads_too_slowly_is_disconnected(impatient: Served) -> None:
+    """A client that reads a little at a time does not block a writing thread beyond the timeout."""
     wide = {Setting.INITIAL_WINDOW_SIZE: frames.WINDOW_BYTES_MOST}
     with RawClient(impatient.server.port, wide) as client:
         client.send(frames.number_frame(FrameType.WINDOW_UPDATE, 0, frames.WINDOW_BYTES_MOST - 65_535))
@@ -224,8 +224,8 @@ def test_a_client_that_takes_answers_too_slowly_is_disconnected(impatient: Serve
         assert taken_bytes < 8 * 8_000_000
 
 
-def test_answers_that_nobody_takes_hold_their_places(served: Served) -> None:
-    """A client that opens no window cannot have more answers kept for it than there are places for calls."""
+def test_unread_responses_occupy_their_slots(served: Served) -> None:
+    """Responses queued for a client without window count towards the limit of calls."""
     with RawClient(served.server.port, {Setting.INITIAL_WINDOW_SIZE: 0}) as client:
         codes = []
         for number in range(300):
@@ -243,15 +243,15 @@ def test_answers_that_nobody_takes_hold_their_places(served: Served) -> None:
         assert served.server.open_calls == 256
         for number in range(128):
             client.send(frames.number_frame(FrameType.RST_STREAM, 2 * number + 1, H2Code.CANCEL))
-        wait_until(lambda: served.server.open_calls == 128, "reset ones are free")
+        wait_until(lambda: served.server.open_calls == 128, "slots of reset calls are free")
         client.send(frames.number_frame(FrameType.WINDOW_UPDATE, 0, 100 << 20))
         for number in range(128, 256):
             client.send(frames.number_frame(FrameType.WINDOW_UPDATE, 2 * number + 1, 20_000))
-        wait_until(lambda: served.server.open_calls == 0, "taken ones are free")
+        wait_until(lambda: served.server.open_calls == 0, "slots of read calls are free")
 
 
-def test_messages_in_parts_do_not_wait_for_each_other(client: RawClient) -> None:
-    """Messages sent side by side all arrive, though together they exceed the connection's window."""
+def test_interleaved_messages_do_not_block_each_other(client: RawClient) -> None:
+    """Interleaved messages all arrive though together they exceed the connection's window."""
     size, count, part = 1 << 20, 64, 1 << 14
     message = prefixed(bytes(size))
     client.send(b"".join(open_frame(2 * number + 1) for number in range(count)))
@@ -276,8 +276,10 @@ def test_messages_in_parts_do_not_wait_for_each_other(client: RawClient) -> None
             assert client.fields(frame)["grpc-status"] == "0"
 
 
-def test_too_many_connections_cost_idle_ones(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
-    """Beyond the limit the oldest connection without calls goes; if all have some, the new one does."""
+def test_the_connection_limit_closes_idle_connections(
+    monkeypatch: pytest.MonkeyPatch, served: Served
+) -> None:
+    """At the limit the oldest idle connection is closed; if none is idle, the new one is rejected."""
     monkeypatch.setattr(server, "CONNECTIONS_MAX", 3)
     with ExitStack() as opened:
         busy, idle, newer = (opened.enter_context(RawClient(served.server.port)) for _ in range(3))
@@ -285,12 +287,12 @@ def test_too_many_connections_cost_idle_ones(monkeypatch: pytest.MonkeyPatch, se
             client.next(FrameType.SETTINGS)
             client.next(FrameType.WINDOW_UPDATE)
         busy.open(1, "exchange")
-        wait_until(lambda: served.server.open_calls == 1, "one is busy")
+        wait_until(lambda: served.server.open_calls == 1, "one call is in progress")
         fourth = opened.enter_context(RawClient(served.server.port))
         assert idle.end()[0] == H2Code.NO_ERROR
         for client in (newer, fourth):
             client.open(1, "exchange")
-        wait_until(lambda: served.server.open_calls == 3, "all are busy")
+        wait_until(lambda: served.server.open_calls == 3, "all calls are in progress")
         with RawClient(served.server.port, greets=False) as fifth:
             assert fifth.frame() is None
         for client in (busy, newer, fourth):

@@ -1,4 +1,4 @@
-"""A server's beginning and end, and calls that are cancelled, reset or left alone at any moment."""
+"""Start and shutdown of the server, and calls that are cancelled or reset at any moment."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.wire.router_wire_support import TIMEOUT_S, wait_until
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_drain_lets_calls_finish(transport: str) -> None:
-    """Drained clients are told to go; their calls are served to the end, and so are new ones on the way."""
+    """Drained clients receive GOAWAY; their calls finish, and so do calls already on the way."""
     with serving(transport) as served, RawClient(served.server.port) as client:
         for stream_id, method in enumerate(METHODS):
             client.open(2 * stream_id + 1, method)
         client.send(data_frame(3, prefixed(b"2 x")[:4]))
-        wait_until(lambda: served.server.open_calls == len(METHODS), "all have begun")
+        wait_until(lambda: served.server.open_calls == len(METHODS), "all calls have started")
         served.server.drain()
         goaway = client.next(FrameType.GOAWAY)
         assert goaway.payload[:8] == frames.STREAM_IDS.to_bytes(4, "big") + bytes(4)
@@ -41,8 +41,8 @@ def test_drain_lets_calls_finish(transport: str) -> None:
         assert client.answer(13)[0] == prefixed(b"crossed the notice")
 
 
-def test_a_drained_channel_connects_anew() -> None:
-    """grpcio's client makes its next calls on another connection, and loses none of them."""
+def test_a_drained_channel_reconnects() -> None:
+    """grpcio's client makes further calls on another connection and loses none."""
     with serving("native") as served, served.channel() as channel:
         unary, stop = caller(channel, "unary"), threading.Event()
 
@@ -63,8 +63,8 @@ def test_a_drained_channel_connects_anew() -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_close_ends_stuck_calls(transport: str) -> None:
-    """Whatever servicers, clients and writers are stuck in, the server closes and its clients hear of it."""
+def test_close_ends_blocked_calls(transport: str) -> None:
+    """close() ends calls whose servicer, client or writer is blocked, and their clients notice."""
     with serving(transport, threads=8) as served, served.channel() as channel:
         stuck = [caller(channel, "server_stream")(b"1 !stuck", timeout=60) for _ in range(3)]
         silent = caller(channel, "exchange")(iter(threading.Event().wait, None), timeout=60)
@@ -76,10 +76,10 @@ def test_close_ends_stuck_calls(transport: str) -> None:
                 deaf.say(stream_id, b"1 !large 8000000")
             for _ in stuck:
                 assert served.plain.entered.acquire(timeout=TIMEOUT_S)
-            wait_until(deaf.is_full, "a writer waits for the deaf client")
+            wait_until(deaf.is_full, "a writer is blocked by the deaf client")
             closer = threading.Thread(target=served.server.close)
             closer.start()
-            # Well below what a writer that takes nothing is given.
+            # Far below the write timeout.
             closer.join(8.0)
             assert not closer.is_alive()
             for call in (*stuck, silent):
@@ -90,8 +90,8 @@ def test_close_ends_stuck_calls(transport: str) -> None:
         served.server.close()
 
 
-def test_a_closed_port_is_free_again() -> None:
-    """A server can be started again on its port at once, with clients still connected."""
+def test_a_closed_port_can_be_reused() -> None:
+    """A server can start again on its port at once, with clients still connected."""
     with serving("native") as served, RawClient(served.server.port) as client:
         client.next(FrameType.SETTINGS)
         port = served.server.port
@@ -126,8 +126,8 @@ def test_a_closed_port_is_free_again() -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("method", METHODS)
-def test_cancels_at_any_moment_leave_nothing(transport: str, method: str) -> None:
-    """Calls cancelled before, while and after they are served give their places back; exchanges end once."""
+def test_cancels_at_any_moment_free_their_slots(transport: str, method: str) -> None:
+    """Calls cancelled before, while and after they are served free their slots; exchanges are closed once."""
     count, places = 400, random.Random(5)
     with serving(transport, threads=8, requests_max=2 * count) as served:
         with RawClient(served.server.port) as client:
@@ -163,8 +163,8 @@ def _failing(what: str) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("method", ["unary", "server_stream"])
-def test_a_callback_that_fails_harms_nobody(transport: str, method: str) -> None:
-    """A servicer's callback that raises is logged; others are called, and the call's place is free."""
+def test_a_failing_callback_is_logged(transport: str, method: str) -> None:
+    """A servicer's callback that raises is logged; the others run, and the call's slot is freed."""
     with serving(transport) as served:
         called = threading.Semaphore(0)
 
@@ -185,8 +185,8 @@ def test_a_callback_that_fails_harms_nobody(transport: str, method: str) -> None
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_calls_beyond_the_places_are_refused(transport: str) -> None:
-    """One call too many ends with RESOURCE_EXHAUSTED, and is served once there is a place."""
+def test_calls_above_the_limit_are_rejected(transport: str) -> None:
+    """A call above the limit ends with RESOURCE_EXHAUSTED; after a call ends, another is served."""
     with serving(transport, requests_max=3) as served:
         with served.channel() as channel:
             held = [caller(channel, "server_stream")(b"1 !hold", timeout=60) for _ in range(3)]
@@ -198,6 +198,6 @@ def test_calls_beyond_the_places_are_refused(transport: str) -> None:
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert error.details() == "Concurrent RPC limit exceeded!"
             held.pop().cancel()
-            wait_until(lambda: served.server.open_calls == 2, "a place is free")
+            wait_until(lambda: served.server.open_calls == 2, "a slot is free")
             assert caller(channel, "unary")(b"x", timeout=TIMEOUT_S) == b"x"
         served.assert_sound()

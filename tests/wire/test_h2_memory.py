@@ -1,4 +1,4 @@
-"""What a call leaves behind: nothing, without Python's cycle collector, which the router lets look seldom."""
+"""Memory of ended calls: freed by reference counting, without the cycle collector."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.wire.router_wire_support import wait_until
 
 @pytest.fixture
 def begun() -> Iterator[Callable[[], int]]:
-    """How many calls live that began meanwhile; whatever is freed is freed by its last user."""
+    """Return a function that counts live calls created since; the cycle collector is off meanwhile."""
     gc.collect()
     gc.disable()
-    # Logs and errors that earlier tests keep may hold calls of theirs.
+    # Logs and errors of earlier tests may keep their calls alive.
     others = _calls()
     known = {id(call) for call in others}
     yield lambda: sum(id(call) not in known for call in _calls())
@@ -26,14 +26,14 @@ def begun() -> Iterator[Callable[[], int]]:
 
 
 def _calls() -> list[Call]:
-    # Not isinstance(): it asks each object what class it says it is, and some of torch's warn at that.
+    # Not isinstance(): it reads __class__ of every object, and some of torch's objects warn at that.
     return [found for found in gc.get_objects() if issubclass(type(found), Call)]
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("transport", ["native", "threads"])
-def test_a_call_that_is_over_is_freed_at_once(transport: str, method: str, begun: Callable[[], int]) -> None:
-    """Answered or ended with an error, no call waits for the collector: each may hold a large message."""
+def test_an_ended_call_is_freed_at_once(transport: str, method: str, begun: Callable[[], int]) -> None:
+    """A call, answered or failed, is freed without the collector: it may hold a large message."""
     with serving(transport) as served:
         with served.channel() as channel:
             call = caller(channel, method)
@@ -46,6 +46,6 @@ def test_a_call_that_is_over_is_freed_at_once(transport: str, method: str, begun
                     assert b"".join([answer] if isinstance(answer, bytes) else answer)
                 except grpc.RpcError:
                     assert order.startswith(b"!")
-        wait_until(lambda: served.server.open_calls == 0, "all calls are over")
+        wait_until(lambda: served.server.open_calls == 0, "all calls have ended")
         served.plain.exchanges.clear()
         wait_until(lambda: begun() == 0, "all calls are freed")

@@ -1,4 +1,4 @@
-"""Clients that break a rule of HTTP/2 or of gRPC: what each is told, and whom it costs."""
+"""Violations of HTTP/2 or gRPC rules: the error code of each, and whether stream or connection ends."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.wire.router_wire_support import wait_until
 
 _PING = frames.frame(FrameType.PING, 0, 0, bytes(8))
 
-# Whatever was done, others are served and nothing is left of it.
+# After each violation: other clients are served and no state is left.
 pytestmark = pytest.mark.usefixtures("sound")
 
 
 def _bomb() -> bytes:
-    # Indexes into the table are a byte each.
+    # An index into the table is one byte.
     return bytes(hpack.Encoder().encode([("x-bomb", "b" * 4000)])) + b"\xbe" * 4000
 
 
@@ -83,23 +83,23 @@ _SETTING = frames.settings_frame
         (frames.frame(FrameType.GOAWAY, 0, 0, b"x"), H2Code.PROTOCOL_ERROR),
     ],
 )
-def test_a_broken_rule_ends_the_connection(client: RawClient, data: bytes, code: H2Code) -> None:
-    """Each rule of HTTP/2 that a client breaks ends its connection with that rule's code."""
+def test_a_violation_ends_the_connection_with_its_code(client: RawClient, data: bytes, code: H2Code) -> None:
+    """Each violated rule of HTTP/2 ends the connection with that rule's error code."""
     client.send(data)
     assert client.end()[0] == code
 
 
-def test_more_than_a_window_is_refused(client: RawClient, served: Served) -> None:
-    """DATA beyond a stream's window, which the client was told, ends the connection."""
+def test_data_beyond_the_window_ends_the_connection(client: RawClient, served: Served) -> None:
+    """DATA beyond the stream's announced window ends the connection."""
     client.open(1, "exchange")
-    # So large that it is served on no connection's own thread.
+    # Large enough to be served in the pool.
     message = prefixed(bytes(MESSAGE_BYTES_MAX))
     data = prefixed(b"!stuck " + bytes(1 << 17)) + message + message[: 1 << 18]
     parts = [data[at : at + (1 << 16)] for at in range(0, len(data), 1 << 16)]
     client.send_until_closed(iter([data_frame(1, part) for part in parts]))
     assert client.end()[0] in (H2Code.FLOW_CONTROL_ERROR, None)
     served.plain.released.set()
-    wait_until(lambda: served.server.open_calls == 0, "its call is over")
+    wait_until(lambda: served.server.open_calls == 0, "the call has ended")
     served.plain.released.clear()
     while served.plain.entered.acquire(blocking=False):
         pass
@@ -110,7 +110,7 @@ def test_more_than_a_window_is_refused(client: RawClient, served: Served) -> Non
     [(0, H2Code.PROTOCOL_ERROR), (frames.WINDOW_BYTES_MOST, H2Code.FLOW_CONTROL_ERROR)],
 )
 def test_a_stream_error_ends_only_its_stream(client: RawClient, more: int, code: H2Code) -> None:
-    """A window that grows by nothing, or by too much, resets its stream; the other calls go on."""
+    """A window update of 0, or above 2^31 - 1, resets its stream; other calls continue."""
     client.open(1, "exchange")
     client.open(3, "exchange")
     client.send(_update(1, more))
@@ -119,8 +119,8 @@ def test_a_stream_error_ends_only_its_stream(client: RawClient, more: int, code:
     assert client.answer(3)[0] == prefixed(b"goes on")
 
 
-def test_frames_of_ended_streams_are_no_matter(client: RawClient) -> None:
-    """What was on its way to a stream that has ended is dropped, and unknown frames are."""
+def test_frames_of_ended_streams_are_ignored(client: RawClient) -> None:
+    """Frames that arrive for an ended stream, and unknown frames, are dropped."""
     client.open(1)
     client.say(1, b"x")
     client.answer(1)
@@ -153,10 +153,10 @@ def _gzipped(data: bytes) -> bytes:
         (b"", "br", 12),
     ],
 )
-def test_what_is_no_message_ends_the_call(
+def test_an_invalid_message_ends_the_call(
     client: RawClient, method: str, data: bytes, encoding: str, code: int
 ) -> None:
-    """Bytes that are no gRPC message end their call with a status, and nothing else."""
+    """Bytes that are no gRPC message end only their call, with a status."""
     block = request_block(method, ("grpc-encoding", encoding))
     client.send(frames.frame(FrameType.HEADERS, frames.END_HEADERS, 1, block))
     client.send(data_frame(1, data, ends=True))
@@ -167,8 +167,8 @@ def test_what_is_no_message_ends_the_call(
 
 
 @pytest.mark.parametrize("method", ["unary", "server_stream"])
-def test_a_call_without_its_message_is_unimplemented(client: RawClient, method: str) -> None:
-    """A method of one message that gets none ends with the status that gRPC names for it."""
+def test_a_unary_call_without_message_is_unimplemented(client: RawClient, method: str) -> None:
+    """A unary call without a request message ends with UNIMPLEMENTED, as gRPC defines."""
     client.open(1, method, ends=True)
     assert client.answer(1)[1]["grpc-status"] == "12"
 
@@ -180,8 +180,10 @@ def test_a_call_without_its_message_is_unimplemented(client: RawClient, method: 
         (("content-type", "text/html"), "415"),
     ],
 )
-def test_what_is_no_call_is_refused(client: RawClient, changed: tuple[str, str], status: str) -> None:
-    """An HTTP/2 request that is no gRPC gets an HTTP status."""
+def test_requests_that_are_not_grpc_get_an_http_status(
+    client: RawClient, changed: tuple[str, str], status: str
+) -> None:
+    """An HTTP/2 request that is not gRPC gets an HTTP status."""
     said = {":method": "POST", ":path": "/x", ":scheme": "http", "content-type": "application/grpc"}
     said |= dict([changed])
     client.send(

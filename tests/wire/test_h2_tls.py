@@ -1,4 +1,4 @@
-"""One port for TLS and plaintext: the client's first byte decides, and neither holds up the other."""
+"""TLS and plaintext on one port: the client's first byte decides, and neither blocks the other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AUTHORITY = trustme.CA()
 
 
 def context_of(least: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2) -> ssl.SSLContext:
-    """The server's context."""
+    """Return the server's context."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = least
     context.set_alpn_protocols(["h2"])
@@ -29,7 +29,7 @@ def context_of(least: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2) -> ssl.SSLContext
 
 
 def client_context(**bounds: ssl.TLSVersion) -> ssl.SSLContext:
-    """A client's context, which speaks these versions."""
+    """Return a client's context for these TLS versions."""
     context = ssl.create_default_context()
     AUTHORITY.configure_trust(context)
     for name, version in bounds.items():
@@ -39,21 +39,21 @@ def client_context(**bounds: ssl.TLSVersion) -> ssl.SSLContext:
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """A plain service behind TLS and plaintext."""
+    """Return a plain service that accepts TLS and plaintext."""
     context = context_of()
     with serving(request.param, tls=lambda: context) as served:
         yield served
 
 
 def secure(served: Served) -> grpc.Channel:
-    """A client that speaks TLS and takes large messages."""
+    """Return a TLS client that accepts large messages."""
     sizes = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     credentials = grpc.ssl_channel_credentials(AUTHORITY.cert_pem.bytes())
     return grpc.secure_channel(served.address, credentials, [("grpc.use_local_subchannel_pool", 1), *sizes])
 
 
-def test_both_kinds_of_clients_are_served_at_once(served: Served) -> None:
-    """Calls of TLS and plaintext clients, small and large, get their own answers, whatever comes between."""
+def test_tls_and_plaintext_clients_are_served_together(served: Served) -> None:
+    """Concurrent calls of TLS and plaintext clients, small and large, get their own responses."""
     with secure(served) as safe, served.channel() as plain, ThreadPoolExecutor(16) as pool:
 
         def call(number: int) -> bool:
@@ -69,8 +69,8 @@ def test_both_kinds_of_clients_are_served_at_once(served: Served) -> None:
     served.assert_sound()
 
 
-def test_a_client_is_served_however_its_records_are_cut(served: Served) -> None:
-    """A handshake that comes byte by byte is one; so is what follows it."""
+def test_records_may_be_split_anywhere(served: Served) -> None:
+    """A handshake and records that arrive byte by byte are served."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = client_context()
     client.set_alpn_protocols(["h2"])
@@ -91,7 +91,7 @@ def test_a_client_is_served_however_its_records_are_cut(served: Served) -> None:
                 received += secured.read(1 << 16)
             except ssl.SSLWantReadError:
                 incoming.write(connection.recv(1 << 16))
-        # The server's SETTINGS.
+        # SETTINGS of the server.
         assert received[3:5] == b"\x04\x00"
     served.assert_sound()
 
@@ -99,8 +99,8 @@ def test_a_client_is_served_however_its_records_are_cut(served: Served) -> None:
 @pytest.mark.parametrize(
     "said", [b"\x16", b"\x16\x03\x01\xff\xff" + b"x" * 70_000, b"\x16" * 1000, b"GET / HTTP/1.1\r\n\r\n"]
 )
-def test_what_is_no_tls_ends_its_connection_alone(served: Served, said: bytes) -> None:
-    """A broken handshake, or a client that goes away within it, costs nobody else anything."""
+def test_a_failed_handshake_ends_only_its_connection(served: Served, said: bytes) -> None:
+    """A broken or abandoned handshake affects no other connection."""
     with served.channel() as channel:
         assert caller(channel, "unary")(b"before", timeout=TIMEOUT_S) == b"before"
         with socket.create_connection(("127.0.0.1", served.server.port)) as connection:
@@ -109,8 +109,8 @@ def test_what_is_no_tls_ends_its_connection_alone(served: Served, said: bytes) -
     served.assert_sound()
 
 
-def shaken_hands(served: Served, client: ssl.SSLContext) -> str | None:
-    """The version that a handshake with the server ends in."""
+def negotiated_version(served: Served, client: ssl.SSLContext) -> str | None:
+    """Return the TLS version that a handshake with the server negotiates; None if it fails."""
     with (
         socket.create_connection(("127.0.0.1", served.server.port)) as connection,
         client.wrap_socket(connection, server_hostname="localhost") as secured,
@@ -118,19 +118,19 @@ def shaken_hands(served: Served, client: ssl.SSLContext) -> str | None:
         return secured.version()
 
 
-def test_an_old_version_is_refused() -> None:
-    """A client that speaks only what is older than the least version is told so by TLS."""
+def test_an_old_tls_version_is_rejected() -> None:
+    """A client below the minimum TLS version is rejected with a TLS alert."""
     context = context_of(ssl.TLSVersion.TLSv1_3)
     with serving("native", tls=lambda: context) as served:
         with pytest.raises(ssl.SSLError, match=r"(?i)alert"):
-            shaken_hands(served, client_context(maximum_version=ssl.TLSVersion.TLSv1_2))
-        assert shaken_hands(served, client_context()) == "TLSv1.3"
+            negotiated_version(served, client_context(maximum_version=ssl.TLSVersion.TLSv1_2))
+        assert negotiated_version(served, client_context()) == "TLSv1.3"
         served.assert_sound()
 
 
-def test_without_tls_a_handshake_is_no_http2() -> None:
-    """A port that has no TLS ends a connection that begins with it."""
+def test_tls_on_a_plaintext_port_is_not_http2() -> None:
+    """A port without TLS ends a connection that starts with a handshake."""
     with serving("native") as served:
         with pytest.raises((ssl.SSLError, ConnectionError)):
-            shaken_hands(served, client_context())
+            negotiated_version(served, client_context())
         served.assert_sound()

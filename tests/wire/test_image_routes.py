@@ -20,7 +20,7 @@ from tests.unit.media_support import BLOCK_TOKENS, CASES, agreeing_blocks, answe
 from tests.unit.router_support import Bench, ready_pod
 from tests.wire.engine_publisher import EnginePublisher, batch, stored, wait_until
 from tests.wire.render_support import CHAT, Renderer, running_renderer
-from tests.wire.router_wire_support import body, doors, headers
+from tests.wire.router_wire_support import body, headers, serving
 from tests.wire.subscribe_support import OTHER, POD, Watched, stream
 
 MODEL = "qwen2-vl"
@@ -112,13 +112,13 @@ def test_an_image_is_found_by_its_name_without_a_renderer(tmp_path: Path) -> Non
         wait_until("all blocks are known", lambda: sum(keys for _, keys in running.stored) == blocks)
         bench = Bench(index=running.indexer, tokenizers=tokenizers)  # type: ignore[arg-type]
         bench.with_pods(*(ready_pod(pod, model=MODEL) for pod in HELD))
-        with doors(bench) as served:
+        with serving(bench) as served:
             for name in ("cat", "dog", None):
                 served.exchange(
                     headers(path="/v1/chat/completions", x_request_id=str(name)),
                     body(json.dumps(request(name)).encode()),
                 )
-        told = {name: bench.explain.one(str(name)) for name in ("cat", "dog", None)}
+        told = {name: bench.decision_log.find(str(name)) for name in ("cat", "dog", None)}
         running.indexer.close()
     tokenizers.close()
     for name, cached in (

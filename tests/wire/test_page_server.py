@@ -1,4 +1,4 @@
-"""The metrics port over real sockets: idle, slow and hostile clients, and pages that take long."""
+"""The page server over real sockets: idle, slow and hostile clients, and slow pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_S = 300.0
 
 
 class Reviewer:
-    """A cluster that knows the token "known", and waits for `answers` to say no to any other."""
+    """Cluster that accepts the token "known", and rejects any other once `answers` is set."""
 
     def __init__(self) -> None:
         self.answers = threading.Event()
@@ -35,7 +35,7 @@ class Reviewer:
 
 @contextmanager
 def server(pages: dict[str, Page] | None = None, **settings: Any) -> Iterator[DebugServer]:
-    """A running server with /ready and these pages."""
+    """Run a server with /ready and the given pages."""
     all_pages: dict[str, Page] = {"/ready": lambda _: (200, {"status": "ready"}), **(pages or {})}
     running = DebugServer("127.0.0.1", 0, CollectorRegistry(), all_pages, **settings)
     running.start()
@@ -46,20 +46,20 @@ def server(pages: dict[str, Page] | None = None, **settings: Any) -> Iterator[De
 
 
 def status(running: DebugServer, path: str, method: str = "GET", **headers: str) -> int:
-    """Status of a page on a connection of its own."""
+    """Return the status of a page, requested on a new connection."""
     url = f"http://127.0.0.1:{running.port}{path}"
     with urllib3.PoolManager(retries=False, timeout=TIMEOUT_S) as http:
         return http.request(method, url, headers=headers).status
 
 
 def connected(running: DebugServer, closing: ExitStack) -> socket.socket:
-    """A client's connection."""
+    """Return a client connection."""
     client = socket.create_connection(("127.0.0.1", running.port), TIMEOUT_S)
     return closing.enter_context(client)
 
 
 def is_open(client: socket.socket) -> bool:
-    """Whether the server has not ended this silent connection."""
+    """Return whether the server keeps this silent connection open."""
     try:
         client.recv(1, socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -70,7 +70,7 @@ def is_open(client: socket.socket) -> bool:
 
 
 def raw(running: DebugServer, data: bytes) -> bytes:
-    """Everything the server answers to these bytes."""
+    """Return everything the server answers to these bytes."""
     with socket.create_connection(("127.0.0.1", running.port), TIMEOUT_S) as client:
         client.sendall(data)
         answer = b""
@@ -81,11 +81,11 @@ def raw(running: DebugServer, data: bytes) -> bytes:
 
 @pytest.mark.parametrize("start", [b"", b"GET /ready HT"], ids=["idle", "slow"])
 def test_silent_connections_delay_no_page(start: bytes) -> None:
-    """Pages are served beside more silent connections than there are places, which stay bounded."""
+    """Pages are served beside more silent connections than the limit, and open ones stay bounded."""
     with server() as running, ExitStack() as closing:
         silent = [connected(running, closing) for _ in range(CONNECTIONS_MAX + 100)]
         for client in silent:
-            # One that had to make room may have been reset.
+            # A connection above the limit may have been reset.
             with suppress(ConnectionError):
                 client.sendall(start)
         assert status(running, "/ready") == 200
@@ -94,7 +94,7 @@ def test_silent_connections_delay_no_page(start: bytes) -> None:
 
 
 def test_the_oldest_silent_connection_makes_room() -> None:
-    """One connection more than there are places ends the one that has been silent for longest."""
+    """A connection above the limit closes the oldest silent one."""
     with server() as running, ExitStack() as closing:
         oldest = connected(running, closing)
         for _ in range(CONNECTIONS_MAX):
@@ -103,7 +103,7 @@ def test_the_oldest_silent_connection_makes_room() -> None:
 
 
 def test_pages_that_take_long_delay_no_probe() -> None:
-    """Probes are answered while as many pages as may wait are being made; a page more is refused with 503."""
+    """While the queue of slow pages is full, probes are answered and a further page gets 503."""
     end, begun = threading.Event(), threading.Semaphore(0)
 
     def slow(_: object) -> tuple[int, Any]:
@@ -127,7 +127,7 @@ def test_pages_that_take_long_delay_no_probe() -> None:
 
 
 def test_reviews_of_tokens_delay_no_known_token() -> None:
-    """While the cluster does not answer for unknown tokens, probes and known tokens get their pages."""
+    """While the cluster reviews unknown tokens, probes and known tokens are answered."""
     reviewer: Any = Reviewer()
     with server(authorize=MetricsAuth(reviewer)) as running, ExitStack() as closing:
         closing.callback(reviewer.answers.set)
@@ -143,8 +143,8 @@ def test_reviews_of_tokens_delay_no_known_token() -> None:
         assert {client.recv(12) for client in strangers} == {b"HTTP/1.1 401"}
 
 
-def test_clients_that_do_not_read_are_cut() -> None:
-    """Pages that nobody takes are dropped for those who do, oldest first."""
+def test_clients_that_do_not_read_are_closed() -> None:
+    """Connections of clients that do not read are closed, oldest first, in favour of others."""
     page = "x" * (16 << 20)
     with server({"/large": lambda _: (200, page)}) as running, ExitStack() as closing:
         deaf = [connected(running, closing) for _ in range(17)]
@@ -156,7 +156,7 @@ def test_clients_that_do_not_read_are_cut() -> None:
 
 
 def test_a_failing_page_is_an_answer() -> None:
-    """A page that raises is answered with 500, and the server goes on."""
+    """A page that raises is answered with 500, and the server keeps serving."""
 
     def broken(_: object) -> tuple[int, Any]:
         raise ValueError("broken")
@@ -184,7 +184,7 @@ def test_a_failing_page_is_an_answer() -> None:
     ],
 )
 def test_each_request_gets_one_answer(data: bytes, first_line: bytes) -> None:
-    """Good, unknown, wrong and oversized requests are answered, and then the connection ends."""
+    """Valid, unknown, malformed and oversized requests each get one answer, then the connection closes."""
     with server() as running:
         assert raw(running, data).split(b"\r\n", 1)[0] == first_line
 

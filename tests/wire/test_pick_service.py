@@ -16,7 +16,7 @@ from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 from router.doors.pick import route_request
 from router.errors import RequestError
 from tests.unit.router_support import TINY, TOKENIZER, Bench, long_text, ready_pod
-from tests.wire.router_wire_support import TIMEOUT_S, Doors, doors
+from tests.wire.router_wire_support import TIMEOUT_S, ServedBench, serving
 
 pytestmark = pytest.mark.usefixtures("each_transport")
 
@@ -26,25 +26,25 @@ MESSAGES = json.dumps([{"role": "user", "content": TEXT}]).encode()
 OUTCOME = pb.ReportOutcomeRequest
 
 
-def pick(served: Doors, **fields: Any) -> pb.PickEndpointResponse:
-    """Calls PickEndpoint."""
+def pick(served: ServedBench, **fields: Any) -> pb.PickEndpointResponse:
+    """Call PickEndpoint."""
     stub: Any = pb_grpc.EndpointPickerStub(served.channel)
     answer: pb.PickEndpointResponse = stub.PickEndpoint(pb.PickEndpointRequest(**fields), timeout=TIMEOUT_S)
     return answer
 
 
-def report(served: Doors, request_id: str, outcome: OUTCOME.Outcome, **fields: Any) -> bool:
-    """Calls ReportOutcome."""
+def report(served: ServedBench, request_id: str, outcome: OUTCOME.Outcome, **fields: Any) -> bool:
+    """Call ReportOutcome; return whether the request is known."""
     stub: Any = pb_grpc.EndpointPickerStub(served.channel)
     request = OUTCOME(request_id=request_id, outcome=outcome, **fields)
     return bool(stub.ReportOutcome(request, timeout=TIMEOUT_S).known)
 
 
 def test_the_answer_ranks_all_candidates_with_their_costs() -> None:
-    """The pod with the prefix comes first, each endpoint carries its price, and a missing id is made."""
+    """The pod with the cached prefix ranks first, each endpoint has its cost; a missing id is generated."""
     bench = Bench().with_pods(A, B)
     bench.index.hold(B.address, bench.keys(TEXT))
-    with doors(bench) as served:
+    with serving(bench) as served:
         answer = pick(served, model=TINY, prompt=TEXT)
         assert [endpoint.address for endpoint in answer.endpoints] == [B.address, A.address]
         best, other = answer.endpoints
@@ -53,12 +53,12 @@ def test_the_answer_ranks_all_candidates_with_their_costs() -> None:
         assert best.cached_tokens > other.cached_tokens == 0
         assert best.cost_s < other.cost_s
         assert answer.reason.startswith("longest cached prefix")
-        assert bench.explain.one(answer.request_id) is not None
+        assert bench.decision_log.find(answer.request_id) is not None
 
 
 def test_text_chat_and_token_ids_are_all_understood() -> None:
-    """The three forms of input are tokenized as the engine would, or taken as they are."""
-    with doors(Bench().with_pods(A)) as served:
+    """Text and chats are tokenized as by the engine; token ids are used as they are."""
+    with serving(Bench().with_pods(A)) as served:
         ids = TOKENIZER.encode(TEXT)
         chat = pb.ChatInput(messages_json=MESSAGES, options_json=b'{"add_generation_prompt": false}')
         counts = [
@@ -72,8 +72,8 @@ def test_text_chat_and_token_ids_are_all_understood() -> None:
 
 
 def test_candidates_and_a_missing_input_narrow_the_pick() -> None:
-    """Only named candidates are ranked, and without an input the pick is by load."""
-    with doors(Bench().with_pods(A, B)) as served:
+    """Only the given candidates are ranked, and without an input the pick is by load."""
+    with serving(Bench().with_pods(A, B)) as served:
         answer = pick(served, model=TINY, candidates=[B.address])
         assert [endpoint.address for endpoint in answer.endpoints] == [B.address]
         assert answer.degraded == "passthrough"
@@ -95,29 +95,29 @@ def test_candidates_and_a_missing_input_narrow_the_pick() -> None:
     ],
 )
 def test_errors_are_grpc_codes(fields: dict[str, Any], code: grpc.StatusCode) -> None:
-    """Bad input, an unknown model and missing pods are told apart by their code."""
-    with doors(Bench().with_pods(A)) as served, pytest.raises(grpc.RpcError) as caught:
+    """Invalid input, an unknown model and missing pods have different status codes."""
+    with serving(Bench().with_pods(A)) as served, pytest.raises(grpc.RpcError) as caught:
         pick(served, **fields)
     assert caught.value.code() is code
     assert caught.value.details()
 
 
-def test_a_senseless_model_is_answered_within_what_a_client_takes() -> None:
-    """A status with the whole of a long name in it would be lost, and read as a router that is too busy."""
-    with doors(Bench().with_pods(A)) as served, pytest.raises(grpc.RpcError) as caught:
+def test_the_error_for_an_overlong_model_fits_a_grpc_status() -> None:
+    """The error for an overlong model name is short enough for a gRPC status."""
+    with serving(Bench().with_pods(A)) as served, pytest.raises(grpc.RpcError) as caught:
         pick(served, model="\u00e9" * 100_000, prompt="hi")
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_an_unexpected_failure_is_counted_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If routing itself fails, the call ends with INTERNAL and nothing of the router's insides."""
+def test_an_unexpected_failure_is_counted_and_internal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If routing fails unexpectedly, the call ends with INTERNAL and no internal details."""
 
     def fails(*_: object, **__: object) -> None:
         raise ValueError("a plugin tripped")
 
     bench = Bench().with_pods(A)
     monkeypatch.setattr(bench.index, "block_keys", fails)
-    with doors(bench) as served, pytest.raises(grpc.RpcError) as caught:
+    with serving(bench) as served, pytest.raises(grpc.RpcError) as caught:
         pick(served, model=TINY, prompt=TEXT)
     assert caught.value.code() is grpc.StatusCode.INTERNAL
     assert "tripped" not in caught.value.details()
@@ -125,20 +125,20 @@ def test_an_unexpected_failure_is_counted_and_told(monkeypatch: pytest.MonkeyPat
     assert bench.sample("llm_d_epp_request_error_total", **labels, error_code="InternalServerError") == 1
 
 
-def test_a_shed_request_is_told_so() -> None:
-    """An objective below 0 is read from the headers, and RESOURCE_EXHAUSTED comes with its reason."""
+def test_a_shed_request_gets_resource_exhausted_with_a_reason() -> None:
+    """A request with priority below 0 is shed with RESOURCE_EXHAUSTED and the protocol's reason."""
     bench = Bench(priorities={"batch": -1}).with_pods(A)
     headers = {"x-llm-d-inference-objective": "batch"}
-    with doors(bench) as served, pytest.raises(grpc.RpcError) as caught:
+    with serving(bench) as served, pytest.raises(grpc.RpcError) as caught:
         pick(served, model=TINY, prompt=TEXT, headers=headers)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert ("x-llm-d-request-dropped-reason", "rejected-saturated") in caught.value.trailing_metadata()
 
 
 def test_outcomes_reach_the_ledger() -> None:
-    """First token and end are taken once, said again they are still known, and strangers are not."""
+    """First token and end count once; repeated reports are known, those of unknown ids are not."""
     bench = Bench().with_pods(A)
-    with doors(bench) as served:
+    with serving(bench) as served:
         pick(served, model=TINY, prompt=TEXT, request_id="r")
         assert report(served, "r", OUTCOME.OUTCOME_FIRST_TOKEN)
         assert bench.ledger.board.work(A.address).decoding == 1
@@ -146,22 +146,22 @@ def test_outcomes_reach_the_ledger() -> None:
         assert report(served, "r", OUTCOME.OUTCOME_DONE)
         assert bench.sample("kvroute_router_request_ends_total", source="report", outcome="done") == 1
         assert not report(served, "stranger", OUTCOME.OUTCOME_FAILED)
-        record = bench.explain.one("r")
+        record = bench.decision_log.find("r")
         assert record is not None
         assert record["delivered_cached_tokens"] == 0
 
 
 def test_an_outcome_must_be_named() -> None:
-    """An unspecified outcome is refused."""
-    with doors(Bench()) as served, pytest.raises(grpc.RpcError) as caught:
+    """A report without an outcome is rejected."""
+    with serving(Bench()) as served, pytest.raises(grpc.RpcError) as caught:
         report(served, "r", OUTCOME.OUTCOME_UNSPECIFIED)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_parallel_picks_see_each_other() -> None:
-    """64 picks at once, each of a context of its own, are spread over both pods and all in the ledger."""
+def test_parallel_picks_are_spread_over_pods() -> None:
+    """64 concurrent picks are spread over both pods and are all in the ledger."""
     bench = Bench().with_pods(A, B)
-    with doors(bench) as served, ThreadPoolExecutor(32) as pool:
+    with serving(bench) as served, ThreadPoolExecutor(32) as pool:
         answers = list(pool.map(lambda n: pick(served, model=TINY, prompt=long_text(50, n)), range(64)))
     on_a = sum(answer.endpoints[0].address == A.address for answer in answers)
     assert len(bench.ledger) == 64
@@ -171,7 +171,7 @@ def test_parallel_picks_see_each_other() -> None:
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(messages=st.binary(max_size=60), tools=st.binary(max_size=30), options=st.binary(max_size=30))
 def test_hostile_calls_are_requests_or_400s(messages: bytes, tools: bytes, options: bytes) -> None:
-    """Any bytes in the JSON fields either make a request or raise a 400."""
+    """Any bytes in the JSON fields give either a request or a 400."""
     chat = pb.ChatInput(messages_json=messages, tools_json=tools, options_json=options)
     status = 400
     try:

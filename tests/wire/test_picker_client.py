@@ -12,7 +12,7 @@ import trustme
 
 from router.client import PickerClient, PickError
 from tests.unit.router_support import TINY, TOKENIZER, Bench, long_text, ready_pod
-from tests.wire.router_wire_support import TIMEOUT_S, doors
+from tests.wire.router_wire_support import TIMEOUT_S, serving
 
 pytestmark = pytest.mark.usefixtures("each_transport")
 
@@ -24,7 +24,7 @@ MESSAGES = [{"role": "user", "content": TEXT}]
 @contextmanager
 def picker(bench: Bench) -> Iterator[PickerClient]:
     """A client of a served bench."""
-    with doors(bench) as served, PickerClient(served.address, timeout_s=TIMEOUT_S) as client:
+    with serving(bench) as served, PickerClient(served.address, timeout_s=TIMEOUT_S) as client:
         yield client
 
 
@@ -48,7 +48,7 @@ def test_a_pick_names_the_best_pod_and_reports_its_requests_way() -> None:
         assert bench.ledger.board.work(B.address).decoding == 1
         pick.done(cached_tokens=16)
         pick.failed()
-    record = bench.explain.one("mine")
+    record = bench.decision_log.find("mine")
     assert record is not None
     assert record["delivered_cached_tokens"] == 16
     assert (len(bench.ledger), ends(bench, "done"), ends(bench, "failed")) == (0, 1, 0)
@@ -103,7 +103,7 @@ def test_errors_carry_the_routers_code_and_words() -> None:
 def test_a_router_that_cannot_be_told_does_not_fail_the_request(caplog: pytest.LogCaptureFixture) -> None:
     """When the router goes away in between, the end is lost with a warning and no exception."""
     bench = Bench().with_pods(A)
-    with doors(bench) as served:
+    with serving(bench) as served:
         client = PickerClient(served.address, timeout_s=TIMEOUT_S)
         pick = client.pick(TINY, prompt=TEXT, request_id="lost")
     pick.done()
@@ -135,7 +135,7 @@ def test_tls_works_as_plaintext_does() -> None:
     authority.issue_cert("127.0.0.1").configure_cert(context)
     bench = Bench().with_pods(A)
     trusted = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
-    with doors(bench, tls=lambda: context) as served:
+    with serving(bench, tls=lambda: context) as served:
         with PickerClient(served.address, credentials=trusted, timeout_s=TIMEOUT_S) as client:
             client.pick(TINY, prompt=TEXT).done()
         with PickerClient(served.address, timeout_s=TIMEOUT_S) as plain:

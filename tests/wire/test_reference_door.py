@@ -1,4 +1,4 @@
-"""The door in the reference's form beyond its cases: modes, trailers, bounds, rewrites."""
+"""ext_proc in the reference picker's dialect, beyond its own cases: modes, trailers, bounds, rewrites."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from router.config.resources import RewriteRule, RewriteRules
 from router.doors.ext_proc import ExtProcOptions
-from router.doors.ext_proc_forms import LlmdForm
+from router.doors.ext_proc_dialects import LlmdDialect
 from router.doors.ext_proc_messages import BodyMode
 from router.prompts.body_guard import BodyGuard
 from router.prompts.parsers import DEFAULT_PARSERS, Parsers
 from tests.unit.router_support import TINY, Bench, ready_pod
 from tests.wire.router_wire_support import (
-    Doors,
+    ServedBench,
     body,
-    doors,
     headers,
     response_body,
     response_headers,
+    serving,
     set_headers,
     streamed_bytes,
     wait_until,
@@ -40,34 +40,34 @@ RESPONSE_TRAILERS = pb.ProcessingRequest(response_trailers=pb.HttpTrailers())
 
 
 @contextmanager
-def door(
+def serving_llmd(
     options: ExtProcOptions | None = None,
     *,
     parsers: Sequence[str] = DEFAULT_PARSERS,
     guard: BodyGuard | None = None,
-) -> Iterator[Doors]:
-    """Serves two pods."""
+) -> Iterator[ServedBench]:
+    """Serve two pods in the reference picker's dialect."""
     bench = Bench().with_pods(A, B)
     options = options or ExtProcOptions(responses_full=True)
 
     guard = guard or BodyGuard()
-    form = LlmdForm(
+    dialect = LlmdDialect(
         router=bench.router,
         guard=guard,
         metrics=bench.metrics,
         parsers=Parsers(parsers),
-        held_bytes_max=options.max_request_bytes,
+        buffered_bytes_max=options.max_request_bytes,
         pods=bench.pods,
         rewrites=RewriteRules(RULES, np.random.default_rng(1)),
     )
-    with doors(bench, options, guard=guard, form=form) as served:
+    with serving(bench, options, guard=guard, dialect=dialect) as served:
         yield served
 
 
 def test_a_buffered_request_is_answered_on_its_body() -> None:
-    """Headers get an empty answer; the body's carries the pod, and another body if it was rewritten."""
+    """In buffered mode the body's response carries the pod, and the new body if it was rewritten."""
     mode = (BodyMode.BUFFERED, BodyMode.BUFFERED)
-    with door() as served:
+    with serving_llmd() as served:
         got = served.exchange(headers(config=mode), body(BODY))
         assert [one.WhichOneof("response") for one in got] == ["request_headers", "request_body"]
         assert not got[0].request_headers.response.header_mutation.set_headers
@@ -81,11 +81,11 @@ def test_a_buffered_request_is_answered_on_its_body() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/unknown"])
 def test_forbidden_fields_are_removed_from_the_body(path: str) -> None:
-    """The pod gets the client's body without what only gateways may send, streamed or in one piece."""
+    """Forbidden fields are removed from the body, streamed or buffered."""
     told = BODY[:-1] + rb', "kv_transfer\u005fparams": {}, "vllm_xargs": {"kv_hints": 1}}'
     expected = {**json.loads(BODY), "vllm_xargs": {}}
     mode = (BodyMode.BUFFERED, BodyMode.BUFFERED)
-    with door() as served:
+    with serving_llmd() as served:
         got = served.exchange(headers(path=path), body(told))
         sent, _ = streamed_bytes(got[1:])
         assert json.loads(sent) == expected
@@ -97,10 +97,10 @@ def test_forbidden_fields_are_removed_from_the_body(path: str) -> None:
 
 
 def test_a_clients_gateway_headers_are_removed() -> None:
-    """Ranks and hosts that a client names are removed."""
+    """Rank and host headers sent by a client are removed."""
     told = {"x_data_parallel_rank": "1", "x_prefiller_host_port": "10.0.0.9:1"}
     buffered = (BodyMode.BUFFERED, BodyMode.BUFFERED)
-    with door() as served:
+    with serving_llmd() as served:
         streamed = served.exchange(headers(**told), body(BODY))[0].request_headers.response
         whole = served.exchange(headers(config=buffered, **told), body(BODY))[1].request_body.response
         empty = served.exchange(headers(end=True, **told))[0].request_headers.response
@@ -111,11 +111,11 @@ def test_a_clients_gateway_headers_are_removed() -> None:
 
 
 def test_a_forbidden_field_inside_protobuf_is_refused() -> None:
-    """JSON that a gRPC message carries is not rewritten: the client is told which field is wrong."""
+    """A forbidden field in JSON inside a gRPC message is rejected with its name."""
     data = b'{"model": "m", "input": "x", "kv_hints": {}}'
     inner = b"\x12" + bytes([len(data)]) + data
     message = b"\x12" + bytes([len(inner)]) + inner
-    with door(parsers=["vertexai-parser"]) as served:
+    with serving_llmd(parsers=["vertexai-parser"]) as served:
         framed = b"\0" + len(message).to_bytes(4, "big") + message
         (answer,) = served.exchange(headers(path="/x.PredictionService/RawPredict"), body(framed))
     assert answer.immediate_response.status.code == 400
@@ -123,13 +123,13 @@ def test_a_forbidden_field_inside_protobuf_is_refused() -> None:
 
 
 @pytest.mark.parametrize("has_connector", [False, True])
-def test_an_unreadable_body_is_refused_beside_a_connector(has_connector: bool) -> None:
-    """What cannot be checked reaches no engine that has a KV connector: protobuf, forms, unseen bodies."""
+def test_an_unreadable_body_is_rejected_with_a_kv_connector(has_connector: bool) -> None:
+    """A body that cannot be checked is rejected where an engine has a KV connector."""
     message = b"\x1a\x05hello"
     framed = b"\0" + len(message).to_bytes(4, "big") + message
     unseen = (BodyMode.NONE, BodyMode.NONE)
     parsers = ["vllmgrpc-parser", "passthrough-parser"]
-    with door(parsers=parsers, guard=BodyGuard(has_connector=lambda: has_connector)) as served:
+    with serving_llmd(parsers=parsers, guard=BodyGuard(has_connector=lambda: has_connector)) as served:
         for told in (
             (headers(path="/vllm.grpc.engine.VllmEngine/Generate"), body(framed)),
             (headers(path="/v1/audio/transcriptions"), body(b"--b\r\n\r\n--b--")),
@@ -142,9 +142,9 @@ def test_an_unreadable_body_is_refused_beside_a_connector(has_connector: bool) -
 
 
 def test_a_buffered_response_has_its_model_restored() -> None:
-    """A body in one piece is replaced, with its new length; one that needs no change is let pass."""
+    """In buffered mode a body is replaced only if the model's name in it changes."""
     mode = (BodyMode.BUFFERED, BodyMode.BUFFERED)
-    with door() as served:
+    with serving_llmd() as served:
         asked = (headers(config=mode), body(BODY.replace(TINY.encode(), b"public")))
         answer = json.dumps({"model": TINY}, separators=(",", ":")).encode()
         for told, expected in ((answer, b'{"model":"public"}'), (b"{}", b"")):
@@ -156,25 +156,25 @@ def test_a_buffered_response_has_its_model_restored() -> None:
 
 
 def test_a_repeated_end_of_stream_is_not_answered() -> None:
-    """Envoy repeats it for large bodies; the first counts."""
-    with door() as served:
+    """A repeated end of stream, which Envoy sends for large bodies, gets no response."""
+    with serving_llmd() as served:
         got = served.exchange(headers(), body(BODY), body(b""))
         assert streamed_bytes(got[1:]) == (BODY, [True])
         assert served.bench.sample("kvroute_router_picks_total", degraded="") == 1
 
 
 def test_request_trailers_end_the_body() -> None:
-    """A body that ends in trailers is routed then, and its answer leaves the end to them."""
-    with door() as served:
+    """A body that ends with trailers is routed at the trailers, whose response ends the stream."""
+    with serving_llmd() as served:
         got = served.exchange(headers(), body(BODY, end=False), TRAILERS)
         assert streamed_bytes(got[1:2]) == (BODY, [False])
         assert got[2].WhichOneof("response") == "request_trailers"
 
 
-def test_a_response_too_long_to_hold_is_echoed_as_it_comes() -> None:
-    """What is held has a bound; beyond it nothing is lost, and later chunks pass at once."""
+def test_a_response_too_long_to_buffer_is_passed_on_in_chunks() -> None:
+    """A response above the buffer's limit is passed on in full, and later chunks at once."""
     options = ExtProcOptions(max_request_bytes=1000, responses_full=True)
-    with door(options) as served:
+    with serving_llmd(options) as served:
         chunks = [b"a" * 600, b"b" * 600, b"c" * 10]
         messages = [response_body(chunk, end=chunk is chunks[-1]) for chunk in chunks]
         got = served.exchange(headers(), body(BODY), response_headers(), *messages)
@@ -183,9 +183,9 @@ def test_a_response_too_long_to_hold_is_echoed_as_it_comes() -> None:
         assert [one.end_of_stream for one in echoes] == [False, True]
 
 
-def test_held_bytes_come_before_the_trailers() -> None:
-    """A response that ends in trailers is let go in front of them."""
-    with door() as served:
+def test_buffered_bytes_are_sent_before_the_trailers() -> None:
+    """A buffered response that ends with trailers is sent before the trailers."""
+    with serving_llmd() as served:
         got = served.exchange(
             headers(), body(BODY), response_headers(), response_body(b"x", end=False), RESPONSE_TRAILERS
         )
@@ -194,10 +194,10 @@ def test_held_bytes_come_before_the_trailers() -> None:
         assert len(served.bench.ledger) == 0
 
 
-def test_a_response_whose_body_does_not_come_here_is_done_by_its_status() -> None:
-    """Where Envoy sends the headers alone, they end an answer in one piece, and its events end elsewhere."""
+def test_a_response_without_body_messages_is_ended_by_its_status() -> None:
+    """Where Envoy does not send bodies, the status ends a non-streamed response; events end elsewhere."""
     mode = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE)
-    with door() as served:
+    with serving_llmd() as served:
         for status in ("200", "200", "503"):
             served.exchange(headers(config=mode), body(BODY), response_headers(status=status))
         wait_until(lambda: len(served.bench.ledger) == 0, "the ends")
@@ -213,8 +213,8 @@ def test_a_response_whose_body_does_not_come_here_is_done_by_its_status() -> Non
 
 
 def test_events_are_renamed_one_by_one() -> None:
-    """Each chunk of an event stream is echoed before the next one comes, under the client's name."""
-    with door() as served:
+    """Each chunk of an event stream is passed on before the next arrives, with the client's model name."""
+    with serving_llmd() as served:
         stream = served.stream()
         stream.send(headers(), body(BODY.replace(TINY.encode(), b"public")))
         stream.receive(), stream.receive()
@@ -228,17 +228,17 @@ def test_events_are_renamed_one_by_one() -> None:
 
 
 def test_a_body_beyond_the_limit_is_refused() -> None:
-    """413 as soon as it is known, before it is held."""
-    with door(ExtProcOptions(max_request_bytes=100)) as served:
+    """A body above the limit gets 413 before it is buffered."""
+    with serving_llmd(ExtProcOptions(max_request_bytes=100)) as served:
         (answer,) = served.exchange(headers(), body(b"x" * 101, end=False))
         assert answer.immediate_response.status.code == 413
 
 
-def test_decoding_only_if_cached_is_refused_where_nothing_is() -> None:
-    """`prefer: if-available` is 412 on a pod without a cached block, and a pick on one that has some."""
+def test_prefer_if_available_needs_a_cached_block() -> None:
+    """`prefer: if-available` gets 412 on a pod without a cached block, else the pick."""
     text = "hello " * 200
     asked = (headers(prefer="if-available"), body(json.dumps({"model": TINY, "prompt": text}).encode()))
-    with door() as served:
+    with serving_llmd() as served:
         (answer,) = served.exchange(*asked)
         assert answer.immediate_response.status.code == 412
         assert len(served.bench.ledger) == 0
@@ -246,26 +246,26 @@ def test_decoding_only_if_cached_is_refused_where_nothing_is() -> None:
         assert set_headers(served.exchange(*asked)[0])[DESTINATION] == B.address
 
 
-def test_a_subset_with_a_wrong_port_allows_nobody() -> None:
-    """A subset names endpoints by address and port: another port is another endpoint."""
-    with door() as served:
+def test_a_subset_with_another_port_matches_no_pod() -> None:
+    """A subset entry with another port is another endpoint, and matches no pod."""
+    with serving_llmd() as served:
         (first, *_) = served.exchange(headers(), body(BODY, subset=["10.0.0.2:9"]))
         assert first.immediate_response.status.code == 503
 
 
-def test_a_subset_is_not_looked_at_where_it_is_switched_off() -> None:
-    """--disable-endpoint-subset-filter routes to any pod."""
+def test_a_disabled_subset_filter_ignores_the_subset() -> None:
+    """With --disable-endpoint-subset-filter a pod outside the gateway's subset may be picked."""
     options = ExtProcOptions(subset_filter=False)
-    with door(options) as served:
+    with serving_llmd(options) as served:
         (first, *_) = served.exchange(headers(), body(BODY, subset=["10.9.9.9:9"]))
         assert set_headers(first)[DESTINATION] in (A.address, B.address)
 
 
 def test_a_request_without_a_body_keeps_to_the_subset() -> None:
-    """Whatever needs no pod in particular goes to one that the gateway allows, or is refused."""
+    """A request without body gets a random pod of the gateway's subset, or an error without one."""
     asked = headers(end=True, path="/v1/models")
     hint = asked.metadata_context.filter_metadata["envoy.lb.subset_hint"]
-    with door() as served:
+    with serving_llmd() as served:
         for allowed in (A.address, B.address):
             hint.update({"x-gateway-destination-endpoint-subset": [allowed]})
             assert {set_headers(*served.exchange(asked))[DESTINATION] for _ in range(8)} == {allowed}
@@ -274,9 +274,9 @@ def test_a_request_without_a_body_keeps_to_the_subset() -> None:
         assert refused.immediate_response.status.code == 503
 
 
-def test_a_name_that_a_rule_would_replace_is_bounded_too() -> None:
-    """What is kept with a decision is a name: megabytes in its place are refused, whatever the rules say."""
-    with door() as served:
+def test_a_rewritten_model_name_is_bounded_too() -> None:
+    """A model name above the length limit is rejected even if a rewrite rule matches it."""
+    with serving_llmd() as served:
         data = json.dumps({"model": "x" * 1_000_000, "prompt": "hello"}).encode()
         (answer,) = served.exchange(headers(x_llm_d_model_name_rewrite=TINY), body(data))
         assert answer.immediate_response.status.code == 400

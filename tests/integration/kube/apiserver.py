@@ -1,4 +1,4 @@
-"""A bare Kubernetes control plane of our own: etcd and kube-apiserver on free ports, no nodes or controllers.
+"""Local Kubernetes control plane: etcd and kube-apiserver on free ports, without nodes or controllers.
 
 Pods are objects whose status the tests write. Needs KUBE_APISERVER and ETCD in the environment, the binaries;
 INFERENCE_EXTENSION_CRDS and GATEWAY_API_CRDS may name folders with definitions.
@@ -32,7 +32,7 @@ _STOP_S = 30.0
 
 
 def missing() -> str | None:
-    """Why no control plane can be started; None if one can."""
+    """Return why no control plane can be started; None if one can."""
     for name in ("KUBE_APISERVER", "ETCD"):
         if not Path(os.environ.get(name, "/nonexistent")).is_file():
             return f"{name} does not name a binary: there is no API server to test against"
@@ -40,11 +40,11 @@ def missing() -> str | None:
 
 
 class ApiServer:
-    """One control plane; `stop` and `start` restart the API server, etcd and all objects stay.
+    """Control plane; `stop` and `start` restart the API server, while etcd keeps all objects.
 
     Attributes:
-        url: Of the API server, the same over restarts.
-        kubeconfig: An administrator's.
+        url: Address of the API server, the same after restarts.
+        kubeconfig: Credentials of an administrator.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -63,7 +63,7 @@ class ApiServer:
         self.start()
 
     def start(self) -> None:
-        """Starts the API server and waits until it serves."""
+        """Start the API server and wait until it serves."""
         self._api = subprocess.Popen(
             [
                 *_tied(os.environ["KUBE_APISERVER"]),
@@ -78,7 +78,7 @@ class ApiServer:
                 f"--service-account-issuer={_ISSUER}",
                 f"--service-account-key-file={self.directory / 'service-account.key'}",
                 f"--service-account-signing-key-file={self.directory / 'service-account.key'}",
-                # No controllers run: nothing would make the account that every pod would wait for.
+                # No controllers run, so nothing would create the service account that pods need.
                 "--disable-admission-plugins=ServiceAccount",
                 "--endpoint-reconciler-type=none",
                 "--etcd-compaction-interval=0",
@@ -100,7 +100,7 @@ class ApiServer:
         raise RuntimeError(f"kube-apiserver does not serve:\n{tail}")
 
     def stop(self, *, kill: bool = False) -> None:
-        """Ends the API server."""
+        """Stop the API server."""
         if self._api is not None:
             _end(self._api, kill=kill)
             self._api = None
@@ -108,7 +108,7 @@ class ApiServer:
             self._http.clear()
 
     def close(self) -> None:
-        """Ends everything."""
+        """Stop all processes."""
         self.stop(kill=True)
         _end(self._etcd, kill=True)
         for log in self._log:
@@ -117,7 +117,7 @@ class ApiServer:
     def request(
         self, method: str, path: str, body: Any = None, *, check: bool = True, patch: str = "merge"
     ) -> tuple[int, Any]:
-        """One request as administrator; answers status and JSON."""
+        """Send a request as administrator; return status and JSON."""
         headers = {"Authorization": f"Bearer {self._token}"}
         if body is not None:
             headers["Content-Type"] = (
@@ -140,11 +140,11 @@ class ApiServer:
     def apply_definitions(
         self, folder: Path, *, only: str = "", changes: Mapping[str, str] | None = None
     ) -> None:
-        """Installs definitions (CRDs) from a folder's YAML files and waits until they serve.
+        """Install CRDs from a folder's YAML files and wait until they are served.
 
         Args:
-            only: Files whose names have this in them.
-            changes: Text replaced in each file.
+            only: Restricts the files to those whose names contain this text.
+            changes: Replacements in each file's text.
         """
         paths = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
         for file in sorted(folder.glob("*.yaml")):
@@ -156,7 +156,7 @@ class ApiServer:
             for definition in yaml.safe_load_all(text):
                 if not definition or definition.get("kind") != "CustomResourceDefinition":
                     continue
-                # A group of Kubernetes' own asks for an approval that only shipped definitions carry.
+                # Kubernetes' own API groups require an approval annotation, which only released CRDs carry.
                 definition.pop("status", None)
                 status, answer = self.request("POST", paths, definition, check=False)
                 if status not in (201, 409):
@@ -164,7 +164,7 @@ class ApiServer:
                 self._wait_established(f"{paths}/{definition['metadata']['name']}")
 
     def token(self, namespace: str, account: str, lives_s: float) -> str:
-        """A service account's token that ends by itself; the account must exist."""
+        """Return an expiring token of an existing service account."""
         _, known = self.request("GET", f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}")
         now = int(time.time())
         claims = {
@@ -188,7 +188,7 @@ class ApiServer:
     def write_kubeconfig(
         self, path: Path, user: Mapping[str, str], *, namespace: str = "default", server: str | None = None
     ) -> Path:
-        """A kubeconfig of a user, as {"token": ...} or {"tokenFile": ...}."""
+        """Write a kubeconfig for a user given as {"token": ...} or {"tokenFile": ...}."""
         cluster = {
             "server": server or self.url,
             "certificate-authority": str(self.directory / "certificates" / "apiserver.crt"),
@@ -205,7 +205,7 @@ class ApiServer:
         return path
 
     def forget_history(self) -> None:
-        """Has etcd drop all old versions, as it does by itself after some minutes."""
+        """Compact etcd's history, as happens by itself after some minutes."""
         at = json.loads(self._etcd_call("kv/range", {"key": _base64(b"\0", url=False)}))["header"]["revision"]
         self._etcd_call("kv/compaction", {"revision": at, "physical": True})
 
@@ -261,7 +261,7 @@ class ApiServer:
 
 
 def _tied(program: str) -> list[str]:
-    """The command of a program that ends with us, however we end."""
+    """Return the command of a program that ends with this process."""
     return [sys.executable, parent_death.__file__, str(os.getpid()), program]
 
 

@@ -1,4 +1,4 @@
-"""A namespace of a test's own with pods, pools and routers; model servers are local HTTP servers."""
+"""Namespace of one test with pods, pools and routers; model servers are local HTTP servers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _POOLS = f"/apis/{POOL_GROUP}/v1/namespaces"
 
 
 class Namespace:
-    """One namespace; whatever is made in it can be changed by name.
+    """Namespace whose objects can be created and changed by name.
 
     Args:
         server: The API server.
-        port: Where all its model servers listen, each at an address of its own.
+        port: Port of all its model servers, each at its own address.
     """
 
     def __init__(self, server: ApiServer, port: int) -> None:
@@ -44,7 +44,7 @@ class Namespace:
         server.request("POST", "/api/v1/namespaces", {"metadata": {"name": self.name}})
 
     def close(self) -> None:
-        """Ends the model servers."""
+        """Stop the model servers."""
         for fake in self.servers.values():
             fake.stop()
 
@@ -57,7 +57,7 @@ class Namespace:
         labels: Mapping[str, str] = SELECTOR,
         annotations: Mapping[str, str] | None = None,
     ) -> FakePod | None:
-        """A new pod, with a model server where `serves` says so."""
+        """Create a pod, with a model server if `serves` is set."""
         address, fake = next_address(), None
         if serves:
             fake = self.servers[name] = FakePod(self.port, address)
@@ -75,7 +75,7 @@ class Namespace:
         annotations: Mapping[str, str] | None = None,
         readiness_port: int | None = None,
     ) -> None:
-        """A pod's object, Running and not Ready."""
+        """Create a pod's object, Running and not Ready."""
         metadata = {"name": name, "labels": dict(labels), "annotations": dict(annotations or {})}
         probe = {"readinessProbe": {"tcpSocket": {"port": readiness_port}}} if readiness_port else {}
         spec = {"containers": [{"name": "engine", "image": "none", **probe}]}
@@ -91,7 +91,7 @@ class Namespace:
         restarts: int = 0,
         phase: str = "Running",
     ) -> None:
-        """Writes a pod's status, as a kubelet would."""
+        """Write a pod's status, like a kubelet."""
         status: dict[str, Any] = {
             "phase": phase,
             "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
@@ -111,22 +111,22 @@ class Namespace:
         self.server.request("PATCH", self._pods(name) + "/status", {"status": status})
 
     def patch_pod(self, name: str, change: Mapping[str, Any]) -> None:
-        """Changes a pod's object."""
+        """Change a pod's object."""
         self.server.request("PATCH", self._pods(name), change)
 
     def delete_pod(self, name: str, *, grace_s: int = 0) -> None:
-        """Deletes a pod; with a grace period it is ending until it is deleted without one."""
+        """Delete a pod; with a grace period it stays terminating until deleted without one."""
         self.server.request("DELETE", self._pods(name), {"gracePeriodSeconds": grace_s})
 
     def bind(self, name: str, node: str = "node") -> None:
-        """Gives a pod a node: only then does a deletion wait for its grace period."""
+        """Assign a pod to a node; only then does a deletion wait for its grace period."""
         binding = {"metadata": {"name": name}, "target": {"kind": "Node", "name": node}}
         self.server.request("POST", self._pods(name) + "/binding", binding)
 
     def pool(
         self, name: str = POOL, *, selector: Mapping[str, str] = SELECTOR, ports: Sequence[int] = ()
     ) -> None:
-        """Makes or changes an InferencePool."""
+        """Create or change an InferencePool."""
         spec = {
             "selector": {"matchLabels": dict(selector)},
             "targetPorts": [{"number": number} for number in ports or [self.port]],
@@ -134,20 +134,20 @@ class Namespace:
         }
         path = f"{_POOLS}/{self.name}/inferencepools"
         if self.server.request("GET", f"{path}/{name}", check=False)[0] == 200:
-            # A merge would keep the former labels.
+            # A merge patch would keep the old labels.
             change = [{"op": "replace", "path": "/spec", "value": spec}]
             self.server.request("PATCH", f"{path}/{name}", change, patch="json")
         else:
             self.make(POOL_GROUP, "v1", "InferencePool", "inferencepools", name, spec)
 
     def delete_pool(self, name: str = POOL) -> None:
-        """Deletes a pool."""
+        """Delete a pool."""
         self.server.request("DELETE", f"{_POOLS}/{self.name}/inferencepools/{name}")
 
     def make(
         self, group: str, version: str, kind: str, plural: str, name: str, spec: Mapping[str, Any]
     ) -> None:
-        """Makes an object of a definition."""
+        """Create a custom resource."""
         body = {
             "apiVersion": f"{group}/{version}",
             "kind": kind,
@@ -157,34 +157,34 @@ class Namespace:
         self.server.request("POST", f"/apis/{group}/{version}/namespaces/{self.name}/{plural}", body)
 
     def objective(self, name: str, priority: int, *, pool: str = POOL, group: str = OLD_GROUP) -> None:
-        """Makes an InferenceObjective."""
+        """Create an InferenceObjective."""
         spec = {"priority": priority, "poolRef": {"name": pool}}
         self.make(group, "v1alpha2", "InferenceObjective", "inferenceobjectives", name, spec)
 
     def rewrite(
         self, name: str, model: str, target: str, *, pool: str = POOL, group: str = OLD_GROUP
     ) -> None:
-        """Makes an InferenceModelRewrite."""
+        """Create an InferenceModelRewrite."""
         rule = {"matches": [{"model": {"value": model}}], "targets": [{"modelRewrite": target}]}
         spec = {"poolRef": {"name": pool}, "rules": [rule]}
         self.make(group, "v1alpha2", "InferenceModelRewrite", "inferencemodelrewrites", name, spec)
 
     def change(self, plural: str, name: str, spec: Mapping[str, Any], *, group: str = OLD_GROUP) -> None:
-        """Changes an objective or a rewrite."""
+        """Change an objective or a rewrite."""
         path = f"/apis/{group}/v1alpha2/namespaces/{self.name}/{plural}/{name}"
         self.server.request("PATCH", path, {"spec": spec})
 
     def delete(self, plural: str, name: str, *, group: str = OLD_GROUP) -> None:
-        """Deletes an objective or a rewrite."""
+        """Delete an objective or a rewrite."""
         self.server.request("DELETE", f"/apis/{group}/v1alpha2/namespaces/{self.name}/{plural}/{name}")
 
     def account(self, name: str = "router") -> None:
-        """A service account without any rights."""
+        """Create a service account without any rights."""
         path = f"/api/v1/namespaces/{self.name}/serviceaccounts"
         self.server.request("POST", path, {"metadata": {"name": name}})
 
     def grant(self, name: str = "router", *, without: Sequence[str] = ()) -> None:
-        """Gives the account the rights that a router needs, but for some resources."""
+        """Grant the account the rights that a router needs, except for some resources."""
         reads = ["get", "list", "watch"]
         rules = [
             {"apiGroups": [""], "resources": ["pods"], "verbs": reads},
@@ -209,11 +209,11 @@ class Namespace:
         self.server.request("POST", f"{path}/rolebindings", binding, check=False)
 
     def events(self) -> list[dict[str, Any]]:
-        """All Kubernetes Events."""
+        """Return all Kubernetes Events."""
         return list(self.server.request("GET", f"/api/v1/namespaces/{self.name}/events")[1]["items"])
 
     def config(self, **settings: Any) -> KubeConfig:
-        """A router's, as an administrator that follows the pool."""
+        """Return a router's configuration that follows the pool as administrator."""
         known: dict[str, Any] = {"pool": POOL, "namespace": self.name, "kubeconfig": self.server.kubeconfig}
         if "selector" in settings:
             known |= {"pool": "", "target_ports": (self.port,)}
@@ -225,13 +225,13 @@ class Namespace:
 
 @contextmanager
 def kube_router(config: KubeConfig, **settings: Any) -> Iterator[RouterServer]:
-    """A started router that finds its pods in Kubernetes."""
+    """Run a router that discovers its pods in Kubernetes."""
     with running_router(None, kube=config, **settings) as router:
         yield router
 
 
 class Picker:
-    """Asks a router over gRPC."""
+    """Client that requests picks over gRPC."""
 
     def __init__(self, router: RouterServer) -> None:
         self._stack = ExitStack()
@@ -239,11 +239,11 @@ class Picker:
         self._stub = pb_grpc.EndpointPickerStub(self._channel)
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Close the connection."""
         self._stack.close()
 
     def pick(self, **fields: Any) -> str:
-        """The address of one pick; "" when there is no pod for it, "shed" when they are saturated."""
+        """Return the address of one pick; "" if there is no pod for it, "shed" if the pods are saturated."""
         try:
             return self._picked(fields)
         except grpc.RpcError as error:
@@ -253,7 +253,7 @@ class Picker:
             raise
 
     def refusal(self) -> str:
-        """Why one pick finds no pod; "" when it finds one."""
+        """Return why a pick finds no pod; "" if it finds one."""
         try:
             self._picked({})
         except grpc.RpcError as error:
@@ -261,17 +261,17 @@ class Picker:
         return ""
 
     def begin(self, request_id: str) -> None:
-        """Picks for a request that stays in flight."""
+        """Pick for a request that stays in flight."""
         request = pb.PickEndpointRequest(request_id=request_id, model="kvroute-tiny", prompt="hello")
         self._stub.PickEndpoint(request, timeout=300)
 
     def end(self, request_id: str) -> None:
-        """Tells that such a request is over."""
+        """Report the end of such a request."""
         done = pb.ReportOutcomeRequest.OUTCOME_DONE
         self._stub.ReportOutcome(pb.ReportOutcomeRequest(request_id=request_id, outcome=done))
 
     def cached_tokens(self, token_ids: Sequence[int]) -> int:
-        """Predicted cached tokens of a prompt at the best pod; -1 when there is no pod."""
+        """Return the predicted cached tokens of a prompt at the best pod; -1 without a pod."""
         request = pb.PickEndpointRequest(model="kvroute-tiny", token_ids=pb.TokenIds(ids=token_ids))
         try:
             answer = self._stub.PickEndpoint(request, timeout=300)
@@ -282,31 +282,31 @@ class Picker:
         return int(answer.endpoints[0].cached_tokens)
 
     def picks(self, count: int = 12) -> set[str]:
-        """The addresses of some picks."""
+        """Return the addresses of some picks."""
         return {self.pick() for _ in range(count)}
 
     def _picked(self, fields: Mapping[str, Any]) -> str:
         request = pb.PickEndpointRequest(**{"model": "kvroute-tiny", "prompt": "hello", **fields})
         answer = self._stub.PickEndpoint(request, timeout=300)
-        # Over at once, so that the next pick finds the pods as this one did.
+        # Report the end at once, so that the next pick sees the same load.
         done = pb.ReportOutcomeRequest.OUTCOME_DONE
         self._stub.ReportOutcome(pb.ReportOutcomeRequest(request_id=answer.request_id, outcome=done))
         return str(answer.endpoints[0].address)
 
 
 def next_address() -> str:
-    """A loopback address that no other pod of this process has."""
+    """Return a loopback address that no other pod of this process has."""
     number = next(_numbers)
     return f"127.{1 + os.getpid() % 200}.{1 + number // 250 % 250}.{1 + number % 250}"
 
 
 def eventually_picked(picker: Picker, *addresses: str) -> None:
-    """Waits until exactly these are picked."""
+    """Wait until exactly these pods are picked."""
     eventually(lambda: picker.picks() == set(addresses), f"picks of {addresses}")
 
 
 def problems(router: RouterServer) -> dict[str, str]:
-    """What the router complains of, by reason; not that these tests' model servers publish no events."""
+    """Return the router's problems by reason, except EngineWithoutEvents: these tests publish no events."""
     shown = json.loads(get(router, "/debug/discovery")[1])
     return {
         problem["reason"]: problem["detail"]
@@ -316,7 +316,7 @@ def problems(router: RouterServer) -> dict[str, str]:
 
 
 def eventually(condition: Callable[[], bool], what: str) -> None:
-    """Waits for what takes its time also where nothing is wrong."""
+    """Wait for a condition that may take a while."""
     deadline_s = time.monotonic() + _PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {_PATIENCE_S} s: {what}"

@@ -1,4 +1,4 @@
-"""A TCP relay in front of an API server, for the ways in which connections fail: cut, and half dead."""
+"""TCP relay in front of an API server that simulates broken and frozen connections."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _PIECE_BYTES = 1 << 16
 
 
 class Tap:
-    """Passes bytes on until it is told otherwise.
+    """TCP relay that can break or freeze its connections.
 
     Attributes:
-        port: Where it listens, on 127.0.0.1.
-        accepted: Connections so far.
+        port: Listening port on 127.0.0.1.
+        accepted: Number of accepted connections.
     """
 
     def __init__(self, port: int) -> None:
@@ -28,7 +28,7 @@ class Tap:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        """Breaks all connections and takes no more until `mend`."""
+        """Close all connections and reject new ones until `mend`."""
         with self._lock:
             self._refusing = True
             pairs, self._open = self._open, []
@@ -36,18 +36,18 @@ class Tap:
             pair.close()
 
     def mend(self) -> None:
-        """Takes connections again."""
+        """Accept connections again."""
         with self._lock:
             self._refusing = False
 
     def freeze(self) -> None:
-        """What is connected now stays so, but nothing passes any more; new connections are passed on."""
+        """Stop relaying on open connections without closing them; new connections work."""
         with self._lock:
             for pair in self._open:
                 pair.frozen = True
 
     def close(self) -> None:
-        """Ends everything."""
+        """Close the relay and all connections."""
         self._listening.close()
         self.cut()
 
@@ -70,7 +70,7 @@ class Tap:
 
 
 class _Pair:
-    """Two connections that are one."""
+    """Client connection with its connection to the server."""
 
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self.frozen = False

@@ -1,51 +1,29 @@
-"""Copies whole KV blocks between the device's pool and host memory: at once on a CPU, behind streams on CUDA.
+"""Copies of KV blocks between the device's pool and host memory: synchronous on a CPU, on streams with CUDA.
 
-Whoever asks keeps blocks and slots alive until a copy is done.
+The caller keeps blocks and slots allocated until a copy is done.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-
-class Transfer(Protocol):
-    """A copy under way."""
-
-    def done(self) -> bool: ...
-
-    def wait(self) -> None: ...
+from model_server.kv_cache.host_tier import BlockCopies, Transfer
 
 
-class BlockCopies(Protocol):
-    """Moves blocks; each call takes effect in the order of the calls and of the model's steps."""
-
-    block_bytes: int  # of one block
-
-    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        """Copy device blocks into host slots; the blocks may be overwritten by whatever is computed next."""
-
-    def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> Transfer:
-        """Copy host slots into device blocks."""
-
-    def fence(self) -> None:
-        """Let nothing computed next overtake a restore that is under way."""
-
-
-class Done:
-    """A copy that was complete when its call returned."""
+class CompletedTransfer:
+    """Transfer that was complete when its call returned."""
 
     def done(self) -> bool:
         return True
 
     def wait(self) -> None:
-        """Block until it is."""
+        """Return at once."""
 
 
 class CpuCopies:
-    """Plain copies. A block is one piece of host memory, moved in one call over all planes."""
+    """Synchronous copies between two CPU arrays. The planes of a block are contiguous in host memory."""
 
     def __init__(self, tensors: Sequence[Tensor], host_blocks: int) -> None:
         self._device = [_bytes_by_block(tensor).numpy() for tensor in tensors]
@@ -55,39 +33,39 @@ class CpuCopies:
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
         for device, host in zip(self._device, self._host, strict=True):
             _copy_runs(device, blocks, host, slots)
-        return Done()
+        return CompletedTransfer()
 
     def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> Transfer:
         for device, host in zip(self._device, self._host, strict=True):
             _copy_runs(host, slots, device, blocks)
-        return Done()
+        return CompletedTransfer()
 
     def fence(self) -> None:
-        """Do nothing: no copy is ever under way."""
+        """Do nothing: copies are synchronous."""
 
 
 class CudaCopies:
-    """Copies on side streams, host memory pinned, blocks gathered on the device into one piece.
+    """Asynchronous copies on side streams, through pinned host memory and a staging buffer on the device.
 
-    A store's gathering reads blocks that the next step may overwrite: that step waits for it, on the device.
-    The way to the host is then nobody's concern but the slot's. All stores are on one stream and all
-    restores on another, so that each kind keeps its order.
+    A store first gathers its blocks into the staging buffer. The next step may overwrite the blocks, so it
+    waits for the gathering, but not for the copy to the host. All stores share one stream and all restores
+    another, so that each kind keeps its order.
     """
 
     def __init__(self, tensors: Sequence[Tensor], host_blocks: int) -> None:
         self._device = [_bytes_by_block(tensor).view(torch.int32) for tensor in tensors]
         self._widths = [blocks[0].numel() for blocks in self._device]
-        self._on = tensors[0].device
+        self._torch_device = tensors[0].device
         self._host = torch.empty((host_blocks, sum(self._widths)), dtype=torch.int32, pin_memory=True)
         self.block_bytes = bytes_of_block(tensors)
-        self._stores = torch.cuda.Stream(self._on)
-        self._restores = torch.cuda.Stream(self._on)
+        self._stores = torch.cuda.Stream(self._torch_device)
+        self._restores = torch.cuda.Stream(self._torch_device)
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        compute = torch.cuda.current_stream(self._on)
+        compute = torch.cuda.current_stream(self._torch_device)
         self._stores.wait_stream(compute)
         with torch.cuda.stream(self._stores):
-            rows = torch.tensor(blocks, device=self._on)
+            rows = torch.tensor(blocks, device=self._torch_device)
             staged = torch.cat([tensor.index_select(0, rows).flatten(1) for tensor in self._device], dim=1)
             gathered = torch.cuda.Event()
             gathered.record(self._stores)
@@ -99,10 +77,12 @@ class CudaCopies:
         return _CudaTransfer(done, staged)
 
     def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> Transfer:
-        self._restores.wait_stream(torch.cuda.current_stream(self._on))
+        self._restores.wait_stream(torch.cuda.current_stream(self._torch_device))
         with torch.cuda.stream(self._restores):
-            rows = torch.tensor(blocks, device=self._on)
-            staged = torch.empty((len(slots), sum(self._widths)), dtype=torch.int32, device=self._on)
+            rows = torch.tensor(blocks, device=self._torch_device)
+            staged = torch.empty(
+                (len(slots), sum(self._widths)), dtype=torch.int32, device=self._torch_device
+            )
             for slot, first, length in _runs(slots, range(len(slots))):
                 staged[first : first + length].copy_(self._host[slot : slot + length], non_blocking=True)
             for tensor, part in zip(self._device, staged.split(self._widths, dim=1), strict=True):
@@ -112,13 +92,13 @@ class CudaCopies:
         return _CudaTransfer(done, staged)
 
     def fence(self) -> None:
-        torch.cuda.current_stream(self._on).wait_stream(self._restores)
+        torch.cuda.current_stream(self._torch_device).wait_stream(self._restores)
 
 
 class _CudaTransfer:
     def __init__(self, event: torch.cuda.Event, staged: Tensor) -> None:
         self._event = event
-        self._staged: Tensor | None = staged  # its memory must not be reused before the copy is done
+        self._staged: Tensor | None = staged  # kept alive until the copy is done
 
     def done(self) -> bool:
         if self._event.query():
@@ -130,19 +110,19 @@ class _CudaTransfer:
 
 
 def new_copies(tensors: Sequence[Tensor], host_blocks: int) -> BlockCopies:
-    """Make what copies a pool's blocks, [planes, num_blocks, ...] each, to so many slots of host memory."""
+    """Return the `BlockCopies` of a pool's tensors, [planes, num_blocks, ...], with new host slots."""
     if tensors[0].device.type == "cuda":
         return CudaCopies(tensors, host_blocks)
     return CpuCopies(tensors, host_blocks)
 
 
 def bytes_of_block(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes that one block takes in a pool."""
+    """Return the bytes of one block in a pool of tensors [planes, num_blocks, ...]."""
     return sum(tensor.nbytes // tensor.shape[1] for tensor in tensors)
 
 
 def _bytes_by_block(tensor: Tensor) -> Tensor:
-    """See [planes, num_blocks, ...] as bytes, [num_blocks, planes, bytes]: strided, but for the last."""
+    """Return a uint8 view [num_blocks, planes, bytes] of a tensor [planes, num_blocks, ...]."""
     return tensor.view(torch.uint8).flatten(2).transpose(0, 1)
 
 
@@ -154,7 +134,7 @@ def _copy_runs(
 
 
 def _runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (source, target, length) of stretches that are contiguous on both sides."""
+    """Yield (source, target, length) of runs that are contiguous on both sides."""
     start = 0
     for end in range(1, len(sources) + 1):
         length = end - start

@@ -1,7 +1,7 @@
-"""The two forms of ext_proc's answers: what a request is read as, and what is told to gateways and clients.
+"""Two dialects of ext_proc: how requests are parsed, and which headers and errors are returned.
 
-`OwnForm` changes what it must; `LlmdForm` gives the reference picker's very answers, for an
-EndpointPickerConfig: every header that is kept is set again, and errors are plain text.
+`NativeDialect` changes as little as possible. `LlmdDialect` reproduces the responses of the reference picker
+(llm-d) for an EndpointPickerConfig: it sets every passed header again, and errors are plain text.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from envoy.config.core.v3 import base_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from msgspec.structs import replace
 
-from router.app.config import RouterConfig
 from router.config.picker_file import PickerConfig
 from router.config.resources import RewriteRules
-from router.doors.ext_proc_messages import immediate_answer
+from router.doors.ext_proc_messages import immediate_response
 from router.doors.headers import (
     DESTINATION_HEADER,
     REQUEST_ID_HEADER,
@@ -35,23 +34,24 @@ from router.errors import (
     SaturatedError,
 )
 from router.observe.metrics import RouterMetrics
-from router.picking.candidates import is_allowed, not_allowed
+from router.observe.requests import ObservedRouter
+from router.picking.candidates import is_allowed, no_allowed_endpoint
 from router.picking.decision import Decision
-from router.picking.route import Router
 from router.plugins.attribute_reporter import AttributeReporter
 from router.pods.pod_set import PodSet
 from router.prompts.body_guard import BodyGuard, refusal
 from router.prompts.parsers import DEFAULT_PARSERS, OWN_PARSERS, PARSERS, Api, BodyForm, Parsers
 from router.prompts.request import MODEL_CHARS_MAX, RouteRequest
 
-DOOR = "ext_proc"
+SERVICE = "ext_proc"
+"""Name of the service in metrics."""
 
-# Where gateways tell the path, and what is taken for it where they do not.
+# Headers that may carry the request's path, and the path of a request without them.
 _PATH_HEADERS, _DEFAULT_PATH = (":path", "x-original-path", "x-forwarded-path"), "/v1/completions"
 
 _MODEL_HEADERS = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
-_SERVED = "destination-endpoint-served-verifier"
-# Where the gateways' conformance tests look for it.
+_SERVED_PLUGIN = "destination-endpoint-served-verifier"
+# Header that the gateways' conformance tests read.
 _SERVED_HEADER = "x-conformance-test-served-endpoint"
 _CODES = {
     400: "BadRequest",
@@ -66,55 +66,55 @@ _CODES = {
 }
 _NO_CANDIDATES = "failed to find endpoint candidates for serving the request"
 _SATURATED = "system saturated, sheddable request dropped"
-# What is not taken over from a request or a response, beside what envoy_headers calls system-owned.
-_NOT_KEPT = frozenset({DESTINATION_HEADER, "content-length"})
+# Headers that `passed_headers` drops besides the system-owned ones.
+_NOT_PASSED = frozenset({DESTINATION_HEADER, "content-length"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnForm:
-    """The router's own answers; errors are OpenAI's."""
+class NativeDialect:
+    """The router's own dialect; errors have OpenAI's JSON format."""
 
-    router: Router
+    router: ObservedRouter
     guard: BodyGuard
     metrics: RouterMetrics
     parsers: Parsers = OWN_PARSERS
-    held_bytes_max: int = 0  # so much of a response is held at most
-    reporter: AttributeReporter | None = None  # of a response's usage
-    emits_scores: bool = False  # whether the metadata tells all scores
+    buffered_bytes_max: int = 0  # longest response body that is buffered; 0: none is
+    reporter: AttributeReporter | None = None  # reports a response's usage as metadata
+    emits_scores: bool = False  # whether the metadata lists the scores of all candidates
 
-    def read(self, request: RouteRequest, body: bytes) -> tuple[RouteRequest, bytes]:
-        """Return the request to be routed, and the body to send: without fields that clients must not send.
+    def parse(self, request: RouteRequest, body: bytes) -> tuple[RouteRequest, bytes]:
+        """Parse a request; return it with the body to send, which lacks the forbidden fields.
 
         Raises:
-            RequestError: 400.
+            RequestError: 400, the body is invalid or has a forbidden field that cannot be removed.
         """
         headers = request.headers
         path = next((headers[name] for name in _PATH_HEADERS if headers.get(name)), _DEFAULT_PATH)
         request, api = self.parsers.parse(request.request_id, path, body, request.candidates, headers)
-        return self._rewritten(request, api, self._allowed(request, api, body))
+        return self._with_target_model(request, api, self._without_forbidden(request, api, body))
 
-    def pick_unseen(
+    def pick_without_body(
         self, request: RouteRequest, is_active: Callable[[], bool]
     ) -> tuple[str, Decision | None]:
-        """Pick for a request whose body is empty, or comes too late.
+        """Pick a pod for a request whose body is empty or arrives after the pick.
 
         Returns:
-            The destination, and the decision, if it was made by the router's rules.
+            The destination, and the decision; None where the pick was random.
         """
         decision = self.router.route(request, time.monotonic(), is_active)
         return decision.destination, decision
 
-    def objection(self, _request: RouteRequest, _decision: Decision) -> RequestError | None:
-        """Return why the request is not sent where it was routed to."""
+    def precondition_error(self, _request: RouteRequest, _decision: Decision) -> RequestError | None:
+        """Return the error that rejects a routed request; None: send it to its pod."""
         return None
 
     def request_headers(
         self, request: RouteRequest, body_bytes: int, _decision: Decision | None
     ) -> dict[str, str]:
-        """Return the headers to set on the request, beside the destination; of a size 0 nothing is said."""
+        """Return the headers to set on the request besides the destination; 0 bytes: no content-length."""
         given, request_id = request.headers.get(REQUEST_ID_HEADER), request.request_id
-        told = {} if given == request_id else {REQUEST_ID_HEADER: request_id}
-        return told | {"content-length": str(body_bytes)} if body_bytes else told
+        headers = {} if given == request_id else {REQUEST_ID_HEADER: request_id}
+        return headers | {"content-length": str(body_bytes)} if body_bytes else headers
 
     def response_headers(
         self, _headers: Mapping[str, str], _metadata: base_pb2.Metadata, _decision: Decision | None
@@ -122,15 +122,15 @@ class OwnForm:
         """Return the headers to set on the response."""
         return {}
 
-    def refusal(self, error: RequestError) -> pb.ProcessingResponse:
-        """Return the router's own answer to the client."""
-        return immediate_answer(error.status, error_headers(error), error.body())
+    def error_response(self, error: RequestError) -> pb.ProcessingResponse:
+        """Return the response that rejects the request with `error`."""
+        return immediate_response(error.status, error_headers(error), error.body())
 
-    def _rewritten(self, request: RouteRequest, _api: Api, body: bytes) -> tuple[RouteRequest, bytes]:
-        """Return the request and its body with the model as the pod is asked for it."""
+    def _with_target_model(self, request: RouteRequest, _api: Api, body: bytes) -> tuple[RouteRequest, bytes]:
+        """Return the request and its body with the model's name rewritten by the configured rules."""
         return request, body
 
-    def _allowed(self, request: RouteRequest, api: Api, body: bytes) -> bytes:
+    def _without_forbidden(self, request: RouteRequest, api: Api, body: bytes) -> bytes:
         """Return the body without the fields that clients must not send."""
         guard = self.guard
         if api.form is BodyForm.VLLM:
@@ -140,34 +140,34 @@ class OwnForm:
         if field is None:
             return body
         if api.form is BodyForm.VERTEX:
-            # The JSON is inside a protobuf message.
+            # The JSON is inside a protobuf message, from which no field can be removed.
             raise refusal(field)
-        self.metrics.count("dropped", DOOR, "forbidden_field")
+        self.metrics.count("dropped", SERVICE, "forbidden_field")
         return guard.without(body)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlmdForm(OwnForm):
-    """The reference picker's answers."""
+class LlmdDialect(NativeDialect):
+    """The reference picker's dialect."""
 
     pods: PodSet
     rewrites: RewriteRules
-    # Whether responses name the endpoint that the gateway says it used, for its tests.
-    tells_served: bool = False
+    # Whether a response header reports the endpoint that the gateway used, for conformance tests.
+    reports_served: bool = False
 
-    def pick_unseen(
+    def pick_without_body(
         self, request: RouteRequest, _is_active: Callable[[], bool]
     ) -> tuple[str, Decision | None]:
-        """Pick any endpoint that the gateway allows."""
+        """Pick a random ready endpoint among those that the gateway allows."""
         pods = [pod for pod in self.pods.snapshot().values() if pod.ready]
         if not pods:
             raise RequestError(500, "no pods available in datastore")
         allowed = [pod.address for pod in pods if is_allowed(pod, request.candidates)]
         if not allowed:
-            raise not_allowed()
+            raise no_allowed_endpoint()
         return random.choice(allowed), None
 
-    def objection(self, request: RouteRequest, decision: Decision) -> RequestError | None:
+    def precondition_error(self, request: RouteRequest, decision: Decision) -> RequestError | None:
         if request.headers.get("prefer") == "if-available" and not decision.primary.cached_tokens:
             return RequestError(412, "the selected endpoint holds no cached prefix of the request")
         return None
@@ -178,26 +178,26 @@ class LlmdForm(OwnForm):
         request_id = {REQUEST_ID_HEADER: request.request_id}
         if decision is None:
             return request_id
-        told = {"Content-Length": str(body_bytes)} if body_bytes else {}
-        if decision.routing is not None:
-            told |= decision.routing.request_headers
-        return told | kept_headers(request.headers) | request_id
+        headers = {"Content-Length": str(body_bytes)} if body_bytes else {}
+        if decision.pipeline is not None:
+            headers |= decision.pipeline.request_headers
+        return headers | passed_headers(request.headers) | request_id
 
     def response_headers(
         self, headers: Mapping[str, str], metadata: base_pb2.Metadata, decision: Decision | None
     ) -> dict[str, str]:
-        told = kept_headers(headers)
-        if decision is not None and decision.routing is not None:
-            told |= decision.routing.response_headers
-        served = served_endpoint(metadata) if self.tells_served else None
-        return told if served is None else told | {_SERVED_HEADER: served}
+        passed = passed_headers(headers)
+        if decision is not None and decision.pipeline is not None:
+            passed |= decision.pipeline.response_headers
+        served = served_endpoint(metadata) if self.reports_served else None
+        return passed if served is None else passed | {_SERVED_HEADER: served}
 
-    def refusal(self, error: RequestError) -> pb.ProcessingResponse:
+    def error_response(self, error: RequestError) -> pb.ProcessingResponse:
         reason = error.dropped_reason
         headers = {} if reason is None else {DROPPED_REASON_HEADER: reason}
-        return immediate_answer(error.status, headers, _error_text(error).encode())
+        return immediate_response(error.status, headers, _error_text(error).encode())
 
-    def _rewritten(self, request: RouteRequest, api: Api, body: bytes) -> tuple[RouteRequest, bytes]:
+    def _with_target_model(self, request: RouteRequest, api: Api, body: bytes) -> tuple[RouteRequest, bytes]:
         if api.form is not BodyForm.JSON:
             return request, body
         named = request.model
@@ -206,49 +206,59 @@ class LlmdForm(OwnForm):
         if model is None and api.needs_model:
             raise RequestError(400, "model not found in request body", "model")
         if named is not None and len(named) > MODEL_CHARS_MAX:
-            # Rewritten, it is looked for nowhere, but kept with the decision.
+            # A rewritten name is not looked up, but the decision log stores it, so its length is bounded.
             raise RequestError(400, f"model is longer than {MODEL_CHARS_MAX} characters", "model")
         if model is None or model == named:
             return request, body
-        return replace(request, model=model, client_model=named or ""), with_model(body, model)
+        return replace(request, model=model, client_model=named or ""), replace_model(body, model)
 
 
-def llmd_form(
-    config: RouterConfig,
+@dataclass(frozen=True, slots=True)
+class LlmdOptions:
+    """Settings of `LlmdDialect`."""
+
+    picker: PickerConfig | None  # configures parsers and reporters; None: the defaults
+    buffered_bytes_max: int
+    emits_scores: bool
+
+
+def llmd_dialect(
+    options: LlmdOptions,
     rewrites: RewriteRules,
-    router: Router,
+    router: ObservedRouter,
     guard: BodyGuard,
     metrics: RouterMetrics,
     pods: PodSet,
-) -> LlmdForm:
-    """Make the reference picker's form as it is configured.
+) -> LlmdDialect:
+    """Build the reference picker's dialect from its configuration.
 
     Raises:
-        ConfigError: A parser or a reporter is wrong.
+        ConfigError: A parser or a reporter is configured wrongly.
     """
-    picker = config.picker
-    return LlmdForm(
+    picker = options.picker
+    return LlmdDialect(
         router=router,
         guard=guard,
         metrics=metrics,
         parsers=Parsers(_parser_types(picker) if picker is not None else DEFAULT_PARSERS),
-        held_bytes_max=config.max_request_bytes,
-        reporter=AttributeReporter.of(picker) if picker is not None else None,
-        emits_scores=config.emit_endpoint_scores,
+        buffered_bytes_max=options.buffered_bytes_max,
+        reporter=AttributeReporter.from_config(picker) if picker is not None else None,
+        emits_scores=options.emits_scores,
         pods=pods,
         rewrites=rewrites,
-        tells_served=picker is not None and any(one.type == _SERVED for one in picker.plugins.values()),
+        reports_served=picker is not None
+        and any(one.type == _SERVED_PLUGIN for one in picker.plugins.values()),
     )
 
 
-def kept_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return those that are handed on."""
-    dropped = _NOT_KEPT.union(system_owned(headers))
+def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers to pass on: all but system-owned ones, the destination and content-length."""
+    dropped = _NOT_PASSED.union(system_owned(headers))
     return {name: value for name, value in headers.items() if name not in dropped}
 
 
 def _error_text(error: RequestError) -> str:
-    """Return an error in the reference's words."""
+    """Return an error's text in the reference picker's wording."""
     message = str(error)
     if isinstance(error, EvictedError):
         return message
@@ -264,16 +274,16 @@ def _parser_types(picker: PickerConfig) -> Sequence[str]:
     for reference in picker.parsers:
         kind = picker.plugins[reference.plugin_ref].type
         if kind not in PARSERS:
-            reference.section.fail("pluginRef", f"{kind} is no parser; there are {', '.join(PARSERS)}")
+            reference.section.fail("pluginRef", f"expected one of {', '.join(PARSERS)}, got {kind}")
         types.append(kind)
     return types or DEFAULT_PARSERS
 
 
-def with_model(body: bytes, model: str) -> bytes:
-    """A JSON object with another model; its other values stay as they are: order, and numbers of any size.
+def replace_model(body: bytes, model: str) -> bytes:
+    """Return a JSON object with `model` replaced; the order and the other values' bytes are preserved.
 
     Raises:
-        ValueError: It is no JSON object.
+        ValueError: The body is not a JSON object.
     """
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     fields["model"] = msgspec.Raw(msgspec.json.encode(model))
