@@ -109,7 +109,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert match == expected[pod]
             if self.is_mirror:
                 assert match.blocks_by_tier == Counter(mirrored)
-            assert match.cached_blocks <= len(mirrored), "held less, told more"
+            assert match.cached_blocks <= len(mirrored), "reports more than it holds"
             assert match.cached_blocks == sum(match.blocks_by_tier.values())
 
     @rule(some=st.sets(pods, min_size=1))

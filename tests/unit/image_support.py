@@ -1,4 +1,4 @@
-"""Small models with images: directories as the Hub has them, and image files."""
+"""Kit of small models with images: directories as on the Hub, and image files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LETTERS = [
     "<unk>",
 ]
 
-# Shows each part in its place.
+# Renders each part in its place.
 PARTS = """{%- for message in messages -%}
 <turn>{{ message.role }}
 {% for part in message.content -%}
@@ -34,7 +34,7 @@ PARTS = """{%- for message in messages -%}
 {% endfor -%}
 {%- if add_generation_prompt %}<turn>assistant
 {% endif -%}"""
-# Takes text alone.
+# Takes only text.
 TEXT = """{% for message in messages %}<turn>{{ message.role }}
 {{ message.content }}
 
@@ -53,7 +53,7 @@ LLAVA_VISION = {"model_type": "clip_vision_model", "image_size": 56, "patch_size
 PIXTRAL_VISION = {"model_type": "pixtral", "image_size": 96, "patch_size": 8}
 _PIXTRAL = {"processor_class": "PixtralProcessor", "size": {"longest_edge": 96}, "patch_size": 8}
 
-# Family -> what stands in an image's place, and the files beside the tokenizer.
+# Family -> placeholder of an image, and the files beside the tokenizer.
 FAMILIES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "qwen": (
         "<|vision_start|><|image_pad|><|vision_end|>",
@@ -117,7 +117,7 @@ FAMILIES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
 
 @cache
 def library(family: str) -> Tokenizer:
-    """The family's tokenizer: Gemma's knows newlines as characters, the others are byte-level."""
+    """Return the family's tokenizer: Gemma's has newlines as characters, the others are byte-level."""
     if family != "gemma":
         tokenizer = Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
     else:
@@ -130,7 +130,7 @@ def library(family: str) -> Tokenizer:
 
 
 def files_of(family: str) -> dict[str, dict[str, Any]]:
-    """The family's files by their names without a suffix, for a test to change."""
+    """Return the family's files by name without suffix, for a test to change."""
     files = json.loads(json.dumps(FAMILIES[family][1]))
     placeholder = "[IMG]" if family in ("pixtral", "mistral") else "<image>"
     if family in ("llava", "pixtral", "mistral"):
@@ -141,7 +141,7 @@ def files_of(family: str) -> dict[str, dict[str, Any]]:
 def write_model(
     directory: Path, family: str, files: dict[str, dict[str, Any]] | None = None, template: str = PARTS
 ) -> Path:
-    """Writes a model's directory, without weights."""
+    """Write a model's directory without weights."""
     for name, content in (files_of(family) if files is None else files).items():
         (directory / f"{name}.json").write_text(json.dumps(content))
     library(family).save(str(directory / "tokenizer.json"))
@@ -151,13 +151,13 @@ def write_model(
 
 
 def image_url(width: int, height: int, form: str = "PNG", **options: Any) -> str:
-    """An image of this size in a data URL."""
+    """Return an image of this size as a data URL."""
     data = io.BytesIO()
     Image.new("RGB", (width, height), 1).save(data, form, **options)
     return f"data:image/{form.lower()};base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
 def image_part(width: int, height: int, uuid: object = None, **options: Any) -> dict[str, Any]:
-    """A chat's part with such an image, and perhaps a name."""
+    """Return a chat's part with an image of this size, optionally with a name."""
     part = {"type": "image_url", "image_url": {"url": image_url(width, height, **options)}}
     return part if uuid is None else {**part, "uuid": uuid}

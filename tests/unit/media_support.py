@@ -1,4 +1,4 @@
-"""Prompts with images as vLLM 0.32 renders them, and the events that it publishes for the same prompts."""
+"""Captures of vLLM 0.32: rendered prompts with images, and the KV events of the same prompts."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in _DATA["cases"
 
 
 def answer(name: str) -> bytes:
-    """What the render endpoint says of a case's chat."""
+    """Return the render endpoint's answer for a case's chat."""
     return json.dumps(CASES[name]["rendered"]).encode()
 
 
 def payloads(name: str) -> list[bytes]:
-    """The batches of events of its prefill."""
+    """Return the event batches of a case's prefill."""
     return [bytes.fromhex(payload) for payload in CASES[name]["payloads"]]
 
 
 def engine_hashes(name: str) -> list[int]:
-    """vLLM's own hashes of its full blocks: where two prompts agree in them, vLLM reuses the blocks."""
+    """Return vLLM's hashes of a case's full blocks; equal hashes are reused blocks."""
     events = [event for payload in payloads(name) for event in msgspec.msgpack.decode(payload)[1]]
     return [block for event in events for block in event["block_hashes"]]
 
 
 def agreeing_blocks(one: str, other: str) -> int:
-    """How many blocks of the one vLLM would take from the other's."""
+    """Return the number of blocks that vLLM would reuse between two prompts."""
     same = [mine == theirs for mine, theirs in zip(engine_hashes(one), engine_hashes(other), strict=False)]
     return [*same, False].index(False)

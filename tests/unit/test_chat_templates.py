@@ -1,4 +1,4 @@
-"""Chats of several model families: the ids that transformers gives, and vLLM's way with messages."""
+"""Chats of several model families: ids equal those of transformers, messages are treated as by vLLM."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tokenization import MediaPromptError, PromptError, PromptTokenizer
 from tokenization.prompts import chat_prefix, chat_prompt, completion_prompts
 from tokenization.templates.chat_template import ChatTemplate
 
-# Each in the manner of its family: BOS by the template, headers, trimming, tools, parts, thinking, documents.
+# Each in its family's style: BOS by the template, headers, trimming, tools, parts, thinking, documents.
 LLAMA = """\
 {{- bos_token }}
 {%- if messages[0].role == 'system' %}
@@ -96,7 +96,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model directory for every template: a real tokenizer that puts BOS in front by itself."""
+    """Return a model directory per template, with a real tokenizer that adds BOS itself."""
     tokenizer = small()
     bos = tokenizer.token_to_id("<s>")
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
@@ -117,20 +117,20 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def models(directories: dict[str, Path]) -> dict[str, PromptTokenizer]:
-    """Our reading of the directories."""
+    """Return our tokenizers of the directories."""
     return {name: PromptTokenizer.from_directory(directory) for name, directory in directories.items()}
 
 
 @pytest.fixture(scope="module")
 def references(directories: dict[str, Path]) -> dict[str, PreTrainedTokenizerFast]:
-    """transformers' reading of the directories."""
+    """Return transformers' tokenizers of the directories."""
     return {
         name: PreTrainedTokenizerFast.from_pretrained(directory) for name, directory in directories.items()
     }
 
 
 def over_the_wire(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as the API carries them: arguments are JSON text."""
+    """Return messages in the API's form, with arguments as JSON text."""
     carried = json.loads(json.dumps(messages))
     for message in carried:
         for call in message.get("tool_calls", ()):
@@ -146,7 +146,7 @@ def test_chat_ids_equal_transformers(
     messages: list[dict[str, Any]],
     options: dict[str, Any],
 ) -> None:
-    """The template's text, encoded with no second BOS, gives the ids of apply_chat_template."""
+    """The rendered text, encoded without a second BOS, has the ids of apply_chat_template."""
     body = {"messages": over_the_wire(messages), **options}
     defaults = {"add_generation_prompt": True, "return_dict": False, "tokenize": True}
     expected = references[name].apply_chat_template(messages, **{**defaults, **options})
@@ -156,10 +156,10 @@ def test_chat_ids_equal_transformers(
 @pytest.mark.parametrize(
     ("said", "is_shown"), [("At night", True), ("At night ", True), ("It is|At night", False), ("|", False)]
 )
-def test_an_answer_of_which_a_part_is_hidden_cannot_be_left_open(
+def test_an_answer_that_the_template_changes_cannot_be_continued(
     references: dict[str, PreTrainedTokenizerFast], said: str, is_shown: bool
 ) -> None:
-    """A last message goes on only where a template shows all of it: of any other engines make no prompt."""
+    """A last message can be continued only if the template shows all of it, as in engines."""
     shown = "{% set text = text.split('|')[-1] %}{{ text | trim }}. "
     plain = f"{{% for m in messages %}}{{% set text = m.content %}}{shown}{{% endfor %}}"
     by_parts = "{% for m in messages %}{% for p in m.content %}{% set text = p.text %}"
@@ -194,7 +194,7 @@ def test_completion_ids_equal_transformers(
     text: str,
     special: bool,
 ) -> None:
-    """BOS comes from the post-processor if asked for, also where the text begins with one."""
+    """The post-processor adds BOS if requested, even if the text begins with one."""
     (ids,) = completion_prompts({"prompt": text, "add_special_tokens": special}, models["llama"])
     assert ids.tolist() == references["llama"](text, add_special_tokens=special).input_ids
 
@@ -207,9 +207,9 @@ def test_truncation_equals_transformers(
     kept: int,
     side: str,
 ) -> None:
-    """A cut prompt keeps its BOS, and its end unless the beginning is asked for, as vLLM's tokenizer does."""
+    """A truncated prompt keeps BOS, and its end unless the beginning is requested, as in vLLM."""
     text = "Why is the sky blue, and what colour has it at night?"
-    # Where the side is named, vLLM cuts by itself, see its own vectors.
+    # With a given side vLLM truncates by its own code, see its vectors.
     named = {"truncation_side": side} if side == "right" else {}
     body = {"prompt": text, "truncate_prompt_tokens": kept, **named}
     reference = references["llama"]
@@ -220,7 +220,7 @@ def test_truncation_equals_transformers(
 
 
 def same(model: PromptTokenizer, one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two bodies are the same prompt."""
+    """Return whether two bodies have the same token ids."""
     return np.array_equal(chat_prompt(one, model), chat_prompt(other, model))
 
 
@@ -235,19 +235,17 @@ def same(model: PromptTokenizer, one: dict[str, Any], other: dict[str, Any]) -> 
         ({"content": "a", "tool_calls": None}, {"content": "a"}),
     ],
 )
-def test_messages_mean_what_vllm_takes_them_for(
+def test_contents_are_converted_as_by_vllm(
     models: dict[str, PromptTokenizer], given: dict[str, Any], meant: dict[str, Any]
 ) -> None:
-    """Empty, missing and partitioned contents reach a template that takes strings as vLLM sends them."""
+    """A template without parts receives empty, missing and partitioned contents as from vLLM."""
     one = {"messages": [*TALK, {"role": "assistant", **given}]}
     assert same(models["llama"], one, {"messages": [*TALK, {"role": "assistant", **meant}]})
 
 
 @pytest.mark.parametrize("arguments", ["", "{", "[1]", '"text"', None, "[" * 100_000])
-def test_arguments_that_are_no_object_are_empty(
-    models: dict[str, PromptTokenizer], arguments: str | None
-) -> None:
-    """A conversation that holds a broken call goes on, as in vLLM."""
+def test_invalid_arguments_are_empty(models: dict[str, PromptTokenizer], arguments: str | None) -> None:
+    """A conversation with a broken tool call is still rendered, as in vLLM."""
     message = {"role": "assistant", "content": ""}
     broken = {**message, "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
     empty = {**message, "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}
@@ -255,17 +253,17 @@ def test_arguments_that_are_no_object_are_empty(
 
 
 def test_a_tools_fields_are_ordered_and_complete(models: dict[str, PromptTokenizer]) -> None:
-    """Templates that print a tool print vLLM's form of it: nothing is left out, what it does not know is."""
+    """A rendered tool has vLLM's form: all known fields in order, no unknown ones."""
     short = {"function": {"parameters": {}, "name": "look"}, "type": "function", "x": 1}
     full = {"type": "function", "function": {"name": "look", "description": None, "parameters": {}}}
     bodies = [{"messages": TALK, "tools": [tool]} for tool in (short, full)]
     assert same(models["qwen"], *bodies)
-    # Asking for no call leaves the tools in the prompt.
+    # `tool_choice` "none" keeps the tools in the prompt.
     assert same(models["qwen"], bodies[0], {**bodies[0], "tool_choice": "none"})
 
 
 def test_reasoning_reaches_the_template_under_both_names(models: dict[str, PromptTokenizer]) -> None:
-    """Only an assistant's message has it, whichever field carries it."""
+    """An assistant's reasoning, from either field, reaches the template under both names."""
     old, new = (
         {"messages": [{"role": "assistant", "content": "a", name: "hm"}]}
         for name in ("reasoning_content", "reasoning")
@@ -277,7 +275,7 @@ def test_reasoning_reaches_the_template_under_both_names(models: dict[str, Promp
 
 
 def test_options_of_the_template(models: dict[str, PromptTokenizer]) -> None:
-    """Template variables, documents among them; effort turns thinking on or off; own fields win."""
+    """Template variables, documents and effort reach the template; explicit fields take precedence."""
     model, body = models["qwen"], {"messages": TALK}
     thoughtless = {**body, "chat_template_kwargs": {"enable_thinking": False}}
     assert not same(model, body, thoughtless)
@@ -304,14 +302,14 @@ def test_options_of_the_template(models: dict[str, PromptTokenizer]) -> None:
 def test_a_wrong_option_names_its_field(
     models: dict[str, PromptTokenizer], fields: dict[str, Any], param: str
 ) -> None:
-    """What is wrong is told with the field's name."""
+    """An invalid option is rejected with the field's name."""
     with pytest.raises(PromptError) as caught:
         chat_prompt({"messages": TALK, **fields}, models["qwen"])
     assert caught.value.param == param
 
 
 @pytest.mark.parametrize("name", ["qwen", "llama"])
-def test_what_stands_in_front_of_an_image_is_known(models: dict[str, PromptTokenizer], name: str) -> None:
+def test_the_prefix_before_an_image_is_known(models: dict[str, PromptTokenizer], name: str) -> None:
     """A chat with an image begins with the ids of the same chat without it, up to a special token."""
     model = models[name]
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}

@@ -1,4 +1,4 @@
-"""Texts have the ids that the tokenizers library gives them, whichever library encodes them."""
+"""Encoder: texts have the ids of the tokenizers library, whichever library encodes them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from benchmarks.large_vocabulary import REGEXES
 from tests.support.depth import examples
 from tests.unit.tokenizer_support import SPECIAL, mistral_v3
 from tokenization import TINY_DIRECTORY, TokenizerLoadError, UnsupportedPromptError
-from tokenization.encoder import TextEncoder, hard_texts, is_segmentable
+from tokenization.encoder import TextEncoder, hard_texts, splits_at_special_tokens
 
 
 def tiny() -> Tokenizer:
-    """The packaged tokenizer."""
+    """Return the packaged tokenizer."""
     return Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
 
 
 def with_prefix_spaces() -> Tokenizer:
-    """A tokenizer as Llama 2's: every piece between special tokens gets a space in front."""
+    """Return a tokenizer like Llama 2's, which adds a space before every piece between special tokens."""
     vocabulary = {"<unk>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4, "▁b": 5, "ab": 6, "▁ab": 7}
     tokenizer = Tokenizer(
         models.BPE(vocabulary, [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁a", "b")], unk_token="<unk>")
@@ -34,7 +34,7 @@ def with_prefix_spaces() -> Tokenizer:
 
 
 def of_family(family: str) -> Tokenizer:
-    """The packaged vocabulary behind a family's normalizer and pre-tokenizer."""
+    """Return the packaged vocabulary with a family's normalizer and pre-tokenizer."""
     tokenizer = tiny()
     if family == "gpt-2":
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -51,14 +51,14 @@ def of_family(family: str) -> Tokenizer:
 
 
 def normalizing_anew() -> Tokenizer:
-    """A tokenizer that the fast library refuses."""
+    """Return a tokenizer that the fast library rejects."""
     tokenizer = tiny()
     tokenizer.normalizer = normalizers.NFKC()
     return tokenizer
 
 
 def added(tokenizer: Tokenizer, *tokens: AddedToken) -> Tokenizer:
-    """The tokenizer with special tokens."""
+    """Return the tokenizer with additional special tokens."""
     tokenizer.add_special_tokens(list(tokens))
     return tokenizer
 
@@ -72,7 +72,7 @@ MAKERS: dict[str, Callable[[], Tokenizer]] = {
     "tiny": tiny,
     "refused": normalizing_anew,
 }
-# What the regexes treat apart: letters of every case and script, marks, digits, contractions, white space.
+# Characters that the regexes treat specially: letters of all cases and scripts, marks, digits, spaces.
 ATOMS = (
     *("a", "A", "Ab", "don't", "'s", "'S", "b1", "1", "1234", "x_y", "é", "e\u0301", "\u0301", "ß", "ſ", "Ж"),
     *("\u0483", "世", "界。", "の", "か\u3099", "한", "\u1112\u1161\u11ab", "\u0b95\u0bcd", "😀", "\u200d"),
@@ -85,7 +85,7 @@ texts = st.lists(st.sampled_from(ATOMS) | st.text(max_size=6), max_size=24).map(
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("name", sorted(MAKERS))
 def test_ids_are_the_librarys(name: str) -> None:
-    """Any text of any family's tokenizer has the ids that the library gives it."""
+    """Any text has the library's ids with any family's tokenizer."""
     tokenizer = MAKERS[name]()
     encoder = TextEncoder(tokenizer)
 
@@ -101,7 +101,7 @@ def test_ids_are_the_librarys(name: str) -> None:
 
 
 def test_a_load_compares_hard_texts() -> None:
-    """Three hundred texts, the tokenizer's own tokens within them, are encoded by both libraries at load."""
+    """At load both libraries encode 300 texts, which contain the tokenizer's special tokens."""
     assert TextEncoder(tiny()).facts.checks == 300
     texts = hard_texts(["<tool>"])
     assert texts == hard_texts(["<tool>"])
@@ -110,10 +110,10 @@ def test_a_load_compares_hard_texts() -> None:
 
 @pytest.mark.parametrize("make", [tiny, normalizing_anew])
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
-def test_half_a_surrogate_pair_is_said_to_be_one(make: Callable[[], Tokenizer], text: str) -> None:
-    """A text without a UTF-8 form is the request's fault, and no sign of a library that differs."""
+def test_a_lone_surrogate_is_the_requests_fault(make: Callable[[], Tokenizer], text: str) -> None:
+    """A text without a UTF-8 form raises UnsupportedPromptError and does not count as a mismatch."""
     encoder = TextEncoder(make())
-    with pytest.raises(UnsupportedPromptError, match="half of a surrogate pair"):
+    with pytest.raises(UnsupportedPromptError, match="lone surrogate"):
         encoder.encode(text)
     assert encoder.facts.mismatches == 0
 
@@ -121,8 +121,8 @@ def test_half_a_surrogate_pair_is_said_to_be_one(make: Callable[[], Tokenizer], 
 @pytest.mark.parametrize(
     ("single", "expected"), [("<s> $A", ([8], [])), ("<s> $A </s>", ([8], [9])), ("$A </s>", ([], [9]))]
 )
-def test_post_processing_is_put_around_the_text(single: str, expected: tuple[list[int], list[int]]) -> None:
-    """What the tokenizer adds before and behind a text is added once."""
+def test_post_processing_is_added_around_the_text(single: str, expected: tuple[list[int], list[int]]) -> None:
+    """Tokens of the post-processor are added once before and after a text."""
     tokenizer = added(with_prefix_spaces(), *(AddedToken(text, normalized=False) for text in ("<s>", "</s>")))
     tokenizer.post_processor = processors.TemplateProcessing(
         single=single, special_tokens=[("<s>", 8), ("</s>", 9)]
@@ -135,16 +135,16 @@ def test_post_processing_is_put_around_the_text(single: str, expected: tuple[lis
     assert encoder.encode("ab", add_special_tokens=True).tolist() == [*head, *encoder.encode("ab"), *tail]
 
 
-def test_post_processing_of_another_kind_is_refused() -> None:
-    """A post-processor that repeats the text cannot be put around it, and is not taken for one that can."""
+def test_unsupported_post_processing_is_rejected() -> None:
+    """A post-processor that repeats the text raises TokenizerLoadError."""
     tokenizer = added(with_prefix_spaces(), AddedToken("<s>", normalized=False))
     tokenizer.post_processor = processors.TemplateProcessing(single="$A <s> $A", special_tokens=[("<s>", 8)])
     with pytest.raises(TokenizerLoadError, match="post_processor"):
         TextEncoder(tokenizer)
 
 
-def test_ids_may_be_written_to() -> None:
-    """Kernels take arrays that may be written to; others would be compiled anew."""
+def test_ids_are_writable() -> None:
+    """Token ids are writable arrays, because kernels would be compiled separately for read-only ones."""
     for encoder in (TextEncoder(tiny()), TextEncoder(normalizing_anew())):
         assert encoder.encode("some words").flags.writeable
         assert encoder.encode("some words", add_special_tokens=True).flags.writeable
@@ -152,7 +152,7 @@ def test_ids_may_be_written_to() -> None:
 
 @pytest.mark.parametrize("make", [tiny, normalizing_anew])
 def test_other_threads_run_while_a_text_is_encoded(make: Callable[[], Tokenizer]) -> None:
-    """The interpreter's lock is given back: another thread goes on many times within one encoding."""
+    """Encoding releases the GIL, so another thread runs many times during it."""
     encoder = TextEncoder(make())
     text = "".join(f"{number} words follow one another here. " for number in range(40_000))
     turns, rounds = 0, 0
@@ -162,7 +162,7 @@ def test_other_threads_run_while_a_text_is_encoded(make: Callable[[], Tokenizer]
         worker = threading.Thread(target=encoder.encode, args=(text,))
         worker.start()
         turns = 0
-        # With the lock held during the whole encoding there would be a turn before and one behind it.
+        # With the GIL held during the whole encoding there would be one turn before and one after it.
         while worker.is_alive():
             time.sleep(0.005)
             turns += 1
@@ -181,25 +181,25 @@ def test_other_threads_run_while_a_text_is_encoded(make: Callable[[], Tokenizer]
     ],
     ids=["normalized", "stripping", "within-another", "overlapping", "none"],
 )
-def test_a_doubtful_tokenizer_has_no_closed_prefixes(tokens: list[AddedToken]) -> None:
-    """Where special tokens may be found otherwise in the whole text, none of its beginnings is certain."""
+def test_a_tokenizer_with_overlapping_tokens_has_no_stable_prefixes(tokens: list[AddedToken]) -> None:
+    """If special tokens may be matched differently in the whole text, no prefix is stable."""
     tokenizer = added(with_prefix_spaces(), *tokens)
-    assert not is_segmentable(tokenizer)
-    assert TextEncoder(tokenizer).closed_prefix("ab <s> x<s> <a<b> ab") == ""
+    assert not splits_at_special_tokens(tokenizer)
+    assert TextEncoder(tokenizer).stable_prefix("ab <s> x<s> <a<b> ab") == ""
 
 
-def test_a_tokenizer_that_depends_on_the_place_has_no_closed_prefixes() -> None:
-    """A space that only the text's first piece gets makes ids depend on what stands in front."""
+def test_a_tokenizer_that_depends_on_position_has_no_stable_prefixes() -> None:
+    """If only the first piece of a text gets a space, no prefix is stable."""
     tokenizer = added(with_prefix_spaces(), AddedToken("<s>", normalized=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    assert not is_segmentable(tokenizer)
+    assert not splits_at_special_tokens(tokenizer)
 
 
-def test_a_closed_prefix_ends_with_a_token_that_nothing_can_lengthen() -> None:
-    """What follows a text may turn its last token into a longer one; such an end is not certain."""
+def test_a_stable_prefix_ends_with_a_token_that_cannot_become_longer() -> None:
+    """A stable prefix does not end with a token that following text may turn into a longer one."""
     tokenizer = added(
         with_prefix_spaces(), *(AddedToken(text, normalized=False) for text in ("<s>", "<a>", "<a>b"))
     )
     encoder = TextEncoder(tokenizer)
-    assert encoder.closed_prefix("ab<s>a<a>") == "ab<s>"
-    assert encoder.closed_prefix("ab") == ""
+    assert encoder.stable_prefix("ab<s>a<a>") == "ab<s>"
+    assert encoder.stable_prefix("ab") == ""

@@ -73,8 +73,8 @@ def check(columns: Columns, payloads: list[bytes]) -> None:
         raw_batch = split_batch(payload, MAX_BYTES)
         assert repr(batch.ts) == repr(raw_batch.ts)
         for raw, event in zip(raw_batch.events, columns.typed(batch), strict=True):
-            told = event.reason if isinstance(event, PayloadError) else repr(event)
-            assert told == outcome(lambda raw=raw: decode_event(raw))
+            actual = event.reason if isinstance(event, PayloadError) else repr(event)
+            assert actual == outcome(lambda raw=raw: decode_event(raw))
             if columns.events[row, rows.KIND] != rows.OTHER:
                 check_row(columns, row, decode_event(raw))
             row += 1
@@ -257,9 +257,9 @@ def test_empty_input_has_no_rows() -> None:
 
 def test_a_stored_event_has_all_that_the_view_needs() -> None:
     """An event left to the view is typed in full, with its tokens, extra keys and salt."""
-    told = {**PLAIN_MAP, "cache_salt": "tenant", "extra_keys": [["sql", b"x"], None, None]}
-    columns = decode_events(told)
+    fields = {**PLAIN_MAP, "cache_salt": "tenant", "extra_keys": [["sql", b"x"], None, None]}
+    columns = decode_events(fields)
     (event,) = columns.typed(columns.batches[0])
     assert isinstance(event, BlockStored)
     for name in BlockStored.__struct_fields__:
-        assert getattr(event, name) == told[name]
+        assert getattr(event, name) == fields[name]

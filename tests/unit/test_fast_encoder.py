@@ -1,4 +1,4 @@
-"""The guard of the fast encoder: what differs from the library is found, said and left to the library."""
+"""Fast encoder: texts with different ids are detected, logged and left to the library."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tokenization.encoder import EncodingFacts, FastEncoder, TokenIds
 
 
 def by_library(text: str) -> TokenIds:
-    """A library of one id for each character."""
+    """Encode with one id per character, as the library of these tests."""
     return np.array([ord(char) for char in text], np.uint32)
 
 
 class Fast:
-    """An encoder that is right but for some texts.
+    """Encoder with wrong results for some texts.
 
     Args:
-        wrong: Texts that it encodes otherwise.
-        failing: Texts that it fails on.
+        wrong: Texts with different ids.
+        failing: Texts that raise.
     """
 
     def __init__(self, wrong: tuple[str, ...] = (), failing: tuple[str, ...] = ()) -> None:
@@ -31,7 +31,7 @@ class Fast:
         self._failing = failing
 
     def encode_batch_flat(self, inputs: list[str]) -> tuple[bytes, bytes]:
-        """Encodes one text."""
+        """Encode one text."""
         (text,) = inputs
         self.encoded.append(text)
         if text in self._failing:
@@ -40,7 +40,7 @@ class Fast:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Waits for what another thread does."""
+    """Wait until another thread fulfils the condition."""
     deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s
@@ -48,7 +48,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_one_prompt_of_many_is_compared() -> None:
-    """Only each n-th prompt is encoded by the library, too, after its ids are given."""
+    """Every n-th prompt is also encoded by the library, after its ids were returned."""
     asked: list[str] = []
 
     def library(text: str) -> TokenIds:
@@ -66,7 +66,7 @@ def test_one_prompt_of_many_is_compared() -> None:
 
 
 def test_a_text_that_differs_is_left_to_the_library(caplog: pytest.LogCaptureFixture) -> None:
-    """A wrong text is the library's from then on, others stay; it is counted, and said without its words."""
+    """A text with different ids is left to the library, counted, and logged without its content."""
     encoder = FastEncoder(Fast(wrong=("secret words",)), by_library, check_every=1)
     with caplog.at_level(logging.WARNING):
         assert encoder.encode("secret words") is not None
@@ -81,7 +81,7 @@ def test_a_text_that_differs_is_left_to_the_library(caplog: pytest.LogCaptureFix
 def test_after_three_distinct_texts_the_tokenizer_is_left_to_the_library(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Each text that differs is said once; the third one ends all use, and is the last that is said."""
+    """Each mismatch is logged once; after the third the library encodes all texts."""
     wrong = ("ab", "cd", "ef", "gh")
     fast = Fast(wrong)
     encoder = FastEncoder(fast, by_library)
@@ -97,7 +97,7 @@ def test_after_three_distinct_texts_the_tokenizer_is_left_to_the_library(
 
 
 def test_a_failure_counts_as_a_difference() -> None:
-    """What the encoder fails on, the library encodes."""
+    """A text on which the fast encoder fails counts as a mismatch and is encoded by the library."""
     fast = Fast(failing=("ab",))
     encoder = FastEncoder(fast, by_library)
     assert encoder.encode("ab") is None
@@ -107,7 +107,7 @@ def test_a_failure_counts_as_a_difference() -> None:
 
 
 def test_very_long_prompts_are_not_compared() -> None:
-    """A comparison takes the library its time, so there is a budget of characters."""
+    """Comparisons are limited to a budget of characters, so very long prompts are not compared."""
     asked: list[int] = []
 
     def library(text: str) -> TokenIds:

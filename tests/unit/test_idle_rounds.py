@@ -1,4 +1,4 @@
-"""Loops that search: they end where they have found, and only where nothing else can come of their rounds."""
+"""Early loop exit in templates: a searching loop ends once further iterations have no effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jinja2 import nodes
 from jinja2.utils import Namespace
 
 from tokenization.templates.chat_template import ChatTemplate
-from tokenization.templates.environment import ENVIRONMENT, stopping, while_set
+from tokenization.templates.environment import ENVIRONMENT, while_set, with_early_exit
 
 SEARCH = """\
 {% for m in messages[::-1] %}{% set place = (messages | length - 1) - loop.index0 %}
@@ -20,14 +20,14 @@ SEARCH = """\
 
 
 def search(source: str) -> nodes.For:
-    """The loop that a source is."""
+    """Parse a template that is a loop."""
     (loop,) = ENVIRONMENT.parse(source.replace("\n", "")).find_all(nodes.For)
     return loop
 
 
-def test_a_search_ends_where_it_has_found() -> None:
-    """A loop whose rounds do nothing once a flag is cleared is not gone through to its end."""
-    loop = stopping(search(SEARCH))
+def test_a_search_ends_when_its_flag_is_cleared() -> None:
+    """A loop without effects once its flag is cleared exits at that point."""
+    loop = with_early_exit(search(SEARCH))
     assert isinstance(loop.iter, nodes.Call)
     flags = Namespace(searching=True)
     seen = []
@@ -61,11 +61,11 @@ def test_a_search_ends_where_it_has_found() -> None:
         ("{%- endfor", "{%- else %}x{%- endfor"),
     ],
 )
-def test_other_loops_are_gone_through_to_their_end(old: str, new: str) -> None:
-    """Where a round may do anything without its flag, or know how many there are, none is passed over."""
+def test_other_loops_run_to_their_end(old: str, new: str) -> None:
+    """A loop with effects that do not depend on the flag, or with a use of its length, runs to its end."""
     loop = search(SEARCH.replace(old, new))
     assert new in SEARCH.replace(old, new)
-    assert stopping(loop) is loop
+    assert with_early_exit(loop) is loop
 
 
 LOOKING = (Path(__file__).parents[2] / "benchmarks/reasoning_template.jinja").read_text(encoding="utf-8")
@@ -87,8 +87,8 @@ messages = st.lists(
 
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_templates_show_the_same_with_and_without_idle_rounds(name: str) -> None:
-    """A template that searches shows what Jinja shows of it as it is written."""
+def test_rewritten_templates_render_the_same(name: str) -> None:
+    """A template with a rewritten loop renders the same text as the original."""
     template, plain = ChatTemplate(TEMPLATES[name], {}), ENVIRONMENT.from_string(TEMPLATES[name])
 
     @settings(deadline=None)
@@ -100,8 +100,8 @@ def test_templates_show_the_same_with_and_without_idle_rounds(name: str) -> None
     show_the_same()
 
 
-def test_a_rewritten_templates_function_is_not_a_clients() -> None:
-    """A client's template options do not stand for the function that ends a search."""
+def test_clients_cannot_replace_the_loops_function() -> None:
+    """A client's template variables cannot replace the function of rewritten loops."""
     template = ChatTemplate(TEMPLATES["searching"], {})
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert template.render(talk, template_kwargs={"kvroute_while": "x"}) == template.render(talk)

@@ -1,4 +1,4 @@
-"""Rules from models' own files, and the files that give none."""
+"""Image rules by model family, and settings without a rule."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from tokenization.images.prompts import ImageSize
 from tokenization.images.rules import ImageFiles, ImageRule, image_rule
 
 SIZE = ImageSize(100, 60)
-# Ids of an image of this size.
+# Number of ids of an image of this size.
 TOKENS = {"qwen": 4 * 2, "llava": 16, "gemma": 10, "pixtral": 13 * 8, "mistral": 7 * 4}
 
 
 def rule_of(family: str, files: dict[str, dict[str, Any]]) -> ImageRule | None:
-    """The rule that these files give."""
+    """Return the rule of these files."""
     names = ("config", "preprocessor_config", "processor_config", "tokenizer_config")
     return image_rule(ImageFiles(*(files.get(name, {}) for name in names)), library(family))
 
 
 def tokens(rule: ImageRule | None) -> int | None:
-    """How many ids an image has."""
+    """Return the number of ids of an image."""
     ids = None if rule is None else rule.expand(SIZE)
     return None if ids is None else len(ids)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_models_directory_has_its_rule(family: str, tmp_path: Path) -> None:
-    """What lies beside the tokenizer is all that is needed."""
+    """A model's directory without weights is enough for its rule."""
     tokenizer = PromptTokenizer.from_directory(write_model(tmp_path, family))
     assert tokens(tokenizer.image_rule) == TOKENS[family]
 
 
-def test_settings_may_all_stand_in_one_file() -> None:
-    """Newer releases of transformers write the image processor's settings into processor_config.json."""
+def test_settings_may_all_be_in_one_file() -> None:
+    """Settings of the image processor may be in processor_config.json, as newer transformers write them."""
     files = files_of("qwen")
     image = files.pop("preprocessor_config")
     size = {"shortest_edge": image.pop("min_pixels"), "longest_edge": image.pop("max_pixels")}
@@ -57,13 +57,13 @@ QWENS = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Mo
 
 @pytest.mark.parametrize("name", QWENS)
 def test_all_of_qwens_releases_have_one_rule(name: str) -> None:
-    """They differ in patches and pixels, which their files tell."""
+    """All Qwen-VL releases have one rule with the patches and pixels of their files."""
     files = files_of("qwen")
     files["config"]["architectures"] = [f"{name}ForConditionalGeneration"]
     assert tokens(rule_of("qwen", files)) == TOKENS["qwen"]
 
 
-# A family, a file, and what is changed in it so that nobody can be sure.
+# A family, a file, and changes that make the rule uncertain.
 UNSURE: list[tuple[str, str, dict[str, Any]]] = [
     *((family, "config", {"architectures": ["OtherForConditionalGeneration"]}) for family in FAMILIES),
     *(
@@ -117,7 +117,7 @@ UNSURE: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("family", "file", "changes"), UNSURE)
 def test_a_model_in_doubt_has_no_rule(family: str, file: str, changes: dict[str, Any]) -> None:
-    """Unknown architectures and processors, code of the model's own, options and contradictions."""
+    """Unknown architectures or processors, custom code, options and contradictions give no rule."""
     files = files_of(family)
     changed = {**files.get(file, {}), **changes}
     files[file] = {name: value for name, value in changed.items() if value is not None}
@@ -133,8 +133,8 @@ VALUES = st.recursive(
 
 @given(st.data(), st.sampled_from(list(FAMILIES)))
 @settings(deadline=None)
-def test_files_may_say_anything(data: st.DataObject, family: str) -> None:
-    """Whatever stands in them: a rule whose ids are in bounds, or none."""
+def test_arbitrary_settings_give_a_bounded_rule_or_none(data: st.DataObject, family: str) -> None:
+    """Arbitrary settings give a rule with a bounded number of ids, or none."""
     files = files_of(family)
     for _ in range(data.draw(st.integers(1, 3))):
         settings_ = files[data.draw(st.sampled_from(sorted(files)))]
@@ -149,7 +149,7 @@ def test_files_may_say_anything(data: st.DataObject, family: str) -> None:
 
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
-    """Where a file is no JSON the model cannot be used, here or by an engine."""
+    """An invalid JSON file raises TokenizerLoadError with its path."""
     for name in ("preprocessor_config.json", "chat_template.json"):
         write_model(tmp_path, "qwen")
         (tmp_path / name).write_text("{")
@@ -158,8 +158,8 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
         (tmp_path / name).unlink()
 
 
-def test_a_processors_own_template_goes_first(tmp_path: Path) -> None:
-    """vLLM shows chats without tools by the processor's template, and others by the tokenizer's."""
+def test_a_processors_template_takes_precedence(tmp_path: Path) -> None:
+    """Chats without tools use the processor's template, others the tokenizer's, as in vLLM."""
     write_model(tmp_path, "qwen", template=TEXT)
     (tmp_path / "chat_template.json").write_text('{"chat_template": "{% for m in messages %}P{% endfor %}"}')
     tokenizer = PromptTokenizer.from_directory(tmp_path)

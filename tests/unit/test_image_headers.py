@@ -1,4 +1,4 @@
-"""Sizes of images from the heads of their files, against Pillow, which is what engines read them with."""
+"""Image sizes from file headers equal those of Pillow, which engines use."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from tokenization.images.prompts import ImageSize, image_size, may_be_turned, size_of_url
+from tokenization.images.prompts import ImageSize, image_size, may_be_rotated, size_of_url
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
 SIDES = st.integers(1, 300)
 
 
 def file(form: str, width: int, height: int, mode: str = "RGB", **options: object) -> bytes:
-    """An image file."""
+    """Return an image file."""
     data = io.BytesIO()
     Image.new(mode, (width, height), 1).save(data, form, **options)
     return data.getvalue()
 
 
 def url(data: bytes, media_type: str = "image/png") -> str:
-    """A file as a data URL."""
+    """Return a file as a data URL."""
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
 
 def pillows_size(data: bytes) -> tuple[int, int] | None:
-    """What Pillow opens; None where it refuses."""
+    """Return the size by Pillow, or None if it rejects the file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -41,7 +41,7 @@ def pillows_size(data: bytes) -> tuple[int, int] | None:
 
 
 def turned(orientation: int) -> Image.Exif:
-    """EXIF data with an orientation."""
+    """Return EXIF data with an orientation."""
     exif = Image.Exif()
     exif[0x0112] = orientation
     return exif
@@ -66,14 +66,14 @@ def turned(orientation: int) -> Image.Exif:
 )
 @settings(deadline=None)
 def test_a_files_size_is_pillows(kind: tuple[str, str, dict[str, object]], width: int, height: int) -> None:
-    """Every form of these formats tells its size in its head, whatever stands in front of it."""
+    """The size in the header of every supported format equals Pillow's."""
     form, mode, options = kind
     data = file(form, width, height, mode, **options)
     assert image_size(data) == pillows_size(data) == (width, height)
 
 
-def test_a_screen_grows_to_its_first_image() -> None:
-    """A GIF's first image may lie partly outside of the screen."""
+def test_a_gif_screen_is_extended_to_its_first_image() -> None:
+    """A GIF whose first image extends beyond the screen has the size of both."""
     data = bytearray(file("GIF", 10, 10, "P"))
     data[6:10] = bytes((4, 0, 12, 0))
     assert image_size(bytes(data)) == pillows_size(bytes(data)) == (10, 12)
@@ -81,10 +81,10 @@ def test_a_screen_grows_to_its_first_image() -> None:
 
 @given(st.data(), st.sampled_from(FORMATS), SIDES, SIDES)
 @settings(deadline=None)
-def test_a_damaged_files_size_is_pillows_or_not_known(
+def test_a_damaged_files_size_is_pillows_or_unknown(
     data: st.DataObject, form: str, width: int, height: int
 ) -> None:
-    """Bytes cut off, changed or put in: no other outcome than a size that is Pillow's, or none."""
+    """A damaged file has Pillow's size or none."""
     damaged = bytearray(file(form, width, height))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, min(len(damaged), 60)))
@@ -97,15 +97,15 @@ def test_a_damaged_files_size_is_pillows_or_not_known(
 
 @given(st.binary(max_size=200) | st.sampled_from([b"\xff\xd8\xff" + b"\xff" * 99, b"GIF89a" + b"!" * 99]))
 def test_anything_has_a_size_or_none(data: bytes) -> None:
-    """No bytes raise anything."""
+    """Arbitrary bytes give a size or none without raising."""
     for head in (b"", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF89a", b"RIFF\0\0\0\0WEBPVP8X"):
         size = image_size(head + data)
         assert size is None or min(size) > 0
 
 
 @pytest.mark.parametrize("filling", [b"\xff", b"\xff\0", b"\xff\xd0", b"\xff\xfe\0\2"])
-def test_a_head_is_no_maze(filling: bytes) -> None:
-    """Whatever is repeated in front of the size, the search ends; so does that for a GIF's first image."""
+def test_long_headers_end_the_search(filling: bytes) -> None:
+    """The search for the size, and for a GIF's first image, ends after a bounded number of steps."""
     jpeg, gif = file("JPEG", 9, 7), file("GIF", 9, 7, "P")
     at = gif.index(b"\x2c", 13 + 3 * (2 << gif[10] % 8))
     for count, expected in ((1000, (9, 7)), (1 << 20, None)):
@@ -115,7 +115,7 @@ def test_a_head_is_no_maze(filling: bytes) -> None:
 
 
 def test_a_bomb_has_no_size() -> None:
-    """What Pillow refuses to open for its size has none here, and costs nothing."""
+    """An image above Pillow's pixel limit has no size."""
     data = bytearray(file("PNG", 1, 1))
     data[16:24] = (1 << 30).to_bytes(4) * 2
     assert image_size(bytes(data)) is None
@@ -126,11 +126,11 @@ def test_a_bomb_has_no_size() -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_url_holds_its_image(form: str) -> None:
-    """The media type says nothing, not even whether it is an image; parameters may follow it."""
+def test_the_media_type_of_a_url_is_ignored(form: str) -> None:
+    """A data URL of any media type, with or without parameters, gives the image's size."""
     data = file(form, 30, 20)
     for media_type in (f"image/{form.lower()}", "", "text/plain;charset=utf-8"):
-        assert size_of_url(url(data, media_type), upright=True) == (30, 20)
+        assert size_of_url(url(data, media_type), oriented=True) == (30, 20)
 
 
 @pytest.mark.parametrize(
@@ -152,46 +152,46 @@ def test_a_url_holds_its_image(form: str) -> None:
         "DATA:image/png;base64," + base64.b64encode(file("PNG", 2, 2)).decode(),
     ],
 )
-def test_any_other_url_tells_no_size(text: object) -> None:
-    """Nothing is fetched, and what vLLM reads otherwise, or might, is not read."""
-    assert size_of_url(text, upright=False) is None
+def test_any_other_url_has_no_size(text: object) -> None:
+    """URLs that are not base64 data have no size, because nothing is fetched or guessed."""
+    assert size_of_url(text, oriented=False) is None
 
 
 @given(st.text(max_size=50) | st.binary(max_size=50).map(lambda data: base64.b64encode(data).decode()))
-def test_any_text_may_stand_in_a_url(text: str) -> None:
-    """Hostile URLs tell no size, and raise nothing."""
+def test_hostile_urls_have_no_size(text: str) -> None:
+    """Hostile URLs have no size and raise nothing."""
     for head in ("", "data:", "data:image/png;base64,", "data:image/png;base64,/9j/"):
-        for upright in (True, False):
-            size = size_of_url(head + text, upright=upright)
+        for oriented in (True, False):
+            size = size_of_url(head + text, oriented=oriented)
             assert size is None or min(size) > 0
 
 
-def test_the_size_behind_much_metadata_is_found_in_bounds() -> None:
-    """A head larger than the first look is read once more; one larger than three megabytes is not."""
+def test_the_size_after_large_metadata_is_found_up_to_a_limit() -> None:
+    """A header larger than the first read is read again, up to 3 MB."""
     profile = b"\0" * 60_000
     large = file("JPEG", 9, 7, icc_profile=profile)
-    assert size_of_url(url(large), upright=False) == (9, 7)
+    assert size_of_url(url(large), oriented=False) == (9, 7)
     comments = b"".join(b"\xff\xfe\xff\xff" + b"x" * 65_533 for _ in range(50))
     huge = large[:2] + comments + large[2:]
     assert image_size(huge) == (9, 7)
-    assert size_of_url(url(huge), upright=False) is None
+    assert size_of_url(url(huge), oriented=False) is None
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
-def test_an_image_that_may_be_turned_has_no_sides(form: str) -> None:
-    """vLLM's releases do not agree on EXIF orientation, so where it matters such an image is not known."""
+def test_an_image_that_may_be_rotated_has_no_orientation(form: str) -> None:
+    """An image with EXIF orientation has no size if width and height must be distinguished."""
     data = file(form, 30, 20, exif=turned(6))
-    assert may_be_turned(data, whole=True)
-    assert not may_be_turned(file(form, 30, 20), whole=True)
-    assert size_of_url(url(data), upright=True) is None
-    assert size_of_url(url(data), upright=False) == ImageSize(30, 20)
-    assert size_of_url(url(file(form, 20, 20, exif=turned(6))), upright=True) == (20, 20)
+    assert may_be_rotated(data, whole=True)
+    assert not may_be_rotated(file(form, 30, 20), whole=True)
+    assert size_of_url(url(data), oriented=True) is None
+    assert size_of_url(url(data), oriented=False) == ImageSize(30, 20)
+    assert size_of_url(url(file(form, 20, 20, exif=turned(6))), oriented=True) == (20, 20)
 
 
 @given(st.sampled_from(FORMATS), st.integers(1, 8), st.data())
 @settings(deadline=None)
-def test_what_turns_an_image_is_never_overlooked(form: str, orientation: int, data: st.DataObject) -> None:
-    """Where Pillow turns an image, in any cut of its file, the image may be turned."""
+def test_an_orientation_is_never_missed(form: str, orientation: int, data: st.DataObject) -> None:
+    """Every image that Pillow rotates is recognized from any beginning of its file."""
     options = {} if form == "GIF" else {"exif": turned(orientation)}
     if data.draw(st.booleans()) and form in ("JPEG", "WEBP"):
         options = {"xmp": b'<x:xmpmeta><rdf tiff:Orientation="%d"/></x:xmpmeta>' % orientation}
@@ -200,15 +200,15 @@ def test_what_turns_an_image_is_never_overlooked(form: str, orientation: int, da
         shown = ImageOps.exif_transpose(image).size
     cut = made[: data.draw(st.integers(0, len(made)))]
     for part, whole in ((made, True), (cut, False)):
-        if image_size(part) is not None and not may_be_turned(part, whole=whole):
+        if image_size(part) is not None and not may_be_rotated(part, whole=whole):
             assert shown == (30, 20)
-    assert may_be_turned(made, whole=True) == (form != "GIF")
+    assert may_be_rotated(made, whole=True) == (form != "GIF")
 
 
-def test_metadata_behind_the_pixels_counts() -> None:
-    """A PNG may have its EXIF chunk at the end; an image too large to be looked through is not known."""
+def test_metadata_after_the_pixels_counts() -> None:
+    """A PNG with EXIF data at the end, or too large to be searched, has no orientation."""
     data = file("PNG", 30, 20)
     end = len(data) - 12
-    assert size_of_url(url(data[:end] + b"\0\0\0\0eXIf" + data[end:]), upright=True) is None
-    assert size_of_url(url(data + b"\0" * (3 << 20)), upright=True) is None
-    assert size_of_url(url(data + b"\0" * (3 << 20)), upright=False) == (30, 20)
+    assert size_of_url(url(data[:end] + b"\0\0\0\0eXIf" + data[end:]), oriented=True) is None
+    assert size_of_url(url(data + b"\0" * (3 << 20)), oriented=True) is None
+    assert size_of_url(url(data + b"\0" * (3 << 20)), oriented=False) == (30, 20)

@@ -1,4 +1,4 @@
-"""Chats with images whose ids are known here: as many as the engine's, where the engine has them."""
+"""Chats with images: the router's token ids and image places equal those of the engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.unit.image_support import (
 from tests.unit.indexer_support import OnePod, stored
 from tokenization import PromptTokenizer
 from tokenization.images.prompts import ImageSize
-from tokenization.images.rules import joined
+from tokenization.images.rules import merge_ids
 
 MODEL = "seer"
 GUESS = 1000
@@ -41,11 +41,11 @@ ONE, OTHER, THIRD = (image_part(*size, uuid=f"image-{at}") for at, size in enume
 
 
 def text(said: str) -> dict[str, Any]:
-    """A text part."""
+    """Return a text part."""
     return {"type": "text", "text": said}
 
 
-# Several images in one message, over several messages, with text in front, between and behind.
+# Several images in one message and over several messages, with text before, between and after them.
 CHAT: list[dict[str, Any]] = [
     {"role": "system", "content": "See."},
     {"role": "user", "content": [text("a"), ONE, text("b"), OTHER, text("c")]},
@@ -56,7 +56,7 @@ CHAT: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PromptTokenizer]:
-    """Loads a family's tokenizer once."""
+    """Return a loader of the families' tokenizers that loads each once."""
     known: dict[tuple[str, str], PromptTokenizer] = {}
 
     def load(family: str, template: str = PARTS) -> PromptTokenizer:
@@ -71,7 +71,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PromptT
 
 
 def tokens_of(tokenizer: PromptTokenizer, messages: object = CHAT, **fields: object) -> PromptTokens:
-    """What the router knows of a chat."""
+    """Return the router's prompt tokens of a chat."""
     body = {"model": MODEL, "messages": messages, **fields}
     return TokenizerRegistry({MODEL: tokenizer}).prompt_tokens(
         RouteRequest("id", RequestKind.CHAT, MODEL, body, body_bytes=400), MODEL
@@ -79,7 +79,7 @@ def tokens_of(tokenizer: PromptTokenizer, messages: object = CHAT, **fields: obj
 
 
 def rendered(family: str, shown: str, names: list[str]) -> bytes:
-    """The render endpoint's answer for a text with images of `SIZES`, by vLLM's replacement of one id."""
+    """Return the render endpoint's answer for a text with images of `SIZES`, expanded as by vLLM."""
     tokenizer, rule = library(family), RULES[family]
     ids: list[int] = []
     places: list[dict[str, int]] = []
@@ -90,7 +90,7 @@ def rendered(family: str, shown: str, names: list[str]) -> bytes:
         expansion = rule.expand(ImageSize(*SIZES[len(places)]))
         places.append({"offset": len(ids), "length": len(expansion)})
         ids += expansion.tolist()
-    whole, offsets = joined(np.array(ids, np.uint32), rule.joins, [place["offset"] for place in places])
+    whole, offsets = merge_ids(np.array(ids, np.uint32), rule.merges, [place["offset"] for place in places])
     places = [{**place, "offset": offset} for place, offset in zip(places, offsets, strict=True)]
     features = {"mm_hashes": {"image": names}, "mm_placeholders": {"image": places}}
     return json.dumps({"token_ids": whole.tolist(), "features": features}).encode()
@@ -101,12 +101,12 @@ RULES: dict[str, Any] = {}
 
 @pytest.fixture(autouse=True, scope="module")
 def rules(tokenizer: Callable[..., PromptTokenizer]) -> None:
-    """Rules by family."""
+    """Return the rules by family."""
     RULES.update({family: tokenizer(family).image_rule for family in FAMILIES})
 
 
 def shown_as(family: str, template: str) -> str:
-    """The text of `CHAT`, written out by hand."""
+    """Return the rendered text of `CHAT`, written by hand."""
     mark = FAMILIES[family][0]
     if template == PARTS:
         first, second, last = f"a{mark}b{mark}c", f"{mark}And this?", "\n"
@@ -122,11 +122,11 @@ def shown_as(family: str, template: str) -> str:
 def test_a_chats_ids_are_those_that_the_engine_renders(
     family: str, template: str, raw: bool, tokenizer: Callable[..., PromptTokenizer]
 ) -> None:
-    """All ids, all items and the total, whether the template takes parts or text."""
+    """All ids, items and the total equal the engine's, for templates with parts and with texts."""
     messages = msgspec.Raw(json.dumps(CHAT).encode()) if raw else CHAT
     tokens = tokens_of(tokenizer(family, template), messages)
     if template == TEXT and family in ("pixtral", "mistral"):
-        # What vLLM puts in front of the text is nothing that their processor replaces.
+        # The processor does not replace the placeholders that vLLM adds before the text.
         assert (tokens.partial, tokens.media) == (MEDIA, ())
         return
     names = [part["uuid"] for part in (ONE, OTHER, THIRD)]
@@ -138,10 +138,10 @@ def test_a_chats_ids_are_those_that_the_engine_renders(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("named", range(3))
-def test_a_prompt_is_known_up_to_its_first_image_without_a_name(
+def test_a_prompt_is_known_up_to_its_first_unnamed_image(
     named: int, family: str, tokenizer: Callable[..., PromptTokenizer]
 ) -> None:
-    """Its own ids are those of every other image; the total is exact all the same."""
+    """A prompt's ids end at the first image without a name, but the total is exact."""
     whole = tokens_of(tokenizer(family))
     unnamed = [ONE, OTHER, THIRD][named]
     chat = json.loads(json.dumps(CHAT).replace(f', "uuid": "{unnamed["uuid"]}"', ""))
@@ -153,8 +153,8 @@ def test_a_prompt_is_known_up_to_its_first_image_without_a_name(
 
 
 @pytest.mark.parametrize("uuid", ["", 5, True, [], {}])
-def test_what_is_no_name_names_nothing(uuid: object, tokenizer: Callable[..., PromptTokenizer]) -> None:
-    """Only text that is not empty is surely what the engine's events call the image."""
+def test_invalid_names_are_ignored(uuid: object, tokenizer: Callable[..., PromptTokenizer]) -> None:
+    """Only a non-empty text counts as an image's name."""
     tokens = tokens_of(tokenizer("qwen"), [{"role": "user", "content": [image_part(60, 60, uuid)]}])
     assert (tokens.media, tokens.partial) == ((), MEDIA)
     assert (
@@ -168,10 +168,10 @@ KEPT = {"type": "image_url", "image_url": None, "uuid": "far"}
 
 
 @pytest.mark.parametrize("part", [ELSEWHERE, KEPT], ids=["elsewhere", "kept by the engine"])
-def test_an_image_of_unknown_size_ends_what_is_known(
+def test_an_image_of_unknown_size_ends_the_known_prefix(
     part: dict[str, Any], tokenizer: Callable[..., PromptTokenizer]
 ) -> None:
-    """Images in front of it are known, and how long the text behind it is; its own length is a guess."""
+    """Up to an image of unknown size all is known, after it the number of text tokens."""
     messages = [{"role": "user", "content": [ONE, text("and"), part, text("which?")]}]
     tokens = tokens_of(tokenizer("qwen"), messages)
     known = tokens_of(
@@ -182,7 +182,7 @@ def test_an_image_of_unknown_size_ends_what_is_known(
     assert (tokens.media, tokens.partial) == ((items[:1],), MEDIA)
     assert tokens.total == known.total - items[1].length + GUESS
     for family in ("llava", "gemma"):
-        # Every image of these has the same ids.
+        # Families whose images all have the same ids.
         assert tokens_of(tokenizer(family), messages).partial is None
 
 
@@ -202,10 +202,10 @@ SOUND = {"type": "audio_url", "audio_url": {"url": "data:,"}}
         ([ONE], {"media_io_kwargs": {"image": {}}}),
     ],
 )
-def test_what_is_not_surely_known_stays_the_engines_affair(
+def test_ambiguous_media_end_the_known_prefix(
     content: list[dict[str, Any]], fields: dict[str, Any], tokenizer: Callable[..., PromptTokenizer]
 ) -> None:
-    """Other media, other forms, places that the text itself has, and options: known up to the first item."""
+    """Other media, unsupported forms, extra placeholders and options end the prompt at the first item."""
     tokens = tokens_of(tokenizer("qwen"), [{"role": "user", "content": [text("a"), *content]}], **fields)
     (ids,) = tokens.prompts
     assert (tokens.degraded, tokens.partial, tokens.media) == (None, MEDIA, ())
@@ -213,18 +213,18 @@ def test_what_is_not_surely_known_stays_the_engines_affair(
     assert ids.tolist() == library("qwen").encode("<turn>user\na<|vision_start|>").ids[: len(ids)]
 
 
-def test_empty_options_are_none(tokenizer: Callable[..., PromptTokenizer]) -> None:
-    """A client's SDK may send them so."""
+def test_empty_options_are_ignored(tokenizer: Callable[..., PromptTokenizer]) -> None:
+    """Empty processing options, which some SDKs send, are ignored."""
     assert tokens_of(tokenizer("qwen"), mm_processor_kwargs={}, media_io_kwargs=None).partial is None
 
 
-def test_a_prompt_with_images_is_not_cut_here(tokenizer: Callable[..., PromptTokenizer]) -> None:
-    """As before: what is left of one that is to be cut is for the engine to say."""
+def test_a_prompt_with_images_is_not_truncated(tokenizer: Callable[..., PromptTokenizer]) -> None:
+    """Truncation of a prompt with images is unsupported."""
     assert tokens_of(tokenizer("qwen"), truncate_prompt_tokens=5).degraded == "unsupported_prompt"
 
 
-def test_images_without_end_are_bounded(tokenizer: Callable[..., PromptTokenizer]) -> None:
-    """So many are looked into; those behind count for a guess."""
+def test_the_number_of_examined_images_is_bounded(tokenizer: Callable[..., PromptTokenizer]) -> None:
+    """Only a fixed number of images is examined; the lengths of further ones are estimated."""
     part = image_part(60, 60, "x")
     one, tokens = (
         tokens_of(tokenizer("qwen"), [{"role": "user", "content": [part] * count}]) for count in (1, 200)
@@ -234,8 +234,8 @@ def test_images_without_end_are_bounded(tokenizer: Callable[..., PromptTokenizer
     assert tokens.total == one.total - length + 200 * 2 - 2 + 128 * length + 72 * GUESS
 
 
-def test_too_many_ids_are_not_made(tmp_path: Path) -> None:
-    """A fixed rule needs no look, so that only the number of ids bounds it."""
+def test_too_many_ids_are_not_created(tmp_path: Path) -> None:
+    """For rules that need no size the number of ids is limited."""
     files = files_of("llava")
     files["config"]["vision_config"] = {
         "model_type": "siglip_vision_model",
@@ -250,7 +250,7 @@ def test_too_many_ids_are_not_made(tmp_path: Path) -> None:
 
 
 def test_images_of_other_apis_count_exactly(tokenizer: Callable[..., PromptTokenizer]) -> None:
-    """Anthropic's and Responses' images become the chat's; they have no name."""
+    """Images of Anthropic and Responses requests expand like a chat's, without a name."""
     url = image_url(100, 60)
     expected = tokens_of(tokenizer("qwen"), [{"role": "user", "content": [ONE, text("?")]}])
     source = {"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]}
@@ -276,9 +276,9 @@ SIDE_BY_SIDE = [{"role": "user", "content": [ONE, OTHER, THIRD, text("Which?")]}
 def test_blocks_of_an_image_are_found_by_its_name(
     family: str, chat: list[dict[str, Any]], tokenizer: Callable[..., PromptTokenizer]
 ) -> None:
-    """Keys are those of a store whose extra keys have the name: all blocks, and none behind another's.
+    """Keys equal those of a store with the name in its extra keys, and differ after an image of another name.
 
-    Also where two of Gemma's images share the newlines between them.
+    This includes Gemma's images, which share the newlines between them.
     """
     tokens = tokens_of(tokenizer(family), chat)
     (ids,), (items,) = tokens.prompts, tokens.media
@@ -303,7 +303,7 @@ def test_blocks_of_an_image_are_found_by_its_name(
 
 
 def overlaps(item: MultimodalItem, start: int) -> bool:
-    """Whether an item has ids in a block of four."""
+    """Return whether an item has ids in a block of four tokens."""
     return item.offset < start + 4 and start < item.offset + item.length
 
 
@@ -330,7 +330,7 @@ PART = st.fixed_dictionaries(
 def test_hostile_parts_have_a_clear_outcome(
     tokenizer: Callable[..., PromptTokenizer], parts: list[object], family: str
 ) -> None:
-    """Whatever stands in a message: tokens, a reason that is known, or a 400."""
+    """Any message gives tokens, a known reason or a 400 error."""
     status = 400
     try:
         tokens = tokens_of(tokenizer(family), [{"role": "user", "content": parts}])

@@ -1,4 +1,4 @@
-"""What the container images install, beside requirements.lock and pyproject.toml."""
+"""Requirements of the container images agree with requirements.lock and pyproject.toml."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _names(path: Path) -> set[str]:
 
 
 def _imported(package: str) -> set[str]:
-    """Top-level modules that a package of ours imports anywhere."""
+    """Return the top-level modules that one of our packages imports."""
     modules: set[str] = set()
     for path in (_ROOT / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_bytes())):
@@ -53,7 +53,7 @@ def test_an_image_installs_what_is_locked(name: str) -> None:
 
 
 def test_the_routers_image_has_every_dependency_and_no_torch() -> None:
-    """All that pyproject.toml asks for is in the router's image, with the extras that need no torch."""
+    """The router's image has all dependencies of pyproject.toml, and the extras without torch."""
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     asked = [
@@ -66,7 +66,7 @@ def test_the_routers_image_has_every_dependency_and_no_torch() -> None:
 
 
 def test_the_model_servers_image_has_what_the_model_server_imports() -> None:
-    """All that model_server and tokenization import is in its image; torch and its needs come apart."""
+    """The model server's image has all imports of model_server and tokenization, except torch's own."""
     imported = _imported("model_server") | _imported("tokenization")
     needed = _distributions(imported - {"common", "model_server", "tokenization", "torch"})
     assert {"numpy", "msgspec", "starlette", "uvicorn", "tokenizers"} <= needed

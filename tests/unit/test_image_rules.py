@@ -1,4 +1,4 @@
-"""What images become in prompts, against the processors of `transformers` and vLLM's way to place ids."""
+"""Image rules equal the processors of `transformers`, and merging of ids equals vLLM's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from tests.support.depth import examples
 from tests.unit.image_support import LLAVA_VISION, library
 from tokenization.images.prompts import ImageSize
-from tokenization.images.rules import ImageFiles, always, by_pixels, image_rule, in_rows, joined
+from tokenization.images.rules import ImageFiles, by_pixels, constant, image_rule, in_rows, merge_ids
 
 SIDES = st.integers(1, 700) | st.integers(1, 20_000)
 SQUARES = st.sampled_from([(14, 2), (16, 2), (14, 1)])
@@ -33,7 +33,7 @@ GEMMA = {
 
 
 def picture(size: tuple[int, int]) -> Image.Image:
-    """An image of this width and height."""
+    """Return an image of this width and height."""
     return Image.new("RGB", size)
 
 
@@ -44,10 +44,10 @@ def picture(size: tuple[int, int]) -> Image.Image:
     st.sampled_from([(3136, 12_845_056), (65_536, 16_777_216), (3136, 200_704), (1, 1 << 26)]),
 )
 @settings(deadline=None)
-def test_qwens_squares_are_the_processors(
+def test_qwens_patches_are_the_processors(
     width: int, height: int, squares: tuple[int, int], pixels: tuple[int, int]
 ) -> None:
-    """Qwen-VL's images have as many ids as their processor's grid has merged patches, on either side up."""
+    """Qwen-VL images have one id per merged patch of the processor's grid, in either orientation."""
     patch, merge = squares
     image_processor = Qwen2VLImageProcessorPil(
         patch_size=patch, merge_size=merge, min_pixels=pixels[0], max_pixels=pixels[1]
@@ -55,7 +55,7 @@ def test_qwens_squares_are_the_processors(
     expand = by_pixels(7, patch * merge, *pixels)
     ids, turned = expand(ImageSize(width, height)), expand(ImageSize(height, width))
     if ids is None or turned is None:
-        # Releases do not agree on images thinner than a square, and refuse those that are too long.
+        # Releases disagree on images thinner than a patch, and reject those that are too long.
         assert ids is turned
         assert min(width, height) < patch * merge or max(width, height) > 100 * min(width, height)
         return
@@ -64,8 +64,8 @@ def test_qwens_squares_are_the_processors(
 
 
 @pytest.mark.parametrize("size", [(40, 60), (333, 41), (56, 84), (500, 500)])
-def test_qwens_grid_is_what_the_processor_makes_of_pixels(size: tuple[int, int]) -> None:
-    """Not only what it foretells: the grid of an image that it really reads."""
+def test_qwens_grid_is_that_of_processed_pixels(size: tuple[int, int]) -> None:
+    """The grid equals that of an image which the processor actually processes."""
     image_processor = Qwen2VLImageProcessorPil(
         patch_size=14, merge_size=2, min_pixels=3136, max_pixels=100_352
     )
@@ -78,7 +78,7 @@ def test_qwens_grid_is_what_the_processor_makes_of_pixels(size: tuple[int, int])
 @given(st.integers(1, 400), st.integers(1, 400), st.sampled_from([(8, 1, 96), (14, 2, 280), (16, 1, 100)]))
 @settings(deadline=None, max_examples=examples(60))
 def test_pixtrals_rows_are_the_processors(width: int, height: int, kind: tuple[int, int, int]) -> None:
-    """Rows and columns are those of the resized image; each row ends with a break, the last with the end."""
+    """Pixtral images have the processor's rows, each with a break id, the last with an end id."""
     patch, merge, edge = kind
     side = patch * merge
     image_processor = PixtralImageProcessorPil(size={"longest_edge": edge}, patch_size=patch)
@@ -94,7 +94,7 @@ def test_pixtrals_rows_are_the_processors(width: int, height: int, kind: tuple[i
 @pytest.mark.parametrize("vision", [LLAVA_VISION, {**LLAVA_VISION, "image_size": 84}])
 @pytest.mark.parametrize("strategy", ["default", "full"])
 def test_llavas_images_are_the_processors(vision: dict[str, int], strategy: str) -> None:
-    """Each image has as many ids as the processor gives it: the encoder's, the class token by strategy."""
+    """LLaVA images have the processor's number of ids, with the class token by strategy."""
     tokenizer, edge = library("llava"), vision["image_size"]
     config = {
         "architectures": ["LlavaForConditionalGeneration"],
@@ -122,7 +122,7 @@ def test_llavas_images_are_the_processors(vision: dict[str, int], strategy: str)
 
 @cache
 def gemma() -> Gemma3Processor:
-    """Gemma's processor with a small tokenizer."""
+    """Return Gemma's processor with a small tokenizer."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=library("gemma"), extra_special_tokens=GEMMA)
     return Gemma3Processor(Gemma3ImageProcessorPil(), tokenizer, image_seq_length=6)
 
@@ -130,10 +130,10 @@ def gemma() -> Gemma3Processor:
 @given(st.lists(st.sampled_from(["a", "b", "\n", "\n\n", "<start_of_image>"]), min_size=1, max_size=9))
 @settings(deadline=None)
 def test_gemmas_images_are_the_processors(texts: list[str]) -> None:
-    """Ids put into the ids of a text are those of the text with the images written out, newlines joined.
+    """Inserting Gemma's image ids gives the ids of the text with the images written out.
 
-    More than two newlines on one side of an image, and nothing else between two, are left out: vLLM joins no
-    more than pairs, so what it makes of them is no text's.
+    Cases with more than two newlines beside an image, or only newlines between two, are excluded: vLLM merges
+    only pairs, so its ids differ from those of any text.
     """
     text, tokenizer = "".join(texts), library("gemma")
     images = text.count("<start_of_image>")
@@ -152,20 +152,20 @@ def test_gemmas_images_are_the_processors(texts: list[str]) -> None:
             placed += expansion.tolist()
         else:
             placed.append(token_id)
-    ids, starts = joined(np.array(placed, np.uint32), rule.joins, offsets)
+    ids, starts = merge_ids(np.array(placed, np.uint32), rule.merges, offsets)
     made = gemma()(images=[[picture((30, 20))] * images], text=[text], add_special_tokens=False)
     assert ids.tolist() == list(made["input_ids"][0])
-    # An image begins with its newlines, or in the id that these are a part of.
+    # An image begins with its newlines, or with the merged id that contains them.
     assert [ids[start + 1] for start in starts] == [rule.placeholder_id] * images
 
 
 @given(st.lists(st.integers(0, 3), max_size=12), st.lists(st.integers(0, 11), max_size=4))
-def test_joined_ids_are_those_of_replacing_one_pair_after_the_other(ids: list[int], at: list[int]) -> None:
-    """vLLM's replacement of token matches: from the left, pairs do not overlap, and one kind at a time."""
-    joins = ((1, 2, 3), (2, 1, 3), (2, 2, 4))
-    # Each id with the places that it stands for.
+def test_merging_ids_equals_replacing_pairs_one_by_one(ids: list[int], at: list[int]) -> None:
+    """Merging equals vLLM's replacement of pairs: from the left, without overlap, one kind at a time."""
+    merges = ((1, 2, 3), (2, 1, 3), (2, 2, 4))
+    # Each id with the places that were merged into it.
     expected = [(token_id, [place]) for place, token_id in enumerate(ids)]
-    for first, second, both in joins:
+    for first, second, both in merges:
         replaced: list[tuple[int, list[int]]] = []
         while expected:
             if [token_id for token_id, _ in expected[:2]] == [first, second]:
@@ -175,16 +175,16 @@ def test_joined_ids_are_those_of_replacing_one_pair_after_the_other(ids: list[in
                 replaced.append(expected.pop(0))
         expected = replaced
     offsets = [place for place in at if place < len(ids)]
-    found, starts = joined(np.array(ids, np.uint32), joins, offsets)
+    found, starts = merge_ids(np.array(ids, np.uint32), merges, offsets)
     assert found.tolist() == [token_id for token_id, _ in expected]
     assert list(starts) == [
         next(n for n, (_, places) in enumerate(expected) if place in places) for place in offsets
     ]
 
 
-def test_a_fixed_rule_asks_for_no_size() -> None:
-    """Where every image has the same ids, one that cannot be looked into has them too."""
-    ids = always([1, 2])(None)
+def test_a_constant_rule_needs_no_size() -> None:
+    """If all images have the same ids, an image of unknown size has them as well."""
+    ids = constant([1, 2])(None)
     assert ids is not None
     assert ids.tolist() == [1, 2]
     assert by_pixels(1, 28, 1, 1000)(None) is None

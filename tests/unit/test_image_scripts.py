@@ -1,4 +1,4 @@
-"""The scripts that build the container images: an index that does not answer is named, and what to do."""
+"""Build scripts of the container images: an unreachable package index is reported with a fix."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_an_unreachable_torch_index_is_named_with_the_ways_out(tmp_path: Path) -> None:
-    """Without its index the build of the model server's image ends at once, and says which settings help."""
+def test_an_unreachable_torch_index_is_reported_with_a_fix(tmp_path: Path) -> None:
+    """If torch's index is unreachable, the build fails at once and names the settings that help."""
     shutil.copy(ROOT / "requirements.lock", tmp_path)
     url = "http://127.0.0.1:1/whl/cpu"
     environment = {

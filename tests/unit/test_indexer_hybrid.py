@@ -203,8 +203,8 @@ def test_speculative_blocks_count_in_all_groups(pod: OnePod) -> None:
 def test_a_group_without_a_known_rule_is_counted(pod: OnePod, fields: dict[str, Any]) -> None:
     """Stores of a group with an unknown rule are counted, because predictions may be too high."""
     pod.apply(stored([1, 2], TOKENS[:8], **FULL))
-    told = pod.apply(masked([1, 2], TOKENS[:8], **fields)).skipped
-    assert told == {("BlockStored", "unsupported_cache_kind"): 1}
+    skipped = pod.apply(masked([1, 2], TOKENS[:8], **fields)).skipped
+    assert skipped == {("BlockStored", "unsupported_cache_kind"): 1}
     assert not any(
         reason != "unsupported_cache_kind" for _, reason in pod.apply(BlockRemoved([1], None, 0)).skipped
     )
@@ -213,8 +213,8 @@ def test_a_group_without_a_known_rule_is_counted(pod: OnePod, fields: dict[str, 
 
 def test_a_pod_without_full_attention_is_counted(pod: OnePod) -> None:
     """Stores of a pod without a full-attention group are counted, because they have no positions."""
-    told = pod.apply(masked([3, 4], TOKENS[:16])).skipped
-    assert told == {("BlockStored", "no_full_attention_group"): 2}
+    skipped = pod.apply(masked([3, 4], TOKENS[:16])).skipped
+    assert skipped == {("BlockStored", "no_full_attention_group"): 2}
     assert not pod.apply(masked([5], TOKENS[:20]), stored([1, 2, 3, 4, 5], TOKENS[:20], **FULL)).skipped
 
 

@@ -38,8 +38,8 @@ def test_parts_in_one_event_make_whole_blocks(pod: OnePod) -> None:
 
 def test_parts_in_events_of_their_own_make_whole_blocks(pod: OnePod) -> None:
     """With one engine block per event the index block is stored with its last part."""
-    told = [sum(map(len, pod.apply(part(number)).stored)) for number in range(8)]
-    assert told == [0, 0, 0, 1, 0, 0, 0, 1]
+    stored_blocks = [sum(map(len, pod.apply(part(number)).stored)) for number in range(8)]
+    assert stored_blocks == [0, 0, 0, 1, 0, 0, 0, 1]
     assert pod.cached(TOKENS) == 2
 
 
@@ -206,8 +206,8 @@ def test_blocks_are_held_exactly_while_their_last_parts_are(
             left = copies[number][medium] - 1
             applied = pod.apply(BlockRemoved([number + 1], medium))
             copies[number][medium] = max(0, left)
-            told = {} if left < 0 else {"copy": 1} if left else {"last": 1}
-            assert applied.removals == told
+            expected = {} if left < 0 else {"copy": 1} if left else {"last": 1}
+            assert applied.removals == expected
     number_of = pod.index.tiers.number
     expected = [
         (copies[last]["GPU"] > 0) << number_of("gpu") | (copies[last]["CPU"] > 0) << number_of("cpu")

@@ -44,8 +44,8 @@ def copies(pod: OnePod, number: int) -> int:
 def test_a_run_continued_in_its_batch_is_a_report(pod: OnePod) -> None:
     """A cached run followed by its continuation is a report, so one removal ends its blocks."""
     pod.apply(blocks(0, 4))
-    told = pod.apply(blocks(0, 4), BlockRemoved([99]), blocks(4, 6))
-    assert [len(keys) * pod.hasher.block_tokens for keys in told.stored] == [8]
+    outcome = pod.apply(blocks(0, 4), BlockRemoved([99]), blocks(4, 6))
+    assert [len(keys) * pod.hasher.block_tokens for keys in outcome.stored] == [8]
     assert [copies(pod, number) for number in (1, 4, 5)] == [1, 1, 1]
 
 
@@ -107,11 +107,11 @@ def test_an_episode_ends_without_reports(pod: OnePod) -> None:
     [
         pytest.param([blocks(4, 6)], False, 1, id="a request goes on behind it"),
         pytest.param([blocks(0, 4), blocks(4, 6)], False, 1, id="a report names it"),
-        pytest.param([blocks(0, 4)], False, 2, id="it is told once more"),
+        pytest.param([blocks(0, 4)], False, 2, id="it is stored once more"),
         pytest.param([blocks(3, 4)], False, 2, id="it is computed once more"),
         pytest.param([blocks(3, 6)], False, 2, id="it is computed with what follows"),
         pytest.param([AllBlocksCleared()], False, 0, id="the cache is emptied"),
-        pytest.param([blocks(0, 3)], True, 1, id="another block is told"),
+        pytest.param([blocks(0, 3)], True, 1, id="another block is stored"),
     ],
 )
 def test_a_doubt_ends_when_events_show_what_is_there(
@@ -198,7 +198,7 @@ def test_run1_has_one_report_and_counts_every_copy() -> None:
             # The last one was computed twice (r1, r2).
             assert counted == [1, 1, 1, 2]
             return
-    pytest.fail("no run was told again")
+    pytest.fail("no run was a report")
 
 
 def hybrid(*group_runs: tuple[list[int], list[int], int | None]) -> list[KVEvent]:
@@ -219,8 +219,8 @@ def test_a_report_does_not_restore_evicted_window_blocks() -> None:
     held = pod.index.held(pod.keys(TOKENS[:20]), group_holder(POD, 0))
     assert (held != 0).tolist() == [False, False, True, True, False]
     assert pod.apply(BlockRemoved([3], None, 0)).removals == {"last": 1}
-    told = pod.apply(*hybrid(([1, 2, 3, 4], [1, 2, 3, 4], None))).skipped
-    assert told == {("BlockStored", "ambiguous_copies"): 1}
+    skipped = pod.apply(*hybrid(([1, 2, 3, 4], [1, 2, 3, 4], None))).skipped
+    assert skipped == {("BlockStored", "ambiguous_copies"): 1}
 
 
 def test_a_new_window_run_is_not_a_report() -> None:

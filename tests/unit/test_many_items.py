@@ -1,4 +1,4 @@
-"""Requests of very many small things: told of within the deadline, at a cost that grows with their number."""
+"""Requests with very many items: rendered in the background, at a cost linear in their number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 from tests.unit.router_support import TINY, completion
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 from tokenization.apis import responses as openai_responses
-from tokenization.apis.chat import ITEMS_AT_ONCE_MAX, CallsInOrder, ManyItemsError, items_of
+from tokenization.apis.chat import ITEMS_AT_ONCE_MAX, ManyItemsError, OrderedCalls, count_items
 from tokenization.apis.responses import responses_as_chat
 from tokenization.prompts import PromptLimits, chat_prompt
 
@@ -26,31 +26,31 @@ CALL = {"type": "function_call", "name": "f", "call_id": "c", "arguments": "{}"}
 
 
 class WatchedTokenizer(PromptTokenizer):
-    """Notes where it renders, and how many texts it encodes."""
+    """Tokenizer that records the rendering threads and counts encoded texts."""
 
     threads: set[str]
     texts: int
 
     def render_chat(self, *args: Any, **kwargs: Any) -> str:
-        """Renders."""
+        """Render and record the thread."""
         self.threads.add(threading.current_thread().name)
         return super().render_chat(*args, **kwargs)
 
     def token_ids(self, *args: Any, **kwargs: Any) -> Any:
-        """Encodes a text."""
+        """Encode and count a text."""
         self.texts += 1
         return super().token_ids(*args, **kwargs)
 
 
 def watched() -> tuple[WatchedTokenizer, TokenizerRegistry]:
-    """A tokenizer, and a registry that waits for it however long it takes."""
+    """Return a watched tokenizer and a registry without a deadline."""
     tokenizer = WatchedTokenizer.from_directory(TINY_DIRECTORY)
     tokenizer.threads, tokenizer.texts = set(), 0
     return tokenizer, TokenizerRegistry({TINY: tokenizer}, options=TokenizeOptions(deadline_s=60.0))
 
 
 def parts(count: int) -> dict[str, Any]:
-    """A message of so many parts."""
+    """Return a message of `count` parts."""
     return {"role": "user", "content": [{"type": "text", "text": "a"}] * count}
 
 
@@ -64,8 +64,8 @@ def parts(count: int) -> dict[str, Any]:
         (RequestKind.RESPONSES, {"input": [CALL] * MANY}),
     ],
 )
-def test_many_messages_are_not_rendered_where_a_pick_waits(kind: RequestKind, fields: dict[str, Any]) -> None:
-    """What takes a template long is rendered on a thread for which the pick waits up to its deadline."""
+def test_many_messages_are_rendered_in_the_background(kind: RequestKind, fields: dict[str, Any]) -> None:
+    """A request with many items is rendered on another thread; the pick waits up to its deadline."""
     tokenizer, registry = watched()
     tokens = registry.prompt_tokens(RouteRequest("r", kind, TINY, {"model": TINY, **fields}, 40_000), TINY)
     assert tokens.degraded is None
@@ -73,8 +73,8 @@ def test_many_messages_are_not_rendered_where_a_pick_waits(kind: RequestKind, fi
     assert {name.partition("_")[0] for name in tokenizer.threads} == {"tokenize"}
 
 
-def test_tools_among_the_templates_variables_are_not_rendered_where_a_pick_waits() -> None:
-    """Tools are as slow to write out where a request names them among its template's variables."""
+def test_many_tools_in_template_variables_are_rendered_in_the_background() -> None:
+    """Many tools in `chat_template_kwargs` are rendered on another thread as well."""
     tokenizer, registry = watched()
     tools = [{"type": "function", "function": {"name": "f", "description": "d" * 200_000}}]
     body = {"model": TINY, "messages": [SAID], "chat_template_kwargs": {"tools": tools}}
@@ -83,16 +83,16 @@ def test_tools_among_the_templates_variables_are_not_rendered_where_a_pick_waits
 
 
 @pytest.mark.parametrize("prompt", [["a"] * 65, [[1]] * 65])
-def test_none_of_too_many_prompts_is_tokenized(prompt: list[Any]) -> None:
-    """A request for more prompts than are matched costs no look at any of them."""
+def test_too_many_prompts_are_not_tokenized(prompt: list[Any]) -> None:
+    """A request with more prompts than are matched tokenizes none of them."""
     tokenizer, registry = watched()
     tokens = registry.prompt_tokens(completion("r", prompt), TINY)
     assert (tokens.prompts, tokens.degraded, tokenizer.texts) == ((), "too_many_prompts", 0)
     assert registry.prompt_tokens(completion("r", prompt[:64]), TINY).degraded is None
 
 
-def test_many_messages_behind_known_ones_are_not_rendered_at_once() -> None:
-    """Also behind messages that are known, many new ones are left to another thread."""
+def test_many_new_messages_after_cached_ones_are_rendered_in_the_background() -> None:
+    """Many new messages after cached ones are rendered on another thread."""
     tokenizer = PromptTokenizer.from_directory(TINY_DIRECTORY)
     first = json.dumps([{"role": "user", "content": f"{at} some words " * 40} for at in range(9)])
     chat_prompt({"messages": msgspec.Raw(first.encode())}, tokenizer, LIMITS)
@@ -106,24 +106,24 @@ def test_many_messages_behind_known_ones_are_not_rendered_at_once() -> None:
         assert chat_prompt(body, tokenizer).tolist() == chat_prompt(decoded, tokenizer).tolist()
 
 
-def test_calls_are_joined_at_a_cost_that_grows_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that follow one another become one message without copying those in front for each."""
+def test_merging_calls_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Consecutive calls are merged into one message without copying earlier calls for each."""
     copied = 0
 
-    class Counted(CallsInOrder):
+    class Counted(OrderedCalls):
         def __init__(self, calls: Iterable[Any] = ()) -> None:
             nonlocal copied
             super().__init__(calls)
             copied += len(self)
 
-    monkeypatch.setattr(openai_responses, "CallsInOrder", Counted)
+    monkeypatch.setattr(openai_responses, "OrderedCalls", Counted)
     (message,) = responses_as_chat({"input": [CALL] * 1000})["messages"]
     assert len(message["tool_calls"]) == 1000
     assert copied <= 1000
-    assert items_of([message]) == 1001
+    assert count_items([message]) == 1001
 
 
 @pytest.mark.parametrize("messages", [None, 3, [3], [{"content": 3}], [{"content": [3, {"content": 3}]}]])
-def test_what_is_no_list_of_messages_has_few_items(messages: object) -> None:
-    """Counting fails at nothing that has not been checked yet."""
-    assert items_of(messages) <= 3
+def test_counting_items_accepts_unchecked_messages(messages: object) -> None:
+    """Counting items of unchecked, invalid messages does not fail."""
+    assert count_items(messages) <= 3

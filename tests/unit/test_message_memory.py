@@ -1,4 +1,4 @@
-"""Checked messages that come again: as if they were checked anew, within bounds."""
+"""Message cache: cached messages equal newly checked ones, and memory is limited."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tokenization import MediaPromptError, PromptError
 from tokenization.apis.chat import ManyItemsError, chat_messages
-from tokenization.templates.chat_template import MessageMemory
+from tokenization.templates.chat_template import MessageCache
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": [2]}'}}
 KEYS = {"name": "f", "arguments": json.dumps({f"key {at}": at for at in range(900)})}
@@ -32,12 +32,12 @@ MESSAGES: list[Any] = [
 
 
 def raw(messages: object) -> msgspec.Raw:
-    """Messages as JSON text."""
+    """Return messages as JSON text."""
     return msgspec.Raw(json.dumps(messages).encode())
 
 
-def outcome(messages: list[Any], memory: MessageMemory | None, wants_parts: bool) -> object:
-    """The messages, or what is said instead."""
+def outcome(messages: list[Any], memory: MessageCache | None, wants_parts: bool) -> object:
+    """Return the checked messages, or the error."""
     try:
         if memory is None:
             return chat_messages(messages, wants_parts=wants_parts)
@@ -46,35 +46,35 @@ def outcome(messages: list[Any], memory: MessageMemory | None, wants_parts: bool
         return type(error), str(error), error.param
 
 
-# Kept over all examples, so that what one leaves behind can harm the next.
-REMEMBERING = {wants_parts: MessageMemory(wants_parts=wants_parts) for wants_parts in (True, False)}
+# Shared by all examples, so that wrong entries of one would be found by the next.
+REMEMBERING = {wants_parts: MessageCache(wants_parts=wants_parts) for wants_parts in (True, False)}
 
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(MESSAGES), max_size=6), st.booleans())
-def test_known_messages_are_as_if_checked_anew(messages: list[Any], wants_parts: bool) -> None:
-    """Whatever was seen before, messages and errors, which name the place, are those of an empty memory."""
+def test_cached_messages_equal_newly_checked_ones(messages: list[Any], wants_parts: bool) -> None:
+    """Messages and errors with a filled cache equal those with an empty one."""
     assert outcome(messages, REMEMBERING[wants_parts], wants_parts) == outcome(messages, None, wants_parts)
 
 
 @pytest.mark.parametrize("text", [b"null", b"3", b'"a"', b"{}", b"[", b"[1,]", b"[" * 5000, b"[{]"])
-def test_what_is_no_list_of_messages_is_said_to_be_none(text: bytes) -> None:
-    """Text that is no JSON, or no list, is the request's fault."""
+def test_invalid_json_is_rejected(text: bytes) -> None:
+    """Text that is not a JSON list raises PromptError."""
     with pytest.raises(PromptError, match="messages must be"):
-        MessageMemory(wants_parts=False).checked(msgspec.Raw(text))
+        MessageCache(wants_parts=False).checked(msgspec.Raw(text))
 
 
-def test_media_are_refused_each_time() -> None:
-    """A message with an image is not remembered as one that may be shown."""
-    memory = MessageMemory(wants_parts=True)
+def test_media_are_rejected_each_time() -> None:
+    """A message with an image is not cached, so it is rejected again."""
+    memory = MessageCache(wants_parts=True)
     for _ in range(2):
         with pytest.raises(MediaPromptError):
             memory.checked(raw([MESSAGES[6]]))
 
 
-def test_items_count_whether_messages_are_known_or_not() -> None:
-    """A limit of messages and parts holds for known messages as for new ones."""
-    memory = MessageMemory(wants_parts=False)
+def test_items_of_cached_messages_count() -> None:
+    """The limit of messages and parts applies to cached messages as to new ones."""
+    memory = MessageCache(wants_parts=False)
     messages = raw([{"role": "user", "content": [{"type": "text", "text": "a"}] * 4}] * 2)
     for _ in range(2):
         with pytest.raises(ManyItemsError):
@@ -83,7 +83,7 @@ def test_items_count_whether_messages_are_known_or_not() -> None:
 
 
 def deep_bytes(value: Any) -> int:
-    """Memory of decoded JSON."""
+    """Return the memory of decoded JSON in bytes."""
     inner = (*value, *value.values()) if isinstance(value, dict) else value if type(value) is list else ()
     return sys.getsizeof(value) + sum(map(deep_bytes, inner))
 
@@ -97,16 +97,16 @@ def deep_bytes(value: Any) -> int:
         {"role": "r" * 9000, "content": ""},
     ],
 )
-def test_messages_count_as_what_they_take_when_they_are_decoded(message: dict[str, Any]) -> None:
-    """Decoded messages count by their own memory, not by their JSON text."""
-    memory = MessageMemory(wants_parts=True)
+def test_messages_count_by_their_decoded_size(message: dict[str, Any]) -> None:
+    """Cached messages count by the memory of their decoded form, not by their JSON text."""
+    memory = MessageCache(wants_parts=True)
     checked = memory.checked(raw([message]))
     assert memory.used_bytes >= deep_bytes(checked[0])
 
 
 def test_memory_is_bounded() -> None:
-    """However many messages come, no more memory is used than is allowed."""
-    memory = MessageMemory(wants_parts=False, capacity_bytes=100_000)
+    """The cache never exceeds its memory limit."""
+    memory = MessageCache(wants_parts=False, capacity_bytes=100_000)
     first = {"role": "user", "content": "kept"}
     (kept,) = memory.checked(raw([first]))
     assert memory.checked(raw([first]))[0] is kept

@@ -1,4 +1,4 @@
-"""Anthropic and Responses requests: the chat that vLLM makes of them, and its very ids."""
+"""Anthropic and Responses requests: the same token ids as the chat that vLLM derives from them."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ TEXT_TOOL = {"type": "custom", "name": "write"}
 
 
 def text(*blocks: str) -> list[dict[str, str]]:
-    """Text blocks."""
+    """Return text blocks."""
     return [{"type": "text", "text": block} for block in blocks]
 
 
 def image(**source: object) -> dict[str, object]:
-    """An image block."""
+    """Return an image block."""
     return {"type": "image", "source": source}
 
 
 def image_part(url: str) -> dict[str, object]:
-    """The part of a chat that it becomes."""
+    """Return the chat's image part of a URL."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 
@@ -95,7 +95,7 @@ MESSAGES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
         },
         [{"role": "tool", "tool_call_id": "t", "content": "x"}],
     ),
-    # As vLLM 0.32 turns them: an image without a source is none, and none that is nowhere is in a result.
+    # As in vLLM 0.32, images without a source, or in results without a URL, are dropped.
     (
         {"messages": [{"role": "user", "content": [PNG, {"type": "image"}, LINK, *text("x")]}]},
         [
@@ -165,12 +165,12 @@ RESPONSES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
 
 
 def ids(kind: RequestKind, body: dict[str, Any]) -> Any:
-    """What the router knows of a request's prompt."""
+    """Return the router's prompt tokens of a request."""
     return REGISTRY.prompt_tokens(RouteRequest("r", kind, MODEL, body, body_bytes=100), MODEL)
 
 
 def same(kind: RequestKind, body: dict[str, Any], messages: list[dict[str, Any]], **known: Any) -> None:
-    """Both bodies have the same ids."""
+    """Return whether a body has the ids of a chat with these messages."""
     got, expected = ids(kind, body), ids(RequestKind.CHAT, {"messages": messages, **known})
     assert got.degraded is None
     assert [prompt.tolist() for prompt in got.prompts] == [prompt.tolist() for prompt in expected.prompts]
@@ -178,20 +178,20 @@ def same(kind: RequestKind, body: dict[str, Any], messages: list[dict[str, Any]]
 
 @pytest.mark.parametrize(("body", "messages"), MESSAGES)
 def test_an_anthropic_request_has_its_chats_ids(body: dict[str, Any], messages: list[dict[str, Any]]) -> None:
-    """System first, blocks in order, results before the user's words, thoughts and calls on their turn."""
+    """An Anthropic request has the ids of its chat: system first, blocks in order, results before texts."""
     assert messages_as_chat(body)["messages"] == messages
     same(RequestKind.MESSAGES, {"model": MODEL, "max_tokens": 5, **body}, messages)
 
 
 @pytest.mark.parametrize(("body", "messages"), RESPONSES)
 def test_a_responses_request_has_its_chats_ids(body: dict[str, Any], messages: list[dict[str, Any]]) -> None:
-    """Instructions are the system's, items become turns one by one."""
+    """A Responses request has the ids of its chat: instructions as system message, items as messages."""
     assert responses_as_chat(body)["messages"] == messages
     same(RequestKind.RESPONSES, {"model": MODEL, **body}, messages)
 
 
 def test_anthropic_tools_have_the_chats_form() -> None:
-    """Schemas without a type are objects'; the choice of a tool does not change the prompt."""
+    """Anthropic tools become a chat's tools; `tool_choice` does not change the prompt."""
     tool = {"name": "look", "description": "Looks.", "input_schema": {"properties": {"at": {}}}}
     body = {"messages": [USER], "tools": [tool], "tool_choice": {"type": "any"}}
     parameters = {"properties": {"at": {}}, "type": "object"}
@@ -200,7 +200,7 @@ def test_anthropic_tools_have_the_chats_form() -> None:
 
 
 def test_an_unfinished_answer_is_continued() -> None:
-    """The last item's status says so; the prompt then ends within it."""
+    """If the last item's status is unfinished, the prompt ends within that item."""
     answer = {"role": "assistant", "content": "A block"}
     body = {"input": [USER, {**answer, "type": "message", "status": "incomplete"}]}
     same(
@@ -212,8 +212,8 @@ def test_an_unfinished_answer_is_continued() -> None:
     )
 
 
-def test_what_stands_before_an_image_is_known() -> None:
-    """An image's tokens are the engine's own affair; the text in front of it is not."""
+def test_the_prefix_before_an_image_is_known() -> None:
+    """A prompt with an image of unknown size is known up to the image."""
     got = ids(RequestKind.MESSAGES, {"messages": [USER, {"role": "user", "content": [PNG, *text("?")]}]})
     assert got.partial == "media"
     whole = ids(RequestKind.CHAT, {"messages": [USER], "add_generation_prompt": False}).prompts[0].tolist()
@@ -258,15 +258,15 @@ def test_what_stands_before_an_image_is_known() -> None:
         (RequestKind.RESPONSES, {"input": 5}),
     ],
 )
-def test_what_is_not_known_for_sure_goes_by_load(kind: RequestKind, body: dict[str, Any]) -> None:
-    """No ids rather than wrong ones, and no refusal: the engine answers for its API; the reason is told."""
+def test_ambiguous_requests_are_routed_by_load(kind: RequestKind, body: dict[str, Any]) -> None:
+    """A request that releases convert differently has no ids but a reason, and is not rejected."""
     got = ids(kind, body)
     assert (got.prompts, got.degraded, got.total) == ((), "unsupported_prompt", 25)
 
 
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_tools_of_a_responses_request_have_the_chats_form(choice: str) -> None:
-    """Functions are shown, whether or not they may be called; what the server runs itself is not."""
+    """Functions of a Responses request are in the prompt for any tool choice; built-in tools are not."""
     tools = [{"type": "web_search"}, FUNCTION]
     shown = [{"type": "function", "function": {"name": "look"}}]
     body = {"input": "What is a block?", "tools": tools, "tool_choice": choice}
@@ -321,8 +321,8 @@ JSON = st.recursive(
         JSON,
     )
 )
-def test_no_body_does_more_than_being_refused(body: dict[str, Any]) -> None:
-    """Whatever a client sends: a chat, or an error of this package."""
+def test_any_body_is_converted_or_rejected(body: dict[str, Any]) -> None:
+    """Any body is converted to a chat or raises an error of this package."""
     for turned in (messages_as_chat, responses_as_chat):
         try:
             chat = turned(body)

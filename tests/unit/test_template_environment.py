@@ -1,4 +1,4 @@
-"""The short ways of the templates' environment: what Jinja's own sandbox answers, and no more."""
+"""Fast paths of the template environment: the same results as Jinja's own sandbox."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SANDBOX = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
 
 
 class Text(str):
-    """A text of another type, whose methods may be anything."""
+    """Subclass of str, whose methods the sandbox must check."""
 
     __slots__ = ()
 
@@ -29,7 +29,7 @@ class Text(str):
 
 
 def loop() -> LoopContext:
-    """The second of three rounds."""
+    """Return a loop context in the second of three iterations."""
     rounds = LoopContext([{"role": "user"}, {"role": "tool"}, {}], SANDBOX.undefined)
     next(rounds), next(rounds)
     return rounds
@@ -57,7 +57,7 @@ NAMES = sorted(
 
 
 def seen(environment: ImmutableSandboxedEnvironment, obj: object, name: str) -> tuple[object, ...]:
-    """What an attribute is to a template: its kind and look, or why there is none."""
+    """Return an attribute's type and value as a template sees them, or the error."""
     try:
         value = environment.getattr(obj, name)
     except jinja2.UndefinedError as error:
@@ -65,14 +65,14 @@ def seen(environment: ImmutableSandboxedEnvironment, obj: object, name: str) -> 
     if isinstance(value, Undefined):
         return Undefined, value._undefined_exception, value._undefined_message
     if callable(value):
-        # A function that the sandbox has wrapped is another one each time.
+        # A function wrapped by the sandbox is a new object each time.
         return type(value), value.__name__
     return type(value), repr(value).partition(" at 0x")[0]
 
 
 @pytest.mark.parametrize("kind", OBJECTS)
-def test_an_attribute_is_what_the_sandbox_says(kind: str) -> None:
-    """Whatever is asked of what may be in a template, the answer is Jinja's: a value, unsafe or missing."""
+def test_attributes_equal_those_of_the_sandbox(kind: str) -> None:
+    """Any attribute of any value has the result of Jinja's sandbox: a value, unsafe or undefined."""
     for name in NAMES:
         assert seen(ENVIRONMENT, OBJECTS[kind](), name) == seen(SANDBOX, OBJECTS[kind](), name), name
 
@@ -107,8 +107,8 @@ CALLS = [
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_does_what_the_sandbox_does(call: str) -> None:
-    """Methods that need no context give what they give, or raise what they raise, in Jinja's own sandbox."""
+def test_calls_equal_those_of_the_sandbox(call: str) -> None:
+    """Method calls without context return or raise the same as in Jinja's sandbox."""
     source = f"{{% for x in list %}}{{{{ {call} }}}}|{{% endfor %}}"
 
     def outcome(environment: ImmutableSandboxedEnvironment) -> str:
@@ -142,7 +142,7 @@ values = st.recursive(
     ),
 )
 def test_json_is_written_as_by_the_json_module(value: Any, options: dict[str, Any]) -> None:
-    """`tojson` writes what json.dumps writes, for whatever a template may ask of it, each time."""
+    """`tojson` gives the text of json.dumps for all options, also when it is cached."""
     expected = json.dumps(value, **{"ensure_ascii": False, **options})
     for _ in range(2):
         assert ENVIRONMENT.filters["tojson"](value, **options) == expected

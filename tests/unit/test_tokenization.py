@@ -38,7 +38,7 @@ TOOL = {
 
 
 def reference() -> PreTrainedTokenizerFast:
-    """transformers' own reading of the packaged tokenizer."""
+    """Return transformers' tokenizer of the packaged directory."""
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(TINY_DIRECTORY / "tokenizer.json"),
         eos_token="<|im_end|>",
@@ -58,7 +58,7 @@ def reference() -> PreTrainedTokenizerFast:
     ],
 )
 def test_chat_ids_equal_transformers(options: dict[str, object]) -> None:
-    """A rendered and encoded conversation has the ids that transformers' apply_chat_template gives."""
+    """A rendered and encoded conversation has the ids of transformers' apply_chat_template."""
     options = {"add_generation_prompt": True, **options}
     expected = reference().apply_chat_template(CONVERSATION, tokenize=True, return_dict=False, **options)
     assert chat_prompt({"messages": CONVERSATION, **options}, TINY).tolist() == expected
@@ -67,7 +67,7 @@ def test_chat_ids_equal_transformers(options: dict[str, object]) -> None:
 @given(st.text(max_size=200))
 @settings(max_examples=examples(200))
 def test_text_survives_a_round_trip(text: str) -> None:
-    """Byte-level BPE gives any text back unchanged."""
+    """Encoding and decoding returns any text unchanged."""
     assert TINY.decode(TINY.encode(text), skip_special_tokens=False) == text
 
 
@@ -81,7 +81,7 @@ def test_incremental_decoding_equals_decoding_at_once(token_ids: list[int]) -> N
 
 
 def test_a_character_is_never_emitted_in_halves() -> None:
-    """No piece holds U+FFFD when the whole text is valid."""
+    """No piece contains U+FFFD if the whole text is valid."""
     decoder = IncrementalDecoder(TINY)
     pieces = [decoder.push(token_id) for token_id in TINY.encode("é 世界 😀 done")]
     assert "".join(pieces) == "é 世界 😀 done"
@@ -89,7 +89,7 @@ def test_a_character_is_never_emitted_in_halves() -> None:
 
 
 def test_broken_bytes_are_not_held_back_for_ever() -> None:
-    """A tail that cannot become a character is emitted after as many tokens as a character can have."""
+    """Bytes that cannot become a character are emitted after the maximum tokens of a character."""
     broken = TINY.encode("é")[0]
     decoder = IncrementalDecoder(TINY)
     emitted = [decoder.push(broken) for _ in range(12)]
@@ -113,28 +113,28 @@ def test_broken_bytes_are_not_held_back_for_ever() -> None:
     ],
 )
 def test_a_malformed_chat_names_its_field(body: dict[str, object], param: str) -> None:
-    """What is wrong with a chat body is told with the field's name."""
+    """An invalid chat body is rejected with the field's name."""
     with pytest.raises(PromptError) as caught:
         chat_prompt(body, TINY)
     assert caught.value.param == param
 
 
 def test_an_image_is_unsupported_not_malformed() -> None:
-    """A part without token ids is told apart from a malformed one, so that a router may degrade."""
+    """An image raises UnsupportedPromptError rather than PromptError, so that a router can degrade."""
     message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
     with pytest.raises(MediaPromptError):
         chat_prompt({"messages": [message]}, TINY)
 
 
 def test_text_parts_are_joined_for_a_template_that_takes_strings() -> None:
-    """Parts and the joined string are the same prompt."""
+    """Text parts and the joined string have the same ids."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     joined = chat_prompt({"messages": [{"role": "user", "content": "a\nb"}]}, TINY)
     assert np.array_equal(chat_prompt({"messages": [{"role": "user", "content": parts}]}, TINY), joined)
 
 
 def test_text_parts_stay_parts_for_a_template_that_loops_over_them() -> None:
-    """A template that iterates over content gets parts even for a plain string."""
+    """A template that iterates over content receives parts even for a plain string."""
     template = ChatTemplate(
         "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}", {}
     )
@@ -143,22 +143,22 @@ def test_text_parts_stay_parts_for_a_template_that_loops_over_them() -> None:
 
 
 def test_tool_call_arguments_reach_the_template_as_an_object() -> None:
-    """OpenAI carries arguments as JSON text, templates expect the object."""
+    """Arguments of tool calls, which are JSON text, reach the template as an object."""
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": [1, 2]}'}}
     body = {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
     assert '{"name": "look", "arguments": {"at": [1, 2]}}' in TINY.decode(chat_prompt(body, TINY))
 
 
-def test_half_a_surrogate_pair_in_arguments_is_refused() -> None:
-    """The arguments' own JSON may name a code point that has no UTF-8 form: that is the request's fault."""
+def test_a_lone_surrogate_in_arguments_is_rejected() -> None:
+    """Arguments with an escaped lone surrogate raise UnsupportedPromptError."""
     call = {"function": {"name": "look", "arguments": r'{"at": "\udfff"}'}}
     with pytest.raises(PromptError, match="surrogate"):
         chat_prompt({"messages": [{"role": "assistant", "tool_calls": [call]}]}, TINY)
 
 
 @pytest.mark.parametrize("body", [{"prompt": "x" * 11}, {"prompt": ["x", "x" * 11]}])
-def test_text_over_the_callers_cap_is_refused(body: dict[str, object]) -> None:
-    """Each text is measured before it is encoded, and the error tells its length."""
+def test_text_above_the_callers_limit_is_rejected(body: dict[str, object]) -> None:
+    """A text above the limit is rejected before it is encoded, and the error states its length."""
     with pytest.raises(PromptTooLongError) as caught:
         completion_prompts(body, TINY, PromptLimits(chars_max=10))
     assert caught.value.chars == 11
@@ -168,15 +168,15 @@ def test_text_over_the_callers_cap_is_refused(body: dict[str, object]) -> None:
     ("prompt", "count"), [("ab", 1), (["ab", "cd"], 2), ([5, 6, 7], 1), ([[5, 6], [7]], 2), ("", 1)]
 )
 def test_every_form_of_completion_prompt(prompt: object, count: int) -> None:
-    """Text, ids, and lists of either are all read."""
+    """A text, token ids and lists of either are accepted."""
     assert len(completion_prompts({"prompt": prompt}, TINY)) == count
 
 
 @pytest.mark.parametrize(
     "prompt", [None, [], 3, ["a", 3], [5, "a"], [-1], [4096], [True], [[5], 6], {"a": 1}]
 )
-def test_a_wrong_completion_prompt_is_refused(prompt: object) -> None:
-    """Anything else is a PromptError on the field `prompt`."""
+def test_an_invalid_completion_prompt_is_rejected(prompt: object) -> None:
+    """Any other prompt raises PromptError with the field `prompt`."""
     with pytest.raises(PromptError) as caught:
         completion_prompts({"prompt": prompt}, TINY)
     assert caught.value.param == "prompt"
@@ -202,7 +202,7 @@ message_like = st.fixed_dictionaries(
 def test_no_chat_body_raises_anything_but_a_prompt_error(
     messages: object, tools: object, kwargs: object
 ) -> None:
-    """A hostile body is answered with PromptError, whatever it holds."""
+    """Any body is tokenized or raises PromptError."""
     body = {"messages": messages, "tools": tools, "chat_template_kwargs": kwargs}
     try:
         ids = chat_prompt(body, TINY)
@@ -212,7 +212,7 @@ def test_no_chat_body_raises_anything_but_a_prompt_error(
 
 
 def test_a_broken_directory_is_named(tmp_path: Path) -> None:
-    """The load error names the file that is missing or broken."""
+    """TokenizerLoadError names the missing or broken file."""
     with pytest.raises(TokenizerLoadError, match=r"tokenizer\.json"):
         PromptTokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""A tokenizer from the Hugging Face Hub: a local server speaks the Hub's API."""
+"""Download of tokenizers from the Hugging Face Hub, with a local server of the Hub's API."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ COMMIT = hashlib.sha1(b"commit").hexdigest()
 FILES = {
     path.name: path.read_bytes() for path in TINY_DIRECTORY.iterdir() if path.suffix in (".json", ".jinja")
 } | {"model.safetensors": b"weights", "video.json": b"{}"}
-# What tells of images.
+# Files about images.
 OF_IMAGES = ("chat_template.json", "preprocessor_config.json", "processor_config.json")
 FILES |= dict.fromkeys(OF_IMAGES, b"{}")
-# Loads in a process of its own: the client reads its environment once.
+# Runs in its own process, because the client reads its environment only once.
 LOAD = """
 import sys, time
 from pathlib import Path
@@ -41,21 +41,21 @@ except TokenizerLoadError as error:
 
 @pytest.fixture
 def hub() -> Iterator[str]:
-    """A Hub with one repository, owner/model, and one that is gated."""
+    """Run a Hub with the repository owner/model and a gated one."""
 
     class Handler(BaseHTTPRequestHandler):
-        """The few paths that a download needs."""
+        """Handler of the paths that a download needs."""
 
         def do_HEAD(self) -> None:
-            """A file's head."""
+            """Answer with a file's headers."""
             self.answer(body=False)
 
         def do_GET(self) -> None:
-            """A repository's list, or a file."""
+            """Answer with a repository's list of files, or a file."""
             self.answer(body=True)
 
         def answer(self, *, body: bool) -> None:
-            """Finds what is asked for."""
+            """Answer a request."""
             path = unquote(self.path.partition("?")[0])
             name = path.rpartition("/")[2]
             if "owner/gated" in path:
@@ -81,7 +81,7 @@ def hub() -> Iterator[str]:
                 self.reply(404, b"", body, {"X-Error-Code": "EntryNotFound"})
 
         def reply(self, status: int, data: bytes, body: bool, headers: dict[str, str]) -> None:
-            """Writes an answer."""
+            """Write a response."""
             self.send_response(status)
             for header, value in headers.items():
                 self.send_header(header, value)
@@ -91,7 +91,7 @@ def hub() -> Iterator[str]:
                 self.wfile.write(data)
 
         def log_message(self, *_: object) -> None:
-            """Says nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
@@ -102,7 +102,7 @@ def hub() -> Iterator[str]:
 
 
 def load(repository: str, revision: str, cache: Path, **environment: str) -> str:
-    """What the process says."""
+    """Load a tokenizer in a process; return its output."""
     result = subprocess.run(
         [sys.executable, "-c", LOAD, repository, revision, str(cache)],
         env={
@@ -121,7 +121,7 @@ def load(repository: str, revision: str, cache: Path, **environment: str) -> str
 
 
 def test_a_tokenizer_is_fetched_once_and_then_from_the_cache(hub: str, tmp_path: Path) -> None:
-    """Its files come without the weights; afterwards no Hub is needed, at a pinned commit not even asked."""
+    """Files are downloaded once, without weights; a pinned commit then needs no request to the Hub."""
     loaded = load("owner/model", COMMIT, tmp_path, HF_ENDPOINT=hub)
     assert loaded.startswith("4096 ")
     assert "tokenizer.json" in loaded
@@ -139,17 +139,17 @@ def test_a_tokenizer_is_fetched_once_and_then_from_the_cache(hub: str, tmp_path:
         ("owner/gated", COMMIT, "owner/gated is gated; set HF_TOKEN"),
         ("owner/other", COMMIT, "owner/other is not on the Hub"),
         ("owner/model", "v9", "owner/model has no revision v9"),
-        ("owner/mo del", COMMIT, "cannot be fetched"),
+        ("owner/mo del", COMMIT, "cannot be downloaded"),
     ],
 )
-def test_what_the_hub_does_not_have_is_told(
+def test_a_missing_repository_is_reported(
     hub: str, tmp_path: Path, repository: str, revision: str, said: str
 ) -> None:
-    """The error names the repository or revision, and what to do."""
+    """The error names the repository or revision and the fix."""
     assert said in load(repository, revision, tmp_path, HF_ENDPOINT=hub)
 
 
 @pytest.mark.parametrize("environment", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:1"}])
-def test_an_empty_cache_without_a_hub_is_told(tmp_path: Path, environment: dict[str, str]) -> None:
-    """Offline, a tokenizer that was never fetched is an error that says so."""
-    assert "is not in the cache" in load("owner/model", COMMIT, tmp_path, **environment)
+def test_an_empty_cache_without_a_hub_is_reported(tmp_path: Path, environment: dict[str, str]) -> None:
+    """Without the Hub a tokenizer that is not cached raises an error that states it."""
+    assert "is not cached" in load("owner/model", COMMIT, tmp_path, **environment)

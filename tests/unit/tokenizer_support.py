@@ -1,4 +1,4 @@
-"""Real tokenizers as engines load them: mistral-common's vocabularies, the families' pre-tokenizers."""
+"""Kit of real tokenizers: mistral-common's vocabularies with the families' pre-tokenizers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SPECIAL = ("<s>", "</s>", "[INST]", "[/INST]", "<|start_header_id|>", "<|end_hea
 
 @cache
 def tokenizer_for(source: str) -> PromptTokenizer:
-    """The tiny tokenizer behind another template."""
+    """Return the tiny tokenizer with another template."""
     library = Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
     special_tokens = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
     return PromptTokenizer(library, ChatTemplate(source, special_tokens), frozenset())
 
 
 def small() -> Tokenizer:
-    """The tiny tokenizer with the special tokens of the large ones: read in no time."""
+    """Return the tiny tokenizer with the special tokens of large ones, which loads fast."""
     tokenizer = Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
     return tokenizer
@@ -33,13 +33,13 @@ def small() -> Tokenizer:
 
 @cache
 def tekken(file: str = TEKKEN) -> Tokenizer:
-    """A Mistral tokenizer: byte-level BPE with its own regex."""
+    """Return a Mistral tokenizer: byte-level BPE with its own regex."""
     return byte_level(file, REGEXES["tekken"], SPECIAL)
 
 
 @cache
 def of_family(family: str) -> Tokenizer:
-    """Tekken's vocabulary behind another family's pre-tokenizer, which alone decides where to cut."""
+    """Return Tekken's vocabulary with another family's pre-tokenizer, which decides where to split."""
     tokenizer = byte_level(TEKKEN, REGEXES.get(family, ""), SPECIAL)
     if family == "gpt-2":
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -50,7 +50,7 @@ def of_family(family: str) -> Tokenizer:
 
 @cache
 def mistral_v3() -> Tokenizer:
-    """Mistral's sentencepiece vocabulary as transformers converts it: no pre-tokenizer, prefix spaces."""
+    """Return Mistral's sentencepiece vocabulary as converted by transformers."""
     proto = sentencepiece.ModelProto.FromString(
         files("mistral_common.data").joinpath("mistral_instruct_tokenizer_240323.model.v3").read_bytes()
     )
