@@ -35,7 +35,7 @@ def divided(shape: DecoderShape, size: int) -> list[ModelRank]:
     vocab_size=st.integers(1, 50),
     size=st.integers(1, 16),
 )
-def test_everything_is_computed_once(
+def test_every_part_belongs_to_one_rank(
     group: int, kv_heads: int, width: int, vocab_size: int, size: int
 ) -> None:
     """Each query head, MLP column and token belongs to one rank, which has the query head's KV head."""
@@ -63,7 +63,7 @@ def test_everything_is_computed_once(
 
 
 @pytest.mark.parametrize(("size", "wrong"), [(3, {}), (16, {}), (2, {"intermediate": 689})])
-def test_a_number_that_does_not_divide_is_refused(size: int, wrong: dict[str, int]) -> None:
+def test_a_size_that_does_not_divide_is_rejected(size: int, wrong: dict[str, int]) -> None:
     """The error names the model's dimensions and the valid sizes."""
     good = "1" if wrong else "1, 2, 4, 8"
     with pytest.raises(
