@@ -14,7 +14,7 @@ import urllib3
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
-from indexer.streams.relay import RedisMetrics
+from indexer.streams.redis_link import RedisMetrics
 from kvroute.envoy_config import EnvoySettings, bootstrap
 from kvroute.stack import envoy_command
 from model_server.openai.metrics import EngineCollector, RequestMetrics
