@@ -47,7 +47,7 @@ def test_chat_completion(server: RunningServer) -> None:
     assert answer.usage.prompt_tokens == len(server.chat_ids(MESSAGES))
 
 
-def test_a_streamed_completion_says_the_same_as_a_whole_one(server: RunningServer) -> None:
+def test_a_streamed_completion_equals_a_whole_one(server: RunningServer) -> None:
     """Chunks of a greedy stream join to the text of the unstreamed answer."""
     client = server.openai()
     whole = client.completions.create(prompt="stream or not", max_tokens=40, **GREEDY)
@@ -117,7 +117,7 @@ def test_token_ids_are_a_prompt_too(server: RunningServer) -> None:
 @pytest.mark.parametrize(
     "extra", [{}, {"stop": "e"}, {"n": 2, "seed": 1, "temperature": 1.0}, {"logprobs": 1}]
 )
-def test_the_ids_told_are_those_generated(server: RunningServer, stream: bool, extra: dict[str, Any]) -> None:
+def test_returned_ids_are_those_generated(server: RunningServer, stream: bool, extra: dict[str, Any]) -> None:
     """return_token_ids returns as many ids as usage counts; they decode to the text up to its stop."""
     body = {
         "prompt": "The KV cache",
@@ -240,7 +240,7 @@ def test_tokenize_and_back(server: RunningServer) -> None:
     assert server.post("/detokenize", {"tokens": ids}).json() == {"prompt": "Tokens, please"}
 
 
-def test_what_operators_ask(server: RunningServer) -> None:
+def test_operator_endpoints(server: RunningServer) -> None:
     """Health has no body, the version is reported, event sources are the resolved ones."""
     for path in ("/health", "/ping"):
         assert (server.get(path).status, server.get(path).data) == (200, b"")
@@ -251,7 +251,7 @@ def test_what_operators_ask(server: RunningServer) -> None:
     assert (source["publisher"], source["buffer_steps"]) == ("zmq", 10_000)
 
 
-def test_metrics_count_what_was_served(server: RunningServer) -> None:
+def test_metrics_count_requests(server: RunningServer) -> None:
     """One request changes vLLM's counters and histograms by its tokens and settings."""
     names = (
         "vllm:prompt_tokens_total",

@@ -110,7 +110,7 @@ def error_of(answer: urllib3.BaseHTTPResponse) -> dict[str, Any]:
     ],
     ids=lambda value: repr(value)[:60] if isinstance(value, bytes | dict) else None,
 )
-def test_wrong_requests_are_named(
+def test_invalid_requests_name_the_field(
     server: RunningServer, path: str, body: Any, status: int, param: str | None
 ) -> None:
     """Each invalid request has its status and an OpenAI error that names the field."""
@@ -142,7 +142,7 @@ def test_a_body_over_the_cap(server: RunningServer) -> None:
     assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).status == 200
 
 
-def test_a_body_of_unknown_length_is_cut_off_while_it_comes(server: RunningServer) -> None:
+def test_an_endless_body_is_rejected_at_the_limit(server: RunningServer) -> None:
     """An endless chunked body is answered once the limit is reached."""
     connection = http.client.HTTPConnection("127.0.0.1", int(server.url.rsplit(":", 1)[1]), timeout=300)
     sent = 0
@@ -190,7 +190,7 @@ def test_a_head_that_stays_unfinished_is_given_up(monkeypatch: pytest.MonkeyPatc
                 assert connection.recv(1 << 16) == b""
 
 
-def test_what_is_not_http_gets_an_openai_shaped_error(server: RunningServer) -> None:
+def test_invalid_http_gets_an_openai_error(server: RunningServer) -> None:
     """Bytes that are not HTTP are answered with 400 in the API's error format."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=300) as connection:

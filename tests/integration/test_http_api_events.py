@@ -72,7 +72,7 @@ def cached_by_events(server: RunningServer, prompt: list[int]) -> int:
     return end
 
 
-def test_a_second_turn_is_cached_as_far_as_the_events_said(server: RunningServer) -> None:
+def test_cached_tokens_of_a_turn_match_the_events(server: RunningServer) -> None:
     """On each turn `cached_tokens` equals what earlier events announced, and grows."""
     messages: list[Any] = [{"role": "system", "content": "You route requests by what caches hold. " * 4}]
     cached = []
@@ -130,7 +130,7 @@ def test_a_client_that_leaves_while_waiting_frees_its_blocks(server: RunningServ
     wait_until(server.idle)
 
 
-def test_half_a_body_takes_nothing(server: RunningServer) -> None:
+def test_an_incomplete_body_starts_no_request(server: RunningServer) -> None:
     """A client that disconnects within its body starts nothing, and others are served."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:

@@ -65,7 +65,7 @@ def test_router_and_server_have_the_same_ids(
     assert usage["prompt_tokens"] == sum(map(len, rendered))
 
 
-def test_what_is_rendered_is_checked(server: RunningServer) -> None:
+def test_invalid_render_requests_are_rejected(server: RunningServer) -> None:
     """A render request is rejected like the request itself."""
     answer = server.post("/v1/chat/completions/render", {"model": MODEL, "messages": "x"})
     assert (answer.status, answer.json()["error"]["param"]) == (400, "messages")

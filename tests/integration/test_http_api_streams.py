@@ -147,7 +147,7 @@ def test_pipelined_streams_are_answered_in_turn(server: RunningServer) -> None:
     assert list(map(int, re.findall(rb'"completion_tokens":(\d+)', received))) == lengths
 
 
-def test_a_stream_for_head_is_refused(server: RunningServer) -> None:
+def test_head_is_rejected_on_a_stream_route(server: RunningServer) -> None:
     """HEAD is rejected on a POST route, and the connection stays usable."""
     port = int(server.url.rsplit(":", 1)[1])
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)

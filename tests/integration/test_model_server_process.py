@@ -96,7 +96,7 @@ def test_a_stranger_cannot_fill_the_log(idle: tuple[str, Path]) -> None:
     assert log.read_text() == lines
 
 
-def test_it_says_what_pool_it_got(idle: tuple[str, Path]) -> None:
+def test_the_log_states_the_pool(idle: tuple[str, Path]) -> None:
     """The log has pool size, concurrency and URL, in one line each."""
     url, path = idle
     assert urllib3.request("GET", f"{url}/health").status == 200

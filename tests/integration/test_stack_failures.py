@@ -81,7 +81,7 @@ class Load:
                 self.refused.append(0)
 
 
-def test_a_killed_pod_is_left_at_once_and_used_again_when_it_is_back(stack: RunningStack) -> None:
+def test_a_killed_pod_is_avoided_and_used_again_after_its_restart(stack: RunningStack) -> None:
     """When a pod dies under load, no request hangs, other pods serve, and the restarted pod is used."""
     victim = next(iter(stack.plan.pod_urls))
     dead = stack.child_of(victim).process
@@ -100,7 +100,7 @@ def test_a_killed_pod_is_left_at_once_and_used_again_when_it_is_back(stack: Runn
     assert set(load.refused) <= {0, 500, 502, 503}
 
 
-def test_a_restarted_pod_owes_nothing_to_its_old_life(stack: RunningStack) -> None:
+def test_a_restarted_pod_has_no_predicted_blocks(stack: RunningStack) -> None:
     """After a restart, blocks of the old process are not predicted, even before any event."""
     messages = [*demo.first_messages(), {"role": "user", "content": "Hello"}]
     ask = stack.openai().chat.completions.with_raw_response
@@ -117,7 +117,7 @@ def test_a_restarted_pod_owes_nothing_to_its_old_life(stack: RunningStack) -> No
     assert again.parse().usage.prompt_tokens_details.cached_tokens == 0
 
 
-def test_without_any_pod_a_request_is_refused_at_once(stack: RunningStack) -> None:
+def test_without_any_pod_a_request_is_rejected_at_once(stack: RunningStack) -> None:
     """If all pods are down, the client gets 503 with an OpenAI error, and no request waits."""
     for pod in stack.plan.pod_urls:
         child = stack.child_of(pod)

@@ -17,7 +17,7 @@ from model_server.engine.build import build_engine
 from model_server.engine.core import EngineCore
 from model_server.errors import AdapterError, ConfigError, EngineClosedError, ModelError, WorkerError
 from model_server.requests import EngineCoreRequest
-from model_server.shapes import Division
+from model_server.shapes import ModelRank
 from model_server.worker.workers import Start, WorkerProcesses
 from tests.integration.engine_support import EventLog, Outputs, cached_copies, request, run_to_end
 from tests.integration.model_server_support import exit_code, wait_until
@@ -205,7 +205,7 @@ def test_rank_0_reports_load_errors_of_other_ranks(tmp_path: Path) -> None:
     """Rank 0 reports another rank's load error, or its early exit."""
     workers = WorkerProcesses(1, on_loss=lambda: None)
     try:
-        workers.start([Start(EngineConfig(model=str(tmp_path / "nowhere")), Division(1, 2), 30)])
+        workers.start([Start(EngineConfig(model=str(tmp_path / "nowhere")), ModelRank(1, 2), 30)])
         with pytest.raises(ModelError, match="nowhere: no such model directory"):
             workers.read_results()
         with pytest.raises(WorkerError, match=r"rank 1 of the model \(process \d+\) ended with exit code 1"):

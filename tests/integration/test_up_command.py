@@ -105,7 +105,7 @@ def assert_nothing_left(ports: tuple[int, int], temporary: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_the_demonstration_ends_by_itself_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_demonstration_ends_and_cleans_up(tmp_path: Path) -> None:
     """With --demo-only the command prints both tables, exits with 0 and leaves nothing."""
     ports = stack_ports()
     done = subprocess.run(
@@ -128,7 +128,7 @@ def test_the_demonstration_ends_by_itself_and_leaves_nothing(tmp_path: Path) -> 
     assert_nothing_left(ports, tmp_path)
 
 
-def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_ctrl_c_cleans_up(tmp_path: Path) -> None:
     """SIGINT ends the stack with status 0 and leaves no process, port or file."""
     ports = stack_ports()
     with running_command(ports, tmp_path) as (process, _seen):
@@ -140,7 +140,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
-def test_a_killed_router_is_restarted_until_it_dies_too_often(tmp_path: Path) -> None:
+def test_a_killed_router_is_restarted_a_limited_number_of_times(tmp_path: Path) -> None:
     """A killed router is restarted; one killed too often ends the stack, which keeps its logs."""
     ports = stack_ports()
     with running_command(ports, tmp_path) as (process, seen):
@@ -170,7 +170,7 @@ def test_a_killed_router_is_restarted_until_it_dies_too_often(tmp_path: Path) ->
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_start_up_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_during_start_up_cleans_up(tmp_path: Path, number: signal.Signals) -> None:
     """A signal during start-up ends the command with status 0, without a traceback."""
     ports = stack_ports()
     process = subprocess.Popen(
@@ -215,7 +215,7 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path) -> None:
     assert f"port {ports[0]} is in use" in done.stderr
 
 
-def test_a_child_that_dies_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_failed_child_is_reported_in_one_line(tmp_path: Path) -> None:
     """A model that fails to load ends the command with status 1 and one line: child, cause, logs."""
     ports = stack_ports()
     done = subprocess.run(

@@ -92,7 +92,7 @@ def streamed(options: object, before: Callable[[Page, int], None] | None) -> tup
     return asyncio.run(scenario())
 
 
-def test_what_is_written_as_it_comes_is_what_would_have_been_awaited() -> None:
+def test_direct_writes_equal_iterated_bytes() -> None:
     """Iterated and direct streams have the same bytes, for writable and slow clients, and with usage."""
     for options in (None, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}):
         awaited, _ = streamed(options, None)

@@ -15,17 +15,17 @@ from model_server.model import weights
 from model_server.model.decoder import Decoder, Weight
 from model_server.model.ranks import Ranks
 from model_server.model.weights import load_adapter, load_checkpoint, load_tiny
-from model_server.shapes import TINY_CONFIG, DecoderShape, Division, check_divisible, decoder_shape
+from model_server.shapes import TINY_CONFIG, DecoderShape, ModelRank, check_divisible, decoder_shape
 from tests.unit.lora_support import save_adapter
 from tests.unit.model_support import CPU, save_reference
 
 TINY = decoder_shape(TINY_CONFIG)
 
 
-def divided(shape: DecoderShape, size: int) -> list[Division]:
+def divided(shape: DecoderShape, size: int) -> list[ModelRank]:
     """Return all ranks."""
     check_divisible(shape, size)
-    return [Division(rank, size) for rank in range(size)]
+    return [ModelRank(rank, size) for rank in range(size)]
 
 
 @given(
@@ -35,7 +35,7 @@ def divided(shape: DecoderShape, size: int) -> list[Division]:
     vocab_size=st.integers(1, 50),
     size=st.integers(1, 16),
 )
-def test_everything_is_computed_once(
+def test_every_part_belongs_to_one_rank(
     group: int, kv_heads: int, width: int, vocab_size: int, size: int
 ) -> None:
     """Each query head, MLP column and token belongs to one rank, which has the query head's KV head."""
@@ -48,22 +48,22 @@ def test_everything_is_computed_once(
         assert shape.heads % size or width % size or (kv_heads % size and size % kv_heads)
         return
     for share_of, whole in (
-        (Division.heads, shape.heads),
-        (Division.intermediate, width),
-        (Division.vocabulary, vocab_size),
+        (ModelRank.heads, shape.heads),
+        (ModelRank.intermediate, width),
+        (ModelRank.vocabulary, vocab_size),
     ):
-        shards = [share_of(division, shape) for division in ranks]
+        shards = [share_of(model_rank, shape) for model_rank in ranks]
         assert [index for shard in shards for index in range(whole)[shard.span]] == list(range(whole))
-    for division in ranks:
-        own, read = division.heads(shape), division.kv_heads(shape)
-        part = division.part_of(shape)
+    for model_rank in ranks:
+        own, read = model_rank.heads(shape), model_rank.kv_heads(shape)
+        part = model_rank.part_of(shape)
         for index in range(part.heads):
             kv_head = read.first + index // (part.heads // part.kv_heads)
             assert kv_head == (own.first + index) // group
 
 
 @pytest.mark.parametrize(("size", "wrong"), [(3, {}), (16, {}), (2, {"intermediate": 689})])
-def test_a_number_that_does_not_divide_is_refused(size: int, wrong: dict[str, int]) -> None:
+def test_a_size_that_does_not_divide_is_rejected(size: int, wrong: dict[str, int]) -> None:
     """The error names the model's dimensions and the valid sizes."""
     good = "1" if wrong else "1, 2, 4, 8"
     with pytest.raises(
@@ -99,7 +99,7 @@ def test_the_ranks_weights_are_the_checkpoints(
     save_reference(tmp_path, architecture, **changes)
     stored = load_file(tmp_path / "model.safetensors")
     loaded = [
-        load_checkpoint(tmp_path, "auto", CPU, Ranks(Division(rank, size))).model.weights()
+        load_checkpoint(tmp_path, "auto", CPU, Ranks(ModelRank(rank, size))).model.weights()
         for rank in range(size)
     ]
     assert loaded[0].keys() == stored.keys()
@@ -134,7 +134,7 @@ def test_only_the_ranks_slices_are_read(tmp_path: Path, monkeypatch: pytest.Monk
             return tensor
 
     monkeypatch.setattr(weights, "safe_open", Recorded)
-    load_checkpoint(tmp_path, "auto", CPU, Ranks(Division(1, 2)))
+    load_checkpoint(tmp_path, "auto", CPU, Ranks(ModelRank(1, 2)))
     assert len(whole) == 2 * 3 + 1
     assert all("norm" in name for name in whole)
 
@@ -142,7 +142,7 @@ def test_only_the_ranks_slices_are_read(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_tiny_model_is_divided_like_a_checkpoint() -> None:
     """The tiny model's random weights do not depend on the number of ranks."""
     alone = load_tiny("auto", CPU).model.weights()
-    ranks = [load_tiny("auto", CPU, Ranks(Division(rank, 4))).model.weights() for rank in range(4)]
+    ranks = [load_tiny("auto", CPU, Ranks(ModelRank(rank, 4))).model.weights() for rank in range(4)]
     for name, weight in alone.items():
         assert torch.equal(together([rank[name] for rank in ranks]), weight.tensor), name
 
@@ -152,7 +152,7 @@ def test_a_rank_keeps_its_part_of_an_adapter(tmp_path: Path) -> None:
     base = save_reference(tmp_path / "base")
     directory = save_adapter(tmp_path / "adapter", base)
     models = [
-        load_checkpoint(tmp_path / "base", "auto", CPU, Ranks(Division(rank, 2))).model for rank in range(2)
+        load_checkpoint(tmp_path / "base", "auto", CPU, Ranks(ModelRank(rank, 2))).model for rank in range(2)
     ]
     alone = load_checkpoint(tmp_path / "base", "auto", CPU).model
     for name, part in alone.projection_parts.items():

@@ -82,7 +82,7 @@ def test_every_number_is_near_in_its_block(cuts: list[int], exponents: list[int]
         assert ((read - block).abs() <= allowed).all()
 
 
-def test_growing_scales_round_nothing_again() -> None:
+def test_growing_scales_do_not_round_again() -> None:
     """Values within the range of both scales read the same before and after a larger token is written."""
     pool = Fp8KvPool(SHAPE, LAYOUT, torch.float32, CPU)
     small = torch.randn((3, 2, 8), generator=torch.Generator().manual_seed(1)).clamp(0.5, 4.0)

@@ -57,13 +57,13 @@ def test_a_body_up_to_the_cap_is_read() -> None:
     assert run(read(BodyReader(10, 100), request(chunks(b"12345", b"67890")))) == b"1234567890"
 
 
-def test_a_body_over_the_cap_is_refused_by_its_length_or_by_its_bytes() -> None:
+def test_a_body_above_the_limit_is_rejected() -> None:
     """A declared length above the limit is rejected at once; without one, bytes are counted."""
     assert status_of(BodyReader(10, 100), request(chunks(b"x" * 11), length=11)) == 413
     assert status_of(BodyReader(10, 100), request(chunks(b"x" * 6, b"x" * 6, b"rest"))) == 413
 
 
-def test_all_bodies_together_have_a_cap() -> None:
+def test_the_total_of_bodies_is_limited() -> None:
     """While one large body is read, another is rejected; afterwards there is room again."""
     reader = BodyReader(10, 12)
 
@@ -80,7 +80,7 @@ def test_all_bodies_together_have_a_cap() -> None:
     assert run(scenario()) == b"x" * 9
 
 
-def test_a_body_counts_until_it_has_been_used() -> None:
+def test_a_body_in_use_counts_towards_the_total() -> None:
     """A body in use counts towards the total limit."""
     reader = BodyReader(10, 12)
 
@@ -131,7 +131,7 @@ def test_work_that_ends_first_counts() -> None:
         run(unless_disconnected(chunks(), error()))
 
 
-def test_a_stream_needs_nothing_but_asgi() -> None:
+def test_a_stream_works_without_a_direct_connection() -> None:
     """Without a direct connection every piece goes through `send`, and `on_close` is called."""
     sent: list[dict[str, Any]] = []
     ended: list[bool] = []

@@ -43,7 +43,7 @@ def _shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return image
 
 
-def test_a_writable_directory_is_used_as_it_is(tmp_path: Path) -> None:
+def test_a_writable_directory_is_used(tmp_path: Path) -> None:
     """The cache is a directory below the chosen one, which is created."""
     directory = cache_directory(str(tmp_path / "chosen"))
     assert directory is not None

@@ -370,7 +370,7 @@ def test_a_cost_aware_memory_size_is_the_indexs_ceiling(size: dict[str, Any], ex
         ("header-label-affinity-scorer", {"headerName": "x"}, "labelKey: is missing"),
     ],
 )
-def test_what_has_no_counterpart_is_refused_at_its_place(
+def test_unsupported_settings_are_rejected_with_their_line(
     kind: str, parameters: dict[str, Any], complaint: str
 ) -> None:
     """The error names file, line and field, and the alternative."""
@@ -410,9 +410,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @settings(deadline=None)
 @given(st.sampled_from(sorted(KNOWN)), st.data())
-def test_a_known_configuration_with_something_odd_in_it_is_read_or_refused(
-    name: str, data: st.DataObject
-) -> None:
+def test_an_altered_configuration_is_read_or_rejected(name: str, data: st.DataObject) -> None:
     """A configuration with an arbitrary value at any place is read, or rejected with file and line."""
     config = copy.deepcopy(HEAD | KNOWN[name])
     for _ in range(data.draw(st.integers(1, 3))):

@@ -54,7 +54,7 @@ def test_no_two_processes_share_a_port(replicas: int) -> None:
 @pytest.mark.parametrize(
     "options", [{"replicas": 0}, {"replicas": 101}, {"port": 0}, {"base_port": 65200}, {"base_port": 80}]
 )
-def test_an_option_out_of_range_is_refused(options: dict[str, int]) -> None:
+def test_an_option_out_of_range_is_rejected(options: dict[str, int]) -> None:
     """An option out of range is rejected with its value before anything is started."""
     with pytest.raises(LocalStackError, match=str(next(iter(options.values())))):
         plan_stack(StackOptions(**options), Path())
@@ -64,7 +64,7 @@ def test_an_option_out_of_range_is_refused(options: dict[str, int]) -> None:
     ("option", "needed"),
     [({"responses": "full"}, "ext_proc"), ({"door": "ext_proc", "failure_mode_allow": True}, "check_grpc")],
 )
-def test_options_that_exclude_each_other_are_refused(option: dict[str, Any], needed: str) -> None:
+def test_conflicting_options_are_rejected(option: dict[str, Any], needed: str) -> None:
     """Options that a protocol does not support are rejected, with the protocol that does."""
     with pytest.raises(LocalStackError, match=f"needs --door {needed}"):
         plan_stack(StackOptions(**option), Path())
@@ -79,7 +79,7 @@ def test_a_checkpoints_tokenizer_is_the_routers_too(model: str) -> None:
     assert f"my-llama={model}" in router.argv
 
 
-def test_the_pods_file_is_what_the_router_reads() -> None:
+def test_the_pods_file_lists_the_model_servers() -> None:
     """The pods file lists each model server with its ports."""
     plan = plan_stack(StackOptions(replicas=3), Path())
     pods = parse_pods(plan.files["pods.yaml"], "pods.yaml")
@@ -110,7 +110,7 @@ def test_envoy_accepts_the_configuration(tmp_path: Path, chosen: dict[str, Any])
     assert done.returncode == 0, done.stderr
 
 
-def test_a_taken_port_is_named() -> None:
+def test_a_port_in_use_is_reported() -> None:
     """A port in use is rejected by name."""
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
@@ -127,13 +127,13 @@ def test_a_child_that_exits_before_it_is_ready_is_reported(supervisor: Superviso
         supervisor.start([plan])
 
 
-def test_a_program_that_cannot_be_run_is_named(supervisor: Supervisor) -> None:
+def test_a_missing_program_is_reported(supervisor: Supervisor) -> None:
     """A missing executable is reported like an exit, without a traceback."""
     with pytest.raises(LocalStackError, match="no-such-program: No such file"):
         supervisor.start([ChildPlan("missing", ["no-such-program"], [free_port()])])
 
 
-def test_a_dead_child_is_restarted(supervisor: Supervisor) -> None:
+def test_an_exited_child_is_restarted(supervisor: Supervisor) -> None:
     """An exited child is restarted under a new pid and recorded."""
     supervisor.start([child("router", "time.sleep(60)")])
     first = kill(supervisor)
@@ -219,7 +219,7 @@ def test_stop_ends_a_child_that_ignores_sigterm(tmp_path: Path) -> None:
         os.kill(process.pid, 0)
 
 
-def test_a_missing_library_is_named(
+def test_a_missing_library_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A missing library is reported in one line with the extra that installs it."""

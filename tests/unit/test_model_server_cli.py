@@ -66,7 +66,7 @@ def test_flags_are_the_settings() -> None:
     assert read("--num-gpu-blocks-override", "7") == read("--num-gpu-blocks", "7")
 
 
-def test_help_loads_nothing_heavy() -> None:
+def test_help_imports_no_heavy_package() -> None:
     """--help imports neither torch, the web server nor ZMQ."""
     script = (
         "import sys; from model_server.cli import main\n"

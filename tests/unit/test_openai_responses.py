@@ -58,7 +58,7 @@ def test_every_event_differs_from_the_first_in_its_text_alone(
         assert [chunk["model"] for chunk in said(event)] == [NAME]
 
 
-def test_a_chunk_that_says_more_is_encoded_whole() -> None:
+def test_a_chunk_with_details_is_encoded_whole() -> None:
     """Ends and continuous usage are sent after text-only events; empty deltas are not."""
     shaped = answer(job("chat", stream_options={"include_usage": True, "continuous_usage_stats": True}))
     usage = shaped.usage()

@@ -54,7 +54,7 @@ def test_stop_is_a_string_or_several(stop: Any, strings: tuple[str, ...]) -> Non
         ("suffix", "", "end"),
     ],
 )
-def test_what_would_change_the_answer_is_not_ignored(name: str, neutral: object, asking: object) -> None:
+def test_unsupported_fields_are_rejected_unless_neutral(name: str, neutral: object, asking: object) -> None:
     """An unsupported field is accepted with its neutral value, and rejected otherwise."""
     generation_body("completion", {name: neutral})
     with pytest.raises(ApiError, match=f"{name} is not supported") as caught:
@@ -93,7 +93,7 @@ def test_a_wrong_type_names_the_field(body: dict[str, Any], message: str, param:
 @pytest.mark.parametrize(
     "raw", [b"", b"{", b"[]", b'"x"', b"nul", b'{"a":\xff}', b"[" * 10_000, b'{"a":1e999}']
 )
-def test_what_is_not_a_json_object_is_refused(raw: bytes) -> None:
+def test_a_body_must_be_a_json_object(raw: bytes) -> None:
     """Anything but one JSON object is a 400 without a field."""
     with pytest.raises(ApiError) as caught:
         decode_body(raw)

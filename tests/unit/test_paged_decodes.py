@@ -106,9 +106,7 @@ def test_outputs_are_exact_but_for_rounding(
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("head_dim", [64, 32])
-def test_a_sequence_is_attended_alike_in_any_company_by_any_threads(
-    dtype: torch.dtype, head_dim: int
-) -> None:
+def test_results_do_not_depend_on_batch_or_threads(dtype: torch.dtype, head_dim: int) -> None:
     """Outputs are bitwise equal alone or among others, in any order, with any number of threads."""
     pool = Pool([*CONTEXTS, *CONTEXTS], dtype=dtype, head_dim=head_dim)
     places = list(range(2 * len(CONTEXTS)))
@@ -121,7 +119,7 @@ def test_a_sequence_is_attended_alike_in_any_company_by_any_threads(
         assert torch.equal(pool.attend(places[3:7]), alone[3:7])
 
 
-def test_nothing_is_read_but_what_a_token_sees() -> None:
+def test_only_attended_positions_matter() -> None:
     """NaN outside the attended positions changes nothing; within them it is visible."""
     pool = Pool([40], window=20, head_dim=32)
     clean = pool.attend([0])
@@ -191,7 +189,7 @@ def test_logits_token_by_token_equal_transformers(
     torch.testing.assert_close(torch.cat(others), reference_logits(reference, second), atol=5e-4, rtol=1e-4)
 
 
-def test_it_says_what_it_cannot_serve() -> None:
+def test_unsupported_models_are_reported() -> None:
     """Unsupported devices, types and head sizes are reported, and rejected by the constructor."""
     shape = AttentionShape(heads=2, kv_heads=1, head_dim=32, scale=1.0, windows=(None,))
     assert paged_fault(shape, torch.bfloat16, CPU) is None
@@ -220,7 +218,7 @@ def test_float16_needs_a_processor_that_converts_it(monkeypatch: pytest.MonkeyPa
     assert fault == ("this CPU has no float16 conversion (F16C)" if is_x86 else None)
 
 
-def test_it_is_chosen_on_the_cpu_and_without_a_compiler_the_log_says_why_not() -> None:
+def test_the_kernel_is_used_on_a_cpu_unless_compilation_is_off() -> None:
     """Decodes on a CPU use the kernel; without compilation they gather blocks, and the log says so."""
     shape = AttentionShape(heads=2, kv_heads=1, head_dim=32, scale=1.0, windows=(None,))
     made = new_attention(shape, KvLayout(single_group(1), 4, 4), torch.bfloat16, CPU)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from model_server.config import EngineConfig
 from model_server.errors import AdapterError, ModelError, ModelServerError
-from model_server.shapes import Division
+from model_server.shapes import ModelRank
 from model_server.worker.workers import (
     MethodCall,
     MethodResult,
@@ -36,7 +36,7 @@ def test_step_is_decoded_unchanged(
 
 def test_settings_are_decoded_with_all_fields() -> None:
     """Other ranks receive the same settings as rank 0."""
-    start = Start(EngineConfig(model="x", cpu_gib=0.5, torch_threads=3, seed=9), Division(1, 4), 20)
+    start = Start(EngineConfig(model="x", cpu_gib=0.5, torch_threads=3, seed=9), ModelRank(1, 4), 20)
     assert decode_start(encode(start)) == start
 
 

@@ -101,14 +101,14 @@ def test_short_contexts_are_bound_by_arithmetic() -> None:
     assert plan.steps[-1].step_s == plan.steps[-1].compute_s
 
 
-def test_a_batch_over_capacity_is_refused() -> None:
+def test_a_batch_above_the_capacity_is_rejected() -> None:
     """A batch at the capacity is planned; one more is rejected with alternatives."""
     assert 44 in [step.batch for step in planned(QWEN, batch=44).steps]
     with pytest.raises(CapacityError, match=r"batch of 45 .* holds 44 sequences of 8,192 tokens; .*fp8"):
         planned(QWEN, batch=45)
 
 
-def test_a_context_over_capacity_is_refused() -> None:
+def test_a_context_above_the_capacity_is_rejected() -> None:
     """If the weights fit but no sequence does, the error states the longest possible sequence."""
     budget = Budget(H100.memory_bytes, utilization=0.24)
     with pytest.raises(CapacityError, match=r"no sequence of 8,192 tokens fits: .* enough for 5,536 tokens"):
@@ -152,7 +152,7 @@ def test_gpus_share_the_heads(size: int, copies: int) -> None:
     assert deployed(QWEN, tensor_parallel=size).token_bytes == copies * deployed(QWEN).token_bytes
 
 
-def test_windows_bound_what_a_sequence_keeps() -> None:
+def test_windows_bound_the_kv_of_a_sequence() -> None:
     """In a hybrid model only full-attention layers keep and read more KV for a longer sequence."""
     short, long = 8192, 32_768
     deployment = deployed("gemma-3-1b")
@@ -210,13 +210,13 @@ def test_half_the_efficiency_takes_twice_the_time() -> None:
         ({"reserve_bytes": -1}, "leaves nothing"),
     ],
 )
-def test_no_budget_is_refused(settings: dict[str, float], message: str) -> None:
+def test_an_empty_budget_is_rejected(settings: dict[str, float], message: str) -> None:
     """A budget without usable memory is a ConfigError."""
     with pytest.raises(ConfigError, match=message):
         Budget(H100.memory_bytes, **settings)  # type: ignore[arg-type]
 
 
-def test_heads_that_do_not_divide_are_refused() -> None:
+def test_heads_that_do_not_divide_are_rejected() -> None:
     """A tensor parallel size that the engine rejects is rejected by the plan."""
     with pytest.raises(ConfigError, match="use one of 1, 2, 4"):
         deployed(QWEN, tensor_parallel=3)

@@ -84,7 +84,7 @@ def test_too_long_for_the_context(body: dict[str, Any], numbers: str) -> None:
     assert caught.value.status == 400
 
 
-def test_tokenize_does_no_work_on_what_is_far_too_long() -> None:
+def test_tokenize_rejects_a_far_too_long_text_without_encoding() -> None:
     """A text that cannot fit into the context is rejected by its length, without encoding."""
     with pytest.raises(ApiError, match="maximum context length is 100 tokens"):
         tokenize(model(), msgspec.json.encode({"prompt": "x" * 1_000_000}))
@@ -154,7 +154,7 @@ def test_models_are_known_by_all_their_names() -> None:
     assert [job(prompt="x", **named).model for named in ({}, {"model": "alias"})] == ["tiny", "alias"]
 
 
-def test_the_models_vocabulary_bounds_ids_where_it_is_the_greater() -> None:
+def test_ids_up_to_the_padded_vocabulary_are_accepted() -> None:
     """Ids between the tokenizer's vocabulary and the padded one are accepted, as in vLLM."""
     last = PADDED_VOCABULARY - 1
     body = {"prompt": [last, 5], "stop_token_ids": [last], "logit_bias": {str(last): 1.0}}
@@ -168,7 +168,7 @@ def test_the_models_vocabulary_bounds_ids_where_it_is_the_greater() -> None:
         detokenize(model(), msgspec.json.encode({"tokens": [PADDED_VOCABULARY]}))
 
 
-def test_a_prompt_whose_ids_are_told_is_not_echoed_as_text() -> None:
+def test_a_prompt_with_returned_ids_is_not_echoed() -> None:
     """With return_token_ids echo omits the prompt's text, as in vLLM."""
     assert job(prompt="x", echo=True).echoed == ("x",)
     assert job(prompt="x", echo=True, return_token_ids=True).echoed == ("",)

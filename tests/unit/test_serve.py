@@ -20,7 +20,7 @@ def test_a_reserved_port_refuses_connections_until_it_listens() -> None:
         socket.create_connection(address).close()
 
 
-def test_a_port_that_another_listens_on_is_refused() -> None:
+def test_a_port_in_use_is_rejected() -> None:
     """The error of an address in use names the address."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -43,7 +43,7 @@ def test_a_port_can_be_taken_again_right_after_use() -> None:
         assert listener.getsockname() == address
 
 
-def test_an_unknown_host_is_named() -> None:
+def test_an_unknown_host_is_reported() -> None:
     """A host that cannot be resolved or is not local stops the start."""
     with pytest.raises(StartError, match=r"192\.0\.2\.1"), reserve("192.0.2.1", 0):
         pass

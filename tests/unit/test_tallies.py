@@ -25,7 +25,7 @@ def shown(registry: CollectorRegistry) -> set[str]:
     st.lists(st.tuples(labels, st.floats(0, 1e6))),
     st.lists(st.tuples(labels, st.sampled_from([*BOUNDS, 0.0]) | st.floats(0, 10))),
 )
-def test_a_scrape_shows_what_the_librarys_own_would_show(
+def test_a_scrape_equals_that_of_prometheus_client(
     counted: list[tuple[tuple[str, str], float]], observed: list[tuple[tuple[str, str], float]]
 ) -> None:
     """Counts, buckets, sums and help texts equal those of prometheus_client, with labels and without."""
@@ -76,7 +76,7 @@ def test_a_name_is_given_once() -> None:
         metrics.histogram("same_total", "Observed.", BOUNDS)
 
 
-def test_nothing_counted_under_the_lock_is_lost() -> None:
+def test_no_increment_under_the_lock_is_lost() -> None:
     """Increments of concurrent threads add up while another thread scrapes."""
     registry = CollectorRegistry()
     metrics = BatchedMetrics(registry)

@@ -98,7 +98,7 @@ def test_both_backends_agree_on_cuda(tmp_path: Path, architecture: str, block_to
 
 @needs_cuda
 @pytest.mark.parametrize("block_tokens", [16, 256])
-def test_the_kernel_is_chosen_where_it_works(
+def test_the_kernel_is_used_where_it_works(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, block_tokens: int
 ) -> None:
     """On CUDA the kernel is used, or the log says why not."""
