@@ -30,7 +30,7 @@ from benchmarks.report import Report, read_options
 from model_server.attention import Attention, KvLayout, SdpaAttention, Span, StepMeta
 from model_server.model.decoder import Decoder
 from model_server.model.weights import load_checkpoint
-from model_server.shapes import undivided
+from model_server.shapes import single_group
 
 _LAYERS = 4
 _HEADS = 4
@@ -93,7 +93,7 @@ def generate(
         cached: Keep the KV of all tokens; otherwise each step recomputes them.
     """
     blocks = -(-(len(prompt) + steps) // block_tokens)
-    layout = KvLayout(undivided(model.shape.layers), blocks, block_tokens)
+    layout = KvLayout(single_group(model.shape.layers), blocks, block_tokens)
     text, done = list(prompt), 0
     pool = SdpaAttention(model.shape.attention, layout, model.dtype, model.device)
     taken = []

@@ -28,7 +28,7 @@ from model_server.kv_cache.manager import KVCacheManager
 from model_server.kv_cache.request import Request, ScheduledRequest
 from model_server.kv_events.events import KVEventBuilder
 from model_server.requests import EngineCoreRequest, SamplingParams
-from model_server.shapes import undivided
+from model_server.shapes import single_group
 from model_server.worker.block_copies import CpuCopies
 from router.picking.cost import CACHE_HIT, CostInputs, CostParameters, cost_breakdowns
 from router.pods.engine_load import EngineLoad
@@ -62,12 +62,12 @@ class Pod:
     """A scheduler in virtual time."""
 
     def __init__(self, pool_blocks: int = _POOL_BLOCKS) -> None:
-        event_builder = KVEventBuilder(undivided(1), _BLOCK_TOKENS)
+        event_builder = KVEventBuilder(single_group(1), _BLOCK_TOKENS)
         pool = BlockPool(pool_blocks, event_builder)
         copies = CpuCopies([torch.zeros(1, pool_blocks, 1)], 0)
         offload = OffloadingManager(pool, HostTier(0, event_builder, pool.add_event), copies)
         manager = KVCacheManager(
-            pool, offload, undivided(1), block_tokens=_BLOCK_TOKENS, chunk_tokens=_STEP_TOKENS
+            pool, offload, single_group(1), block_tokens=_BLOCK_TOKENS, chunk_tokens=_STEP_TOKENS
         )
         self._scheduler = Scheduler(
             manager, max_num_seqs=256, max_num_batched_tokens=_STEP_TOKENS, policy="aged"

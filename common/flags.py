@@ -54,13 +54,8 @@ def flag(
         options["required"] = True
     shown = f"{default:g}" if isinstance(default, float) else default
     is_shown = type(default) in (int, float, str) and default != "" and "default: " not in text
-    declared = {
-        "group": group,
-        "names": names.split(),
-        "text": text,
-        "default": f" (default: {shown})" if is_shown else "",
-        "options": options,
-    }
+    default_text = f" (default: {shown})" if is_shown else ""
+    declared = {"group": group, "names": names.split(), "help": (text, default_text), "options": options}
     if isinstance(default, Mapping):
         # Dataclasses reject mutable defaults.
         return dataclasses.field(default_factory=lambda: default, metadata=declared)
@@ -92,10 +87,9 @@ def add_flags(
             is_parsed = isinstance(field.default, str) and options.get("type", str) is not str
             if computed_text or is_parsed or options.get("action") == "append":
                 options["default"] = None
-            shown = f" (default: {computed_text})" if computed_text else declared["default"]
-            groups[group].add_argument(
-                *declared["names"], dest=field.name, help=declared["text"] + shown, **options
-            )
+            text, shown = declared["help"]
+            shown = f" (default: {computed_text})" if computed_text else shown
+            groups[group].add_argument(*declared["names"], dest=field.name, help=text + shown, **options)
 
 
 def flag_values(kind: type, flags: argparse.Namespace) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The exact index of what every model server's KV cache holds, fed by their event streams."""
+"""Exact index of the blocks in every model server's KV cache, built from the servers' event streams."""
 
 from indexer.audit.engine_counters import EngineReading
-from indexer.audit.mismatch_watch import DispatchedPrompt, DispatchKey
+from indexer.audit.mismatch_watch import DispatchKey, SentPrompt
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError, IndexerError, ListenError, PayloadError, TokenError
 from indexer.index.contract import IndexStats, PodMatch, PodMatches, StreamState
@@ -15,7 +15,6 @@ __all__ = [
     "SPECULATIVE_TIER",
     "ConfigError",
     "DispatchKey",
-    "DispatchedPrompt",
     "EngineReading",
     "EngineState",
     "IndexStats",
@@ -27,6 +26,7 @@ __all__ = [
     "PodMatch",
     "PodMatches",
     "PodStream",
+    "SentPrompt",
     "StreamState",
     "Tiers",
     "TokenError",

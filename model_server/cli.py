@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _fail(f"{error.name} is not installed; install kvroute[model-server]")
     default_name = engine.model if engine.model == TINY_MODEL else Path(engine.model).resolve().name
-    served = {"served_names": (default_name,)} | flag_values(ServeOptions, args) | {"admin_token": token}
+    args.served_names = args.served_names or (default_name,)
+    served = flag_values(ServeOptions, args) | {"admin_token": token}
     options = ServeOptions(engine, events=events, **served)
     try:
         api_server.run(options)

@@ -1,4 +1,4 @@
-"""The `kvroute plan` command: flags in, a page of text or one JSON object out; GB are decimal."""
+"""The `kvroute plan` command: prints a plan as text or as one JSON object. GB are 10^9 bytes."""
 
 import argparse
 import contextlib
@@ -112,10 +112,13 @@ class _GpuFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a plan; without arguments the process's own are taken.
+    """Run the command.
+
+    Args:
+        argv: Arguments after the command's name; None uses those of the process.
 
     Returns:
-        0, or 2 for wrong flags, an unusable model, or a plan for more than the memory holds.
+        Exit status: 0, or 2 for invalid flags, an unusable model, or a plan above the capacity.
     """
     args = _parser().parse_args(argv)
     try:
@@ -124,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvroute plan: error: {error}", file=sys.stderr)
         return _EXIT_REFUSED
     lines = [json.dumps(plan.record())] if args.json else plan_lines(plan)
-    # A reader that has seen enough, such as head, may close the pipe.
+    # A reader such as head may close the pipe early.
     with contextlib.suppress(BrokenPipeError):
         print("\n".join(lines), flush=True)
     return 0
@@ -145,7 +148,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         chunk_tokens=args.max_num_batched_tokens,
     )
     return make_plan(
-        config.where,
+        config.source,
         deployment,
         gpu.at(args.efficiency),
         Budget(gpu.memory_bytes, args.gpu_memory_utilization, int(args.reserve_gb * _GB)),
@@ -155,18 +158,18 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _gpu(args: argparse.Namespace) -> Gpu:
-    """Return the preset, with whatever the flags say of it instead."""
+    """Return the preset with the overrides of the flags."""
     if args.gpu == CUSTOM.name:
         needed = {"--hbm-gib": args.hbm_gib, "--hbm-gb-per-s": args.hbm_gb_per_s, "--tflops": args.tflops}
         if absent := [flag for flag, value in needed.items() if value is None]:
             raise ConfigError(f"--gpu {CUSTOM.name} needs {', '.join(absent)}")
-    told = {
+    overrides = {
         "memory_bytes": (args.hbm_gib, 2**30),
         "memory_bytes_per_s": (args.hbm_gb_per_s, _GB),
         "flops_per_s": (args.tflops, 10**12),
         "link_bytes_per_s": (args.link_gb_per_s, _GB),
     }
-    given = {name: value * unit for name, (value, unit) in told.items() if value is not None}
+    given = {name: value * unit for name, (value, unit) in overrides.items() if value is not None}
     if "memory_bytes" in given:
         given["memory_bytes"] = int(given["memory_bytes"])
     return replace(CUSTOM if args.gpu == CUSTOM.name else GPUS[args.gpu], **given)
@@ -175,15 +178,15 @@ def _gpu(args: argparse.Namespace) -> Gpu:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="kvroute plan",
-        description="Tell how many sequences a model holds on GPUs, how fast it decodes, what to choose.",
+        description="Compute how many sequences of a model fit on GPUs, and how fast they decode.",
     )
     add_flags(parser, _ModelFlags, _GpuFlags)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a page of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield the page."""
+    """Yield the lines of the text report."""
     deployment = plan.pool.deployment
     kv_bits = 8 if deployment.fp8_kv else 8 * deployment.weight_bytes
     yield (
@@ -197,8 +200,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 
 def _capacity(plan: Plan) -> Iterator[str]:
     yield (
-        f"At once: {plan.sequences:,} sequences of {plan.context_tokens:,} tokens. "
-        f"Longest text alone: {plan.longest_context:,} tokens."
+        f"Concurrency: {plan.sequences:,} sequences of {plan.context_tokens:,} tokens. "
+        f"Longest single sequence: {plan.longest_context:,} tokens."
     )
 
 
@@ -231,15 +234,15 @@ def _kv_groups(plan: Plan) -> Iterator[str]:
         )
         for window, groups in groups_of.items()
     ]
-    yield f"KV of a sequence: {deployment.token_bytes:,.0f} bytes for each further token"
-    yield from _table(("layers", "groups", "keep", "bytes/token", "in all"), rows, ">><>>")
+    yield f"KV of a sequence: {deployment.token_bytes:,.0f} bytes per further token"
+    yield from _table(("layers", "groups", "keep", "bytes/token", "total"), rows, ">><>>")
 
 
 def _decode(plan: Plan) -> Iterator[str]:
     gpu = plan.gpu
     yield (
-        f"Decode at {gpu.memory_bytes_per_s / _GB:,.0f} GB/s and {gpu.flops_per_s / 1e12:,.0f} TFLOP/s a GPU "
-        "(a roof, not a forecast)"
+        f"Decode at {gpu.memory_bytes_per_s / _GB:,.0f} GB/s and {gpu.flops_per_s / 1e12:,.0f} TFLOP/s each "
+        "(an upper bound, not a forecast)"
     )
     rows = [
         (
@@ -277,8 +280,8 @@ def _reason(plan: Plan) -> str:
     assert plan.advised is not None
     share = f"{plan.advised.headroom:.0%} of the memory left for KV"
     if plan.advised == next(option for option in plan.options if option.max_sequences):
-        return f"the least that holds the model, with {share}"
-    return f"the least with enough room, {share}; with less each GPU mostly repeats weights"
+        return f"the smallest that fits, with {share}"
+    return f"the smallest with enough room, {share}; with fewer GPUs most memory holds weights"
 
 
 def _preemption(plan: Plan) -> Iterator[str]:
@@ -291,13 +294,13 @@ def _preemption(plan: Plan) -> Iterator[str]:
     rows = [(name, f"{1000 * seconds:,.1f}", note) for name, seconds, note in ways]
     yield from _table(("", "ms", ""), rows, "<><")
     yield (
-        f"Advice: --preemption-mode {weighed.mode}; both are even at "
+        f"Advice: --preemption-mode {weighed.mode}; both take equally long at "
         f"{weighed.even_link_bytes_per_s / _GB:,.1f} GB/s to the host."
     )
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], sides: str) -> Iterator[str]:
-    """Yield aligned lines: "<" puts a column to the left, ">" to the right. Empty heads get no line."""
+    """Yield aligned lines; `sides` has "<" or ">" per column. If all heads are empty, they are left out."""
     lines = [heads, *rows] if any(heads) else [*rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(sides))]
     for line in lines:

@@ -35,9 +35,9 @@ from indexer.views.block_cache import BlockCache
 from indexer.views.full_reports import LaterEvents
 from indexer.views.hybrid import HybridMatcher, group_holder
 from indexer.views.pod_view import PodView
-from indexer.views.view_parts import Journal, Kind, Outcome, StoredRun
+from indexer.views.view_parts import ChangeLog, Kind, Outcome, StoredRun
 from indexer.wire import columns as rows
-from indexer.wire.columns import Columns, EventDecoder, handle_of
+from indexer.wire.columns import Columns, EventDecoder, hash_to_uint64
 from indexer.wire.events import BlockRemoved, BlockStored
 
 # Maximum of awaited hashes that the kernel compares with each store; above it the view applies all events.
@@ -65,10 +65,10 @@ class EventApplier:
     """Applier of one engine's payloads; starts without knowledge of the engine."""
 
     def __init__(self, context: ApplierContext, stream: PodStream) -> None:
-        self.journal = Journal()  # records changes of the index
+        self.change_log = ChangeLog()  # records changes of the index
         self._context = context
         self._stream = stream
-        self._cache = BlockCache(context.index, stream.holder, stream.model, journal=self.journal)
+        self._cache = BlockCache(context.index, stream.holder, stream.model, change_log=self.change_log)
         # State learned from the engine's events.
         self.view = PodView(
             stream.model,
@@ -102,7 +102,7 @@ class EventApplier:
             return self._cache
         # Other groups hold only the last index block of each engine block, hence a scope of their own.
         holder, model = group_holder(self._stream.holder, group), f"{self._stream.model}#tail"
-        return BlockCache(self._context.index, holder, model, group, self.journal)
+        return BlockCache(self._context.index, holder, model, group, self.change_log)
 
     def _apply_up_to(self, last: int, columns: Columns, outcome: Outcome) -> None:
         counts = self._context.progress.counts
@@ -149,7 +149,7 @@ class EventApplier:
         row, hashes_done = int(done.counts[ROW]), int(done.counts[HASHES_DONE])
         awaited = _NONE_AWAITED
         if plain.awaited:
-            awaited = np.array([handle_of(engine_hash) for engine_hash in plain.awaited], np.uint64)
+            awaited = np.array([hash_to_uint64(engine_hash) for engine_hash in plain.awaited], np.uint64)
         with context.index.lock:
             pod = PlainPod(
                 number=context.index.number(self._stream.holder),
@@ -173,7 +173,7 @@ class EventApplier:
                 done,
             )
         self._collect(columns, outcome)
-        if self.journal.is_on:
+        if self.change_log.is_on:
             self._record(columns, split, row, hashes_done)
         return ended
 

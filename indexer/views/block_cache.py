@@ -22,8 +22,8 @@ from indexer.index.layout import LOW, NOTHING, PART_BLOCKS, FlatArrays, HeldBloc
 from indexer.index.update import place_blocks, remove_by_hash
 from indexer.keys import Keys
 from indexer.tiers import SPECULATIVE_TIER, TIERS_MAX
-from indexer.views.view_parts import Change, Journal, Kind
-from indexer.wire.columns import handle_of
+from indexer.views.view_parts import Change, ChangeLog, Kind
+from indexer.wire.columns import hash_to_uint64
 from indexer.wire.events import EngineHash
 
 _SPLITS_MAX = 16
@@ -52,14 +52,14 @@ class BlockCache:
         holder: str,
         model: str,
         group: int | None = None,
-        journal: Journal | None = None,
+        change_log: ChangeLog | None = None,
     ) -> None:
         # Scope of the engine's hashes.
         self.scope = xxh3_64_intdigest(model.encode("utf-8", "surrogatepass"))
         self._index = index
         self._holder = holder
         self._group = group
-        self.journal = journal or Journal()  # where changes are recorded
+        self.change_log = change_log or ChangeLog()  # where changes are recorded
         # Index blocks per engine block, as seen so far: one number, as an engine has one block size.
         # It is 1 in groups other than the lead group.
         self._splits: tuple[int, ...] = () if group is None else (1,)
@@ -140,7 +140,7 @@ class BlockCache:
     def clear(self) -> None:
         """Start a new epoch: remove all blocks, also from the index."""
         self._index.clear_pod(self._holder)
-        self.journal.add(self._group, Kind.CLEARED)
+        self.change_log.add(self._group, Kind.CLEARED)
 
     def apply_change(self, change: Change) -> Keys:
         """Apply a change that another router recorded; return the keys of what it stored."""
@@ -165,8 +165,8 @@ class BlockCache:
         return scoped
 
     def record(self, kind: Kind, tier: int, scoped: NDArray[np.uint64], keys: Keys | None = None) -> None:
-        """Record in the journal a change that was made directly in the index."""
-        self.journal.add(self._group, kind, tier, scoped, keys)
+        """Record in the change_log a change that was made directly in the index."""
+        self.change_log.add(self._group, kind, tier, scoped, keys)
 
     def export(self) -> Iterator[HeldBlocks | None]:
         """List all blocks in parts; see `ViewContent.parts`."""
@@ -213,7 +213,9 @@ class BlockCache:
             _restore_blocks(index.prepare(most), pod, held, np.empty(kept, np.int64))
 
     def _scoped(self, hashes: Sequence[EngineHash], split: int) -> NDArray[np.uint64]:
-        return self.scoped(np.array([handle_of(engine_hash) for engine_hash in hashes], np.uint64), split)
+        return self.scoped(
+            np.array([hash_to_uint64(engine_hash) for engine_hash in hashes], np.uint64), split
+        )
 
 
 @kernel

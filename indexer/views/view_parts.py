@@ -135,7 +135,7 @@ class Entry(Struct, frozen=True, array_like=True):
     changes: Annotated[Sequence[Change], Meta(max_length=_CHANGES_MAX)] = ()
 
 
-class Journal:
+class ChangeLog:
     """Records the changes of one view while somebody wants them; on the subscriber's thread."""
 
     def __init__(self) -> None:

@@ -86,7 +86,7 @@ class EngineCore:
         self._last_turn_s = time.monotonic()
 
     def add_request(self, core_request: EngineCoreRequest, on_output: OutputCallback) -> None:
-        """Queue a core_request.
+        """Queue a request.
 
         Args:
             core_request: Request to run; its id must not be in use.
@@ -135,14 +135,11 @@ class EngineCore:
         return self._run_between_steps(self._reset_kv_cache)
 
     def sleep(self) -> bool:
-        """Clear the prefix cache and release the memory of both tiers. New requests wait until `wake_up`.
-
-        Return False, and change nothing, while requests use blocks.
-        """
+        """Clear the cache and free its memory until `wake_up`; return False while blocks are in use."""
         return self._run_between_steps(self._sleep)
 
     def wake_up(self) -> bool:
-        """Allocate KV memory again and resume. Return False if the engine was not asleep."""
+        """Allocate KV memory again and resume; return False if the engine was not asleep."""
         return self._run_between_steps(self._wake_up)
 
     def stats(self) -> EngineStats:
@@ -173,7 +170,6 @@ class EngineCore:
         )
 
     def start(self) -> None:
-        """Start the engine's thread."""
         assert self._thread is None, "the engine runs already"
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
@@ -235,12 +231,7 @@ class EngineCore:
         return waits
 
     def _fail(self, computed: Sequence[Request], error: Exception) -> None:
-        """End the requests of a failed step and remove its blocks from the prefix cache.
-
-        Args:
-            computed: Scheduled requests; empty if scheduling itself failed.
-            error: What the step raised.
-        """
+        """End a failed step's requests (`computed` is empty if scheduling failed) and uncache its blocks."""
         scheduler = self.scheduler
         # Always end at least one request, so that a persistent error does not repeat forever.
         failed = computed or list(scheduler.running) or list(scheduler.waiting)
@@ -263,11 +254,7 @@ class EngineCore:
         return tokens
 
     def between_steps(self, action: Callable[[], T]) -> T:
-        """Run `action` on the stepping thread between two steps, after pending events are published.
-
-        Raises:
-            EngineClosedError: The engine is closed.
-        """
+        """Run `action` between two steps, after pending events are published, or raise EngineClosedError."""
         answer: Future[T] = Future()
 
         def act() -> None:
@@ -286,7 +273,6 @@ class EngineCore:
         return answer.result()
 
     def _run_between_steps(self, action: Callable[[], bool]) -> bool:
-        """Run `action` between two steps; return False if the engine is closed."""
         try:
             return self.between_steps(action)
         except EngineClosedError:
@@ -384,7 +370,6 @@ class EngineCore:
         return True
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
-        """Reject new requests and end all live ones."""
         with self._wake:
             self._closing = True
         self._drain_inbox()

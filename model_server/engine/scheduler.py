@@ -31,15 +31,11 @@ _LOOKUPS_PER_STEP = 512
 
 
 def order_key(policy: SchedulingPolicy, seconds_per_token: float) -> Callable[[Request], OrderKey]:
-    """Return the sort key of a scheduling policy.
+    """Return the sort key of a scheduling policy; `seconds_per_token` is 0 while unknown.
 
     "fcfs" sorts by arrival; "priority" by the request's priority, then arrival; "aged" by arrival plus ten
     times the seconds that the request's prefill still takes. So short prompts overtake long ones, but a
     request that has waited long enough is not overtaken any more.
-
-    Args:
-        policy: Scheduling policy.
-        seconds_per_token: Prefill time per prompt token; 0 while unknown.
     """
     age_s = AGE_FACTOR * seconds_per_token if policy == "aged" else 0.0
 
@@ -108,10 +104,7 @@ class Scheduler:
         """Schedule the next step: decodes, then running and waiting prefills in the policy's order.
 
         On return, blocks for the scheduled tokens are allocated and full ones are in the prefix cache.
-        Requests with a running restore from the host tier are not scheduled.
-
-        Args:
-            seconds_per_token: Prefill time per prompt token; 0 while unknown.
+        Requests with a running restore are not scheduled. `seconds_per_token` is 0 while unknown.
         """
         self._key = order_key(self.policy, seconds_per_token)
         self._resume_restored()
@@ -127,12 +120,7 @@ class Scheduler:
         return scheduled
 
     def invalidate_blocks(self, uncomputed: Iterable[KVCacheBlock], failed: Iterable[Request]) -> None:
-        """Restart requests that share a block which a failed step did not compute.
-
-        Args:
-            uncomputed: Blocks that were cached for the failed step.
-            failed: Requests of the failed step; the caller removes them.
-        """
+        """Restart requests that share an uncomputed block of a failed step; `failed` are its own requests."""
         invalid, ending = set(map(id, uncomputed)), set(map(id, failed))
         for request in list(self.running):
             if any(id(block) in invalid for table in request.block_tables for block in table.blocks):
@@ -143,18 +131,14 @@ class Scheduler:
     def _resume_restored(self) -> bool:
         """Resume requests whose restore has completed; return whether there were any."""
         self.kv_cache_manager.offloading.poll_transfers()
-        restored = [
-            request for request in self.running if request.restore is not None and request.restore.done
-        ]
+        restored = [req for req in self.running if req.restore is not None and req.restore.done]
         for request in restored:
             self.kv_cache_manager.finish_restore(request)
         return bool(restored)
 
     def _schedule_decodes(self) -> list[ScheduledRequest]:
         """Schedule one token of every decoding request, preempting the last request if blocks run out."""
-        decodes = [
-            request for request in self.running if request.num_pending_tokens == 1 and request.restore is None
-        ]
+        decodes = [req for req in self.running if req.num_pending_tokens == 1 and req.restore is None]
         if self.policy == "priority":
             decodes.sort(key=self._key)
         scheduled: list[ScheduledRequest] = []
@@ -172,9 +156,7 @@ class Scheduler:
 
     def _preemption_victim(self, decodes: list[Request]) -> Request:
         """Return the request to preempt for a decode: the last prefill, else the last decode."""
-        prefills = [
-            other for other in self.running if other.num_pending_tokens > 1 or other.restore is not None
-        ]
+        prefills = [req for req in self.running if req.num_pending_tokens > 1 or req.restore is not None]
         if prefills:
             return max(prefills, key=self._key)
         return [other for other in decodes if other.block_tables][-1]
@@ -187,11 +169,8 @@ class Scheduler:
         queue = self._waiting_in_order(budget)
         head = next(queue, None)
         while budget > 0:
-            begun = [
-                request
-                for request in self.running
-                if request.restore is None and request.num_pending_tokens and request.request_id not in chosen
-            ]
+            ready = [req for req in self.running if req.restore is None and req.num_pending_tokens]
+            begun = [req for req in ready if req.request_id not in chosen]
             request = min(begun, key=self._key, default=None)
             if head is not None and (request is None or self._key(head) < self._key(request)):
                 if not self._admit(head, budget, partial=len(begun)):
@@ -274,7 +253,6 @@ class Scheduler:
         self.preemptions += 1
 
 
-def _schedule_tokens(request: Request, length: int) -> ScheduledRequest:
-    return ScheduledRequest(
-        request, request.num_computed_tokens, length, samples=length == request.num_pending_tokens
-    )
+def _schedule_tokens(request: Request, count: int) -> ScheduledRequest:
+    samples = count == request.num_pending_tokens
+    return ScheduledRequest(request, request.num_computed_tokens, count, samples)

@@ -8,8 +8,8 @@ from model_server.kv_events.events import (
     MEDIUM_GPU,
     AllBlocksCleared,
     BlockContent,
-    BlockHashWithGroupId,
     BlockStored,
+    CacheKey,
     KVEvent,
     KVEventBuilder,
 )
@@ -45,7 +45,7 @@ class BlockPool:
         # Blocks with ref_count 0 by id, in eviction order. Many are still in the prefix cache; a cache hit
         # removes one from the middle.
         self.free_block_queue = OrderedDict((block.block_id, block) for block in self.blocks)
-        self._cached: dict[BlockHashWithGroupId, dict[int, KVCacheBlock]] = {}
+        self._cached: dict[CacheKey, dict[int, KVCacheBlock]] = {}
         self._events: list[KVEvent] = []
         # Blocks cached since the last take_events whose KV may not be computed yet, by their event.
         self._uncomputed: list[tuple[BlockStored, Sequence[KVCacheBlock]]] = []
@@ -55,7 +55,7 @@ class BlockPool:
         """Number of blocks that no request uses; many of them are still in the prefix cache."""
         return len(self.free_block_queue)
 
-    def get_cached_block(self, key: BlockHashWithGroupId) -> KVCacheBlock | None:
+    def get_cached_block(self, key: CacheKey) -> KVCacheBlock | None:
         copies = self._cached.get(key)
         return next(iter(copies.values())) if copies else None
 
@@ -100,9 +100,7 @@ class BlockPool:
     ) -> None:
         """Add full blocks of one request and group to the prefix cache and record their event.
 
-        Args:
-            parent: See `KVEventBuilder.stored`, also for `token_ids`.
-            computed: Whether the blocks' KV exists. If not, it is computed by the current step.
+        `parent` and `token_ids`: see `KVEventBuilder.stored`. Unless `computed`, this step computes the KV.
         """
         for block, content in zip(blocks, contents, strict=True):
             assert block.content is None, f"{block} is cached already"
@@ -114,7 +112,6 @@ class BlockPool:
             self._uncomputed.append((event, blocks))
 
     def add_event(self, event: KVEvent) -> None:
-        """Append an event of another tier, in order."""
         self._events.append(event)
 
     def take_events(self) -> list[KVEvent]:

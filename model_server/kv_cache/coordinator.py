@@ -11,12 +11,9 @@ IsCached: TypeAlias = Callable[[int, int], bool]
 
 
 def full_attention_prefix(limit: int, windows: Sequence[int | None], is_cached: IsCached) -> int:
-    """Return the longest prefix, in blocks, that every full-attention group has cached without a gap.
+    """Return the longest gapless prefix of at most `limit` blocks cached in all full-attention groups.
 
-    Args:
-        limit: Upper bound in blocks.
-        windows: Per group, the blocks needed behind a position; None for full attention.
-        is_cached: Whether a group has a block cached.
+    `windows` has, per group, the blocks needed behind a position; None for full attention.
     """
     length = limit
     for group, window in enumerate(windows):
@@ -29,10 +26,7 @@ def full_attention_prefix(limit: int, windows: Sequence[int | None], is_cached: 
 
 
 def resumable_prefix(limit: int, windows: Sequence[int | None], is_cached: IsCached) -> int:
-    """Return the longest prefix of at most `limit` blocks at whose end every sliding window is cached.
-
-    The arguments are those of `full_attention_prefix`.
-    """
+    """Return the longest prefix of at most `limit` blocks at whose end every sliding window is cached."""
     length, checked = limit, -1
     while length != checked:
         checked = length

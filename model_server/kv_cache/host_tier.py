@@ -10,14 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from model_server.kv_cache.block_pool import BlockPool, KVCacheBlock
-from model_server.kv_events.events import (
-    MEDIUM_CPU,
-    BlockContent,
-    BlockHashWithGroupId,
-    KVEvent,
-    KVEventBuilder,
-    runs,
-)
+from model_server.kv_events.events import MEDIUM_CPU, BlockContent, CacheKey, KVEvent, KVEventBuilder, runs
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -38,7 +31,7 @@ class HostTier:
     event_builder: KVEventBuilder
     add_event: Callable[[KVEvent], None]
     # Blocks present or being stored, least recently used first.
-    blocks: OrderedDict[BlockHashWithGroupId, HostBlock] = field(default_factory=OrderedDict)
+    blocks: OrderedDict[CacheKey, HostBlock] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
         self._free_slots = list(range(self.num_blocks - 1, -1, -1))
@@ -49,25 +42,22 @@ class HostTier:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether any block is being copied or is pinned for a request."""
+        """True if any block is being copied or is pinned for a request."""
         return any(block.pin_count for block in self.blocks.values())
 
-    def get(self, key: BlockHashWithGroupId) -> HostBlock | None:
+    def get(self, key: CacheKey) -> HostBlock | None:
         """Return the block with this hash if its content can be restored."""
         block = self.blocks.get(key)
         return block if block is not None and block.ready else None
 
-    def touch(self, key: BlockHashWithGroupId) -> HostBlock | None:
+    def touch(self, key: CacheKey) -> HostBlock | None:
         """Mark a block as just used and return it; its content may still be being stored."""
         if key in self.blocks:
             self.blocks.move_to_end(key)
         return self.blocks.get(key)
 
     def reserve(self, content: BlockContent) -> HostBlock | None:
-        """Pin a slot for a content, evicting if necessary; return None when all slots are pinned.
-
-        `get` does not return the block before `complete_store`.
-        """
+        """Pin a slot for a content until `complete_store`; return None when all slots are pinned."""
         slot = self._take_slot()
         if slot is None:
             return None
@@ -75,11 +65,7 @@ class HostTier:
         return block
 
     def complete_store(self, blocks: Sequence[HostBlock]) -> None:
-        """Make stored blocks available, unpin and announce them.
-
-        Args:
-            blocks: Children before parents, as requests free them; events list parents first.
-        """
+        """Unpin and announce blocks whose copy is done, given children first; events list parents first."""
         contents = []
         for block in reversed(blocks):
             block.ready = True
@@ -174,10 +160,7 @@ class OffloadingManager:
         return bool(self._restores)
 
     def store(self, block: KVCacheBlock) -> HostBlock | None:
-        """Queue a cached block's content for the host tier unless it is there; return its host block.
-
-        Return None if the block has no cached content or no slot is available.
-        """
+        """Queue a store unless the host tier has the content; return the host block, None without a slot."""
         content = block.content
         if content is None or not self.host_tier.num_blocks:
             return None
@@ -194,7 +177,7 @@ class OffloadingManager:
         return restore
 
     def fence_restores(self) -> None:
-        """Make later steps wait for running restores, because a request's target blocks are freed early."""
+        """Make later steps wait for running restores, before an ended request's target blocks are reused."""
         self.copies.fence()
 
     def start_transfers(self) -> None:
@@ -231,7 +214,6 @@ class OffloadingManager:
                     self.host_tier.unpin(source)
 
     def wait_for_restore(self) -> None:
-        """Block until the oldest running restore is done."""
         if self._restores:
             self._restores[0][0].wait()
 

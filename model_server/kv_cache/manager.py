@@ -10,14 +10,7 @@ from model_server.kv_cache.block_pool import BlockPool, KVCacheBlock
 from model_server.kv_cache.coordinator import full_attention_prefix, resumable_prefix
 from model_server.kv_cache.host_tier import BlockCopies, HostBlock, HostTier, OffloadingManager
 from model_server.kv_cache.request import BlockTable, Request
-from model_server.kv_events.events import (
-    MEDIUM_CPU,
-    MEDIUM_GPU,
-    BlockContent,
-    BlockHashWithGroupId,
-    KVEventBuilder,
-    runs,
-)
+from model_server.kv_events.events import MEDIUM_CPU, MEDIUM_GPU, BlockContent, CacheKey, KVEventBuilder, runs
 from model_server.shapes import KvGroupSpec, blocks_behind, blocks_bound
 
 
@@ -49,10 +42,7 @@ class KVCacheManager:
         self._windows = [blocks_behind(group.window_tokens, self.block_tokens) for group in self.groups]
         # Only a full-attention group shows where prompts diverge. Without one, windows retain every block.
         self._selective = None in self._windows
-
-    @property
-    def _host_tier(self) -> HostTier:
-        return self.offloading.host_tier
+        self._host_tier = self.offloading.host_tier
 
     def max_blocks(self, num_tokens: int) -> int:
         """Return the most blocks that a request of this many tokens uses at any time."""
@@ -208,12 +198,11 @@ class KVCacheManager:
         request.num_computed_tokens = 0
 
     def unpin_swapped_blocks(self, request: Request) -> None:
-        """Unpin the host blocks of a request that was swapped out."""
         for block in request.swapped_blocks:
             self._host_tier.unpin(block)
         request.swapped_blocks.clear()
 
-    def _get_cached(self, key: BlockHashWithGroupId) -> KVCacheBlock | HostBlock | None:
+    def _get_cached(self, key: CacheKey) -> KVCacheBlock | HostBlock | None:
         return self.block_pool.get_cached_block(key) or self._host_tier.get(key)
 
     def _free_skipped_blocks(self, request: Request) -> None:
@@ -249,7 +238,7 @@ class KVCacheManager:
             table.extend([next(rest) if isinstance(entry, HostBlock) else entry for entry in group])
 
     def _cache_tail(self, request: Request) -> None:
-        """Cache in windowed groups what a conversation's next turn needs to resume at the request's end."""
+        """Cache, in sliding-window groups, the last blocks that a conversation's next turn needs."""
         full = request.num_computed_tokens // self.block_tokens
         for group, window in enumerate(self._windows):
             if window is not None and self._selective and self.enable_prefix_caching and request.block_tables:
@@ -308,10 +297,7 @@ class CacheMemory(BlockCopies, Protocol):
 
 
 class KVCache:
-    """Both tiers of the KV cache with their manager.
-
-    Raises a ConfigError if the longest permitted request does not fit into the pool.
-    """
+    """Both tiers of the KV cache with their manager; a ConfigError if the longest request does not fit."""
 
     def __init__(self, config: EngineConfig, memory: CacheMemory, max_model_len: int) -> None:
         self.event_builder = KVEventBuilder(memory.kv_groups, config.block_tokens)

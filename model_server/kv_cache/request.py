@@ -49,9 +49,7 @@ class Request:
     is_greedy: bool = field(init=False)  # the largest logit alone decides each token
     token_ids: list[int] = field(init=False)  # prompt tokens and generated tokens
     num_computed_tokens: int = 0  # leading tokens that have their KV in its blocks
-    block_tables: list[BlockTable] = field(
-        default_factory=list
-    )  # one per KV cache group; empty while waiting
+    block_tables: list[BlockTable] = field(default_factory=list)  # per KV cache group; empty while waiting
     restore: Restore | None = None  # blocks being restored from the host tier; None when there are none
     # Host blocks pinned since the request was preempted, until they are restored.
     swapped_blocks: list[HostBlock] = field(default_factory=list)
@@ -86,9 +84,7 @@ class Request:
     @property
     def estimated_prefill_tokens(self) -> int:
         """Tokens to compute until the next output token; an estimate while the request waits."""
-        return (
-            self.num_pending_tokens if self.block_tables else len(self.token_ids) - self.expected_hit_tokens
-        )
+        return self.num_pending_tokens if self.block_tables else self.num_tokens - self.expected_hit_tokens
 
     @property
     def block_ids(self) -> "list[array[int]]":

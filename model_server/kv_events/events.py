@@ -83,8 +83,8 @@ def encode_batch(batch: KVEventBatch) -> bytes:
     return _ENCODER.encode(batch)
 
 
-# (group, block hash): blocks of different KV cache groups hold KV of different layers for the same tokens.
-BlockHashWithGroupId: TypeAlias = tuple[int, bytes]
+# Prefix cache key: (KV cache group, block hash). Groups cache KV of different layers for the same tokens.
+CacheKey: TypeAlias = tuple[int, bytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +99,7 @@ class BlockContent:
     lora: tuple[int, str] | None  # id and name of the adapter that computed it
 
     @property
-    def key(self) -> BlockHashWithGroupId:
+    def key(self) -> CacheKey:
         return self.group, self.block_hash
 
 
@@ -151,7 +151,6 @@ class KVEventBuilder:
         )
 
     def removed(self, content: BlockContent, medium: str) -> BlockRemoved:
-        """Return the event for one copy of a block that was removed."""
         return BlockRemoved([event_hash(content.block_hash)], medium, content.group)
 
 

@@ -22,12 +22,9 @@ def root_block_hash(seed: str) -> bytes:
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys | None) -> bytes:
-    """Return the hash of one full block.
+    """Return the hash of a full block; `parent` is the hash of the block before it, or `ROOT_BLOCK_HASH`.
 
-    Args:
-        parent: Hash of the block before it; `ROOT_BLOCK_HASH` for the first block.
-        token_ids: The block's own tokens.
-        extra_keys: Other inputs of its KV (adapter, salt), tagged as in vLLM 0.31 and later.
+    `extra_keys` are the other inputs of its KV (adapter, salt), tagged as in vLLM 0.31 and later.
     """
     return hashlib.sha256(encode_cbor((parent, token_ids, extra_keys))).digest()
 

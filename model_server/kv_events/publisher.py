@@ -29,8 +29,8 @@ from model_server.config import KVEventsConfig
 from model_server.errors import ModelServerError
 from model_server.kv_events.events import (
     BlockContent,
-    BlockHashWithGroupId,
     BlockStored,
+    CacheKey,
     KVEvent,
     KVEventBatch,
     KVEventBuilder,
@@ -73,7 +73,6 @@ class Snapshot:
     blocks: Mapping[str, Sequence[BlockContent]]  # cached blocks by medium, one entry per copy
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the encoded snapshot piece by piece."""
         batches: list[list[BlockStored]] = []
         blocks = _BATCH_BLOCKS
         for event in self.events():
@@ -103,12 +102,9 @@ class Snapshot:
         and children before parents: subscribers may take a run continued in the same batch for a repetition
         of blocks that are already counted.
         """
-        copies = {
-            medium: Counter(content.key for content in contents) for medium, contents in self.blocks.items()
-        }
-        order = _parents_first(
-            {content.key: content for contents in self.blocks.values() for content in contents}
-        )
+        copies = {medium: Counter(one.key for one in held) for medium, held in self.blocks.items()}
+        all_contents = (content for contents in self.blocks.values() for content in contents)
+        order = _parents_first({content.key: content for content in all_contents})
         media = {key: medium for medium in reversed(copies) for key in copies[medium]}
         for medium, together in groupby(order, lambda content: media[content.key]):
             for run in runs(list(together)):
@@ -120,12 +116,12 @@ class Snapshot:
                     yield self.event_builder.stored([content], medium)
 
 
-def _parents_first(contents: Mapping[BlockHashWithGroupId, BlockContent]) -> list[BlockContent]:
+def _parents_first(contents: Mapping[CacheKey, BlockContent]) -> list[BlockContent]:
     order: list[BlockContent] = []
-    placed: set[BlockHashWithGroupId] = set()
+    placed: set[CacheKey] = set()
     for key in contents:
         chain = []
-        at: BlockHashWithGroupId | None = key
+        at: CacheKey | None = key
         while at is not None and at in contents and at not in placed:
             placed.add(at)
             content = contents[at]
@@ -206,9 +202,8 @@ class ZmqEventPublisher:
 
     def snapshot(self, cache: CachedBlocks) -> Snapshot:
         """Return the caches' contents and the next sequence number. Call between two steps only."""
-        return Snapshot(
-            self.boot_id, self._buffer.next_sequence, _RANK, cache.event_builder, cache.contents()
-        )
+        next_sequence = self._buffer.next_sequence
+        return Snapshot(self.boot_id, next_sequence, _RANK, cache.event_builder, cache.contents())
 
     def stats(self) -> PublisherStats:
         replays, rejected = (self._replay.served, self._replay.rejected) if self._replay else (0, 0)
@@ -216,7 +211,7 @@ class ZmqEventPublisher:
 
     @property
     def healthy(self) -> bool:
-        """Whether the sending thread runs, or has not been started. False means that no event is sent."""
+        """False once the sending thread has died: no event is sent any more."""
         return self._thread is None or self._thread.is_alive()
 
     def close(self) -> None:

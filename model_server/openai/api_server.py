@@ -1,4 +1,4 @@
-"""One model server from start to stop: sockets first, then the model, then requests until a signal."""
+"""Start, run and stop of one model server: sockets first, then the model, then requests until a signal."""
 
 import asyncio
 import logging
@@ -28,16 +28,16 @@ from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenizationError
 
 logger = logging.getLogger(__name__)
 
-# A step that takes longer, with work to do, is a hang: no sane token budget needs this long.
+# A step that takes longer is a hang: no reasonable token budget needs this long.
 STUCK_S = 60.0
 
 
 class EngineDiedError(ModelServerError):
-    """The engine's loop has died, and so the server has ended."""
+    """The engine loop failed, so the server stopped."""
 
 
 def run(options: ServeOptions) -> None:
-    """Serve until SIGTERM or SIGINT; a ModelServerError where it cannot start, or its engine has died."""
+    """Serve until SIGTERM or SIGINT; raises a ModelServerError if the start or the engine fails."""
     with ExitStack() as cleanup:
         listener = cleanup.enter_context(reserve(options.host, options.port))
         port = listener.getsockname()[1]
@@ -59,16 +59,16 @@ def run(options: ServeOptions) -> None:
         if admin is not None:
             _log_admin(options, admin.getsockname())
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            ready = partial(logger.info, "ready: %s serves %s", url, options.served_names[0])
+            ready = partial(logger.info, "server ready: url=%s model=%s", url, options.served_names[0])
             runner.run(server.serve(listener, ready, admin))
         if not engine.stats().healthy:
-            raise EngineDiedError("the engine has died; the log says why")
-    logger.info("stopped")
+            raise EngineDiedError("the engine failed; see the log")
+    logger.info("server stopped")
 
 
 @dataclass(eq=False)
 class Server:
-    """The HTTP side of a started engine."""
+    """HTTP server of a started engine."""
 
     options: ServeOptions
     engine: EngineCore
@@ -80,7 +80,7 @@ class Server:
     async def serve(
         self, listener: socket.socket, on_ready: Callable[[], None], admin: socket.socket | None = None
     ) -> None:
-        """Answer requests, and administration if it has a socket, until `stop` or the engine's death."""
+        """Serve requests, and administration if `admin` is given, until `stop` or an engine failure."""
         name, registry = self.options.served_names[0], new_registry()
         metrics = RequestMetrics(name, registry)
         self._async_engine = AsyncEngine(self.engine, asyncio.get_running_loop(), metrics)
@@ -116,7 +116,7 @@ class Server:
             api.close()
 
     def stop(self) -> None:
-        """Accept nothing more, give running requests a moment, then abort them; a second call hurries."""
+        """Stop accepting, and abort running requests after `GRACE_S`. A second call aborts at once."""
         assert self._http is not None
         assert self._async_engine is not None
         if self._http.should_exit:
@@ -145,14 +145,14 @@ class Server:
 
 @contextmanager
 def reserve(host: str, port: int) -> Iterator[socket.socket]:
-    """Bind host:port without listening, or raise a StartError.
+    """Bind host:port without listening; raises a StartError.
 
-    It is taken then, yet connections are refused while the model loads.
+    The port is reserved, but clients get "connection refused" while the model loads.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # With SO_REUSEADDR only listening shows that another process listens there; this socket must then go,
-        # because a listening socket would let clients wait for the model instead of trying elsewhere.
+        # With SO_REUSEADDR only `listen` fails if another process listens on the port. Close the probe: on a
+        # listening socket, clients would wait for the model instead of trying another server.
         with _bound(family, kind, address) as probe:
             probe.listen()
             address = probe.getsockname()
@@ -164,7 +164,7 @@ def reserve(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def load_tokenizer(model: str) -> PromptTokenizer:
-    """Load the tokenizer of the built-in model or of a checkpoint directory, or raise a StartError."""
+    """Load the tokenizer of the built-in model or a checkpoint directory; raises a StartError."""
     try:
         directory = TINY_DIRECTORY if model == TINY_MODEL else Path(model)
         return PromptTokenizer.from_directory(directory, mistral_common=False)
@@ -191,17 +191,17 @@ def _publisher(options: ServeOptions, port: int) -> ZmqEventPublisher | None:
 
 
 def _log_admin(options: ServeOptions, address: tuple[str, int]) -> None:
-    logger.info("administration and snapshots: http://%s:%d", _url_host(options.host), address[1])
+    logger.info("administration port ready: url=http://%s:%d", _url_host(options.host), address[1])
     if options.admin_token is None and not ip_address(address[0]).is_loopback:
         logger.warning(
-            "administration at port %d is open to all who reach it, and its snapshots tell every prompt; "
-            "set --admin-token-file, or let only routers reach it",
+            "administration port without a token, its snapshots expose prompts: port=%d "
+            "(set --admin-token-file, or restrict access to routers)",
             address[1],
         )
 
 
 def _pod_host(host: str) -> str:
-    """The address others know this server by."""
+    """Return the host name by which other machines reach the server."""
     return socket.gethostname() if host in ("0.0.0.0", "::", "") else host
 
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics under vLLM's names and labels: counters at a scrape, times as they come."""
+"""Prometheus metrics with vLLM's names and labels. Counters are read at a scrape, latencies when observed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _E2E_BUCKETS_S = (
 
 @dataclass(eq=False)
 class TokenHistogram(Collector):
-    """One histogram with fixed labels, and inclusive rising bounds; what is above the last goes to +Inf."""
+    """Histogram with fixed labels and increasing, inclusive upper bounds; +Inf is added."""
 
     name: str
     text: str
@@ -60,7 +60,7 @@ class TokenHistogram(Collector):
         yield family
 
 
-# Name without "vllm:", help, and bounds. Latencies of requests are in seconds.
+# Name without "vllm:", help text and bucket bounds. Latencies are in seconds.
 _REQUEST_HISTOGRAMS = (
     ("time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS_S),
     ("e2e_request_latency_seconds", "Time of whole requests.", _E2E_BUCKETS_S),
@@ -77,7 +77,7 @@ _REQUEST_HISTOGRAMS = (
 
 
 class RequestMetrics:
-    """Latencies and outcomes of requests."""
+    """Histograms of request latencies and sizes, and counters of finish reasons."""
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
         labels = (model_name, _ENGINE_INDEX)
@@ -95,13 +95,13 @@ class RequestMetrics:
         self.success = {reason: success.labels(*labels, reason) for reason in _REASONS}
 
     def observe(self, name: str, value: float) -> None:
-        """Count a value in one of the histograms of the table."""
+        """Observe a value in a histogram of `_REQUEST_HISTOGRAMS`."""
         self._histograms[name].observe(value)
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class ChoiceObserver:
-    """Times one choice; all times are readings of one monotonic clock, in seconds."""
+    """Records the latencies of one choice. All times are seconds of one monotonic clock."""
 
     metrics: RequestMetrics
     arrived_s: float
@@ -115,7 +115,7 @@ class ChoiceObserver:
         return self._first_tokens_s is not None
 
     def tokens(self, now_s: float, started_s: float | None = None) -> None:
-        """New tokens came; `started_s` is when the engine's first step for the request began."""
+        """Record new tokens; `started_s` is the start of the request's first step."""
         if self._first_tokens_s is None:
             self._first_tokens_s = now_s
             self._started_s = started_s
@@ -140,18 +140,18 @@ class ChoiceObserver:
         self.metrics.success[reason].inc()
 
     def broken(self, reason: str) -> None:
-        """The choice ended by "abort" or "error": it has no times that mean anything."""
+        """Count a choice that ended by "abort" or "error"; its latencies are not recorded."""
         self.metrics.success[reason].inc()
 
 
 @dataclass(frozen=True, eq=False)
 class LoraCollector(Collector):
-    """Tells which adapters are in use, as GIE's LoRA affinity reads it."""
+    """Collector of the adapters in use, in the form that GIE's LoRA affinity scorer reads."""
 
     max_loras: int
-    # Adapters of the requests that run, and of those that wait for their first token.
+    # Adapters of running requests, and of requests waiting for their first token.
     in_use: Callable[[], tuple[Iterable[str], Iterable[str]]]
-    now_s: Callable[[], float]  # Unix time, the metric's value: readers take the newest of its label sets
+    now_s: Callable[[], float]  # Unix time, the metric's value: readers use the newest label set
 
     def collect(self) -> Iterator[Metric]:
         running, waiting = self.in_use()
@@ -161,13 +161,13 @@ class LoraCollector(Collector):
         yield family
 
 
-# Name, help, and the field of the engine's figures that tells it.
+# Name, help text and field of `EngineStats`.
 _ENGINE_GAUGES = (
     ("vllm:num_requests_running", "Requests being run.", "running"),
     ("vllm:num_requests_waiting", "Requests waiting to run.", "waiting"),
-    ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", "kv_usage"),
+    ("vllm:kv_cache_usage_perc", "Shard of KV blocks in use, 0 to 1.", "kv_usage"),
     ("kvroute_engine_prefill_tokens_per_second", "Measured speed of prefills.", "prefill_tokens_per_s"),
-    ("kvroute_engine_host_usage", "Share of the host tier in use.", "host_usage"),
+    ("kvroute_engine_host_usage", "Shard of the host tier in use.", "host_usage"),
 )
 _ENGINE_COUNTERS = (
     ("vllm:prefix_cache_queries", "Tokens looked up.", "prefix_queries_tokens"),
@@ -196,7 +196,7 @@ _PUBLISHER_COUNTERS = (
 
 @dataclass(frozen=True, eq=False)
 class EngineCollector(Collector):
-    """Reads the engine's and the publisher's counters at each scrape."""
+    """Collector that reads the engine's and the publisher's counters at each scrape."""
 
     model_name: str
     engine_stats: Callable[[], EngineStats]
@@ -205,16 +205,16 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats, labels = self.engine_stats(), (self.model_name, _ENGINE_INDEX)
-        told: list[tuple[Sequence[Sequence[str]], type[GaugeMetricFamily | CounterMetricFamily], object]]
-        told = [(_ENGINE_GAUGES, GaugeMetricFamily, stats), (_ENGINE_COUNTERS, CounterMetricFamily, stats)]
+        sources: list[tuple[Sequence[Sequence[str]], type[GaugeMetricFamily | CounterMetricFamily], object]]
+        sources = [(_ENGINE_GAUGES, GaugeMetricFamily, stats), (_ENGINE_COUNTERS, CounterMetricFamily, stats)]
         if self.publisher_stats is not None:
-            told.append((_PUBLISHER_COUNTERS, CounterMetricFamily, self.publisher_stats()))
-        for metrics, kind, source in told:
+            sources.append((_PUBLISHER_COUNTERS, CounterMetricFamily, self.publisher_stats()))
+        for metrics, kind, source in sources:
             for name, text, field in metrics:
                 family = kind(name, text, labels=_LABELS)
                 family.add_metric(labels, getattr(source, field))
                 yield family
-        # Sleep drops the cache, as vLLM's level 1 does.
+        # Sleep clears the prefix cache, as vLLM's level 1 does.
         states = {"awake": not stats.asleep, "weights_offloaded": stats.asleep, "discard_all": False}
         sleep = GaugeMetricFamily(
             "vllm:engine_sleep_state", "1 for the state the engine is in.", labels=(*_LABELS, "sleep_state")
@@ -229,7 +229,7 @@ class EngineCollector(Collector):
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry that already tells the process's own figures (start time, memory, CPU)."""
+    """Return a registry with the process metrics (start time, memory, CPU)."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     return registry

@@ -110,7 +110,7 @@ class _CudaTransfer:
 
 
 def new_copies(tensors: Sequence[Tensor], host_blocks: int) -> BlockCopies:
-    """Return block copies between a pool, tensors [planes, num_blocks, ...], and new host slots."""
+    """Return the `BlockCopies` of a pool's tensors, [planes, num_blocks, ...], with new host slots."""
     if tensors[0].device.type == "cuda":
         return CudaCopies(tensors, host_blocks)
     return CpuCopies(tensors, host_blocks)

@@ -29,7 +29,7 @@ from model_server.requests import ChosenToken, LoraRequest
 from model_server.shapes import Division
 from model_server.worker.block_copies import CompletedTransfer
 from model_server.worker.model_runner import SpanNumbers, load_runner
-from model_server.worker.sampler import SamplingRow, best, log_probabilities, read_logprobs, sample
+from model_server.worker.sampler import SamplingRow, argmax_tokens, compute_logprobs, gather_logprobs, sample
 from model_server.worker.workers import Start, WorkerProcesses
 
 
@@ -63,11 +63,7 @@ class Executor:
 
     @torch.inference_mode()
     def execute_model(self, scheduled: Sequence[ScheduledRequest]) -> dict[str, ChosenToken]:
-        """Run one step; return the next token by request id, for each scheduled request that samples.
-
-        Raises:
-            WorkerError: The device or a rank failed; no further step can run.
-        """
+        """Run one step; return the sampled tokens by request id. A WorkerError means that no step can run."""
         # Decodes first, by context length, so that attention can batch them with little padding.
         ordered = sorted(scheduled, key=lambda item: (item.num_tokens > 1, item.stop))
         unloaded = [self._unloaded.popleft() for _ in range(len(self._unloaded))]
@@ -99,11 +95,7 @@ class Executor:
         self._collective_rpc("free")
 
     def load_adapter(self, directory: Path, name: str, lora_id: int) -> LoraRequest:
-        """Load an adapter on all ranks; it is unloaded when the result is garbage-collected.
-
-        Raises:
-            AdapterError: The adapter cannot be loaded.
-        """
+        """Load an adapter on all ranks, until the result is garbage-collected; may raise an AdapterError."""
         try:
             first, *others = self._collective_rpc("load_adapter", str(directory), lora_id)
             if any(content_hash != first for content_hash in others):
@@ -175,9 +167,8 @@ def flatten_step(
         if item.samples:
             rows.append(len(token_ids) - 1)
     spans: list[SpanNumbers] = [(item.start, item.num_tokens, item.request.block_ids) for item in scheduled]
-    lora_ids = [
-        0 if item.request.lora_request is None else item.request.lora_request.lora_id for item in scheduled
-    ]
+    loras = [item.request.lora_request for item in scheduled]
+    lora_ids = [0 if lora is None else lora.lora_id for lora in loras]
     return token_ids, rows, spans, lora_ids if any(lora_ids) else []
 
 
@@ -192,14 +183,14 @@ def sample_tokens(
         eos_token_ids: End-of-sequence tokens, banned before `min_tokens`.
     """
     if all(request.is_greedy for request in requests):
-        return list(map(ChosenToken, best(logits)))
+        return list(map(ChosenToken, argmax_tokens(logits)))
     counts = [request.core_request.sampling.logprobs for request in requests]
-    logprobs = log_probabilities(logits, counts)
+    logprobs = compute_logprobs(logits, counts)
     tokens = sample(logits, [_sampling_row(request, eos_token_ids) for request in requests])
     for request, token in zip(requests, tokens, strict=True):
         if request.core_request.constraint is not None:
             request.core_request.constraint.accept(token)
-    entries = read_logprobs(logprobs, counts, tokens)
+    entries = gather_logprobs(logprobs, counts, tokens)
     return [ChosenToken(token, entry) for token, entry in zip(tokens, entries, strict=True)]
 
 

@@ -138,12 +138,7 @@ class ModelRunner:
 
 
 def load_runner(config: EngineConfig, ranks: Ranks) -> ModelRunner:
-    """Load one rank's share of a model and allocate its KV pool.
-
-    Raises:
-        ModelError: The checkpoint cannot be loaded.
-        ConfigError: A setting does not fit the model or the device.
-    """
+    """Load one rank's share of a model and allocate its KV pool; may raise a ModelError or ConfigError."""
     size = ranks.division.size
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)

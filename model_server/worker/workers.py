@@ -95,10 +95,7 @@ decode_result = msgspec.msgpack.Decoder(MethodResult).decode
 
 
 class WorkerProcesses:
-    """Worker processes of ranks 1 to `count`.
-
-    `on_loss` is called once, on a thread, if a process ends unexpectedly.
-    """
+    """Worker processes of ranks 1 to `count`; a thread calls `on_loss` once if one ends unexpectedly."""
 
     def __init__(self, count: int, on_loss: Callable[[], None]) -> None:
         self._on_loss = on_loss
@@ -115,9 +112,8 @@ class WorkerProcesses:
                 self._spawn()
             undo.pop_all()
         for rank, process in enumerate(self._processes, 1):
-            threading.Thread(
-                target=self._watch, args=(rank, process), name=f"rank {rank}", daemon=True
-            ).start()
+            watch, name = (rank, process), f"rank {rank}"
+            threading.Thread(target=self._watch, args=watch, name=name, daemon=True).start()
 
     def start(self, starts: Sequence[Start]) -> None:
         """Send each worker its first message."""
@@ -180,9 +176,8 @@ class WorkerProcesses:
             with other:
                 command = [sys.executable, "-m", _WORKER, str(other.fileno())]
                 # A session of its own: Ctrl-C in a terminal reaches only rank 0, which stops the others.
-                self._processes.append(
-                    subprocess.Popen(command, pass_fds=[other.fileno()], start_new_session=True)
-                )
+                process = subprocess.Popen(command, pass_fds=[other.fileno()], start_new_session=True)
+                self._processes.append(process)
         except OSError as error:
             raise WorkerError(f"cannot start a worker process of the model: {error}") from error
 
@@ -212,11 +207,9 @@ logger = logging.getLogger(__name__)
 
 _EXIT_FAILED = 1
 _NOTICE_MS = 1000
-_METHODS = frozenset(
-    ("join", "execute_model", "store", "restore", "wait_transfer", "fence", "allocate", "free")
-)
+_METHODS = {"join", "execute_model", "store", "restore", "wait_transfer", "fence", "allocate", "free"}
 # Run on a thread of their own, so that other requests' steps do not wait.
-_BACKGROUND_METHODS = frozenset(("load_adapter",))
+_BACKGROUND_METHODS = {"load_adapter"}
 
 
 def execute_call(call: MethodCall, runner: ModelRunner, connection: Connection) -> None:
@@ -239,11 +232,7 @@ def _send_result(call: MethodCall, runner: ModelRunner, connection: Connection) 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Execute calls received over the connection until it closes; return the exit status.
-
-    Args:
-        arguments: The connection's file descriptor.
-    """
+    """Execute calls received over the connection with the given file descriptor; return the exit status."""
     # A signal to the whole process group must not stop this rank before rank 0 has finished its requests.
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, signal.SIG_IGN)

@@ -228,7 +228,7 @@ class DebugPages:
     def _is_ready(self, _query: Query) -> tuple[int, Any]:
         index = {
             "views_pending": sorted(self.index.pending()),
-            "parity": self.index.parity_details(),
+            "parity": self.index.mismatch_details(),
             "routers": list(self.routers(time.monotonic())),
             "pods_asleep": [pod.address for pod in self.pods.snapshot().values() if pod.asleep],
         }
@@ -251,7 +251,7 @@ class DebugPages:
         views = self.index.states()
         return 200, {
             "pods": [self._pod(pod, views) for pod in self.pods.snapshot().values()],
-            "parity": self.index.parity_details(),
+            "parity": self.index.mismatch_details(),
         }
 
     def _pod(self, pod: Pod, views: Mapping[str, StreamState]) -> dict[str, Any]:

@@ -276,14 +276,14 @@ class RouterServer:
         self._lost_ends.check(self.pods.snapshot(), now_s)
         if now_s >= self._review_due_s:
             self._review_due_s = now_s + _REVIEW_EVERY_S
-            self.index.check_parity()
+            self.index.check_mismatches()
             self.rates.expire(now_s)
         if now_s >= self._give_back_due_s:
             self._give_back_due_s = now_s + _GIVE_BACK_EVERY_S
             trim_heap()
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
-            engines = self.index.roster.engines.values()
+            engines = self.index.engine_registry.engines.values()
             self._source.check(self.pods.snapshot().values(), tuple(engines), now_s)
         if not self.health.ready and self._synced(now_s):
             sign = kv_connector_sign(self.config, self.pods.snapshot())

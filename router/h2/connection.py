@@ -11,8 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 from router.h2 import frames
-from router.h2.frames import FrameReader, FrameType, H2Code, H2Error, Setting
-from router.h2.header_blocks import LIST_BYTES_MAX, Fields, HeaderBlocks
+from router.h2.frames import (
+    LIST_BYTES_MAX,
+    Fields,
+    FrameReader,
+    FrameType,
+    H2Code,
+    H2Error,
+    HeaderBlocks,
+    Setting,
+)
 from router.h2.streams import Drained, Event, OpenBlock, Opened, Received, Reset, Stream
 
 # Receive window of the whole connection. It is returned as data arrives: messages that arrive interleaved

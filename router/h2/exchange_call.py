@@ -10,16 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import grpc
 
-from router.h2.calls import Call
+from router.h2.calls import Call, Connection
 from router.h2.messages import MessageError
 from router.h2.streams import Stream
-
-if TYPE_CHECKING:
-    from router.h2.peer import Peer
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +57,7 @@ class ExchangeMethod:
 class ExchangeCall(Call):
     """Stream that an `Exchange` answers; only one thread at a time runs the exchange."""
 
-    def __init__(self, peer: Peer, stream: Stream, method: ExchangeMethod) -> None:
+    def __init__(self, peer: Connection, stream: Stream, method: ExchangeMethod) -> None:
         super().__init__(peer, stream)
         self._method = method
         self._room_bytes = self._inline_bytes_max

@@ -13,22 +13,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from threading import Lock, get_ident
-from typing import TYPE_CHECKING
 
 import grpc
 
 from common.repeated_log import RepeatedLog
-from router.h2.calls import Call
+from router.h2.calls import Call, CallServer, ServicerCall
 from router.h2.connection import H2Connection
 from router.h2.exchange_call import ExchangeCall, ExchangeMethod
-from router.h2.frames import H2Code, H2Error
-from router.h2.header_blocks import CallHead, call_head, refusal_block
-from router.h2.servicer_calls import ServicerCall
+from router.h2.frames import CallHead, H2Code, H2Error, call_head, refusal_block
 from router.h2.streams import Drained, Event, Opened, Received, Stream
 from router.h2.tls import HANDSHAKE, TlsLayer
-
-if TYPE_CHECKING:
-    from router.h2.server import GrpcServer
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
@@ -52,7 +46,7 @@ def host_of(address: str) -> str:
 class Peer:
     """One client connection, served by `serve` until it ends."""
 
-    def __init__(self, server: GrpcServer, connection: socket.socket, address: str) -> None:
+    def __init__(self, server: CallServer, connection: socket.socket, address: str) -> None:
         self.peer = address  # "host:port"
         self.server = server
         self._socket = connection

@@ -25,7 +25,7 @@ _Mode = Literal["requests", "tokens", "hybrid"]
 
 
 class UtilizationDetector(Settings):
-    """Mean over the pods of the greater of queue and KV cache usage, as engines report them."""
+    """Saturation as the mean over the pods of the greater of queue and KV cache usage."""
 
     queue_requests: Positive = field(default=5.0, name="queueDepthThreshold")  # queue depth of a full pod
     # Share of the KV cache in use at a full pod.
@@ -41,10 +41,10 @@ class UtilizationDetector(Settings):
 
 
 class ConcurrencyDetector(Settings):
-    """Share of the pods' capacity that this router's requests in flight use."""
+    """Saturation as the share of the pods' capacity that this router's requests in flight use."""
 
     requests: Count = field(default=100, name="maxConcurrency")  # capacity of a pod in requests
-    tokens: Count = field(default=1_000_000, name="maxTokenConcurrency")  # ... in uncached prompt tokens
+    tokens: Count = field(default=1_000_000, name="maxTokenConcurrency")  # capacity in uncached prompt tokens
     mode: _Mode = "requests"  # "hybrid": the greater of both
     concurrency_mode: _Mode | None = None  # alias of `mode`, which takes precedence
     headroom: Number = 0.0  # accepted, without effect

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.jit import kernel_with_arrays
-from indexer import GPU_TIER, SPECULATIVE_TIER, DispatchedPrompt, PodMatches, StreamState, Tiers
+from indexer import GPU_TIER, SPECULATIVE_TIER, PodMatches, SentPrompt, StreamState, Tiers
 from indexer.keys import Keys
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger
@@ -60,7 +60,7 @@ class TokenizedRequest(msgspec.Struct, frozen=True):
     degraded: str | None  # why the index is not used; None if it is
     priority: int = 0
 
-    def sent_prompt(self, pod: str, candidates: CandidateSet, matches: PodMatches) -> DispatchedPrompt | None:
+    def sent_prompt(self, pod: str, candidates: CandidateSet, matches: PodMatches) -> SentPrompt | None:
         """Return what a pod should store for the first prompt; None if the base model is unknown."""
         base_model, lora_name = candidates.base_model, candidates.lora_name
         if base_model is None:
@@ -69,9 +69,7 @@ class TokenizedRequest(msgspec.Struct, frozen=True):
         cached_blocks: int = matches.cached_blocks.item(row)
         speculative_blocks: int = matches.blocks_by_tier.item(row, matches.tiers.number(SPECULATIVE_TIER))
         salt, held_blocks = self.request.cache_salt, cached_blocks - speculative_blocks
-        return DispatchedPrompt(
-            base_model, lora_name, salt, self.tokens.prompts[0], cached_blocks, held_blocks
-        )
+        return SentPrompt(base_model, lora_name, salt, self.tokens.prompts[0], cached_blocks, held_blocks)
 
 
 class Ranker(Protocol):
@@ -164,8 +162,8 @@ class Scheduler:
         result = None
         if self._ranker is not None:
             loads = self._board.known(candidates.rows)
-            pool = (candidates, pods, used, breakdowns, hits, loads)
-            order, result = self._ranker.rank(tokenized, *pool, now_s)
+            arguments = candidates, pods, used, breakdowns, hits, loads
+            order, result = self._ranker.rank(tokenized, *arguments, now_s)
         ranked = Ranking(
             pods=candidates.addresses,
             breakdowns=breakdowns,

@@ -18,7 +18,7 @@ PRODUCER_KEY = "prefixMatchInfoProducerName"
 
 
 class PrefixScorer(Settings):
-    """Score by the cached share of the prompt, optionally mixed with the absolute length of the match.
+    """Scores by the cached share of the prompt, optionally mixed with the absolute length of the match.
 
     score = w * min(1, matched / scale) ** 2 + (1 - w) * matched / total
     """
@@ -78,7 +78,7 @@ class NoHitLruScorer(Settings):
 
 
 class LoraAffinityScorer(Settings):
-    """Score 1 if the LoRA adapter is running, 0.8 with a free slot, 0.6 if it is waiting for one, else 0."""
+    """Scores 1 if the LoRA adapter is running, 0.8 with a free slot, 0.6 if it is waiting for one, else 0."""
 
     def score(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
         return [self._score(request.model or "", endpoint) for endpoint in endpoints]

@@ -92,7 +92,7 @@ class EncodeFilter(DecodeFilter):
 
 
 class HeaderLabelScorer(Settings):
-    """Score 1 for endpoints whose label equals a request header, else 0; 0 for all without the header."""
+    """Scores 1 for endpoints whose label equals a request header, else 0; 0 for all without the header."""
 
     header_name: Text
     label_key: Text

@@ -16,28 +16,28 @@ from router.plugins.cache_scorers import APPROXIMATE, PRODUCER_KEY
 
 
 class QueueScorer(Settings):
-    """Score by the engine's queue depth: (max - own) / (max - min), or 1 if all are equal."""
+    """Scores by the engine's queue depth: (max - own) / (max - min), or 1 if all are equal."""
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
         return _lower_is_better([endpoint.waiting_requests for endpoint in endpoints])
 
 
 class RunningRequestsScorer(Settings):
-    """Score by the engine's running requests: (max - own) / (max - min), or 1 if all are equal."""
+    """Scores by the engine's running requests: (max - own) / (max - min), or 1 if all are equal."""
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
         return _lower_is_better([endpoint.running_requests for endpoint in endpoints])
 
 
 class KvUsageScorer(Settings):
-    """Score equal to the free share of the KV cache."""
+    """Scores by the free share of the KV cache: 1 - usage."""
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
         return [1.0 - endpoint.kv_usage for endpoint in endpoints]
 
 
 class LoadAwareScorer(Settings):
-    """Score from 0.5 with an empty queue down to 0 at a queue of `threshold` requests."""
+    """Scores from 0.5 with an empty queue down to 0 at a queue of `threshold` requests."""
 
     threshold: Count = 128
 
@@ -47,7 +47,7 @@ class LoadAwareScorer(Settings):
 
 
 class ActiveRequestScorer(Settings):
-    """Score by this router's requests in flight; fewer is better."""
+    """Scores by this router's requests in flight; fewer is better."""
 
     idle_threshold: Whole = 0  # requests up to which an endpoint counts as idle and scores 1
     max_busy_score: Share = 1.0  # maximum score of a busy endpoint
@@ -63,7 +63,7 @@ class ActiveRequestScorer(Settings):
 
 
 class TokenLoadScorer(Settings):
-    """Score by uncached prompt tokens in flight, including this request's; 0 from the threshold on."""
+    """Scores by uncached prompt tokens in flight, including this request's; 0 from the threshold on."""
 
     queue_threshold_tokens: Count = 4_194_304
 
@@ -76,7 +76,7 @@ class TokenLoadScorer(Settings):
 
 
 class TtftCostScorer(Settings):
-    """Score by the default policy's cost in seconds: lowest cost / own cost."""
+    """Scores by the default policy's cost in seconds: lowest cost / own cost."""
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
         # Extra seconds can make a cost negative: shift all costs so that the ratio is defined.

@@ -82,7 +82,7 @@ class SessionAffinity(Settings):
         return {}
 
     def state(self) -> dict[str, int]:
-        """Return the number of sessions in the table, which stays empty if clients send tokens."""
+        """Return the number of sessions in the table, which is empty if clients send tokens."""
         return {"sessions": len(self._sessions)}
 
     def _last(self, request: PluginRequest) -> str | None:

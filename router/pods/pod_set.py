@@ -169,7 +169,7 @@ def _standing(pod: Pod) -> tuple[object, ...]:
 
 
 def _life(entry: PodEntry) -> tuple[str, str, str]:
-    return entry.namespace, entry.name, entry.life
+    return entry.namespace, entry.name, entry.epoch
 
 
 def metrics_page(entry: PodEntry, path: str = DEFAULT_METRICS_PATH) -> tuple[str, str]:

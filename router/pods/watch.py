@@ -193,7 +193,7 @@ class PodWatch:
             wake.cancel()
 
     async def _probe(self, pod: Pod, asks_models: bool) -> ProbeResult:
-        asks_sources = pod.entry.events.asks and pod.sources is None
+        asks_sources = pod.entry.events.asks_engine and pod.sources is None
         try:
             return await self.prober.probe(pod.entry, models=asks_models, sources=asks_sources)
         except Exception as error:  # a pod's answer may trip over anything; it must not end its probing

@@ -1,11 +1,11 @@
-"""What the engine's tests share: a model that checks the KV it reads, and listeners that keep what comes."""
+"""Test kit of the engine: a model that checks the KV it reads, and recording callbacks."""
 
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from model_server.config import EngineConfig
-from model_server.engine.build import most_tokens
+from model_server.engine.build import max_request_tokens
 from model_server.engine.core import EngineCore
 from model_server.kv_cache.request import ScheduledRequest
 from model_server.kv_events.events import AllBlocksCleared, BlockRemoved, KVEvent
@@ -19,10 +19,10 @@ EOS = 0
 
 
 class CheckingRunner:
-    """A model without arithmetic: each KV slot holds the token, position and prefix it was computed from.
+    """Executor without arithmetic: each KV slot stores the token, position and prefix of its computation.
 
-    The next token is a checksum of the whole text, read from the slots and not from the request, so that
-    a wrong, stale or never computed block fails at once.
+    The next token is a checksum of the text read from the slots, so that a wrong, stale or uncomputed block
+    fails at once.
     """
 
     vocab_size = VOCAB_SIZE
@@ -42,15 +42,15 @@ class CheckingRunner:
         self.fail_next = False
 
     def allocate(self, host_blocks: int) -> None:
-        """Begin with an empty host tier."""
+        """Start with an empty host tier."""
         self._copies = SlowCopies(self._blocks, host_blocks, self._polls_per_copy)
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> "LateTransfer":
-        """Copy slots to the host tier."""
+        """Start copying blocks to the host tier."""
         return self._copies.store(blocks, slots)
 
     def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> "LateTransfer":
-        """Copy slots back."""
+        """Start copying slots to the device."""
         return self._copies.restore(slots, blocks)
 
     def fence(self) -> None:
@@ -58,17 +58,17 @@ class CheckingRunner:
         self._copies.fence()
 
     def free(self) -> None:
-        """Forget all slots."""
+        """Drop all KV slots."""
         self._blocks.clear()
 
     def check_health(self) -> None:
-        """Nothing of it can be lost."""
+        """Do nothing: no rank can be lost."""
 
     def close(self) -> None:
-        """Nothing has to be stopped."""
+        """Do nothing."""
 
     def execute_model(self, chunks: Sequence[ScheduledRequest]) -> dict[str, ChosenToken]:
-        """Write all slots of the step, then read what each request's last token sees."""
+        """Write all slots of the step, then read the context of each request's last token."""
         self.chunks.append([(chunk.request.request_id, chunk.start, chunk.num_tokens) for chunk in chunks])
         if self.fail_next:
             self.fail_next = False
@@ -107,10 +107,10 @@ class CheckingRunner:
 
 
 class SlowCopies:
-    """Copies of a CheckingRunner's blocks that take effect as late as those of a GPU may.
+    """Copies of a CheckingRunner's blocks that complete as late as on a GPU.
 
-    A store reads at once and a restore writes when it is done, which is after some polls, at a wait, or at
-    a fence: whoever reads, reuses or announces too early is found out.
+    A store reads at once. A restore writes when it completes: after some polls, at a wait, or at a fence. So
+    reading, reusing or announcing a block too early fails the test.
     """
 
     block_bytes = 64
@@ -123,13 +123,13 @@ class SlowCopies:
         self._restores: list[LateTransfer] = []
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> "LateTransfer":
-        """Read now, write into the host later."""
+        """Read the blocks now; write the host slots later."""
         assert all(slot < self._host_blocks for slot in slots)
         read = [dict(self._device[block]) for block in blocks]
         return LateTransfer(lambda: self._host.update(zip(slots, read, strict=True)), self._polls)
 
     def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> "LateTransfer":
-        """Write into the device later."""
+        """Write the device blocks later."""
 
         def write() -> None:
             for slot, block in zip(slots, blocks, strict=True):
@@ -146,7 +146,7 @@ class SlowCopies:
 
 
 class LateTransfer:
-    """Takes effect after some polls, or when it is waited for."""
+    """Transfer that completes after some polls or when awaited."""
 
     def __init__(self, effect: Callable[[], None], polls: int) -> None:
         self._effect: Callable[[], None] | None = effect
@@ -160,14 +160,14 @@ class LateTransfer:
         return self._effect is None
 
     def wait(self) -> None:
-        """Take effect now."""
+        """Complete now."""
         if self._effect is not None:
             self._effect()
             self._effect = None
 
 
 class EventLog:
-    """Keeps the batches, and mirrors the cache by counting as a listener has to."""
+    """Records the batches and mirrors the cache by counting copies, as a subscriber must."""
 
     def __init__(self) -> None:
         self.batches: list[list[KVEvent]] = []
@@ -196,7 +196,7 @@ class EventLog:
 
 
 def cached_copies(engine: EngineCore) -> dict[tuple[str | None, int | None, object], int]:
-    """Return what a listener's mirror must hold."""
+    """Return the mirror that a subscriber must have."""
     return Counter(
         (medium, content.group, event_hash(content.block_hash))
         for medium, contents in engine.kv_cache.contents().items()
@@ -205,17 +205,17 @@ def cached_copies(engine: EngineCore) -> dict[tuple[str | None, int | None, obje
 
 
 class Outputs:
-    """Collects what each request's sink receives."""
+    """Output callback that records each request's tokens and last output."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.logprobs: dict[str, list[dict[int, float]]] = defaultdict(
             list
-        )  # of the best tokens, where asked
+        )  # of the top tokens, if requested
         self.last: dict[str, EngineCoreOutput] = {}
 
     def __call__(self, output: EngineCoreOutput) -> None:
-        """Take one output; nothing may follow the last one."""
+        """Record one output; none may follow the last one."""
         assert output.request_id not in self.last, "an output after the last one"
         self.tokens[output.request_id].extend(output.token_ids)
         self.logprobs[output.request_id].extend(dict(one.top) for one in output.logprobs or ())
@@ -224,19 +224,19 @@ class Outputs:
 
 
 def next_token(text: Sequence[int]) -> int:
-    """Return what CheckingRunner generates after a text (never the end of sequence)."""
+    """Return the token that CheckingRunner generates after a text; never the end of sequence."""
     return 1 + zlib.crc32(bytes(token % 256 for token in text)) % (VOCAB_SIZE - 1)
 
 
 def checking_engine(
     windows: Sequence[int | None] = (None,), polls_per_copy: int = 0, **settings: object
 ) -> tuple[EngineCore, CheckingRunner, EventLog]:
-    """Make an engine around a CheckingRunner, with small defaults.
+    """Return an engine around a CheckingRunner, with small defaults.
 
     Args:
-        windows: Of the model's layers.
-        polls_per_copy: How long copies between the tiers take.
-        settings: Of the engine.
+        windows: Sliding windows of the model's layers in tokens; None for full attention.
+        polls_per_copy: Polls until a copy between the tiers completes.
+        settings: Fields of EngineConfig.
     """
     config = EngineConfig(
         **{  # type: ignore[arg-type]
@@ -248,19 +248,19 @@ def checking_engine(
         }
     )
     runner, events = CheckingRunner(config.block_tokens, windows, polls_per_copy), EventLog()
-    max_model_len = config.max_model_len or most_tokens(config, 1 << 16, runner.kv_groups)
+    max_model_len = config.max_model_len or max_request_tokens(config, 1 << 16, runner.kv_groups)
     return EngineCore(config, runner, events, max_model_len), runner, events
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int = 4, **fields: object) -> EngineCoreRequest:
-    """Make a greedy request."""
+    """Return a greedy request."""
     own = {name: fields.pop(name) for name in ("cache_salt", "priority") if name in fields}
     sampling = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0.0, **fields})  # type: ignore[arg-type]
     return EngineCoreRequest(name, tuple(prompt), sampling, **own)  # type: ignore[arg-type]
 
 
 def run_to_end(engine: EngineCore) -> int:
-    """Step until there is nothing left to do, checking the books after each step; returns the steps."""
+    """Step until nothing is left to do, checking block accounting after each step; return the steps."""
     steps = 0
     while engine.step():
         check_engine(engine)

@@ -1,4 +1,4 @@
-"""A real model server for a test: the real engine, ZMQ and HTTP, in a thread of the test's own process."""
+"""Model server for tests: engine, ZMQ and HTTP in a thread of the test's process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_BODY_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server that is up."""
+    """Running server."""
 
     url: str
     admin_url: str
@@ -42,31 +42,31 @@ class RunningServer:
     http: urllib3.PoolManager
 
     def openai(self, **settings: Any) -> OpenAI:
-        """An unmodified OpenAI client."""
+        """Return an OpenAI client."""
         return OpenAI(
             base_url=f"{self.url}/v1", api_key="none", max_retries=0, **{"timeout": 60.0, **settings}
         )
 
     def chat_ids(self, messages: list[Any]) -> list[int]:
-        """Token ids of a chat, which the server should make of it."""
+        """Return the expected token ids of a chat."""
         return chat_prompt({"messages": messages}, self.tokenizer).tolist()
 
     def get(self, path: str) -> urllib3.BaseHTTPResponse:
-        """GET."""
+        """Send a GET request."""
         return self.http.request("GET", self.url + path)
 
     def admin(self, method: str, path: str, body: object = None, **options: Any) -> urllib3.BaseHTTPResponse:
-        """Ask the administration port; a body goes as JSON."""
+        """Send a request to the administration port; a body is sent as JSON."""
         raw = None if body is None else msgspec.json.encode(body)
         return self.http.request(method, self.admin_url + path, body=raw, **options)
 
     def post(self, path: str, body: object, **options: Any) -> urllib3.BaseHTTPResponse:
-        """POST; bytes go as they are, everything else as JSON."""
+        """Send a POST request; bytes are sent unchanged, everything else as JSON."""
         raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
         return self.http.request("POST", self.url + path, body=raw, **options)
 
     def metric(self, name: str) -> float:
-        """Sum of a metric's samples."""
+        """Return the sum of a metric's samples."""
         lines = [
             line for line in self.get("/metrics").data.decode().splitlines() if line.startswith(name + "{")
         ]
@@ -74,7 +74,7 @@ class RunningServer:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def idle(self) -> bool:
-        """Whether no request holds a block."""
+        """Return whether no request has a block."""
         stats = self.engine.stats()
         return (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)
 
@@ -88,7 +88,7 @@ def running_server(
     runtime_loras: bool = False,
     **engine: Any,
 ) -> Iterator[RunningServer]:
-    """Start a server on free ports; at the end, stop it as a signal would."""
+    """Run a server on free ports; stop it at the end as a signal would."""
     options = ServeOptions(
         engine=EngineConfig(**{"torch_threads": 1, **engine}),
         host="127.0.0.1",
@@ -138,7 +138,7 @@ def running_server(
 
 @contextmanager
 def subscription(server: RunningServer) -> Iterator[zmq.Socket[bytes]]:
-    """A replay client of the server's events."""
+    """Return a replay client of the server's events."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as client:
         client.linger = 0
         client.rcvtimeo = int(DEADLINE_S * 1000)
@@ -147,7 +147,7 @@ def subscription(server: RunningServer) -> Iterator[zmq.Socket[bytes]]:
 
 
 def exit_code(*flags: str) -> int:
-    """Run a command line that cannot start, in this process, which takes no time to load libraries."""
+    """Run a command line that fails at start, in this process."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         return main(flags)
@@ -159,7 +159,7 @@ def exit_code(*flags: str) -> int:
 
 
 def wait_until(condition: Callable[[], bool], deadline_s: float = DEADLINE_S) -> None:
-    """Wait, with a generous deadline, until something has come about."""
+    """Wait, with a generous deadline, until a condition is true."""
     pause = threading.Event()
     for _ in range(int(deadline_s / 0.01)):
         if condition():

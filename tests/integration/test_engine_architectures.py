@@ -1,4 +1,4 @@
-"""Every architecture in a running engine: its answers are transformers', whatever happens to their blocks."""
+"""All architectures in a running engine, compared with transformers."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def _one_thread() -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_answers_equal_transformers(tmp_path: Path, architecture: str) -> None:
-    """Chunked, batched, preempted and from cached blocks, greedy answers are those of transformers."""
+    """Greedy outputs equal those of transformers: chunked, batched, preempted and with cached blocks."""
     reference = save_reference(tmp_path, architecture, **ARCHITECTURES[architecture])
     # Groups with a window have blocks of their own: 3 groups and 2.
     gpu_blocks = {"qwen2": 27, "gemma3": 20}.get(architecture, 22)

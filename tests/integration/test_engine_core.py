@@ -1,4 +1,4 @@
-"""The engine around a checking model: requests' lives, cache hits, events, failures."""
+"""The engine around a checking model: request lifecycle, cache hits, events, failures."""
 
 import logging
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from tests.support.engine_invariants import check_engine
 
 
 def generate(engine: EngineCore, item: EngineCoreRequest) -> tuple[list[int], EngineCoreOutput]:
-    """Run one request alone; returns its tokens and its last output."""
+    """Run one request alone; return its tokens and its last output."""
     outputs = Outputs()
     engine.add_request(item, outputs)
     run_to_end(engine)
@@ -42,8 +42,8 @@ def continued(prompt: list[int], count: int) -> list[int]:
     return text[len(prompt) :]
 
 
-def test_every_token_is_delivered_once_and_the_last_one_says_why() -> None:
-    """A request gets its tokens in order and ends with its length limit as the reason."""
+def test_tokens_are_delivered_in_order_with_a_finish_reason() -> None:
+    """Tokens are delivered in order, and the last output has finish reason "length"."""
     engine, _, _ = checking_engine()
     tokens, last = generate(engine, request("a", [1, 2, 3], max_tokens=6))
     assert tokens == continued([1, 2, 3], 6)
@@ -51,7 +51,7 @@ def test_every_token_is_delivered_once_and_the_last_one_says_why() -> None:
 
 
 def test_stop_tokens_end_a_request() -> None:
-    """A stop token ends generation and is delivered."""
+    """A stop token ends generation and is included in the output."""
     text = continued([1, 2, 3], 8)
     engine, _, _ = checking_engine()
     item = request("a", [1, 2, 3], max_tokens=8, stop_token_ids=frozenset({text[2]}))
@@ -60,7 +60,7 @@ def test_stop_tokens_end_a_request() -> None:
 
 
 def test_end_of_sequence_can_be_ignored() -> None:
-    """The model's own end of sequence ends a request unless it asks to go on."""
+    """An end-of-sequence token ends a request unless ignore_eos is set."""
     engine, runner, _ = checking_engine()
     runner.eos_token_ids = frozenset({EOS, continued([5], 2)[1]})
     assert generate(engine, request("a", [5], max_tokens=4))[1].finish_reason == "stop"
@@ -68,7 +68,7 @@ def test_end_of_sequence_can_be_ignored() -> None:
 
 
 def test_generation_ends_at_the_models_context() -> None:
-    """Prompt and answer together never exceed max_model_len."""
+    """Prompt and output together never exceed max_model_len."""
     engine, _, _ = checking_engine(max_model_len=10)
     tokens, last = generate(engine, request("a", range(7), max_tokens=50))
     assert (len(tokens), last.finish_reason) == (3, "length")
@@ -78,8 +78,8 @@ def test_generation_ends_at_the_models_context() -> None:
     ("length", "cached"),
     [(16, 12), (17, 16), (15, 12), (5, 4), (4, 0), (3, 0)],
 )
-def test_a_repeated_prompt_hits_all_but_the_block_of_its_last_token(length: int, cached: int) -> None:
-    """Of n prompt tokens at most the full blocks within the first n-1 come from the cache, as in vLLM."""
+def test_repeated_prompt_hits_all_blocks_but_the_last_tokens(length: int, cached: int) -> None:
+    """A cache hit covers at most the full blocks within the first n-1 of n prompt tokens, as in vLLM."""
     engine, _, _ = checking_engine()
     prompt = list(range(1, length + 1))
     assert generate(engine, request("a", prompt, max_tokens=1))[1].cached_tokens == 0
@@ -88,8 +88,8 @@ def test_a_repeated_prompt_hits_all_but_the_block_of_its_last_token(length: int,
     assert (stats.prefix_queries_tokens, stats.prefix_hits_tokens) == (2 * length, cached)
 
 
-def test_an_exact_repeat_announces_its_last_block_again() -> None:
-    """Recomputing the last block of an aligned prompt makes a second copy: one more store, no removal."""
+def test_aligned_repeat_stores_its_last_block_again() -> None:
+    """Recomputing the last block of an aligned prompt stores a second copy and removes nothing."""
     engine, _, events = checking_engine()
     generate(engine, request("a", range(1, 9), max_tokens=1))
     generate(engine, request("b", range(1, 9), max_tokens=1))
@@ -102,18 +102,18 @@ def test_an_exact_repeat_announces_its_last_block_again() -> None:
 
 
 def test_generated_tokens_are_cached_too() -> None:
-    """The next turn of a conversation hits the blocks that the answer filled."""
+    """A conversation's next turn hits the blocks filled by the previous output."""
     engine, _, events = checking_engine()
     tokens, _ = generate(engine, request("a", [1, 2, 3], max_tokens=10))
     stored = [event for batch in events.batches for event in batch]
-    # 13 tokens, the last of which was never computed: 12 of them make 3 blocks.
+    # 13 tokens, the last without KV: 12 computed tokens make 3 blocks.
     assert [token for event in stored for token in event.token_ids] == [1, 2, 3, *tokens[:9]]
     _, last = generate(engine, request("b", [1, 2, 3, *tokens, 7], max_tokens=1))
     assert last.cached_tokens == 12
 
 
-def test_salted_prompts_share_only_with_their_like() -> None:
-    """A cache_salt separates prompts; the event shows it on the first block only."""
+def test_only_equal_salts_share_blocks() -> None:
+    """Only prompts with equal cache_salt share blocks; the event lists the salt on the first block only."""
     engine, _, events = checking_engine()
     for name, salt, cached in (("a", "x", 0), ("b", None, 0), ("c", "y", 0), ("d", "x", 8)):
         item = request(name, range(1, 10), max_tokens=1, cache_salt=salt)
@@ -126,7 +126,7 @@ def test_salted_prompts_share_only_with_their_like() -> None:
 
 
 def test_without_caching_nothing_is_shared_or_announced() -> None:
-    """Turned off, the cache neither hits nor publishes."""
+    """Without prefix caching there are neither hits nor events."""
     engine, _, events = checking_engine(enable_prefix_caching=False)
     for name in "ab":
         assert generate(engine, request(name, range(1, 17), max_tokens=2))[1].cached_tokens == 0
@@ -135,7 +135,7 @@ def test_without_caching_nothing_is_shared_or_announced() -> None:
 
 
 def test_one_batch_a_step_with_removals_first() -> None:
-    """A step that evicts and stores publishes once, removals one per hash and before the store."""
+    """A step that evicts and stores publishes one batch: one removal per block, then the store."""
     engine, _, events = checking_engine(gpu_blocks=5)
     generate(engine, request("a", range(1, 17), max_tokens=1, cache_salt="a"))
     stored = events.batches[0][0].block_hashes
@@ -150,7 +150,7 @@ def test_one_batch_a_step_with_removals_first() -> None:
 
 
 def test_abort_frees_the_blocks_before_the_next_step() -> None:
-    """An aborted request is told so, computes nothing more, and its blocks are free."""
+    """An abort ends the request with reason "abort", frees its blocks and stops its computation."""
     engine, runner, _ = checking_engine()
     outputs = Outputs()
     engine.add_request(request("a", range(1, 10), max_tokens=20), outputs)
@@ -167,8 +167,8 @@ def test_abort_frees_the_blocks_before_the_next_step() -> None:
     check_engine(engine)
 
 
-def test_a_name_can_be_used_and_aborted_again() -> None:
-    """An abort is remembered only as long as its request lives."""
+def test_request_id_can_be_reused_after_an_abort() -> None:
+    """A request id can be reused and aborted again after its request has ended."""
     engine, _, _ = checking_engine()
     for _ in range(2):
         outputs = Outputs()
@@ -179,8 +179,8 @@ def test_a_name_can_be_used_and_aborted_again() -> None:
         assert outputs.last["a"].finish_reason == "abort"
 
 
-def test_an_abort_meant_for_the_past_spares_a_new_request_of_that_name() -> None:
-    """A request id may be used again at once, even while an abort of its last bearer is on its way."""
+def test_pending_abort_spares_a_new_request_with_the_same_id() -> None:
+    """A pending abort of an ended request does not abort a new request with the same id."""
     engine, runner, _ = checking_engine()
     first, second = Outputs(), Outputs()
     compute = runner.execute_model
@@ -202,7 +202,7 @@ def test_an_abort_meant_for_the_past_spares_a_new_request_of_that_name() -> None
 
 
 def test_preemption_changes_no_token() -> None:
-    """In a pool too small for all, requests are preempted and still generate what they would alone."""
+    """Requests preempted in a small pool generate the same tokens as alone."""
     engine, _, _ = checking_engine(gpu_blocks=8, max_num_batched_tokens=8)
     outputs = Outputs()
     prompts = {name: [start, start + 1, start + 2] for name, start in (("a", 1), ("b", 10), ("c", 20))}
@@ -214,10 +214,10 @@ def test_preemption_changes_no_token() -> None:
     assert all(last.cached_tokens == 0 for last in outputs.last.values())
 
 
-def test_a_failing_copy_ends_what_runs_and_leaks_no_slot(
+def test_failed_copy_ends_running_requests_and_leaks_no_slot(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A step that cannot be scheduled ends the running requests; the engine and both tiers go on."""
+    """A failed block copy ends the running requests, leaks no slot, and the engine continues."""
     engine, _, events = checking_engine(gpu_blocks=12, cpu_blocks=12)
     outputs = Outputs()
     engine.add_request(request("short", range(1, 10), max_tokens=1), outputs)
@@ -237,7 +237,7 @@ def test_a_failing_copy_ends_what_runs_and_leaks_no_slot(
 
 
 def test_a_failing_model_fails_the_requests_of_its_step_only(caplog: pytest.LogCaptureFixture) -> None:
-    """A step that raises ends its requests with the reason and leaves no block that was never computed."""
+    """A failed forward pass ends only its step's requests and caches no uncomputed block."""
     engine, runner, events = checking_engine()
     outputs = Outputs()
     engine.add_request(request("a", range(1, 10)), outputs)
@@ -254,8 +254,8 @@ def test_a_failing_model_fails_the_requests_of_its_step_only(caplog: pytest.LogC
     assert engine.stats().healthy
 
 
-def test_a_raising_sink_aborts_its_request_only(caplog: pytest.LogCaptureFixture) -> None:
-    """A listener that raises loses its request; the others go on."""
+def test_raising_output_callback_aborts_only_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    """An output callback that raises aborts its own request only."""
     engine, _, _ = checking_engine()
     outputs, calls = Outputs(), []
 
@@ -271,8 +271,8 @@ def test_a_raising_sink_aborts_its_request_only(caplog: pytest.LogCaptureFixture
     assert outputs.tokens["good"] == continued([4], 9)
 
 
-def test_a_raising_event_sink_does_not_stop_the_engine(caplog: pytest.LogCaptureFixture) -> None:
-    """Events that cannot be handed on are lost; tokens are not."""
+def test_raising_event_publisher_does_not_stop_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    """If the event publisher raises, events are lost but tokens are delivered."""
     engine, _, events = checking_engine()
     events.publish = lambda batch: 1 / 0  # type: ignore[assignment, return-value]
     with caplog.at_level(logging.CRITICAL):
@@ -280,8 +280,8 @@ def test_a_raising_event_sink_does_not_stop_the_engine(caplog: pytest.LogCapture
     assert tokens == continued(list(range(1, 9)), 5)
 
 
-def test_reset_is_announced_at_once_and_only_when_idle() -> None:
-    """A reset while blocks are held does nothing; an idle engine clears and says so without another step."""
+def test_reset_needs_an_idle_engine_and_publishes_at_once() -> None:
+    """A reset fails while blocks are in use; on an idle engine it is published without another step."""
     engine, _, events = checking_engine()
     engine.add_request(request("a", range(1, 10), max_tokens=2), Outputs())
     engine.step()
@@ -311,8 +311,8 @@ def test_reset_is_announced_at_once_and_only_when_idle() -> None:
         (request("taken", [1]), "request_id"),
     ],
 )
-def test_impossible_requests_are_refused(item: EngineCoreRequest, param: str) -> None:
-    """What can never run is refused at submission with the field at fault, and leaves no trace."""
+def test_impossible_requests_are_rejected(item: EngineCoreRequest, param: str) -> None:
+    """A request that can never run is rejected with the invalid field and leaves no state."""
     engine, _, _ = checking_engine(max_model_len=20)
     engine.add_request(request("taken", [1]), Outputs())
     with pytest.raises(RequestError) as caught:
@@ -321,8 +321,8 @@ def test_impossible_requests_are_refused(item: EngineCoreRequest, param: str) ->
     assert engine.stats().waiting == 1
 
 
-def test_a_full_queue_refuses_and_recovers() -> None:
-    """More than max_waiting waiting requests are refused until some have begun to run."""
+def test_full_queue_rejects_until_requests_start() -> None:
+    """Requests beyond max_waiting are rejected until waiting ones have started."""
     engine, _, _ = checking_engine(max_waiting=2)
     engine.add_request(request("a", [1]), Outputs())
     engine.add_request(request("b", [2]), Outputs())
@@ -334,14 +334,14 @@ def test_a_full_queue_refuses_and_recovers() -> None:
 
 
 def test_a_pool_that_cannot_hold_one_request_is_refused() -> None:
-    """The longest request allowed must fit into the pool alone, or preemption would never end."""
+    """Start fails if the longest permitted request does not fit into the pool."""
     config = EngineConfig(gpu_blocks=4, block_tokens=4)
     with pytest.raises(ConfigError, match="max_model_len is 17"):
         EngineCore(config, checking_engine()[1], EventLog(), max_model_len=17)
 
 
-def test_a_closed_engine_aborts_and_refuses() -> None:
-    """Closing ends what lives with an abort, and later requests are refused."""
+def test_closed_engine_aborts_and_rejects() -> None:
+    """Closing aborts live requests and rejects later ones."""
     engine, _, _ = checking_engine()
     outputs = Outputs()
     engine.add_request(request("a", [1]), outputs)

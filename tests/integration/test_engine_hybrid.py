@@ -1,4 +1,4 @@
-"""Sliding windows beside full attention in a running engine: what is kept, announced and predicted."""
+"""Hybrid models with sliding windows and full attention: caching, events and index predictions."""
 
 import gzip
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def _one_thread() -> None:
 
 
 class Listener(EventLog):
-    """An indexer that hears the engine's batches as they go over the wire."""
+    """Index that applies the engine's batches in wire format."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,12 +48,12 @@ class Listener(EventLog):
         assert not self.pod.apply(*batch.events).skipped
 
     def predicted(self, prompt: list[int]) -> int:
-        """How many tokens of a prompt the indexer takes for cached."""
+        """Return the number of prompt tokens that the index expects to be cached."""
         return self.pod.match(self.pod.keys(prompt), len(prompt)).cached_blocks * BLOCK_TOKENS
 
 
 def cached_tokens(engine: EngineCore, name: str, prompt: list[int]) -> tuple[int, list[int]]:
-    """Run one request alone; returns its cached tokens and the tokens that it generated."""
+    """Run one request alone; return its cached tokens and its output tokens."""
     outputs = Outputs()
     engine.add_request(request(name, prompt, max_tokens=6, ignore_eos=True), outputs)
     run_to_end(engine)
@@ -61,11 +61,10 @@ def cached_tokens(engine: EngineCore, name: str, prompt: list[int]) -> tuple[int
 
 
 @pytest.mark.parametrize("cpu_blocks", [0, 60])
-def test_an_indexer_predicts_what_a_gemma_serves(tmp_path: Path, cpu_blocks: int) -> None:
-    """For a Gemma-3 with windows, from events alone, the prediction is what the engine then reports.
+def test_index_predicts_cache_hits_of_a_gemma_model(tmp_path: Path, cpu_blocks: int) -> None:
+    """For a Gemma 3 with windows, the index predicts from events alone the hits that the engine reports.
 
-    Prompts share starts of many lengths, conversations go on, and the pool is small enough that blocks are
-    evicted; with a host tier they come back from there.
+    Prompts share prefixes of many lengths, conversations continue, and blocks are evicted and restored.
     """
     kinds = ["sliding_attention", "full_attention"] * 2
     save_reference(tmp_path, "gemma3", num_hidden_layers=4, layer_types=kinds, sliding_window=9, head_dim=10)
@@ -95,13 +94,13 @@ def test_an_indexer_predicts_what_a_gemma_serves(tmp_path: Path, cpu_blocks: int
             served, _ = cached_tokens(engine, f"r{number}-next", turn)
             assert served == predicted == (len(turn) - 2) // BLOCK_TOKENS * BLOCK_TOKENS
     assert events.mirror == cached_copies(engine)
-    # The third prompt shares as much as the second: the second's miss made the engine keep that junction.
+    # The second prompt's miss made the engine retain its divergence point, so the third prompt hits there.
     assert hits[:4] == [0, 0, 20, 32]
     assert bool(engine.stats().host_hits_tokens) == bool(cpu_blocks)
 
 
 def test_events_of_a_hybrid_are_those_of_vllm() -> None:
-    """A cold prompt of 6 blocks, window 64, block 32: as captured from vLLM 0.32, in all of its fields."""
+    """A cold prompt's events equal those captured from vLLM 0.32 (6 blocks of 32 tokens, window 64)."""
     engine, _, events = checking_engine(
         (64, None), block_tokens=32, gpu_blocks=40, max_num_batched_tokens=2048, max_model_len=512
     )
@@ -121,8 +120,8 @@ def test_events_of_a_hybrid_are_those_of_vllm() -> None:
         assert theirs.keys() - {"session_id"} <= fields.keys()
 
 
-def test_what_has_rolled_out_of_a_window_is_free() -> None:
-    """A long text holds all its blocks with full attention, and a handful in the group with a window."""
+def test_blocks_behind_the_window_are_freed() -> None:
+    """A long request keeps all blocks in the full-attention group and at most 4 in the window's group."""
     engine, _, _ = checking_engine((5, None), gpu_blocks=60, max_num_batched_tokens=8, max_model_len=120)
     engine.add_request(request("a", range(1, 41), max_tokens=40), Outputs())
     for _ in range(30):
@@ -134,7 +133,7 @@ def test_what_has_rolled_out_of_a_window_is_free() -> None:
 
 
 def _captured_cold_prompt() -> list[dict]:
-    """The first two events of the captured run with windows."""
+    """Return the first two events of the captured run with windows."""
     lines = gzip.decompress((Path(__file__).parents[1] / "data/vllm_run3_frames.jsonl.gz").read_bytes())
     frame = msgspec.json.decode(lines.splitlines()[0])
     events = msgspec.msgpack.decode(bytes.fromhex(frame["frames"][2]))[1]

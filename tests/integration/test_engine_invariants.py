@@ -1,4 +1,4 @@
-"""The engine's books hold under any order of submissions, aborts, failures, resets and steps."""
+"""Block accounting under any sequence of submissions, aborts, failures, resets and steps."""
 
 import logging
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from tests.support.engine_invariants import check_engine
 
 @dataclass
 class Submit:
-    """A prompt made of a shared start, so that prefixes are hit, and an own end."""
+    """Submission of a prompt with a shared prefix and a suffix of its own."""
 
     shared: int
     own: list[int] = field(default_factory=list)
@@ -56,11 +56,11 @@ SETTINGS = st.fixed_dictionaries(
         "swap": st.booleans(),
     }
 )
-# Full attention, windows of one kind, and both kinds, each with a block table of its own.
+# Full attention, one window, and both, each with its own block table.
 WINDOWS = st.sampled_from([(None,), (5,), (5, None), (None, 3), (6, 6, None)])
 
 
-# Requests that swap into a host tier of three blocks: one block once took the slot of another of its request.
+# Swap into a host tier of three blocks: a block once evicted another block of its own request.
 SWAPPED_APART = [
     *[Submit(shared=0, max_tokens=1) for _ in range(13)],
     Submit(shared=0, max_tokens=11, copies=3),
@@ -91,14 +91,14 @@ SWAPPED_APART = [
     windows=(None,),
     polls_per_copy=0,
 )
-def test_books_hold_under_any_schedule(
+def test_block_accounting_holds_under_any_schedule(
     actions: list,
     chosen: dict,
     windows: tuple[int | None, ...],
     polls_per_copy: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """At any time blocks have their right owners, a mirror equals both tiers, and tokens are right."""
+    """After every step, block owners and counts, a subscriber's mirror, and all tokens are correct."""
     caplog.set_level(logging.CRITICAL + 1)
     chosen = dict(chosen, gpu_blocks=chosen["gpu_blocks"] + 12 * (len(set(windows)) - 1))
     swap = chosen.pop("swap") and chosen["cpu_blocks"] > 0 and chosen["enable_prefix_caching"]

@@ -1,4 +1,4 @@
-"""Adapters in a running engine: each request gets its own, and no cached block of another's."""
+"""LoRA adapters in a running engine: correct outputs, and no sharing of blocks between adapters."""
 
 from pathlib import Path
 
@@ -24,18 +24,18 @@ def _one_thread() -> None:
 
 
 def asking(name: str, lora_name: str | None, salt: str | None = None) -> EngineCoreRequest:
-    """Make a greedy request for a fixed prompt."""
+    """Return a greedy request for a fixed prompt."""
     sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     return EngineCoreRequest(name, tuple(PROMPT), sampling, salt, lora_name)
 
 
 def new_engine(directory: Path, events: EventLog) -> EngineCore:
-    """Make an engine for a checkpoint."""
+    """Return an engine for a checkpoint."""
     return build_engine(EngineConfig(model=str(directory), block_tokens=4, gpu_blocks=64), events)
 
 
 def test_requests_of_base_and_adapters_run_together(tmp_path: Path) -> None:
-    """In one batch, each answer is that of the base model or of the adapter's merged weights."""
+    """In a mixed batch, each output equals that of the base model or of the merged weights."""
     base = save_reference(tmp_path / "base")
     engine = new_engine(tmp_path / "base", EventLog())
     assert engine.loras is not None
@@ -56,7 +56,7 @@ def test_requests_of_base_and_adapters_run_together(tmp_path: Path) -> None:
 
 
 def test_blocks_are_shared_only_within_one_adapters_content(tmp_path: Path) -> None:
-    """Neither the base model, nor another adapter, nor another content of the same name finds the blocks."""
+    """Blocks are shared neither with the base model nor between adapters of different content."""
     base = save_reference(tmp_path / "base")
     events = EventLog()
     engine = new_engine(tmp_path / "base", events)
@@ -88,8 +88,8 @@ def test_blocks_are_shared_only_within_one_adapters_content(tmp_path: Path) -> N
     assert salted.extra_keys[1:] == [["sql"]] * 4  # type: ignore[index]
 
 
-def test_unloading_leaves_running_requests_alone(tmp_path: Path) -> None:
-    """A request keeps its adapter to the end; new ones are refused once it is unloaded."""
+def test_unloading_spares_running_requests(tmp_path: Path) -> None:
+    """A running request keeps its adapter after an unload; new requests for it are rejected."""
     base = save_reference(tmp_path / "base")
     engine = new_engine(tmp_path / "base", EventLog())
     assert engine.loras is not None
@@ -106,8 +106,8 @@ def test_unloading_leaves_running_requests_alone(tmp_path: Path) -> None:
         engine.add_request(asking("late", "sql"), outputs)
 
 
-def test_an_engine_without_adapters_refuses_their_names() -> None:
-    """A runner that has no adapters never silently answers with the base model."""
+def test_engine_without_lora_rejects_adapter_names() -> None:
+    """An engine without LoRA rejects adapter names instead of using the base model."""
     engine, _, _ = checking_engine()
     item = request("a", [1, 2, 3])
     with pytest.raises(RequestError, match="LoRA adapters are disabled"):

@@ -1,4 +1,4 @@
-"""The engine with a real model: what it generates does not depend on how it was scheduled or cached."""
+"""The engine with a real model: outputs do not depend on scheduling or caching."""
 
 import hashlib
 import random
@@ -34,7 +34,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def conversation() -> list[EngineCoreRequest]:
-    """Requests that share a system prompt, some of them repeated, one sampled with a seed."""
+    """Return requests that share a system prompt; some are repeated, one is sampled with a seed."""
     system = prompt(48, 0)
     turns = [(0, 1), (1, 20), (2, 37), (3, 16), (1, 20)]
     items = [
@@ -46,7 +46,7 @@ def conversation() -> list[EngineCoreRequest]:
 
 
 def generate(engine: EngineCore, items: list[EngineCoreRequest], *, at_once: bool = True) -> Outputs:
-    """Run requests together or one after the other."""
+    """Run requests together or one after the other; return their tokens."""
     outputs = Outputs()
     for item in items:
         engine.add_request(item, outputs)
@@ -58,7 +58,7 @@ def generate(engine: EngineCore, items: list[EngineCoreRequest], *, at_once: boo
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[int]]:
-    """What each request generates alone, without a cache."""
+    """Return each request's output when run alone without a cache."""
     torch.set_num_threads(1)
     engine = build_engine(EngineConfig(enable_prefix_caching=False), EventLog())
     return dict(generate(engine, conversation(), at_once=False).tokens)
@@ -77,7 +77,7 @@ def alone() -> dict[str, list[int]]:
     ids=str,
 )
 def test_scheduling_and_caching_change_no_token(alone: dict[str, list[int]], settings: dict) -> None:
-    """Batched, chunked, cached or preempted, every request generates what it does alone without a cache."""
+    """Batched, chunked, cached or preempted requests generate the same tokens as alone without a cache."""
     events = EventLog()
     engine = build_engine(EngineConfig(**settings), events)
     items = conversation()
@@ -85,7 +85,7 @@ def test_scheduling_and_caching_change_no_token(alone: dict[str, list[int]], set
     assert outputs.tokens == alone
     if "gpu_blocks" in settings:
         assert engine.stats().preemptions > 0
-    # Once more, each on what the first round left in the cache.
+    # Repeat with the cache that the first round has filled.
     again = generate(engine, [*reversed(items)], at_once=False)
     assert again.tokens == alone
     assert sum(last.cached_tokens for last in again.last.values()) > 0
@@ -93,7 +93,7 @@ def test_scheduling_and_caching_change_no_token(alone: dict[str, list[int]], set
 
 
 def test_a_corrupted_block_changes_the_answer() -> None:
-    """The cache is really read: spoiling one cached block of a long prompt changes what follows it."""
+    """The engine reads its cache: corrupting one cached block changes the output."""
     engine = build_engine(EngineConfig(), EventLog())
     item = request("a", prompt(400, 5), max_tokens=24, ignore_eos=True)
     first = generate(engine, [item])
@@ -106,8 +106,8 @@ def test_a_corrupted_block_changes_the_answer() -> None:
     assert generate(engine, [item]).tokens != first.tokens
 
 
-def test_no_stop_token_comes_before_min_tokens(alone: dict[str, list[int]]) -> None:
-    """A stop token is passed over until min_tokens are there, and taken right after."""
+def test_stop_tokens_are_banned_before_min_tokens(alone: dict[str, list[int]]) -> None:
+    """A stop token is banned until min_tokens are generated and accepted right after."""
     engine = build_engine(EngineConfig(), EventLog())
     stop = frozenset({alone["r0"][2]})
     prompt_tokens = conversation()[0].prompt_token_ids
@@ -124,7 +124,7 @@ def test_no_stop_token_comes_before_min_tokens(alone: dict[str, list[int]]) -> N
 
 
 def test_the_tiny_model_is_the_same_in_every_process() -> None:
-    """Weights do not depend on the process or on torch's global random state."""
+    """Weights of the tiny model depend neither on the process nor on torch's global random state."""
     script = (
         "import torch, hashlib; torch.manual_seed(3); from model_server.model.weights import load_tiny\n"
         "weights = load_tiny('auto', torch.device('cpu')).model.weights()\n"
@@ -138,8 +138,8 @@ def test_the_tiny_model_is_the_same_in_every_process() -> None:
     assert other.stdout.strip() == here
 
 
-def test_the_tiny_model_speaks_the_tiny_tokenizers_vocabulary() -> None:
-    """Every token of the packaged tokenizer is a token of the model, and both end texts alike."""
+def test_tiny_model_has_the_tiny_tokenizers_vocabulary() -> None:
+    """Model and tokenizer of the tiny model have the same vocabulary and end-of-sequence token."""
     loaded = load_tiny("auto", CPU)
     tokenizer = PromptTokenizer.from_directory(TINY_DIRECTORY)
     assert loaded.model.shape.vocab_size == tokenizer.vocab_size
@@ -147,7 +147,7 @@ def test_the_tiny_model_speaks_the_tiny_tokenizers_vocabulary() -> None:
 
 
 def test_the_tiny_model_writes_varied_text_of_full_length() -> None:
-    """Greedy text neither ends at once nor runs in a circle."""
+    """The tiny model's greedy text neither ends at once nor repeats one loop."""
     engine = build_engine(EngineConfig(), EventLog())
     items = [request(f"r{seed}", prompt(20 + 7 * seed, seed), max_tokens=100) for seed in range(8)]
     outputs = generate(engine, items)
@@ -156,8 +156,8 @@ def test_the_tiny_model_writes_varied_text_of_full_length() -> None:
         assert len(set(tokens)) > 60
 
 
-def test_a_checkpoint_directory_generates_what_transformers_does(tmp_path: Path) -> None:
-    """A Hugging Face checkpoint runs in the engine and continues a prompt greedily as transformers does."""
+def test_checkpoint_output_equals_transformers(tmp_path: Path) -> None:
+    """Greedy output of a Hugging Face checkpoint equals that of transformers."""
     config = LlamaConfig(
         vocab_size=97,
         hidden_size=32,
@@ -181,8 +181,8 @@ def test_a_checkpoint_directory_generates_what_transformers_does(tmp_path: Path)
     assert load_checkpoint(tmp_path, "auto", CPU).eos_token_ids == frozenset()
 
 
-def test_a_device_that_does_not_recover_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the accelerator is final, not one of the requests of its step."""
+def test_accelerator_error_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accelerator error ends the engine, not only its step's requests."""
     engine = build_engine(EngineConfig(gpu_blocks=64), EventLog())
 
     def broken(*_: object) -> None:
@@ -195,7 +195,7 @@ def test_a_device_that_does_not_recover_ends_the_engine(monkeypatch: pytest.Monk
 
 
 def test_the_context_fits_the_pool_or_is_refused() -> None:
-    """Unset, max_model_len shrinks to the pool; set beyond the model or the pool it stops the start."""
+    """An unset max_model_len shrinks to the pool; one beyond the model or the pool fails the start."""
     assert build_engine(EngineConfig(gpu_blocks=10), EventLog()).max_model_len == 160
     assert build_engine(EngineConfig(), EventLog()).max_model_len == 8192
     with pytest.raises(ConfigError, match="8192 positions"):

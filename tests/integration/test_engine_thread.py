@@ -1,4 +1,4 @@
-"""The engine on its own thread: many submitters, aborts, reset, death of the loop, close."""
+"""The engine on its own thread: concurrent submissions, aborts, reset, loop failure, close."""
 
 import logging
 import threading
@@ -15,7 +15,7 @@ DEADLINE_S = 300.0
 
 
 class Waiter:
-    """A sink that can be waited for."""
+    """Output callback whose last output can be awaited."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -24,7 +24,7 @@ class Waiter:
         self.done = threading.Event()
 
     def __call__(self, output: EngineCoreOutput) -> None:
-        """Take one output."""
+        """Record one output."""
         self.tokens.extend(output.token_ids)
         self.first.set()
         if output.finish_reason is not None:
@@ -32,7 +32,7 @@ class Waiter:
             self.done.set()
 
     def wait(self) -> EngineCoreOutput:
-        """Return the last output."""
+        """Wait for the last output and return it."""
         assert self.done.wait(DEADLINE_S), "the request did not end"
         assert self.last is not None
         return self.last
@@ -40,7 +40,7 @@ class Waiter:
 
 @pytest.fixture
 def threaded() -> Iterator[tuple[EngineCore, CheckingRunner, EventLog]]:
-    """An engine that runs on its own thread."""
+    """Yield an engine that runs on its own thread."""
     engine, runner, events = checking_engine(gpu_blocks=64, max_num_batched_tokens=32)
     engine.start()
     yield engine, runner, events
@@ -72,7 +72,7 @@ def test_many_threads_submit_at_once(threaded: tuple[EngineCore, CheckingRunner,
 def test_abort_from_another_thread_ends_a_running_request(
     threaded: tuple[EngineCore, CheckingRunner, EventLog],
 ) -> None:
-    """A request that would run for long ends soon after its abort, and the pool is free again."""
+    """An abort ends a long request soon and frees its blocks."""
     engine, _, _ = threaded
     waiter = Waiter()
     engine.add_request(request("a", [1, 2], max_tokens=250), waiter)
@@ -83,7 +83,7 @@ def test_abort_from_another_thread_ends_a_running_request(
 
 
 def test_reset_is_published_by_an_idle_engine(threaded: tuple[EngineCore, CheckingRunner, EventLog]) -> None:
-    """reset_prefix_cache returns after the clear was published, without any request to push it out."""
+    """reset_prefix_cache returns after the clear event is published, even without requests."""
     engine, _, events = threaded
     waiter = Waiter()
     engine.add_request(request("a", range(1, 9), max_tokens=1), waiter)
@@ -93,8 +93,8 @@ def test_reset_is_published_by_an_idle_engine(threaded: tuple[EngineCore, Checki
     assert events.mirror == {}
 
 
-def test_the_heartbeat_goes_on_while_idle(threaded: tuple[EngineCore, CheckingRunner, EventLog]) -> None:
-    """An idle loop still shows that it lives, so that a stuck one can be told apart."""
+def test_idle_loop_updates_its_heartbeat(threaded: tuple[EngineCore, CheckingRunner, EventLog]) -> None:
+    """An idle loop updates its heartbeat, so that it differs from a stuck loop."""
     engine, _, _ = threaded
     before = engine.stats().last_step_monotonic_s
     waiter = Waiter()
@@ -104,8 +104,8 @@ def test_the_heartbeat_goes_on_while_idle(threaded: tuple[EngineCore, CheckingRu
     assert engine.stats().healthy
 
 
-def test_a_dead_loop_ends_all_requests_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    """An error outside the model ends the loop: requests end, health is gone, nothing new is taken."""
+def test_dead_loop_ends_all_requests_and_is_unhealthy(caplog: pytest.LogCaptureFixture) -> None:
+    """An error outside the model ends all requests, clears health, and rejects new requests."""
     engine, _, _ = checking_engine()
     engine.executor.check_health = lambda: 1 / 0  # type: ignore[assignment, return-value, method-assign]
     waiter = Waiter()
@@ -120,8 +120,8 @@ def test_a_dead_loop_ends_all_requests_and_says_so(caplog: pytest.LogCaptureFixt
     assert not engine.stats().healthy
 
 
-def test_close_ends_what_is_running() -> None:
-    """Close returns when the thread has ended and every request has been told."""
+def test_close_ends_running_requests() -> None:
+    """Close returns after the thread has ended and every request has its last output."""
     engine, _, _ = checking_engine()
     engine.start()
     waiters = [Waiter() for _ in range(6)]

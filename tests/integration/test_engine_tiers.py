@@ -29,7 +29,7 @@ def _one_thread() -> None:
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_tiers_and_swaps_change_no_token(mode: str) -> None:
-    """Preempted, swapped, evicted and restored, requests of a real model generate what they do alone."""
+    """Requests that are preempted, swapped, evicted and restored generate the same tokens as alone."""
     alone = generate(build_engine(EngineConfig(enable_prefix_caching=False), EventLog()), conversation())
     events = EventLog()
     engine = build_engine(
@@ -44,8 +44,8 @@ def test_tiers_and_swaps_change_no_token(mode: str) -> None:
     assert events.mirror == cached_copies(engine)
 
 
-def test_what_was_evicted_comes_back_from_the_host() -> None:
-    """A prompt pushed out of the pool is restored, counted in both tiers, and counted as cached."""
+def test_evicted_prompt_is_restored_from_the_host() -> None:
+    """An evicted prompt is restored, and counts as a hit in total and in the host tier."""
     engine, runner, events = checking_engine(gpu_blocks=6, cpu_blocks=12, polls_per_copy=2)
     prompt = list(range(1, 18))
     for name, text in (("a", prompt), ("b", range(20, 40)), ("c", prompt)):
@@ -62,7 +62,7 @@ def test_what_was_evicted_comes_back_from_the_host() -> None:
 
 
 def test_a_request_waits_for_its_restore_while_others_run() -> None:
-    """Nobody computes on blocks that are on their way, and nobody else waits for them."""
+    """A request waits for its own restore; other requests are not delayed by it."""
     engine, runner, _ = checking_engine(gpu_blocks=10, cpu_blocks=20, polls_per_copy=6)
     prompt = list(range(1, 18))
     for name, text in (("a", prompt), ("b", range(10, 46))):
@@ -79,8 +79,8 @@ def test_a_request_waits_for_its_restore_while_others_run() -> None:
     assert ("c", 16, 1) in [chunk for step in runner.chunks for chunk in step]
 
 
-def test_an_aborted_restore_gives_its_blocks_back_at_once() -> None:
-    """Blocks of an aborted request are free though a copy into them is under way; nothing is corrupted."""
+def test_aborted_restore_frees_its_blocks_at_once() -> None:
+    """An abort frees the target blocks of a running restore at once and corrupts nothing."""
     engine, _, _ = checking_engine(gpu_blocks=6, cpu_blocks=12, polls_per_copy=9)
     prompt = list(range(1, 18))
     for name, text in (("a", prompt), ("b", range(20, 40))):
@@ -97,8 +97,8 @@ def test_an_aborted_restore_gives_its_blocks_back_at_once() -> None:
     assert engine.stats().kv_usage == 0
 
 
-def test_what_came_back_is_found_on_the_device() -> None:
-    """A second request of the same prompt shares the blocks that were restored for the first."""
+def test_restored_blocks_are_shared_on_the_device() -> None:
+    """A second request of the same prompt shares the restored blocks."""
     engine, runner, events = checking_engine(gpu_blocks=12, cpu_blocks=24)
     prompt = list(range(1, 18))
     for name, text in (("a", prompt), ("b", [*range(20, 50), *range(20, 34)])):
@@ -115,10 +115,10 @@ def test_what_came_back_is_found_on_the_device() -> None:
 
 
 @pytest.mark.parametrize(("polls_per_copy", "others"), [(3, 4), (200, 0)])
-def test_what_was_swapped_is_never_computed_again(polls_per_copy: int, others: int) -> None:
-    """With swap a preempted request computes again at most what was in its last block, however late it is.
+def test_swapped_blocks_are_not_computed_again(polls_per_copy: int, others: int) -> None:
+    """After a swap, a resumed request computes at most one partial block again.
 
-    Nor where its blocks have not reached the host tier yet when it may run again.
+    This also holds if its stores to the host tier have not completed when it resumes.
     """
     engine, runner, _ = checking_engine(
         gpu_blocks=6, cpu_blocks=12, preemption_mode="swap", polls_per_copy=polls_per_copy
@@ -126,7 +126,7 @@ def test_what_was_swapped_is_never_computed_again(polls_per_copy: int, others: i
     outputs = Outputs()
     for name in "ab":
         engine.add_request(request(name, [ord(name) % 40, 2, 3], max_tokens=16), outputs)
-    # What else is stored meanwhile must not push out what is swapped.
+    # Other stores must not evict swapped blocks.
     for number in range(others):
         engine.add_request(request(f"other{number}", [30 + number] * 9, max_tokens=1), outputs)
     run_to_end(engine)
@@ -145,13 +145,13 @@ def test_what_was_swapped_is_never_computed_again(polls_per_copy: int, others: i
     ],
 )
 def test_swap_needs_a_host_tier_and_prefix_caching(settings: dict, said: str) -> None:
-    """Where nothing could be found again, swap is refused at start."""
+    """Swap without a host tier or without prefix caching fails the start."""
     with pytest.raises(ConfigError, match=said):
         EngineConfig(preemption_mode="swap", **settings)
 
 
 def test_a_swapped_block_is_stored_once() -> None:
-    """Both modes move the same blocks to the host tier: a block has one place there."""
+    """Swap and recompute store the same blocks, each once."""
     stored = {}
     for mode in ("swap", "recompute"):
         engine, _, _ = checking_engine(gpu_blocks=6, cpu_blocks=12, preemption_mode=mode)
@@ -164,7 +164,7 @@ def test_a_swapped_block_is_stored_once() -> None:
 
 
 def test_the_cache_is_not_reset_under_a_swapped_request() -> None:
-    """What a preempted request holds in the host tier counts as held, until it is aborted."""
+    """Swapped blocks count as in use: a reset fails until the request is aborted."""
     engine, _, _ = checking_engine(gpu_blocks=6, cpu_blocks=12, preemption_mode="swap")
     outputs = Outputs()
     for name in "ab":
@@ -182,7 +182,7 @@ def test_the_cache_is_not_reset_under_a_swapped_request() -> None:
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_choices_share_their_prompt(caching: bool) -> None:
-    """Copies of a prompt find its full blocks in the same step; without prefix caching each computes it."""
+    """Copies of a prompt share its full blocks in one step; without prefix caching each is computed."""
     engine, runner, _ = checking_engine(
         gpu_blocks=24, max_num_batched_tokens=64, enable_prefix_caching=caching
     )
@@ -194,14 +194,14 @@ def test_choices_share_their_prompt(caching: bool) -> None:
     check_engine(engine)
     begins = [0, 12, 12] if caching else [0, 0, 0]
     assert runner.chunks == [[(name, begin, 14 - begin) for name, begin in zip(names, begins, strict=True)]]
-    # 3 shared blocks, and for each of the three the one that is being written.
+    # 3 shared blocks, plus one partial block for each of the three requests.
     assert engine.stats().kv_usage == pytest.approx((6 if caching else 12) / 24)
     run_to_end(engine)
     assert outputs.tokens["first"] == outputs.tokens["second"] == outputs.tokens["third"]
 
 
-def test_sleep_clears_both_tiers_and_says_so() -> None:
-    """A sleeping engine has announced its clear, keeps requests waiting, and starts empty when it wakes."""
+def test_sleep_clears_both_tiers_and_publishes_it() -> None:
+    """Sleep publishes a clear and queues new requests; the engine wakes up with an empty cache."""
     engine, _, events = checking_engine(cpu_blocks=8)
     engine.add_request(request("a", range(1, 10)), Outputs())
     engine.step()
@@ -220,7 +220,7 @@ def test_sleep_clears_both_tiers_and_says_so() -> None:
 
 
 def test_a_real_model_sleeps_and_wakes() -> None:
-    """The pool's memory goes and comes; answers are the same after it."""
+    """Sleep frees the pool's memory, and outputs after wake-up are unchanged."""
     engine = build_engine(EngineConfig(cpu_blocks=64), EventLog())
     before = generate(engine, conversation())
     assert engine.sleep()
@@ -238,10 +238,10 @@ def test_a_real_model_sleeps_and_wakes() -> None:
         (["--cpu-blocks", "0"], 0),
     ],
 )
-def test_the_demonstration_shows_three_ways(
+def test_demo_reports_cold_device_and_host_hits(
     flags: list[str], from_host: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Cold nothing is cached, then all but the last token's block is; from the host if it has the blocks."""
+    """The demo reports 0 cached tokens cold, and all but the last block on device and host hits."""
     assert cli.main(["demo-offload", "--prompt-tokens", "160", *flags]) == 0
     cold, device, host, moved = capsys.readouterr().out.splitlines()
     assert ("0 of 160" in cold, "144 of 160" in device) == (True, True)
@@ -249,8 +249,8 @@ def test_the_demonstration_shows_three_ways(
     assert ("and 0 restored" in moved) == (from_host == 0)
 
 
-def test_a_demonstration_whose_pool_is_too_small_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    """The flag counts: a pool that cannot hold the prompt is an error of one line."""
+def test_demo_rejects_a_pool_that_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
+    """A pool that cannot hold the demo's prompt is a one-line error."""
     with pytest.raises(SystemExit) as caught:
         sys.exit(cli.main(["demo-offload", "--prompt-tokens", "160", "--gpu-blocks", "5"]))
     assert caught.value.code in (1, 2)

@@ -1,4 +1,4 @@
-"""The HTTP API on the real engine, as OpenAI's own client and a router use it."""
+"""The HTTP API on the real engine, used by OpenAI's client."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "extra_body": {"igno
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    """One server for all tests here."""
+    """Provide one server for all tests of this module."""
     with running_server() as running:
         yield running
 
 
 def test_completion(server: RunningServer) -> None:
-    """A completion has OpenAI's shape and full usage, and ends by length at max_tokens."""
+    """A completion has OpenAI's format and usage, and ends by length at max_tokens."""
     answer = server.openai().completions.create(prompt="The KV cache", max_tokens=7, **GREEDY)
     assert answer.id.startswith("cmpl-")
     assert (answer.object, answer.model) == ("text_completion", MODEL)
@@ -38,7 +38,7 @@ def test_completion(server: RunningServer) -> None:
 
 
 def test_chat_completion(server: RunningServer) -> None:
-    """A chat answer comes from the assistant, and its prompt is the template's."""
+    """A chat answer has the role assistant, and its prompt is rendered by the template."""
     answer = server.openai().chat.completions.create(messages=MESSAGES, max_tokens=5, **GREEDY)
     assert answer.id.startswith("chatcmpl-")
     assert answer.object == "chat.completion"
@@ -48,7 +48,7 @@ def test_chat_completion(server: RunningServer) -> None:
 
 
 def test_a_streamed_completion_says_the_same_as_a_whole_one(server: RunningServer) -> None:
-    """Chunks of a greedy stream join to the text of the same request without stream."""
+    """Chunks of a greedy stream join to the text of the unstreamed answer."""
     client = server.openai()
     whole = client.completions.create(prompt="stream or not", max_tokens=40, **GREEDY)
     chunks = list(client.completions.create(prompt="stream or not", max_tokens=40, stream=True, **GREEDY))
@@ -58,7 +58,7 @@ def test_a_streamed_completion_says_the_same_as_a_whole_one(server: RunningServe
 
 
 def test_a_streamed_chat_opens_with_the_role_and_ends_with_usage(server: RunningServer) -> None:
-    """The first chunk says who speaks, only the last one carries usage, and it has no choices."""
+    """The first chunk has the role; the last chunk has usage and no choices."""
     options: dict[str, Any] = {"messages": MESSAGES, "max_completion_tokens": 9, **GREEDY}
     whole = server.openai().chat.completions.create(**options)
     stream = server.openai().chat.completions.create(
@@ -75,7 +75,7 @@ def test_a_streamed_chat_opens_with_the_role_and_ends_with_usage(server: Running
 
 
 def test_a_stream_on_the_wire_ends_with_done(server: RunningServer) -> None:
-    """The raw stream is `data: {json}` events and at last `data: [DONE]`."""
+    """A raw stream consists of `data: {json}` events and ends with `data: [DONE]`."""
     response = server.post("/v1/completions", {"prompt": "x", "max_tokens": 3, "stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
     *events, done, rest = response.data.split(b"\n\n")
@@ -84,7 +84,7 @@ def test_a_stream_on_the_wire_ends_with_done(server: RunningServer) -> None:
 
 
 def test_several_prompts_and_copies(server: RunningServer) -> None:
-    """Two prompts with n=2 give four choices, prompt by prompt; seeded copies differ, repeatably."""
+    """Two prompts with n=2 give four choices in prompt order; seeded copies differ reproducibly."""
     options: dict[str, Any] = {
         "prompt": ["first", "second"],
         "n": 2,
@@ -105,7 +105,7 @@ def test_several_prompts_and_copies(server: RunningServer) -> None:
 
 
 def test_token_ids_are_a_prompt_too(server: RunningServer) -> None:
-    """The same prompt as text and as ids gets the same greedy answer."""
+    """A prompt as text and as ids gets the same greedy answer."""
     ids = server.tokenizer.encode("ids or text")
     client = server.openai()
     by_text = client.completions.create(prompt="ids or text", max_tokens=8, **GREEDY)
@@ -118,7 +118,7 @@ def test_token_ids_are_a_prompt_too(server: RunningServer) -> None:
     "extra", [{}, {"stop": "e"}, {"n": 2, "seed": 1, "temperature": 1.0}, {"logprobs": 1}]
 )
 def test_the_ids_told_are_those_generated(server: RunningServer, stream: bool, extra: dict[str, Any]) -> None:
-    """return_token_ids tells as many ids as usage counts, and the text decodes from them up to its stop."""
+    """return_token_ids returns as many ids as usage counts; they decode to the text up to its stop."""
     body = {
         "prompt": "The KV cache",
         "max_tokens": 12,
@@ -151,7 +151,7 @@ def test_the_ids_told_are_those_generated(server: RunningServer, stream: bool, e
 
 
 def test_a_stop_string_is_never_shown(server: RunningServer) -> None:
-    """Generation ends before the stop string, streamed or not, although several tokens make it up."""
+    """Generation ends before a stop string, streamed or not, even if it spans several tokens."""
     client = server.openai()
     full = client.completions.create(prompt="stop me", max_tokens=40, **GREEDY).choices[0].text
     stop = full[10:18]
@@ -166,7 +166,7 @@ def test_a_stop_string_is_never_shown(server: RunningServer) -> None:
 
 
 def test_a_stop_token_ends_generation_unseen(server: RunningServer) -> None:
-    """A stop token id counts as generated, is named as the reason, and its text is not shown."""
+    """A stop token id counts as generated and is the stop reason; its text is not shown."""
     client = server.openai()
     text = client.completions.create(prompt="halt", max_tokens=1, **GREEDY).choices[0].text
     stops = [
@@ -181,7 +181,7 @@ def test_a_stop_token_ends_generation_unseen(server: RunningServer) -> None:
 
 
 def test_a_chat_without_max_tokens_may_fill_the_context() -> None:
-    """Chat answers are bounded by the context alone."""
+    """The length of chat answers is limited by the context only."""
     with running_server(max_model_len=64) as small:
         answer = small.openai().chat.completions.create(messages=MESSAGES, **GREEDY)
         assert answer.choices[0].finish_reason == "length"
@@ -204,7 +204,7 @@ def test_many_clients_at_once(server: RunningServer) -> None:
 
 
 def test_request_ids_are_the_clients(server: RunningServer) -> None:
-    """x-request-id names the answer, even for two requests at once; the body's request_id comes second."""
+    """x-request-id names the answer, also for concurrent requests; it precedes the body's request_id."""
     bodies = [{"prompt": "id", "max_tokens": 30, "request_id": "of-body"}] * 2
     with ThreadPoolExecutor(2) as threads:
         answers = list(
@@ -218,7 +218,7 @@ def test_request_ids_are_the_clients(server: RunningServer) -> None:
 
 
 def test_models(server: RunningServer) -> None:
-    """Every served name is listed with the context length, answers, and no other does."""
+    """Every served name is listed with the context length and answers; other names do not."""
     client = server.openai()
     cards = list(client.models.list())
     assert [card.id for card in cards] == [MODEL, "alias"]
@@ -229,7 +229,7 @@ def test_models(server: RunningServer) -> None:
 
 
 def test_tokenize_and_back(server: RunningServer) -> None:
-    """Tokenize gives the ids that a request would have, for text and messages; detokenize inverts it."""
+    """Tokenize returns a request's ids, for text and messages; detokenize inverts it."""
     answer = server.post("/tokenize", {"prompt": "Tokens, please", "return_token_strs": True}).json()
     ids = server.tokenizer.encode("Tokens, please")
     assert (answer["tokens"], answer["count"]) == (ids, len(ids))
@@ -241,7 +241,7 @@ def test_tokenize_and_back(server: RunningServer) -> None:
 
 
 def test_what_operators_ask(server: RunningServer) -> None:
-    """Health is empty, the version is named, event sources are the resolved ones."""
+    """Health has no body, the version is reported, event sources are the resolved ones."""
     for path in ("/health", "/ping"):
         assert (server.get(path).status, server.get(path).data) == (200, b"")
     assert set(server.get("/version").json()) == {"version"}
@@ -252,7 +252,7 @@ def test_what_operators_ask(server: RunningServer) -> None:
 
 
 def test_metrics_count_what_was_served(server: RunningServer) -> None:
-    """One request moves vLLM's counters and histograms by what it was."""
+    """One request changes vLLM's counters and histograms by its tokens and settings."""
     names = (
         "vllm:prompt_tokens_total",
         "vllm:generation_tokens_total",
@@ -263,7 +263,7 @@ def test_metrics_count_what_was_served(server: RunningServer) -> None:
         "vllm:request_prefill_time_seconds_count",
         "vllm:request_inference_time_seconds_count",
     )
-    # A request that a test before this one left may still be in its last step.
+    # A request of an earlier test may still be in its last step.
     wait_until(server.idle)
     before = [server.metric(name) for name in names]
     answer = server.openai().completions.create(prompt="count me", max_tokens=6, **GREEDY)

@@ -1,4 +1,4 @@
-"""What operators ask of a real model server: adapters, sleep, ended requests, keys, a stuck engine."""
+"""Administration of a real model server: adapters, sleep, aborts, keys, a stuck engine."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ GREEDY: dict[str, Any] = {"prompt": "The KV cache", "temperature": 0, "max_token
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    """One server for the tests here that leave it as they found it."""
+    """Provide one server for the tests that restore its state."""
     with running_server(runtime_loras=True) as running:
         yield running
 
 
 def text(server: RunningServer, **body: Any) -> str:
-    """A greedy completion's text."""
+    """Return the text of a greedy completion."""
     answer = server.post(COMPLETIONS, {**GREEDY, **body})
     assert answer.status == 200, answer.data
     return str(answer.json()["choices"][0]["text"])
 
 
 def tiny_weights() -> LlamaForCausalLM:
-    """Weights of the tiny model's shapes, without values."""
+    """Return weights with the tiny model's shapes, without values."""
     config = LlamaConfig(
         vocab_size=4096,
         hidden_size=256,
@@ -50,7 +50,7 @@ def tiny_weights() -> LlamaForCausalLM:
 
 
 def test_an_adapter_is_a_model_of_its_own(server: RunningServer, tmp_path: Path) -> None:
-    """An adapter is listed under its parent, answers in its own way, and goes when it is unloaded."""
+    """An adapter is listed under its parent, changes answers, and is gone after unloading."""
     base = text(server)
     save_adapter(tmp_path, tiny_weights())
     body = {"lora_name": "sql", "lora_path": str(tmp_path)}
@@ -66,7 +66,7 @@ def test_an_adapter_is_a_model_of_its_own(server: RunningServer, tmp_path: Path)
 
 
 def test_adapters_come_from_operators_only() -> None:
-    """Without the flag no client can make the server read a directory."""
+    """Without the flag, clients cannot load adapters."""
     with running_server() as closed:
         answer = closed.admin("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/"})
         assert answer.status == 403
@@ -74,7 +74,7 @@ def test_adapters_come_from_operators_only() -> None:
 
 
 def test_an_engine_that_slept_answers_as_before(server: RunningServer) -> None:
-    """Sleep empties the cache, waking up brings answers back, and both are told."""
+    """Sleep frees the cache, waking up restores service, and both are reported."""
     before = text(server)
     wait_until(server.idle)
     assert server.admin("POST", "/sleep").status == 200
@@ -88,7 +88,7 @@ def test_an_engine_that_slept_answers_as_before(server: RunningServer) -> None:
 
 
 def test_a_running_request_can_be_deleted(server: RunningServer) -> None:
-    """DELETE ends it: its blocks are free, and its client is told, not left with half an answer."""
+    """DELETE ends a request: its blocks are freed, and its client gets an error."""
     answers: list[Any] = []
     body = {**GREEDY, "max_tokens": 8_000, "request_id": "long"}
     thread = threading.Thread(target=lambda: answers.append(server.post(COMPLETIONS, body)))
@@ -102,7 +102,7 @@ def test_a_running_request_can_be_deleted(server: RunningServer) -> None:
 
 
 def test_a_deleted_stream_ends_with_an_error(server: RunningServer) -> None:
-    """A stream that is deleted raises in the client."""
+    """A deleted stream raises an error in the client."""
     client = server.openai()
     extra = {"ignore_eos": True, "request_id": "stream"}
     stream = client.completions.create(
@@ -112,12 +112,12 @@ def test_a_deleted_stream_ends_with_an_error(server: RunningServer) -> None:
     assert server.http.request("DELETE", f"{server.url}/v1/requests/cmpl-stream").status == 200
     with pytest.raises(Exception, match="DELETE") as caught:
         list(stream)
-    assert not isinstance(caught.value, ConflictError)  # the status was sent long before
+    assert not isinstance(caught.value, ConflictError)  # the status was sent before
     wait_until(server.idle)
 
 
 def test_the_api_key_is_asked_for() -> None:
-    """Without the key nothing is answered but what probes and scrapers read; with it everything is."""
+    """Without the key only health, version, load and metrics are answered; with it, everything is."""
     with running_server(api_key="secret") as locked:
         for path in (COMPLETIONS, "/tokenize", "/nothing"):
             answer = locked.post(path, {"prompt": "x"})
@@ -144,7 +144,7 @@ ADMINISTRATION = [
 
 @pytest.mark.parametrize(("method", "path"), ADMINISTRATION)
 def test_the_serving_port_has_no_administration(server: RunningServer, method: str, path: str) -> None:
-    """Clients get 404 in OpenAI's form for administration and snapshots, however the path is dressed."""
+    """On the serving port administration and snapshots answer 404, however the path is encoded."""
     port = server.admin_url.rsplit(":", 1)[1]
     for dressed in (path, path + "?x=1", f"/{path}", path.replace("/", "/%2e/", 1)):
         answer = server.http.request(method, server.url + dressed, headers={"host": f"127.0.0.1:{port}"})
@@ -152,14 +152,14 @@ def test_the_serving_port_has_no_administration(server: RunningServer, method: s
 
 
 def test_both_ports_answer_probes_and_scrapers(server: RunningServer) -> None:
-    """Health, load, version and metrics, which tell nothing of prompts, are at either port."""
+    """Health, load, version and metrics, which reveal no prompts, are on both ports."""
     for path in ("/health", "/ping", "/load", "/version", "/metrics"):
         assert server.get(path).status == server.admin("GET", path).status == 200
     assert server.admin("POST", COMPLETIONS, {"prompt": "x"}).status == 404
 
 
 def test_administration_asks_for_its_token() -> None:
-    """Without the token, or with another, administration answers 401; probes and scrapers need none."""
+    """Without the right token administration answers 401; probes and scrapers need none."""
     with running_server(admin_token="secret", api_key="key") as guarded:
         for secret in (None, "Bearer key", "Bearer secre", "Bearer secret2", "secret", "Basic secret"):
             headers = {} if secret is None else {"authorization": secret}
@@ -174,7 +174,7 @@ def test_administration_asks_for_its_token() -> None:
 
 
 def test_a_stuck_engine_is_not_healthy(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that does not come back, with work to do, fails /health; once it comes back all is well."""
+    """/health fails while a step with work hangs, and recovers afterwards."""
     entered, go_on = threading.Event(), threading.Event()
     run = server.engine.executor.execute_model
 

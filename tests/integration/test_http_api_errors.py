@@ -1,4 +1,4 @@
-"""What the HTTP API answers to requests that are wrong, too large, or hostile."""
+"""The HTTP API's answers to invalid, too large and hostile requests."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ MESSAGES = [{"role": "user", "content": "x"}]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    """One server for all tests here, with a short context."""
+    """Provide one server with a short context for all tests of this module."""
     with running_server(max_model_len=CONTEXT_TOKENS) as running:
         yield running
 
 
 def error_of(answer: urllib3.BaseHTTPResponse) -> dict[str, Any]:
-    """The error in an OpenAI-shaped body, whose shape is checked."""
+    """Return the error of a body, after checking its format."""
     body = answer.json()
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}
@@ -113,7 +113,7 @@ def error_of(answer: urllib3.BaseHTTPResponse) -> dict[str, Any]:
 def test_wrong_requests_are_named(
     server: RunningServer, path: str, body: Any, status: int, param: str | None
 ) -> None:
-    """Each mistake has its status and an OpenAI-shaped error that names the field."""
+    """Each invalid request has its status and an OpenAI error that names the field."""
     answer = server.post(path, body)
     error = error_of(answer)
     assert (answer.status, error["param"]) == (status, param), error
@@ -121,21 +121,21 @@ def test_wrong_requests_are_named(
 
 @pytest.mark.parametrize("prompt", ["word " * 400, "x" * 3_000_000, [1] * CONTEXT_TOKENS])
 def test_a_prompt_longer_than_the_context(server: RunningServer, prompt: Any) -> None:
-    """The message tells the context's and the prompt's length, for text of any size and for ids."""
+    """The message states the lengths of context and prompt, for text of any size and for ids."""
     with pytest.raises(BadRequestError, match=f"maximum context length is {CONTEXT_TOKENS} tokens") as caught:
         server.openai().completions.create(model=MODEL, prompt=prompt, max_tokens=1)
     assert "your prompt contains" in str(caught.value)
 
 
 def test_a_chat_longer_than_the_context(server: RunningServer) -> None:
-    """Messages that are too long together are refused like a prompt."""
+    """Messages that exceed the context are rejected like a prompt."""
     messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "y" * 9_000}]}] * 20
     with pytest.raises(BadRequestError, match="maximum context length"):
         server.openai().chat.completions.create(model=MODEL, messages=messages)
 
 
 def test_a_body_over_the_cap(server: RunningServer) -> None:
-    """A larger body is refused with 413, and the server goes on."""
+    """A body above the limit is rejected with 413, and the server keeps serving."""
     answer = server.post(COMPLETIONS, b'{"prompt": "' + b"x" * (2 * MAX_BODY_BYTES) + b'"}')
     assert answer.status == 413
     assert str(MAX_BODY_BYTES) in error_of(answer)["message"]
@@ -143,7 +143,7 @@ def test_a_body_over_the_cap(server: RunningServer) -> None:
 
 
 def test_a_body_of_unknown_length_is_cut_off_while_it_comes(server: RunningServer) -> None:
-    """A chunked body that never ends gets its answer when the cap is reached, not after its end."""
+    """An endless chunked body is answered once the limit is reached."""
     connection = http.client.HTTPConnection("127.0.0.1", int(server.url.rsplit(":", 1)[1]), timeout=300)
     sent = 0
     try:
@@ -164,7 +164,7 @@ def test_a_body_of_unknown_length_is_cut_off_while_it_comes(server: RunningServe
 
 
 def test_headers_that_never_end_are_cut_off(server: RunningServer) -> None:
-    """A head beyond the cap is a 400 and a closed connection, whether one header or many."""
+    """A head above the limit gets 400 and a closed connection, with one header or many."""
     host, port = server.url.removeprefix("http://").split(":")
     for piece in (b"x" * 65_536, b"a: b\r\n" * 10_000):
         with socket.create_connection((host, int(port)), timeout=300) as connection:
@@ -177,7 +177,7 @@ def test_headers_that_never_end_are_cut_off(server: RunningServer) -> None:
 
 
 def test_a_head_that_stays_unfinished_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that stops in the middle of its first or a later head is hung up on."""
+    """The connection of a client that stops within a first or later head is closed."""
     monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 1)
     with running_server() as impatient:
         host, port = impatient.url.removeprefix("http://").split(":")
@@ -191,7 +191,7 @@ def test_a_head_that_stays_unfinished_is_given_up(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_not_http_gets_an_openai_shaped_error(server: RunningServer) -> None:
-    """Bytes that are no HTTP request are answered with a 400 in the shape of all other errors."""
+    """Bytes that are not HTTP are answered with 400 in the API's error format."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=300) as connection:
         connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
@@ -202,7 +202,7 @@ def test_what_is_not_http_gets_an_openai_shaped_error(server: RunningServer) -> 
 
 
 def test_a_full_queue_is_worth_a_retry() -> None:
-    """A request that finds the waiting queue full gets 503, and those that wait are served."""
+    """A request that finds the waiting queue full gets 503, and waiting requests are served."""
     with running_server(max_num_seqs=1, max_waiting=1) as small:
         client = small.openai()
         slow: dict[str, Any] = {"model": MODEL, "max_tokens": 4_000, "extra_body": {"ignore_eos": True}}
@@ -218,7 +218,7 @@ def test_a_full_queue_is_worth_a_retry() -> None:
 
 
 def test_an_error_after_the_first_token_is_an_event() -> None:
-    """A stream whose engine stops ends with an error event, not with silence."""
+    """A stream whose engine stops ends with an error event."""
     with running_server() as dying:
         body = {"prompt": "x", "max_tokens": 8_000, "ignore_eos": True, "stream": True}
         answer = dying.post(COMPLETIONS, body, preload_content=False)
@@ -317,7 +317,7 @@ GOOD = st.fixed_dictionaries(
 def test_no_body_breaks_the_server(
     server: RunningServer, path: str, good: dict[str, Any], broken: dict[str, Any]
 ) -> None:
-    """Any JSON object is answered with success or an OpenAI-shaped 4xx, never with a 5xx."""
+    """Any JSON object is answered with success or an OpenAI 4xx error, never 5xx."""
     answer = server.post(path, {**good, **broken, "max_tokens": 3})
     assert answer.status in (200, 400, 404), answer.data
     if answer.status != 200:
@@ -328,5 +328,5 @@ def test_no_body_breaks_the_server(
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
 @given(raw=st.binary(max_size=200))
 def test_no_bytes_break_the_server(server: RunningServer, raw: bytes) -> None:
-    """Any bytes at all are a 400 unless they happen to be a request."""
+    """Any bytes are answered with 400, unless they are a valid request."""
     assert server.post(CHAT, raw).status == 400

@@ -1,4 +1,4 @@
-"""What requests do to the engine's cache, told by its events: disconnects, second turns, resets."""
+"""Effects of requests on the engine's cache, observed by KV events: disconnects, turns, resets."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ END = b"\xff" * 8
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    """One server for all tests here."""
+    """Provide one server for all tests of this module."""
     with running_server() as running:
         yield running
 
 
 def replayed(client: zmq.Socket[bytes], start: int = 0) -> list[KVEventBatch]:
-    """All batches from a sequence number on."""
+    """Return all batches from a sequence number on."""
     client.send_multipart([b"", struct.pack(">Q", start)])
     batches = []
     while True:
@@ -43,7 +43,7 @@ def replayed(client: zmq.Socket[bytes], start: int = 0) -> list[KVEventBatch]:
 
 
 def resident(batches: list[KVEventBatch]) -> dict[tuple[int, ...], int]:
-    """Copies held of each block, by all tokens up to its end, as an indexer learns it from the events."""
+    """Return the copies of each block, keyed by all tokens up to its end, from the events."""
     chains: dict[Any, tuple[int, ...]] = {None: ()}
     copies: dict[tuple[int, ...], int] = {}
     for event in (event for batch in batches for event in batch.events):
@@ -63,7 +63,7 @@ def resident(batches: list[KVEventBatch]) -> dict[tuple[int, ...], int]:
 
 
 def cached_by_events(server: RunningServer, prompt: list[int]) -> int:
-    """Prompt tokens that the announced blocks cover; an engine always computes the last token."""
+    """Return the prompt tokens in announced blocks; an engine always computes the last token."""
     with subscription(server) as client:
         held = resident(replayed(client))
     end = 0
@@ -73,7 +73,7 @@ def cached_by_events(server: RunningServer, prompt: list[int]) -> int:
 
 
 def test_a_second_turn_is_cached_as_far_as_the_events_said(server: RunningServer) -> None:
-    """On each turn `cached_tokens` is exactly what the events announced before it, and grows."""
+    """On each turn `cached_tokens` equals what earlier events announced, and grows."""
     messages: list[Any] = [{"role": "system", "content": "You route requests by what caches hold. " * 4}]
     cached = []
     for turn in range(4):
@@ -91,7 +91,7 @@ def test_a_second_turn_is_cached_as_far_as_the_events_said(server: RunningServer
 
 
 def test_a_salt_separates_caches(server: RunningServer) -> None:
-    """The same prompt under another cache_salt finds nothing, under the same salt it does."""
+    """A prompt under another cache_salt hits nothing; under the same salt it hits."""
     prompt = [7] * 64
 
     def cached(salt: str | None) -> int:
@@ -103,7 +103,7 @@ def test_a_salt_separates_caches(server: RunningServer) -> None:
 
 
 def test_a_client_that_leaves_a_stream_frees_its_blocks(server: RunningServer) -> None:
-    """Closing an OpenAI stream in the middle ends the request in the engine."""
+    """Closing an OpenAI stream ends the request in the engine."""
     before = server.metric("vllm:generation_tokens_total")
     stream = server.openai().completions.create(
         model=MODEL, prompt="endless", max_tokens=8_000, stream=True, extra_body={"ignore_eos": True}
@@ -118,7 +118,7 @@ def test_a_client_that_leaves_a_stream_frees_its_blocks(server: RunningServer) -
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_while_waiting_frees_its_blocks(server: RunningServer, stream: bool) -> None:
-    """A connection cut before any byte of the answer was read ends the request too, also without stream."""
+    """A connection closed before the first byte of the answer ends the request, streamed or not."""
     body = msgspec.json.encode(
         {"prompt": "endless", "max_tokens": 8_000, "ignore_eos": True, "n": 3, "stream": stream}
     )
@@ -131,7 +131,7 @@ def test_a_client_that_leaves_while_waiting_frees_its_blocks(server: RunningServ
 
 
 def test_half_a_body_takes_nothing(server: RunningServer) -> None:
-    """A client that leaves in the middle of its body has started nothing, and others are served."""
+    """A client that disconnects within its body starts nothing, and others are served."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(
@@ -142,7 +142,7 @@ def test_half_a_body_takes_nothing(server: RunningServer) -> None:
 
 
 def test_a_reset_is_announced_at_once(server: RunningServer) -> None:
-    """Resetting the cache of an idle engine publishes AllBlocksCleared without waiting for a request."""
+    """Resetting the cache of an idle engine publishes AllBlocksCleared at once."""
     body = {"prompt": [9] * 40, "max_tokens": 1}
     server.post("/v1/completions", body)
     assert server.admin("POST", "/reset_prefix_cache").json() == {"success": True}
@@ -153,7 +153,7 @@ def test_a_reset_is_announced_at_once(server: RunningServer) -> None:
 
 
 def test_a_reset_waits_for_nobody(server: RunningServer) -> None:
-    """While a request holds blocks a reset is refused and nothing is announced."""
+    """While a request has blocks, a reset is rejected and publishes nothing."""
     stream = server.openai().completions.create(
         model=MODEL, prompt="busy", max_tokens=8_000, stream=True, extra_body={"ignore_eos": True}
     )

@@ -1,4 +1,4 @@
-"""One body, three answers: what the server renders, what it tokenizes and what the router predicts."""
+"""Render, tokenize and the router agree on the token ids of a request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COMPLETIONS = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    """One server for all tests here."""
+    """Provide one server for all tests of this module."""
     with running_server() as running:
         yield running
 
@@ -51,7 +51,7 @@ def server() -> Iterator[RunningServer]:
 def test_router_and_server_have_the_same_ids(
     server: RunningServer, path: str, kind: RequestKind, fields: dict[str, Any]
 ) -> None:
-    """For every form of prompt the router's own ids are those that the server renders, and counts in use."""
+    """For every form of prompt, the router's ids equal those that the server renders and counts."""
     body = {"model": MODEL, **fields}
     answer = server.post(f"{path}/render", body).json()
     rendered = [prompt["token_ids"] for prompt in (answer if isinstance(answer, list) else [answer])]
@@ -66,7 +66,7 @@ def test_router_and_server_have_the_same_ids(
 
 
 def test_what_is_rendered_is_checked(server: RunningServer) -> None:
-    """A render request is refused as the request itself would be."""
+    """A render request is rejected like the request itself."""
     answer = server.post("/v1/chat/completions/render", {"model": MODEL, "messages": "x"})
     assert (answer.status, answer.json()["error"]["param"]) == (400, "messages")
     answer = server.post("/v1/completions/render", {"model": "other", "prompt": "x"})

@@ -1,4 +1,4 @@
-"""What a request may ask of its tokens: log probabilities, penalties, biases, shapes."""
+"""Sampling options of requests: log probabilities, penalties, biases, structured outputs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SCHEMA: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    """One server for all tests here."""
+    """Provide one server for all tests of this module."""
     with running_server() as running:
         yield running
 
 
 def choice(server: RunningServer, **body: Any) -> dict[str, Any]:
-    """The only choice of a completion."""
+    """Return the only choice of a completion."""
     answer = server.post("/v1/completions", {**GREEDY, "prompt": "ask", "max_tokens": 12, **body})
     assert answer.status == 200, answer.data
     (only,) = answer.json()["choices"]
@@ -38,12 +38,12 @@ def choice(server: RunningServer, **body: Any) -> dict[str, Any]:
 
 
 def token_ids(server: RunningServer, text: str) -> list[int]:
-    """All ids that show as this text."""
+    """Return all ids that decode to this text."""
     return [id_ for id_ in range(server.tokenizer.vocab_size) if server.tokenizer.decode([id_]) == text]
 
 
 def test_a_completion_tells_log_probabilities(server: RunningServer) -> None:
-    """Greedy tokens are the best of their alternatives, and the offsets say where each stands in the text."""
+    """Greedy tokens have the best log probability, and offsets are their positions in the text."""
     said = choice(server, logprobs=3)
     told = said["logprobs"]
     assert len(told["tokens"]) == len(told["token_logprobs"]) == len(told["top_logprobs"]) == 12
@@ -55,7 +55,7 @@ def test_a_completion_tells_log_probabilities(server: RunningServer) -> None:
 
 
 def test_a_chat_tells_log_probabilities_as_openai_does(server: RunningServer) -> None:
-    """Every token has its bytes and the asked number of alternatives, streamed as in the whole answer."""
+    """Every token has its bytes and the requested number of alternatives, streamed or not."""
     options: dict[str, Any] = {
         "model": MODEL,
         "messages": MESSAGES,
@@ -81,7 +81,7 @@ def test_a_chat_tells_log_probabilities_as_openai_does(server: RunningServer) ->
 
 
 def test_log_probabilities_are_a_distribution(server: RunningServer) -> None:
-    """They are of the model's own distribution: temperature and bias do not change them."""
+    """Log probabilities are the model's own: temperature and bias do not change them."""
     plain = choice(server, max_tokens=1, logprobs=20)["logprobs"]["top_logprobs"][0]
     bent = choice(server, max_tokens=1, logprobs=20, temperature=2.0, top_k=1)["logprobs"]["top_logprobs"][0]
     assert bent == pytest.approx(plain)
@@ -89,7 +89,7 @@ def test_log_probabilities_are_a_distribution(server: RunningServer) -> None:
 
 
 def test_a_bias_decides(server: RunningServer) -> None:
-    """A token biased by 100 is chosen, one biased by -100 is not."""
+    """A token biased by 100 is chosen; one biased by -100 is not."""
     first = choice(server, max_tokens=1)["text"]
     ids = token_ids(server, first)
     assert choice(server, max_tokens=1, logit_bias={str(id_): -100 for id_ in ids})["text"] != first
@@ -97,7 +97,7 @@ def test_a_bias_decides(server: RunningServer) -> None:
 
 
 def test_only_allowed_tokens_come(server: RunningServer) -> None:
-    """With allowed_token_ids nothing else is ever chosen."""
+    """With allowed_token_ids no other token is chosen."""
     said = choice(server, allowed_token_ids=[300, 301], temperature=1.0, max_tokens=30, logprobs=0)
     allowed = {server.tokenizer.decode([300]), server.tokenizer.decode([301])}
     assert set(said["logprobs"]["tokens"]) == allowed
@@ -105,7 +105,7 @@ def test_only_allowed_tokens_come(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("penalty", [{"presence_penalty": 2.0}, {"frequency_penalty": 2.0}])
 def test_a_penalty_ends_a_repetition(server: RunningServer, penalty: dict[str, float]) -> None:
-    """A token that a bias brings again and again gives way once it is penalized for having come."""
+    """A token that a bias repeats is replaced once a presence penalty applies."""
     first = choice(server, max_tokens=1, logprobs=20)["logprobs"]["top_logprobs"][0]
     best, second = sorted(first.values(), reverse=True)[:2]
     (favourite,) = [text for text, logprob in first.items() if logprob == best]
@@ -121,7 +121,7 @@ def test_a_penalty_ends_a_repetition(server: RunningServer, penalty: dict[str, f
 
 
 def test_a_repetition_penalty_counts_the_prompt(server: RunningServer) -> None:
-    """A huge repetition penalty keeps the answer from using any token twice, or any of the prompt."""
+    """With a huge repetition penalty no token of the prompt or the answer is repeated."""
     ids = server.tokenizer.encode("the cache and the pod")
     tokens = choice(server, prompt=ids, max_tokens=40, repetition_penalty=1e6, logprobs=0)["logprobs"][
         "tokens"
@@ -131,7 +131,7 @@ def test_a_repetition_penalty_counts_the_prompt(server: RunningServer) -> None:
 
 
 def test_echo_puts_the_prompt_first(server: RunningServer) -> None:
-    """Echo shows prompt and answer, whole and streamed, for each of several choices."""
+    """Echo returns prompt and answer, whole and streamed, for each choice."""
     body = {"prompt": ["one two", "three"], "n": 2, "seed": 1, "temperature": 1.0, "max_tokens": 5}
     plain = server.post("/v1/completions", body).json()["choices"]
     echoed = server.post("/v1/completions", {**body, "echo": True}).json()["choices"]
@@ -147,7 +147,7 @@ def test_echo_puts_the_prompt_first(server: RunningServer) -> None:
 
 
 def test_a_stop_string_is_shown_on_demand(server: RunningServer) -> None:
-    """With include_stop_str_in_output the text ends with the stop string instead of before it."""
+    """With include_stop_str_in_output the text includes the stop string."""
     full = choice(server, max_tokens=40)["text"]
     stop = full[10:18]
     said = choice(server, max_tokens=40, stop=stop, include_stop_str_in_output=True)
@@ -155,7 +155,7 @@ def test_a_stop_string_is_shown_on_demand(server: RunningServer) -> None:
 
 
 def test_usage_can_come_with_every_chunk(server: RunningServer) -> None:
-    """continuous_usage_stats counts the tokens up, chunk by chunk."""
+    """continuous_usage_stats counts tokens chunk by chunk."""
     body = {"prompt": "x", "max_tokens": 5, "stream": True, "ignore_eos": True, "temperature": 0}
     options = {"include_usage": True, "continuous_usage_stats": True}
     raw = server.post("/v1/completions", {**body, "stream_options": options}).data
@@ -175,7 +175,7 @@ def test_usage_can_come_with_every_chunk(server: RunningServer) -> None:
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_an_answer_follows_its_schema(server: RunningServer, path: str, wish: dict[str, Any]) -> None:
-    """Random weights write what the schema says, at any temperature, in every copy, and end by themselves."""
+    """A schema binds random weights at any temperature and in every copy, and the answer ends by itself."""
     body = {"prompt": "x", "messages": MESSAGES, "n": 3, "seed": 4, "temperature": 1.5, "max_tokens": 400}
     answer = server.post(path, {**body, **wish}).json()
     for said in answer["choices"]:
@@ -187,7 +187,7 @@ def test_an_answer_follows_its_schema(server: RunningServer, path: str, wish: di
 
 
 def test_an_answer_follows_a_pattern_or_is_one_of_the_choices(server: RunningServer) -> None:
-    """A regex and a list of choices bind the answer, streamed too."""
+    """A regex or a list of choices binds the answer, streamed or not."""
     body: dict[str, Any] = {"prompt": "x", "max_tokens": 50, "temperature": 2.0, "ignore_eos": False}
     pattern = choice(server, **body, structured_outputs={"regex": "[a-c]{3}-[0-9]{2}"})["text"]
     assert re.fullmatch("[a-c]{3}-[0-9]{2}", pattern)
@@ -200,7 +200,7 @@ def test_an_answer_follows_a_pattern_or_is_one_of_the_choices(server: RunningSer
 
 
 def test_a_json_object_is_one(server: RunningServer) -> None:
-    """The answer in JSON mode is the beginning of an object, or a whole one."""
+    """JSON mode gives an object, or the beginning of one."""
     said = choice(server, response_format={"type": "json_object"}, ignore_eos=False, max_tokens=30)
     assert said["text"].startswith("{")
     if said["finish_reason"] == "stop":
@@ -208,11 +208,11 @@ def test_a_json_object_is_one(server: RunningServer) -> None:
 
 
 def test_a_pattern_that_proves_too_complex_is_an_error(server: RunningServer) -> None:
-    """An answer whose shape had to be given up is not passed off as one that kept it."""
+    """An answer whose grammar failed is an error."""
     body = {"prompt": "x", "max_tokens": 50, "structured_outputs": {"regex": "a{100000000}"}}
     answer = server.post("/v1/completions", body)
     assert answer.status in (400, 500)
     assert (
         "structured_outputs" in answer.json()["error"]["message"]
-        or "shape" in answer.json()["error"]["message"]
+        or "structured output" in answer.json()["error"]["message"]
     )

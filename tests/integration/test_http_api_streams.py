@@ -1,4 +1,4 @@
-"""Streams on the wire: slow readers, connections that are used again, requests that do not wait."""
+"""Streams on the wire: slow readers, reused connections, pipelined requests."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ SMALL_BYTES = 4096
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    """One server for all tests here."""
+    """Provide one server for all tests of this module."""
     with running_server() as running:
         yield running
 
 
 def body(tokens: int, **fields: object) -> bytes:
-    """A streamed chat of this many tokens."""
+    """Return a streamed chat request with this many tokens."""
     asked = {"messages": [{"role": "user", "content": "go"}], "max_tokens": tokens, "temperature": 0}
     return msgspec.json.encode({**asked, "ignore_eos": True, "stream": True, **fields})
 
 
 def head(raw: bytes) -> bytes:
-    """What stands before this body."""
+    """Return the request head of this body."""
     return (
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n"
         b"content-length: %d\r\n\r\n" % len(raw)
@@ -43,7 +43,7 @@ def head(raw: bytes) -> bytes:
 
 
 def connect(server: RunningServer, receive_bytes: int | None = None) -> socket.socket:
-    """A bare connection, with a small window if asked for."""
+    """Return a raw connection, optionally with a small receive window."""
     connection = socket.socket()
     connection.settimeout(DEADLINE_S)
     if receive_bytes is not None:
@@ -53,7 +53,7 @@ def connect(server: RunningServer, receive_bytes: int | None = None) -> socket.s
 
 
 def answer(connection: socket.socket) -> bytes:
-    """The next answer's body."""
+    """Return the body of the next response."""
     response = http.client.HTTPResponse(connection)
     response.begin()
     assert response.status == 200
@@ -61,21 +61,21 @@ def answer(connection: socket.socket) -> bytes:
 
 
 def chunks(events: bytes) -> list[Any]:
-    """What a whole stream says."""
+    """Return the events of a whole stream."""
     *pieces, done, rest = events.split(b"\n\n")
     assert (done, rest) == (b"data: [DONE]", b"")
     return [json.loads(piece.removeprefix(b"data: ")) for piece in pieces]
 
 
 def said(events: bytes) -> str:
-    """The text of a whole stream."""
+    """Return the text of a whole stream."""
     choices = [choice for chunk in chunks(events) for choice in chunk["choices"]]
     return "".join(choice["delta"].get("content", "") for choice in choices)
 
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[ModelServerProtocol]:
-    """The connections that did not keep up; the kernel takes next to nothing off the server's hands."""
+    """Return a list of the connections whose writes paused; kernel buffers are small."""
     paused = []
 
     def connection_made(protocol: ModelServerProtocol, transport: asyncio.Transport) -> None:
@@ -95,7 +95,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[ModelServerProtocol]:
 def test_a_client_that_reads_late_gets_every_token(
     server: RunningServer, pauses: list[ModelServerProtocol]
 ) -> None:
-    """While nobody reads the engine ends its work; then all that was held comes, in order and once."""
+    """While nobody reads, the engine finishes; then all buffered events arrive in order, once."""
     raw = body(LONG_TOKENS, logprobs=True)
     with connect(server, SMALL_BYTES) as connection:
         connection.sendall(head(raw) + raw)
@@ -112,7 +112,7 @@ def test_a_client_that_reads_late_gets_every_token(
 
 
 def test_a_slow_reader_can_leave(server: RunningServer, pauses: list[ModelServerProtocol]) -> None:
-    """A client that hangs up on a stream it does not read ends its request."""
+    """A client that closes an unread stream ends its request."""
     before = server.engine.stats().generated_tokens
     raw = body(8_000)
     with connect(server, SMALL_BYTES) as connection:
@@ -123,7 +123,7 @@ def test_a_slow_reader_can_leave(server: RunningServer, pauses: list[ModelServer
 
 
 def test_a_connection_carries_one_stream_after_the_other(server: RunningServer) -> None:
-    """After a stream's end the same connection serves the next request."""
+    """After the end of a stream, the connection serves the next request."""
     with connect(server) as connection:
         texts = []
         for _ in range(3):
@@ -135,7 +135,7 @@ def test_a_connection_carries_one_stream_after_the_other(server: RunningServer) 
 
 
 def test_pipelined_streams_are_answered_in_turn(server: RunningServer) -> None:
-    """Requests that are sent before the first is answered get whole streams, in their order."""
+    """Pipelined requests get whole streams in order."""
     lengths = [30, 3, 12]
     raws = [body(tokens, stream_options={"include_usage": True}) for tokens in lengths]
     received = b""
@@ -148,7 +148,7 @@ def test_pipelined_streams_are_answered_in_turn(server: RunningServer) -> None:
 
 
 def test_a_stream_for_head_is_refused(server: RunningServer) -> None:
-    """HEAD has no body to stream: the route takes POST alone, and the connection stays usable."""
+    """HEAD is rejected on a POST route, and the connection stays usable."""
     port = int(server.url.rsplit(":", 1)[1])
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
     try:

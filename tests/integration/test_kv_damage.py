@@ -1,4 +1,4 @@
-"""The engine answers from its KV cache and nothing else: damage there shows in the very next token."""
+"""Damage to the KV cache shows in the next token: the engine reads nothing else."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.unit.model_support import save_reference, text_of
 PROMPT_TOKENS = 41
 ANSWER_TOKENS = 8
 BLOCK_TOKENS = 4
-# Within every window: the last full block of the prompt.
+# The last full block of the prompt, inside every window.
 BLOCK_INDEX = PROMPT_TOKENS // BLOCK_TOKENS - 1
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("llama", {}),
@@ -33,7 +33,7 @@ def _one_thread() -> None:
 
 
 def corrupt(engine: EngineCore, request: Request, kind: int) -> None:
-    """Turn round the keys (0) or values (1) of one token in one layer, all heads."""
+    """Negate the keys (0) or values (1) of one token in one layer, all heads."""
     content = engine.executor.runner.attention.block_tensors()[0]
     plane = kind * (len(content) // 2)
     row = content[plane, request.block_ids[0][BLOCK_INDEX], :, 1]
@@ -42,7 +42,7 @@ def corrupt(engine: EngineCore, request: Request, kind: int) -> None:
 
 
 def drop(engine: EngineCore, request: Request, group: int) -> None:
-    """Have the request read a block that nobody has written where one of its own belongs."""
+    """Replace one of the request's blocks by a block that was never written."""
     used = {block for table in request.block_ids for block in table}
     unused = next(block for block in range(engine.stats().total_blocks) if block not in used)
     request.block_tables[group].block_ids[BLOCK_INDEX] = unused
@@ -57,7 +57,7 @@ DAMAGES: dict[str, Damage] = {
 
 
 def new_engine(directory: Path, name: str, kv_cache_dtype: str) -> EngineCore:
-    """Make a small engine."""
+    """Return a small engine."""
     architecture, changes = MODELS[name]
     if not (directory / "config.json").exists():
         save_reference(directory, architecture, **changes)
@@ -75,10 +75,10 @@ def new_engine(directory: Path, name: str, kv_cache_dtype: str) -> EngineCore:
 def answer(
     engine: EngineCore, request_id: str, damage: Damage | None = None, after: int = 3
 ) -> tuple[list[TokenLogprobs], int]:
-    """Generate an answer, doing the damage after some tokens.
+    """Generate tokens, applying the damage after some of them.
 
     Returns:
-        The log probabilities of each token, and how many prompt tokens came from the cache.
+        The log probabilities of each token, and the number of cached prompt tokens.
     """
     outputs: list[EngineCoreOutput] = []
     sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True, logprobs=5)
@@ -93,7 +93,7 @@ def answer(
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", MODELS)
 def test_damage_shows_in_the_next_token(tmp_path: Path, name: str, damage: str, kv_cache_dtype: str) -> None:
-    """One wrong or missing entry of a running request changes what the next token is chosen from."""
+    """One wrong or missing KV entry of a running request changes its next token's log probabilities."""
     want, _ = answer(new_engine(tmp_path, name, kv_cache_dtype), "undamaged")
     again, _ = answer(new_engine(tmp_path, name, kv_cache_dtype), "undamaged")
     assert again == want, "not even repeatable without damage"
@@ -104,14 +104,14 @@ def test_damage_shows_in_the_next_token(tmp_path: Path, name: str, damage: str, 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("name", MODELS)
-def test_damage_in_a_cached_prefix_shows_in_who_reuses_it(
+def test_damage_in_a_cached_prefix_shows_in_later_hits(
     tmp_path: Path, name: str, kv_cache_dtype: str
 ) -> None:
-    """A later request with the same prefix reads those very entries: a wrong one changes its first token."""
+    """A wrong KV entry in a cached prefix changes the first token of a later request that hits it."""
     firsts = []
     for damage in (None, None, DAMAGES["a wrong value"]):
         engine = new_engine(tmp_path, name, kv_cache_dtype)
-        # After the last token but one: what it changes of the first answer is none of this test's business.
+        # Late in the first answer, whose own change is not checked here.
         answer(engine, "first", damage, after=ANSWER_TOKENS - 1)
         reused, cached_tokens = answer(engine, "second")
         assert cached_tokens == PROMPT_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS

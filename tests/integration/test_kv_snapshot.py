@@ -1,4 +1,4 @@
-"""Snapshots of a real engine under load: with the events behind them they are the state, at any time."""
+"""Snapshots of a real engine under load: snapshot plus later events equal the full event history."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ POD = "10.0.0.1:8000"
 
 @pytest.fixture
 def server() -> Iterator[RunningServer]:
-    """A server with so few blocks that it evicts all the time."""
+    """Yield a server with so few blocks that it evicts continuously."""
     with running_server(gpu_blocks=48, max_model_len=512) as running:
         yield running
 
 
 @contextmanager
 def load(server: RunningServer) -> Iterator[list[list[int]]]:
-    """Prompts with shared beginnings, sent by several clients until the block ends; they are yielded."""
+    """Send prompts with shared prefixes from several clients until the block exits; yield the prompts."""
     stopping = threading.Event()
     prompts: list[list[int]] = []
 
@@ -64,7 +64,7 @@ def load(server: RunningServer) -> Iterator[list[list[int]]]:
 
 
 def snapshot(server: RunningServer) -> Snapshot:
-    """What the server tells of its cache."""
+    """Return the server's snapshot."""
     response = server.admin("GET", "/kv_events/snapshot")
     assert (response.status, response.headers["content-type"]) == (200, "application/msgpack")
     told = read_snapshot(response.data)
@@ -73,12 +73,12 @@ def snapshot(server: RunningServer) -> Snapshot:
 
 
 def batches(told: Snapshot) -> list[KVEventBatch]:
-    """The snapshot's batches."""
+    """Return the snapshot's batches."""
     return [msgspec.msgpack.decode(payload, type=KVEventBatch) for payload in told.batches]
 
 
-def test_a_snapshot_is_what_all_events_before_it_made(server: RunningServer) -> None:
-    """Taken in the middle of the work, each is exactly what whoever heard every batch so far holds."""
+def test_snapshot_equals_all_events_before_it(server: RunningServer) -> None:
+    """Each snapshot taken under load equals the view built from all batches before it."""
     taken: list[Snapshot] = []
     with load(server):
         for _ in range(12):
@@ -95,12 +95,12 @@ def test_a_snapshot_is_what_all_events_before_it_made(server: RunningServer) -> 
 
 
 def held(history: list[KVEventBatch]) -> dict[tuple[int, ...], int]:
-    """Copies of each block that has any."""
+    """Return the number of copies of each cached block."""
     return {chain: copies for chain, copies in resident(history).items() if copies}
 
 
-def test_a_late_indexer_with_a_snapshot_knows_what_one_knows_that_heard_all(server: RunningServer) -> None:
-    """Without any replay, a late start is exact at once, and stays the same as a view from the start."""
+def test_late_index_from_a_snapshot_equals_one_with_all_events(server: RunningServer) -> None:
+    """An index started late from a snapshot, without replay, equals one that received all events."""
     config = server.publisher.config
     events = "tcp://127.0.0.1:" + config.endpoint.rsplit(":", 1)[1]
     url = server.admin_url + "/kv_events/snapshot"
@@ -133,7 +133,7 @@ def test_a_late_indexer_with_a_snapshot_knows_what_one_knows_that_heard_all(serv
 
 
 def test_a_snapshot_is_followed_with_the_servers_token(tmp_path: Path) -> None:
-    """A router's index with the token is EXACT from the snapshot; without it there is no view to build."""
+    """With the server's token the router's stream is EXACT from the snapshot; without it there is no view."""
     secret = tmp_path / "token"
     secret.write_text("s3cret\n")
     with running_server(admin_token="s3cret") as server:

@@ -1,4 +1,4 @@
-"""`python -m model_server` as a process: start, stop, what it says, and what it leaves behind."""
+"""`python -m model_server` as a process: start, stop, logs and exit status."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 def started(
     tmp_path: Path, *flags: str, deadline_s: float = DEADLINE_S
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A model server process that is ready, with its URL."""
+    """Run a model server until it is ready; yield its process and URL."""
     log = tmp_path / "log"
     with log.open("wb") as stderr:
         process = subprocess.Popen([*COMMAND, *FREE, *flags], stderr=stderr, env=ENVIRONMENT)
     try:
         wait_until(lambda: process.poll() is not None or "ready:" in log.read_text(), deadline_s)
-        ready = re.search(r"ready: (\S+)", log.read_text())
+        ready = re.search(r"ready: url=(\S+)", log.read_text())
         assert ready is not None, log.read_text()
         yield process, ready[1]
     finally:
@@ -41,13 +41,13 @@ def started(
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
-    """A model server process that ends by itself."""
+    """Run a model server that exits by itself."""
     return subprocess.run([*COMMAND, *flags], capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
 
 
 @pytest.fixture(scope="module")
 def idle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """The URL and the log of a server with a small pool, which Ctrl-C ends with exit code 0."""
+    """Provide URL and log of a server with a small pool, which SIGINT ends with status 0."""
     directory = tmp_path_factory.mktemp("idle")
     with started(directory, "--num-gpu-blocks", "128", "--max-model-len", "512") as (process, url):
         yield url, directory / "log"
@@ -56,7 +56,7 @@ def idle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]
 
 
 def test_a_signal_in_the_middle_of_a_stream(tmp_path: Path) -> None:
-    """SIGTERM ends a running stream with an error event within seconds; exit code 0, no traceback."""
+    """SIGTERM ends a running stream with an error event within seconds, with exit status 0."""
     with started(tmp_path) as (process, url):
         body = {"prompt": "x", "max_tokens": 8_000, "ignore_eos": True, "stream": True}
         answer = urllib3.request("POST", f"{url}/v1/completions", json=body, preload_content=False)
@@ -73,7 +73,7 @@ def test_a_signal_in_the_middle_of_a_stream(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_loading(number: signal.Signals, tmp_path: Path) -> None:
-    """A signal in the middle of loading the libraries ends the process at once, quietly, with code 0."""
+    """A signal during imports ends the process at once with status 0."""
     log = tmp_path / "log"
     with log.open("wb") as stderr, subprocess.Popen([*COMMAND, *FREE], stderr=stderr) as process:
         maps = Path(f"/proc/{process.pid}/maps")
@@ -84,7 +84,7 @@ def test_a_signal_while_loading(number: signal.Signals, tmp_path: Path) -> None:
 
 
 def test_a_stranger_cannot_fill_the_log(idle: tuple[str, Path]) -> None:
-    """Requests that are no HTTP, or ask for a web socket, are answered without a line each."""
+    """Invalid HTTP and web socket requests are answered without log lines."""
     url, log = idle
     upgrade = b"GET /health HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n"
     lines = log.read_text()
@@ -97,16 +97,16 @@ def test_a_stranger_cannot_fill_the_log(idle: tuple[str, Path]) -> None:
 
 
 def test_it_says_what_pool_it_got(idle: tuple[str, Path]) -> None:
-    """The log has the pool's size, the concurrency it allows, and the URL, in one line each."""
+    """The log has pool size, concurrency and URL, in one line each."""
     url, path = idle
     assert urllib3.request("GET", f"{url}/health").status == 200
     log = path.read_text()
     assert "CPU KV cache size: 2,048 tokens, Maximum concurrency for 512 tokens per request: 4.00x" in log
-    assert "KV pool: 128 blocks of 16 tokens, 4.19 MB, 2,048 bytes a token; 4 sequences of 512 tokens" in log
+    assert "KV pool: 128 blocks of 16 tokens, 4.19 MB, 2,048 bytes per token; 4 concurrent sequences" in log
 
 
 def test_a_port_in_use_is_one_line() -> None:
-    """A taken HTTP port stops the start before the model is loaded, with the address and exit code 1."""
+    """An HTTP port in use stops the start before the model is loaded, with exit status 1."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = run(*FREE, "--port", str(port))
@@ -117,7 +117,7 @@ def test_a_port_in_use_is_one_line() -> None:
 
 
 def test_an_events_port_in_use_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    """A taken ZMQ port does the same."""
+    """A ZMQ port in use stops the start."""
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
         assert exit_code(*FREE, "--kv-events-endpoint", f"tcp://*:{port}") == 1
@@ -127,7 +127,7 @@ def test_an_events_port_in_use_is_one_line(capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_a_missing_model_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A directory that is no checkpoint is named."""
+    """A directory that is not a checkpoint is reported by name."""
     assert exit_code(*FREE, "--model", str(tmp_path / "nothing")) == 1
     told = capfd.readouterr().err
     assert len(told.splitlines()) == 1
@@ -135,7 +135,7 @@ def test_a_missing_model_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 
 def test_a_pool_too_small_for_the_context_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    """A context that the pool cannot hold is a wrong setting: exit code 2."""
+    """A context that exceeds the pool is a configuration error with exit status 2."""
     flags = [*FREE, "--num-gpu-blocks", "4", "--max-model-len", "512", "--log-level", "error"]
     assert exit_code(*flags) == 2
     told = capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""The whole product behind a real Envoy, as its users meet it."""
+"""The local stack behind Envoy, used by OpenAI's client."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ BLOCK_TOKENS = 16
 
 @pytest.fixture(scope="module", params=[("check_grpc", "skip"), ("ext_proc", "skip"), ("ext_proc", "full")])
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    """Two model servers, the router and Envoy, with each door and response mode."""
+    """Provide two model servers, the router and Envoy, with each protocol and response mode."""
     door, responses = request.param
     with running_stack(tmp_path_factory.mktemp("stack"), door=door, responses=responses) as running:
         yield running
 
 
 def say(client: OpenAI, messages: list[dict[str, str]], **options: Any) -> tuple[Any, Any]:
-    """Sends one chat; returns the raw response (for its headers) and the parsed completion."""
+    """Send one chat; return the raw response and the parsed completion."""
     settings: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": 24, "temperature": 0}
     raw = client.chat.completions.with_raw_response.create(**{**settings, **options})
     return raw, raw.parse()
 
 
 def test_a_conversation_stays_with_the_pod_that_remembers_it(stack: RunningStack) -> None:
-    """Every further turn goes to the first turn's pod, and what was predicted to be cached is delivered."""
+    """Every turn goes to the first turn's pod, and predicted cached tokens equal the delivered ones."""
     messages = demo.first_messages()
     pods = []
     for turn, question in enumerate(demo.QUESTIONS):
@@ -57,9 +57,9 @@ def test_a_conversation_stays_with_the_pod_that_remembers_it(stack: RunningStack
 
 
 def test_a_burst_with_one_system_prompt_spreads_by_cost(stack: RunningStack) -> None:
-    """Sixteen requests at once with a shared beginning use both pods, and most find that beginning cached."""
+    """Sixteen concurrent requests with a shared prefix use both pods, and most hit the cache."""
     settle(stack)
-    # One after the other they would rightly go where the beginning is; clients take their time to be made.
+    # Sequential requests would all go to the pod with the prefix, so start them at the same time.
     clients, ready = [stack.openai() for _ in range(16)], Barrier(16)
 
     def ask(number: int) -> tuple[Any, Any]:
@@ -77,7 +77,7 @@ def test_a_burst_with_one_system_prompt_spreads_by_cost(stack: RunningStack) -> 
 
 
 def test_streams_arrive_whole_with_64_clients(stack: RunningStack) -> None:
-    """No streamed response is cut, in either response mode: each ends with its usage and all its tokens."""
+    """No streamed response is truncated: each ends with its usage and all its tokens."""
 
     def read(number: int) -> int:
         stream = stack.openai(max_retries=0).chat.completions.create(
@@ -97,7 +97,7 @@ def test_streams_arrive_whole_with_64_clients(stack: RunningStack) -> None:
 
 
 def test_a_client_that_leaves_frees_its_blocks(stack: RunningStack) -> None:
-    """After a disconnect in mid-stream no request runs, no block is held, and the ledger is empty."""
+    """After a disconnect within a stream, no request runs, no block is in use, and the ledger is empty."""
     stream = stack.openai().completions.create(
         model=MODEL, prompt="Go on and on", max_tokens=7000, stream=True, extra_body={"ignore_eos": True}
     )
@@ -109,19 +109,19 @@ def test_a_client_that_leaves_frees_its_blocks(stack: RunningStack) -> None:
 
 
 def test_models_are_listed_through_the_gateway(stack: RunningStack) -> None:
-    """A request without a body is routed too."""
+    """A request without a body is routed."""
     assert [model.id for model in stack.openai().models.list()] == [MODEL]
 
 
 def test_an_unknown_model_is_an_openai_error(stack: RunningStack) -> None:
-    """The OpenAI client understands the refusal."""
+    """OpenAI's client understands the rejection."""
     with pytest.raises(NotFoundError) as caught:
         stack.openai(max_retries=0).completions.create(model="no-such-model", prompt="Hello")
     assert "no-such-model" in str(caught.value)
 
 
 def test_a_prompt_beyond_the_context_is_an_openai_error(stack: RunningStack) -> None:
-    """The model server's refusal reaches the client with its numbers."""
+    """The model server's rejection reaches the client with its numbers."""
     with pytest.raises(APIStatusError) as caught:
         stack.openai(max_retries=0).completions.create(model=MODEL, prompt=[5] * 9000)
     assert caught.value.status_code == 400
@@ -143,7 +143,7 @@ def test_a_prompt_beyond_the_context_is_an_openai_error(stack: RunningStack) -> 
     ids=["cut", "bytes", "array", "model", "no-prompt", "prompt", "max-tokens", "10-MB"],
 )
 def test_bad_bodies_are_openai_errors(stack: RunningStack, body: bytes, statuses: set[int]) -> None:
-    """Each bad body gets an OpenAI-shaped 4xx, and the next good request is served."""
+    """Each invalid body gets an OpenAI 4xx error, and the next valid request is served."""
     response = urllib3.request(
         "POST",
         f"{stack.plan.gateway_url}/v1/completions",
@@ -160,7 +160,7 @@ def test_bad_bodies_are_openai_errors(stack: RunningStack, body: bytes, statuses
 
 
 def settle(stack: RunningStack) -> None:
-    """Waits until no request runs anywhere and the router knows it, and what became of the caches."""
+    """Wait until no request runs and the router has received all events."""
     for url in stack.plan.pod_urls.values():
         wait_until("the pods are idle", lambda: stack.metric("vllm:num_requests_running", url) == 0)  # noqa: B023
     wait_until("the ledger is empty", lambda: stack.metric("llm_d_epp_request_running") == 0)

@@ -1,4 +1,4 @@
-"""What happens to the stack's users when a model server dies, comes back, or talks nonsense."""
+"""Effects on clients when a model server dies, restarts, or sends invalid events."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MODEL = "kvroute-tiny"
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
-    """A stack for these tests alone: they break it."""
+    """Provide a stack for these tests only, because they break it."""
     with running_stack(tmp_path_factory.mktemp("stack")) as running:
         yield running
 
 
 @pytest.fixture
 def stack(running: RunningStack) -> Iterator[RunningStack]:
-    """The stack, and afterwards whole again: all pods are back, empty and idle."""
+    """Provide the stack, and restore it afterwards: all pods are up, empty and idle."""
     declared = (running.directory / "pods.yaml").read_text()
     yield running
     (running.directory / "pods.yaml").write_text(declared)
@@ -43,7 +43,7 @@ def stack(running: RunningStack) -> Iterator[RunningStack]:
 
 
 class Load:
-    """Clients that send one request after the other until they are told to stop."""
+    """Clients that send sequential requests until they are stopped."""
 
     def __init__(self, stack: RunningStack, clients: int) -> None:
         self._stack = stack
@@ -82,7 +82,7 @@ class Load:
 
 
 def test_a_killed_pod_is_left_at_once_and_used_again_when_it_is_back(stack: RunningStack) -> None:
-    """Under load: no request hangs, the others serve on, and the restarted pod is given requests again."""
+    """When a pod dies under load, no request hangs, other pods serve, and the restarted pod is used."""
     victim = next(iter(stack.plan.pod_urls))
     dead = stack.child_of(victim).process
     with Load(stack, clients=4) as load:
@@ -101,7 +101,7 @@ def test_a_killed_pod_is_left_at_once_and_used_again_when_it_is_back(stack: Runn
 
 
 def test_a_restarted_pod_owes_nothing_to_its_old_life(stack: RunningStack) -> None:
-    """What the old process had cached is not predicted after a restart, even before any event."""
+    """After a restart, blocks of the old process are not predicted, even before any event."""
     messages = [*demo.first_messages(), {"role": "user", "content": "Hello"}]
     ask = stack.openai().chat.completions.with_raw_response
     first = ask.create(model=MODEL, messages=messages, max_tokens=4)
@@ -118,7 +118,7 @@ def test_a_restarted_pod_owes_nothing_to_its_old_life(stack: RunningStack) -> No
 
 
 def test_without_any_pod_a_request_is_refused_at_once(stack: RunningStack) -> None:
-    """When all pods are dead the client gets a 503 with an OpenAI error, and no request waits."""
+    """If all pods are down, the client gets 503 with an OpenAI error, and no request waits."""
     for pod in stack.plan.pod_urls:
         child = stack.child_of(pod)
         os.kill(child.process.pid, signal.SIGKILL)
@@ -132,7 +132,7 @@ def test_without_any_pod_a_request_is_refused_at_once(stack: RunningStack) -> No
 
 
 def test_a_pod_that_publishes_garbage_disturbs_nobody(stack: RunningStack) -> None:
-    """Its frames are counted and dropped, and the other pods' predictions stay exact."""
+    """Invalid frames are counted and dropped, and predictions of other pods stay exact."""
     with zmq.Context() as context, context.socket(zmq.PUB) as rogue:
         rogue.linger = 0
         port = rogue.bind_to_random_port("tcp://127.0.0.1")
@@ -174,7 +174,7 @@ def test_a_pod_that_publishes_garbage_disturbs_nobody(stack: RunningStack) -> No
 
 
 def _all_run(stack: RunningStack) -> bool:
-    """Have what died started again, the later the more often it did; tell whether all processes run."""
+    """Restart exited processes that are due; return whether all processes run."""
     stack.supervisor.check()
     return all(child.process.poll() is None for child in stack.supervisor.children)
 
@@ -186,5 +186,5 @@ def _pods(stack: RunningStack) -> list[dict[str, Any]]:
 
 
 def _is_asked_in_vain(pod: dict[str, Any]) -> bool:
-    # Before that it may only be silent, and worth a try.
+    # Before its first probe a silent pod may still get requests.
     return str(pod["why_not"]).startswith("/health: ")

@@ -1,4 +1,4 @@
-"""An engine of two processes gives the answers of one, and neither outlives the other."""
+"""An engine on two ranks: the same outputs as on one, and no process outlives the other."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")),
 ]
-DEADLINE_S = 300.0  # the libraries are loaded twice, one process after the other
+DEADLINE_S = 300.0  # two processes load the libraries one after the other
 TWO = ("--tensor-parallel-size", "2", "--torch-threads", "1")
 
 
@@ -46,7 +46,7 @@ def _one_thread() -> None:
 
 @contextmanager
 def engine_of(config: EngineConfig, size: int, events: EventLog | None = None) -> Iterator[EngineCore]:
-    """An engine of so many processes."""
+    """Yield an engine with this many ranks."""
     engine = build_engine(
         replace(config, tensor_parallel_size=size, torch_threads=1), EventLog() if events is None else events
     )
@@ -57,7 +57,7 @@ def engine_of(config: EngineConfig, size: int, events: EventLog | None = None) -
 
 
 def answers(engine: EngineCore, requests: list[EngineCoreRequest]) -> Outputs:
-    """Run requests together to their ends."""
+    """Run requests together and return their outputs."""
     outputs = Outputs()
     for item in requests:
         engine.add_request(item, outputs)
@@ -67,9 +67,9 @@ def answers(engine: EngineCore, requests: list[EngineCoreRequest]) -> Outputs:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_answers_equal_transformers(tmp_path: Path, name: str) -> None:
-    """Chunked, batched, preempted and from cached blocks, two ranks' greedy answers are transformers'.
+    """On two ranks, greedy outputs equal those of transformers: chunked, batched, preempted and cached.
 
-    So are the log probabilities of the best tokens, but for the order of sums.
+    Log probabilities are equal up to the order of summation.
     """
     architecture, changes = SHAPES[name]
     reference = save_reference(tmp_path, architecture, **changes)
@@ -114,7 +114,7 @@ def test_answers_equal_transformers(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_tiers_and_aborts_work_on_all_ranks(device: str, kv_cache_dtype: str) -> None:
-    """Swapped, restored, copied, aborted and woken from sleep, two ranks generate what one does."""
+    """Swaps, restores, aborts and sleep on two ranks give the same outputs as on one."""
     config = EngineConfig(
         device=device,
         kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ def test_tiers_and_aborts_work_on_all_ranks(device: str, kv_cache_dtype: str) ->
 
 
 def test_adapters_are_loaded_on_all_ranks(tmp_path: Path) -> None:
-    """Each request gets its own adapter, after a reload the new one; one that does not fit is refused."""
+    """Each request uses its own adapter on all ranks, after a reload the new one; a misfit is rejected."""
     base = save_reference(tmp_path / "base")
     directories = {
         name: save_adapter(tmp_path / name, base, seed=seed) for seed, name in enumerate(("a", "b"))
@@ -187,7 +187,7 @@ def test_adapters_are_loaded_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_a_lost_rank_is_noticed_without_requests() -> None:
-    """When a process is killed the engine is not healthy and takes nothing more, also if it was idle."""
+    """Killing a worker process makes even an idle engine unhealthy, and new requests are rejected."""
     engine = build_engine(EngineConfig(tensor_parallel_size=2, torch_threads=1), EventLog())
     others = set(threading.enumerate())
     engine.start()
@@ -201,8 +201,8 @@ def test_a_lost_rank_is_noticed_without_requests() -> None:
     engine.close()
 
 
-def test_start_up_errors_of_a_rank_are_the_servers_own(tmp_path: Path) -> None:
-    """What another rank cannot load, and that it ended before it was ready, is told by rank 0."""
+def test_rank_0_reports_load_errors_of_other_ranks(tmp_path: Path) -> None:
+    """Rank 0 reports another rank's load error, or its early exit."""
     workers = WorkerProcesses(1, on_loss=lambda: None)
     try:
         workers.start([Start(EngineConfig(model=str(tmp_path / "nowhere")), Division(1, 2), 30)])
@@ -214,15 +214,15 @@ def test_start_up_errors_of_a_rank_are_the_servers_own(tmp_path: Path) -> None:
         workers.close()
 
 
-def test_a_model_that_does_not_divide_is_refused() -> None:
-    """The error names what could be used, and no process is left."""
+def test_model_that_cannot_be_split_is_rejected() -> None:
+    """A model that cannot be split names the possible sizes and leaves no process."""
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3.*use one of 1, 2, 4, 8"):
         build_engine(EngineConfig(tensor_parallel_size=3, torch_threads=1), EventLog())
     assert children(os.getpid()) == []
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes of other ranks that a process has started and that have not ended."""
+    """Return the running worker processes of a process."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -236,7 +236,7 @@ def children(pid: int) -> list[int]:
 
 
 def gone(pid: int) -> bool:
-    """Tell whether a process has ended."""
+    """Return whether a process has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -246,7 +246,7 @@ def gone(pid: int) -> bool:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 @pytest.mark.parametrize("killed", ["a rank", "rank 0", "none"])
 def test_processes_of_a_server_end_together(tmp_path: Path, killed: str) -> None:
-    """A lost rank ends the server loudly, with exit code 1; without rank 0, or at a stop, all end."""
+    """A lost rank ends the server with exit code 1; all processes end with rank 0 or at a stop."""
     with started(tmp_path, *TWO, deadline_s=DEADLINE_S) as (process, url):
         (other,) = children(process.pid)
         body = {"prompt": "x", "max_tokens": 8_000, "ignore_eos": True, "stream": True}
@@ -259,11 +259,11 @@ def test_processes_of_a_server_end_together(tmp_path: Path, killed: str) -> None
             assert process.wait(DEADLINE_S) == 1
             log = (tmp_path / "log").read_text()
             assert f"rank 1 of the model (process {other}) ended by SIGKILL" in log
-            assert "error: the engine has died" in log
+            assert "error: the engine failed" in log
         elif killed == "rank 0":
             process.kill()
         else:
-            os.kill(other, signal.SIGTERM)  # as whoever stops all processes at once does
+            os.kill(other, signal.SIGTERM)  # as a stop of the whole process group does
             process.send_signal(signal.SIGTERM)
             assert process.wait(DEADLINE_S) == 0
             assert "Traceback" not in (tmp_path / "log").read_text()
@@ -271,6 +271,6 @@ def test_processes_of_a_server_end_together(tmp_path: Path, killed: str) -> None
 
 
 def test_start_up_errors_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A model that cannot be loaded is told once, whatever the number of ranks."""
+    """A model that cannot be loaded is reported once, whatever the number of ranks."""
     assert exit_code("--port", "0", *TWO, "--no-kv-events", "--model", str(tmp_path)) == 1
     assert len(capfd.readouterr().err.splitlines()) == 1

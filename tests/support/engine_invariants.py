@@ -1,6 +1,6 @@
-"""Invariants of the engine's KV cache: owners, reference counts and free blocks agree.
+"""Invariants of block accounting: owners, reference counts, no leaks.
 
-The checks take an engine between two steps, or its parts, and raise an AssertionError that names the problem.
+The checks run on an engine between two steps, or on its parts, and raise an AssertionError.
 """
 
 from collections import Counter
@@ -38,11 +38,11 @@ def check_engine(engine: EngineCore) -> None:
 
 
 def check_pool(pool: BlockPool, tables: Iterable[Sequence[KVCacheBlock]]) -> None:
-    """Assert that every block is either free once or held as often as its reference count.
+    """Assert that every block is free once or referenced as often as its count says.
 
     Args:
-        pool: All blocks.
-        tables: The block tables of all requests that hold blocks.
+        pool: The block pool.
+        tables: The block tables of all requests that have blocks.
     """
     held = Counter(block.block_id for table in tables for block in table)
     free = list(pool.free_block_queue.values())
@@ -60,11 +60,11 @@ def check_pool(pool: BlockPool, tables: Iterable[Sequence[KVCacheBlock]]) -> Non
 
 
 def check_host(host: HostTier, holders: Sequence[HostBlock] = ()) -> None:
-    """Assert that every slot is used once and that needed blocks are kept.
+    """Assert that every slot is used once and that blocks in use are pinned.
 
     Args:
         host: The host tier.
-        holders: Its blocks that running requests read or swapped ones hold, once per request.
+        holders: Its blocks that running restores or swapped requests use, one entry per use.
     """
     slots = [block.slot for block in host.blocks.values()]
     assert len(set(slots)) == len(slots) == host.num_used, "a slot leaked or is used twice"

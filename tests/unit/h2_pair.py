@@ -11,7 +11,7 @@ import h2.events
 from h2.settings import SettingCodes
 
 from router.h2.connection import H2Connection
-from router.h2.header_blocks import Fields, status_200
+from router.h2.frames import Fields, status_200
 from router.h2.streams import Drained, Opened, Received, Reset, Stream
 
 REQUEST = ((":method", "POST"), (":scheme", "http"), (":path", "/s/m"), (":authority", "a"))

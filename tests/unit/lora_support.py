@@ -1,4 +1,4 @@
-"""PEFT adapter directories made by hand, and what merging them into a checkpoint's weights gives."""
+"""Hand-made PEFT adapter directories, and checkpoints with merged weights."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ def save_adapter(
     layers: Sequence[int] = (0, 1, 2),
     **changes: object,
 ) -> Path:
-    """Save an adapter with random factors as PEFT does; `changes` go into adapter_config.json."""
+    """Save an adapter with random factors in PEFT's format; `changes` override adapter_config.json."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",

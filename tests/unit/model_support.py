@@ -1,4 +1,4 @@
-"""What the tests of models share: small random models saved by transformers, and steps over a KV pool."""
+"""Test kit of models: small random checkpoints saved by transformers, and steps over a KV pool."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ from transformers import (
 from model_server.attention import Attention, KvLayout, SdpaAttention, Span
 from model_server.model.decoder import Decoder
 from model_server.model.lora import LoraBatch
-from model_server.shapes import undivided
+from model_server.shapes import single_group
 
 BLOCK_TOKENS = 4
 VOCAB_SIZE = 97
@@ -56,7 +56,7 @@ def save_reference(directory: Path, architecture: str = "llama", **changes: obje
     torch.manual_seed(7)
     model = model_class(config(**_SETTINGS | changes)).eval()
     for name, parameter in model.named_parameters():
-        # Norms and biases are made as ones and zeros, which would hide a wrong one.
+        # Norms and biases are initialised to ones and zeros, which would hide a wrong use.
         if parameter.dim() == 1:
             low, high = (-0.5, 0.5) if "bias" in name or architecture == "gemma3" else (0.5, 1.5)
             torch.nn.init.uniform_(parameter, low, high)
@@ -65,13 +65,13 @@ def save_reference(directory: Path, architecture: str = "llama", **changes: obje
 
 
 def new_pool(model: Decoder, num_blocks: int = 32, *, fp8: bool = False) -> SdpaAttention:
-    """Make a KV pool in which all layers share one block table."""
-    layout = KvLayout(undivided(model.shape.layers), num_blocks, BLOCK_TOKENS)
+    """Return a KV pool in which all layers share one block table."""
+    layout = KvLayout(single_group(model.shape.layers), num_blocks, BLOCK_TOKENS)
     return SdpaAttention(model.shape.attention, layout, model.dtype, CPU, fp8=fp8)
 
 
 def span(start: int, length: int, table: Sequence[int]) -> Span:
-    """Describe a part of a sequence that has one block table."""
+    """Return a span of a sequence that has one block table."""
     return Span(start, length, (table,))
 
 
@@ -82,7 +82,7 @@ def step(
     parts: Sequence[tuple[list[int], Span]],
     lora: LoraBatch | None = None,
 ) -> torch.Tensor:
-    """Run one step over (text, span) pairs; returns the logits of every token."""
+    """Run one step over (text, span) pairs; return the logits of every token."""
     flat = [token for text, part in parts for token in text[part.start : part.stop]]
     device = model.device
     meta = pool.prepare([part for _, part in parts])

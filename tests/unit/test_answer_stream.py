@@ -1,4 +1,4 @@
-"""model_server.openai.answers: the same bytes, awaited or written as they come."""
+"""model_server.openai.answers: a stream has the same bytes, iterated or written directly."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ WORDS = ["one", " two", " three", "", " five", " six"]
 
 
 class Hands:
-    """An engine whose outputs the test makes."""
+    """Engine whose outputs the test provides."""
 
     def add_request(self, request: EngineCoreRequest, sink: OutputCallback) -> None:
-        """Remember where outputs go."""
+        """Store the output callback."""
         self.sink = sink
 
     def abort_request(self, request_id: str) -> None:
-        """Nothing runs."""
+        """Do nothing: no request runs."""
 
     def say(self, words: str, *, last: bool = False) -> None:
-        """Bring the tokens of one step."""
+        """Deliver the tokens of one step."""
         ids = tuple(TOKENIZER.encode(words))
         self.sink(EngineCoreOutput("0", ids, "length" if last else None, 0))
 
 
 class Page:
-    """A connection that keeps up, or not."""
+    """Connection that is writable or not."""
 
     def __init__(self) -> None:
         self.written = b""
         self.writable = True
 
     def write_chunk(self, chunk: bytes) -> None:
-        """Take it, which only a writable body may be asked to."""
+        """Record a chunk; only a writable connection may get one."""
         assert self.writable
         assert chunk
         self.written += chunk
 
 
 def streamed(options: object, before: Callable[[Page, int], None] | None) -> tuple[bytes, bytes]:
-    """What one answer's stream says, and what of it was written as it came.
+    """Return the bytes of an answer's stream, and those of them that were written directly.
 
     Args:
         options: The request's stream options.
-        before: Called before each word; None has everything awaited.
+        before: Called before each word; None: everything is iterated.
     """
 
     async def scenario() -> tuple[bytes, bytes]:
@@ -86,14 +86,14 @@ def streamed(options: object, before: Callable[[Page, int], None] | None) -> tup
                 before(page, at)
             engine.say(word, last=at == len(WORDS) - 1)
         await reading
-        # Two answers may begin in different seconds.
+        # Two answers may start in different seconds.
         return re.sub(rb'"created":\d+', b'"created":0', said), direct
 
     return asyncio.run(scenario())
 
 
 def test_what_is_written_as_it_comes_is_what_would_have_been_awaited() -> None:
-    """Both ways give the same bytes, whether the client keeps up or not, and with counts in every event."""
+    """Iterated and direct streams have the same bytes, for writable and slow clients, and with usage."""
     for options in (None, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}):
         awaited, _ = streamed(options, None)
         assert awaited.endswith(b"data: [DONE]\n\n")
@@ -109,7 +109,7 @@ def test_what_is_written_as_it_comes_is_what_would_have_been_awaited() -> None:
 
 
 def test_a_client_that_keeps_up_gets_its_tokens_without_a_task() -> None:
-    """All but the end is written as it comes; what does not keep up is written nothing."""
+    """All but the last event is written directly; a slow connection gets none directly."""
 
     def never(page: Page, _: int) -> None:
         page.writable = False

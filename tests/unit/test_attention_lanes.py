@@ -1,4 +1,4 @@
-"""What kernels compute with lanes and parts of rows, beside numpy and torch."""
+"""cpu_kernel.simd: operations equal those of numpy and torch."""
 
 import numba
 import numpy as np
@@ -49,7 +49,7 @@ def _narrow(numbers: np.ndarray, results: np.ndarray) -> None:
 
 
 def test_powers_of_two_are_exact_to_a_few_units_in_the_last_place() -> None:
-    """From 0 down to the smallest normal number, where they stay; NaN remains NaN."""
+    """Powers of two are accurate from 0 to the smallest normal number, and constant below it."""
     exponents = np.linspace(-126, 0, 16 * 5000, dtype=np.float32)
     results = np.empty_like(exponents)
     _powers(exponents, results)
@@ -61,7 +61,7 @@ def test_powers_of_two_are_exact_to_a_few_units_in_the_last_place() -> None:
 
 
 def test_lanes_are_summed_lot_by_lot() -> None:
-    """Four sums come in the order of their lots, and one lot's sum and largest number are its own."""
+    """Four lane sums are stored in order; the sum and maximum of one vector are its own."""
     numbers = np.random.default_rng(0).integers(-99, 99, 4 * LANES).astype(np.float32)
     results = np.empty(6, np.float32)
     _folds(numbers, results)
@@ -72,7 +72,7 @@ def test_lanes_are_summed_lot_by_lot() -> None:
 @pytest.mark.parametrize("dtype", [np.uint16, np.int16, np.float32])
 @pytest.mark.parametrize("width", [32, 64, 96])
 def test_a_row_is_read_and_written_to_its_end_and_no_further(dtype: type, width: int) -> None:
-    """Copied part by part, rows of whole parts arrive; their neighbours in memory stay as they are."""
+    """Rows copied part by part are equal; memory beside them is unchanged."""
     rows = np.random.default_rng(0).integers(0, 1 << 14, (4, width)).astype(dtype)
     copies = np.full((5, width), 7, dtype)
     _copy(rows, copies[:4])
@@ -81,13 +81,13 @@ def test_a_row_is_read_and_written_to_its_end_and_no_further(dtype: type, width:
 
 
 def test_numbers_are_narrowed_as_torch_does() -> None:
-    """Ties go to the even bfloat16, large numbers to infinity; what is bfloat16 already stays."""
+    """Conversion to bfloat16 rounds ties to even and large numbers to infinity."""
     bits = np.random.default_rng(0).integers(0, 1 << 32, 32 * 500, np.uint64).astype(np.uint32)
     bits[:3] = 0x3F808000, 0x3F818000, 0x7F7FFFFF
     numbers = np.nan_to_num(bits.view(np.float32))
     results = np.empty((1, len(numbers)), np.uint16)
     _narrow(numbers[None], results)
-    # Two lots of lanes are neighbours in a row of bfloat16.
+    # A row of bfloat16 stores two vectors side by side.
     order = np.arange(len(numbers)).reshape(-1, 2, LANES).transpose(0, 2, 1).ravel()
     want = torch.from_numpy(numbers).bfloat16().view(torch.int16).numpy().view(np.uint16)
     np.testing.assert_array_equal(results[0], want[order])

@@ -76,8 +76,8 @@ def test_the_prefill_pod_is_charged_until_the_prefill_ends() -> None:
     assert (shown["pod"], shown["prefill_pod"]) == (B, A)
 
 
-def test_a_prefill_that_is_never_announced_is_handed_over_at_the_first_token() -> None:
-    """LedgerChanges of the destination ends the prefill elsewhere; an end does, too."""
+def test_a_first_token_ends_the_prefill_without_stored_events() -> None:
+    """A first token or an end at the destination ends the prefill on the prefill pod."""
     made = disaggregated()
     for request_id, event in (("first", "token"), ("ends", "end")):
         made.router.route(completion(request_id, long_text(50, seed=len(event))), 0.0)

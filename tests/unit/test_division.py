@@ -1,4 +1,4 @@
-"""What each of several ranks has of a model: everything once, or as often as it is needed."""
+"""Division of a model among tensor parallel ranks: nothing is missing or computed twice."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ def divided(shape: DecoderShape, size: int) -> list[Division]:
 def test_everything_is_computed_once(
     group: int, kv_heads: int, width: int, vocab_size: int, size: int
 ) -> None:
-    """Query heads, MLP columns and tokens are each one rank's; every query head has its KV head with it."""
+    """Each query head, MLP column and token belongs to one rank, which has the query head's KV head."""
     shape = replace(
         TINY, heads=group * kv_heads, kv_heads=kv_heads, intermediate=width, vocab_size=vocab_size
     )
@@ -52,8 +52,8 @@ def test_everything_is_computed_once(
         (Division.intermediate, width),
         (Division.vocabulary, vocab_size),
     ):
-        shares = [share_of(division, shape) for division in ranks]
-        assert [index for share in shares for index in range(whole)[share.span]] == list(range(whole))
+        shards = [share_of(division, shape) for division in ranks]
+        assert [index for shard in shards for index in range(whole)[shard.span]] == list(range(whole))
     for division in ranks:
         own, read = division.heads(shape), division.kv_heads(shape)
         part = division.part_of(shape)
@@ -64,7 +64,7 @@ def test_everything_is_computed_once(
 
 @pytest.mark.parametrize(("size", "wrong"), [(3, {}), (16, {}), (2, {"intermediate": 689})])
 def test_a_number_that_does_not_divide_is_refused(size: int, wrong: dict[str, int]) -> None:
-    """The error names the model's numbers and the ones that could be used."""
+    """The error names the model's dimensions and the valid sizes."""
     good = "1" if wrong else "1, 2, 4, 8"
     with pytest.raises(
         ConfigError, match=rf"size is {size}, .* 8 query heads, 2 KV heads .* use one of {good}$"
@@ -73,10 +73,10 @@ def test_a_number_that_does_not_divide_is_refused(size: int, wrong: dict[str, in
 
 
 def together(parts: list[Weight]) -> torch.Tensor:
-    """Put what the ranks have into one tensor; what several have must be the same."""
+    """Assemble the tensor from the ranks' parts; overlapping parts must be equal."""
     whole = torch.full(parts[0].shape, torch.nan)
     for part in parts:
-        place = whole[tuple(share.span for share in part.shares)]
+        place = whole[tuple(shard.span for shard in part.shards)]
         assert place.shape == part.tensor.shape
         assert bool((place.isnan() | (place == part.tensor)).all())
         place.copy_(part.tensor)
@@ -95,7 +95,7 @@ def together(parts: list[Weight]) -> torch.Tensor:
 def test_the_ranks_weights_are_the_checkpoints(
     tmp_path: Path, architecture: str, changes: dict[str, object], size: int
 ) -> None:
-    """Put together, what the ranks have loaded is each tensor of the files, in its place."""
+    """The ranks' parts, assembled, equal the tensors of the checkpoint."""
     save_reference(tmp_path, architecture, **changes)
     stored = load_file(tmp_path / "model.safetensors")
     loaded = [
@@ -108,12 +108,12 @@ def test_the_ranks_weights_are_the_checkpoints(
 
 
 def test_only_the_ranks_slices_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a tensor that is divided, a rank asks the file for its part alone."""
+    """A rank reads only its own slice of a divided tensor."""
     save_reference(tmp_path)
     whole: list[str] = []
 
     class Recorded:
-        """An open file that remembers what was read whole."""
+        """Open file that records which tensors were read whole."""
 
         def __init__(self, *args: object, **options: object) -> None:
             self._file = safe_open(*args, **options)
@@ -140,7 +140,7 @@ def test_only_the_ranks_slices_are_read(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_tiny_model_is_divided_like_a_checkpoint() -> None:
-    """Its random weights do not depend on the number of ranks."""
+    """The tiny model's random weights do not depend on the number of ranks."""
     alone = load_tiny("auto", CPU).model.weights()
     ranks = [load_tiny("auto", CPU, Ranks(Division(rank, 4))).model.weights() for rank in range(4)]
     for name, weight in alone.items():
@@ -148,7 +148,7 @@ def test_the_tiny_model_is_divided_like_a_checkpoint() -> None:
 
 
 def test_a_rank_keeps_its_part_of_an_adapter(tmp_path: Path) -> None:
-    """The ranks' changes of a projection's weight are parts of the whole change, or add up to it."""
+    """The ranks' adapter changes are parts of the whole change, or sum up to it."""
     base = save_reference(tmp_path / "base")
     directory = save_adapter(tmp_path / "adapter", base)
     models = [
@@ -167,7 +167,7 @@ def test_a_rank_keeps_its_part_of_an_adapter(tmp_path: Path) -> None:
 
 
 def change(model: Decoder, directory: Path, name: str) -> torch.Tensor:
-    """Return what an adapter adds to a projection's weight in layer 1, as far as the model has it."""
+    """Return the change of a projection's weight by an adapter in layer 1, on this rank."""
     part = model.projection_parts[name]
     factors = load_adapter(directory, model).factors[1, part.projection]
     return (factors.up @ factors.down)[part.first_row : part.first_row + part.rows.count]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from indexer.errors import PayloadError
 from indexer.wire import columns as rows
-from indexer.wire.columns import Columns, EventDecoder, handle_of
+from indexer.wire.columns import Columns, EventDecoder, hash_to_uint64
 from indexer.wire.decode import decode_event, split_batch
 from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from tests.support.depth import examples
@@ -93,7 +93,9 @@ def check_row(columns: Columns, row: int, event: KVEvent) -> None:
     if isinstance(event, AllBlocksCleared):
         assert cells[rows.KIND] == rows.CLEARED
         return
-    assert part(columns.hashes, rows.HASH_START, rows.HASH_COUNT) == list(map(handle_of, event.block_hashes))
+    assert part(columns.hashes, rows.HASH_START, rows.HASH_COUNT) == list(
+        map(hash_to_uint64, event.block_hashes)
+    )
     assert rows.MEDIA[cells[rows.MEDIUM]] == (event.medium or "")
     assert cells[rows.GROUP] == (-1 if event.group_idx is None else event.group_idx)
     if isinstance(event, BlockRemoved):
@@ -102,7 +104,7 @@ def check_row(columns: Columns, row: int, event: KVEvent) -> None:
     assert cells[rows.KIND] == rows.STORED
     parent = event.parent_block_hash
     assert cells[rows.HAS_PARENT] == (parent is not None)
-    assert cells[rows.PARENT] % 2**64 == (0 if parent is None else handle_of(parent))
+    assert cells[rows.PARENT] % 2**64 == (0 if parent is None else hash_to_uint64(parent))
     assert part(columns.tokens, rows.TOKEN_START, rows.TOKEN_COUNT) == event.token_ids
     assert cells[rows.BLOCK_SIZE] == event.block_size
     assert cells[rows.HAS_LORA] == (event.lora_name is not None)

@@ -1,4 +1,4 @@
-"""The 8-bit KV pool: half the bytes, and numbers as near as 8 bits allow, however a block is filled."""
+"""The 8-bit KV pool: half the bytes, and values within 8-bit precision however a block is filled."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
 from model_server.kv_events.events import NullEventPublisher
 from model_server.model.weights import load_checkpoint
-from model_server.shapes import AttentionShape, undivided
+from model_server.shapes import AttentionShape, single_group
 from tests.integration.engine_support import Outputs, request, run_to_end
 from tests.unit.model_support import (
     CPU,
@@ -27,7 +27,7 @@ from tests.unit.model_support import (
 )
 
 SHAPE = AttentionShape(heads=4, kv_heads=2, head_dim=8, scale=0.3, windows=(None,))
-LAYOUT = KvLayout(undivided(1), num_blocks=6, block_tokens=4)
+LAYOUT = KvLayout(single_group(1), num_blocks=6, block_tokens=4)
 # Half of the last of three bits of mantissa.
 ROUNDING = 2.0**-4
 
@@ -38,7 +38,7 @@ def _one_thread() -> None:
 
 
 def written(pool: Fp8KvPool, tokens: torch.Tensor, cuts: list[int], first_slot: int = 0) -> torch.Tensor:
-    """Write [tokens, kv_heads, head_dim] as keys and, negated, as values; returns the keys read back."""
+    """Write [tokens, kv_heads, head_dim] as keys and, negated, as values; return the keys read back."""
     start = 0
     for length in cuts:
         slots = range(first_slot + start, first_slot + start + length)
@@ -53,9 +53,9 @@ def written(pool: Fp8KvPool, tokens: torch.Tensor, cuts: list[int], first_slot: 
 
 
 def test_half_the_bytes() -> None:
-    """A block takes half of what bf16 takes, but for its scales: 4 bytes per head for keys and for values."""
+    """A block has half the bytes of bf16, plus scales of 4 bytes per head for keys and for values."""
     shape = AttentionShape(heads=8, kv_heads=4, head_dim=64, scale=1.0, windows=(None,) * 3)
-    layout = KvLayout(undivided(3), num_blocks=10, block_tokens=16)
+    layout = KvLayout(single_group(3), num_blocks=10, block_tokens=16)
     pools = [SdpaAttention(shape, layout, torch.bfloat16, CPU, fp8=fp8) for fp8 in (False, True)]
     plain, small = (sum(tensor.nbytes for tensor in pool.block_tensors()) for pool in pools)
     assert small == plain / 2 + 10 * 3 * 4 * 2 * 4
@@ -68,10 +68,10 @@ def test_half_the_bytes() -> None:
     seed=st.integers(0, 1000),
 )
 def test_every_number_is_near_in_its_block(cuts: list[int], exponents: list[int], seed: int) -> None:
-    """Tokens of any size in any order: the error is that of 3 bits, or small beside the block's largest."""
+    """Tokens of any size keep 3-bit mantissa precision, or are small next to the block's maximum."""
     tokens = torch.randn((sum(cuts), 2, 8), generator=torch.Generator().manual_seed(seed))
     tokens *= torch.tensor(exponents[: sum(cuts)]).exp2()[:, None, None]
-    layout = KvLayout(undivided(1), num_blocks=12, block_tokens=4)
+    layout = KvLayout(single_group(1), num_blocks=12, block_tokens=4)
     got = written(Fp8KvPool(SHAPE, layout, torch.float32, CPU), tokens, cuts)
     for first in range(0, len(tokens), 4):
         block, read = tokens[first : first + 4], got[first : first + 4]
@@ -83,7 +83,7 @@ def test_every_number_is_near_in_its_block(cuts: list[int], exponents: list[int]
 
 
 def test_growing_scales_round_nothing_again() -> None:
-    """Numbers within the range of both scales read the same before and after a larger token arrives."""
+    """Values within the range of both scales read the same before and after a larger token is written."""
     pool = Fp8KvPool(SHAPE, LAYOUT, torch.float32, CPU)
     small = torch.randn((3, 2, 8), generator=torch.Generator().manual_seed(1)).clamp(0.5, 4.0)
     before = written(pool, small, [3])
@@ -94,7 +94,7 @@ def test_growing_scales_round_nothing_again() -> None:
 
 
 def test_a_block_used_again_forgets_its_scale() -> None:
-    """Tiny numbers in a block that held huge ones before are not lost."""
+    """A reused block does not keep the scale of its former content."""
     pool = Fp8KvPool(SHAPE, LAYOUT, torch.float32, CPU)
     written(pool, torch.full((4, 2, 8), 1e6), [4])
     tiny = torch.randn((4, 2, 8), generator=torch.Generator().manual_seed(2)) * 1e-4
@@ -103,7 +103,7 @@ def test_a_block_used_again_forgets_its_scale() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_the_error_of_the_logits_is_small(tmp_path: Path, architecture: str) -> None:
-    """Prefilled and decoded over 8-bit KV, logits are off by a few percent of their spread."""
+    """Logits over 8-bit KV, prefilled and decoded, differ by a few percent of their spread."""
     reference = save_reference(tmp_path, architecture, head_dim=16, initializer_range=0.1)
     model = load_checkpoint(tmp_path, "auto", CPU).model
     text, pool = text_of(60), new_pool(model, fp8=True)
@@ -116,7 +116,7 @@ def test_the_error_of_the_logits_is_small(tmp_path: Path, architecture: str) -> 
 
 
 def test_an_engine_runs_on_it() -> None:
-    """--kv-cache-dtype fp8: cached and recomputed prompts are continued alike, and mostly as without it."""
+    """With --kv-cache-dtype fp8, cached and recomputed prompts have equal answers."""
     answers = {}
     for dtype in ("auto", "fp8"):
         config = EngineConfig(kv_cache_dtype=dtype, gpu_blocks=128)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""openai.generation: from the engine's thread to the event loop, with an engine that does as told."""
+"""Generations between the engine's thread and the event loop, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tokenization import TINY_DIRECTORY, PromptTokenizer
 TOKENIZER = PromptTokenizer.from_directory(TINY_DIRECTORY)
 
 
-class TellingEngine:
-    """Remembers what it was asked; the test makes the outputs."""
+class ScriptedEngine:
+    """Engine stub that records requests; the test supplies the outputs."""
 
     def __init__(self, refuse_at: int | None = None, error: RequestError | None = None) -> None:
         self.sinks: dict[str, Callable[[EngineCoreOutput], None]] = {}
@@ -30,19 +30,19 @@ class TellingEngine:
         self._refuse_at, self._error = refuse_at, error
 
     def add_request(self, request: EngineCoreRequest, sink: Callable[[EngineCoreOutput], None]) -> None:
-        """Take a request, or refuse the n-th."""
+        """Record a request, or reject the n-th."""
         if self._error is not None and len(self.sinks) == self._refuse_at:
             raise self._error
         self.sinks[request.request_id] = sink
 
     def abort_request(self, request_id: str) -> None:
-        """Note it."""
+        """Record the abort."""
         self.aborted.append(request_id)
 
     def tell(
         self, request_id: str, text: str, reason: FinishReason | None = None, error: str | None = None
     ) -> None:
-        """Bring tokens from another thread, as the engine does."""
+        """Deliver tokens from another thread, as the engine does."""
         ids = tuple(TOKENIZER.encode(text))
         output = EngineCoreOutput(request_id, ids, reason, 16, error)
         thread = threading.Thread(target=self.sinks[request_id], args=(output,))
@@ -50,7 +50,7 @@ class TellingEngine:
         thread.join()
 
 
-def generation(engine: TellingEngine, choices: int = 1, stop: tuple[str, ...] = ()) -> Generation:
+def generation(engine: ScriptedEngine, choices: int = 1, stop: tuple[str, ...] = ()) -> Generation:
     """Start requests named "0", "1", ..."""
     metrics = RequestMetrics("m", CollectorRegistry())
     bridge = AsyncEngine(engine, asyncio.get_running_loop(), metrics)
@@ -60,7 +60,7 @@ def generation(engine: TellingEngine, choices: int = 1, stop: tuple[str, ...] = 
 
 
 async def collect(generation: Generation) -> dict[int, str]:
-    """The text of each choice."""
+    """Return the text of each choice."""
     texts: dict[int, str] = {}
     async for deltas in generation:
         for index, delta in deltas:
@@ -69,10 +69,10 @@ async def collect(generation: Generation) -> dict[int, str]:
 
 
 def test_choices_keep_their_texts_apart() -> None:
-    """Outputs of several requests in any order end up in their own choice."""
+    """Outputs of several requests in any order reach their own choice."""
 
     async def scenario() -> dict[int, str]:
-        engine = TellingEngine()
+        engine = ScriptedEngine()
         running = generation(engine, choices=2)
         engine.tell("1", "one")
         engine.tell("0", "zero")
@@ -88,10 +88,10 @@ def test_choices_keep_their_texts_apart() -> None:
 
 
 def test_a_stop_string_aborts_the_engines_request() -> None:
-    """Once the text has ended the engine's work ends too, and late outputs change nothing."""
+    """A stop string aborts the engine's request; later outputs are ignored."""
 
     async def scenario() -> dict[int, str]:
-        engine = TellingEngine()
+        engine = ScriptedEngine()
         running = generation(engine, stop=(" two",))
         engine.tell("0", "one two three")
         engine.tell("0", " four")
@@ -105,10 +105,10 @@ def test_a_stop_string_aborts_the_engines_request() -> None:
 
 
 def test_closing_aborts_what_still_runs() -> None:
-    """Leaving a generation aborts its unfinished requests, once."""
+    """Closing a generation aborts its unfinished requests once."""
 
     async def scenario() -> list[str]:
-        engine = TellingEngine()
+        engine = ScriptedEngine()
         running = generation(engine, choices=3)
         engine.tell("1", "done", "length")
         await anext(aiter(running))
@@ -127,11 +127,11 @@ def test_closing_aborts_what_still_runs() -> None:
         (RequestError("wrong", "prompt"), 400),
     ],
 )
-def test_a_refused_choice_takes_the_others_with_it(error: RequestError, status: int) -> None:
-    """When the engine refuses one request of several, those it took already are aborted."""
+def test_rejected_choice_aborts_the_accepted_ones(error: RequestError, status: int) -> None:
+    """If the engine rejects one of several requests, the accepted ones are aborted."""
 
     async def scenario() -> list[str]:
-        engine = TellingEngine(refuse_at=2, error=error)
+        engine = ScriptedEngine(refuse_at=2, error=error)
         with pytest.raises(ApiError) as caught:
             generation(engine, choices=3)
         assert (caught.value.status, caught.value.param) == (status, error.param)
@@ -142,10 +142,10 @@ def test_a_refused_choice_takes_the_others_with_it(error: RequestError, status: 
 
 @pytest.mark.parametrize(("reason", "status"), [("error", 500), ("abort", 503)])
 def test_the_engines_failure_ends_the_iteration(reason: FinishReason, status: int) -> None:
-    """Text that came before a failure is delivered, then the failure is raised."""
+    """Text before a failure is delivered, then the failure is raised."""
 
     async def scenario() -> None:
-        engine = TellingEngine()
+        engine = ScriptedEngine()
         running = generation(engine, choices=2)
         engine.tell("0", "some")
         engine.tell("1", "", reason, "out of memory")
@@ -160,11 +160,11 @@ def test_the_engines_failure_ends_the_iteration(reason: FinishReason, status: in
     asyncio.run(scenario())
 
 
-def test_what_is_diverted_does_not_wake_the_iteration() -> None:
-    """Tokens that arrive while the iteration waits are passed on in order; it sees the end alone."""
+def test_diverted_tokens_do_not_wake_the_iteration() -> None:
+    """Diverted tokens are written in order without waking the iteration, which receives only the end."""
 
     async def scenario() -> tuple[list[str], dict[int, str]]:
-        engine = TellingEngine()
+        engine = ScriptedEngine()
         running = generation(engine, stop=("five",))
         passed: list[str] = []
 
@@ -186,11 +186,11 @@ def test_what_is_diverted_does_not_wake_the_iteration() -> None:
     assert asyncio.run(scenario()) == ([" two", " three", " four "], {0: "one"})
 
 
-def test_what_cannot_be_passed_on_is_iterated() -> None:
-    """While the diversion takes nothing the iteration gets it all, in order and once."""
+def test_tokens_rejected_by_the_diversion_are_iterated() -> None:
+    """While the diversion rejects tokens, the iteration receives all of them once, in order."""
 
     async def scenario() -> tuple[str, dict[int, str]]:
-        engine = TellingEngine()
+        engine = ScriptedEngine()
         running = generation(engine)
         passed: list[str] = []
         takes = True
@@ -206,7 +206,7 @@ def test_what_cannot_be_passed_on_is_iterated() -> None:
         for willing, word in ((True, "a"), (False, "b"), (False, "c"), (True, "d")):
             takes = willing
             engine.tell("0", word)
-            for _ in range(3):  # the loop's callback, the iteration's turn, its next wait
+            for _ in range(3):  # the loop's callback, the iteration's step, its next wait
                 await asyncio.sleep(0)
         engine.tell("0", "", "length")
         texts = await iterated
@@ -216,10 +216,10 @@ def test_what_cannot_be_passed_on_is_iterated() -> None:
 
 
 def test_a_broken_diversion_ends_its_own_request_alone() -> None:
-    """An error while one request's tokens are passed on is raised by its iteration; others go on."""
+    """An error in a diversion is raised by its own iteration; other requests continue."""
 
     async def scenario() -> None:
-        engine = TellingEngine()
+        engine = ScriptedEngine()
         metrics = RequestMetrics("m", CollectorRegistry())
         bridge = AsyncEngine(engine, asyncio.get_running_loop(), metrics)
         bad, good = (
@@ -246,8 +246,8 @@ def test_a_broken_diversion_ends_its_own_request_alone() -> None:
     asyncio.run(scenario())
 
 
-def test_a_closed_generation_goes_with_its_last_user() -> None:
-    """What takes a generation's tokens may hold it: once closed it needs no collector."""
+def test_closed_generation_is_freed_by_reference_counting() -> None:
+    """A closed generation is freed by reference counting, even if its consumer refers to it."""
 
     class Taker:
         def __init__(self, running: Generation) -> None:
@@ -258,7 +258,7 @@ def test_a_closed_generation_goes_with_its_last_user() -> None:
             return self.running.take() is not None
 
     async def scenario() -> weakref.ref[Generation]:
-        running = generation(TellingEngine())
+        running = generation(ScriptedEngine())
         Taker(running)
         running.close()
         return weakref.ref(running)
@@ -274,10 +274,10 @@ def test_a_closed_generation_goes_with_its_last_user() -> None:
 
 @pytest.mark.parametrize(("reason", "status"), [("error", 500), ("abort", 503)])
 def test_a_failure_ends_the_iteration_of_what_is_diverted(reason: FinishReason, status: int) -> None:
-    """Not even a diversion that takes everything hides that the engine failed."""
+    """An engine failure is raised even if a diversion accepts all tokens."""
 
     async def scenario() -> int:
-        engine = TellingEngine()
+        engine = ScriptedEngine()
         running = generation(engine)
         running.pass_on = lambda: running.take() is not None
         iterated = asyncio.create_task(collect(running))
@@ -291,8 +291,8 @@ def test_a_failure_ends_the_iteration_of_what_is_diverted(reason: FinishReason, 
 
 
 def test_an_output_after_the_loops_end_is_no_error() -> None:
-    """The engine may finish a step after the server's loop has closed."""
-    engine = TellingEngine()
+    """An output that arrives after the event loop has closed is ignored."""
+    engine = ScriptedEngine()
 
     async def scenario() -> None:
         generation(engine)

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.h2.frames import H2Code, H2Error
-from router.h2.header_blocks import (
+from router.h2.frames import (
     LIST_BYTES_MAX,
     Fields,
+    H2Code,
+    H2Error,
     HeaderBlocks,
     call_head,
     field,

@@ -1,11 +1,11 @@
-"""The host tier's books, and the copies that fill it."""
+"""Slot accounting of the host tier, and block copies."""
 
 import pytest
 import torch
 
 from model_server.kv_cache.host_tier import HostTier
 from model_server.kv_events.events import BlockContent, BlockRemoved, BlockStored, KVEvent, KVEventBuilder
-from model_server.shapes import undivided
+from model_server.shapes import single_group
 from model_server.worker.block_copies import new_copies
 from tests.support.engine_invariants import check_host
 
@@ -25,13 +25,13 @@ def contents(count: int) -> list[BlockContent]:
 
 
 def new_tier(slots: int) -> tuple[HostTier, list[KVEvent]]:
-    """Make a tier and the list that its events go to."""
+    """Return a host tier and the list that receives its events."""
     events: list[KVEvent] = []
-    return HostTier(slots, KVEventBuilder(undivided(1), 2), events.append), events
+    return HostTier(slots, KVEventBuilder(single_group(1), 2), events.append), events
 
 
 def test_nothing_is_found_or_announced_before_its_copy_is_done() -> None:
-    """A block on its way is known not to be needed again, but cannot be fetched."""
+    """A block being stored is not stored again, but it can be restored only once its copy is done."""
     tier, events = new_tier(2)
     (content,) = contents(1)
     block = tier.reserve(content)
@@ -45,7 +45,7 @@ def test_nothing_is_found_or_announced_before_its_copy_is_done() -> None:
 
 
 def test_a_chain_is_announced_as_one_run_with_its_tokens() -> None:
-    """Children are stored first, so that they are evicted first; parents are announced before them."""
+    """A chain stored children first is announced as one run, parents first."""
     tier, events = new_tier(3)
     chain = contents(3)
     tier.complete_store(
@@ -59,8 +59,8 @@ def test_a_chain_is_announced_as_one_run_with_its_tokens() -> None:
     assert events[1].block_hashes == [event.block_hashes[2]]
 
 
-def test_the_least_recently_used_goes_first_and_what_is_held_stays() -> None:
-    """A touched block outlives others, a held one cannot go; if all are held there is no room."""
+def test_eviction_is_lru_and_skips_pinned_blocks() -> None:
+    """Eviction is LRU and skips pinned blocks; with all slots pinned, a reservation fails."""
     tier, _ = new_tier(3)
     chain = contents(5)
     blocks = [block for content in chain[:3] if (block := tier.reserve(content)) is not None]
@@ -74,7 +74,7 @@ def test_the_least_recently_used_goes_first_and_what_is_held_stays() -> None:
 
 
 def test_a_failed_copy_leaves_its_slot_free() -> None:
-    """What was never stored is neither found nor announced, and takes no room."""
+    """A failed store frees its slot; its block is neither found nor announced."""
     tier, events = new_tier(1)
     first, second = contents(2)
     block = tier.reserve(first)
@@ -88,7 +88,7 @@ def test_a_failed_copy_leaves_its_slot_free() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_copies_move_whole_blocks(device: str, dtype: torch.dtype) -> None:
-    """Stored, overwritten and restored elsewhere, a block is what it was, in every plane and every byte."""
+    """A block stored and restored elsewhere is equal in every plane and byte."""
     torch.manual_seed(0)
     shapes = ((2, 8, 2, 4, 8), (2, 8, 4))
     tensors = [torch.randn(shape).to(dtype).to(device) for shape in shapes]

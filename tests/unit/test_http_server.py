@@ -1,4 +1,4 @@
-"""model_server.openai.http_server: bodies within their caps, work that ends with its client."""
+"""model_server.openai.http_server: limits of bodies, and work that ends with its client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 
 def chunks(*parts: bytes, more: bool = False) -> Receive:
-    """A client that sends these parts, and then waits for ever if there is `more`."""
+    """Return the receive function of a client that sends these parts, then waits if `more`."""
     waiting = list(parts)
 
     async def receive() -> dict[str, Any]:
@@ -29,42 +29,42 @@ def chunks(*parts: bytes, more: bool = False) -> Receive:
 
 
 def request(receive: Receive, length: int | None = None) -> Request:
-    """A POST with or without its length."""
+    """Return a POST request with or without a length."""
     headers = [] if length is None else [(b"content-length", str(length).encode())]
     return Request({"type": "http", "method": "POST", "headers": headers}, receive)
 
 
 async def read(reader: BodyReader, asked: Request) -> bytes:
-    """Read a body and be done with it."""
+    """Read a body and release it."""
     async with reader.read(asked) as body:
         return body
 
 
 def run(scenario: Coroutine[Any, Any, Any]) -> Any:
-    """Run to the end."""
+    """Run a coroutine to its end."""
     return asyncio.run(scenario)
 
 
 def status_of(reader: BodyReader, asked: Request) -> int:
-    """The status that reading this body ends with."""
+    """Return the error status of reading this body."""
     with pytest.raises(ApiError) as caught:
         run(read(reader, asked))
     return caught.value.status
 
 
 def test_a_body_up_to_the_cap_is_read() -> None:
-    """Exactly the cap is still accepted, in however many parts."""
+    """A body of exactly the limit is accepted, in any number of parts."""
     assert run(read(BodyReader(10, 100), request(chunks(b"12345", b"67890")))) == b"1234567890"
 
 
 def test_a_body_over_the_cap_is_refused_by_its_length_or_by_its_bytes() -> None:
-    """A declared length is believed when it is too large; without one the bytes are counted."""
+    """A declared length above the limit is rejected at once; without one, bytes are counted."""
     assert status_of(BodyReader(10, 100), request(chunks(b"x" * 11), length=11)) == 413
     assert status_of(BodyReader(10, 100), request(chunks(b"x" * 6, b"x" * 6, b"rest"))) == 413
 
 
 def test_all_bodies_together_have_a_cap() -> None:
-    """While one large body is being read another is refused; once it is done there is room again."""
+    """While one large body is read, another is rejected; afterwards there is room again."""
     reader = BodyReader(10, 12)
 
     async def scenario() -> bytes:
@@ -81,7 +81,7 @@ def test_all_bodies_together_have_a_cap() -> None:
 
 
 def test_a_body_counts_until_it_has_been_used() -> None:
-    """A body that was read, but is still being worked on, leaves no room for another."""
+    """A body in use counts towards the total limit."""
     reader = BodyReader(10, 12)
 
     async def scenario() -> None:
@@ -95,12 +95,12 @@ def test_a_body_counts_until_it_has_been_used() -> None:
 
 
 def test_a_body_that_never_ends_is_given_up() -> None:
-    """A client that stops in the middle of its body gets 408."""
+    """A client that stops within its body gets 408."""
     assert status_of(BodyReader(10, 100, timeout_s=0.01), request(chunks(b"x", more=True))) == 408
 
 
 def test_work_is_cancelled_when_its_client_leaves() -> None:
-    """A disconnect ends the work at once, and is what the caller sees."""
+    """A disconnect cancels the work and raises ClientDisconnect."""
     ended = []
 
     async def work() -> None:
@@ -118,7 +118,7 @@ def test_work_is_cancelled_when_its_client_leaves() -> None:
 
 
 def test_work_that_ends_first_counts() -> None:
-    """Result and error of the work are passed on while the client stays."""
+    """Result and error of the work are passed on while the client is connected."""
 
     async def result() -> int:
         return 5
@@ -132,7 +132,7 @@ def test_work_that_ends_first_counts() -> None:
 
 
 def test_a_stream_needs_nothing_but_asgi() -> None:
-    """On a server that lends no connection every piece goes through `send`, and the end is told."""
+    """Without a direct connection every piece goes through `send`, and `on_close` is called."""
     sent: list[dict[str, Any]] = []
     ended: list[bool] = []
 
@@ -154,7 +154,7 @@ def test_a_stream_needs_nothing_but_asgi() -> None:
 
 @pytest.mark.parametrize("started", [False, True])
 def test_a_cancelled_request_ends_quietly(started: bool) -> None:
-    """At the server's stop a request that has had no answer gets 503; one that has is just cut."""
+    """At shutdown an unanswered request gets 503; an answered one is cut."""
     sent: list[dict[str, Any]] = []
 
     async def send(message: Any) -> None:

@@ -27,7 +27,7 @@ class Bench:
         config, self.registry = IndexerConfig(block_tokens=1, hash_seed=1), CollectorRegistry()
         ignore, clock = lambda *_: None, lambda: 1.0
         self.ingest = Ingest(config, self.registry, ignore, ignore, clock, wall_clock=lambda: 10.0)
-        self.hasher, self.parity = self.ingest.hasher, self.ingest.parity
+        self.hasher, self.mismatches = self.ingest.hasher, self.ingest.mismatches
         self.ingest.opened(STREAM)
 
     def apply(self, *events: dict[str, Any]) -> None:
@@ -97,8 +97,8 @@ def test_a_pod_that_is_followed_again_is_shown_again() -> None:
 
 def state_of(bench: Bench) -> tuple[StreamState, str]:
     """What everybody is told of the pod's view."""
-    engine = bench.ingest.roster.engines[POD]
-    assert bench.ingest.roster.states[POD] is engine.state
+    engine = bench.ingest.engine_registry.engines[POD]
+    assert bench.ingest.engine_registry.states[POD] is engine.state
     shown = [state for state in StreamState if bench.metric(OURS + "stream_state", pod=POD, state=state)]
     assert shown == [engine.state]
     return engine.state, engine.reason
@@ -112,9 +112,9 @@ def test_a_pod_with_other_tokens_is_stale_until_they_are_right() -> None:
 
     def send(number: int, prompt: list[int], engine_sees: list[int]) -> None:
         keys = bench.hasher.chain(root, prompt)
-        bench.parity.expect(number, POD, "m", root, keys, np.array(prompt[:1], np.uint32))
+        bench.mismatches.expect(number, POD, "m", root, keys, np.array(prompt[:1], np.uint32))
         bench.apply(stored(engine_sees))
-        bench.parity.settled(number, 0.0)
+        bench.mismatches.settle(number, 0.0)
         bench.ingest.reconsider(POD)
 
     send(0, [1, 2], [1001, 1002])

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from indexer.audit.mismatch_watch import TRUSTED_AFTER, ParityWatch, PodParity
+from indexer.audit.mismatch_watch import TRUSTED_AFTER, MismatchWatch, WatchedPod
 from indexer.index.contract import IndexStats
 from indexer.keys import BlockHasher, Keys
 from indexer.metrics import IndexerMetrics
@@ -18,10 +18,10 @@ HASHER = BlockHasher(4, 1)
 ROOT = HASHER.root(MODEL, None, None)
 
 
-def watch_of(**bounds: int) -> ParityWatch:
+def watch_of(**bounds: int) -> MismatchWatch:
     """A watch with metrics of its own."""
     metrics = IndexerMetrics(CollectorRegistry(), stats=lambda: IndexStats(0, 0, 0, 0), speculative=lambda: 0)
-    return ParityWatch(metrics, **bounds)
+    return MismatchWatch(metrics, **bounds)
 
 
 def tokens(*numbers: int) -> np.ndarray:
@@ -39,7 +39,7 @@ def run(prompt: np.ndarray, parent: int = ROOT) -> StoredRun:
     return StoredRun(parent, chain(prompt, parent), prompt)
 
 
-def told(watch: ParityWatch, *runs: StoredRun, pod: str = POD) -> None:
+def told(watch: MismatchWatch, *runs: StoredRun, pod: str = POD) -> None:
     """The pod tells of these runs in one batch."""
     watch.stored(pod, runs, [key for each in runs for key in each.keys.tolist()])
 
@@ -48,17 +48,17 @@ OURS = tokens(1, 2, 3, 4, 5, 6, 7, 8)
 THEIRS = tokens(1, 2, 9, 4, 5, 6, 7, 8)
 
 
-def expect(watch: ParityWatch, request_id: str, prompt: np.ndarray = OURS, pod: str = POD) -> None:
+def expect(watch: MismatchWatch, request_id: str, prompt: np.ndarray = OURS, pod: str = POD) -> None:
     """The prompt was sent to a pod that holds nothing of it."""
     watch.expect(request_id, pod, MODEL, ROOT, chain(prompt), prompt[:4])
 
 
-def store(watch: ParityWatch, prompt: np.ndarray, pod: str = POD) -> None:
+def store(watch: MismatchWatch, prompt: np.ndarray, pod: str = POD) -> None:
     """The pod stores the prompt's blocks."""
     told(watch, run(prompt), pod=pod)
 
 
-def known(watch: ParityWatch, pod: str = POD) -> PodParity:
+def known(watch: MismatchWatch, pod: str = POD) -> WatchedPod:
     """What is known of the pod."""
     return next(parity for parity in watch.report() if parity.pod == pod)
 
@@ -69,7 +69,7 @@ def test_blocks_that_come_as_computed_are_no_sign() -> None:
     expect(watch, "a")
     store(watch, THEIRS)
     store(watch, OURS)
-    assert watch.settled("a", 0.0) is None
+    assert watch.settle("a", 0.0) is None
     assert not watch.waits_for(POD)
     assert known(watch).last_mismatch is None
 
@@ -79,7 +79,7 @@ def test_other_tokens_behind_the_same_prefix_are_a_mismatch() -> None:
     watch = watch_of()
     expect(watch, "a")
     store(watch, THEIRS)
-    mismatch = watch.settled("a", 0.0)
+    mismatch = watch.settle("a", 0.0)
     assert mismatch is not None
     assert (mismatch.request_id, mismatch.pod, mismatch.model) == ("a", POD, MODEL)
     assert mismatch.position == 2
@@ -95,7 +95,7 @@ def test_a_digest_is_the_processs_own() -> None:
     for watch in (first := watch_of(), first, watch_of()):
         expect(watch, "a")
         store(watch, THEIRS)
-        mismatch = watch.settled("a", 0.0)
+        mismatch = watch.settle("a", 0.0)
         assert mismatch is not None
         told.append((mismatch.computed, mismatch.stored))
     assert told[0] == told[1]
@@ -106,17 +106,17 @@ def test_a_digest_is_the_processs_own() -> None:
 def test_a_pod_is_distrusted_until_requests_in_a_row_are_met() -> None:
     """After a mismatch a pod is trusted again once it stored what was computed for some requests in a row."""
     watch = watch_of()
-    assert not watch.distrusts(POD)
+    assert not watch.is_mismatched(POD)
     for _ in range(2):
         expect(watch, "a")
         store(watch, THEIRS)
-        watch.settled("a", 0.0)
+        watch.settle("a", 0.0)
         for number in range(TRUSTED_AFTER):
-            assert watch.distrusts(POD)
+            assert watch.is_mismatched(POD)
             expect(watch, str(number))
             store(watch, OURS)
-        assert not watch.distrusts(POD)
-        assert not known(watch).failed_connections
+        assert not watch.is_mismatched(POD)
+        assert not known(watch).mismatched
 
 
 def test_a_mismatch_is_found_behind_a_cached_prefix_too() -> None:
@@ -125,7 +125,7 @@ def test_a_mismatch_is_found_behind_a_cached_prefix_too() -> None:
     parent = int(chain(OURS)[0])
     watch.expect("a", POD, MODEL, parent, chain(OURS)[1:], OURS[4:], start_tokens=4)
     told(watch, run(tokens(5, 6, 7, 9), parent))
-    mismatch = watch.settled("a", 0.0)
+    mismatch = watch.settle("a", 0.0)
     assert mismatch is not None
     assert mismatch.position == 7
 
@@ -136,8 +136,8 @@ def test_another_request_in_flight_explains_a_store() -> None:
     expect(watch, "a", OURS)
     expect(watch, "b", THEIRS)
     store(watch, THEIRS)
-    assert watch.settled("b", 0.0) is None
-    assert watch.settled("a", 0.0) is None
+    assert watch.settle("b", 0.0) is None
+    assert watch.settle("a", 0.0) is None
     assert known(watch).last_mismatch is None
 
 
@@ -149,12 +149,12 @@ def test_runs_of_one_batch_are_told_apart() -> None:
     watch.expect("b", POD, MODEL, parent, chain(tokens(5, 6, 7, 9), parent), tokens(5, 6, 7, 9))
     watch.expect("c", POD, MODEL, ROOT, chain(THEIRS), THEIRS[:4])
     told(watch, run(OURS), run(tokens(5, 6, 8, 9), parent), run(tokens(5, 5, 5, 5), parent))
-    assert watch.settled("a", 0.0) is None
-    mismatch = watch.settled("b", 0.0)
+    assert watch.settle("a", 0.0) is None
+    mismatch = watch.settle("b", 0.0)
     assert mismatch is not None
     assert mismatch.position == 2
-    assert watch.settled("c", 0.0) is None
-    assert known(watch).unmet_in_a_row == 2
+    assert watch.settle("c", 0.0) is None
+    assert known(watch).misses_in_a_row == 2
 
 
 def test_a_pod_that_stored_nothing_shows_nothing() -> None:
@@ -162,8 +162,8 @@ def test_a_pod_that_stored_nothing_shows_nothing() -> None:
     watch = watch_of()
     expect(watch, "a")
     store(watch, THEIRS, OTHER)
-    assert watch.settled("a", 0.0) is None
-    assert known(watch).unmet_in_a_row == 0
+    assert watch.settle("a", 0.0) is None
+    assert known(watch).misses_in_a_row == 0
 
 
 def test_dropped_requests_show_nothing() -> None:
@@ -171,8 +171,8 @@ def test_dropped_requests_show_nothing() -> None:
     watch = watch_of()
     expect(watch, "a")
     store(watch, THEIRS)
-    watch.dropped("a")
-    assert watch.settled("a", 0.0) is None
+    watch.drop("a")
+    assert watch.settle("a", 0.0) is None
     assert known(watch).last_mismatch is None
 
 
@@ -184,7 +184,7 @@ def test_keys_that_never_meet_are_told() -> None:
         assert not (number and known(watch).never_hit)
         expect(watch, str(number))
         told(watch, run(OURS, elsewhere))
-        assert watch.settled(str(number), 0.0) is None
+        assert watch.settle(str(number), 0.0) is None
     assert known(watch).never_hit
     expect(watch, "met")
     store(watch, OURS)
@@ -197,7 +197,7 @@ def test_a_pod_that_is_gone_is_forgotten() -> None:
     expect(watch, "a")
     watch.forget_pod(POD)
     assert watch.report() == []
-    assert watch.settled("a", 0.0) is None
+    assert watch.settle("a", 0.0) is None
 
 
 _STEPS = st.lists(
@@ -223,13 +223,13 @@ def test_what_is_watched_is_bounded(steps: list[tuple[str, int, int, str]]) -> N
         elif what == "store":
             store(watch, ids, pod)
         elif what == "settle":
-            watch.settled(str(request), 0.0)
+            watch.settle(str(request), 0.0)
         elif what == "drop":
-            watch.dropped(str(request))
+            watch.drop(str(request))
         else:
             watch.forget_pod(pod)
         assert len(watch.report()) <= 2
         assert sum(len(account.waiting) for account in watch.report()) <= 3
     for request in range(6):
-        watch.settled(str(request), 0.0)
+        watch.settle(str(request), 0.0)
     assert not any(account.waiting for account in watch.report())

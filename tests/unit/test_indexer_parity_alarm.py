@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from indexer.audit.mismatch_watch import DispatchKey, ParityWatch
+from indexer.audit.mismatch_watch import DispatchKey, MismatchWatch
 from indexer.index.contract import IndexStats
 from indexer.keys import BlockHasher
 from indexer.metrics import IndexerMetrics
@@ -26,7 +26,7 @@ class Bench:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         metrics = IndexerMetrics(self.registry, stats=lambda: IndexStats(0, 0, 0, 0), speculative=lambda: 0)
-        self.watch = ParityWatch(metrics, never_hit_dispatches=2, warn_every_s=60.0)
+        self.watch = MismatchWatch(metrics, never_hit_dispatches=2, warn_every_s=60.0)
 
     def disagree(self, request_id: str, now_s: float, root: int = ROOT) -> None:
         """A request whose tokens the engine sees differently, or under another root."""
@@ -34,7 +34,7 @@ class Bench:
         self.watch.expect(request, POD, MODEL, ROOT, HASHER.chain(ROOT, OURS), OURS)
         keys = HASHER.chain(root, THEIRS)
         self.watch.stored(POD, [StoredRun(root, keys, THEIRS)], keys.tolist())
-        self.watch.settled(request, now_s)
+        self.watch.settle(request, now_s)
 
     def metric(self, name: str, **labels: str) -> float | None:
         """A metric's value."""
@@ -51,9 +51,9 @@ def test_a_mismatch_is_counted_and_its_position_is_told(caplog: pytest.LogCaptur
         bench.disagree("c", 60.0)
     assert len(caplog.records) == 2
     assert bench.metric("parity_mismatches_total", pod=POD, model=MODEL) == 3
-    assert "(request a)" in caplog.records[0].getMessage()
+    assert "request=a " in caplog.records[0].getMessage()
     for told in (caplog.records[0].getMessage(), *bench.watch.details()):
-        for part in (POD, MODEL, "token 2 "):
+        for part in (POD, MODEL, "first_differing_token=2 "):
             assert part in told
         for window in ("[3, 4]", "[9, 4]", "3, 4", "9, 4"):
             assert window not in told
@@ -69,7 +69,7 @@ def test_a_pod_that_never_hits_is_shown(caplog: pytest.LogCaptureFixture) -> Non
         bench.watch.check(1.0)
     assert bench.metric("parity_never_hit", pod=POD) == 1
     assert len(caplog.records) == len(bench.watch.details()) == 1
-    assert "last 2 requests" in caplog.records[0].getMessage()
+    assert "requests=2;" in caplog.records[0].getMessage()
 
 
 def test_a_pod_that_is_gone_leaves_no_series() -> None:

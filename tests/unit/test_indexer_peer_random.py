@@ -52,7 +52,7 @@ def test_a_view_goes_on_by_what_another_recorded(data: st.DataObject, grouped: b
     peer.apply(POD, data.draw(payloads))
     assume(peer.is_listed(POD))
     ours.copy(peer, POD)
-    recorder, view = peer.states[POD].journal, ours.states[POD].view
+    recorder, view = peer.states[POD].change_log, ours.states[POD].view
     recorder.begin()
     for _ in range(data.draw(st.integers(1, 8))):
         peer.apply(POD, data.draw(payloads))
@@ -69,11 +69,11 @@ def test_captures_of_a_real_engine_may_be_recorded(capture: str) -> None:
     """What a real vLLM published leaves the same at a router that knows its records only."""
     peer, ours = Views(16), Views(16)
     state = peer.states[POD]
-    state.journal.begin()
+    state.change_log.begin()
     payloads = [bytes.fromhex(frame["frames"][2]) for frame in read_lines(capture)]
     for start in range(0, len(payloads), 5):
         peer.apply(POD, payloads[start : start + 5])
-        entry = Entry(7, DIGEST, state.view.facts(), state.journal.take())
+        entry = Entry(7, DIGEST, state.view.facts(), state.change_log.take())
         ours.states[POD].view.apply_entry(decode_entry(msgspec.msgpack.encode(entry), len(TIERS.names)))
         assert ours.copies(POD) == peer.copies(POD)
     assert peer.copies(POD)

@@ -140,7 +140,7 @@ ONE = "endpoints:\n  - name: a\n    address: 10.0.0.1\n    port: 8000\n"
         (ONE + "    labels: {kvroute.io/kv-ranks: 0}\n", "pods.yaml:5", "1..256"),
         (ONE + "    labels: {kvroute.io/metrics-port: 0}\n", "pods.yaml:5", "1..65535"),
         (ONE + "    labels: {kvroute.io/admin-port: x}\n", "pods.yaml:5", "1..65535"),
-        (ONE + "    labels: {kvroute.io/metrics-path: metrics}\n", "pods.yaml:5", "a path as /metrics"),
+        (ONE + "    labels: {kvroute.io/metrics-path: metrics}\n", "pods.yaml:5", "a path such as /metrics"),
         (
             ONE
             + "    labels: {kvroute.io/model: m, kvroute.io/kv-ranks: 3, kvroute.io/kv-events-port: 65534}\n",

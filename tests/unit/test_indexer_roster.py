@@ -1,4 +1,4 @@
-"""Engines behind pods: one match, one state and one link for each pod."""
+"""Engine registry: one match, one state and one link per pod."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from indexer.config import PodStream
 from indexer.index.contract import StreamState
 from indexer.keys import BlockHasher
-from indexer.streams.engine_registry import Roster
+from indexer.streams.engine_registry import EngineRegistry
 from indexer.tiers import Tiers
 from tests.support.reference_index import ReferenceIndex
 
@@ -15,53 +15,53 @@ POD, OTHER = "10.0.0.1:8000", "10.0.0.2:8000"
 EXACT, RECOVERING, STALE = StreamState.EXACT, StreamState.RECOVERING, StreamState.STALE
 
 
-def roster(*streams: PodStream) -> Roster:
+def roster(*streams: PodStream) -> EngineRegistry:
     """A roster that follows these."""
-    made = Roster()
+    made = EngineRegistry()
     for stream in streams:
-        made.opened(stream)
+        made.add(stream)
     return made
 
 
 def rank(number: int, pod: str = POD) -> PodStream:
-    """One engine behind a pod."""
+    """Return the stream of one engine behind a pod."""
     return PodStream(pod, "m", None, rank=number)
 
 
 def test_a_pod_is_as_good_as_its_worst_rank() -> None:
-    """EXACT if all are, RECOVERING while any is, else STALE."""
+    """A pod is EXACT if all its ranks are, RECOVERING while any is, else STALE."""
     made = roster(rank(0), rank(1), rank(0, OTHER))
     assert made.states == {POD: RECOVERING, OTHER: RECOVERING}
-    made.told(POD, EXACT, "")
+    made.set_state(POD, EXACT, "")
     assert made.states[POD] is RECOVERING
-    made.told(f"{POD}@dp1", STALE, "gap")
+    made.set_state(f"{POD}@dp1", STALE, "gap")
     assert made.states[POD] is STALE
-    made.told(f"{POD}@dp1", EXACT, "")
+    made.set_state(f"{POD}@dp1", EXACT, "")
     assert made.states == {POD: EXACT, OTHER: RECOVERING}
-    made.closed(OTHER)
+    made.remove(OTHER)
     assert made.states == {POD: EXACT}
 
 
 def test_a_pod_is_linked_while_any_rank_is() -> None:
-    """Only changes of the pod are told."""
+    """Only changes of a pod's link are reported."""
     made = roster(rank(0), rank(1))
-    told = [made.link(POD, True), made.link(f"{POD}@dp1", True), made.link(POD, False)]
-    assert [*told, made.link(f"{POD}@dp1", False)] == [True, None, None, False]
+    told = [made.set_linked(POD, True), made.set_linked(f"{POD}@dp1", True), made.set_linked(POD, False)]
+    assert [*told, made.set_linked(f"{POD}@dp1", False)] == [True, None, None, False]
     assert made.linked_engines() == 0
 
 
 def test_a_view_that_was_built_once_is_settled_for_good() -> None:
-    """What recovers later does not make us wait again."""
+    """A view that recovers later does not count as unsettled again."""
     made = roster(rank(0), rank(1))
-    made.told(POD, EXACT, "")
+    made.set_state(POD, EXACT, "")
     assert made.unsettled() == {POD}
-    made.told(f"{POD}@dp1", STALE, "no_history")
-    made.told(POD, RECOVERING, "gap")
+    made.set_state(f"{POD}@dp1", STALE, "no_history")
+    made.set_state(POD, RECOVERING, "gap")
     assert made.unsettled() == frozenset()
 
 
 def test_a_pods_match_is_its_best_ranks() -> None:
-    """The longest prefix of one engine counts, never parts of two."""
+    """The match of a pod is the longest prefix of one engine, never parts of two."""
     index, hasher = ReferenceIndex(100, Tiers()), BlockHasher(4, 1)
     keys = hasher.chain(hasher.root("m", None, None), np.arange(20, dtype=np.uint32))
     made = roster(rank(0), rank(1), rank(3, OTHER))
@@ -75,8 +75,8 @@ def test_a_pods_match_is_its_best_ranks() -> None:
     assert dict(table[POD].blocks_by_tier) == {"gpu": 1, "cpu": 3}
 
 
-def test_pods_without_ranks_cost_nothing() -> None:
-    """The very set that was asked for is passed on, and the very table back."""
+def test_pods_with_one_rank_are_passed_through() -> None:
+    """Without further ranks the requested set and the table are returned as they are."""
     index, made, pods = ReferenceIndex(100, Tiers()), roster(rank(0)), frozenset({POD, OTHER})
     assert made.holders(pods) is pods
     table = index.match(np.empty(0, np.uint64), pods)

@@ -1,17 +1,17 @@
-"""The sequence state machine, case by case: what is applied, cleared and replayed, and what it is called."""
+"""Sequence state machine, case by case: actions, state and reason."""
 
 from __future__ import annotations
 
 from tests.unit.stream_support import EXACT, RECOVERING, STALE, Loop, followed, payload, told
 
 
-def test_before_the_link_is_up_nothing_is_known() -> None:
-    """A pod that was never reached is being waited for."""
+def test_before_the_first_connection_the_state_is_recovering() -> None:
+    """A stream without a connection is RECOVERING."""
     assert told(Loop()) == (RECOVERING, "link_down")
 
 
 def test_the_first_connection_replays_the_whole_history() -> None:
-    """What was published before we came is asked for from 0, and live batches wait meanwhile."""
+    """The first connection requests a replay from 0, and live batches wait for it."""
     loop = Loop()
     for _ in range(3):
         loop.publish()
@@ -25,14 +25,14 @@ def test_the_first_connection_replays_the_whole_history() -> None:
     assert told(loop) == (EXACT, "")
 
 
-def test_an_engine_that_published_nothing_is_known_exactly() -> None:
+def test_an_empty_history_makes_the_view_exact() -> None:
     """An empty history is a complete one."""
     loop = followed(0)
     assert told(loop) == (EXACT, "")
 
 
-def test_a_history_that_rolled_over_is_stale_but_used() -> None:
-    """What the engine still remembers is applied; that the beginning lacks is told."""
+def test_a_truncated_history_is_stale_but_used() -> None:
+    """A replay without its beginning is applied, and the view is STALE."""
     loop = Loop(history=2)
     for _ in range(5):
         loop.publish()
@@ -42,8 +42,8 @@ def test_a_history_that_rolled_over_is_stale_but_used() -> None:
     assert told(loop) == (STALE, "history_truncated")
 
 
-def test_a_gap_is_healed_in_order() -> None:
-    """A missing batch is replayed from its number on; what waited is applied once, behind it."""
+def test_a_gap_triggers_a_replay() -> None:
+    """A missing batch is replayed from its number on; waiting batches are applied once, after it."""
     loop = followed()
     loop.publish(lost=True)
     loop.publish()
@@ -57,8 +57,8 @@ def test_a_gap_is_healed_in_order() -> None:
     assert told(loop) == (EXACT, "")
 
 
-def test_a_gap_that_the_engine_has_forgotten_clears_the_view() -> None:
-    """If a lost batch cannot be had, anything in the view may be wrong: it goes, and the rest goes on."""
+def test_a_gap_beyond_the_replay_buffer_clears_the_view() -> None:
+    """A missing batch that the engine no longer has clears the view; later batches are applied."""
     loop = followed(history=1)
     loop.publish(lost=True)
     loop.publish(lost=True)
@@ -69,8 +69,8 @@ def test_a_gap_that_the_engine_has_forgotten_clears_the_view() -> None:
     assert told(loop) == (STALE, "history_truncated")
 
 
-def test_a_gap_of_which_the_replay_knows_nothing_clears_the_view() -> None:
-    """A replay that ends without the missing batch is not asked again and again."""
+def test_a_replay_without_the_missing_batch_clears_the_view() -> None:
+    """A replay that ends without the missing batch is not repeated."""
     loop = followed()
     loop.publish(lost=True)
     loop.publish()
@@ -85,7 +85,7 @@ def test_a_gap_of_which_the_replay_knows_nothing_clears_the_view() -> None:
 
 
 def test_a_replay_that_fails_clears_the_view_and_goes_on_live() -> None:
-    """After a failed replay nothing old is trusted, and what waited is applied."""
+    """A failed replay clears the view, and the waiting batches are applied."""
     loop = followed()
     loop.publish(lost=True)
     loop.publish()
@@ -98,8 +98,8 @@ def test_a_replay_that_fails_clears_the_view_and_goes_on_live() -> None:
     assert loop.view == loop.whole_life()[-2:]
 
 
-def test_answers_lost_in_mid_replay_are_asked_for_again() -> None:
-    """A replay with a hole is resumed from the hole."""
+def test_answers_lost_in_mid_replay_are_requested_again() -> None:
+    """A replay with a gap is repeated from the gap on."""
     loop = followed()
     for _ in range(4):
         loop.publish(lost=True)
@@ -113,7 +113,7 @@ def test_answers_lost_in_mid_replay_are_asked_for_again() -> None:
 
 
 def test_the_same_process_is_recognised_without_an_event() -> None:
-    """After a lost link the last applied batch is asked for, and what followed it is applied."""
+    """After a reconnection the last applied batch is requested, and later batches are applied."""
     loop = followed()
     loop.disconnect()
     assert told(loop) == (RECOVERING, "link_down")
@@ -128,7 +128,7 @@ def test_the_same_process_is_recognised_without_an_event() -> None:
 
 
 def test_a_new_process_is_recognised_without_an_event() -> None:
-    """An engine that does not know the last applied batch is another one: its predecessor's view goes."""
+    """An engine without the last applied batch is a new process: the old view is cleared."""
     loop = followed()
     loop.restart()
     loop.connect()
@@ -139,7 +139,7 @@ def test_a_new_process_is_recognised_without_an_event() -> None:
 
 
 def test_a_new_process_that_published_as_much_is_recognised_by_content() -> None:
-    """The same sequence number with another payload is another life's."""
+    """The same sequence number with another payload identifies a new process."""
     loop = followed()
     loop.restart()
     for _ in range(7):
@@ -151,8 +151,8 @@ def test_a_new_process_that_published_as_much_is_recognised_by_content() -> None
     assert told(loop) == (EXACT, "")
 
 
-def test_live_batches_of_the_new_life_wait_for_its_history() -> None:
-    """What a new process sends while its identity is checked is neither lost nor applied early."""
+def test_live_batches_of_a_new_process_wait_for_its_history() -> None:
+    """Batches that arrive during the identity check are neither lost nor applied early."""
     loop = followed()
     loop.restart()
     loop.publish()
@@ -164,8 +164,8 @@ def test_live_batches_of_the_new_life_wait_for_its_history() -> None:
     assert loop.view == loop.whole_life()
 
 
-def test_a_sequence_that_goes_back_is_a_new_life() -> None:
-    """Even on an unbroken link, a smaller number clears the view and replays from 0."""
+def test_a_sequence_that_goes_back_is_a_new_process() -> None:
+    """A smaller sequence number on an unbroken link clears the view and replays from 0."""
     loop = followed()
     loop.life, loop.published = 1, 0
     loop.publish()
@@ -176,8 +176,8 @@ def test_a_sequence_that_goes_back_is_a_new_life() -> None:
     assert told(loop) == (EXACT, "")
 
 
-def test_a_number_that_comes_again_is_a_new_life() -> None:
-    """On an unbroken link, the last number a second time is a new process that has published as much."""
+def test_a_repeated_sequence_number_is_a_new_process() -> None:
+    """A repeated sequence number on an unbroken link identifies a new process."""
     loop = followed(0)
     loop.publish()
     loop.settle()
@@ -189,7 +189,7 @@ def test_a_number_that_comes_again_is_a_new_life() -> None:
 
 
 def test_a_restart_in_mid_replay_ends_that_replay() -> None:
-    """Answers of the old life that come after the link was lost are not applied."""
+    """Replay answers of the old process that arrive after the link was lost are not applied."""
     loop = followed()
     loop.publish(lost=True)
     loop.publish()
@@ -203,15 +203,15 @@ def test_a_restart_in_mid_replay_ends_that_replay() -> None:
     assert loop.view == []
 
 
-def test_without_replay_a_life_is_exact_from_its_first_batch_on() -> None:
-    """Whoever saw sequence 0 saw all."""
+def test_without_replay_a_stream_is_exact_from_its_first_batch_on() -> None:
+    """A stream received from sequence 0 on is complete."""
     loop = followed(3, replayable=False)
     assert (loop.view, loop.replays) == (loop.whole_life(), [])
     assert told(loop) == (EXACT, "")
 
 
 def test_without_replay_a_late_start_is_stale() -> None:
-    """Whoever came late cannot know what was before."""
+    """A stream received from a later batch on is STALE without a replay socket."""
     loop = Loop(replayable=False)
     loop.publish()
     loop.connect()
@@ -223,7 +223,7 @@ def test_without_replay_a_late_start_is_stale() -> None:
 
 
 def test_without_replay_a_gap_clears_the_view() -> None:
-    """A lost batch cannot be had, and is counted once."""
+    """Without a replay socket a gap clears the view, and is counted once."""
     loop = followed(3, replayable=False)
     loop.publish(lost=True)
     loop.publish()
@@ -233,8 +233,8 @@ def test_without_replay_a_gap_clears_the_view() -> None:
     assert loop.machine.gaps == 1
 
 
-def test_without_replay_a_lost_link_costs_the_view() -> None:
-    """Nothing can tell the same process from a new one."""
+def test_without_replay_a_lost_link_clears_the_view() -> None:
+    """Without a replay socket nothing identifies the process after a reconnection, so the view is cleared."""
     loop = followed(3, replayable=False)
     loop.disconnect()
     assert len(loop.view) == 3
@@ -259,16 +259,16 @@ def test_a_cleared_cache_makes_any_view_exact() -> None:
     assert told(loop) == (EXACT, "")
 
 
-def test_what_could_not_be_applied_is_told() -> None:
-    """A view with a batch that could not be read is not exact; the first reason stays."""
+def test_an_unreadable_batch_makes_the_view_stale() -> None:
+    """A view with an unreadable batch is STALE; the first reason stays."""
     loop = followed()
     loop.machine.damaged(loop.current, "broken_event")
     loop.machine.damaged(loop.current, "oversize")
     assert told(loop) == (STALE, "broken_event")
 
 
-def test_news_of_a_dropped_view_are_not_news_of_the_next() -> None:
-    """A batch may turn out empty or broken only after the machine has moved on to another view."""
+def test_results_of_a_dropped_view_do_not_affect_the_next() -> None:
+    """The outcome of a batch is ignored if its view was dropped meanwhile."""
     loop = followed(2, replayable=False)
     dropped = loop.current
     loop.publish(lost=True)
@@ -281,8 +281,8 @@ def test_news_of_a_dropped_view_are_not_news_of_the_next() -> None:
     assert told(loop) == (EXACT, "")
 
 
-def test_a_batch_before_the_link_is_known_to_be_up_says_that_it_is() -> None:
-    """Whichever of message and connection is noticed first, the history is asked for."""
+def test_a_batch_before_the_connection_event_counts_as_connected() -> None:
+    """The first message or the connection event, whichever is first, requests the history."""
     loop = Loop()
     loop.publish()
     loop.perform(loop.machine.live(0, payload(0, 0)))
@@ -291,7 +291,7 @@ def test_a_batch_before_the_link_is_known_to_be_up_says_that_it_is() -> None:
 
 
 def test_a_cache_that_was_dropped_silently_is_empty_and_stale() -> None:
-    """The stream goes on where it was, and its own word makes the view exact."""
+    """The stream continues at its position, and a published clear makes the view EXACT."""
     loop = followed()
     loop.perform(loop.machine.emptied_silently("asleep"))
     assert (loop.view, loop.clears, told(loop)) == ([], ["asleep"], (STALE, "asleep"))
@@ -303,8 +303,8 @@ def test_a_cache_that_was_dropped_silently_is_empty_and_stale() -> None:
     assert loop.replays == [0]
 
 
-def test_an_engine_that_has_said_that_its_cache_is_empty_is_not_waited_for_again() -> None:
-    """It says so once: a view that holds nothing since stays EXACT, one that was stored to is emptied."""
+def test_a_published_clear_is_not_awaited_again() -> None:
+    """A view without stores since the published clear stays EXACT; one with stores is cleared."""
     loop = followed()
     loop.machine.emptied(loop.current, holds_nothing=True)
     loop.perform(loop.machine.emptied_silently("asleep"))
@@ -315,8 +315,8 @@ def test_an_engine_that_has_said_that_its_cache_is_empty_is_not_waited_for_again
     assert (loop.clears, told(loop)) == (["asleep"], (STALE, "asleep"))
 
 
-def test_a_life_may_begin_with_another_number() -> None:
-    """Where the first batch is number 1, nothing lacks in front of it; number 0 is taken as well."""
+def test_a_stream_may_start_at_a_declared_number() -> None:
+    """A declared first sequence number of 1 is complete from there; a batch 0 is accepted as well."""
     for first in (0, 1):
         loop = Loop(replayable=False, first_sequence=1)
         loop.published = first
@@ -333,7 +333,7 @@ def test_a_life_may_begin_with_another_number() -> None:
 
 
 def test_a_first_number_below_the_expected_one_is_not_lost() -> None:
-    """An engine that begins with 0 is followed from there, though 1 was expected after an empty history."""
+    """An engine that starts at 0 is followed from 0, although 1 was expected after an empty history."""
     loop = Loop(first_sequence=1)
     loop.connect()
     loop.settle()

@@ -1,4 +1,4 @@
-"""The sequence state machine: views that a peer told, proved by the engine or dropped."""
+"""Sequence state machine: views from a peer, verified with the engine or dropped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.unit.stream_support import EXACT, RECOVERING, STALE, Loop, followed, 
 
 
 def late(published: int = 5, **settings: int | bool) -> Loop:
-    """A loop that comes late to a life that a peer has followed from its start."""
+    """Return a loop that starts late with a process that a peer has followed from its start."""
     loop = Loop(snapshots=True, **settings)
     for _ in range(published):
         loop.publish()
@@ -17,8 +17,8 @@ def late(published: int = 5, **settings: int | bool) -> Loop:
     return loop
 
 
-def test_a_peers_view_goes_on_where_it_ends() -> None:
-    """The engine is asked for the last batch in it and all behind it; live batches wait meanwhile."""
+def test_a_peers_view_continues_at_its_last_batch() -> None:
+    """The engine is asked for the view's last batch and all later ones; live batches wait meanwhile."""
     loop = late(history=3)
     loop.publish()
     loop.connect()
@@ -32,8 +32,8 @@ def test_a_peers_view_goes_on_where_it_ends() -> None:
     assert loop.clears == []
 
 
-def test_a_peers_view_of_another_life_is_dropped() -> None:
-    """The last batch in it is not the engine's: nothing of it stays, and the history is asked for."""
+def test_a_peers_view_of_another_process_is_dropped() -> None:
+    """If the engine's batch differs from the view's last one, the view is dropped."""
     loop = late()
     loop.life = 1
     loop.connect()
@@ -44,8 +44,8 @@ def test_a_peers_view_of_another_life_is_dropped() -> None:
     assert (loop.fetches, loop.replays) == (4, [4, 4, 4, 4, 0])
 
 
-def test_a_peers_view_that_the_engine_has_forgotten_is_dropped() -> None:
-    """The engine does not have the last batch in it any more: nothing proves it, and something may lack."""
+def test_a_peers_view_older_than_the_replay_buffer_is_dropped() -> None:
+    """If the engine no longer has the view's last batch, the view cannot be verified and is dropped."""
     loop = late(history=2)
     loop.publish()
     loop.publish()
@@ -55,8 +55,8 @@ def test_a_peers_view_that_the_engine_has_forgotten_is_dropped() -> None:
     assert told(loop) == (STALE, "history_truncated")
 
 
-def test_a_later_snapshot_of_the_peer_may_be_proved() -> None:
-    """Unproved once, the peer is asked again, and by then may be newer."""
+def test_a_later_view_of_the_peer_may_be_verified() -> None:
+    """After a view that was not verified the peer is asked again for a newer one."""
     loop = late(history=2)
     loop.publish()
     loop.publish()
@@ -70,8 +70,8 @@ def test_a_later_snapshot_of_the_peer_may_be_proved() -> None:
     assert told(loop) == (EXACT, "")
 
 
-def test_a_link_lost_before_the_proof_leaves_the_view_unproved() -> None:
-    """After the next connection the proof is asked for first; a new process drops the view."""
+def test_a_link_lost_before_verification_leaves_the_view_unverified() -> None:
+    """After a reconnection the view is verified first; a new process drops it."""
     loop = late()
     loop.connect()
     loop.answer_fetch()
@@ -86,8 +86,8 @@ def test_a_link_lost_before_the_proof_leaves_the_view_unproved() -> None:
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-def test_without_replay_a_batch_in_common_is_the_proof(overlap: int) -> None:
-    """If we received the last batch in a peer's view ourselves, it is of the same process."""
+def test_without_replay_a_common_batch_verifies_the_view(overlap: int) -> None:
+    """A received batch that equals the view's last one verifies the process."""
     loop = late(replayable=False)
     loop.connect()
     for _ in range(overlap):
@@ -101,8 +101,8 @@ def test_without_replay_a_batch_in_common_is_the_proof(overlap: int) -> None:
     assert told(loop) == (EXACT, "")
 
 
-def test_without_replay_and_without_a_batch_in_common_there_is_no_proof() -> None:
-    """A peer's view that may be of another process is dropped, and what came live is used."""
+def test_without_replay_and_a_common_batch_the_view_is_dropped() -> None:
+    """A peer's view that may be of another process is dropped, and live batches are applied."""
     loop = late(replayable=False)
     loop.connect()
     loop.publish()
@@ -112,8 +112,8 @@ def test_without_replay_and_without_a_batch_in_common_there_is_no_proof() -> Non
     assert told(loop)[0] is STALE
 
 
-def test_without_replay_a_batch_seen_before_is_a_proof_later() -> None:
-    """A view that lacks something is healed by a peer's that ends with the last batch that we applied."""
+def test_without_replay_an_earlier_batch_verifies_a_later_view() -> None:
+    """A STALE view is repaired by a peer's view that ends with the last applied batch."""
     loop = late(replayable=False)
     loop.connect()
     loop.settle()
@@ -121,14 +121,14 @@ def test_without_replay_a_batch_seen_before_is_a_proof_later() -> None:
     loop.publish()
     loop.settle()
     loop.peer_follows()
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     loop.settle()
     assert loop.view == loop.whole_life()
     assert told(loop) == (EXACT, "")
 
 
-def test_what_a_peer_says_of_another_life_with_the_same_number_is_no_proof() -> None:
-    """The number alone proves nothing: the batch must be the same."""
+def test_an_equal_number_with_another_payload_does_not_verify() -> None:
+    """The sequence number alone verifies nothing: the payloads must be equal."""
     loop = late(replayable=False)
     loop.life, loop.published = 1, 4
     loop.connect()
@@ -139,42 +139,42 @@ def test_what_a_peer_says_of_another_life_with_the_same_number_is_no_proof() -> 
     assert told(loop)[0] is STALE
 
 
-def test_a_doubted_view_is_not_asked_of_peers() -> None:
-    """What is wrong with a view made from events is wrong with a peer's, too; after a restart it is not."""
+def test_an_invalid_view_is_not_rebuilt_from_peers() -> None:
+    """A view reported as wrong is not rebuilt from a peer's, which has the same events."""
     loop = late()
     loop.connect()
     loop.settle()
-    assert Fetch(peers=False) in loop.machine.doubted("overfull")
+    assert Fetch(peers=False) in loop.machine.invalidate("overfull")
     loop.fail_fetch()
     loop.publish()
     loop.settle()
     assert loop.machine.live(0, payload(1, 0))[-1] == Fetch(peers=True)
 
 
-def test_only_an_exact_view_at_rest_has_a_mark() -> None:
-    """What may be told to peers ends with a batch: not before the first, nor while a replay runs."""
+def test_only_an_exact_view_without_a_replay_has_a_last_batch() -> None:
+    """A view can be exported only after its first batch and while no replay runs."""
     loop = followed(0)
-    assert loop.machine.mark is None
+    assert loop.machine.last_batch is None
     loop.publish()
     loop.settle()
-    mark = loop.machine.mark
+    mark = loop.machine.last_batch
     assert mark is not None
     assert (mark[0], len(mark[1])) == (0, 16)
     loop.perform(loop.machine.check_tail())
-    assert loop.machine.mark is None
-    assert loop.machine.forgo_tail()
-    assert loop.machine.mark == mark
-    assert not loop.machine.forgo_tail()
+    assert loop.machine.last_batch is None
+    assert loop.machine.cancel_tail_check()
+    assert loop.machine.last_batch == mark
+    assert not loop.machine.cancel_tail_check()
     loop.publish(lost=True)
     loop.publish()
     loop.deliver()
-    assert loop.machine.mark is None
+    assert loop.machine.last_batch is None
     loop.disconnect()
-    assert loop.machine.mark is None
+    assert loop.machine.last_batch is None
 
 
-def test_without_replay_a_gap_behind_the_proved_view_costs_it() -> None:
-    """What was missed behind a peer's view cannot be asked for: another snapshot is."""
+def test_without_replay_a_gap_behind_a_peers_view_triggers_a_snapshot() -> None:
+    """A gap behind a peer's view cannot be replayed, and another snapshot is requested."""
     loop = late(replayable=False)
     loop.published = 4
     loop.connect()
@@ -191,8 +191,8 @@ def test_without_replay_a_gap_behind_the_proved_view_costs_it() -> None:
     assert told(loop) == (EXACT, "")
 
 
-def test_each_doubted_life_is_asked_of_peers_as_often() -> None:
-    """A batch that is applied ends the count of snapshots that led nowhere."""
+def test_an_applied_batch_resets_the_count_of_unusable_snapshots() -> None:
+    """An applied batch resets the count of snapshots that did not join up."""
     loop = late()
     for life in (1, 2):
         loop.restart()
@@ -204,13 +204,13 @@ def test_each_doubted_life_is_asked_of_peers_as_often() -> None:
         assert loop.clears.count("peer_unproven") == 4 * life
 
 
-def test_a_view_is_healed_while_its_last_batch_is_looked_for() -> None:
-    """Whether a STALE view has the last batch is of no interest once a snapshot may make it whole."""
+def test_a_view_is_repaired_during_a_tail_check() -> None:
+    """A snapshot request for a STALE view cancels a running tail check."""
     loop = followed(snapshots=True)
     loop.perform(loop.machine.snapshot_begun())
     loop.machine.damaged(loop.current, "unknown_parent")
     assert told(loop)[0] is STALE
     loop.perform(loop.machine.check_tail())
     assert loop.answers
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     assert loop.fetching

@@ -1,4 +1,4 @@
-"""The sequence state machine under random losses, restarts and replays: never wrong, in the end exact."""
+"""Sequence state machine under random losses, restarts and replays: never wrong, finally EXACT."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.stream_support import Loop
 
 
 class StreamRules(RuleBasedStateMachine):
-    """An engine, a lossy wire, and the machine."""
+    """Engine, lossy wire and state machine."""
 
     @initialize(
         replayable=st.sampled_from([True, True, True, False]),
@@ -21,7 +21,7 @@ class StreamRules(RuleBasedStateMachine):
         max_batches=st.sampled_from([1000, 3, 1]),
     )
     def begin(self, replayable: bool, snapshots: str, history: int, max_batches: int) -> None:
-        """A pod that was not reached yet."""
+        """Start with a pod that was never connected."""
         self.replayable = replayable
         self.snapshots = snapshots == "engine"
         self.peered = snapshots == "peer"
@@ -35,20 +35,20 @@ class StreamRules(RuleBasedStateMachine):
 
     @rule(lost=st.booleans(), count=st.integers(1, 6))
     def publish(self, lost: bool, count: int) -> None:
-        """The engine publishes."""
+        """Publish a batch."""
         for _ in range(count):
             self.loop.publish(lost=lost)
 
     @precondition(lambda self: not self.loop.connected)
     @rule()
     def connect(self) -> None:
-        """The link comes up."""
+        """Open the link."""
         self.loop.connect()
 
     @precondition(lambda self: self.loop.connected)
     @rule(restarted=st.booleans())
     def disconnect(self, restarted: bool) -> None:
-        """The link is lost, with or without the process."""
+        """Close the link, with or without ending the process."""
         if restarted:
             self.loop.restart()
         else:
@@ -57,14 +57,14 @@ class StreamRules(RuleBasedStateMachine):
     @precondition(lambda self: self.loop.wire)
     @rule(count=st.integers(1, 3))
     def deliver(self, count: int) -> None:
-        """Live messages arrive."""
+        """Deliver live messages."""
         for _ in range(min(count, len(self.loop.wire))):
             self.loop.deliver()
 
     @precondition(lambda self: self.loop.answers)
     @rule(count=st.integers(1, 3))
     def answer(self, count: int) -> None:
-        """Replay answers arrive."""
+        """Deliver replay answers."""
         for _ in range(count):
             if self.loop.answers:
                 self.loop.answer()
@@ -72,25 +72,25 @@ class StreamRules(RuleBasedStateMachine):
     @precondition(lambda self: len(self.loop.answers) > 2)
     @rule(at=st.integers(0, 5))
     def lose_an_answer(self, at: int) -> None:
-        """An answer is dropped by a full queue; neither the first, before which it was empty, nor the end."""
+        """Drop an answer at a full queue: not the first and not the last one."""
         del self.loop.answers[1 + at % (len(self.loop.answers) - 2)]
 
     @rule()
     def catch_up(self) -> None:
-        """All that is under way arrives."""
+        """Deliver everything under way."""
         self.loop.settle()
 
     @precondition(lambda self: self.loop.answers)
     @rule()
     def fail(self) -> None:
-        """A replay breaks off for good."""
+        """Fail a replay for good."""
         self.failed = True
         self.loop.fail_replay()
 
     @precondition(lambda self: self.loop.fetching)
     @rule(fails=st.booleans())
     def answer_fetch(self, fails: bool) -> None:
-        """A snapshot arrives, or cannot be had."""
+        """Deliver a snapshot, or fail its request."""
         if fails:
             self.failed = True
             self.loop.fail_fetch()
@@ -98,28 +98,28 @@ class StreamRules(RuleBasedStateMachine):
             self.loop.answer_fetch()
 
     @rule(doubted=st.booleans())
-    def heal(self, doubted: bool) -> None:
-        """Time for a better view, or news that this one is wrong."""
+    def repair(self, doubted: bool) -> None:
+        """Repair a STALE view, or report it as wrong."""
         machine = self.loop.machine
-        self.loop.perform(machine.doubted("doubt") if doubted else machine.heal())
+        self.loop.perform(machine.invalidate("doubt") if doubted else machine.repair())
 
     @precondition(lambda self: self.peered)
     @rule(exact=st.booleans())
     def peer_moves(self, exact: bool) -> None:
-        """The peer catches up with the engine's life of now, or loses its view."""
+        """Let the peer catch up with the engine's present process, or lose its view."""
         self.loop.peer_follows()
         if not exact:
             self.loop.peer = []
 
     @rule()
     def check_tail(self) -> None:
-        """The stream is quiet for a while."""
+        """Run the check of a quiet stream."""
         if not self.loop.wire and not self.loop.answers:
             self.loop.perform(self.loop.machine.check_tail())
 
     @invariant()
-    def the_view_is_one_run_of_one_life(self) -> None:
-        """What is applied since a clear is contiguous and of one process."""
+    def the_view_is_one_run_of_one_process(self) -> None:
+        """The batches applied since a clear are contiguous and of one process."""
         if not hasattr(self, "loop"):
             return
         runs = [tuple(map(int, applied.decode().split(":"))) for applied in self.loop.view]
@@ -129,14 +129,14 @@ class StreamRules(RuleBasedStateMachine):
         )
 
     @invariant()
-    def an_exact_view_begins_with_its_life(self) -> None:
-        """EXACT is never said of what another process did, or of a view whose beginning lacks."""
+    def an_exact_view_starts_with_its_process(self) -> None:
+        """An EXACT view is of the present process and complete from its start."""
         if not hasattr(self, "loop") or self.loop.machine.state is not StreamState.EXACT:
             return
         assert self.loop.view == self.loop.whole_life()[: len(self.loop.view)]
 
     def teardown(self) -> None:
-        """When all has arrived the view is of the living process, and EXACT means complete."""
+        """Check after all deliveries that the view is of the living process and EXACT means complete."""
         if not hasattr(self, "loop"):
             return
         loop = self.loop
@@ -150,12 +150,12 @@ class StreamRules(RuleBasedStateMachine):
         if loop.machine.state is StreamState.EXACT and self.replayable and loop.history:
             assert loop.view == loop.whole_life()
         if self.snapshots and loop.machine.state is StreamState.STALE:
-            loop.perform(loop.machine.heal())
+            loop.perform(loop.machine.repair())
             loop.settle()
             assert loop.machine.state is StreamState.EXACT
             assert loop.view == loop.whole_life()
         if self.roomy and loop.machine.reason == "replay_failed":
-            loop.perform(loop.machine.heal())
+            loop.perform(loop.machine.repair())
             loop.settle()
             assert loop.machine.state is StreamState.EXACT
             assert loop.view == loop.whole_life()

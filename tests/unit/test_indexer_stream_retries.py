@@ -1,4 +1,4 @@
-"""The sequence state machine: replays that failed and are tried again later."""
+"""Sequence state machine: failed replays that are repeated later."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.unit.stream_support import EXACT, RECOVERING, STALE, Loop, followed, 
 
 
 def stale(**settings: int | bool) -> Loop:
-    """A loop whose first replay failed, and that has applied one live batch since."""
+    """Return a loop whose first replay failed, and that has applied one live batch since."""
     loop = Loop(**settings)
     loop.publish()
     loop.connect()
@@ -20,10 +20,10 @@ def stale(**settings: int | bool) -> Loop:
 
 
 def test_a_later_replay_makes_the_view_exact() -> None:
-    """All is asked for again, and with its first answer the view is built anew."""
+    """A repeated replay rebuilds the view from its first answer on."""
     loop = stale()
-    assert loop.machine.healable()
-    loop.perform(loop.machine.heal())
+    assert loop.machine.can_repair()
+    loop.perform(loop.machine.repair())
     assert (loop.replays[-1], told(loop)) == (0, (STALE, "replay_failed"))
     loop.answer()
     assert (loop.view, told(loop)) == ([payload(0, 0)], (RECOVERING, "history"))
@@ -33,23 +33,23 @@ def test_a_later_replay_makes_the_view_exact() -> None:
 
 
 def test_until_the_first_answer_live_batches_are_applied() -> None:
-    """An attempt that nobody answers costs nothing: neither the view nor what comes meanwhile."""
+    """A repeated replay without an answer affects neither the view nor live batches."""
     loop = stale()
     for _ in range(2):
-        loop.perform(loop.machine.heal())
-        assert not loop.machine.healable()
+        loop.perform(loop.machine.repair())
+        assert not loop.machine.can_repair()
         loop.publish()
         loop.deliver()
         loop.fail_replay()
         assert told(loop) == (STALE, "replay_failed")
-        assert loop.machine.healable()
+        assert loop.machine.can_repair()
     assert (loop.view, loop.clears) == (loop.whole_life()[1:], [])
 
 
 def test_a_batch_between_asking_and_the_first_answer_is_not_lost() -> None:
-    """It was applied to the old view and is not in the replay: the new view asks for it."""
+    """A batch applied to the old view and missing in the replay is requested for the new view."""
     loop = stale()
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     loop.publish()
     loop.deliver()
     loop.publish()
@@ -57,24 +57,24 @@ def test_a_batch_between_asking_and_the_first_answer_is_not_lost() -> None:
     assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
 
 
-def test_a_history_that_begins_too_late_is_not_asked_for_again() -> None:
-    """The engine answers, but has forgotten the beginning: the view stays, and says why."""
+def test_a_truncated_history_is_not_requested_again() -> None:
+    """A replay without its beginning leaves the view STALE with the reason."""
     loop = stale(history=2)
     for _ in range(3):
         loop.publish()
     loop.settle()
     view = list(loop.view)
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     loop.settle()
     assert (loop.view, told(loop)) == (view, (STALE, "history_truncated"))
-    assert not loop.machine.healable()
-    assert loop.machine.heal() == []
+    assert not loop.machine.can_repair()
+    assert loop.machine.repair() == []
 
 
 def test_a_view_that_was_emptied_meanwhile_is_not_touched() -> None:
-    """The engine's clear made it exact while the replay was asked for: its answers come too late."""
+    """Replay answers are ignored after a published clear has made the view EXACT."""
     loop = stale()
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     loop.publish()
     loop.deliver()
     loop.machine.emptied(loop.current)
@@ -84,20 +84,20 @@ def test_a_view_that_was_emptied_meanwhile_is_not_touched() -> None:
 
 
 def test_a_retry_that_breaks_off_halfway_can_be_tried_again() -> None:
-    """Half a history is no view."""
+    """An interrupted replay is not a complete view and can be repeated."""
     loop = stale()
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     loop.answer()
     loop.fail_replay()
     assert (loop.view, told(loop)) == ([], (STALE, "replay_failed"))
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     loop.settle()
     assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
 
 
 @pytest.mark.parametrize("snapshot", [True, False])
 def test_a_snapshot_is_tried_before_the_replay(snapshot: bool) -> None:
-    """Where one may be had it is asked for first, and the replay if it fails."""
+    """A snapshot is requested first where it is offered, and a replay if it fails."""
     loop = followed(snapshots=True)
     loop.publish(lost=True)
     loop.publish()
@@ -107,7 +107,7 @@ def test_a_snapshot_is_tried_before_the_replay(snapshot: bool) -> None:
     loop.fail_replay()
     assert told(loop) == (STALE, "replay_failed")
     replays = len(loop.replays)
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     assert loop.fetching
     if not snapshot:
         loop.fail_fetch()
@@ -116,9 +116,9 @@ def test_a_snapshot_is_tried_before_the_replay(snapshot: bool) -> None:
     assert len(loop.replays) - replays == (0 if snapshot else 1)
 
 
-def test_what_no_replay_can_mend_is_not_asked_for() -> None:
-    """A broken event is as broken when it comes again."""
+def test_a_broken_event_does_not_trigger_a_replay() -> None:
+    """A replay is not requested for a malformed event, which would be replayed as it is."""
     loop = followed()
     loop.machine.damaged(loop.current, "broken_event")
-    assert not loop.machine.healable()
-    assert loop.machine.heal() == []
+    assert not loop.machine.can_repair()
+    assert loop.machine.repair() == []

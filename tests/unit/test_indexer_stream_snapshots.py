@@ -1,4 +1,4 @@
-"""The sequence state machine: views built from snapshots, and healed by them."""
+"""Sequence state machine: views built and repaired from snapshots."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.unit.stream_support import EXACT, RECOVERING, STALE, Loop, followed, 
 
 
 def test_a_snapshot_comes_before_the_history() -> None:
-    """Where one is offered the view begins with it, and live batches wait for it."""
+    """Where a snapshot is offered the view starts with it, and live batches wait for it."""
     loop = Loop(snapshots=True, history=1)
     for _ in range(3):
         loop.publish()
@@ -20,8 +20,8 @@ def test_a_snapshot_comes_before_the_history() -> None:
     assert told(loop) == (EXACT, "")
 
 
-def test_without_a_snapshot_the_history_is_asked_for() -> None:
-    """A fetch that fails costs nothing where the engine remembers all."""
+def test_a_failed_snapshot_triggers_a_replay() -> None:
+    """A failed snapshot request is followed by a replay of the whole history."""
     loop = Loop(snapshots=True)
     loop.publish()
     loop.connect()
@@ -32,7 +32,7 @@ def test_without_a_snapshot_the_history_is_asked_for() -> None:
 
 
 def test_with_neither_the_view_is_stale() -> None:
-    """No snapshot, no replay, a late start: that is told, and live batches are used."""
+    """A late start without snapshot and replay is STALE, and live batches are applied."""
     loop = Loop(snapshots=True, replayable=False)
     loop.publish()
     loop.connect()
@@ -43,8 +43,8 @@ def test_with_neither_the_view_is_stale() -> None:
     assert (loop.view, told(loop)) == ([payload(0, 1)], (STALE, "no_history"))
 
 
-def test_a_gap_that_cannot_be_replayed_is_healed_by_a_snapshot() -> None:
-    """What the engine has forgotten to replay it still knows by its state."""
+def test_a_gap_beyond_the_replay_buffer_triggers_a_snapshot() -> None:
+    """A gap that cannot be replayed is repaired by a snapshot."""
     loop = followed(snapshots=True, history=1)
     loop.publish(lost=True)
     loop.publish(lost=True)
@@ -55,7 +55,7 @@ def test_a_gap_that_cannot_be_replayed_is_healed_by_a_snapshot() -> None:
 
 
 def test_snapshots_that_no_live_batch_can_follow_are_given_up() -> None:
-    """If each is older than what was lost behind it, it is not fetched for ever."""
+    """Snapshots older than the lost batches are requested a bounded number of times."""
     loop = followed(0, snapshots=True, replayable=False)
     fetched = loop.fetches
     loop.publish(lost=True)
@@ -69,7 +69,7 @@ def test_snapshots_that_no_live_batch_can_follow_are_given_up() -> None:
 
 
 def test_the_same_process_is_not_asked_for_a_second_snapshot() -> None:
-    """After a lost link its last batch tells who it is, where it has a replay socket."""
+    """After a reconnection the last batch identifies the process, if it has a replay socket."""
     loop = followed(snapshots=True)
     loop.disconnect()
     loop.publish()
@@ -79,7 +79,7 @@ def test_the_same_process_is_not_asked_for_a_second_snapshot() -> None:
 
 
 def test_after_a_lost_link_without_replay_a_snapshot_replaces_the_view() -> None:
-    """It may be another process; until its state is here the old view is not trusted."""
+    """Without a replay socket the old view is dropped until a snapshot arrives."""
     loop = followed(snapshots=True, replayable=False)
     loop.restart()
     loop.publish()
@@ -90,7 +90,7 @@ def test_after_a_lost_link_without_replay_a_snapshot_replaces_the_view() -> None
 
 
 def test_a_link_lost_in_mid_snapshot_leaves_nothing_of_it() -> None:
-    """Half a snapshot is no view."""
+    """A partly applied snapshot is dropped when the link is lost."""
     loop = Loop(snapshots=True)
     loop.publish()
     loop.connect()
@@ -104,31 +104,31 @@ def test_a_link_lost_in_mid_snapshot_leaves_nothing_of_it() -> None:
     assert told(loop) == (EXACT, "")
 
 
-def test_healing_keeps_the_view_until_a_better_one_comes() -> None:
-    """A stale view is of use; a failed attempt changes nothing."""
+def test_a_repair_keeps_the_view_until_the_snapshot_arrives() -> None:
+    """A STALE view stays in use during a repair, and a failed attempt changes nothing."""
     loop = followed(snapshots=True)
     loop.machine.damaged(loop.current, "broken_event")
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     assert told(loop) == (STALE, "broken_event")
     loop.publish()
     loop.deliver()
     loop.fail_fetch()
     assert (loop.view, told(loop)) == (loop.whole_life(), (STALE, "broken_event"))
-    loop.perform(loop.machine.heal())
+    loop.perform(loop.machine.repair())
     loop.settle()
     assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
 
 
-def test_an_exact_view_needs_no_healing() -> None:
-    """Nothing is fetched for what lacks nothing."""
-    assert followed(snapshots=True).machine.heal() == []
+def test_an_exact_view_is_not_repaired() -> None:
+    """No snapshot is requested for an EXACT view."""
+    assert followed(snapshots=True).machine.repair() == []
 
 
-def test_a_doubted_view_is_built_anew() -> None:
-    """From a snapshot where one is offered, else from the history."""
+def test_an_invalid_view_is_rebuilt() -> None:
+    """A view reported as wrong is rebuilt from a snapshot where one is offered, else from the history."""
     for snapshots in (True, False):
         loop = followed(snapshots=snapshots)
-        loop.perform(loop.machine.doubted("overfull"))
+        loop.perform(loop.machine.invalidate("overfull"))
         assert loop.clears == ["overfull"]
         loop.settle()
         assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))

@@ -1,4 +1,4 @@
-"""The sequence state machine: batches that wait for others, and a quiet stream's last ones."""
+"""Sequence state machine: waiting batches, and the check of a quiet stream's last ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.unit.stream_support import EXACT, followed, told
 
 
 def test_what_waits_for_a_replay_is_bounded() -> None:
-    """When too much waits it is dropped, and replayed afterwards: nothing is lost silently."""
+    """Above the bound all waiting batches are dropped and replayed afterwards."""
     loop = followed(max_batches=2)
     loop.publish(lost=True)
     for _ in range(10):
@@ -20,7 +20,7 @@ def test_what_waits_for_a_replay_is_bounded() -> None:
 
 
 def test_batches_dropped_while_they_waited_are_replayed_without_another_event() -> None:
-    """A stream that falls silent after the drop is brought up to date all the same."""
+    """Dropped batches are replayed even if no further live batch arrives."""
     loop = followed(max_batches=2)
     loop.publish(lost=True)
     for _ in range(3):
@@ -32,7 +32,7 @@ def test_batches_dropped_while_they_waited_are_replayed_without_another_event() 
 
 
 def test_an_engine_that_answers_more_than_was_asked_does_no_harm() -> None:
-    """Batches that were applied already are not applied again."""
+    """Replayed batches that were already applied are ignored."""
     loop = followed()
     loop.publish(lost=True)
     loop.publish()
@@ -43,7 +43,7 @@ def test_an_engine_that_answers_more_than_was_asked_does_no_harm() -> None:
 
 
 def test_bytes_that_wait_are_bounded_too() -> None:
-    """A few huge batches count as many small ones."""
+    """Waiting batches are bounded in bytes, too."""
     machine = StreamMachine(replayable=True, max_batches=100, max_bytes=100)
     machine.link_up()
     for sequence in range(1, 10):
@@ -52,7 +52,7 @@ def test_bytes_that_wait_are_bounded_too() -> None:
 
 
 def test_a_lost_tail_is_found_when_the_stream_is_quiet() -> None:
-    """The last batches before a pause may be lost without a gap; a check of the tail brings them."""
+    """The last batches before a pause may be lost without a gap; the tail check finds them."""
     loop = followed()
     loop.publish(lost=True)
     assert told(loop) == (EXACT, "")
@@ -63,8 +63,8 @@ def test_a_lost_tail_is_found_when_the_stream_is_quiet() -> None:
     assert loop.clears == []
 
 
-def test_a_check_of_the_tail_holds_nothing_up() -> None:
-    """A live batch is applied at once while the tail is checked, and the check's late answers are ignored."""
+def test_a_tail_check_does_not_delay_live_batches() -> None:
+    """A live batch is applied during a tail check, and the check's late answers are ignored."""
     loop = followed()
     loop.perform(loop.machine.check_tail())
     loop.publish()
@@ -74,8 +74,8 @@ def test_a_check_of_the_tail_holds_nothing_up() -> None:
     assert loop.view == loop.whole_life()
 
 
-def test_a_check_of_the_tail_that_fails_changes_nothing() -> None:
-    """A replay socket that does not answer is no reason to doubt an exact view."""
+def test_a_failed_tail_check_changes_nothing() -> None:
+    """A replay socket that does not answer leaves an EXACT view as it is."""
     loop = followed()
     loop.perform(loop.machine.check_tail())
     loop.fail_replay()
@@ -83,7 +83,7 @@ def test_a_check_of_the_tail_that_fails_changes_nothing() -> None:
 
 
 def test_the_tail_of_an_empty_history_can_be_checked() -> None:
-    """The very first batch may be the lost one."""
+    """The tail check also finds a lost first batch."""
     loop = followed(0)
     loop.publish(lost=True)
     loop.perform(loop.machine.check_tail())

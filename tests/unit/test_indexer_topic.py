@@ -1,4 +1,4 @@
-"""Names in topics and ranks in batches: what is read, and that nothing else is."""
+"""Parsing of topics and of ranks in batches."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from indexer.streams.bound import Topic, batch_rank, parse_topic
         ("kv@engine-0@größe/模型".encode(), "engine-0", "größe/模型"),
     ],
 )
-def test_only_the_first_two_signs_part_a_topic(frame: bytes, pod: str, model: str) -> None:
-    """A model's name may hold any characters."""
+def test_a_topic_is_split_at_its_first_two_signs(frame: bytes, pod: str, model: str) -> None:
+    """A model's name may contain any characters."""
     assert parse_topic(frame) == Topic(pod, model)
 
 
@@ -38,8 +38,8 @@ def test_only_the_first_two_signs_part_a_topic(frame: bytes, pod: str, model: st
         b"kv@" + b"p" * 2000 + b"@m",
     ],
 )
-def test_what_names_no_pod_and_model_is_none(frame: bytes) -> None:
-    """Also a name that could be taken for a KV cache group's, or that would break a log line."""
+def test_a_topic_without_pod_and_model_is_rejected(frame: bytes) -> None:
+    """Names of KV cache groups and names that would break a log line are rejected, too."""
     assert parse_topic(frame) is None
 
 
@@ -56,14 +56,14 @@ def test_what_names_no_pod_and_model_is_none(frame: bytes) -> None:
         ({"ts": 1}, 0),
     ],
 )
-def test_the_rank_stands_third(batch: object, rank: int) -> None:
+def test_the_rank_is_the_third_element(batch: object, rank: int) -> None:
     """A batch without a usable rank is of rank 0."""
     assert batch_rank(msgspec.msgpack.encode(batch)) == rank
 
 
 @given(st.binary())
 def test_any_bytes_are_read(data: bytes) -> None:
-    """Neither topics nor payloads can make reading fail."""
+    """No topic and no payload raises an error."""
     parse_topic(data)
     parse_topic(b"kv@" + data)
     assert 0 <= batch_rank(data) < 1 << 16

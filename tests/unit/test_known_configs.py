@@ -1,4 +1,4 @@
-"""Configurations as the reference's guides and tests write them: they start, or say what there is instead."""
+"""Picker configurations of the reference's guides and tests: understood, or rejected with an alternative."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PODS = ["--pods-file", "/pods.yaml"]
 
 
 def plugins(*types: str | dict[str, Any]) -> list[dict[str, Any]]:
-    """Plugins by type, or as they are."""
+    """Return plugin entries, given by type or as they are."""
     return [{"type": one} if isinstance(one, str) else one for one in types]
 
 
 def profile(name: str, *references: str | tuple[str, float]) -> dict[str, Any]:
-    """A scheduling profile."""
+    """Return a scheduling profile."""
     return {
         "name": name,
         "plugins": [
@@ -41,7 +41,7 @@ def profile(name: str, *references: str | tuple[str, float]) -> dict[str, Any]:
 
 
 def disagg(**parameters: Any) -> dict[str, Any]:
-    """The handler of disaggregated serving."""
+    """Return the handler of disaggregated serving."""
     return {"type": "disagg-profile-handler", "parameters": parameters}
 
 
@@ -227,7 +227,7 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 
 def started(text: str) -> None:
-    """As far as a router goes before it opens anything."""
+    """Set up a router as far as it goes without opening a port."""
     config, _ = parse_flags([*PODS, "--config-text", text])
     assert config.picker is not None
     build_pipeline(config.picker, block_tokens=16, random=np.random.default_rng())
@@ -235,7 +235,7 @@ def started(text: str) -> None:
 
 
 def complaint(text: str) -> str:
-    """What is said of a configuration; "" of one that is understood."""
+    """Return the error of a configuration, "" if there is none."""
     try:
         started(text)
     except ConfigError as error:
@@ -245,7 +245,7 @@ def complaint(text: str) -> str:
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_known_configuration_is_understood(name: str) -> None:
-    """Every plugin is made, every profile wired, every section read."""
+    """Every plugin is created, every profile wired, every section read."""
     config = parse_config(yaml.safe_dump(HEAD | KNOWN[name]), "c.yaml")
     made = build_pipeline(config, block_tokens=16, random=np.random.default_rng())
     assert list(made.state()) == [one.get("name", one["type"]) for one in KNOWN[name]["plugins"]]
@@ -255,7 +255,7 @@ def test_a_known_configuration_is_understood(name: str) -> None:
 
 
 def test_the_precise_producers_parameters_are_settings_of_the_index() -> None:
-    """Block size, weights, topics, lifetimes and ports are taken over; a flag's tokenizer counts first."""
+    """Block size, weights, topics, lifetimes and ports are applied; a tokenizer flag takes precedence."""
     text = yaml.safe_dump(HEAD | KNOWN["precise, with a tokenizer"])
     selector = ["--endpoint-selector", "app=m", "--endpoint-target-ports", "8000"]
     config, _ = parse_flags([*selector, "--config-text", text])
@@ -270,7 +270,7 @@ def test_the_precise_producers_parameters_are_settings_of_the_index() -> None:
 
 
 def test_speculative_indexing_can_be_switched_off() -> None:
-    """speculativeIndexing: false has the index assume no blocks; without the field it does."""
+    """speculativeIndexing: false disables speculative entries; without the field they are enabled."""
     for parameters, expected in (({"speculativeIndexing": False}, 0), ({}, 1_000_000)):
         producer = {"type": "precise-prefix-cache-producer", "parameters": parameters}
         text = yaml.safe_dump(HEAD | {"plugins": plugins("prefix-cache-scorer", producer)})
@@ -278,7 +278,7 @@ def test_speculative_indexing_can_be_switched_off() -> None:
 
 
 def test_the_metrics_sources_path_is_a_setting() -> None:
-    """It is that of all pods whose labels say nothing else; without one /metrics is."""
+    """The metrics path applies to all pods without a label for it; the default is /metrics."""
     source = {"type": "metrics-data-source", "parameters": {"scheme": "http", "path": "/prometheus/metrics"}}
     paths = []
     for plugin in (source, {"type": "metrics-data-source"}):
@@ -298,7 +298,7 @@ def test_the_metrics_sources_path_is_a_setting() -> None:
     ],
 )
 def test_a_configured_server_is_the_redis_backend(backends: dict[str, Any], expected: str | None) -> None:
-    """`redisConfig` and `valkeyConfig` choose the backend redis at their address; --redis-url wins."""
+    """`redisConfig` and `valkeyConfig` select the redis backend; --redis-url takes precedence."""
     parameters = {"indexerConfig": {"kvBlockIndexConfig": backends}}
     producer = {"type": "precise-prefix-cache-producer", "parameters": parameters}
     text = yaml.safe_dump(HEAD | {"plugins": plugins("prefix-cache-scorer", producer)})
@@ -319,7 +319,7 @@ def test_a_configured_server_is_the_redis_backend(backends: dict[str, Any], expe
     ],
 )
 def test_a_cost_aware_memory_size_is_the_indexs_ceiling(size: dict[str, Any], expected: int) -> None:
-    """The reference's cost-aware backend becomes the flat index with that ceiling of memory."""
+    """The reference's cost-aware backend maps to the flat index with the same memory limit."""
     parameters = {"indexerConfig": {"kvBlockIndexConfig": {"costAwareMemoryConfig": size}}}
     producer = {"type": "precise-prefix-cache-producer", "parameters": parameters}
     text = yaml.safe_dump(HEAD | {"plugins": plugins("prefix-cache-scorer", producer)})
@@ -373,14 +373,14 @@ def test_a_cost_aware_memory_size_is_the_indexs_ceiling(size: dict[str, Any], ex
 def test_what_has_no_counterpart_is_refused_at_its_place(
     kind: str, parameters: dict[str, Any], complaint: str
 ) -> None:
-    """File, line and field are named, and what there is instead."""
+    """The error names file, line and field, and the alternative."""
     text = yaml.safe_dump(HEAD | {"plugins": [{"type": kind, "parameters": parameters}]})
     with pytest.raises(ConfigError, match=rf"--config-text:\d+: .*{complaint}"):
         started(text)
 
 
 def test_a_header_and_a_label_that_say_the_same_belong_together() -> None:
-    """1 for the same value, 0 for another, for none, and for all without the header."""
+    """A pair scores 1 for equal values, 0 for others, for none, and for all pods without the header."""
     plugin = HeaderLabelScorer("x-tenant", "tenant")
     pods = [endpoint("a", labels={"tenant": "one"}), endpoint("b", labels={"tenant": "two"}), endpoint("c")]
     assert scores(plugin, request(headers={"x-tenant": "one"}), pods) == {"a": 1.0, "b": 0.0, "c": 0.0}
@@ -400,7 +400,7 @@ ODD = (
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths to everything within a value."""
+    """Return the paths to all values within a value."""
     inner: list[tuple[Any, ...]] = [path] if path else []
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
@@ -413,7 +413,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 def test_a_known_configuration_with_something_odd_in_it_is_read_or_refused(
     name: str, data: st.DataObject
 ) -> None:
-    """Whatever stands in whatever place: no error but one that names file and line."""
+    """A configuration with an arbitrary value at any place is read, or rejected with file and line."""
     config = copy.deepcopy(HEAD | KNOWN[name])
     for _ in range(data.draw(st.integers(1, 3))):
         *path, last = data.draw(st.sampled_from(places(config)))

@@ -36,11 +36,11 @@ def test_a_pod_has_an_endpoint_per_target_port() -> None:
     assert first.labels == {"app": "x"}
     assert first.ready
     assert [each.events for each in (first, second)] == [
-        EventDefaults(5557 + rank, None, snapshots=True, asks=True, rank=rank) for rank in (0, 1)
+        EventDefaults(5557 + rank, None, snapshots=True, asks_engine=True, rank=rank) for rank in (0, 1)
     ]
     (only,) = endpoints_of(pod(), ONE).entries
     assert only.name == "a"
-    assert only.events == EventDefaults(5557, 5558, snapshots=True, asks=True, rank=None)
+    assert only.events == EventDefaults(5557, 5558, snapshots=True, asks_engine=True, rank=None)
     assert endpoints_of(pod(address="fd00::1"), ONE).entries[0].pod == "[fd00::1]:8000"
 
 
@@ -103,20 +103,20 @@ def test_a_pod_that_is_not_ready_keeps_its_endpoint(conditions: Any, ready: bool
 def test_an_epoch_identifies_a_pod_and_its_containers() -> None:
     """A new uid, container or restart changes the epoch; labels and readiness do not."""
     containers = [{"name": "engine", "restartCount": 0, "containerID": "containerd://1"}]
-    life = endpoints_of(pod(), ONE).entries[0].life
+    life = endpoints_of(pod(), ONE).entries[0].epoch
     same = [{"ready": False}, {"labels": {"b": "c"}}, {"resourceVersion": "7"}]
-    assert {endpoints_of(pod(**fields), ONE).entries[0].life for fields in same} == {life}
+    assert {endpoints_of(pod(**fields), ONE).entries[0].epoch for fields in same} == {life}
     others: list[dict[str, Any]] = [
         {"uid": "another"},
         {"containerStatuses": [{**containers[0], "restartCount": 1}]},
         {"containerStatuses": [{**containers[0], "containerID": "containerd://2"}]},
         {"containerStatuses": None},
     ]
-    lives = [endpoints_of(pod(**fields), ONE).entries[0].life for fields in others]
+    lives = [endpoints_of(pod(**fields), ONE).entries[0].epoch for fields in others]
     assert len({life, *lives}) == 1 + len(others)
     sidecar = {"name": "sidecar", "restartCount": 3}
     orders = [[sidecar, *containers], [*containers, sidecar]]
-    both = [endpoints_of(pod(containerStatuses=order), ONE).entries[0].life for order in orders]
+    both = [endpoints_of(pod(containerStatuses=order), ONE).entries[0].epoch for order in orders]
     assert both[0] == both[1]
 
 

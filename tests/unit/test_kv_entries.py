@@ -13,7 +13,7 @@ from model_server.attention import varlen as varlen_module
 from model_server.attention.varlen import VarlenAttention
 from model_server.model.decoder import Decoder
 from model_server.model.weights import load_checkpoint
-from model_server.shapes import KvGroupSpec, kv_groups, undivided
+from model_server.shapes import KvGroupSpec, kv_groups, single_group
 from tests.unit.model_support import BLOCK_TOKENS, CPU, save_reference, step, text_of
 from tests.unit.varlen_support import kernel_in_plain_torch, needs_cuda
 
@@ -96,7 +96,7 @@ def cached(way: Way, directory: Path, device: torch.device = CPU, dtype: str = "
     head_dim = {"head_dim": 64} if device.type == "cuda" else {}
     save_reference(directory, way.architecture, **{**way.changes, **head_dim})
     model = load_checkpoint(directory, dtype, device).model  # type: ignore[arg-type]
-    groups = kv_groups(model.shape.windows) if way.grouped else undivided(model.shape.layers)
+    groups = kv_groups(model.shape.windows) if way.grouped else single_group(model.shape.layers)
     layout = KvLayout(groups, BLOCKS * len(groups) + 1, BLOCK_TOKENS)
     pool: Attention
     if way.pool == "kernel":

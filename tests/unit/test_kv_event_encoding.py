@@ -1,4 +1,4 @@
-"""model_server.kv_events.events against batches encoded by vLLM 0.32.0 itself."""
+"""Encoding of KV events, compared with batches encoded by vLLM 0.32.0."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ KINDS = {"BlockStored": BlockStored, "BlockRemoved": BlockRemoved, "AllBlocksCle
 
 
 def vectors() -> list[Any]:
-    """The captured batches: name, bytes in hex, and what they hold."""
+    """Return the captured batches: name, bytes in hex, and content."""
     lines = [json.loads(line) for line in VECTORS.read_text().splitlines()]
     return [pytest.param(bytes.fromhex(line["hex"]), line["generic"], id=line["name"]) for line in lines]
 
 
 def plain(value: Any) -> Any:
-    """Undo the vectors' spelling of bytes in JSON."""
+    """Decode the vectors' JSON notation of bytes."""
     if isinstance(value, dict):
         return (
             bytes.fromhex(value["$bytes"]) if "$bytes" in value else {k: plain(v) for k, v in value.items()}
@@ -38,20 +38,20 @@ def plain(value: Any) -> Any:
 
 
 def event(fields: dict[str, Any]) -> KVEvent:
-    """The struct that an engine would have made."""
+    """Return the event struct of a vector."""
     kind = KINDS[fields["type"]]
     return kind(**{name: value for name, value in fields.items() if name != "type"})
 
 
 @pytest.mark.parametrize(("wire", "generic"), vectors())
 def test_batches_are_encoded_byte_for_byte_as_vllm_does(wire: bytes, generic: list[Any]) -> None:
-    """The same events give the same bytes as vLLM 0.32.0, whatever fields are set."""
+    """The same events encode to the same bytes as in vLLM 0.32.0, whatever fields are set."""
     ts, events, rank = plain(generic)
     assert encode_batch(KVEventBatch(ts, [event(fields) for fields in events], rank)) == wire
 
 
 def test_required_fields_are_on_the_wire_even_when_empty() -> None:
-    """A stored event without adapter, parent or options holds exactly vLLM's seven fields and its type."""
+    """A stored event without adapter, parent or options encodes exactly vLLM's seven fields and its type."""
     stored = BlockStored([1], None, [5, 6], 2, None, "GPU", None)
     _, [fields], rank = msgpack.unpackb(encode_batch(KVEventBatch(1.0, [stored])))
     assert fields == {

@@ -1,4 +1,4 @@
-"""model_server.model.decoder: packed for the processor, a weight gives the same numbers."""
+"""model_server.model.decoder.Linear: packing a weight does not change its outputs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from model_server.model.weights import load_checkpoint
 from tests.unit.model_support import CPU, new_pool, save_reference, span, step, text_of
 
 ROWS = (1, 2, 7, 33, 300)
-# Kernels may add up in another order; bf16 has 8 bits.
+# Kernels may sum in another order; bf16 has 8 bits of precision.
 ROUNDING = 2.0**-7
 
 
@@ -23,7 +23,7 @@ def _one_thread() -> None:
 
 @pytest.fixture
 def _unpackable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A torch without the operators."""
+    """Simulate a torch without the packing operators."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     can_pack.cache_clear()
     yield
@@ -33,7 +33,7 @@ def _unpackable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(96, 64), (37, 53), (129, 257)])
 def test_packing_changes_no_output(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """Whatever the type and however many the rows, with and without bias: outputs are the plain weight's."""
+    """Packed outputs equal those of the plain weight, for all types and row counts, with and without bias."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=generator).to(dtype)
     bias = torch.randn(shape[0], generator=generator).to(dtype)
@@ -47,7 +47,7 @@ def test_packing_changes_no_output(dtype: torch.dtype, shape: tuple[int, int]) -
 
 
 def test_a_packed_weight_is_kept_once() -> None:
-    """Where packing works the plain weight is let go; float32, which has a kernel of its own, stays plain."""
+    """Packing drops the plain weight; float32 weights stay plain."""
     half, full = (Linear(torch.ones((8, 8), dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))
     for linear in (half, full):
         linear.pack()
@@ -57,7 +57,7 @@ def test_a_packed_weight_is_kept_once() -> None:
 
 @pytest.mark.usefixtures("_unpackable")
 def test_a_processor_without_the_kernel_keeps_plain_weights() -> None:
-    """Where torch cannot pack, nothing changes."""
+    """If torch cannot pack, weights stay plain and outputs are the same."""
     plain = Linear(torch.ones((8, 8), dtype=torch.bfloat16))
     plain.pack()
     assert plain.weight.shape == (8, 8)
@@ -66,7 +66,7 @@ def test_a_processor_without_the_kernel_keeps_plain_weights() -> None:
 
 @pytest.mark.parametrize(("architecture", "tied"), [("qwen2", False), ("gemma3", True)])
 def test_a_packed_model_computes_the_same(tmp_path: Path, architecture: str, tied: bool) -> None:
-    """Packing a whole model, with biases or tied embeddings, changes its logits by rounding alone."""
+    """Packing a whole model changes its logits by rounding only."""
     save_reference(tmp_path, architecture, tie_word_embeddings=tied)
     text, logits = text_of(21), []
     for packs in (False, True):

@@ -1,4 +1,4 @@
-"""Block hashes are those of vLLM's sha256_cbor."""
+"""Block hashes, compared with vLLM's sha256_cbor."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ VECTORS = json.loads((Path(__file__).parent.parent / "data" / "block_hash_vector
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: f"{vector['seed']}-{vector['case']}")
 def test_hashes_equal_vllms(vector: dict) -> None:
-    """Digests and event numbers equal those that vLLM computed, for every tagged form of extra keys."""
+    """Block hashes and event hashes equal those computed by vLLM for every kind of extra key."""
     parent = root_block_hash(vector["seed"])
     assert parent.hex() == vector["none_hash"]
     size = vector["block_size"]
@@ -33,7 +33,7 @@ def test_hashes_equal_vllms(vector: dict) -> None:
 
 
 def test_the_salt_enters_as_vllm_tags_it() -> None:
-    """The extra keys of a salted prompt's first block are the ones that the vectors were made with."""
+    """A salted prompt's first block has the extra keys of vLLM's vectors."""
     vector = next(vector for vector in VECTORS if vector["case"].startswith("salt"))
     salted, plain = (
         Request(EngineCoreRequest("a", (1,), SamplingParams(max_tokens=1), cache_salt=salt), 0)
@@ -45,7 +45,7 @@ def test_the_salt_enters_as_vllm_tags_it() -> None:
 
 
 def test_the_default_seed_is_vllms() -> None:
-    """Without a seed vLLM starts its chains from a fixed string, and so do we."""
+    """Without a seed the root hash derives from vLLM's fixed string."""
     assert root_block_hash("vllm-none-hash") == ROOT_BLOCK_HASH
 
 
@@ -65,5 +65,5 @@ def test_the_default_seed_is_vllms() -> None:
     ],
 )
 def test_cbor_is_canonical(value: object, encoded: str) -> None:
-    """Every type is encoded in the fewest bytes (examples of RFC 8949, appendix A, and their neighbours)."""
+    """Every type is encoded in the fewest bytes (RFC 8949, appendix A, and neighbouring values)."""
     assert encode_cbor(value).hex() == encoded  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The block pool: free queue, counts, hashes, and the events that follow from them."""
+"""The block pool: free queue, reference counts, prefix cache, events."""
 
 import gc
 import tracemalloc
@@ -14,22 +14,22 @@ from model_server.kv_events.events import (
     BlockStored,
     KVEventBuilder,
 )
-from model_server.shapes import undivided
+from model_server.shapes import single_group
 from tests.support.engine_invariants import check_pool
 
 
 def block_hash(number: int) -> bytes:
-    """Return a stand-in for a block's hash."""
+    """Return a fake block hash."""
     return number.to_bytes(32, "big")
 
 
 def new_pool(blocks: int) -> BlockPool:
-    """Make a pool with blocks of 2 tokens."""
-    return BlockPool(blocks, KVEventBuilder(undivided(1), 2))
+    """Return a pool with blocks of 2 tokens."""
+    return BlockPool(blocks, KVEventBuilder(single_group(1), 2))
 
 
 def chain(*numbers: int, parent: int | None = None) -> list[BlockContent]:
-    """Return the contents of blocks that follow one another."""
+    """Return the contents of consecutive blocks."""
     contents = []
     for number in numbers:
         before = None if parent is None else block_hash(parent)
@@ -39,21 +39,21 @@ def chain(*numbers: int, parent: int | None = None) -> list[BlockContent]:
 
 
 def cached_blocks(pool: BlockPool, *numbers: int) -> list[KVCacheBlock]:
-    """Allocate blocks and register them as one chain."""
+    """Allocate blocks and cache them as one chain."""
     blocks = pool.get_new_blocks(len(numbers))
     pool.cache_full_blocks(blocks, chain(*numbers))
     return blocks
 
 
 def removed_hashes(pool: BlockPool) -> list[int]:
-    """Return the hashes removed since the last look, in order, each from an event of its own."""
+    """Return the hashes removed since the last call, in order, one event each."""
     events = [event for event in pool.take_events() if isinstance(event, BlockRemoved)]
     assert all(len(event.block_hashes) == 1 for event in events)
     return [event.block_hashes[0] for event in events]
 
 
-def test_a_block_found_in_the_middle_of_the_free_ones_leaves_their_order_as_it_is() -> None:
-    """A cache hit takes its block out of the queue; let go, that is reused after all others."""
+def test_cache_hit_keeps_the_order_of_the_free_queue() -> None:
+    """A cache hit removes its block from the free queue; once freed, it goes to the end."""
     pool = new_pool(4)
     blocks = cached_blocks(pool, 1, 2, 3, 4)
     pool.free_blocks(blocks)
@@ -67,8 +67,8 @@ def test_a_block_found_in_the_middle_of_the_free_ones_leaves_their_order_as_it_i
     assert removed_hashes(pool) == [4, 2, 1, 3]
 
 
-def test_a_block_is_not_given_back_twice() -> None:
-    """Wrong use of the pool fails at once instead of corrupting it."""
+def test_freeing_a_block_twice_fails() -> None:
+    """Freeing a block twice fails at once."""
     pool = new_pool(1)
     blocks = pool.get_new_blocks(1)
     pool.free_blocks(blocks)
@@ -88,7 +88,7 @@ def test_the_tail_of_a_chain_is_evicted_first() -> None:
 
 
 def test_blocks_without_a_hash_are_reused_before_cached_ones() -> None:
-    """A released block that nobody can find is taken before any that somebody could use."""
+    """Free blocks without cached content are allocated before cached ones."""
     pool = new_pool(3)
     cached, plain = cached_blocks(pool, 1, 2), pool.get_new_blocks(1)
     pool.free_blocks(cached)
@@ -99,7 +99,7 @@ def test_blocks_without_a_hash_are_reused_before_cached_ones() -> None:
 
 
 def test_a_hit_saves_a_free_block_from_eviction() -> None:
-    """A touched block leaves the free queue and needs as many releases as it has holders."""
+    """A touched block leaves the free queue and is freed once per reference."""
     pool = new_pool(2)
     blocks = cached_blocks(pool, 1, 2)
     pool.free_blocks(blocks)
@@ -118,7 +118,7 @@ def test_a_hit_saves_a_free_block_from_eviction() -> None:
 
 
 def test_copies_of_one_hash_are_stored_and_removed_one_by_one() -> None:
-    """Two blocks of one hash give two events of each kind, and either copy is found while it is there."""
+    """Two copies of one hash give two events of each kind; a lookup finds either."""
     pool = new_pool(2)
     first, second = cached_blocks(pool, 7), cached_blocks(pool, 7)
     assert [block.content is not None for block in pool.blocks].count(True) == 2
@@ -133,8 +133,8 @@ def test_copies_of_one_hash_are_stored_and_removed_one_by_one() -> None:
     assert pool.get_cached_block((0, block_hash(7))) is None
 
 
-def test_an_evicted_content_leaves_nothing_behind() -> None:
-    """A pool that has held many contents takes as much memory as one that has held few."""
+def test_evicted_contents_use_no_memory() -> None:
+    """The memory of a pool does not grow with the number of evicted contents."""
     pool = new_pool(2)
 
     def hold(numbers: range) -> int:
@@ -153,7 +153,7 @@ def test_an_evicted_content_leaves_nothing_behind() -> None:
 
 
 def test_removals_come_before_the_store_that_caused_them() -> None:
-    """One step's events are in the order of the pool's operations."""
+    """The events of a step are in the order of the pool's operations."""
     pool = new_pool(2)
     pool.free_blocks(cached_blocks(pool, 1, 2))
     pool.take_events()
@@ -162,7 +162,7 @@ def test_removals_come_before_the_store_that_caused_them() -> None:
 
 
 def test_a_store_event_carries_what_vllm_sends() -> None:
-    """The fields of BlockStored are those of a captured vLLM frame, with untagged extra keys."""
+    """A stored event has the fields of a captured vLLM frame, with untagged extra keys."""
     pool = new_pool(2)
     blocks = pool.get_new_blocks(2)
     first, second = chain(5, 6, parent=4)
@@ -183,8 +183,8 @@ def test_a_store_event_carries_what_vllm_sends() -> None:
     ]
 
 
-def test_blocks_that_were_never_computed_are_forgotten() -> None:
-    """After a failed step nothing that it registered can be found, but what it evicted stays evicted."""
+def test_uncomputed_blocks_are_removed_from_the_cache() -> None:
+    """After a failed step its blocks are not cached, but its evictions remain."""
     pool = new_pool(2)
     pool.free_blocks(cached_blocks(pool, 1))
     pool.take_events()
@@ -196,8 +196,8 @@ def test_blocks_that_were_never_computed_are_forgotten() -> None:
     assert blocks[0].content is None
 
 
-def test_reset_waits_until_no_block_is_held() -> None:
-    """A reset does nothing while a block is held; afterwards it clears and says so."""
+def test_reset_fails_while_a_block_is_in_use() -> None:
+    """A reset fails while a block is in use; afterwards it clears the cache and adds an event."""
     pool = new_pool(2)
     blocks = cached_blocks(pool, 1)
     pool.take_events()
@@ -210,8 +210,8 @@ def test_reset_waits_until_no_block_is_held() -> None:
     check_pool(pool, [])
 
 
-def test_the_checker_sees_a_leak_and_a_double_owner() -> None:
-    """check_invariants fails when a table and the counts disagree, so it can be trusted when it passes."""
+def test_check_pool_detects_leaks_and_double_owners() -> None:
+    """check_pool fails if a table and the reference counts disagree."""
     pool = new_pool(2)
     blocks = pool.get_new_blocks(1)
     check_pool(pool, [blocks])

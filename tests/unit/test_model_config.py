@@ -1,4 +1,4 @@
-"""The engine's settings are checked when they are made."""
+"""Validation of the engine's settings."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from model_server.errors import ConfigError
 
 
 def test_defaults_are_usable() -> None:
-    """Without any setting the tiny model runs on the CPU with blocks of 16 tokens."""
+    """The default settings run the tiny model on the CPU with blocks of 16 tokens."""
     config = EngineConfig()
     assert (config.model, config.device, config.block_tokens) == ("kvroute-tiny", "cpu", 16)
 
@@ -28,7 +28,7 @@ def test_defaults_are_usable() -> None:
     ],
     ids=str,
 )
-def test_settings_that_cannot_work_are_refused(changes: dict[str, int]) -> None:
-    """A setting out of range is refused by its name."""
+def test_settings_out_of_range_are_rejected(changes: dict[str, int]) -> None:
+    """A setting out of range is rejected by name."""
     with pytest.raises(ConfigError, match=next(iter(changes))):
         EngineConfig(**changes)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The decoder computes what transformers does, however its tokens are cut into steps."""
+"""The decoder, compared with transformers, however tokens are split into steps."""
 
 import json
 from pathlib import Path
@@ -91,7 +91,7 @@ def _one_thread() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cuts", [[37], [1] * 37, [16, 16, 5], [3, 1, 20, 1, 12]], ids=str)
 def test_logits_equal_transformers(tmp_path: Path, variant: str, cuts: list[int]) -> None:
-    """Whole, token by token or in chunks, with blocks in any order, every token's logits are the same."""
+    """All logits equal those of transformers: whole, token by token, chunked, with blocks in any order."""
     architecture, changes = VARIANTS[variant]
     reference = save_reference(tmp_path, architecture, **changes)
     model = load_checkpoint(tmp_path, "auto", CPU).model
@@ -106,7 +106,7 @@ def test_logits_equal_transformers(tmp_path: Path, variant: str, cuts: list[int]
 
 @pytest.mark.parametrize("variant", ["llama", "mistral with a window", "gemma3"])
 def test_mixed_steps_keep_sequences_apart(tmp_path: Path, variant: str) -> None:
-    """Decodes of very different lengths and two prefills in one step each see their own context only."""
+    """Decodes of different lengths and two prefills in one step see only their own context."""
     architecture, changes = VARIANTS[variant]
     reference = save_reference(tmp_path, architecture, **changes)
     model = load_checkpoint(tmp_path, "auto", CPU).model
@@ -135,14 +135,14 @@ def test_mixed_steps_keep_sequences_apart(tmp_path: Path, variant: str) -> None:
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3", "gemma3"])
 def test_a_shared_prefix_gives_the_same_logits_even_within_its_step(tmp_path: Path, variant: str) -> None:
-    """A sequence that starts on another's blocks, computed in the same step, reads finished KV."""
+    """A sequence that shares blocks computed in the same step reads finished KV."""
     architecture, changes = VARIANTS[variant]
     reference = save_reference(tmp_path, architecture, **changes)
     model = load_checkpoint(tmp_path, "auto", CPU).model
     pool = new_pool(model)
     first = text_of(12, 1)
     second = first[:8] + text_of(9, 2)
-    # The sharer comes first in the batch, so that attending before everything is written would show.
+    # The sharing sequence comes first, so that reading before all KV is written would fail.
     got = step(model, pool, [(second, span(8, 9, [4, 5, 1, 2, 3])), (first, span(0, 12, [4, 5, 6]))])
     want = torch.cat([reference_logits(reference, second)[8:], reference_logits(reference, first)])
     torch.testing.assert_close(got, want, atol=5e-4, rtol=1e-4)
@@ -150,7 +150,7 @@ def test_a_shared_prefix_gives_the_same_logits_even_within_its_step(tmp_path: Pa
 
 @pytest.mark.parametrize("window", [None, 5, 300])
 def test_chunks_longer_than_a_tile_are_right(tmp_path: Path, window: int | None) -> None:
-    """Attention computed tile by tile equals transformers' where a chunk spans several tiles."""
+    """Tiled attention equals transformers for a chunk that spans several tiles."""
     reference = save_reference(tmp_path, "mistral", sliding_window=window)
     model = load_checkpoint(tmp_path, "auto", CPU).model
     pool = new_pool(model, num_blocks=200)
@@ -161,7 +161,7 @@ def test_chunks_longer_than_a_tile_are_right(tmp_path: Path, window: int | None)
 
 @pytest.mark.parametrize("variant", ["gemma3", "mistral with a window", "llama"])
 def test_each_group_of_layers_reads_its_own_block_table(tmp_path: Path, variant: str) -> None:
-    """With a table per KV group in one pool, and blocks behind the windows given away, nothing changes."""
+    """Separate block tables per KV group, and reuse of blocks behind the windows, change no logit."""
     architecture, changes = VARIANTS[variant]
     reference = save_reference(tmp_path, architecture, **changes)
     model = load_checkpoint(tmp_path, "auto", CPU).model
@@ -177,7 +177,7 @@ def test_each_group_of_layers_reads_its_own_block_table(tmp_path: Path, variant:
                 table[:behind] = [0] * behind
         got.append(step(model, pool, [(text, Span(start, length, tables))]))
         for tensor in pool.block_tensors():
-            tensor[:, 0] = 1e4  # what was given away now holds something else
+            tensor[:, 0] = 1e4  # freed blocks now have other content
         start += length
     torch.testing.assert_close(torch.cat(got), reference_logits(reference, text), atol=5e-4, rtol=1e-4)
 
@@ -185,7 +185,7 @@ def test_each_group_of_layers_reads_its_own_block_table(tmp_path: Path, variant:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("variant", ["llama", "mistral with a window", "qwen2", "qwen3", "gemma3"])
 def test_half_precision_follows_transformers(tmp_path: Path, dtype: str, variant: str) -> None:
-    """In 16-bit formats the logits are as near to the exact ones as transformers' own are."""
+    """16-bit logits are as close to the exact ones as those of transformers."""
     architecture, changes = VARIANTS[variant]
     reference = save_reference(tmp_path, architecture, **changes)
     text = text_of(37)
@@ -198,7 +198,7 @@ def test_half_precision_follows_transformers(tmp_path: Path, dtype: str, variant
 
 @pytest.mark.parametrize("rope", [None, LLAMA3_ROPE, LINEAR_ROPE, YARN_ROPE], ids=str)
 def test_old_config_keys_mean_the_same(tmp_path: Path, rope: dict[str, object] | None) -> None:
-    """rope_theta, rope_scaling and torch_dtype at the top level are read as well as today's keys."""
+    """Top-level rope_theta, rope_scaling and torch_dtype mean the same as today's keys."""
     reference = save_reference(tmp_path, **({} if rope is None else {"rope_parameters": rope}))
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
@@ -216,7 +216,7 @@ def test_old_config_keys_mean_the_same(tmp_path: Path, rope: dict[str, object] |
 
 
 def test_gemmas_old_config_keys_mean_the_same(tmp_path: Path) -> None:
-    """Gemma 3's sliding_window_pattern, rope_local_base_freq and rope_scaling are read as today's keys."""
+    """Gemma 3's old keys for window pattern and RoPE mean the same as today's keys."""
     reference = save_reference(tmp_path, "gemma3", **GEMMA)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
@@ -230,8 +230,8 @@ def test_gemmas_old_config_keys_mean_the_same(tmp_path: Path) -> None:
     torch.testing.assert_close(got, reference_logits(reference, text), atol=5e-4, rtol=1e-4)
 
 
-def test_yarn_stretches_the_context(tmp_path: Path) -> None:
-    """A model with YaRN may run up to its original context times the factor."""
+def test_yarn_multiplies_the_context(tmp_path: Path) -> None:
+    """With YaRN the maximum context is the original one times the factor."""
     changes = {"rope_parameters": YARN_ROPE, "max_position_embeddings": 16}
     save_reference(tmp_path, "qwen2", **changes)
     assert load_checkpoint(tmp_path, "auto", CPU).max_positions == 64

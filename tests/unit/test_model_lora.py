@@ -1,4 +1,4 @@
-"""LoRA adapters compute what merged weights do, beside the base model, or say why they cannot be loaded."""
+"""LoRA adapters: equal to merged weights, beside the base model, with clear loading errors."""
 
 import threading
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def _one_thread() -> None:
 
 
 def rows_of(*parts: tuple[int, LoraAdapter | None]) -> LoraBatch | None:
-    """Give each of some runs of rows an adapter."""
+    """Return the adapter of each row for runs of rows."""
     return LoraBatch.of([adapter for length, adapter in parts for _ in range(length)], CPU)
 
 
@@ -45,7 +45,7 @@ def rows_of(*parts: tuple[int, LoraAdapter | None]) -> LoraBatch | None:
 def test_an_adapter_equals_its_merged_weights(
     tmp_path: Path, architecture: str, settings: dict[str, object]
 ) -> None:
-    """In chunks and token by token, the logits are those of weights with the adapter added to them."""
+    """Chunked and token by token, the logits equal those of merged weights."""
     base = save_reference(tmp_path / "base", architecture)
     model = load_checkpoint(tmp_path / "base", "auto", CPU).model
     directory = save_adapter(tmp_path / "adapter", base, **settings)  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ def test_an_adapter_equals_its_merged_weights(
 
 
 def test_adapters_and_the_base_model_share_a_step(tmp_path: Path) -> None:
-    """Decodes and prefills of the base model and two adapters in one step get what each gets alone."""
+    """In one step with two adapters, every sequence gets the logits that it gets alone."""
     base = save_reference(tmp_path / "base")
     model = load_checkpoint(tmp_path / "base", "auto", CPU).model
     directories = [save_adapter(tmp_path / str(rank), base, seed=rank, rank=rank) for rank in (2, 5)]
@@ -88,7 +88,7 @@ def test_adapters_and_the_base_model_share_a_step(tmp_path: Path) -> None:
 
 
 def test_rows_of_the_base_model_are_the_same_to_the_bit(tmp_path: Path) -> None:
-    """What the base model computes does not change at all when other rows of the step have an adapter."""
+    """Rows of the base model are bit-identical when other rows of the step have adapters."""
     base = save_reference(tmp_path / "base")
     model = load_checkpoint(tmp_path / "base", "auto", CPU).model
     adapter = load_adapter(save_adapter(tmp_path / "adapter", base), model)
@@ -100,7 +100,7 @@ def test_rows_of_the_base_model_are_the_same_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_the_last_layer_follows_the_chosen_rows(tmp_path: Path) -> None:
-    """Where only some rows' logits are wanted, each of them still has its own adapter."""
+    """If logits of only some rows are computed, each row still uses its own adapter."""
     base = save_reference(tmp_path / "base")
     model = load_checkpoint(tmp_path / "base", "auto", CPU).model
     adapter = load_adapter(save_adapter(tmp_path / "adapter", base), model)
@@ -117,7 +117,7 @@ def test_the_last_layer_follows_the_chosen_rows(tmp_path: Path) -> None:
 
 
 def test_steps_without_adapters_carry_nothing() -> None:
-    """A step of the base model alone has no adapter batch, so that it costs nothing."""
+    """A step without adapters has no adapter batch."""
     assert rows_of((3, None)) is None
 
 
@@ -131,7 +131,7 @@ def test_steps_without_adapters_carry_nothing() -> None:
         ({"peft_type": "LOHA"}, "'peft_type' is 'LOHA'"),
         ({"r": 0}, "'r' is 0; it must be a positive integer"),
         ({"r": 513}, "'r' is 513; it must be at most 512"),
-        ({"r": 4}, r"lora_A.weight' has shape \(3, \d+\); .* asks for \(4, \d+\)"),
+        ({"r": 4}, r"lora_A.weight' has shape \(3, \d+\); .* requires \(4, \d+\)"),
         ({"lora_alpha": "much"}, "'lora_alpha' is 'much'"),
         ({"target_modules": ["q_proj", "lm_head"]}, "no tensor for target module 'lm_head'"),
         ({"target_modules": 3}, "target_modules"),
@@ -140,7 +140,7 @@ def test_steps_without_adapters_carry_nothing() -> None:
 def test_a_config_that_cannot_be_used_is_explained(
     tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
-    """What is not supported is refused by the name of its field, never computed wrongly."""
+    """An unsupported setting is rejected by the name of its field."""
     base = save_reference(tmp_path / "base")
     model = load_checkpoint(tmp_path / "base", "auto", CPU).model
     directory = save_adapter(tmp_path / "adapter", base, **changes)  # type: ignore[arg-type]
@@ -153,14 +153,14 @@ def test_a_config_that_cannot_be_used_is_explained(
     [
         (lambda tensors: tensors.pop(Q_PROJ % "B"), "layer 0 has no lora_B for self_attn.q_proj"),
         (lambda tensors: tensors.pop(Q_PROJ % "A"), "layer 0 has no lora_A for self_attn.q_proj"),
-        (lambda tensors: tensors.clear(), "has no tensors"),
+        (lambda tensors: tensors.clear(), "contains no tensors"),
         (
             lambda tensors: tensors.update({Q_PROJ.replace(".0.", ".3.") % "A": torch.ones(3, 32)}),
-            r"layers\.3\.self_attn.* has no place; .* of the model's 3 layers",
+            r"layers\.3\.self_attn.* is not supported; .* of the model's 3 layers",
         ),
         (
             lambda tensors: tensors.update({"base_model.model.lm_head.lora_A.weight": torch.ones(3, 32)}),
-            "'base_model.model.lm_head.lora_A.weight' has no place; adapters can change self_attn.q_proj",
+            "'base_model.model.lm_head.lora_A.weight' is not supported; adapters can change self_attn.q_proj",
         ),
         (
             lambda tensors: tensors.update({Q_PROJ % "B": torch.ones((32, 3), dtype=torch.int8)}),
@@ -171,7 +171,7 @@ def test_a_config_that_cannot_be_used_is_explained(
 def test_tensors_that_do_not_fit_are_explained(
     tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
 ) -> None:
-    """The error names file and tensor, and what was expected."""
+    """The error names the file, the tensor and the expected shape."""
     base = save_reference(tmp_path / "base")
     model = load_checkpoint(tmp_path / "base", "auto", CPU).model
     directory = save_adapter(tmp_path / "adapter", base)
@@ -183,7 +183,7 @@ def test_tensors_that_do_not_fit_are_explained(
 
 
 def test_files_that_cannot_be_read_are_explained(tmp_path: Path) -> None:
-    """Missing and damaged files are named."""
+    """Errors name missing and damaged files."""
     base = save_reference(tmp_path / "base")
     model = load_checkpoint(tmp_path / "base", "auto", CPU).model
     with pytest.raises(AdapterError, match=r"nowhere/adapter_config.json: the file is missing"):
@@ -198,12 +198,12 @@ def test_files_that_cannot_be_read_are_explained(tmp_path: Path) -> None:
 
 
 def loaded(model: Decoder, directory: Path, name: str, lora_id: int) -> LoraRequest:
-    """Load an adapter as an executor does."""
+    """Load an adapter as the executor does."""
     return LoraRequest(name, lora_id, load_adapter(directory, model).content_hash)
 
 
 def test_the_registry_is_bounded(tmp_path: Path) -> None:
-    """No more adapters than allowed are loaded, also when many threads load at once; unloading makes room."""
+    """The limit of loaded adapters holds under concurrent loads; unloading makes room."""
     base = save_reference(tmp_path / "base")
     model = load_checkpoint(tmp_path / "base", "auto", CPU).model
     registry = LoraRegistry(partial(loaded, model), max_loras=2)
@@ -229,7 +229,7 @@ def test_the_registry_is_bounded(tmp_path: Path) -> None:
 
 
 def test_names_are_checked(tmp_path: Path) -> None:
-    """A name that is taken, unknown, empty or unprintable is refused; numbers are never given twice."""
+    """A taken, unknown, empty or unprintable name is rejected; adapter ids are never reused."""
     base = save_reference(tmp_path / "base")
     model = load_checkpoint(tmp_path / "base", "auto", CPU).model
     registry = LoraRegistry(partial(loaded, model), max_loras=2)

@@ -1,4 +1,4 @@
-"""The sampler: greedy, restricted and repeatable choices."""
+"""The sampler: greedy, filtered and reproducible sampling."""
 
 from collections import Counter
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model_server.requests import SamplingParams
-from model_server.worker.sampler import SamplingRow, best, sample, uniform
+from model_server.worker.sampler import SamplingRow, argmax_tokens, sample, uniform_draw
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0])
 
@@ -19,7 +19,7 @@ def draw(count: int, **params: float) -> Counter[int]:
 
 
 def test_temperature_zero_is_greedy() -> None:
-    """At temperature 0 the most probable token is always chosen."""
+    """At temperature 0 the most probable token is always sampled."""
     assert draw(20, temperature=0.0) == {4: 20}
 
 
@@ -37,17 +37,17 @@ def test_temperature_zero_is_greedy() -> None:
     ],
     ids=str,
 )
-def test_only_what_needs_no_sampler_goes_without(change: dict[str, Any]) -> None:
-    """A greedy request takes its largest logit unless it asks for anything that changes or tells of it."""
+def test_is_greedy_only_without_sampling_features(change: dict[str, Any]) -> None:
+    """Plain argmax serves greedy requests without changes of logits and without log probabilities."""
     greedy = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "seed": 7, "ignore_eos": True}
     assert SamplingParams(max_tokens=1, **greedy).is_greedy
     assert not SamplingParams(max_tokens=1, **greedy | change).is_greedy
-    assert best(LOGITS.flip(0).repeat(2, 1)) == [0, 0]
+    assert argmax_tokens(LOGITS.flip(0).repeat(2, 1)) == [0, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_frequencies_follow_the_probabilities(temperature: float) -> None:
-    """Over many draws each token comes up as often as the softmax at that temperature says."""
+    """Over many draws, frequencies match the softmax at the given temperature."""
     count = 4000
     counts = draw(count, temperature=temperature)
     expected = (LOGITS / temperature).softmax(-1)
@@ -65,22 +65,22 @@ def test_frequencies_follow_the_probabilities(temperature: float) -> None:
         ({"top_p": 1e-9}, {4}),
         ({"min_p": 0.1}, {0, 1, 4}),  # e^-2 is above a tenth, e^-3 below
         ({"min_p": 1.0}, {4}),
-        ({"top_k": 3, "top_p": 0.9}, {0, 4}),  # of the three that are left, two make 0.91
+        ({"top_k": 3, "top_p": 0.9}, {0, 4}),  # of the three kept tokens, two sum to 0.91
     ],
 )
 def test_restrictions_keep_the_right_tokens(params: dict[str, float], allowed: set[int]) -> None:
-    """top_k, top_p and min_p keep exactly the tokens that their definitions name."""
+    """top_k, top_p and min_p keep exactly the tokens of their definitions."""
     assert set(draw(3000, **params)) == allowed
 
 
 def test_the_smallest_top_p_keeps_the_most_probable_token() -> None:
-    """A top_p so small that float32 takes it for 0 is greedy, wherever the best token stands."""
+    """A top_p that rounds to 0 in float32 is greedy."""
     row = SamplingRow(SamplingParams(max_tokens=1, top_p=1e-300), 7, 0)
     assert sample(LOGITS.flip(0).unsqueeze(0), [row]) == [0]
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    """The same request draws the same token alone and in any batch."""
+    """A request draws the same token alone and in any batch."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(6, 100, generator=generator)
     kinds = [{}, {"top_k": 5}, {"temperature": 0.0}, {"top_p": 0.8}, {"min_p": 0.05}, {"temperature": 2.0}]
@@ -95,27 +95,27 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 
 def test_seeds_and_positions_change_the_draw() -> None:
-    """Draws are in [0, 1), repeat for the same seed and position, and differ for others."""
-    draws = {uniform(seed, position) for seed in range(30) for position in range(30)}
+    """Draws are in [0, 1), repeat for equal seed and position, and differ otherwise."""
+    draws = {uniform_draw(seed, position) for seed in range(30) for position in range(30)}
     assert len(draws) == 900
     assert all(0.0 <= value < 1.0 for value in draws)
-    assert uniform(5, 6) == uniform(5, 6)
+    assert uniform_draw(5, 6) == uniform_draw(5, 6)
     assert sum(draws) / 900 == pytest.approx(0.5, abs=0.05)
 
 
 @pytest.mark.parametrize(("extreme", "token"), [(0.0, 1), (1.0 - 2.0**-40, 4)])
-def test_the_extreme_draws_choose_tokens_that_are_left(
+def test_extreme_draws_select_kept_tokens(
     monkeypatch: pytest.MonkeyPatch, extreme: float, token: int
 ) -> None:
-    """The least and the greatest draw choose the first and the last token kept, not an excluded neighbour."""
-    monkeypatch.setattr("model_server.worker.sampler.uniform", lambda seed, position: extreme)
+    """The smallest and largest draws select the first and last kept token."""
+    monkeypatch.setattr("model_server.worker.sampler.uniform_draw", lambda seed, position: extreme)
     logits = torch.tensor([[-9.0, 3.0, -9.0, -9.0, 3.0, -9.0]])
     assert sample(logits, [SamplingRow(SamplingParams(max_tokens=1, top_k=2), 1, 0)]) == [token]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_banned_tokens_are_never_chosen(temperature: float) -> None:
-    """A stop token that must not come yet is passed over, greedy or not."""
+    """A banned token is never sampled, greedy or not."""
     params = SamplingParams(max_tokens=1, temperature=temperature)
     rows = [SamplingRow(params, 1, position, frozenset({4, 0})) for position in range(200)]
     chosen = set(sample(LOGITS.repeat(200, 1), rows))
@@ -123,7 +123,7 @@ def test_banned_tokens_are_never_chosen(temperature: float) -> None:
     assert chosen
 
 
-def test_broken_logits_give_a_token_nevertheless() -> None:
-    """Logits that overflowed to NaN cannot bring a token outside the vocabulary."""
+def test_nan_logits_give_a_valid_token() -> None:
+    """NaN logits still give a token within the vocabulary."""
     rows = [SamplingRow(SamplingParams(max_tokens=1, top_k=top_k), 1, 0) for top_k in (0, 3)]
     assert all(0 <= token < 5 for token in sample(torch.full((2, 5), float("nan")), rows))

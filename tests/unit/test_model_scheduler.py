@@ -17,14 +17,14 @@ from model_server.worker.block_copies import CpuCopies
 
 
 def live_request(name: str, prompt: Sequence[int]) -> Request:
-    """Make a request that has just arrived."""
+    """Return a request that has just arrived."""
     return Request(EngineCoreRequest(name, tuple(prompt), SamplingParams(max_tokens=100)), sampling_seed=0)
 
 
 def new_manager(
     blocks: int, tokens: int, *, caching: bool = True, windows: Sequence[int | None] = (None,)
 ) -> KVCacheManager:
-    """Make a manager of a pool with blocks of 4 tokens."""
+    """Return a KV cache manager with blocks of 4 tokens."""
     groups = kv_groups(windows)
     event_builder = KVEventBuilder(groups, 4)
     pool = BlockPool(blocks, event_builder)
@@ -49,13 +49,13 @@ def new_scheduler(
     caching: bool = True,
     policy: SchedulingPolicy = "fcfs",
 ) -> Scheduler:
-    """Make a scheduler over a pool with blocks of 4 tokens."""
+    """Return a scheduler over a pool with blocks of 4 tokens."""
     manager = new_manager(blocks, tokens, caching=caching)
     return Scheduler(manager, max_num_seqs=seqs, max_num_batched_tokens=tokens, policy=policy)
 
 
 def step(scheduler: Scheduler, seconds_per_token: float = 0.0) -> list[tuple[str, int, int]]:
-    """Schedule, pretend to compute, and append a token to whoever sampled."""
+    """Schedule a step, mark it as computed, and append a token to requests that sample."""
     chunks: list[ScheduledRequest] = scheduler.schedule(seconds_per_token)
     for chunk in chunks:
         chunk.request.num_computed_tokens = chunk.stop
@@ -65,7 +65,7 @@ def step(scheduler: Scheduler, seconds_per_token: float = 0.0) -> list[tuple[str
 
 
 def test_a_long_prompt_is_cut_into_chunks_of_the_budget() -> None:
-    """A prefill takes the budget step by step and samples only after its last token."""
+    """A long prefill takes one budget per step and samples only after its last token."""
     scheduler = new_scheduler()
     scheduler.add_request(live_request("a", range(18)))
     assert [step(scheduler) for _ in range(4)] == [
@@ -77,7 +77,7 @@ def test_a_long_prompt_is_cut_into_chunks_of_the_budget() -> None:
 
 
 def test_decodes_come_before_prefills() -> None:
-    """A running decode is never held up: prefills share what the decodes leave of the budget."""
+    """Decodes run in every step; prefills get the rest of the budget."""
     scheduler = new_scheduler()
     scheduler.add_request(live_request("short", range(3)))
     scheduler.add_request(live_request("long", range(20, 40)))
@@ -89,7 +89,7 @@ def test_decodes_come_before_prefills() -> None:
 
 
 def test_no_more_requests_run_than_allowed() -> None:
-    """max_num_seqs bounds the batch; the others wait in order."""
+    """max_num_seqs bounds the batch; other requests wait in order."""
     scheduler = new_scheduler(seqs=2)
     for name, token in (("a", 1), ("b", 2), ("c", 3)):
         scheduler.add_request(live_request(name, [token]))
@@ -99,7 +99,7 @@ def test_no_more_requests_run_than_allowed() -> None:
 
 
 def test_admission_needs_room_for_the_whole_prompt() -> None:
-    """A request waits while its whole prompt does not fit, though its first chunk would; so do others."""
+    """A request waits until its whole prompt fits, and later requests do not overtake it."""
     scheduler = new_scheduler(blocks=4)
     scheduler.add_request(live_request("a", range(8)))
     assert step(scheduler) == [("a", 0, 8)]
@@ -110,8 +110,8 @@ def test_admission_needs_room_for_the_whole_prompt() -> None:
     assert step(scheduler) == [("b", 0, 8)]
 
 
-def test_all_groups_of_a_request_grow_or_none() -> None:
-    """Where the free blocks are enough for each group by itself but not for all together, none is taken."""
+def test_allocation_is_for_all_groups_or_none() -> None:
+    """If the free blocks do not suffice for all groups together, none is allocated."""
     manager = new_manager(blocks=3, tokens=8, windows=(None, 8))
     request = live_request("a", range(8))
     manager.attach_prefix(request, manager.get_computed_blocks(request))
@@ -122,7 +122,7 @@ def test_all_groups_of_a_request_grow_or_none() -> None:
 
 
 def test_a_free_prefix_block_does_not_count_twice() -> None:
-    """A hit on free blocks leaves that much less to allocate, and admission knows it."""
+    """Admission does not count free blocks of the cached prefix as free for allocation."""
     scheduler = new_scheduler(blocks=4)
     first = live_request("a", range(8))
     scheduler.add_request(first)
@@ -131,7 +131,7 @@ def test_a_free_prefix_block_does_not_count_twice() -> None:
     holder = live_request("h", [40])
     scheduler.add_request(holder)
     step(scheduler)
-    # 4 blocks: one held, three free of which two are the prefix. 16 tokens need two more than the prefix.
+    # 4 blocks: one in use, three free, two of them the prefix. 16 tokens need two blocks besides the prefix.
     scheduler.add_request(live_request("b", [*range(8), *range(20, 28)]))
     assert [name for name, _, _ in step(scheduler)] == ["h"]
     scheduler.remove_request(holder)
@@ -139,7 +139,7 @@ def test_a_free_prefix_block_does_not_count_twice() -> None:
 
 
 def test_the_last_request_is_preempted_and_runs_first_again() -> None:
-    """Without a free block the request admitted last gives its own up and goes to the front of the queue."""
+    """Without a free block the last admitted request is preempted and moves to the front of the queue."""
     scheduler = new_scheduler(blocks=4, tokens=16, caching=False)
     for name, start in (("a", 0), ("b", 10)):
         scheduler.add_request(live_request(name, range(start, start + 8)))
@@ -152,28 +152,28 @@ def test_the_last_request_is_preempted_and_runs_first_again() -> None:
     assert step(scheduler) == [("b", 0, 9), ("c", 0, 1)]
 
 
-def test_a_resumed_request_finds_its_own_blocks() -> None:
-    """Preemption leaves full blocks in the cache, so that the second prefill is short."""
+def test_resumed_request_hits_its_own_blocks() -> None:
+    """A preempted request's full blocks stay cached, so its second prefill is short."""
     scheduler = new_scheduler(blocks=4, tokens=16)
     for name, start in (("a", 0), ("b", 10)):
         scheduler.add_request(live_request(name, range(start, start + 8)))
     step(scheduler)
     step(scheduler)
     scheduler.remove_request(scheduler.running[0])
-    assert step(scheduler) == [("b", 4, 5)]  # its tail block was taken for a's ninth token
-    assert scheduler.cached_prompt_tokens == 0  # what it finds of itself is no hit
+    assert step(scheduler) == [("b", 4, 5)]  # its tail block was reused for a's ninth token
+    assert scheduler.cached_prompt_tokens == 0  # its own cached blocks are not counted as a hit
 
 
 def test_requests_of_one_step_share_blocks() -> None:
-    """A request hits blocks that another one computes in the same step."""
+    """A request hits blocks that another request computes in the same step."""
     scheduler = new_scheduler(tokens=16)
     scheduler.add_request(live_request("a", range(10)))
     scheduler.add_request(live_request("b", range(10)))
     assert step(scheduler) == [("a", 0, 10), ("b", 8, 2)]
 
 
-def test_waiting_prompts_are_hashed_as_far_as_they_are_cached() -> None:
-    """Many long prompts that wait take a step no longer than what of them is cached; the shortest is next."""
+def test_waiting_prompts_are_hashed_up_to_the_first_uncached_block() -> None:
+    """Hashing of long waiting prompts stops at the first uncached block; the shortest runs next."""
     scheduler = new_scheduler(blocks=900, tokens=8, seqs=8, policy="aged")
     prompts = [live_request(f"r{number}", [number] * (400 - number)) for number in range(5)]
     for request in prompts:
@@ -184,8 +184,8 @@ def test_waiting_prompts_are_hashed_as_far_as_they_are_cached() -> None:
     assert [len(request.block_hashes) for request in others] == [1] * 4
 
 
-def test_the_next_step_looks_up_those_that_the_last_one_had_no_time_for() -> None:
-    """Where more prompts wait than can be looked up in a step, each has its turn."""
+def test_lookups_continue_in_the_next_step() -> None:
+    """Lookups of waiting prompts beyond a step's limit continue in the next step."""
     scheduler = new_scheduler(blocks=900, tokens=8, seqs=8, policy="aged")
     prompts = [live_request(f"r{number}", [number] * 400) for number in range(600)]
     for request in prompts:
@@ -197,8 +197,8 @@ def test_the_next_step_looks_up_those_that_the_last_one_had_no_time_for() -> Non
     assert all(request.block_hashes for request in prompts)
 
 
-def test_a_lookup_goes_on_where_the_last_one_ended() -> None:
-    """At most so many blocks of a waiting prompt are looked up at once; the next call takes the following."""
+def test_lookup_continues_where_the_last_one_ended() -> None:
+    """A limited lookup of one prompt continues in the next call."""
     manager = new_manager(blocks=40, tokens=100)
     scheduler = Scheduler(manager, max_num_seqs=4, max_num_batched_tokens=100)
     scheduler.add_request(live_request("first", [7] * 100))

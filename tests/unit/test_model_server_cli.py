@@ -1,4 +1,4 @@
-"""model_server.cli: flags to settings, mistakes to one line, nothing heavy before that."""
+"""Command line of the model server: flags, one-line errors, late imports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from model_server.config import EngineConfig
     ],
 )
 def test_a_wrong_flag_is_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A mistake is told in one line on stderr that names it, with exit code 2."""
+    """A wrong flag gives exit code 2 and one line on stderr that names it."""
     with pytest.raises(SystemExit) as caught:
         cli.main(flags)
     assert caught.value.code == 2
@@ -48,7 +48,7 @@ def test_a_wrong_flag_is_one_line(flags: list[str], message: str, capsys: pytest
 
 
 def test_flags_are_the_settings() -> None:
-    """Without flags the settings are their own defaults; each flag, by any of its names, sets its field."""
+    """Defaults are the settings' own; each flag, by any of its names, sets its field."""
     parser = ArgumentParser()
     add_flags(parser, EngineConfig)
 
@@ -67,7 +67,7 @@ def test_flags_are_the_settings() -> None:
 
 
 def test_help_loads_nothing_heavy() -> None:
-    """The help text comes without torch, the web server or ZMQ."""
+    """--help imports neither torch, the web server nor ZMQ."""
     script = (
         "import sys; from model_server.cli import main\n"
         "try: main(['--help'])\n"
@@ -80,7 +80,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_a_missing_package_names_the_extra() -> None:
-    """Without one of its packages the command says what to install instead of showing a traceback."""
+    """A missing dependency is reported with the extra to install, without a traceback."""
     script = "import sys; sys.modules['uvloop'] = None; from model_server.cli import main; sys.exit(main([]))"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.returncode == 1

@@ -1,4 +1,4 @@
-"""model_server.openai.metrics: vLLM's names, labels and meanings."""
+"""Metrics of the model server: vLLM's names, labels and meanings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LABELS = {"model_name": "m", "engine": "0"}
 
 
 def test_engine_counters_have_vllms_names() -> None:
-    """Every figure of the engine is on the page under vLLM's name, with its two labels."""
+    """Every engine statistic is on the page under vLLM's name, with both labels."""
     registry = CollectorRegistry()
     registry.register(
         EngineCollector("m", lambda: STATS, lambda: PublisherStats(9, 8, 7, 6), {"block_size": "16"})
@@ -61,7 +61,7 @@ def test_engine_counters_have_vllms_names() -> None:
 
 @pytest.mark.parametrize("asleep", [False, True])
 def test_a_sleeping_engine_says_so_under_vllms_name(asleep: bool) -> None:
-    """A router reads there that requests would wait; sleep drops the cache, as vLLM's level 1 does."""
+    """The sleep state is on the page; sleep clears the cache, as vLLM's level 1 does."""
     registry = CollectorRegistry()
     stats = replace(STATS, asleep=asleep)
     registry.register(EngineCollector("m", lambda: stats, None, {"block_size": "16"}))
@@ -73,7 +73,7 @@ def test_a_sleeping_engine_says_so_under_vllms_name(asleep: bool) -> None:
 
 
 def test_a_choice_is_timed_from_its_arrival() -> None:
-    """First token, gaps and end go to their histograms; outcomes are counted by reason."""
+    """First token, token intervals and end are observed; outcomes are counted by reason."""
     registry = CollectorRegistry()
     metrics = RequestMetrics("m", registry)
     choice = ChoiceObserver(metrics, arrived_s=10.0, prompt_tokens=30)
@@ -105,7 +105,7 @@ def test_a_choice_is_timed_from_its_arrival() -> None:
 
 
 def test_the_page_can_be_parsed_and_names_the_process() -> None:
-    """Prometheus' own parser reads the whole page; the process's start time is on it."""
+    """Prometheus' own parser reads the page, which has the process's start time."""
     registry = new_registry()
     RequestMetrics("m", registry)
     registry.register(EngineCollector("m", lambda: STATS, None, {"block_size": "16"}))
@@ -115,7 +115,7 @@ def test_the_page_can_be_parsed_and_names_the_process() -> None:
 
 
 def test_adapters_in_use_are_named() -> None:
-    """One label set names the waiting and the running adapters; its value is the time it was told."""
+    """One label set names waiting and running adapters; its value is the current time."""
     registry = CollectorRegistry()
     registry.register(LoraCollector(4, lambda: (["a", "b"], ["c"]), lambda: 1e9))
     labels = {"max_lora": "4", "waiting_lora_adapters": "c", "running_lora_adapters": "a,b"}
@@ -123,7 +123,7 @@ def test_adapters_in_use_are_named() -> None:
 
 
 def test_the_two_tiers_are_counted_apart() -> None:
-    """Hits on the host are the external cache's; it was asked for what the device did not have."""
+    """Host hits are external cache hits; host queries are the tokens not found on the device."""
     registry = CollectorRegistry()
     stats = replace(STATS, host_blocks=8, host_hits_tokens=20)
     registry.register(EngineCollector("m", lambda: stats, None, {}))

@@ -1,4 +1,4 @@
-"""A snapshot of both tiers: told again as events it gives what they hold."""
+"""Snapshots: the events of a snapshot rebuild the contents of both tiers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANNOUNCER = KVEventBuilder(kv_groups((None, 8)), SIZE)
 
 
 def block(number: int, parent: int | None = None, group: int = 0, lora: str | None = None) -> BlockContent:
-    """Return a block whose tokens follow from its number."""
+    """Return a block whose tokens derive from its number."""
     return BlockContent(
         group=group,
         block_hash=number.to_bytes(32, "big"),
@@ -32,23 +32,23 @@ def block(number: int, parent: int | None = None, group: int = 0, lora: str | No
 
 
 def chain(*numbers: int, **fields: object) -> list[BlockContent]:
-    """Return blocks that follow one another."""
+    """Return consecutive blocks."""
     parents = (None, *numbers)
     return [block(number, parent, **fields) for number, parent in zip(numbers, parents, strict=False)]  # type: ignore[arg-type]
 
 
-def told(device: Sequence[BlockContent], host: Sequence[BlockContent] = ()) -> list[BlockStored]:
+def snapshot_events(device: Sequence[BlockContent], host: Sequence[BlockContent] = ()) -> list[BlockStored]:
     """Return the events of a snapshot."""
     return list(Snapshot("abc", 7, 3, ANNOUNCER, {"GPU": device, "CPU": host}).events())
 
 
 def numbers_of(events: Sequence[BlockStored]) -> list[tuple[str | None, list[int]]]:
-    """Return each event's medium and the numbers of its blocks, which are its tokens' first of two."""
+    """Return each event's medium and block numbers."""
     return [(event.medium, list(event.token_ids[::SIZE])) for event in events]
 
 
 def copies(events: Sequence[BlockStored]) -> Counter[tuple[object, ...]]:
-    """Count copies of each block with its content."""
+    """Count the copies of each block with its content."""
     held: Counter[tuple[object, ...]] = Counter()
     for event in events:
         parent = event.parent_block_hash
@@ -59,8 +59,8 @@ def copies(events: Sequence[BlockStored]) -> Counter[tuple[object, ...]]:
     return held
 
 
-def wanted(medium: str, contents: Sequence[BlockContent]) -> Counter[tuple[object, ...]]:
-    """Count the same of what a tier holds."""
+def expected_copies(medium: str, contents: Sequence[BlockContent]) -> Counter[tuple[object, ...]]:
+    """Count the copies of each block in a tier."""
     return Counter(
         (
             medium,
@@ -74,22 +74,22 @@ def wanted(medium: str, contents: Sequence[BlockContent]) -> Counter[tuple[objec
     )
 
 
-def test_chains_are_told_in_runs_with_their_copies() -> None:
-    """One run for one chain, each further copy for itself, children first, in whatever tier."""
-    events = told([*chain(1, 2, 3), *chain(1, 2, 3)], chain(1, 2))
+def test_chains_are_runs_with_single_copies() -> None:
+    """A chain is one run; further copies are single events, children first, in every tier."""
+    events = snapshot_events([*chain(1, 2, 3), *chain(1, 2, 3)], chain(1, 2))
     single = [("GPU", [3]), ("GPU", [2]), ("CPU", [2]), ("GPU", [1]), ("CPU", [1])]
     assert numbers_of(events) == [("GPU", [1, 2, 3]), *single]
 
 
-def test_parents_are_told_before_their_children() -> None:
-    """The order of the blocks in the pool is not that of the chain, which may begin in the host tier."""
+def test_parents_precede_children() -> None:
+    """Parents precede children whatever the pool's order, even across tiers."""
     one, two, three = chain(1, 2, 3)
-    assert numbers_of(told([three, two], [one])) == [("CPU", [1]), ("GPU", [2, 3])]
+    assert numbers_of(snapshot_events([three, two], [one])) == [("CPU", [1]), ("GPU", [2, 3])]
 
 
 def test_adapters_groups_and_extra_keys_are_kept_apart() -> None:
-    """Runs of two adapters or groups are never joined, and extra keys stay with their blocks."""
-    plain, sql, window = told([block(1), block(2, 1, lora="sql"), block(3, 2, group=1)])
+    """Runs never span two adapters or groups, and extra keys stay with their blocks."""
+    plain, sql, window = snapshot_events([block(1), block(2, 1, lora="sql"), block(3, 2, group=1)])
     assert (plain.lora_name, plain.extra_keys) == (None, [None])
     assert (sql.lora_name, sql.extra_keys) == ("sql", [["sql"]])
     assert (window.group_idx, window.kv_cache_spec_sliding_window) == (1, 8)
@@ -105,13 +105,15 @@ _BLOCKS = st.lists(
 
 @given(device=_BLOCKS, host=_BLOCKS)
 @settings(deadline=None, max_examples=examples(200))
-def test_whatever_is_held_is_told(device: list[BlockContent], host: list[BlockContent]) -> None:
-    """Copies, contents, tiers and groups are those of both tiers."""
-    assert copies(told(device, host)) == wanted("GPU", device) + wanted("CPU", host)
+def test_snapshot_has_all_cached_copies(device: list[BlockContent], host: list[BlockContent]) -> None:
+    """The snapshot has the copies, contents, tiers and groups of both tiers."""
+    assert copies(snapshot_events(device, host)) == expected_copies("GPU", device) + expected_copies(
+        "CPU", host
+    )
 
 
 def test_the_body_is_one_map() -> None:
-    """The pieces are one msgpack map, whose batches are payloads of the stream."""
+    """The pieces form one msgpack map whose batches are stream payloads."""
     held = {"GPU": [block(number) for number in range(2000)], "CPU": []}
     body = b"".join(Snapshot("abc", 7, 3, ANNOUNCER, held).pieces())
     told = msgspec.msgpack.decode(body)

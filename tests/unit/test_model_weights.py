@@ -1,4 +1,4 @@
-"""Loading a checkpoint: whole or sharded, and what is said about one that does not fit."""
+"""Loading of checkpoints, whole or sharded, and errors for those that do not fit."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A good checkpoint."""
+    """A valid checkpoint."""
     directory = tmp_path_factory.mktemp("checkpoint")
     (directory / "config.json").write_text(json.dumps(CONFIG))
     generator = torch.Generator().manual_seed(0)
@@ -44,7 +44,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(original: Path, tmp_path: Path) -> Path:
-    """A copy of the good checkpoint, to be spoiled."""
+    """A copy of the valid checkpoint, to be modified."""
     return Path(shutil.copytree(original, tmp_path / "model"))
 
 
@@ -61,7 +61,7 @@ def change_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], 
 
 
 def shard(directory: Path) -> dict[str, str]:
-    """Split model.safetensors in two; returns the index's weight_map."""
+    """Split model.safetensors in two; return the index's weight_map."""
     tensors = load_file(directory / "model.safetensors")
     names = sorted(tensors)
     files = {"model-1.safetensors": names[:5], "model-2.safetensors": names[5:]}
@@ -74,7 +74,7 @@ def shard(directory: Path) -> dict[str, str]:
 
 
 def test_every_tensor_finds_its_place_in_the_chosen_dtype(original: Path) -> None:
-    """All weights are loaded, converted to the dtype that config.json or the caller names."""
+    """All weights load in the dtype of config.json or of the caller."""
     stored = load_file(original / "model.safetensors")
     for dtype, wanted in (("auto", torch.bfloat16), ("float32", torch.float32)):
         places = load_checkpoint(original, dtype, CPU).model.weights()  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def test_shards_are_read_as_one(original: Path, checkpoint: Path) -> None:
 
 
 def test_end_of_sequence_comes_from_the_generation_config_first(checkpoint: Path) -> None:
-    """generation_config.json wins over config.json; one id or several."""
+    """generation_config.json takes precedence over config.json; it has one id or several."""
     assert load_checkpoint(checkpoint, "auto", CPU).eos_token_ids == {5}
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     loaded = load_checkpoint(checkpoint, "auto", CPU)
@@ -99,7 +99,7 @@ def test_end_of_sequence_comes_from_the_generation_config_first(checkpoint: Path
 
 
 def test_redundant_tensors_are_passed_over(checkpoint: Path) -> None:
-    """A tied model may store its head, an old one its rotary frequencies; neither is needed."""
+    """A tied model's head and old rotary frequencies are ignored."""
     change_config(checkpoint, tie_word_embeddings=True)
     change_tensors(
         checkpoint,
@@ -122,7 +122,7 @@ def test_redundant_tensors_are_passed_over(checkpoint: Path) -> None:
         ({"mlp_bias": True}, "mlp_bias"),
         ({"attention_bias": True}, "lacks 8 tensors.*self_attn.k_proj.bias"),
         ({"num_hidden_layers": 10**9}, "at most 1024"),
-        ({"vocab_size": 10**17}, "config.json: no memory for such a model on cpu"),
+        ({"vocab_size": 10**17}, "config.json: not enough memory on cpu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "'quantization_config' is 'gptq'.*quantized"),
         ({"quantization_config": 4}, "'quantization_config' is 4; it must be an object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -165,15 +165,15 @@ def test_redundant_tensors_are_passed_over(checkpoint: Path) -> None:
         ({"tie_word_embeddings": 1}, "true or false"),
         ({"dtype": "int8"}, "'dtype' is 'int8'"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
-        ({"vocab_size": 21}, r"has shape \(20, 8\); config.json asks for \(21, 8\)"),
-        ({"num_hidden_layers": 1}, r"model\.layers\.1\..* has no place"),
+        ({"vocab_size": 21}, r"has shape \(20, 8\); config.json requires \(21, 8\)"),
+        ({"num_hidden_layers": 1}, r"model\.layers\.1\..* is not part of the model"),
         ({"num_hidden_layers": 3}, "lacks 9 tensors.*model.layers.2.input_layernorm.weight.*, ..."),
     ],
 )
 def test_a_config_that_cannot_be_used_is_explained(
     checkpoint: Path, changes: dict[str, object], message: str
 ) -> None:
-    """The error names the field or tensor at fault and what was expected."""
+    """The error names the invalid field or tensor and the expected value."""
     change_config(checkpoint, **changes)
     with pytest.raises(ModelError, match=message):
         load_checkpoint(checkpoint, "auto", CPU)
@@ -185,11 +185,11 @@ def test_a_config_that_cannot_be_used_is_explained(
         (lambda tensors: tensors.pop(NORM), f"lacks 1 tensors.*: {NORM}$"),
         (
             lambda tensors: tensors.update({"extra": torch.ones(1)}),
-            "model.safetensors: tensor 'extra' has no place",
+            "model.safetensors: tensor 'extra' is not part of the model",
         ),
         (
             lambda tensors: tensors.update({DOWN: torch.ones(12, 8)}),
-            r"\(12, 8\); config.json asks for \(8, 12\)",
+            r"\(12, 8\); config.json requires \(8, 12\)",
         ),
         (lambda tensors: tensors.update({NORM: torch.ones(8, dtype=torch.int8)}), "is stored as I8"),
     ],
@@ -197,14 +197,14 @@ def test_a_config_that_cannot_be_used_is_explained(
 def test_tensors_that_do_not_fit_are_explained(
     checkpoint: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
 ) -> None:
-    """The error names file, tensor and expected shape."""
+    """The error names the file, the tensor and the expected shape."""
     change_tensors(checkpoint, change)
     with pytest.raises(ModelError, match=message):
         load_checkpoint(checkpoint, "auto", CPU)
 
 
 def test_files_that_cannot_be_read_are_explained(checkpoint: Path) -> None:
-    """Missing, damaged and foreign files are named; an index cannot lead out of its directory."""
+    """Missing, damaged and foreign files are named; an index cannot refer outside its directory."""
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:200])
     with pytest.raises(ModelError, match=r"model.safetensors: cannot be read as safetensors"):
@@ -220,7 +220,7 @@ def test_files_that_cannot_be_read_are_explained(checkpoint: Path) -> None:
         index.write_text(json.dumps({"weight_map": names}))
         with pytest.raises(ModelError, match=message):
             load_checkpoint(checkpoint, "auto", CPU)
-    for content, message in (("[]", "holds list"), ("{", "cannot be read as JSON")):
+    for content, message in (("[]", "expected a JSON object, got list"), ("{", "cannot be read as JSON")):
         (checkpoint / "config.json").write_text(content)
         with pytest.raises(ModelError, match=message):
             load_checkpoint(checkpoint, "auto", CPU)
@@ -229,7 +229,7 @@ def test_files_that_cannot_be_read_are_explained(checkpoint: Path) -> None:
 
 
 def test_a_missing_shard_is_named(checkpoint: Path) -> None:
-    """A shard that the index names and the directory lacks is an error with its name."""
+    """A shard listed in the index but missing on disk is named."""
     shard(checkpoint)
     (checkpoint / "model-2.safetensors").unlink()
     with pytest.raises(ModelError, match=r"model-2.safetensors: cannot be read"):
@@ -238,6 +238,6 @@ def test_a_missing_shard_is_named(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("name", ["cuda:99", "warp drive"])
 def test_a_device_that_is_not_there_is_refused(name: str) -> None:
-    """A device that cannot hold a tensor stops the start with its name."""
+    """An unavailable device is rejected by name."""
     with pytest.raises(ConfigError, match=name):
         torch_device(name)

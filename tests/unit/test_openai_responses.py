@@ -1,4 +1,4 @@
-"""model_server.openai.answers: what a stream's events say, one by one."""
+"""model_server.openai.answers: contents of single stream events."""
 
 from typing import Any
 
@@ -14,29 +14,29 @@ from model_server.openai.types import Api, generation_body
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 TOKENIZER = PromptTokenizer.from_directory(TINY_DIRECTORY)
-NAME = 'm"\\u0000"\0'  # what marks the text's place must not be looked for here
+NAME = 'm"\\u0000"\0'  # contains the mark that separates text in events
 
 
 def job(api: Api, **fields: object) -> Job:
-    """A request for two choices."""
+    """Return a request for two choices."""
     return Job(
         api, NAME, NAME, generation_body(api, {"stream": True, "n": 2, **fields}), ((1, 2),), (), ("", "")
     )
 
 
 class Counted:
-    """A generation that has brought some tokens."""
+    """Generation with given token counts."""
 
     completion_tokens, cached_tokens = 3, (0, 0)
 
 
 def answer(asked: Job) -> Answer:
-    """What is sent back for a request, whose deltas the test makes."""
+    """Return the answer to a request whose deltas the test provides."""
     return Answer(asked, TOKENIZER, Counted())  # type: ignore[arg-type]
 
 
 def said(events: bytes) -> list[Any]:
-    """What these events carry."""
+    """Return the decoded events."""
     *pieces, rest = events.split(b"\n\n")
     assert rest == b""
     return [msgspec.json.decode(piece.removeprefix(b"data: ")) for piece in pieces]
@@ -48,7 +48,7 @@ def said(events: bytes) -> list[Any]:
 def test_every_event_differs_from_the_first_in_its_text_alone(
     api: Api, options: object, texts: list[tuple[int, str]]
 ) -> None:
-    """Later events, put together from ready parts, have the fields of those that are encoded whole."""
+    """Text-only events, built from cached parts, have all fields of other events."""
     shaped = answer(job(api, stream_options=options))
     first = [shaped.events(index, Delta("first", None), None) for index in (0, 1)]
     for index, text in texts:
@@ -59,7 +59,7 @@ def test_every_event_differs_from_the_first_in_its_text_alone(
 
 
 def test_a_chunk_that_says_more_is_encoded_whole() -> None:
-    """An end, or counts with every chunk, are told also after plain chunks; what says nothing is left out."""
+    """Ends and continuous usage are sent after text-only events; empty deltas are not."""
     shaped = answer(job("chat", stream_options={"include_usage": True, "continuous_usage_stats": True}))
     usage = shaped.usage()
     shaped.events(0, Delta("a", None), usage)
@@ -76,7 +76,7 @@ def test_a_chunk_that_says_more_is_encoded_whole() -> None:
 
 
 def test_a_streamed_completion_tells_prompt_ids_once_and_each_deltas_ids() -> None:
-    """A choice's first chunk has its prompt's ids, each chunk those of its tokens, also without any text."""
+    """A choice's first chunk has the prompt ids, each chunk its token ids, also without text."""
     asked = Job(
         "completion",
         NAME,
@@ -101,7 +101,7 @@ def test_a_streamed_completion_tells_prompt_ids_once_and_each_deltas_ids() -> No
 
 
 def test_a_streamed_chat_tells_prompt_ids_with_the_role() -> None:
-    """The role's chunk has the prompt's ids beside its choices and no ids in them; later ones the reverse."""
+    """The role's chunk has the prompt ids beside its choices; later chunks have token ids only."""
     shaped = answer(job("chat", return_token_ids=True))
     opening, first = said(shaped.events(1, Delta("a", None, token_ids=(7,)), None))
     assert opening["prompt_token_ids"] == [1, 2]
@@ -113,7 +113,7 @@ def test_a_streamed_chat_tells_prompt_ids_with_the_role() -> None:
 
 
 def test_a_whole_answer_tells_ids_where_vllm_does() -> None:
-    """A completion's choices have both lists, a chat's answer the prompt's and its choices their own."""
+    """A completion's choices have both lists; a chat has prompt ids outside its choices."""
     answers = [Delta("a", "stop", token_ids=(7, 8)), Delta("b", "length", token_ids=(9,))]
     completion = answer(job("completion", return_token_ids=True)).body(answers)
     assert [choice["token_ids"] for choice in completion["choices"]] == [(7, 8), (9,)]
@@ -126,7 +126,7 @@ def test_a_whole_answer_tells_ids_where_vllm_does() -> None:
 
 @pytest.mark.parametrize("api", ["chat", "completion"])
 def test_ids_that_nobody_asked_for_are_null(api: Api) -> None:
-    """The keys are there without values, as vLLM has them."""
+    """The keys are present without values, as in vLLM."""
     whole = answer(job(api)).body([Delta("a", "stop")] * 2)
     holder = whole if api == "chat" else whole["choices"][0]
     assert (holder["prompt_token_ids"], whole["choices"][0]["token_ids"]) == (None, None)

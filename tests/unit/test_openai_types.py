@@ -1,4 +1,4 @@
-"""model_server.openai.types: JSON bytes to checked fields, or an error that names the field."""
+"""model_server.openai.types: JSON bytes become validated fields, or an error that names the field."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from model_server.openai.types import Api, ApiError, decode_body, generation_bod
 
 
 def test_all_fields_may_be_null() -> None:
-    """Clients that send every optional field as null mean that it is not given."""
+    """An optional field that is null counts as not given."""
     names = "max_tokens temperature top_p top_k stop stream stream_options seed n user echo logprobs suffix"
     fields = generation_body("completion", dict.fromkeys(names.split()))
     assert (fields.max_tokens, fields.n, fields.stop_strings) == (None, None, ())
 
 
 def test_unknown_fields_are_ignored() -> None:
-    """A field of another server's does no harm."""
+    """An unknown field is ignored."""
     assert generation_body("chat", {"best_effort": 3, "vllm_xargs": {"a": 1}, "seed": 5}).seed == 5
 
 
@@ -34,13 +34,13 @@ def test_unknown_fields_are_ignored() -> None:
     ],
 )
 def test_both_apis_count_alternatives(api: Api, body: dict[str, Any], count: int | None) -> None:
-    """A completion gives a number, a chat a flag and a number; none, and none besides the token, differ."""
+    """Log probabilities of completions and chats have different fields; 0 and none differ."""
     assert generation_body(api, body).logprob_count == count
 
 
 @pytest.mark.parametrize(("stop", "strings"), [("a", ("a",)), (["a", "b"], ("a", "b")), ([], ()), (None, ())])
 def test_stop_is_a_string_or_several(stop: Any, strings: tuple[str, ...]) -> None:
-    """Both spellings mean the same."""
+    """Both forms of structured outputs are equivalent."""
     assert generation_body("chat", {"stop": stop}).stop_strings == strings
 
 
@@ -55,7 +55,7 @@ def test_stop_is_a_string_or_several(stop: Any, strings: tuple[str, ...]) -> Non
     ],
 )
 def test_what_would_change_the_answer_is_not_ignored(name: str, neutral: object, asking: object) -> None:
-    """A known field that is not supported may say its default, and is refused when it asks for something."""
+    """An unsupported field is accepted with its neutral value, and rejected otherwise."""
     generation_body("completion", {name: neutral})
     with pytest.raises(ApiError, match=f"{name} is not supported") as caught:
         generation_body("completion", {name: asking})

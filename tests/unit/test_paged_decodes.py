@@ -1,4 +1,4 @@
-"""Single tokens attended by the compiled kernel: exact, in any company, and blind to what is not seen."""
+"""The compiled CPU kernel for single tokens: exact, deterministic, and independent of masked positions."""
 
 import platform
 import shutil
@@ -16,7 +16,7 @@ from common.kernel_cache import cache_directory
 from model_server.attention import KvLayout, SdpaAttention, Span, new_attention
 from model_server.attention.cpu_kernel.decodes import PagedDecodes, paged_fault
 from model_server.model.weights import load_checkpoint
-from model_server.shapes import AttentionShape, undivided
+from model_server.shapes import AttentionShape, single_group
 from tests.unit.model_support import BLOCK_TOKENS, CPU, reference_logits, save_reference, span, step, text_of
 
 pytestmark = pytest.mark.skipif(numba.config.DISABLE_JIT, reason="kernels are not compiled")
@@ -33,7 +33,7 @@ def _threads() -> Iterator[None]:
 
 
 class Pool:
-    """A pool in which sequences of random tokens lie, in blocks in random order, and a query for each."""
+    """Pool with sequences of random tokens in blocks in random order, and one query per sequence."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Pool:
         needed = [-(-context // block_tokens) for context in contexts]
         generator = torch.Generator().manual_seed(1)
         order = (1 + torch.randperm(sum(needed), generator=generator)).tolist()
-        layout = KvLayout(undivided(2), 1 + sum(needed), block_tokens)
+        layout = KvLayout(single_group(2), 1 + sum(needed), block_tokens)
         self.attention = SdpaAttention(self.shape, layout, dtype, CPU, paged=True)
         self.spans: list[Span] = []
         self.texts: list[Tensor] = []
@@ -64,12 +64,12 @@ class Pool:
         self.queries = torch.randn((len(contexts), heads, head_dim), generator=generator).to(dtype)
 
     def attend(self, places: list[int]) -> Tensor:
-        """Attend some of the sequences in one step."""
+        """Compute attention of some of the sequences in one step."""
         meta = self.attention.prepare([self.spans[place] for place in places])
         return self.attention.attend(self.queries[places], 1, meta)
 
     def exact(self, place: int) -> Tensor:
-        """Compute what a sequence attends to in float64."""
+        """Compute the attention of a sequence in float64."""
         group, window = self.shape.heads // self.shape.kv_heads, self.shape.windows[1]
         seen = self.texts[place] if window is None else self.texts[place][:, -window:]
         key, value = seen.double().repeat_interleave(group, dim=2)
@@ -86,7 +86,7 @@ class Pool:
 def test_outputs_are_exact_but_for_rounding(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_tokens: int, window: int | None
 ) -> None:
-    """For any shape of heads, blocks and windows, what comes out is float64's result, rounded once."""
+    """For any heads, blocks and windows, outputs equal the float64 result, rounded once."""
     pool = Pool(
         CONTEXTS,
         dtype=dtype,
@@ -109,7 +109,7 @@ def test_outputs_are_exact_but_for_rounding(
 def test_a_sequence_is_attended_alike_in_any_company_by_any_threads(
     dtype: torch.dtype, head_dim: int
 ) -> None:
-    """Alone or among others, in any order, by one thread or several: the same bits."""
+    """Outputs are bitwise equal alone or among others, in any order, with any number of threads."""
     pool = Pool([*CONTEXTS, *CONTEXTS], dtype=dtype, head_dim=head_dim)
     places = list(range(2 * len(CONTEXTS)))
     torch.set_num_threads(1)
@@ -122,12 +122,12 @@ def test_a_sequence_is_attended_alike_in_any_company_by_any_threads(
 
 
 def test_nothing_is_read_but_what_a_token_sees() -> None:
-    """NaN in other blocks, behind the window and after the token changes nothing; within it shows."""
+    """NaN outside the attended positions changes nothing; within them it is visible."""
     pool = Pool([40], window=20, head_dim=32)
     clean = pool.attend([0])
     content, table = pool.attention.block_tensors()[0], pool.spans[0].block_tables[0]
-    content[:, 0] = torch.nan  # pads tables
-    content[:, table[0]] = torch.nan  # positions 0-15 are behind the window, as are 16-19
+    content[:, 0] = torch.nan  # pads block tables
+    content[:, table[0]] = torch.nan  # positions 0-15 are before the window, as are 16-19
     content[:, table[1], :, :4] = torch.nan
     content[:, table[2], :, 8:] = torch.nan
     assert torch.equal(pool.attend([0]), clean)
@@ -143,7 +143,7 @@ def test_nothing_is_read_but_what_a_token_sees() -> None:
 
 
 def test_large_scores_neither_overflow_nor_vanish() -> None:
-    """One score far above all others takes the whole weight, and equal large ones share it."""
+    """One dominant score gets the whole weight; equal large scores share it."""
     pool = Pool([100], dtype=torch.float32, heads=2, kv_heads=2, head_dim=32)
     keys, values = (pool.attention.block_tensors()[0][plane] for plane in (1, 3))
     table = pool.spans[0].block_tables[0]
@@ -171,10 +171,10 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
 def test_logits_token_by_token_equal_transformers(
     tmp_path: Path, architecture: str, changes: dict[str, object]
 ) -> None:
-    """A decoder with this attention gives transformers' logits, prefill and decodes mixed in its steps."""
+    """A decoder with this attention gives transformers' logits, with prefills and decodes in one step."""
     reference = save_reference(tmp_path, architecture, **changes)
     model = load_checkpoint(tmp_path, "auto", CPU).model
-    layout = KvLayout(undivided(model.shape.layers), 40, BLOCK_TOKENS)
+    layout = KvLayout(single_group(model.shape.layers), 40, BLOCK_TOKENS)
     pool = SdpaAttention(model.shape.attention, layout, model.dtype, CPU, paged=True)
     first, second = text_of(37, 1), text_of(30, 2)
     tables = [30, 2, 17, 9, 0, 31, 5, 12, 1, 20], [3, 4, 6, 7, 8, 10, 11, 13]
@@ -192,7 +192,7 @@ def test_logits_token_by_token_equal_transformers(
 
 
 def test_it_says_what_it_cannot_serve() -> None:
-    """Another device, type or size of heads are named, and asking for it all the same is an error."""
+    """Unsupported devices, types and head sizes are reported, and rejected by the constructor."""
     shape = AttentionShape(heads=2, kv_heads=1, head_dim=32, scale=1.0, windows=(None,))
     assert paged_fault(shape, torch.bfloat16, CPU) is None
     faults = [
@@ -201,29 +201,29 @@ def test_it_says_what_it_cannot_serve() -> None:
         paged_fault(AttentionShape(2, 1, 34, 1.0, (None,)), torch.bfloat16, CPU),
         paged_fault(AttentionShape(4096, 1, 32, 1.0, (None,)), torch.bfloat16, CPU),
     ]
-    words = ["on cuda", "torch.float64", "not of 34", "4096 query heads"]
+    words = ["not cuda", "torch.float64", "not 34", "4096 query heads"]
     for fault, word in zip(faults, words, strict=True):
         assert fault is not None
         assert word in fault
-    layout = KvLayout(undivided(1), 4, 4)
+    layout = KvLayout(single_group(1), 4, 4)
     for refused in ({"dtype": torch.float64}, {"dtype": torch.bfloat16, "fp8": True}):
         with pytest.raises(ValueError, match=r"float64|8-bit"):
             SdpaAttention(shape, layout, device=CPU, paged=True, **refused)  # type: ignore[arg-type]
 
 
 def test_float16_needs_a_processor_that_converts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that are compiled without those instructions leave it to torch: LLVM would call a library."""
+    """A CPU without float16 conversion falls back to torch."""
     shape = AttentionShape(heads=2, kv_heads=1, head_dim=32, scale=1.0, windows=(None,))
     monkeypatch.setattr(numba.config, "CPU_FEATURES", "")
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     fault = paged_fault(shape, torch.float16, CPU)
-    assert fault == ("this processor does not convert float16" if is_x86 else None)
+    assert fault == ("this CPU has no float16 conversion (F16C)" if is_x86 else None)
 
 
 def test_it_is_chosen_on_the_cpu_and_without_a_compiler_the_log_says_why_not() -> None:
-    """A CPU's decodes are paged by themselves; where kernels are not compiled they are gathered, and told."""
+    """Decodes on a CPU use the kernel; without compilation they gather blocks, and the log says so."""
     shape = AttentionShape(heads=2, kv_heads=1, head_dim=32, scale=1.0, windows=(None,))
-    made = new_attention(shape, KvLayout(undivided(1), 4, 4), torch.bfloat16, CPU)
+    made = new_attention(shape, KvLayout(single_group(1), 4, 4), torch.bfloat16, CPU)
     assert isinstance(made, SdpaAttention)
     assert isinstance(made.kernel, PagedDecodes)
     chosen, said = chosen_with(NUMBA_DISABLE_JIT="1")
@@ -232,8 +232,8 @@ def test_it_is_chosen_on_the_cpu_and_without_a_compiler_the_log_says_why_not() -
 
 
 def test_a_kernel_that_cannot_be_loaded_is_not_used(tmp_path: Path) -> None:
-    """The second start compiles nothing; where a file of the cache is damaged the log says so."""
-    Pool([1], heads=2, kv_heads=1, head_dim=32).attend([0])  # the first start, unless the cache has it
+    """A second start compiles nothing; a damaged cache file is logged."""
+    Pool([1], heads=2, kv_heads=1, head_dim=32).attend([0])  # the first start, unless cached
     compiled, copy = cache_directory(numba.config.CACHE_DIR), cache_directory(str(tmp_path))
     assert compiled is not None
     assert copy is not None
@@ -250,7 +250,7 @@ def test_a_kernel_that_cannot_be_loaded_is_not_used(tmp_path: Path) -> None:
 
 
 def test_a_kernel_with_other_numbers_than_torch_is_not_used() -> None:
-    """At each start the kernel's numbers are compared with torch's; where they differ the log says so."""
+    """At each start the kernel is compared with torch; a difference is logged."""
     spoil = """
 from model_server.attention.cpu_kernel import decodes
 attend = decodes.PagedDecodes.attend
@@ -261,17 +261,17 @@ decodes.PagedDecodes.attend = wrong
 """
     chosen, said = chosen_with(spoil)
     assert chosen == "NoneType"
-    assert "not those that torch computes" in said
+    assert "differ from those of torch" in said
 
 
 def chosen_with(before: str = "", **environment: str) -> tuple[str, str]:
-    """Return what another process chooses for single tokens, after some lines, and what it logs."""
+    """Return the kernel that another process uses after running `before`, and its log."""
     program = """
 import torch
 from model_server.attention import KvLayout, new_attention
-from model_server.shapes import AttentionShape, undivided
+from model_server.shapes import AttentionShape, single_group
 
-shape, layout = AttentionShape(2, 1, 32, 1.0, (None,)), KvLayout(undivided(1), 4, 4)
+shape, layout = AttentionShape(2, 1, 32, 1.0, (None,)), KvLayout(single_group(1), 4, 4)
 print(type(new_attention(shape, layout, torch.bfloat16, torch.device("cpu")).kernel).__name__)
 """
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""What the ranks say to each other arrives as it was meant."""
+"""Messages between ranks: encoding and errors."""
 
 from array import array
 
@@ -25,23 +25,23 @@ SPANS = st.tuples(NUMBERS, NUMBERS, st.lists(ARRAYS, min_size=1, max_size=3))
 
 
 @given(tokens=ARRAYS, spans=st.lists(SPANS), lora_ids=st.lists(st.integers(0, 2), max_size=4))
-def test_a_step_arrives_as_it_was_told(
+def test_step_is_decoded_unchanged(
     tokens: "array[int]", spans: list[tuple[int, int, list["array[int]"]]], lora_ids: list[int]
 ) -> None:
-    """Tokens, spans with all their block tables, and numbers of adapters, arrays as arrays."""
+    """Tokens, spans with block tables and adapter ids are decoded unchanged; arrays stay arrays."""
     call = decode_call(encode(MethodCall("execute_model", (tokens, array("i"), spans, lora_ids, [7]), False)))
     assert (call.method, call.wants_result) == ("execute_model", False)
     assert call.args == [tokens, array("i"), [list(span) for span in spans], lora_ids, [7]]
 
 
-def test_settings_arrive_with_all_their_fields() -> None:
-    """The other ranks have the very settings that rank 0 has."""
+def test_settings_are_decoded_with_all_fields() -> None:
+    """Other ranks receive the same settings as rank 0."""
     start = Start(EngineConfig(model="x", cpu_gib=0.5, torch_threads=3, seed=9), Division(1, 4), 20)
     assert decode_start(encode(start)) == start
 
 
-def test_what_no_rank_could_read_is_not_sent() -> None:
-    """An argument that is neither a number, a text nor a list of such raises where it is sent."""
+def test_unsupported_argument_raises_on_the_sender() -> None:
+    """An argument that is not a number, string or list of them raises on the sender."""
     with pytest.raises(NotImplementedError, match="object cannot be sent"):
         encode(MethodCall("execute_model", [array("i"), [object()]], False))
 
@@ -56,7 +56,7 @@ def test_what_no_rank_could_read_is_not_sent() -> None:
     ],
 )
 def test_an_error_of_another_rank_is_raised_here(error: Exception, wanted: ModelServerError) -> None:
-    """The server's own errors come out as they are, others say which rank they are from."""
+    """Known errors keep their class; other errors name their rank."""
     with pytest.raises(type(wanted)) as caught:
         decode_result(encode(MethodResult.from_error(error))).unwrap(3)
     assert (type(caught.value), str(caught.value)) == (type(wanted), str(wanted))

@@ -42,7 +42,7 @@ def ranking(
     known: dict[str, StreamState] | None = None,
     followed: frozenset[str] = frozenset(),
 ) -> Ranking:
-    """Candidates that hold nothing, best first; `known`: the states of their streams, None: nobody asked."""
+    """Return a ranking of candidates without cache hits; `known`: stream states by pod, None: unknown."""
     breakdowns, hits = np.zeros(len(pods), COST_BREAKDOWN), np.zeros(len(pods), CACHE_HIT)
     none = PodMatches({}, Tiers(), NOTHING[:, 0], NOTHING, states=known or {}, followed=followed)
     matches = [] if known is None else [none]

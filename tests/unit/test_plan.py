@@ -1,4 +1,4 @@
-"""model_server.plan: sizes against models and pools that exist, figures against published ones."""
+"""planning.plan: sizes equal those of real models and pools, figures equal published ones."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from planning.presets import GPUS, PRESETS, find_model
 
 H100, H200 = GPUS["h100"], GPUS["h200"]
 CONTEXT_TOKENS = 8192
-# Tuned to the last gigabyte: nearly all memory, nothing set aside.
+# A budget with nearly all memory and no reserve.
 GENEROUS = {"utilization": 0.95, "reserve_bytes": 0}
 QWEN, LLAMA_70B = "qwen3-8b", "llama-3.3-70b"
 
 
 def deployed(name: str, **settings: object) -> Deployment:
-    """Deploy a preset."""
+    """Return the deployment of a preset."""
     return Deployment(decoder_shape(PRESETS[name]), **settings)  # type: ignore[arg-type]
 
 
 def planned(name: str, *, batch: int | None = None, budget: Budget | None = None, **settings: object) -> Plan:
-    """Plan for a preset on H100s."""
+    """Return the plan of a preset on H100s."""
     deployment = deployed(name, **settings)
     return make_plan(name, deployment, H100, budget or Budget(H100.memory_bytes), CONTEXT_TOKENS, batch)
 
 
 def test_an_8_billion_model_on_one_gpu() -> None:
-    """Qwen3-8B on an H100 at 8k tokens: 147,456 bytes a token, 44 sequences, from 190 to 2,120 tokens/s."""
+    """Qwen3-8B on an H100 at 8k tokens: 147,456 bytes per token, 44 sequences, 190 to 2,120 tokens/s."""
     plan = planned(QWEN)
     assert plan.pool.deployment.token_bytes == 147_456
     assert plan.sequences == 44
@@ -51,16 +51,16 @@ def test_an_8_billion_model_on_one_gpu() -> None:
 
 
 def test_8_bit_kv_holds_twice_the_sequences() -> None:
-    """The same with an fp8 cache: 88 sequences, though each block has its scales, too."""
+    """Qwen3-8B with fp8 KV fits 88 sequences; each block also has its scales."""
     plan = planned(QWEN, fp8_kv=True)
     assert plan.sequences == 88
     assert plan.pool.deployment.token_bytes == 147_456 / 2 + 36 * 8 * 2 * 4 / 16
 
 
 def test_a_70_billion_model_needs_four_gpus() -> None:
-    """Llama 70B in 16 bits on H100s at 8k: none at 1 and 2, 4 sequences at 2 with all memory, 51 at 4."""
+    """Llama 70B on H100s at 8k tokens fits no sequence at 1 and 2 GPUs, 4 at 2 with all memory, 51 at 4."""
     for size in (1, 2):
-        with pytest.raises(CapacityError, match=f"does not fit at tensor parallel {size}: .* from .* 4 on"):
+        with pytest.raises(CapacityError, match=f"does not fit at tensor parallel {size}: .* from --tp 4"):
             planned(LLAMA_70B, tensor_parallel=size)
     generous = Budget(H100.memory_bytes, **GENEROUS)  # type: ignore[arg-type]
     assert planned(LLAMA_70B, tensor_parallel=2, budget=generous).sequences == 4
@@ -71,7 +71,7 @@ def test_a_70_billion_model_needs_four_gpus() -> None:
 
 
 def test_tight_headroom_is_advised_against() -> None:
-    """Where the model fits with hardly any room for KV, twice the GPUs are the advice."""
+    """If weights leave hardly any room for KV, the plan recommends twice the GPUs."""
     plan = planned(LLAMA_70B, tensor_parallel=2, budget=Budget(H100.memory_bytes, **GENEROUS))  # type: ignore[arg-type]
     assert plan.pool.headroom < 0.1
     assert plan.advised is not None
@@ -79,7 +79,7 @@ def test_tight_headroom_is_advised_against() -> None:
 
 
 def test_the_roof_of_a_larger_gpu() -> None:
-    """Llama-3-8B on an H200, 0.92 used, at 1k: 53,243 blocks; 296 tokens/s alone, 24,371 at batch 256."""
+    """Llama-3-8B on an H200 at 0.92, 1k tokens: 53,243 blocks, 296 tokens/s alone, 24,371 at batch 256."""
     budget = Budget(H200.memory_bytes, utilization=0.92)
     plan = make_plan("llama", deployed("llama-3.1-8b"), H200, budget, 1024)
     rates = {step.batch: round(step.tokens_per_s) for step in plan.steps}
@@ -94,7 +94,7 @@ def test_the_roof_of_a_larger_gpu() -> None:
 
 
 def test_short_contexts_are_bound_by_arithmetic() -> None:
-    """With little KV to read, a batch beyond the GPU's operations per byte is bound by compute."""
+    """With little KV, a batch beyond the GPU's operations per byte is bound by compute."""
     plan = make_plan("llama", deployed("llama-3.1-8b"), H200, Budget(H200.memory_bytes), 16)
     assert plan.steps[0].bound == "weights bandwidth"
     assert plan.steps[-1].bound == "compute"
@@ -102,24 +102,24 @@ def test_short_contexts_are_bound_by_arithmetic() -> None:
 
 
 def test_a_batch_over_capacity_is_refused() -> None:
-    """A batch of the ceiling is planned, one more is refused with what would help."""
+    """A batch at the capacity is planned; one more is rejected with alternatives."""
     assert 44 in [step.batch for step in planned(QWEN, batch=44).steps]
     with pytest.raises(CapacityError, match=r"batch of 45 .* holds 44 sequences of 8,192 tokens; .*fp8"):
         planned(QWEN, batch=45)
 
 
 def test_a_context_over_capacity_is_refused() -> None:
-    """Where the weights fit but no sequence does, the error tells how long one could be."""
+    """If the weights fit but no sequence does, the error states the longest possible sequence."""
     budget = Budget(H100.memory_bytes, utilization=0.24)
     with pytest.raises(CapacityError, match=r"no sequence of 8,192 tokens fits: .* enough for 5,536 tokens"):
         planned(QWEN, budget=budget)
-    with pytest.raises(ConfigError, match="made for 1 to 40,960"):
+    with pytest.raises(ConfigError, match="supports 1 to 40,960"):
         make_plan("q", deployed(QWEN), H100, Budget(H100.memory_bytes), 40_961)
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "kvroute-tiny"])
 def test_parameters_are_those_of_the_model(name: str) -> None:
-    """Each preset has as many parameters as transformers gives a model of the same configuration."""
+    """Each preset has as many parameters as the transformers model of the same configuration."""
     values = dict(PRESETS[name].values)
     model_class = getattr(transformers, values.pop("architectures")[0])  # type: ignore[index]
     with torch.device("meta"):
@@ -130,7 +130,7 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("name", ["kvroute-tiny", "gemma-3-1b", "qwen3-0.6b"])
 def test_a_block_is_as_large_as_the_pools(name: str, fp8: bool) -> None:
-    """The bytes of a block are those that the engine's pool takes, hybrid or not, 16 bits or 8."""
+    """A planned block has as many bytes as a block of the engine's pool, for all layouts and KV types."""
     deployment = deployed(name, fp8_kv=fp8)
     layout = KvLayout(deployment.groups, num_blocks=3, block_tokens=16)
     shape, cpu = deployment.shape.attention, torch.device("cpu")
@@ -140,7 +140,7 @@ def test_a_block_is_as_large_as_the_pools(name: str, fp8: bool) -> None:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_gpus_share_the_weights(size: int) -> None:
-    """Together GPUs hold all weights once, but for norms, which each of them has."""
+    """All GPUs together store all weights once, except norms, which each GPU stores."""
     one, many = deployed(QWEN), deployed(QWEN, tensor_parallel=size)
     norms = one.shape.layers * (2 * 4096 + 2 * 128) + 4096
     assert size * many.gpu_weights_bytes == one.gpu_weights_bytes + 2 * (size - 1) * norms
@@ -148,12 +148,12 @@ def test_gpus_share_the_weights(size: int) -> None:
 
 @pytest.mark.parametrize(("size", "copies"), [(2, 1), (8, 1), (16, 2), (32, 4)])
 def test_gpus_share_the_heads(size: int, copies: int) -> None:
-    """KV heads are shared out, and kept several times where there are fewer of them than GPUs."""
+    """KV heads are divided among GPUs, and replicated if there are fewer heads than GPUs."""
     assert deployed(QWEN, tensor_parallel=size).token_bytes == copies * deployed(QWEN).token_bytes
 
 
 def test_windows_bound_what_a_sequence_keeps() -> None:
-    """What a hybrid model keeps and reads more of for a longer text is in its full layers alone."""
+    """In a hybrid model only full-attention layers keep and read more KV for a longer sequence."""
     short, long = 8192, 32_768
     deployment = deployed("gemma-3-1b")
     full = deployment.decoding_blocks(long) - deployment.decoding_blocks(short)
@@ -166,7 +166,7 @@ def test_windows_bound_what_a_sequence_keeps() -> None:
 @settings(deadline=None)
 @given(st.sampled_from([QWEN, "gemma-3-1b"]), st.integers(0, 5000), st.integers(1, 3000))
 def test_the_ceiling_is_exact(name: str, blocks: int, context_tokens: int) -> None:
-    """So many sequences fit, one of them prefilling, and one more does not."""
+    """The planned number of sequences fits, one of them in its prefill, and one more does not."""
     deployment = deployed(name, chunk_tokens=256)
     most = deployment.sequences(blocks, context_tokens)
 
@@ -179,7 +179,7 @@ def test_the_ceiling_is_exact(name: str, blocks: int, context_tokens: int) -> No
 
 
 def test_a_faster_link_makes_swapping_worth_it() -> None:
-    """Recompute is the advice below the link speed at which both are even, swap above it."""
+    """Recompute is recommended below the break-even link speed, swap above it."""
     plan = planned(QWEN)
     even = plan.preemption.even_link_bytes_per_s
     budget = Budget(H100.memory_bytes)
@@ -193,7 +193,7 @@ def test_a_faster_link_makes_swapping_worth_it() -> None:
 
 
 def test_half_the_efficiency_takes_twice_the_time() -> None:
-    """Efficiency scales all speeds and no size."""
+    """Efficiency scales all speeds and no sizes."""
     half = make_plan(QWEN, deployed(QWEN), H100.at(0.5), Budget(H100.memory_bytes), CONTEXT_TOKENS)
     full = planned(QWEN)
     assert half.sequences == full.sequences
@@ -206,24 +206,24 @@ def test_half_the_efficiency_takes_twice_the_time() -> None:
     [
         ({"utilization": 0.0}, "must be above 0, at most 1"),
         ({"utilization": 1.1}, "must be above 0, at most 1"),
-        ({"utilization": 0.01}, "does not leave any"),
-        ({"reserve_bytes": -1}, "does not leave any"),
+        ({"utilization": 0.01}, "leaves nothing"),
+        ({"reserve_bytes": -1}, "leaves nothing"),
     ],
 )
 def test_no_budget_is_refused(settings: dict[str, float], message: str) -> None:
-    """A budget that leaves nothing is an error of the settings."""
+    """A budget without usable memory is a ConfigError."""
     with pytest.raises(ConfigError, match=message):
         Budget(H100.memory_bytes, **settings)  # type: ignore[arg-type]
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    """A number of GPUs that the engine would refuse is refused here."""
+    """A tensor parallel size that the engine rejects is rejected by the plan."""
     with pytest.raises(ConfigError, match="use one of 1, 2, 4"):
         deployed(QWEN, tensor_parallel=3)
 
 
 def test_a_directory_is_read_like_a_preset(tmp_path: Path) -> None:
-    """A checkpoint directory plans as its config.json says; what is neither names the presets."""
+    """A checkpoint directory is planned by its config.json; an unknown name lists the presets."""
     (tmp_path / "config.json").write_text(json.dumps(PRESETS[QWEN].values))
     assert decoder_shape(find_model(str(tmp_path))) == decoder_shape(PRESETS[QWEN])
     assert find_model("Qwen3-8B") is PRESETS[QWEN]
@@ -232,14 +232,14 @@ def test_a_directory_is_read_like_a_preset(tmp_path: Path) -> None:
 
 
 def test_a_pool_without_room_is_empty() -> None:
-    """Weights that do not fit leave no blocks, rather than less than none."""
+    """Weights that do not fit leave an empty pool, not a negative one."""
     pool = Pool(deployed(LLAMA_70B), Budget(H100.memory_bytes))
     assert pool.gpu_bytes < 0
     assert (pool.blocks, pool.sequences(CONTEXT_TOKENS)) == (0, 0)
 
 
 def test_planning_needs_no_torch() -> None:
-    """The command answers where torch is not installed, as in the router's image."""
+    """The command works without torch, as in the router's image."""
     script = (
         "import sys; sys.modules['torch'] = None; from kvroute.cli import main\n"
         "sys.exit(main(['plan', '--model', 'qwen3-8b', '--json']))"

@@ -1,4 +1,4 @@
-"""`kvroute plan`: flags to a page or an object, mistakes to one line and exit code 2."""
+"""`kvroute plan`: text and JSON reports, and errors of one line with exit status 2."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from planning.presets import GPUS, PRESETS
 
 
 def test_the_page_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:
-    """Memory, KV, ceiling, decode steps, tensor parallel and preemption are told, columns aligned."""
+    """The text report has aligned tables of memory, KV, decode steps, GPUs and preemption."""
     assert main(["--model", "qwen3-8b", "--gpu", "h100", "--batch", "10"]) == 0
     page = capsys.readouterr().out
     lines = page.splitlines()
     assert "  KV pool  53.6  22,726 blocks of 16 tokens" in lines
     assert "      36       1  all tokens      147,456  1.21 GB" in lines
-    assert "At once: 44 sequences of 8,192 tokens. Longest text alone: 40,960 tokens." in lines
+    assert "Concurrency: 44 sequences of 8,192 tokens. Longest single sequence: 40,960 tokens." in lines
     assert "      1     5.25       190  190.5  weights bandwidth" in lines
     assert "     10     8.50     1,177  117.7  weights bandwidth" in lines
     assert "     44    20.76     2,120   48.2  KV bandwidth" in lines
-    assert any(line.startswith("Advice: 1, the least that holds the model") for line in lines)
+    assert any(line.startswith("Advice: 1, the smallest that fits") for line in lines)
     assert any(line.startswith("Advice: --preemption-mode swap; ") for line in lines)
     assert all(line == line.rstrip() for line in lines)
 
 
-def test_layers_with_windows_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    """A hybrid model's groups are summed up by what they keep."""
+def test_layers_are_summed_up_by_window(capsys: pytest.CaptureFixture[str]) -> None:
+    """A hybrid model's groups are summed up by their window."""
     assert main(["--model", "gemma-3-1b", "--gpu", "l4"]) == 0
     lines = capsys.readouterr().out.splitlines()
     kept = [line.split() for line in lines if "tokens  " in line and "GB" not in line]
@@ -35,14 +35,14 @@ def test_layers_with_windows_are_told_apart(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_model_that_does_not_fit_is_one_line_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
-    """Numbers of GPUs that cannot hold the model are listed as such beside those that can."""
+    """Numbers of GPUs that do not fit the model are listed as such."""
     assert main(["--model", "llama-3.3-70b", "--tp", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line.endswith("does not fit")] == ["1", "2"]
 
 
 def test_json_is_one_object_with_units(capsys: pytest.CaptureFixture[str]) -> None:
-    """--json prints the same plan for programs."""
+    """--json prints the plan as one JSON object."""
     assert main(["--model", "qwen3-8b", "--kv-dtype", "fp8", "--json"]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1
@@ -54,7 +54,7 @@ def test_json_is_one_object_with_units(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_gpu_can_be_described(capsys: pytest.CaptureFixture[str]) -> None:
-    """Custom numbers make a GPU, and single ones replace a data sheet's."""
+    """Flags describe a custom GPU or override figures of a preset."""
     h100 = ["--hbm-gib", str(80e9 / 2**30), "--hbm-gb-per-s", "3350", "--tflops", "989"]
     records = []
     for flags in (["--gpu", "custom", *h100], ["--gpu", "h100"], ["--gpu", "h100", "--hbm-gib", "40"]):
@@ -69,21 +69,21 @@ def test_a_gpu_can_be_described(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--model", "qwen3-8b", "--batch", "45"], "a batch of 45 is over capacity"),
+        (["--model", "qwen3-8b", "--batch", "45"], "a batch of 45 exceeds the capacity"),
         (["--model", "llama-3.3-70b"], "does not fit at tensor parallel 1"),
-        (["--model", "llama-3.3-70b", "--gpu", "l4", "--dtype", "float32"], "take GPUs with more memory"),
+        (["--model", "llama-3.3-70b", "--gpu", "l4", "--dtype", "float32"], "use GPUs with more memory"),
         (["--model", "no-such-model"], "neither a model directory nor one of"),
         (["--model", "qwen3-8b", "--gpu", "custom"], "needs --hbm-gib, --hbm-gb-per-s, --tflops"),
         (["--model", "qwen3-8b", "--tp", "3"], "use one of 1, 2, 4"),
-        (["--model", "qwen3-8b", "--context", "50000"], "made for 1 to 40,960"),
+        (["--model", "qwen3-8b", "--context", "50000"], "supports 1 to 40,960"),
         (["--model", "qwen3-8b", "--efficiency", "1.5"], "must be above 0, at most 1"),
         (["--model", "qwen3-8b", "--gpu-memory-utilization", "nan"], "must be above 0, at most 1"),
     ],
 )
-def test_what_cannot_be_is_one_line(
+def test_an_impossible_plan_is_one_line(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A plan for more than there is, or for what does not exist, is refused in one line with exit code 2."""
+    """An impossible plan ends with one line and exit status 2."""
     assert main(flags) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -93,7 +93,7 @@ def test_what_cannot_be_is_one_line(
 
 @pytest.mark.parametrize("flags", [["--batch", "0"], ["--hbm-gib", "inf"], ["--reserve-gb", "nan"], []])
 def test_a_wrong_flag_is_one_line(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A mistake in the flags ends in one line and exit code 2."""
+    """An invalid flag ends with one line and exit status 2."""
     model = ["--model", "qwen3-8b"] if flags else []
     with pytest.raises(SystemExit) as caught:
         main([*model, *flags])
@@ -106,7 +106,7 @@ def test_a_wrong_flag_is_one_line(flags: list[str], capsys: pytest.CaptureFixtur
 def test_every_preset_ends_in_a_plan_or_a_reason(
     model: str, gpu: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Any model on any GPU is either planned or refused by a line that says why."""
+    """Every preset model on every preset GPU gives a plan, or an error with its reason."""
     status = main(["--model", model, "--gpu", gpu])
     out, err = capsys.readouterr()
     assert (status, bool(out), bool(err)) in ((0, True, False), (2, False, True))

@@ -196,7 +196,7 @@ def test_the_documented_plugin_runs(tmp_path: Path) -> None:
             r"plugins\[0\].type: unknown plugin type 'magic-scorer'; known: .*queue",
         ),
         ([{"type": "latency-scorer"}], [], r"unknown plugin type 'latency-scorer'; use ttft-cost-scorer"),
-        ([{"type": "queue-scorer", "parameters": {"x": 1}}], [], r"parameters.x: unknown field"),
+        ([{"type": "queue-scorer", "parameters": {"x": 1}}], [], r"parameters.x: unknown field; .*\(none\)"),
         ([{"type": "no.py:Class"}], [], r"type: file not found"),
         (
             [{"type": "load-aware-scorer", "parameters": {"threshold": 0}}],

@@ -1,4 +1,4 @@
-"""The order of prefills and the measure of their speed."""
+"""Order of prefills, and the measurement of prefill throughput."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.unit.test_model_scheduler import new_scheduler, step
 
 
 def arriving(name: str, tokens: int, arrived_s: float = 0.0, priority: int = 0) -> Request:
-    """Make a request of some prompt tokens, all of its own."""
+    """Return a request with this many prompt tokens, none shared."""
     prompt = tuple(hash((name, index)) % 1000 for index in range(tokens))
     request = EngineCoreRequest(name, prompt, SamplingParams(max_tokens=9), priority=priority)
     return Request(request, 0, arrived_s=arrived_s)
@@ -21,14 +21,14 @@ def arriving(name: str, tokens: int, arrived_s: float = 0.0, priority: int = 0) 
     [("fcfs", "abc"), ("priority", "cab"), ("aged", "bac")],
 )
 def test_each_policy_has_its_order(policy: SchedulingPolicy, order: str) -> None:
-    """By arrival; by priority, then arrival; by arrival plus ten times the prefill's own seconds."""
+    """fcfs sorts by arrival, priority by priority first, aged by arrival plus ten times the prefill time."""
     requests = [arriving("a", 100, 0.0), arriving("b", 10, 5.0), arriving("c", 10, 20.0, priority=-1)]
     key = order_key(policy, seconds_per_token=0.01)
     assert "".join(request.request_id for request in sorted(requests, key=key)) == order
 
 
 def test_a_short_prompt_overtakes_a_long_one_between_its_chunks() -> None:
-    """At each chunk the order is looked at anew; the long prompt goes on with what is left of the budget."""
+    """The order is evaluated for each chunk; the long prompt gets the rest of the budget."""
     scheduler = new_scheduler(policy="aged")
     scheduler.add_request(arriving("long", 40))
     assert [name for name, _, _ in _step(scheduler)] == ["long"]
@@ -36,8 +36,8 @@ def test_a_short_prompt_overtakes_a_long_one_between_its_chunks() -> None:
     assert _step(scheduler) == [("short", 0, 5), ("long", 8, 3)]
 
 
-def test_whoever_waits_long_enough_is_not_overtaken() -> None:
-    """A short prompt that comes much later does not go before a long one."""
+def test_request_that_waited_long_is_not_overtaken() -> None:
+    """A short prompt that arrives much later does not overtake a long one."""
     scheduler = new_scheduler(policy="aged")
     scheduler.add_request(arriving("long", 40))
     _step(scheduler)
@@ -45,8 +45,8 @@ def test_whoever_waits_long_enough_is_not_overtaken() -> None:
     assert [name for name, _, _ in _step(scheduler)] == ["long"]
 
 
-def test_at_most_two_prompts_are_partly_computed() -> None:
-    """A third that would not be finished waits, though it is first in the order."""
+def test_at_most_two_prompts_are_partial() -> None:
+    """With two partial prompts, a third that would not finish waits even if it is first in the order."""
     scheduler = new_scheduler(blocks=60, policy="aged")
     for number, name in enumerate("abc"):
         scheduler.add_request(arriving(name, 40 - 10 * number))
@@ -54,8 +54,8 @@ def test_at_most_two_prompts_are_partly_computed() -> None:
     assert {request.request_id for request in scheduler.running} == {"a", "b"}
 
 
-def test_what_is_cached_is_no_work() -> None:
-    """A long prompt that is cached but for its end goes before a shorter one that is not."""
+def test_cached_tokens_do_not_count_in_the_order() -> None:
+    """Only uncached tokens count: a long cached prompt precedes a shorter uncached one."""
     scheduler = new_scheduler(blocks=40, tokens=40, policy="aged")
     first = arriving("x", 33)
     scheduler.add_request(first)
@@ -70,7 +70,7 @@ def test_what_is_cached_is_no_work() -> None:
 
 
 def test_priority_decides_who_is_preempted() -> None:
-    """Without a free block the least important decode gives way, whenever it came."""
+    """Without a free block the decode of lowest priority is preempted, whatever its arrival."""
     scheduler = new_scheduler(blocks=4, tokens=16, caching=False, policy="priority")
     for name, priority in (("low", 5), ("high", 0)):
         scheduler.add_request(arriving(name, 8, priority=priority))
@@ -79,8 +79,8 @@ def test_priority_decides_who_is_preempted() -> None:
     assert [request.request_id for request in scheduler.waiting] == ["low"]
 
 
-def test_an_important_decode_takes_the_blocks_of_one_that_ran_before() -> None:
-    """The least important decode gives way though it was admitted first."""
+def test_low_priority_decode_is_preempted_although_admitted_first() -> None:
+    """The decode of lowest priority is preempted even if it was admitted first."""
     scheduler = new_scheduler(blocks=5, tokens=16, caching=False, policy="priority")
     scheduler.add_request(arriving("low", 8, priority=5))
     assert step(scheduler) == [("low", 0, 8)]
@@ -90,8 +90,8 @@ def test_an_important_decode_takes_the_blocks_of_one_that_ran_before() -> None:
     assert [request.request_id for request in scheduler.waiting] == ["low"]
 
 
-def test_the_least_important_prefill_gives_way_to_a_decode() -> None:
-    """Of two prompts that are partly computed the one that is last in the order is preempted for a decode."""
+def test_last_partial_prompt_is_preempted_for_a_decode() -> None:
+    """Of two partial prompts, the last in the order is preempted for a decode."""
     scheduler = new_scheduler(blocks=5, tokens=4, caching=False, policy="priority")
     scheduler.add_request(arriving("decode", 1))
     scheduler.add_request(arriving("low", 8, priority=5))
@@ -105,7 +105,7 @@ def test_the_least_important_prefill_gives_way_to_a_decode() -> None:
 
 
 def test_the_rate_is_measured_on_prefills_alone() -> None:
-    """Steps of mostly decodes, or of few tokens, tell nothing; four of real prefills do, the last ones."""
+    """Steps of mostly decodes or of few tokens are ignored; the rate needs four prefill steps."""
     rate = PrefillRate()
     assert (rate.tokens_per_s, rate.seconds_per_token) == (0.0, 0.0)
     for _ in range(10):
@@ -123,7 +123,7 @@ def test_the_rate_is_measured_on_prefills_alone() -> None:
 
 
 def test_a_slow_start_or_a_stall_does_not_move_the_rate() -> None:
-    """A first step that took seconds, and one in which the machine did something else, are outvoted."""
+    """The median ignores a first step of seconds and a stalled step."""
     rate = PrefillRate()
     for seconds in (3.0, 0.1, 0.1, 0.1, 60.0):
         rate.observe(400, 0, seconds)

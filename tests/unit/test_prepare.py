@@ -1,4 +1,4 @@
-"""model_server.openai.prompts: a body's bytes to the engine's requests."""
+"""model_server.openai.prompts: request bodies become engine requests."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from model_server.openai.types import Api, ApiError
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 CONTEXT_TOKENS = 100
-# The tokenizer has 4096 ids; checkpoints round their embeddings up.
+# The tokenizer has 4096 ids; embeddings of checkpoints may be padded.
 PADDED_VOCABULARY = 4160
 MESSAGES = [{"role": "user", "content": "x"}]
 
 
 @cache
 def model() -> ServedModel:
-    """The tiny model with a short context."""
+    """Return the tiny model with a short context."""
     tokenizer = PromptTokenizer.from_directory(TINY_DIRECTORY)
     grammars = GrammarTokenizer(tokenizer)
     return ServedModel(("tiny", "alias"), "somewhere", tokenizer, CONTEXT_TOKENS, PADDED_VOCABULARY, grammars)
@@ -53,13 +53,13 @@ def job(api: Api = "completion", header_id: str | None = None, **body: Any) -> J
     ],
 )
 def test_how_long_an_answer_may_be(api: Api, body: dict[str, Any], expected: int) -> None:
-    """Completions default to 16 tokens or what the context leaves; max_completion_tokens is for chats."""
+    """Completions default to 16 tokens or the remaining context; max_completion_tokens is for chats."""
     prompts = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
     assert job(api, **{**prompts, **body}).requests[0].sampling.max_tokens == expected
 
 
 def test_a_chat_may_fill_the_context() -> None:
-    """Without a limit of its own a chat's answer ends with the context."""
+    """Without a limit a chat's answer ends with the context."""
     prepared = job("chat", messages=MESSAGES)
     assert prepared.requests[0].sampling.max_tokens == CONTEXT_TOKENS - sum(map(len, prepared.prompts))
 
@@ -78,14 +78,14 @@ def test_a_chat_may_fill_the_context() -> None:
     ],
 )
 def test_too_long_for_the_context(body: dict[str, Any], numbers: str) -> None:
-    """Prompt and answer must fit into the context; the message has the numbers."""
+    """A prompt and answer above the context are rejected with the numbers."""
     with pytest.raises(ApiError, match=f"maximum context length is 100 tokens.* {numbers}") as caught:
         job(**body)
     assert caught.value.status == 400
 
 
 def test_tokenize_does_no_work_on_what_is_far_too_long() -> None:
-    """A text that cannot fit into the context is refused by its length, not encoded."""
+    """A text that cannot fit into the context is rejected by its length, without encoding."""
     with pytest.raises(ApiError, match="maximum context length is 100 tokens"):
         tokenize(model(), msgspec.json.encode({"prompt": "x" * 1_000_000}))
 
@@ -93,7 +93,7 @@ def test_tokenize_does_no_work_on_what_is_far_too_long() -> None:
 @pytest.mark.parametrize("depth", [600, 900])
 @pytest.mark.parametrize(("api", "field"), [("completion", "prompt"), ("chat", "messages")])
 def test_a_deeply_nested_prompt_is_a_wrong_prompt(api: Api, field: str, depth: int) -> None:
-    """Nesting that the JSON decoder still takes is a 400 like any other wrong type."""
+    """Deep nesting is a 400 like any other wrong type."""
     raw = b'{"%b": [1, %b]}' % (field.encode(), b"[" * depth + b"]" * depth)
     with pytest.raises(ApiError) as caught:
         prepare(model(), api, raw, None)
@@ -101,14 +101,14 @@ def test_a_deeply_nested_prompt_is_a_wrong_prompt(api: Api, field: str, depth: i
 
 
 def test_sampling_defaults() -> None:
-    """What a body leaves out is neutral."""
+    """Omitted fields have neutral values."""
     sampling = job(prompt="x").requests[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
     assert (sampling.seed, sampling.stop_token_ids, sampling.ignore_eos) == (None, frozenset(), False)
 
 
 def test_sampling_fields_reach_the_engine() -> None:
-    """What a body gives is what the engine gets; a top_k of -1 means all."""
+    """Fields of the body reach the engine; a top_k of -1 means all."""
     body = {"temperature": 0, "top_p": 0.5, "top_k": -1, "min_p": 0.1, "seed": -3, "ignore_eos": True}
     request = job(prompt="x", stop_token_ids=[5, 6], min_tokens=2, cache_salt="s", **body).requests[0]
     sampling = request.sampling
@@ -118,7 +118,7 @@ def test_sampling_fields_reach_the_engine() -> None:
 
 
 def test_choices_are_ordered_by_prompt_then_copy() -> None:
-    """n copies of the first prompt come first; copies have their own seeds, and all ids differ."""
+    """Copies of the first prompt come first; copies have their own seeds, and ids differ."""
     prepared = job(prompt=[[1], [2, 3]], n=2, seed=8)
     assert [request.prompt_token_ids for request in prepared.requests] == [(1,), (1,), (2, 3), (2, 3)]
     assert [request.sampling.seed for request in prepared.requests] == [8, 9, 8, 9]
@@ -127,7 +127,7 @@ def test_choices_are_ordered_by_prompt_then_copy() -> None:
 
 
 def test_extreme_seeds_stay_in_range() -> None:
-    """A copy's seed still fits 64 bits when the first copy's is the largest or least."""
+    """A copy's seed fits 64 bits for the largest and smallest seed."""
     for seed in (2**63 - 1, -(2**63)):
         seeds = [request.sampling.seed for request in job(prompt="x", n=3, seed=seed).requests]
         assert len(set(seeds)) == 3
@@ -135,7 +135,7 @@ def test_extreme_seeds_stay_in_range() -> None:
 
 
 def test_one_client_id_twice_gives_two_engine_ids() -> None:
-    """The shown id is the client's, header before body; the engine's own ids never collide."""
+    """The shown id is the client's, header before body; engine ids are unique."""
     first, second = (job(prompt="x", request_id="body", header_id="header") for _ in range(2))
     assert first.request_id == second.request_id == "cmpl-header"
     assert first.requests[0].request_id != second.requests[0].request_id
@@ -143,19 +143,19 @@ def test_one_client_id_twice_gives_two_engine_ids() -> None:
 
 
 def test_an_error_quotes_little_of_a_large_request() -> None:
-    """However long the wrong value is, the message that quotes it is short."""
+    """A message that quotes a long value is truncated."""
     with pytest.raises(ApiError) as caught:
         job(model="\0" * 100_000)
     assert len(caught.value.body()) < 10_000
 
 
 def test_models_are_known_by_all_their_names() -> None:
-    """The answer's model is the name that was asked for, or the first."""
+    """The answer's model is the requested name, or the first."""
     assert [job(prompt="x", **named).model for named in ({}, {"model": "alias"})] == ["tiny", "alias"]
 
 
 def test_the_models_vocabulary_bounds_ids_where_it_is_the_greater() -> None:
-    """Ids between the tokenizer's vocabulary and the model's padded one are taken, as vLLM takes them."""
+    """Ids between the tokenizer's vocabulary and the padded one are accepted, as in vLLM."""
     last = PADDED_VOCABULARY - 1
     body = {"prompt": [last, 5], "stop_token_ids": [last], "logit_bias": {str(last): 1.0}}
     assert job(**body, allowed_token_ids=[last]).prompts == ((last, 5),)
@@ -169,6 +169,6 @@ def test_the_models_vocabulary_bounds_ids_where_it_is_the_greater() -> None:
 
 
 def test_a_prompt_whose_ids_are_told_is_not_echoed_as_text() -> None:
-    """With return_token_ids, vLLM's echo leaves the prompt's text out."""
+    """With return_token_ids echo omits the prompt's text, as in vLLM."""
     assert job(prompt="x", echo=True).echoed == ("x",)
     assert job(prompt="x", echo=True, return_token_ids=True).echoed == ("",)

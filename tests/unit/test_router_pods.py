@@ -176,7 +176,7 @@ def test_declaring_keeps_what_is_known_and_drops_who_is_gone() -> None:
     assert before == {ONE.address: ONE, TWO.address: TWO}
 
 
-@pytest.mark.parametrize("change", [{"life": "2"}, {"name": "other"}, {"namespace": "other"}])
+@pytest.mark.parametrize("change", [{"epoch": "2"}, {"name": "other"}, {"namespace": "other"}])
 def test_another_life_at_the_same_address_begins_anew(change: dict[str, str]) -> None:
     """Another pod, or another process of it, is not ready before it was probed, and is named as new."""
     told = load(waiting=3, kv_usage=0.5, kv_capacity_tokens=100, prefill_tokens_per_s=20.0)
@@ -210,7 +210,7 @@ def test_a_pod_that_its_declarer_takes_out_is_out_at_once_and_in_again_at_once()
 
 def test_what_an_engine_tells_of_its_events_counts_less_than_what_is_declared() -> None:
     """Annotated ports win over the engine's own account, and that over the defaults."""
-    defaults = EventDefaults(port=1, replay_port=2, asks=True)
+    defaults = EventDefaults(port=1, replay_port=2, asks_engine=True)
     pod = replace(ONE, entry=replace(ONE.entry, events=defaults))
     told = EventSources(told=True, labels={EVENTS_PORT_LABEL: "3", RANKS_LABEL: "2"})
     off = EventSources(told=True, off=True)

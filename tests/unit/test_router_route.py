@@ -268,7 +268,7 @@ def test_scraped_kv_usage_counts_only_while_it_is_fresh() -> None:
     assert {candidate.kv_pressure_s for candidate in late.ranked} == {0.0}
 
 
-def test_a_refusal_is_counted_and_leaves_no_trace() -> None:
+def test_a_rejected_request_is_counted_but_not_recorded() -> None:
     """A request for an unknown model counts as a failed pick and enters neither ledger nor decision log."""
     bench = Bench().with_pods(A)
     with pytest.raises(RequestError):

@@ -1,4 +1,4 @@
-"""model_server.worker.sampler and the draw: the quick ways find what the plain definitions say."""
+"""Fast paths of the sampler, compared with the plain definitions of the filters."""
 
 from functools import partial
 
@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model_server.requests import SamplingParams
-from model_server.worker.draw import CHUNK, draw, weigh
-from model_server.worker.sampler import SamplingRow, left_of_all, left_of_best, sample, uniform
+from model_server.worker.draw import CHUNK, draw, exponentiate
+from model_server.worker.sampler import (
+    SamplingRow,
+    filter_candidates,
+    filter_probabilities,
+    sample,
+    uniform_draw,
+)
 from tests.support.depth import examples
 
 VOCAB_SIZE = 1000
@@ -23,7 +29,7 @@ def _one_thread() -> None:
 
 
 def by_definition(probabilities: list[float], params: SamplingParams) -> set[int]:
-    """Return what is left of one row, token by token."""
+    """Return the tokens that the filters keep in one row, computed token by token."""
     order = sorted(range(len(probabilities)), key=lambda token: (-probabilities[token], token))
     if params.top_k > 0:
         order = order[: params.top_k]
@@ -39,7 +45,7 @@ def by_definition(probabilities: list[float], params: SamplingParams) -> set[int
 
 
 def distribution(seed: int, temperature: float, steps: int) -> Tensor:
-    """Return random probabilities, of which many are equal; sums of few of them are exact."""
+    """Return random probabilities with many ties; sums of a few of them are exact."""
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(VOCAB_SIZE, generator=generator) / temperature * steps).round() / steps
     powers = 2.0 ** logits.clamp(-18, 4).round()
@@ -59,12 +65,12 @@ wishes = st.builds(
 @given(
     st.lists(wishes, min_size=1, max_size=4), st.integers(0, 2**32), st.sampled_from([0.05, 0.2, 1.0, 9.0])
 )
-def test_the_mask_is_the_definitions(rows: list[SamplingParams], seed: int, temperature: float) -> None:
-    """Whatever is asked for, and however many tokens are equally probable, the same tokens are left."""
+def test_filters_match_their_definition(rows: list[SamplingParams], seed: int, temperature: float) -> None:
+    """The filters keep the tokens of their definition for all parameters and any number of ties."""
     probabilities = torch.stack([distribution(seed + row, temperature, 4) for row in range(len(rows))])
-    masks = [(left_of_all(probabilities, rows), [True] * len(rows))]
+    masks = [(filter_probabilities(probabilities, rows), [True] * len(rows))]
     for candidates in (2, 256, VOCAB_SIZE - 1):
-        token_ids, left, sure = left_of_best(probabilities, rows, candidates)
+        token_ids, left, sure = filter_candidates(probabilities, rows, candidates)
         assert torch.equal(token_ids, token_ids.sort(dim=-1).values)
         masks.append((torch.zeros_like(probabilities).scatter_(1, token_ids, left), sure.tolist()))
     for row, params in enumerate(rows):
@@ -74,19 +80,19 @@ def test_the_mask_is_the_definitions(rows: list[SamplingParams], seed: int, temp
             assert torch.equal(got[got > 0], probabilities[row][got > 0])
 
 
-def test_the_best_tokens_are_nearly_always_enough() -> None:
-    """What a model that knows what it wants leaves is found without a sort; a flat distribution needs one."""
+def test_candidates_suffice_for_peaked_distributions() -> None:
+    """The candidates suffice for a peaked distribution; a flat one needs the full sort."""
     params = [SamplingParams(max_tokens=1, top_p=0.95), SamplingParams(max_tokens=1, top_k=40)]
     sharp = (4 * torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))).softmax(-1)
-    assert left_of_best(sharp, params, 256)[2].tolist() == [True, True]
+    assert filter_candidates(sharp, params, 256)[2].tolist() == [True, True]
     flat = torch.full((2, VOCAB_SIZE), 1 / VOCAB_SIZE)
-    assert left_of_best(flat, params, 256)[2].tolist() == [False, False]
+    assert filter_candidates(flat, params, 256)[2].tolist() == [False, False]
 
 
 @settings(deadline=None, max_examples=examples(40))
 @given(st.lists(wishes, min_size=1, max_size=5), st.integers(0, 2**32), st.sampled_from([0.02, 0.3, 3.0]))
-def test_the_token_drawn_is_the_full_sorts(rows: list[SamplingParams], seed: int, temperature: float) -> None:
-    """Whichever quick way a row takes, alone or in a batch, its token is that of sorting everything."""
+def test_fast_paths_match_the_full_sort(rows: list[SamplingParams], seed: int, temperature: float) -> None:
+    """Every fast path, alone or in a batch, draws the same token as a full sort."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(rows), VOCAB_SIZE, generator=generator) / temperature
     asked = [SamplingRow(params, seed, position) for position, params in enumerate(rows)]
@@ -95,24 +101,24 @@ def test_the_token_drawn_is_the_full_sorts(rows: list[SamplingParams], seed: int
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("model_server.worker.sampler.CANDIDATES", candidates)
             patch.setattr(
-                "model_server.worker.sampler.left_of_best",
-                partial(left_of_best, candidates=min(candidates, VOCAB_SIZE)),
+                "model_server.worker.sampler.filter_candidates",
+                partial(filter_candidates, candidates=min(candidates, VOCAB_SIZE)),
             )
-            patch.setattr("model_server.worker.sampler.LOGITS_AT_ONCE", at_once)
+            patch.setattr("model_server.worker.sampler.CPU_BATCH_LOGITS", at_once)
             drawn.append(sample(logits.clone(), asked))
     assert drawn[0] == drawn[1] == drawn[2] == sample(logits.clone(), asked)
 
 
 @settings(deadline=None, max_examples=examples(60))
 @given(st.integers(0, 2**32), st.integers(0, 2**32), st.sampled_from([0, 3, 40, 700]))
-def test_a_draw_inverts_the_cumulated_probability(seed: int, position: int, top_k: int) -> None:
-    """The token drawn is the first whose cumulated probability exceeds the draw, up to rounding."""
+def test_draw_inverts_the_cumulative_probability(seed: int, position: int, top_k: int) -> None:
+    """The drawn token is the first whose cumulative probability exceeds the draw, up to rounding."""
     logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
     params = SamplingParams(max_tokens=1, top_k=top_k)
     token = sample(logits.clone(), [SamplingRow(params, seed, position)])[0]
-    probabilities = left_of_all(logits.softmax(-1), [params])
+    probabilities = filter_probabilities(logits.softmax(-1), [params])
     cumulated = probabilities[0].double().cumsum(-1)
-    target = uniform(seed, position) * cumulated[-1].item()
+    target = uniform_draw(seed, position) * cumulated[-1].item()
     assert probabilities[0, token] > 0
     assert cumulated[token].item() > target - 1e-12
     assert not token or cumulated[token].item() - probabilities[0, token].item() <= target + 1e-12
@@ -120,19 +126,19 @@ def test_a_draw_inverts_the_cumulated_probability(seed: int, position: int, top_
 
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 255, 256, 257, 1000])
 @pytest.mark.parametrize("extreme", [0.0, 1.0 - 2.0**-40])
-def test_the_ends_of_any_vocabulary_are_reached(
+def test_extreme_draws_reach_both_ends_of_the_vocabulary(
     monkeypatch: pytest.MonkeyPatch, size: int, extreme: float
 ) -> None:
-    """The least draw chooses the first token and the greatest the last, in vocabularies of any length."""
-    monkeypatch.setattr("model_server.worker.sampler.uniform", lambda seed, position: extreme)
+    """The smallest draw selects the first token and the largest the last, for any vocabulary size."""
+    monkeypatch.setattr("model_server.worker.sampler.uniform_draw", lambda seed, position: extreme)
     row = SamplingRow(SamplingParams(max_tokens=1), 1, 0)
     assert sample(torch.zeros(1, size), [row]) == [size - 1 if extreme else 0]
 
 
 @pytest.mark.parametrize("temperature", [1e30, 3.4028235677973366e38, 1e300])
 @pytest.mark.parametrize("top_k", [0, 3])
-def test_no_heat_brings_a_forbidden_token_back(temperature: float, top_k: int) -> None:
-    """A token whose logit is minus infinity is never chosen, also at temperatures beyond float32."""
+def test_banned_tokens_stay_banned_at_any_temperature(temperature: float, top_k: int) -> None:
+    """A token with logit minus infinity is never drawn, even at temperatures beyond float32."""
     logits = torch.full((1, VOCAB_SIZE), float("-inf"))
     logits[0, 700] = 1.0
     params = SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k)
@@ -145,10 +151,10 @@ def test_no_heat_brings_a_forbidden_token_back(temperature: float, top_k: int) -
     st.integers(0, 2**32),
     st.sampled_from([0.05, 0.2, 1.0, 9.0]),
 )
-def test_a_token_is_in_the_share_if_the_definition_leaves_it(
+def test_single_token_check_agrees_with_the_full_sort(
     top_ps: list[float], seed: int, temperature: float
 ) -> None:
-    """One token alone, of any probability and among equals, is told in or out as the whole sort tells it."""
+    """The check of a single token against top_p agrees with the full sort, ties included."""
     rows = [SamplingParams(max_tokens=1, top_p=top_p) for top_p in top_ps]
     probabilities = torch.stack([distribution(seed + row, temperature, 4) for row in range(len(rows))])
     wanted = [by_definition(row.tolist(), params) for row, params in zip(probabilities, rows, strict=True)]
@@ -163,36 +169,36 @@ def test_a_token_is_in_the_share_if_the_definition_leaves_it(
 
 
 def drawn(probabilities: list[float], sums: list[float], at: float, top_p: float = 1.0) -> int:
-    """Draw one token; -1 where top_p leaves it out."""
+    """Draw one token; -1 if top_p rejects it."""
     row, tokens = np.array([probabilities], np.float32), np.zeros(1, np.int64)
     draw(row, np.array([sums]), np.zeros(1, np.int64), np.array([at]), np.array([top_p]), tokens)
     return int(tokens[0])
 
 
-def test_a_draw_on_a_border_is_the_next_tokens() -> None:
-    """A token has the draws from what is cumulated before it to below what is cumulated with it."""
+def test_draw_on_a_border_selects_the_next_token() -> None:
+    """A token's draws are [cumulative before it, cumulative with it)."""
     size = 2 * CHUNK
     for token in range(size):
         assert drawn([1.0] * size, [float(CHUNK)] * 2, token / size) == token
 
 
-def test_a_draw_behind_a_chunks_end_is_its_last_token_that_can_be_chosen() -> None:
-    """Where the sum was rounded up, the draw falls on no token: never on one without probability."""
+def test_draw_beyond_a_chunk_selects_its_last_possible_token() -> None:
+    """A draw beyond a chunk's end, after rounding, selects its last token with a probability above 0."""
     assert drawn([1.0] * 3 + [0.0] * (CHUNK - 3), [3.5], 0.99) == 2
 
 
-def test_the_token_behind_the_share_is_left_out_and_none_without_top_p() -> None:
-    """What is more probable than a token must be less than the share, unless the share is everything."""
+def test_top_p_rejects_tokens_beyond_it_unless_it_is_1() -> None:
+    """A token is kept if the more probable ones sum to less than top_p, or if top_p is 1."""
     assert [drawn([1.0] * 4, [4.0], (token + 0.5) / 4, top_p=0.5) for token in range(4)] == [0, 1, -1, -1]
     rounded_down = [2.0]
     assert drawn([0.001, 1.0, 1.0], rounded_down, 0.0) == 0
 
 
-def test_weights_are_as_precise_as_float32() -> None:
-    """A power's error is a few parts in ten million, wherever it lies between two powers of two."""
+def test_powers_have_float32_precision() -> None:
+    """Powers are accurate to a few parts in ten million between any two powers of two."""
     weights = np.linspace(-3.0, 0.0, VOCAB_SIZE, dtype=np.float32)[None]
     exact = np.exp(weights.astype(np.float64))
-    weigh(weights, np.ones(1, np.float32))
+    exponentiate(weights, np.ones(1, np.float32))
     np.testing.assert_allclose(weights, exact, rtol=1e-6)
 
 
@@ -203,27 +209,27 @@ def test_weights_are_as_precise_as_float32() -> None:
     st.sampled_from([1e-5, 0.05, 1.0, 1e30]),
     st.sampled_from([0.0, 1.0, 30.0, 1e4]),
 )
-def test_weights_are_the_softmaxs(size: int, seed: int, temperature: float, spread: float) -> None:
-    """Logits of any size at any temperature weigh as torch's softmax says, forbidden ones nothing."""
+def test_weights_match_the_softmax(size: int, seed: int, temperature: float, spread: float) -> None:
+    """Weights are proportional to torch's softmax for all logits and temperatures; banned tokens get 0."""
     generator = torch.Generator().manual_seed(seed)
     logits = spread * torch.randn(3, size, generator=generator)
     logits[:, 1::5] = float("-inf")
     wanted = ((logits.double() - logits.double().amax(1, keepdim=True)) / temperature).softmax(1)
-    sums = weigh(logits.numpy(), np.full(3, temperature, np.float32))
+    sums = exponentiate(logits.numpy(), np.full(3, temperature, np.float32))
     weights = logits.double()
     assert torch.allclose(weights / torch.from_numpy(sums).sum(1, keepdim=True), wanted, rtol=1e-4, atol=1e-9)
     assert not weights[:, 1::5].any()
 
 
 @pytest.mark.parametrize("top_p", [0.9, 0.3, 0.02])
-def test_frequencies_follow_what_top_p_leaves(top_p: float) -> None:
-    """However many draws a token takes, each comes up as often as its part of what is left."""
+def test_frequencies_match_the_renormalised_top_p_probabilities(top_p: float) -> None:
+    """Frequencies match the renormalised probabilities, whatever the number of rejections."""
     count = 3000
     logits = torch.linspace(3.0, 0.0, VOCAB_SIZE)
     params = SamplingParams(max_tokens=1, top_p=top_p)
     rows = [SamplingRow(params, 5, position) for position in range(count)]
     drawn = torch.tensor(sample(logits.repeat(count, 1), rows))
-    (left,) = left_of_all(logits.softmax(-1)[None], [params])
+    (left,) = filter_probabilities(logits.softmax(-1)[None], [params])
     assert left[drawn].all()
     cumulated = left.double().cumsum(0) / left.double().sum()
     counted = torch.bincount(drawn, minlength=VOCAB_SIZE).cumsum(0) / count

@@ -1,4 +1,4 @@
-"""model_server.openai.api_server: taking an address before there is anything to serve on it."""
+"""model_server.openai.api_server: reserving an address before the model is loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from model_server.openai.api_server import reserve
 
 
 def test_a_reserved_port_refuses_connections_until_it_listens() -> None:
-    """While the model loads clients are refused at once and can try elsewhere; then they are let in."""
+    """While the model loads, clients are refused; then they are accepted."""
     with reserve("127.0.0.1", 0) as listener:
         address = listener.getsockname()
         with pytest.raises(ConnectionRefusedError):
@@ -21,7 +21,7 @@ def test_a_reserved_port_refuses_connections_until_it_listens() -> None:
 
 
 def test_a_port_that_another_listens_on_is_refused() -> None:
-    """The message names the address."""
+    """The error of an address in use names the address."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with (
@@ -32,7 +32,7 @@ def test_a_port_that_another_listens_on_is_refused() -> None:
 
 
 def test_a_port_can_be_taken_again_right_after_use() -> None:
-    """Connections of an earlier life that linger in the kernel do not keep a restart from its port."""
+    """Lingering connections of an earlier process do not block a restart on its port."""
     with socket.create_server(("127.0.0.1", 0)) as earlier:
         address = earlier.getsockname()
         client = socket.create_connection(address)
@@ -44,6 +44,6 @@ def test_a_port_can_be_taken_again_right_after_use() -> None:
 
 
 def test_an_unknown_host_is_named() -> None:
-    """A host that cannot be resolved or is not this machine's stops the start."""
+    """A host that cannot be resolved or is not local stops the start."""
     with pytest.raises(StartError, match=r"192\.0\.2\.1"), reserve("192.0.2.1", 0):
         pass

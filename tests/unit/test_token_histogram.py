@@ -1,4 +1,4 @@
-"""model_server.openai.metrics: what the client library's own histogram tells, at less cost."""
+"""The token histogram, compared with the Prometheus client library's."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,8 +11,8 @@ LABELS = {"model_name": 'a "quoted" one', "engine": "0"}
 
 
 @given(st.lists(st.sampled_from([*BUCKETS, 0.0, 0.25, 2.0, 1e9]) | st.floats(0, 100), max_size=20))
-def test_the_page_is_the_librarys(values: list[float]) -> None:
-    """Bounds are inclusive, counts cumulate, and the sum, the labels and the help are there."""
+def test_histogram_output_equals_the_librarys(values: list[float]) -> None:
+    """Inclusive bounds, cumulative counts, sum, labels and help equal the library's output."""
     pages = []
     for ours in (False, True):
         registry = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""Attention through torch's variable-length kernel: laid out right anywhere, computed right on CUDA."""
+"""attention.varlen: its layout is correct on any device, its results on CUDA."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ from model_server.attention import KvLayout, SdpaAttention, Span, new_attention
 from model_server.attention import varlen as varlen_module
 from model_server.attention.varlen import VarlenAttention, varlen_fault
 from model_server.model.weights import load_checkpoint
-from model_server.shapes import kv_groups, undivided
+from model_server.shapes import kv_groups, single_group
 from tests.unit.model_support import BLOCK_TOKENS, CPU, reference_logits, save_reference, step, text_of
 from tests.unit.varlen_support import kernel_in_plain_torch, needs_cuda
 
@@ -39,11 +39,11 @@ def steps() -> Iterator[list[tuple[int, int, int]]]:
 def test_steps_are_laid_out_as_the_kernel_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, grouped: bool
 ) -> None:
-    """Slots, block tables, lengths and windows are right: by the documented arithmetic, logits are exact."""
+    """With the documented arithmetic, slots, block tables, lengths and windows give exact logits."""
     monkeypatch.setattr(varlen_module, "varlen_attn", kernel_in_plain_torch)
     reference = save_reference(tmp_path, architecture, **ARCHITECTURES[architecture])
     model = load_checkpoint(tmp_path, "auto", CPU).model
-    groups = kv_groups(model.shape.windows) if grouped else undivided(model.shape.layers)
+    groups = kv_groups(model.shape.windows) if grouped else single_group(model.shape.layers)
     pool = VarlenAttention(model.shape.attention, KvLayout(groups, 200, BLOCK_TOKENS), model.dtype, CPU)
     texts = [text_of(30, seed) for seed in range(3)]
     tables = [
@@ -60,27 +60,27 @@ def test_steps_are_laid_out_as_the_kernel_documents(
 
 
 def test_the_cpu_and_8_bit_pools_gather(tmp_path: Path) -> None:
-    """Without CUDA the kernel is not even tried, and the reason can be told."""
+    """Without CUDA the kernel is not tried, and the fault says why."""
     save_reference(tmp_path)
     model = load_checkpoint(tmp_path, "auto", CPU).model
-    layout = KvLayout(undivided(3), 8, BLOCK_TOKENS)
+    layout = KvLayout(single_group(3), 8, BLOCK_TOKENS)
     for fp8 in (False, True):
         made = new_attention(model.shape.attention, layout, model.dtype, CPU, fp8=fp8)
         assert isinstance(made, SdpaAttention)
-    assert varlen_fault(model.shape.attention, 16, torch.bfloat16, CPU) == "it runs on CUDA alone, not on cpu"
+    assert varlen_fault(model.shape.attention, 16, torch.bfloat16, CPU) == "it needs CUDA, not cpu"
     on_cuda = varlen_fault(model.shape.attention, 16, torch.float32, torch.device("cuda"))
-    assert on_cuda == "it computes in 16-bit floats, not in torch.float32"
+    assert on_cuda == "it needs 16-bit floats, not torch.float32"
 
 
 @needs_cuda
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("block_tokens", [16, 32, 64, 256])
 def test_both_backends_agree_on_cuda(tmp_path: Path, architecture: str, block_tokens: int) -> None:
-    """The kernel, where it takes the block size, and gathering give the logits that transformers gives."""
+    """The kernel and gathering both give the logits of transformers."""
     reference = save_reference(tmp_path, architecture, head_dim=64, **ARCHITECTURES[architecture])
     device = torch.device("cuda")
     model = load_checkpoint(tmp_path, "bfloat16", device).model
-    layout = KvLayout(undivided(model.shape.layers), 64, block_tokens)
+    layout = KvLayout(single_group(model.shape.layers), 64, block_tokens)
     pools = [SdpaAttention(model.shape.attention, layout, model.dtype, device)]
     pools.append(SdpaAttention(model.shape.attention, layout, model.dtype, device, fp8=True))
     if varlen_fault(model.shape.attention, block_tokens, model.dtype, device) is None:
@@ -101,11 +101,11 @@ def test_both_backends_agree_on_cuda(tmp_path: Path, architecture: str, block_to
 def test_the_kernel_is_chosen_where_it_works(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, block_tokens: int
 ) -> None:
-    """On CUDA the kernel that reads blocks in place is taken, or the log says why it cannot be."""
+    """On CUDA the kernel is used, or the log says why not."""
     save_reference(tmp_path, head_dim=64)
     device = torch.device("cuda")
     model = load_checkpoint(tmp_path, "bfloat16", device).model
-    layout = KvLayout(undivided(3), 8, block_tokens)
+    layout = KvLayout(single_group(3), 8, block_tokens)
     made = new_attention(model.shape.attention, layout, model.dtype, device)
     fault = varlen_fault(model.shape.attention, block_tokens, model.dtype, device)
     assert isinstance(made, VarlenAttention if fault is None else SdpaAttention)

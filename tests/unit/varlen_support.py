@@ -1,4 +1,4 @@
-"""torch's variable-length attention, as its documentation says it computes; it runs anywhere."""
+"""torch's variable-length attention by its documentation, for any device."""
 
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ def kernel_in_plain_torch(
     seqused_k: Tensor,
     block_table: Tensor,
 ) -> Tensor:
-    """Compute what the kernel's documentation says, token by token; a window of -1 is none."""
+    """Compute attention token by token, as the kernel's documentation defines it."""
     group = query.shape[1] // keys.shape[2]
     assert enable_gqa == (group > 1)
     assert (block_table.dtype, query_starts.dtype, seqused_k.dtype) == (torch.int32,) * 3

@@ -61,9 +61,9 @@ def declared(pod: str, model: str = MODEL, **settings: object) -> PodStream:
 
 def reason(watched: Watched, holder: str) -> str:
     """Why the stream is in its state."""
-    return watched.indexer.roster.engines[holder].reason
+    return watched.indexer.engine_registry.engines[holder].reason
 
 
 def known(watched: Watched, *holders: str) -> None:
     """Waits until exactly these engines are followed."""
-    wait_until(f"{holders} are known", lambda: set(watched.indexer.roster.engines) == set(holders))
+    wait_until(f"{holders} are known", lambda: set(watched.indexer.engine_registry.engines) == set(holders))

@@ -181,7 +181,7 @@ def test_one_that_has_gone_makes_room(watched: Watched) -> None:
 
             def taken() -> bool:
                 other.publish(block(1))
-                return OTHER in watched.indexer.roster.engines
+                return OTHER in watched.indexer.engine_registry.engines
 
             wait_until("the other one is taken", taken)
             watched.settled(0, STALE)
@@ -265,7 +265,7 @@ def test_each_rank_is_followed_at_its_own_port() -> None:
             one.publish(block(1), block(2))
             running.follow(replace(stream(zero), ranks=2))
             running.settled(2)
-            assert set(running.indexer.roster.engines) == {POD, f"{POD}@dp1"}
+            assert set(running.indexer.engine_registry.engines) == {POD, f"{POD}@dp1"}
             assert running.links == [(POD, True)]
     finally:
         running.indexer.close()

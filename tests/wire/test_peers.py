@@ -133,7 +133,7 @@ def test_a_stale_view_is_healed_once_a_peer_is_there(
     engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A view that lacks something asks peers again later, and is EXACT when one of them answers."""
-    monkeypatch.setattr(recovery, "HEAL_FIRST_S", 0.05)
+    monkeypatch.setattr(recovery, "REPAIR_FIRST_S", 0.05)
     monkeypatch.setattr(peer_service, "DOWN_S", 0.0)
     port = free_port()
     with indexer() as first:
@@ -260,7 +260,7 @@ def test_a_doubted_view_is_not_built_from_a_peers(engine: EnginePublisher) -> No
         with serving(first) as address, indexer(address) as second:
             second.follow(stream(engine))
             second.settled(4)
-            second.indexer.doubt(POD, "overfull")
+            second.indexer.invalidate(POD, "overfull")
             second.settled(0, STALE)
             assert asked(second, "completed") == 1
 
@@ -269,7 +269,7 @@ def test_without_a_replay_socket_a_batch_in_common_proves_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A peer's view counts if we received its last batch ourselves; of a quiet engine it is not believed."""
-    monkeypatch.setattr(recovery, "HEAL_FIRST_S", 0.05)
+    monkeypatch.setattr(recovery, "REPAIR_FIRST_S", 0.05)
     with EnginePublisher(replay=False) as engine, indexer() as first:
         publish_from_the_start(engine, first)
         with serving(first) as address, indexer(address) as second:

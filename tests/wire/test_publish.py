@@ -1,4 +1,4 @@
-"""The event publisher over real ZMQ sockets: sequence, order, overflow, life and death."""
+"""The event publisher over real ZMQ sockets: sequence, order, overflow, start and close."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.wire.publisher_support import (
 
 
 def test_live_batches_come_in_order_with_consecutive_sequence_numbers() -> None:
-    """A subscriber gets [topic, 8-byte sequence, payload], one frame per publish, in order, none missing."""
+    """A subscriber receives [topic, 8-byte sequence, payload], one message per batch, in order."""
     with open_publisher() as publisher, socket(zmq.SUB, publisher.config.endpoint) as subscriber:
         sent = iter(range(100_000))
         topic, sequence, payload = receive_until(subscriber, lambda: publisher.publish([removed(next(sent))]))
@@ -36,14 +36,14 @@ def test_live_batches_come_in_order_with_consecutive_sequence_numbers() -> None:
 
 
 def test_the_first_batch_has_sequence_zero() -> None:
-    """Numbers start at 0 in each process, which tells readers of a new life."""
+    """Sequence numbers start at 0 in each process, which reveals a restart."""
     with open_publisher() as publisher, socket(zmq.DEALER, publisher.config.replay_endpoint or "") as client:
         publisher.publish([removed(7)])
         assert replay(client, 0) == [(0, 7)]
 
 
 def test_a_connecting_endpoint_publishes_to_a_binding_subscriber() -> None:
-    """An endpoint without a wildcard is connected to, as vLLM does: many servers may feed one reader."""
+    """An endpoint without a wildcard is connected to, as in vLLM, so that many servers feed one reader."""
     with socket(zmq.SUB, "tcp://127.0.0.1:*", bind=True) as subscriber:
         endpoint = subscriber.getsockopt_string(zmq.LAST_ENDPOINT)
         with open_publisher(endpoint=endpoint) as publisher:
@@ -63,12 +63,12 @@ def test_a_connecting_endpoint_publishes_to_a_binding_subscriber() -> None:
     ],
 )
 def test_wildcards_and_local_transports_are_bound_the_rest_connected(endpoint: str, bound: bool) -> None:
-    """The choice between bind and connect is vLLM's."""
+    """The choice between bind and connect follows vLLM's rule."""
     assert binds(endpoint) is bound
 
 
 def test_a_loopback_endpoint_is_bound_on_demand() -> None:
-    """With always_bind a subscriber can connect to an address that does not leave the machine."""
+    """With always_bind an address without a wildcard is bound."""
     with (
         open_publisher(endpoint="tcp://127.0.0.1:*", always_bind=True) as publisher,
         socket(zmq.SUB, publisher.config.endpoint) as subscriber,
@@ -78,8 +78,8 @@ def test_a_loopback_endpoint_is_bound_on_demand() -> None:
         assert "always_bind" not in publisher.config.as_vllm()
 
 
-def test_overflow_drops_the_oldest_and_replay_heals_it() -> None:
-    """A full queue leaves a gap on the live stream, counted, and every batch of the gap can be replayed."""
+def test_overflow_drops_the_oldest_and_replay_delivers_it() -> None:
+    """A full queue causes a counted gap in the stream, and a replay has every batch of the gap."""
     with (
         open_publisher(start=False, max_queue_size=3) as publisher,
         socket(zmq.SUB, publisher.config.endpoint) as subscriber,
@@ -97,7 +97,7 @@ def test_overflow_drops_the_oldest_and_replay_heals_it() -> None:
 
 
 def test_publish_returns_without_any_subscriber_or_thread() -> None:
-    """The engine's call does not wait for anybody, even if nobody ever sends what it leaves."""
+    """publish returns at once without subscribers and before the sending thread starts."""
     with open_publisher(start=False, max_queue_size=10, buffer_steps=10) as publisher:
         for number in range(10_000):
             publisher.publish([removed(number)])
@@ -105,7 +105,7 @@ def test_publish_returns_without_any_subscriber_or_thread() -> None:
 
 
 def test_many_threads_get_distinct_numbers() -> None:
-    """No sequence number is given twice or lost when a reset is announced while the engine steps."""
+    """Concurrent publishers get distinct, consecutive sequence numbers."""
     with open_publisher() as publisher, socket(zmq.DEALER, publisher.config.replay_endpoint or "") as client:
         threads = [
             threading.Thread(target=lambda: [publisher.publish([removed(1)]) for _ in range(200)])
@@ -119,7 +119,7 @@ def test_many_threads_get_distinct_numbers() -> None:
 
 
 def test_close_leaves_no_thread_and_frees_the_ports() -> None:
-    """After close the same endpoints can be bound again at once, and closing again does nothing."""
+    """After close the endpoints can be bound again at once; a second close does nothing."""
     with open_publisher() as publisher:
         publisher.publish([removed(1)])
         config = publisher.config
@@ -130,7 +130,7 @@ def test_close_leaves_no_thread_and_frees_the_ports() -> None:
 
 
 def test_an_endpoint_in_use_is_named() -> None:
-    """A taken port stops start-up with the endpoint in the message, and takes nothing else with it."""
+    """A port in use fails the start with the endpoint in the message and leaves no socket open."""
     with open_publisher() as publisher:
         taken = publisher.config.replay_endpoint
         with pytest.raises(EndpointError, match=f"cannot bind {taken}: Address already in use"):
@@ -141,6 +141,6 @@ def test_an_endpoint_in_use_is_named() -> None:
 
 @pytest.mark.parametrize("name", ["buffer_steps", "hwm", "max_queue_size"])
 def test_caps_below_one_are_refused(name: str) -> None:
-    """A cap of zero is a mistake, and the message names it."""
+    """A limit below 1 is rejected by name."""
     with pytest.raises(ConfigError, match=name):
         KVEventsConfig(**{name: 0})

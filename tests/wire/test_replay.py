@@ -1,4 +1,4 @@
-"""The replay socket against honest, confused and hostile clients, over real ZMQ."""
+"""The replay socket with valid, malformed and hostile clients, over real ZMQ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.wire.publisher_support import open_publisher, removed, replay, socket
 
 
 def filled(publisher: ZmqEventPublisher, batches: int, hashes: int = 1) -> ZmqEventPublisher:
-    """Publish that many batches and wait until they are out."""
+    """Publish this many batches and wait until they are sent."""
     for number in range(batches):
         publisher.publish([removed(number, hashes)])
     wait_for(lambda: publisher.stats().published == batches)
@@ -25,7 +25,7 @@ def filled(publisher: ZmqEventPublisher, batches: int, hashes: int = 1) -> ZmqEv
     [(0, range(20, 30)), (25, range(25, 30)), (29, range(29, 30)), (30, range(0)), (2**64 - 1, range(0))],
 )
 def test_a_replay_holds_what_is_kept_from_the_start_on(start: int, expected: range) -> None:
-    """Any start is answered with the kept batches from there on; one beyond the end with the end alone."""
+    """A replay has all buffered batches from its start; a start beyond the end gets the end marker only."""
     with (
         open_publisher(buffer_steps=10) as publisher,
         socket(zmq.DEALER, publisher.config.replay_endpoint or "") as client,
@@ -35,7 +35,7 @@ def test_a_replay_holds_what_is_kept_from_the_start_on(start: int, expected: ran
 
 
 def test_a_replay_longer_than_the_pipe_is_complete() -> None:
-    """Far more batches than the socket's high-water mark arrive without a hole, in order."""
+    """A replay far longer than the high-water mark is complete and in order."""
     with (
         open_publisher() as publisher,
         socket(zmq.DEALER, publisher.config.replay_endpoint or "") as client,
@@ -45,7 +45,7 @@ def test_a_replay_longer_than_the_pipe_is_complete() -> None:
 
 
 def test_an_idle_publisher_answers() -> None:
-    """A replay does not wait for the next event, which may never come."""
+    """A replay does not wait for the next event."""
     with (
         open_publisher() as publisher,
         socket(zmq.DEALER, publisher.config.replay_endpoint or "") as client,
@@ -56,7 +56,7 @@ def test_an_idle_publisher_answers() -> None:
 
 
 def test_a_req_client_gets_the_first_reply() -> None:
-    """The request format is the one that REQ sockets make by themselves."""
+    """The request format is the one that REQ sockets produce."""
     with (
         open_publisher() as publisher,
         socket(zmq.REQ, publisher.config.replay_endpoint or "") as client,
@@ -82,7 +82,7 @@ def test_a_req_client_gets_the_first_reply() -> None:
     ids=lambda frames: f"{len(frames)}:{frames[0]!r}",
 )
 def test_malformed_requests_are_counted_and_ignored(frames: list[bytes]) -> None:
-    """A request that is not [empty, 8 bytes] gets no answer, is counted, and disturbs nobody."""
+    """A request that is not [empty, 8 bytes] is counted and gets no answer; others are served."""
     with (
         open_publisher() as publisher,
         socket(zmq.DEALER, publisher.config.replay_endpoint or "") as client,
@@ -93,8 +93,8 @@ def test_malformed_requests_are_counted_and_ignored(frames: list[bytes]) -> None
         assert replay(client, 0) == [(0, 0)]
 
 
-def test_a_giant_request_disturbs_nobody() -> None:
-    """A frame beyond the cap is cut off by its connection's end; others go on."""
+def test_giant_request_affects_no_other_client() -> None:
+    """A frame above the limit closes its connection; other clients are served."""
     with (
         open_publisher() as publisher,
         socket(zmq.DEALER, publisher.config.replay_endpoint or "") as hostile,
@@ -106,14 +106,14 @@ def test_a_giant_request_disturbs_nobody() -> None:
         assert publisher.stats().replays == 1
 
 
-def test_clients_that_never_read_hold_up_neither_events_nor_others() -> None:
-    """With many unread replays open, live batches still leave and another client's replay completes."""
+def test_clients_that_never_read_delay_nobody() -> None:
+    """Many unread replays delay neither live batches nor another client's replay."""
     with (
         open_publisher() as publisher,
         socket(zmq.DEALER, publisher.config.replay_endpoint or "") as client,
         zmq.Context() as context,
     ):
-        # Large enough that no socket buffer swallows a whole replay.
+        # Large enough that no socket buffer can store a whole replay.
         filled(publisher, 5_000, hashes=500)
         hostile = []
         for _ in range(20):
@@ -130,8 +130,8 @@ def test_clients_that_never_read_hold_up_neither_events_nor_others() -> None:
             dealer.close()
 
 
-def test_a_client_that_leaves_in_the_middle_is_forgotten() -> None:
-    """A vanished client's replay ends without an error for anybody."""
+def test_replay_of_a_disconnected_client_ends() -> None:
+    """The replay of a disconnected client ends without an error."""
     with open_publisher() as publisher:
         filled(publisher, 3_000)
         for _ in range(5):
@@ -143,8 +143,8 @@ def test_a_client_that_leaves_in_the_middle_is_forgotten() -> None:
         assert publisher.healthy
 
 
-def test_the_ring_keeps_the_newest_steps() -> None:
-    """Exactly the last `capacity` steps can be read, by their numbers."""
+def test_replay_buffer_keeps_the_newest_batches() -> None:
+    """Exactly the last `capacity` batches can be read by their sequence numbers."""
     ring = ReplayBuffer(3)
     for _ in range(5):
         ring.append(0.0, (), 0)

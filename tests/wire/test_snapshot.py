@@ -172,7 +172,7 @@ def test_a_stale_view_is_healed_by_a_later_snapshot(
     watched: Watched, engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What lacks once does not lack for ever; until the snapshot comes the view is used as it is."""
-    monkeypatch.setattr(recovery, "HEAL_FIRST_S", 0.01)
+    monkeypatch.setattr(recovery, "REPAIR_FIRST_S", 0.01)
     answers = [(500, b""), (500, b""), (200, body(2, batch(block(1), block(2))))]
     with SnapshotServer(lambda number: answers[min(number, 2)]) as server:
         engine.publish(block(1))
@@ -187,7 +187,7 @@ def test_a_doubted_view_is_built_anew(watched: Watched, engine: EnginePublisher)
     with SnapshotServer(lambda number: (200, body(0, batch(block(1), *([block(2)] * number))))) as server:
         watched.follow(with_snapshots(engine, server))
         watched.settled(1)
-        watched.indexer.doubt(POD, "overfull")
+        watched.indexer.invalidate(POD, "overfull")
         watched.settled(2)
         assert watched.metric("kvroute_indexer_pod_clears_total", reason="overfull") == 1
 
@@ -198,7 +198,7 @@ def test_a_cache_that_was_dropped_silently_is_empty_until_the_engine_says_so(wat
         watched.follow(stream(engine))
         engine.publish(block(1))
         watched.settled(1)
-        watched.indexer.doubt(POD, "asleep", emptied=True)
+        watched.indexer.invalidate(POD, "asleep", emptied=True)
         watched.settled(0, STALE)
         engine.publish(["AllBlocksCleared"], block(1))
         watched.settled(1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from indexer import StreamState
-from indexer.audit.mismatch_watch import DispatchedPrompt
+from indexer.audit.mismatch_watch import SentPrompt
 from indexer.streams import recovery
 from tests.wire.engine_publisher import EnginePublisher, removed, wait_until
 from tests.wire.subscribe_support import POD, Watched, block, stream
@@ -109,7 +109,7 @@ def test_a_replay_socket_that_is_dead_costs_the_history_only(watched: Watched) -
 @pytest.mark.parametrize("answers", [0, 1], ids=["silent at once", "silent halfway"])
 def test_a_replay_that_failed_is_tried_again_later(answers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay socket that is silent in all attempts leaves the view STALE, and EXACT once it answers."""
-    monkeypatch.setattr(recovery, "HEAL_FIRST_S", 0.05)
+    monkeypatch.setattr(recovery, "REPAIR_FIRST_S", 0.05)
     watched = Watched(replay_attempts=2, replay_idle_s=0.2)
     with EnginePublisher() as engine:
         for number in (1, 2, 3):
@@ -269,7 +269,7 @@ def test_blocks_that_the_pod_has_told_of_need_no_assumption(
     watched: Watched, engine: EnginePublisher
 ) -> None:
     """Of a request's prompt only what the pod does not hold is assumed, as long as its events are whole."""
-    prompt = DispatchedPrompt("m", None, None, np.arange(64, dtype=np.uint32), 2, held_blocks=2)
+    prompt = SentPrompt("m", None, None, np.arange(64, dtype=np.uint32), 2, held_blocks=2)
     watched.indexer.speculate("early", POD, watched.keys[:3], time.monotonic(), prompt)
     assert watched.metric("kvroute_indexer_speculative_entries") == 3
     watched.indexer.settle("early", 0.0, grace_s=0.0)

@@ -78,13 +78,13 @@ def endpoints_of(pod: PodObject, rules: KubeConfig) -> PodEndpoints:
                 address=address,
                 port=port,
                 labels={**labels, **_of_rank(given, rank)},
-                life=_epoch(pod),
+                epoch=_epoch(pod),
                 ready=is_ready(pod),
                 events=EventDefaults(
                     port=rules.events_port + rank,
                     replay_port=rules.replay_port + rank if rules.replay_port else None,
                     snapshots=True,
-                    asks=True,
+                    asks_engine=True,
                     rank=rank if len(rules.target_ports) > 1 else None,
                 ),
             )

@@ -108,7 +108,7 @@ def test_a_restarted_container_loses_its_view(namespace: Namespace) -> None:
             namespace.set_status("one", restarts=1)
             wait_until(lambda: picker.cached_tokens(TOKENS) == 0, "its blocks are dropped")
             # The old engine's entry is removed before the new one is added.
-            engines = router.index.roster.linked_engines
+            engines = router.index.engine_registry.linked_engines
             wait_until(lambda: engines() == 1, "it is followed again")
 
 
@@ -142,8 +142,10 @@ def test_each_rank_has_its_own_events_port(namespace: Namespace) -> None:
     namespace.make_pod("one", other.host, annotations={"kvroute.dev/kv-replay-port": "7000"})
     namespace.set_status("one")
     with kube_router(namespace.config(events_port=6000)) as router:
-        wait_until(lambda: len(router.index.roster.engines) == 2, "both are followed")
-        streams = {engine.stream.pod: engine.stream for engine in router.index.roster.engines.values()}
+        wait_until(lambda: len(router.index.engine_registry.engines) == 2, "both are followed")
+        streams = {
+            engine.stream.pod: engine.stream for engine in router.index.engine_registry.engines.values()
+        }
         told = {
             address: (stream.events_endpoint, stream.replay_endpoint) for address, stream in streams.items()
         }
@@ -170,8 +172,10 @@ def test_an_engines_reported_events_port_is_used(namespace: Namespace) -> None:
     for name in ("one", "two"):
         namespace.set_status(name)
     with kube_router(namespace.config()) as router:
-        wait_until(lambda: len(router.index.roster.engines) == 4, "both ranks of both pods are followed")
-        endpoints = {name: engine.stream for name, engine in router.index.roster.engines.items()}
+        wait_until(
+            lambda: len(router.index.engine_registry.engines) == 4, "both ranks of both pods are followed"
+        )
+        endpoints = {name: engine.stream for name, engine in router.index.engine_registry.engines.items()}
         assert endpoints[one.address].events_endpoint == f"tcp://{one.host}:6000"
         assert endpoints[f"{one.address}@dp1"].events_endpoint == f"tcp://{one.host}:6001"
         assert endpoints[one.address].replay_endpoint is None
