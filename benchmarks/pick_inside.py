@@ -289,7 +289,7 @@ def _watched(inside: Inside) -> Iterator[dict[str, int]]:
         (inside.index, "match", "match"),
         (inside.scheduler, "schedule", "schedule"),
         (inside.index, "speculate", "speculate"),
-        (type(inside.lifecycle), "decided", "decided"),
+        (inside.router.router, "dispatched", "decided"),
         (type(inside.router), "route", "whole"),
     ]
     kept = [(owner, method, getattr(owner, method)) for owner, method, _ in steps]
