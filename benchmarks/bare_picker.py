@@ -1,6 +1,6 @@
-"""Floor of the pick benchmark: the router's servers with services that always answer the same pod.
+"""Floor of the pick benchmark: the router's servers with services that always return the same pod.
 
-`python -m benchmarks.bare_picker GRPC_PORT POD skip|full`; the router's cost above it is its own work.
+`python -m benchmarks.bare_picker GRPC_PORT POD skip|full`. The router's CPU above this floor is routing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Step overhead beside the model's arithmetic, and the cost of publishing events.
+"""Step overhead without the model's arithmetic, and the cost of publishing events.
 
-The engine is the one of `against_transformers`, at batch 32. For the overhead the decoder's forward pass is
-replaced by ready-made logits: what is left is scheduling, block hashing, laying out the batch, sampling,
-events and delivery. Publishing is real, over ZMQ to a subscriber; its cost is CPU time of all threads, the
-publisher's own too, beside the time that the same work takes with the arithmetic.
+The engine is that of `against_transformers`, at batch 32. For the overhead the forward pass is replaced by
+prepared logits, which leaves scheduling, block hashing, batch layout, sampling, events and delivery. Events
+are published over ZMQ to a subscriber. Their cost is the CPU time of all threads, including the publisher's,
+relative to the time of the same work with the arithmetic.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingP
 _BATCH = 32
 _PROMPT_TOKENS = 256
 _DECODE_STEPS = 64
-# By the name of their figure.
+# Sampling parameters by the figure's name.
 _SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=_DECODE_STEPS, temperature=0.0, ignore_eos=True),
     "top_p": SamplingParams(max_tokens=_DECODE_STEPS, temperature=0.8, top_p=0.95, ignore_eos=True),
@@ -102,7 +102,7 @@ def _engine(directory: Path, sink: EventPublisher) -> EngineCore:
 
 
 def _take_arithmetic_out(engine: EngineCore) -> None:
-    # Logits are spread as a model's: flat logits would make top-p keep thousands of tokens.
+    # Logits have a model's spread: with flat logits top-p would keep thousands of tokens.
     logits = 4 * torch.randn((_BATCH, SHAPE["vocab_size"]))
 
     made = torch.empty_like(logits)
@@ -123,13 +123,13 @@ def _submit(engine: EngineCore, sampling: SamplingParams) -> None:
 def _step_s(
     engine: EngineCore, sink: _CountingPublisher, sampling: SamplingParams, clock: Callable[[], float]
 ) -> float:
-    """Return the seconds of one decode step of all requests together, its events sent."""
+    """Return the seconds of one decode step of all requests, including its events."""
     _submit(engine, sampling)
     while len(engine.scheduler.running) < _BATCH or any(
         request.num_pending_tokens > 1 for request in engine.scheduler.running
     ):
         engine.step()
-    sink.wait()  # the prefill's events are no part of it
+    sink.wait()  # excludes the prefill's events
     steps, started_s = engine.stats().steps, clock()
     while engine.step():
         pass
@@ -138,7 +138,7 @@ def _step_s(
 
 
 def _whole_s(engine: EngineCore) -> float:
-    """Return the seconds of prefill and decode of all requests, as this process alone would take them."""
+    """Return the seconds of prefill and decode of all requests: CPU time divided by torch's threads."""
     _submit(engine, _SAMPLINGS["greedy"])
     started_s = time.process_time()
     while engine.step():

@@ -30,7 +30,7 @@ _COPIED_BLOCKS = 256
 
 
 def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
-    """Measure the time to first token behind a prefix, restored by recomputed; and copies by memcpy."""
+    """Measure the ratio of restored to recomputed time to first token, and of block copies to memcpy."""
     torch.manual_seed(0)
     shape = {**SHAPE, "max_position_embeddings": 2 * _PREFIX_TOKENS}
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as directory:
@@ -81,7 +81,7 @@ def _first_token_s(
 
 
 def _copy_by_memcpy(tensors: list[torch.Tensor], rounds: int, clock: Callable[[], float]) -> Figure:
-    """Return how fast scattered blocks are copied, as a share of the speed of one plain copy per plane."""
+    """Return the speed of copying scattered blocks relative to one plain copy per plane."""
     blocks = tensors[0].shape[1]
     copies = CpuCopies(tensors, blocks)
     rows = [plane.view(torch.uint8).flatten(1).numpy() for tensor in tensors for plane in tensor]

@@ -1,6 +1,6 @@
 """Time to first token in virtual time, by routing policy.
 
-`python -m benchmarks.queues [--json] [--quick] [--rounds N]`. The pods are the model server's own schedulers
+`python -m benchmarks.queues [--json] [--quick] [--rounds N]`. The pods are the engine's own schedulers
 in its default order, whose steps take a time by their tokens instead of being computed; the router's load
 table and cost model decide. Requests arrive at random times and begin with one of 20 prompts, new ones per
 round. `ttft_*_ms` is the mean time to first token: `fifo` with the router's cost of a queue, beside
@@ -39,9 +39,9 @@ _POOL_BLOCKS = 65_536
 _STEP_TOKENS = 2048
 _PROMPTS, _SHARED_TOKENS, _TOKENS_MAX = 20, 512, 30_000
 _TOKENS_PER_S, _STEP_S = 15_000.0, 0.003
-# By name: the mean and the spread of the logarithm of a request's own tokens.
+# Distributions of uncached tokens by name: mean and standard deviation of the logarithm.
 _SIZES = {"short": (5.5, 1.0), "mixed": (7.0, 1.2)}
-# Pods, and the share of their time that all prompts would take if nothing was cached.
+# Number of pods, and their load if nothing was cached.
 _LOADS = ((4, 0.5), (4, 0.8), (8, 0.9))
 _REQUESTS = 700
 _ROUNDS = 5
@@ -123,7 +123,7 @@ class Router:
         self._rows = self._board.rows(self._names)
         self._hits = np.zeros(pods, CACHE_HIT)
         self._sent: set[tuple[int, int]] = set()
-        # By request: its pod, and its ticket on the board.
+        # Pod and load table ticket by request.
         self._sent_to: dict[int, tuple[str, int]] = {}
         self._random = random.Random(seed)
 
@@ -135,7 +135,6 @@ class Router:
             self._board.scraped(name, load)
 
     def pick(self, arrival: Arrival) -> int:
-        """See `Policy`."""
         pods = range(len(self._names))
         cached = [_SHARED_TOKENS if (pod, arrival.prompt) in self._sent else 0 for pod in pods]
         self._hits["cached_tokens"] = cached
@@ -159,7 +158,6 @@ class Router:
         self._sent.add((pod, prompt))
 
     def first_token(self, number: int, now_s: float) -> None:
-        """See `Policy`."""
         self._board.end_prefill(*self._sent_to.pop(number), now_s)
 
 
@@ -171,14 +169,12 @@ class LeastRequests:
         self._pods: dict[int, int] = {}
 
     def pick(self, arrival: Arrival) -> int:
-        """See `Policy`."""
         pod = self._waiting.index(min(self._waiting))
         self._waiting[pod] += 1
         self._pods[arrival.number] = pod
         return pod
 
     def first_token(self, number: int, _now_s: float) -> None:
-        """See `Policy`."""
         self._waiting[self._pods.pop(number)] -= 1
 
 
@@ -189,14 +185,13 @@ class RoundRobin:
         self._count = pods
 
     def pick(self, arrival: Arrival) -> int:
-        """See `Policy`."""
         return arrival.number % self._count
 
     def first_token(self, _number: int, _now_s: float) -> None:
         """Do nothing; this policy ignores load."""
 
 
-# By name: made of the number of pods and a seed.
+# Policies by name; each is built from the number of pods and a seed.
 _POLICIES: dict[str, Callable[[int, int], Policy]] = {
     "fifo": Router,
     "least_requests": LeastRequests,
@@ -206,11 +201,11 @@ _POLICIES: dict[str, Callable[[int, int], Policy]] = {
 
 def run(arrivals: Sequence[Arrival], pods: int, policy: Policy) -> list[float]:
     """Return seconds until the first token of each request."""
-    # Few requests need few blocks, and many blocks take long to make.
+    # The pool is sized by the number of requests, because building a large one is slow.
     blocks = sum(arrival.tokens // _BLOCK_TOKENS + 1 for arrival in arrivals)
     engines = [Pod(min(_POOL_BLOCKS, blocks)) for _ in range(pods)]
     ttft_s = [0.0] * len(arrivals)
-    # (when, whose step is over or -1, which request comes)
+    # (time, pod whose step ends or -1, request that arrives)
     events = [(arrival.arrived_s, -1, arrival.number) for arrival in arrivals]
     while events:
         now_s, pod, number = heapq.heappop(events)

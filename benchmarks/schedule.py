@@ -30,7 +30,7 @@ _CYCLES = 500
 
 
 class Fleet:
-    """Busy pods that hold prefixes of different lengths of one prompt."""
+    """Busy pods that have prefixes of one prompt of different lengths cached."""
 
     def __init__(self, pods: int) -> None:
         self._pods = PodSet()
@@ -96,7 +96,7 @@ def measure(options: Options) -> None:
 
 
 def _measure(fleet: Fleet, rounds: int, cycles: int) -> list[float]:
-    """Return CPU microseconds of a cycle per round, after a warm-up round."""
+    """Return the CPU microseconds of a cycle, one value per round, after a warm-up round."""
     return [_round_us(fleet, cycles) for _ in range(rounds + 1)][1:]
 
 

@@ -61,7 +61,7 @@ def test_every_figure_is_printed_as_one_json_object_a_line(name: str) -> None:
 def test_an_unknown_benchmark_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """An unknown benchmark is rejected with the list of names."""
     assert bench(["speed"]) == 2
-    assert "speed; there are keys, index, events" in capsys.readouterr().err
+    assert "unknown benchmark speed; use one of keys, index, events" in capsys.readouterr().err
 
 
 def test_help_lists_all_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,7 +95,7 @@ def test_errors_and_pass_through_reach_the_client(served: Gateway) -> None:
 
 
 def test_the_routers_own_503_reaches_the_client_whole(served: Gateway) -> None:
-    """Where no pod can be picked, the client gets the status, the protocol's reason and OpenAI's format."""
+    """If no pod can be picked, the client gets the status, the protocol's reason and OpenAI's format."""
     for pod in served.pods:
         pod.healthy = False
     wait_until(lambda: not ready_pods(served.router), "the pods' illness")

@@ -50,7 +50,7 @@ def health(port: int, service: str) -> int:
 def test_the_start_logs_that_a_pool_fails_closed(
     tmp_path: Path, labels: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where pods have a role label, the start logs that uncheckable bodies are rejected, and why."""
+    """If pods have a role label, the start logs that uncheckable bodies are rejected, and why."""
     with (
         caplog.at_level(logging.INFO, logger="router.app.server"),
         fake_pods(1) as (pod,),

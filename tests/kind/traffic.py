@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def failed(self) -> bool:
-        """Whether the request did not get a complete, successful response."""
+        """True if the request got no complete, successful response."""
         return self.status != 200
 
 

@@ -134,7 +134,7 @@ def test_a_template_knows_the_models_own_special_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [{"model_type": "gpt_oss"}, {"architectures": ["DeepseekV32ForCausalLM"]}])
 def test_a_chat_rendered_by_vllms_code_has_no_ids(tmp_path: Path, config: dict[str, Any]) -> None:
-    """Where vLLM renders a chat by code instead of a template, its ids are unknown."""
+    """If vLLM renders a chat by code instead of a template, its ids are unknown."""
     settings = {"chat_template": TWO_TEMPLATES["default"]}
     with pytest.raises(UnsupportedPromptError):
         chat_prompt({"messages": PARTS}, from_directory(tmp_path, settings, config))
@@ -156,7 +156,7 @@ def test_a_chat_rendered_by_vllms_code_has_no_ids(tmp_path: Path, config: dict[s
 def test_a_chat_rendered_by_mistral_common_has_no_ids(
     tmp_path: Path, names: list[str], is_theirs: bool
 ) -> None:
-    """Where vLLM uses mistral-common a chat's ids are unknown; otherwise they are known."""
+    """If vLLM uses mistral-common a chat's ids are unknown; otherwise they are known."""
     for name in names:
         (tmp_path / name).touch()
     settings = {"chat_template": TWO_TEMPLATES["default"]}

@@ -135,7 +135,7 @@ class Stream:
 
     @property
     def is_open(self) -> bool:
-        """Whether neither side has closed the stream."""
+        """True while neither side has closed the stream."""
         return bool(self._call.is_active())
 
     def send(self, *messages: pb.ProcessingRequest) -> None:

@@ -176,7 +176,7 @@ def test_a_client_that_goes_away_ends_its_request() -> None:
 
 @pytest.mark.parametrize(("status", "outcome"), [("200", "done"), ("429", "done"), ("503", "failed")])
 def test_without_a_body_the_status_decides_on_failure(status: str, outcome: str) -> None:
-    """Where Envoy does not send bodies, a non-streamed response ends with its headers, by status."""
+    """If Envoy does not send bodies, a non-streamed response ends with its headers, by status."""
     bench = Bench().with_pods(A)
     with serving(bench, FULL) as served:
         stream = requested(served, config=HEADERS_ALONE)
@@ -189,7 +189,7 @@ def test_without_a_body_the_status_decides_on_failure(status: str, outcome: str)
 
 @pytest.mark.parametrize("is_reset", [False, True])
 def test_an_event_stream_without_body_messages_is_ended_elsewhere(is_reset: bool) -> None:
-    """Where Envoy does not send bodies, the end of the stream does not end an event stream's request."""
+    """If Envoy does not send bodies, the end of the stream does not end an event stream's request."""
     bench = Bench().with_pods(A)
     with serving(bench, FULL) as served:
         stream = requested(served, config=HEADERS_ALONE)

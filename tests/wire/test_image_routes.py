@@ -1,7 +1,7 @@
-"""Requests with images, from a renderer's answer to the pick, where two pods have told of their caches.
+"""Requests with images, from a renderer's response to the pick, for two pods that have published events.
 
-The renderer speaks HTTP, the pods speak ZMQ; both say what vLLM's own classes make of the prompts. Without a
-renderer the images have names, and the model's files tell the rest.
+The renderer speaks HTTP and the pods ZMQ; both use recorded outputs of vLLM's own classes. Without a renderer
+the images have ids (`uuid`), and the prompt's tokens follow from the model's files.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.wire.router_wire_support import body, headers, serving
 from tests.wire.subscribe_support import OTHER, POD, Watched, stream
 
 MODEL = "qwen2-vl"
-# What each pod has computed.
+# Blocks that each pod has computed.
 HELD = {POD: ("one_image", "salted"), OTHER: ("another_image", "sound_and_image")}
 
 
 @pytest.fixture(scope="module")
 def watched() -> Iterator[Watched]:
-    """An index that has heard of all that the pods hold."""
+    """Return an index that has applied all events of the pods."""
     with EnginePublisher() as first, EnginePublisher() as second:
         running = Watched(block_tokens=BLOCK_TOKENS)
         engines = dict(zip(HELD, (first, second), strict=True))
@@ -47,13 +47,13 @@ def watched() -> Iterator[Watched]:
 
 @pytest.fixture(scope="module")
 def renderer() -> Iterator[Renderer]:
-    """What tells the token ids."""
+    """Run a server that renders prompts to token ids."""
     with running_renderer() as running:
         yield running
 
 
 def pick(name: str, renderer: Renderer, watched: Watched) -> Decision:
-    """Where a case's chat is sent by a router that has sent nothing yet."""
+    """Return the decision of a new router for a case's chat."""
     renderer.answers = {CHAT: (200, answer(name))}
     sources = {MODEL: f"http://{renderer.address}"}
     tokenizers = TokenizerRegistry.load(sources, TokenizeOptions(deadline_s=300))
@@ -67,9 +67,9 @@ def pick(name: str, renderer: Renderer, watched: Watched) -> Decision:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "adapter"])
 def test_a_prompt_goes_where_its_images_were_seen(name: str, renderer: Renderer, watched: Watched) -> None:
-    """Of two pods with equal token ids the one that saw this very image is picked, and its blocks count.
+    """Of two pods with equal token ids, the pod that has cached this image is picked, with its blocks.
 
-    Also those behind the image: what the decision says is cached is what vLLM would take from there.
+    Blocks after the image count too: the predicted cached tokens are those that vLLM would find.
     """
     decision = pick(name, renderer, watched)
     assert (decision.degraded, decision.partial) == (None, None)
@@ -83,9 +83,9 @@ def test_a_prompt_goes_where_its_images_were_seen(name: str, renderer: Renderer,
 
 
 def test_an_image_is_found_by_its_name_without_a_renderer(tmp_path: Path) -> None:
-    """Through the door: of two pods the one that stored the named image is picked, to the last full block.
+    """By ext_proc, the pod that has cached an image with this id is picked, up to the last full block.
 
-    The same image without a name is known up to where it stands, with the whole prompt's length.
+    Without an id the prompt is known only up to the image, and its total length is known.
     """
     tokenizers = TokenizerRegistry.load({MODEL: write_model(tmp_path, "qwen")}, TokenizeOptions(300))
     said = {"type": "text", "text": "What is it, and where? " * 9}

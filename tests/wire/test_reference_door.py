@@ -195,7 +195,7 @@ def test_buffered_bytes_are_sent_before_the_trailers() -> None:
 
 
 def test_a_response_without_body_messages_is_ended_by_its_status() -> None:
-    """Where Envoy does not send bodies, the status ends a non-streamed response; events end elsewhere."""
+    """If Envoy does not send bodies, the status ends a non-streamed response; events end elsewhere."""
     mode = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE)
     with serving_llmd() as served:
         for status in ("200", "200", "503"):
