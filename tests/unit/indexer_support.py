@@ -1,4 +1,4 @@
-"""What the indexer's tests share: test data, and a pod's view with an index behind it."""
+"""Shared helpers of the indexer's tests: test data, and a pod's view with an index."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _FLAT_BYTES, _FLAT_BLOCKS = 8 << 20, 20_000
 
 
 def read_json(name: str) -> Any:
-    """A gzipped JSON file of tests/data."""
+    """Read a gzipped JSON file of tests/data."""
     return json.loads(gzip.decompress((DATA / name).read_bytes()))
 
 
 def read_lines(name: str) -> list[dict[str, Any]]:
-    """A gzipped file of JSON lines of tests/data."""
+    """Read a gzipped file of JSON lines of tests/data."""
     return [json.loads(line) for line in gzip.decompress((DATA / name).read_bytes()).splitlines()]
 
 
 class OnePod:
-    """A pod's view, its index, and questions to it.
+    """View of one pod with its index, and queries to it.
 
     Args:
         block_tokens: Tokens of an index block.
@@ -64,7 +64,7 @@ class OnePod:
         self.view = PodView(MODEL, cache_of=cache_of, tiers=tiers, hasher=self.hasher, config=config)
 
     def apply(self, *events: KVEvent) -> Outcome:
-        """Applies events as one batch."""
+        """Apply events as one batch."""
         outcome = apply_batch(self.view, EventBatch(0.0, events))
         self.hybrid.learn(POD, self.view.groups)
         return outcome
@@ -76,24 +76,24 @@ class OnePod:
         salt: str | None = None,
         extras: Sequence[bytes] = (),
     ) -> Keys:
-        """Keys of a prompt."""
+        """Return the keys of a prompt."""
         return self.hasher.chain(self.hasher.root(MODEL, lora, salt), tokens, extras)
 
     def match(self, keys: Keys, prompt_tokens: int | None = None) -> PodMatch:
-        """How much of a prompt is cached."""
+        """Return the match of a prompt."""
         return self.hybrid.refine(keys, self.index.match(keys, [POD]), prompt_tokens)[POD]
 
     def tiers(self, tokens: list[int], lora: str | None = None, salt: str | None = None) -> dict[str, int]:
-        """How many blocks of the prompt are cached, by tier."""
+        """Return the number of cached blocks of a prompt, by tier."""
         return dict(self.match(self.keys(tokens, lora, salt)).blocks_by_tier)
 
     def cached(self, tokens: list[int], lora: str | None = None, salt: str | None = None) -> int:
-        """How many blocks of the prompt are cached."""
+        """Return the number of cached blocks of a prompt."""
         return sum(self.tiers(tokens, lora, salt).values())
 
 
 def stored(
     hashes: list[int | bytes], tokens: list[int], parent: int | bytes | None = None, **fields: Any
 ) -> BlockStored:
-    """A store of blocks of 4 tokens."""
+    """Return a store of blocks of 4 tokens."""
     return BlockStored(hashes, parent, tokens, fields.pop("block_size", 4), **fields)

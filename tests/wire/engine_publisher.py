@@ -1,4 +1,4 @@
-"""A stand-in for an engine's event publisher: PUB and replay ROUTER in vLLM's protocol, on real sockets."""
+"""Stand-in for an engine's event publisher: PUB and replay ROUTER in vLLM's protocol, on real sockets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEADLINE_S = 300.0
 
 
 def wait_until(what: str, condition: Callable[[], bool]) -> None:
-    """Waits for a condition; fails with its name after a generous deadline."""
+    """Wait for a condition; fail with its name after a generous timeout."""
     deadline_s = time.monotonic() + DEADLINE_S
     while not condition():
         if time.monotonic() > deadline_s:
@@ -31,7 +31,7 @@ def stored(
     block_size: int = 4,
     **fields: object,
 ) -> dict[str, object]:
-    """A BlockStored event in the map layout."""
+    """Return a BlockStored event in map layout."""
     return {
         "type": "BlockStored",
         "block_hashes": list(hashes),
@@ -46,17 +46,17 @@ def stored(
 
 
 def removed(hashes: Sequence[int]) -> dict[str, object]:
-    """A BlockRemoved event in the map layout."""
+    """Return a BlockRemoved event in map layout."""
     return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": "GPU"}
 
 
 def batch(*events: object, ts: float | None = None, rank: int | None = 0) -> bytes:
-    """The payload of a batch."""
+    """Return the payload of a batch."""
     return msgspec.msgpack.encode([time.time() if ts is None else ts, list(events), rank])
 
 
 class EnginePublisher:
-    """One life of an engine's publisher.
+    """Publisher of one engine process.
 
     Args:
         ports: Where to listen, as (events, replay); None: on any free ports.
@@ -102,26 +102,26 @@ class EnginePublisher:
 
     @property
     def ports(self) -> tuple[int, int]:
-        """Where a next life of the same engine listens."""
+        """Ports on which a later process of the same engine can listen."""
         return self.events_port, self.replay_port
 
     @property
     def events_endpoint(self) -> str:
-        """Where to subscribe."""
+        """Endpoint of the PUB socket."""
         return f"tcp://127.0.0.1:{self.events_port}"
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Where to ask for replays."""
+        """Endpoint of the replay socket."""
         return f"tcp://127.0.0.1:{self.replay_port}" if self._router else None
 
     def wait_for_subscriber(self) -> None:
-        """Waits until a subscription took effect."""
+        """Wait until a subscription took effect."""
         assert self._pub.poll(DEADLINE_S * 1000), "nobody subscribed"
         self._pub.recv()
 
     def publish(self, *events: object, lost: bool = False, forgotten: bool = False) -> int:
-        """Publishes a batch.
+        """Publish a batch.
 
         Args:
             events: What is in it.
@@ -134,7 +134,7 @@ class EnginePublisher:
         return self.publish_payload(batch(*events), lost=lost, forgotten=forgotten)
 
     def publish_payload(self, payload: bytes, *, lost: bool = False, forgotten: bool = False) -> int:
-        """Publishes these bytes as a batch."""
+        """Publish these bytes as a batch."""
         sequence, self._sequence = self._sequence, self._sequence + 1
         if not forgotten:
             with self._lock:
@@ -144,11 +144,11 @@ class EnginePublisher:
         return sequence
 
     def send_frames(self, frames: list[bytes]) -> None:
-        """Sends any message to the subscribers."""
+        """Send any message to the subscribers."""
         self._pub.send_multipart(frames)
 
     def flush(self) -> None:
-        """Waits until all that was published has been handed to the subscribers' connections."""
+        """Wait until everything published was handed to the subscribers' connections."""
         with self._context.socket(zmq.SUB) as probe:
             probe.subscribe("probe")
             probe.connect(self.events_endpoint)
@@ -157,12 +157,12 @@ class EnginePublisher:
             assert probe.poll(DEADLINE_S * 1000)
 
     def cut_links(self) -> None:
-        """All subscribers lose their connection; the process lives on."""
+        """Close the connections of all subscribers; the process lives on."""
         self._pub.close()
         self._pub = self._bound(zmq.XPUB, self.events_port)
 
     def close(self) -> None:
-        """The engine's process is gone, without a word."""
+        """End the engine's process without a notice."""
         if self._closing:
             return
         self._closing = True
@@ -180,7 +180,7 @@ class EnginePublisher:
         self.close()
 
     def _bound(self, kind: int, port: int) -> zmq.Socket[bytes]:
-        """A socket at this port, with patience for a last owner that was just closed."""
+        """Return a socket bound to this port, waiting for a previous owner that was just closed."""
         socket = self._context.socket(kind)
         socket.linger = 0
         socket.sndhwm = 100_000

@@ -1,4 +1,4 @@
-"""A publisher on free ports, and the ZMQ clients that its tests talk to it with."""
+"""Publisher on free ports, and ZMQ clients for its tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ END = b"\xff" * 8
 
 @contextmanager
 def open_publisher(*, start: bool = True, **settings: Any) -> Iterator[KVEventPublisher]:
-    """A publisher on ports that the system chose."""
+    """Open a publisher on ports that the system chose."""
     ports = {"endpoint": "tcp://*:0", "replay_endpoint": "tcp://127.0.0.1:0", "topic": "kv@test"}
     publisher = KVEventPublisher(KVEventsConfig(**{**ports, **settings}))
     try:
@@ -33,7 +33,7 @@ def open_publisher(*, start: bool = True, **settings: Any) -> Iterator[KVEventPu
 
 @contextmanager
 def socket(kind: int, endpoint: str, *, bind: bool = False) -> Iterator[zmq.Socket[bytes]]:
-    """A client's socket with a deadline on everything."""
+    """Open a client's socket with a timeout on all operations."""
     with zmq.Context() as context, context.socket(kind) as client:
         client.linger = 0
         client.rcvtimeo = client.sndtimeo = DEADLINE_MS
@@ -47,19 +47,19 @@ def socket(kind: int, endpoint: str, *, bind: bool = False) -> Iterator[zmq.Sock
 
 
 def removed(number: int, hashes: int = 1) -> BlockRemoved:
-    """An event that can be told from others."""
+    """Return an event with a number of its own."""
     return BlockRemoved([number, *[2**63] * (hashes - 1)], "GPU")
 
 
 def number_of(payload: bytes) -> int:
-    """Which event a payload holds."""
+    """Return the number of the event in a payload."""
     _, [event], rank = msgpack.unpackb(payload)
     assert rank == 0
     return event["block_hashes"][0]
 
 
 def receive_until(subscriber: zmq.Socket[bytes], publish: Callable[[], None]) -> list[bytes]:
-    """Publish until the subscription, which takes effect at some moment, lets the first frame through."""
+    """Publish until the subscription takes effect and the first frame arrives."""
     poller = zmq.Poller()
     poller.register(subscriber, zmq.POLLIN)
     for _ in range(DEADLINE_MS // 10):
@@ -70,7 +70,7 @@ def receive_until(subscriber: zmq.Socket[bytes], publish: Callable[[], None]) ->
 
 
 def replay(client: zmq.Socket[bytes], start: int) -> list[tuple[int, int]]:
-    """Ask for a replay; returns (sequence, event number) pairs up to the end marker."""
+    """Request a replay; return (sequence, event number) pairs up to the end marker."""
     client.send_multipart([b"", struct.pack(">Q", start)])
     batches = []
     while True:
@@ -84,7 +84,7 @@ def replay(client: zmq.Socket[bytes], start: int) -> list[tuple[int, int]]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait until the publisher's thread has come that far."""
+    """Wait until the publisher's thread has reached a state."""
     pause = threading.Event()
     for _ in range(DEADLINE_MS // 5):
         if condition():

@@ -30,7 +30,7 @@ HELD = {POD: ("one_image", "salted"), OTHER: ("another_image", "sound_and_image"
 
 @pytest.fixture(scope="module")
 def watched() -> Iterator[Watched]:
-    """An index that has heard of all that the pods hold."""
+    """Return an index with the caches of both pods."""
     with EnginePublisher() as first, EnginePublisher() as second:
         running = Watched(block_tokens=BLOCK_TOKENS)
         engines = dict(zip(HELD, (first, second), strict=True))
@@ -47,13 +47,13 @@ def watched() -> Iterator[Watched]:
 
 @pytest.fixture(scope="module")
 def renderer() -> Iterator[Renderer]:
-    """What tells the token ids."""
+    """Start the service that renders prompts to token ids."""
     with running_renderer() as running:
         yield running
 
 
 def pick(name: str, renderer: Renderer, watched: Watched) -> Decision:
-    """Where a case's chat is sent by a router that has sent nothing yet."""
+    """Return the pod to which a router without earlier requests sends a case's chat."""
     renderer.answers = {CHAT: (200, answer(name))}
     sources = {MODEL: f"http://{renderer.address}"}
     tokenizers = TokenizerRegistry.load(sources, TokenizeOptions(deadline_s=300))

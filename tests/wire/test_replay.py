@@ -1,4 +1,4 @@
-"""The replay socket against honest, confused and hostile clients, over real ZMQ."""
+"""Replay socket against valid, faulty and hostile clients, over real ZMQ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.wire.publisher_support import open_publisher, removed, replay, socket
 
 
 def filled(publisher: KVEventPublisher, batches: int, hashes: int = 1) -> KVEventPublisher:
-    """Publish that many batches and wait until they are out."""
+    """Publish this many batches and wait until they were sent."""
     for number in range(batches):
         publisher.publish([removed(number, hashes)])
     wait_for(lambda: publisher.stats().published == batches)
@@ -25,7 +25,7 @@ def filled(publisher: KVEventPublisher, batches: int, hashes: int = 1) -> KVEven
     [(0, range(20, 30)), (25, range(25, 30)), (29, range(29, 30)), (30, range(0)), (2**64 - 1, range(0))],
 )
 def test_a_replay_holds_what_is_kept_from_the_start_on(start: int, expected: range) -> None:
-    """Any start is answered with the kept batches from there on; one beyond the end with the end alone."""
+    """A replay has all kept batches from its start on; beyond the last one it has only the end marker."""
     with (
         open_publisher(buffer_steps=10) as publisher,
         socket(zmq.DEALER, publisher.config.replay_endpoint or "") as client,
@@ -35,7 +35,7 @@ def test_a_replay_holds_what_is_kept_from_the_start_on(start: int, expected: ran
 
 
 def test_a_replay_longer_than_the_pipe_is_complete() -> None:
-    """Far more batches than the socket's high-water mark arrive without a hole, in order."""
+    """More batches than the socket's high-water mark arrive without a gap, in order."""
     with (
         open_publisher() as publisher,
         socket(zmq.DEALER, publisher.config.replay_endpoint or "") as client,
@@ -45,7 +45,7 @@ def test_a_replay_longer_than_the_pipe_is_complete() -> None:
 
 
 def test_an_idle_publisher_answers() -> None:
-    """A replay does not wait for the next event, which may never come."""
+    """A replay does not wait for the next event."""
     with (
         open_publisher() as publisher,
         socket(zmq.DEALER, publisher.config.replay_endpoint or "") as client,
@@ -56,7 +56,7 @@ def test_an_idle_publisher_answers() -> None:
 
 
 def test_a_req_client_gets_the_first_reply() -> None:
-    """The request format is the one that REQ sockets make by themselves."""
+    """The request format is the one of REQ sockets."""
     with (
         open_publisher() as publisher,
         socket(zmq.REQ, publisher.config.replay_endpoint or "") as client,
@@ -82,7 +82,7 @@ def test_a_req_client_gets_the_first_reply() -> None:
     ids=lambda frames: f"{len(frames)}:{frames[0]!r}",
 )
 def test_malformed_requests_are_counted_and_ignored(frames: list[bytes]) -> None:
-    """A request that is not [empty, 8 bytes] gets no answer, is counted, and disturbs nobody."""
+    """A request that is not [empty, 8 bytes] is counted and not answered."""
     with (
         open_publisher() as publisher,
         socket(zmq.DEALER, publisher.config.replay_endpoint or "") as client,
@@ -94,7 +94,7 @@ def test_malformed_requests_are_counted_and_ignored(frames: list[bytes]) -> None
 
 
 def test_a_giant_request_disturbs_nobody() -> None:
-    """A frame beyond the cap is cut off by its connection's end; others go on."""
+    """A frame above the limit closes its connection; other clients are served."""
     with (
         open_publisher() as publisher,
         socket(zmq.DEALER, publisher.config.replay_endpoint or "") as hostile,
@@ -107,7 +107,7 @@ def test_a_giant_request_disturbs_nobody() -> None:
 
 
 def test_clients_that_never_read_hold_up_neither_events_nor_others() -> None:
-    """With many unread replays open, live batches still leave and another client's replay completes."""
+    """Unread replays delay neither live batches nor another client's replay."""
     with (
         open_publisher() as publisher,
         socket(zmq.DEALER, publisher.config.replay_endpoint or "") as client,
@@ -131,7 +131,7 @@ def test_clients_that_never_read_hold_up_neither_events_nor_others() -> None:
 
 
 def test_a_client_that_leaves_in_the_middle_is_forgotten() -> None:
-    """A vanished client's replay ends without an error for anybody."""
+    """A replay to a vanished client ends without affecting others."""
     with open_publisher() as publisher:
         filled(publisher, 3_000)
         for _ in range(5):
@@ -144,7 +144,7 @@ def test_a_client_that_leaves_in_the_middle_is_forgotten() -> None:
 
 
 def test_the_ring_keeps_the_newest_steps() -> None:
-    """Exactly the last `capacity` steps can be read, by their numbers."""
+    """Exactly the last `capacity` steps can be replayed."""
     ring = StepRing(3)
     for _ in range(5):
         ring.append(0.0, (), 0)
