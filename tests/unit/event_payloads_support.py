@@ -1,4 +1,4 @@
-"""Payloads of events for tests: plain ones, odd ones, damaged ones, in every form that msgpack has."""
+"""Payloads of events: plain, unusual and damaged ones, in every form that msgpack has."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PLAIN_ARRAY = ["BlockStored", *list(PLAIN_MAP.values())[1:12], "more", {"new": [
 
 
 def packed(value: object, rng: random.Random) -> bytes:
-    """msgpack of a value, each number and length in any of the forms that can hold it."""
+    """Return msgpack of a value, with numbers and lengths in any valid form."""
     match value:
         case None:
             return b"\xc0"
@@ -125,7 +125,7 @@ tags = st.sampled_from(["BlockStored"] * 4 + ["BlockRemoved"] * 3 + ["AllBlocksC
 
 @st.composite
 def events(draw: st.DrawFn) -> object:
-    """An event of any kind in either layout, nearly all of them plain, some with an odd field or two."""
+    """Generate events of any kind in either layout, nearly all plain, some with unusual fields."""
     tag = draw(tags)
     odd = draw(st.sets(st.sampled_from(sorted(plain_fields)), max_size=2)) if draw(st.booleans()) else set()
     fields = {name: draw((odd_fields if name in odd else plain)[name]) for name, plain in ALL_FIELDS}
@@ -145,7 +145,7 @@ ALL_FIELDS = [(name, plain_fields) for name in plain_fields]
 
 @st.composite
 def payloads(draw: st.DrawFn) -> bytes:
-    """A batch, nearly always well-formed."""
+    """Generate batches, nearly always well-formed."""
     ts = draw(st.floats() | st.floats(width=32) | st.integers(-(2**63), 2**64 - 1))
     tail = draw(
         st.just([])
@@ -158,7 +158,7 @@ def payloads(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: st.SearchStrategy[bytes]) -> bytes:
-    """A payload with bytes changed, put in, taken out, or cut off."""
+    """Generate a payload with bytes changed, inserted, removed, or truncated."""
     payload = bytearray(draw(whole))
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, max(0, len(payload) - 1)))

@@ -1,4 +1,4 @@
-"""One index with the views of two pods, that can be copied from another such index as a peer would."""
+"""One index with the views of two pods, which can be copied from another such index as from a peer."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ class Views:
         }
 
     def apply(self, pod: str, payloads: Sequence[bytes]) -> Outcome:
-        """Applies payloads to one pod's view."""
+        """Apply payloads to one pod's view."""
         return self.states[pod].apply(payloads)
 
     def is_listed(self, pod: str) -> bool:
-        """Whether a peer would be told the view of a pod."""
+        """Return whether the view of a pod can be exported."""
         return self.states[pod].view.unexportable is None
 
     def snapshot(self, pod: str) -> ViewSnapshot:
-        """What a peer is told of a pod."""
+        """Return the snapshot of a pod's view."""
         view = self.states[pod].view
         parts = [part for part in view.parts() if part is not None]
         return ViewSnapshot(7, DIGEST, view.facts(), 0, parts)
 
     def take(self, pod: str, messages: Sequence[bytes]) -> None:
-        """Goes on from what a peer told of a pod."""
+        """Restore a pod's view from a snapshot."""
         reader = SnapshotReader(IndexerConfig(block_tokens=self._block_tokens), len(TIERS.names))
         snapshot = reader.read(messages)
         view = self.states[pod].view
@@ -63,21 +63,21 @@ class Views:
             view.restore(part)
 
     def copy(self, other: Views, pod: str) -> None:
-        """Goes on from another's view of a pod, which forgets the blocks that went: a snapshot has none."""
+        """Copy another index's view of a pod without its recently removed hashes, which a snapshot lacks."""
         other.index.arrays.removed[:] = 0
         self.take(pod, list(snapshot_messages(other.snapshot(pod))))
 
     def held(self, pod: str, keys: Keys) -> list[list[int]]:
-        """In which tiers each of `keys` is held, by the pod and each of its groups."""
+        """Return the tiers in which each of `keys` is held, by the pod and each of its groups."""
         return [self.index.held(keys, holder).tolist() for holder in holders(pod)]
 
     def copies(self, pod: str) -> dict[tuple[str, str, int], int]:
-        """How many copies of each block there are, by holder and tier."""
+        """Return the number of copies of each block, by holder and tier."""
         return references(self.index, holders(pod))
 
 
 def payload(text: tuple[int, ...], start: int = 0) -> bytes:
-    """A batch with the store of the blocks of a chain, from its `start` on."""
+    """Return a batch that stores the blocks of a chain, from its `start` on."""
     hashes = chain_hashes(text)
     stored = {
         "type": "BlockStored",
@@ -90,13 +90,13 @@ def payload(text: tuple[int, ...], start: int = 0) -> bytes:
 
 
 def removal(text: tuple[int, ...]) -> bytes:
-    """A batch with the removal of all blocks of a chain."""
+    """Return a batch that removes all blocks of a chain."""
     removed = {"type": "BlockRemoved", "block_hashes": chain_hashes(text), "medium": "GPU"}
     return msgspec.msgpack.encode([1.0, [removed], None])
 
 
 def chain_hashes(text: tuple[int, ...]) -> list[int]:
-    """An engine's hashes of the blocks of a chain."""
+    """Return an engine's hashes of the blocks of a chain."""
     hashes, parent = [], 1
     for number in text:
         parent = hash((parent, number)) & 0x7FFF_FFFF_FFFF_FFFF | 1
@@ -105,12 +105,12 @@ def chain_hashes(text: tuple[int, ...]) -> list[int]:
 
 
 def holders(pod: str) -> list[str]:
-    """The pod's names in the index."""
+    """Return the pod's names in the index."""
     return [pod, *(group_holder(pod, group) for group in range(3))]
 
 
 def assert_same(first: Outcome, second: Outcome) -> None:
-    """Both did the same."""
+    """Check that two indexes have the same content for a pod."""
     assert +first.events == +second.events
     assert first.rejected == second.rejected
     assert (first.emptied, first.damage) == (second.emptied, second.damage)

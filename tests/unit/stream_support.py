@@ -1,4 +1,4 @@
-"""A stream machine with an engine on the other side, both without sockets."""
+"""Stream machine with a simulated engine, both without sockets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXACT, RECOVERING, STALE = StreamState.EXACT, StreamState.RECOVERING, StreamStat
 
 
 def payload(life: int, sequence: int) -> bytes:
-    """What that life published under that number."""
+    """Return the payload that an engine process published under a sequence number."""
     return f"{life}:{sequence}".encode()
 
 
@@ -63,18 +63,18 @@ class Loop:
         self.peer: list[bytes] | None = None
 
     def publish(self, *, lost: bool = False) -> None:
-        """The engine publishes its next batch."""
+        """Publish the engine's next batch."""
         if self.connected and not lost:
             self.wire.append(self.published)
         self.published += 1
 
     def connect(self) -> None:
-        """The link comes up."""
+        """Open the link."""
         self.connected = True
         self.perform(self.machine.link_up())
 
     def disconnect(self) -> None:
-        """The link is lost."""
+        """Close the link."""
         self.connected = False
         self.wire.clear()
         self.answers.clear()
@@ -82,18 +82,18 @@ class Loop:
         self.perform(self.machine.link_down())
 
     def restart(self) -> None:
-        """A new process takes the engine's place."""
+        """Replace the engine by a new process."""
         self.disconnect()
         self.life += 1
         self.published = 0
 
     def deliver(self) -> None:
-        """One live message arrives."""
+        """Deliver one live message."""
         sequence = self.wire.popleft()
         self.perform(self.machine.live(sequence, payload(self.life, sequence)))
 
     def answer(self) -> None:
-        """One replay answer arrives."""
+        """Deliver one replay answer."""
         sequence = self.answers.popleft()
         if sequence is None:
             self.perform(self.machine.replay_ended())
@@ -101,12 +101,12 @@ class Loop:
             self.perform(self.machine.replayed(sequence, payload(self.life, sequence)))
 
     def fail_replay(self) -> None:
-        """The replay breaks off for good."""
+        """Fail the replay for good."""
         self.answers.clear()
         self.perform(self.machine.replay_failed())
 
     def answer_fetch(self) -> None:
-        """The snapshot that was asked for arrives: all that was published until now, or a peer's view."""
+        """Deliver the requested snapshot: everything published until now, or a peer's view."""
         self.fetching = False
         self.perform(self.machine.snapshot_begun())
         if self.peer is not None:
@@ -117,11 +117,11 @@ class Loop:
         self.perform(self.machine.snapshot_ended(self.published))
 
     def peer_follows(self) -> None:
-        """A peer has seen all of the engine's life until now."""
+        """Let the peer receive everything that the engine's process published until now."""
         self.peer = self.whole_life()
 
     def _import(self, view: list[bytes]) -> None:
-        """A peer's snapshot arrives, its blocks in one part."""
+        """Deliver a peer's snapshot, its blocks in one part."""
         if not view:
             self.perform(self.machine.snapshot_failed())
         elif self.machine.part_imported():
@@ -130,12 +130,12 @@ class Loop:
             self.perform(self.machine.imported(sequence, xxh3_128_digest(view[-1])))
 
     def fail_fetch(self) -> None:
-        """There is no snapshot, for now."""
+        """Fail the snapshot request."""
         self.fetching = False
         self.perform(self.machine.snapshot_failed())
 
     def settle(self) -> None:
-        """All that is under way arrives."""
+        """Deliver everything under way."""
         while self.wire or self.answers or self.fetching:
             if self.fetching:
                 self.answer_fetch()
@@ -145,7 +145,7 @@ class Loop:
                 self.deliver()
 
     def perform(self, actions: list[Action]) -> None:
-        """Does what the machine says."""
+        """Execute the machine's actions."""
         for action in actions:
             match action:
                 case Apply(applied, view):
@@ -166,12 +166,12 @@ class Loop:
                     self.answers = deque([*range(first, self.published), None])
 
     def whole_life(self) -> list[bytes]:
-        """All that the engine of now has published."""
+        """Return everything that the engine's present process has published."""
         return [payload(self.life, sequence) for sequence in range(self.published)]
 
 
 def followed(published: int = 3, **settings: int | bool) -> Loop:
-    """A loop that has followed a life from its start."""
+    """Return a loop that has followed a process from its start."""
     loop = Loop(**settings)
     loop.connect()
     loop.settle()
@@ -181,6 +181,6 @@ def followed(published: int = 3, **settings: int | bool) -> Loop:
     return loop
 
 
-def told(loop: Loop) -> tuple[StreamState, str]:
-    """The state and its reason."""
+def state_and_reason(loop: Loop) -> tuple[StreamState, str]:
+    """Return the state and its reason."""
     return loop.machine.state, loop.machine.reason

@@ -28,7 +28,7 @@ REQUESTS = [
 
 
 def batches() -> Iterator[tuple[float, EventBatch]]:
-    """The batches with the time when they were received."""
+    """Yield the batches with the time at which they were received."""
     for frame in FRAMES:
         decoded = decode_batch(bytes.fromhex(frame["frames"][2]), 1 << 24)
         assert not decoded.rejected
@@ -36,14 +36,14 @@ def batches() -> Iterator[tuple[float, EventBatch]]:
 
 
 def predicted(pod: OnePod, body: dict[str, Any]) -> int:
-    """Tokens that the engine would serve from its cache: whole engine blocks, never the last token."""
+    """Return the tokens that the engine would serve from its cache: whole blocks, not the last token."""
     prompt = body["prompt"]
     held = pod.cached(prompt, salt=body.get("cache_salt")) * pod.hasher.block_tokens
     return min(held, len(prompt) - 1) // ENGINE_BLOCK * ENGINE_BLOCK
 
 
 def delivered(request: dict[str, Any]) -> int:
-    """Tokens that the engine did serve from its cache."""
+    """Return the tokens that the engine did serve from its cache."""
     return request["response"]["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
@@ -71,7 +71,7 @@ def test_predictions_equal_what_vllm_served(block_tokens: int) -> None:
 
 @pytest.mark.parametrize("block_tokens", [64, 128])
 def test_predictions_in_longer_blocks_are_what_vllm_served_of_them(block_tokens: int) -> None:
-    """With index blocks of 2 or 4 of the engine's, the prediction is what was served, in whole blocks."""
+    """With index blocks of 2 or 4 engine blocks, the prediction is what was served, in whole blocks."""
     pod = OnePod(block_tokens=block_tokens)
     waiting = list(batches())
     compared = 0
@@ -89,7 +89,7 @@ def test_predictions_in_longer_blocks_are_what_vllm_served_of_them(block_tokens:
 
 
 def during(block_tokens: int, request: dict[str, Any]) -> Iterator[int]:
-    """The predictions after each event up to the request's end."""
+    """Yield the predictions after each event up to the request's end."""
     pod = OnePod(block_tokens=block_tokens)
     for received_s, batch in batches():
         for event in batch.events:
@@ -101,7 +101,7 @@ def during(block_tokens: int, request: dict[str, Any]) -> Iterator[int]:
 
 
 def test_the_index_ends_with_as_many_blocks_as_the_pool_can_hold() -> None:
-    """After all evictions the index holds no more than the engine's 63 usable blocks, each once."""
+    """After all evictions the index has exactly the engine's 63 usable blocks."""
     pod = OnePod(block_tokens=ENGINE_BLOCK)
     for _, batch in batches():
         assert not apply_batch(pod.view, batch).skipped
@@ -111,7 +111,7 @@ def test_the_index_ends_with_as_many_blocks_as_the_pool_can_hold() -> None:
 
 
 def test_the_captured_batches_are_the_captured_events() -> None:
-    """Our decoding of each frame agrees with the one that was recorded beside it."""
+    """Our decoding of each frame equals the events recorded beside it."""
     for frame, (_, batch) in zip(FRAMES, batches(), strict=True):
         ts, events, rank = frame["payload"]
         assert (batch.ts, batch.data_parallel_rank) == (ts, rank)

@@ -1,4 +1,4 @@
-"""Settings of the indexer, and what the package offers."""
+"""Settings of the indexer, and the package's public names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from indexer.tiers import Tiers
 
 
 def test_defaults_are_valid() -> None:
-    """A config without arguments can be made, with blocks of 16 tokens."""
+    """The default settings are valid, with blocks of 16 tokens."""
     assert IndexerConfig().block_tokens == 16
 
 
@@ -21,7 +21,7 @@ def test_defaults_are_valid() -> None:
     [f.name for f in fields(IndexerConfig) if str(f.type) in ("int", "float")],
 )
 def test_no_bound_may_be_zero(name: str) -> None:
-    """Each number of the config is a size or a time, but for a few that count from 0; its error names it."""
+    """Each number must be positive, except a few that may be 0; the error names the setting."""
     counts = name in ("undeclared_pods", "first_sequence", "speculative_entries")
     with pytest.raises(ConfigError, match=name):
         IndexerConfig(**{name: -1 if counts else 0})
@@ -42,13 +42,13 @@ def test_no_bound_may_be_zero(name: str) -> None:
     ],
 )
 def test_wrong_seeds_and_weights_are_refused(settings: dict[str, Any]) -> None:
-    """Seeds are unsigned 64-bit numbers; weights are within 0..1 and name the GPU."""
+    """Seeds are unsigned 64-bit numbers; weights are within 0..1 and include the tier gpu."""
     with pytest.raises(ConfigError, match=next(iter(settings))):
         IndexerConfig(**settings)
 
 
 def test_unknown_tiers_never_beat_known_ones() -> None:
-    """An unknown tier weighs as the slowest known one, and loses a tie against it."""
+    """An unknown tier has the lowest known weight and loses ties."""
     tiers = Tiers({"gpu": 1.0, "cpu": 0.3, "disk": 0.1}, {"GPU": "gpu"})
     assert tiers.of_medium("HOLOGRAM") == "other"
     assert tiers.weights[tiers.number("other")] == 0.1
@@ -59,7 +59,7 @@ STREAM = PodStream("10.0.0.1:8000", "m", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:
 
 
 def test_each_rank_has_its_ports_and_its_name() -> None:
-    """Rank 0 is the pod itself; the others stand behind it, at port + rank."""
+    """Rank 0 is named as the pod; other ranks have names of their own and use the ports + rank."""
     ranks = replace(STREAM, ranks=3).by_rank()
     assert [(each.holder, each.events_endpoint, each.replay_endpoint) for each in ranks] == [
         ("10.0.0.1:8000", "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5600"),
@@ -80,6 +80,6 @@ def test_each_rank_has_its_ports_and_its_name() -> None:
     ],
 )
 def test_ranks_that_cannot_be_are_refused(settings: dict[str, Any], problem: str) -> None:
-    """Too many, without a port to count from, or beyond the last port: said, not wrapped around."""
+    """Too many ranks, an endpoint without a port, and ports above 65535 are rejected."""
     with pytest.raises(ConfigError, match=problem):
         replace(STREAM, **settings).by_rank()

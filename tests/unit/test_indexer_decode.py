@@ -1,4 +1,4 @@
-"""Decoding: every layout that engines publish, and anything else without harm."""
+"""Decoding of every layout that engines publish, and rejection of anything else."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ tagged = st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "Un
 
 
 def decode(*events: object, tail: tuple[object, ...] = (0,)) -> Decoded:
-    """Decodes a batch of these events."""
+    """Decode a batch of these events."""
     return decode_batch(msgspec.msgpack.encode([1.5, list(events), *tail]), MAX_BYTES)
 
 
 def with_bytes(value: Any) -> Any:
-    """A vector's value with its byte strings and great numbers."""
+    """Return a vector's value with its byte strings and large numbers restored."""
     if isinstance(value, dict):
         if value.keys() & {"$bytes", "bytes_hex"}:
             return bytes.fromhex(value.get("$bytes") or value["bytes_hex"])
@@ -79,19 +79,19 @@ def with_bytes(value: Any) -> Any:
     return [with_bytes(item) for item in value] if isinstance(value, list) else value
 
 
-def fields_told(event: Any) -> dict[str, Any]:
-    """An event of a vector, in whichever layout, by field name."""
+def expected_fields(event: Any) -> dict[str, Any]:
+    """Return the fields of a vector's event, in either layout, by name."""
     if isinstance(event, dict):
         return event
     return {"type": event[0], **dict(zip(ARRAY_FIELDS[event[0]], event[1:], strict=False))}
 
 
-def check_told(decoded: Decoded, batch: list[Any]) -> None:
-    """What was decoded is what a vector tells: no event less, no field else."""
+def check_decoded(decoded: Decoded, batch: list[Any]) -> None:
+    """Check that the decoded events equal the vector's, with no event missing and no other field."""
     ts, events, *rank = batch
     assert decoded.batch.ts == ts
     assert decoded.batch.data_parallel_rank == (rank[0] if rank else None)
-    for event, told in zip(decoded.batch.events, map(fields_told, events), strict=True):
+    for event, told in zip(decoded.batch.events, map(expected_fields, events), strict=True):
         assert type(event).__name__ == told["type"]
         for name in event.__struct_fields__:
             assert getattr(event, name) == told.get(name, DEFAULTS.get(name)), name
@@ -101,14 +101,14 @@ def check_told(decoded: Decoded, batch: list[Any]) -> None:
     "vector", VECTORS, ids=lambda vector: f"{vector['source']}-{vector['version']}-{vector['name']}"
 )
 def test_what_engines_publish_is_read_in_full(vector: dict[str, Any]) -> None:
-    """Each vector of seven engine releases gives its events, with every field that we know."""
+    """Vectors of seven engine releases decode to their events with every known field."""
     decoded = decode_batch(bytes.fromhex(vector["hex"]), MAX_BYTES)
     assert decoded.rejected == ()
-    check_told(decoded, with_bytes(vector["generic"]))
+    check_decoded(decoded, with_bytes(vector["generic"]))
 
 
 def test_elements_behind_the_known_ones_are_ignored() -> None:
-    """Longer batches, longer arrays and unknown map fields are read as far as they are known."""
+    """Additional elements of batches and arrays, and unknown map fields, are ignored."""
     array = ["BlockStored", [1], None, [5], 1, None, "GPU", None, None, 0, "mamba", 64, "LOCAL", {"new": 1}]
     as_map = {"type": "BlockRemoved", "block_hashes": [1], "medium": "CPU", "locality": "LOCAL", "new": [[]]}
     for tail in ((), (3,), (None, "more"), (0, 1, 2)):
@@ -121,7 +121,7 @@ def test_elements_behind_the_known_ones_are_ignored() -> None:
     "number", [0, 1, 200, -1, -7, 2**32, -(2**63), 2**63 - 1, 2**64 - 1, b"x", b"\0" * 32]
 )
 def test_hashes_of_any_width_are_kept_as_they_are(number: int | bytes) -> None:
-    """Small, large and negative numbers and byte strings are handles of equal right."""
+    """Small, large and negative numbers and byte strings are valid hashes."""
     decoded = decode(
         ["BlockStored", [number], number, [5], 1], {"type": "BlockRemoved", "block_hashes": [number]}
     )
@@ -156,7 +156,7 @@ def test_hashes_of_any_width_are_kept_as_they_are(number: int | bytes) -> None:
     ],
 )
 def test_a_broken_event_is_left_out_alone(broken: object, reason: str) -> None:
-    """The neighbours of an event that cannot be read are kept, and the reason is told."""
+    """A malformed event is skipped with a reason; the other events of its batch are kept."""
     decoded = decode(["BlockRemoved", [1]], broken, ["AllBlocksCleared"])
     assert decoded.rejected == (reason,)
     assert decoded.batch.events == (BlockRemoved([1]), AllBlocksCleared())
@@ -179,14 +179,14 @@ def test_a_broken_event_is_left_out_alone(broken: object, reason: str) -> None:
     ],
 )
 def test_a_payload_that_is_no_batch_is_refused(payload: bytes) -> None:
-    """The reason is told, whatever the bytes, and nothing else happens."""
+    """A malformed payload is rejected with a reason."""
     with pytest.raises(PayloadError) as caught:
         decode_batch(payload, MAX_BYTES)
     assert caught.value.reason == "broken_batch"
 
 
 def test_a_payload_that_is_too_long_is_refused_unread() -> None:
-    """The size is checked before anything is decoded."""
+    """The size is checked before decoding."""
     payload = msgspec.msgpack.encode([1.5, []])
     assert decode_batch(payload, len(payload)).batch.events == ()
     with pytest.raises(PayloadError) as caught:
@@ -195,7 +195,7 @@ def test_a_payload_that_is_too_long_is_refused_unread() -> None:
 
 
 def test_more_events_than_a_batch_may_have_are_refused() -> None:
-    """A batch of a million tiny events is refused by its claimed length."""
+    """A batch of a million small events is rejected by its declared length."""
     with pytest.raises(PayloadError):
         decode_batch(b"\x92\x01\xdd\x00\x01\x00\x01" + b"\xc0" * 65_537, MAX_BYTES)
 
@@ -203,7 +203,7 @@ def test_more_events_than_a_batch_may_have_are_refused() -> None:
 @settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_random_bytes_do_no_harm(payload: bytes) -> None:
-    """Any bytes are a batch or a PayloadError."""
+    """Random bytes are a batch or a PayloadError."""
     with suppress(PayloadError):
         decode_batch(payload, MAX_BYTES)
 
@@ -211,7 +211,7 @@ def test_random_bytes_do_no_harm(payload: bytes) -> None:
 @settings(deadline=None)
 @given(st.sampled_from(VECTORS), st.integers(0, 400), st.integers(0, 255), st.booleans())
 def test_damaged_batches_do_no_harm(vector: dict[str, Any], at: int, byte: int, cut: bool) -> None:
-    """A real batch with one byte changed, or cut off, is a batch or a PayloadError."""
+    """A real batch that was truncated or had one byte changed is a batch or a PayloadError."""
     payload = bytearray.fromhex(vector["hex"])
     at %= len(payload)
     payload[at:] = b"" if cut else bytes([byte]) + payload[at + 1 :]
@@ -222,13 +222,13 @@ def test_damaged_batches_do_no_harm(vector: dict[str, Any], at: int, byte: int, 
 @settings(deadline=None)
 @given(st.lists(tagged | json_like, max_size=5))
 def test_every_event_is_read_or_rejected(events: list[object]) -> None:
-    """No event is lost without a reason, whatever its fields hold."""
+    """Each event is decoded or rejected with a reason, whatever its fields."""
     decoded = decode(*events)
     assert len(decoded.batch.events) + len(decoded.rejected) == len(events)
 
 
 def test_the_metadata_of_sglangs_last_arrays_is_no_adapter_name() -> None:
-    """Where vLLM's arrays name the adapter, SGLang's may have a map with the prompt's salt."""
+    """In the place of vLLM's adapter name SGLang's arrays may have a map with the prompt's salt."""
     fields = ["BlockStored", [-7], None, [5], 1, None, "CPU_PINNED"]
     for metadata, salt in (({"cache_salt": "s", "session_id": "q"}, "s"), ({"session_id": "q"}, None)):
         expected = BlockStored([-7], None, [5], 1, medium="CPU_PINNED", cache_salt=salt)
@@ -236,7 +236,7 @@ def test_the_metadata_of_sglangs_last_arrays_is_no_adapter_name() -> None:
 
 
 def test_one_event_is_read_on_its_own() -> None:
-    """An event's bytes give the event; bytes that give none tell the reason and what is wrong."""
+    """One event's bytes decode to the event, or raise the reason and the error."""
     assert decode_event(msgspec.msgpack.encode(["BlockRemoved", [1]])) == BlockRemoved([1])
     for broken, reason, message in (
         (["BlockRemoved", [1.5]], "broken_event", "float"),
@@ -254,7 +254,7 @@ def test_one_event_is_read_on_its_own() -> None:
 
 @pytest.mark.parametrize("vector", LLMD_VECTORS, ids=lambda vector: vector["id"])
 def test_llmds_vectors_are_read_or_refused_for_a_reason(vector: dict[str, Any]) -> None:
-    """What llm-d reads is read here, and so is what it drops for one event, two elements or a small hash."""
+    """Events that llm-d reads are decoded here, and so are those that it drops for their form."""
     for message in vector["messages"]:
         payload = bytes.fromhex(message["payload_hex"])
         if vector["id"] == "batch-as-map-error":
@@ -267,4 +267,4 @@ def test_llmds_vectors_are_read_or_refused_for_a_reason(vector: dict[str, Any]) 
             told = msgspec.msgpack.decode(told)
         refused = LLMD_REFUSED.get(vector["id"])
         assert decoded.rejected == ((refused,) if refused else ())
-        check_told(decoded, [told[0], told[1][: -1 if refused else None], *told[2:]])
+        check_decoded(decoded, [told[0], told[1][: -1 if refused else None], *told[2:]])

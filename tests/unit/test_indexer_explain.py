@@ -1,4 +1,4 @@
-"""Why a prefix ends where it ends."""
+"""Explanations of where a cached prefix ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GPU, CPU = (1 << TIERS.number(tier) for tier in ("gpu", "cpu"))
     ],
 )
 def test_the_end_has_a_reason(held: list[int], usable: int, end: PrefixEnd, length: int, beyond: int) -> None:
-    """The whole prompt, a hole with or without blocks behind it, or layers of another kind."""
+    """A prefix ends at the prompt's end, at a hole, or at layers with another rule."""
     held_tiers = np.array(held, np.uint8)
     prefix = explain_prefix(
         "pod", held_tiers, TIERS, state=StreamState.STALE, reason="gap", usable_blocks=usable
@@ -38,7 +38,7 @@ def test_the_end_has_a_reason(held: list[int], usable: int, end: PrefixEnd, leng
 
 
 def test_each_block_lies_in_its_best_tier() -> None:
-    """Stretches are told from the start; a block in two tiers is in the better one."""
+    """Stretches are listed from the start; a block in two tiers counts in the better one."""
     held = np.array([GPU | CPU, GPU, CPU, CPU, GPU], np.uint8)
     prefix = explain_prefix("p", held, TIERS, state=StreamState.EXACT, reason="", usable_blocks=5)
     assert prefix.tiers == (("gpu", 2), ("cpu", 2), ("gpu", 1))

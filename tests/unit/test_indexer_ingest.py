@@ -1,4 +1,4 @@
-"""What batches brought, as the metrics tell it."""
+"""Effects of applied batches, as shown by the metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OURS = "kvroute_indexer_"
 
 
 class Bench:
-    """The sink of one pod's stream, and its metrics."""
+    """Ingest of one pod's stream, with its metrics."""
 
     def __init__(self) -> None:
         config, self.registry = IndexerConfig(block_tokens=1, hash_seed=1), CollectorRegistry()
@@ -31,17 +31,17 @@ class Bench:
         self.ingest.opened(STREAM)
 
     def apply(self, *events: dict[str, Any]) -> None:
-        """The pod published a batch 2 s ago."""
+        """Apply a batch that was published 2 s ago."""
         self.ingest.received(POD, 1, 0)
         self.ingest.apply(POD, [msgspec.msgpack.encode([8.0, events, None])])
 
     def metric(self, name: str, **labels: str) -> float | None:
-        """A metric's value."""
+        """Return the value of a metric."""
         return self.registry.get_sample_value(name, labels)
 
 
 def stored(hashes: list[int], parent: int | None = None, *, copies: bool = False) -> dict[str, Any]:
-    """Blocks of one token each, or one copy more of them."""
+    """Return stores of blocks of one token each, or of one more copy of them."""
     return {
         "type": "BlockStored",
         "block_hashes": hashes,
@@ -54,12 +54,12 @@ def stored(hashes: list[int], parent: int | None = None, *, copies: bool = False
 
 
 def removed(*hashes: int) -> dict[str, Any]:
-    """Blocks that the pod dropped."""
+    """Return removals of blocks."""
     return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU"}
 
 
 def test_all_that_batches_bring_is_counted() -> None:
-    """Batches, events, blocks and removals add up; the delay counts once the view is no longer built."""
+    """Batches, events, blocks and removals are counted; the delay counts once the view is not RECOVERING."""
     bench = Bench()
     bench.apply(stored([1, 2, 3]), stored([1], copies=True))
     assert bench.metric(OURS + "event_lag_seconds_count") == 0
@@ -83,7 +83,7 @@ def test_all_that_batches_bring_is_counted() -> None:
 
 
 def test_a_pod_that_is_followed_again_is_shown_again() -> None:
-    """Its series end with it; the next life begins with the number of orphans that it has then."""
+    """A pod's series end with it, and start with its present number of pending stores when it returns."""
     bench = Bench()
     for _ in range(2):
         assert bench.metric(OURS + "orphans", pod=POD) is None
@@ -96,7 +96,7 @@ def test_a_pod_that_is_followed_again_is_shown_again() -> None:
 
 
 def state_of(bench: Bench) -> tuple[StreamState, str]:
-    """What everybody is told of the pod's view."""
+    """Return the reported state and reason of the pod's view."""
     engine = bench.ingest.engine_registry.engines[POD]
     assert bench.ingest.engine_registry.states[POD] is engine.state
     shown = [state for state in StreamState if bench.metric(OURS + "stream_state", pod=POD, state=state)]
@@ -105,7 +105,7 @@ def state_of(bench: Bench) -> tuple[StreamState, str]:
 
 
 def test_a_pod_with_other_tokens_is_stale_until_they_are_right() -> None:
-    """A mismatch makes an EXACT view STALE; requests in a row that are met make it EXACT again."""
+    """A mismatch makes an EXACT view STALE; requests in a row that match make it EXACT again."""
     bench = Bench()
     bench.ingest.state(POD, StreamState.EXACT, "")
     root = bench.hasher.root("m", None, None)
@@ -126,8 +126,8 @@ def test_a_pod_with_other_tokens_is_stale_until_they_are_right() -> None:
     assert state_of(bench) == (StreamState.EXACT, "")
 
 
-def test_a_doubt_never_hides_what_a_stream_lacks() -> None:
-    """A view that is STALE or RECOVERING keeps its own reason, and the doubt shows once it is EXACT."""
+def test_a_mismatch_does_not_hide_the_streams_own_reason() -> None:
+    """A view that is STALE or RECOVERING keeps its own reason; a mismatch shows once it is EXACT."""
     bench = Bench()
     bench.ingest.state(POD, StreamState.EXACT, "")
     bench.apply(stored([1]))

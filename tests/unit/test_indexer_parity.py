@@ -1,4 +1,4 @@
-"""The parity watch: when an engine's tokens are not ours, it says so, and never else."""
+"""Mismatch watch: reports pods whose tokens differ from ours, and no others."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ ROOT = HASHER.root(MODEL, None, None)
 
 
 def watch_of(**bounds: int) -> MismatchWatch:
-    """A watch with metrics of its own."""
+    """Return a watch with metrics of its own."""
     metrics = IndexerMetrics(CollectorRegistry(), stats=lambda: IndexStats(0, 0, 0, 0), speculative=lambda: 0)
     return MismatchWatch(metrics, **bounds)
 
 
 def tokens(*numbers: int) -> np.ndarray:
-    """Token ids as the watch takes them."""
+    """Return token ids as the watch expects them."""
     return np.array(numbers, np.uint32)
 
 
 def chain(prompt: np.ndarray, parent: int = ROOT) -> Keys:
-    """Keys of the prompt's blocks."""
+    """Return the keys of the prompt's blocks."""
     return HASHER.chain(parent, prompt)
 
 
 def run(prompt: np.ndarray, parent: int = ROOT) -> StoredRun:
-    """The prompt's blocks as a pod's batch brings them."""
+    """Return the prompt's blocks as one stored run."""
     return StoredRun(parent, chain(prompt, parent), prompt)
 
 
-def told(watch: MismatchWatch, *runs: StoredRun, pod: str = POD) -> None:
-    """The pod tells of these runs in one batch."""
+def report_stored(watch: MismatchWatch, *runs: StoredRun, pod: str = POD) -> None:
+    """Report these runs of the pod as one batch."""
     watch.stored(pod, runs, [key for each in runs for key in each.keys.tolist()])
 
 
@@ -49,22 +49,22 @@ THEIRS = tokens(1, 2, 9, 4, 5, 6, 7, 8)
 
 
 def expect(watch: MismatchWatch, request_id: str, prompt: np.ndarray = OURS, pod: str = POD) -> None:
-    """The prompt was sent to a pod that holds nothing of it."""
+    """Record the prompt as sent to a pod that holds none of it."""
     watch.expect(request_id, pod, MODEL, ROOT, chain(prompt), prompt[:4])
 
 
 def store(watch: MismatchWatch, prompt: np.ndarray, pod: str = POD) -> None:
-    """The pod stores the prompt's blocks."""
-    told(watch, run(prompt), pod=pod)
+    """Let the pod store the prompt's blocks."""
+    report_stored(watch, run(prompt), pod=pod)
 
 
 def known(watch: MismatchWatch, pod: str = POD) -> WatchedPod:
-    """What is known of the pod."""
+    """Return the watch's state of the pod."""
     return next(parity for parity in watch.report() if parity.pod == pod)
 
 
 def test_blocks_that_come_as_computed_are_no_sign() -> None:
-    """A request whose first block arrives is met, whatever else is stored."""
+    """A request whose first block arrives matches, whatever else is stored."""
     watch = watch_of()
     expect(watch, "a")
     store(watch, THEIRS)
@@ -75,7 +75,7 @@ def test_blocks_that_come_as_computed_are_no_sign() -> None:
 
 
 def test_other_tokens_behind_the_same_prefix_are_a_mismatch() -> None:
-    """The first differing position is named, and digests that tell the two windows apart, but no tokens."""
+    """A mismatch names the first differing position and digests of both windows, but no tokens."""
     watch = watch_of()
     expect(watch, "a")
     store(watch, THEIRS)
@@ -90,21 +90,21 @@ def test_other_tokens_behind_the_same_prefix_are_a_mismatch() -> None:
 
 
 def test_a_digest_is_the_processs_own() -> None:
-    """One watch digests the same tokens alike; another, with a secret of its own, differently."""
-    told = []
+    """Digests of equal tokens are equal within one watch, and differ between two watches."""
+    report_stored = []
     for watch in (first := watch_of(), first, watch_of()):
         expect(watch, "a")
         store(watch, THEIRS)
         mismatch = watch.settle("a", 0.0)
         assert mismatch is not None
-        told.append((mismatch.computed, mismatch.stored))
-    assert told[0] == told[1]
-    assert told[0][0] != told[2][0]
-    assert told[0][1] != told[2][1]
+        report_stored.append((mismatch.computed, mismatch.stored))
+    assert report_stored[0] == report_stored[1]
+    assert report_stored[0][0] != report_stored[2][0]
+    assert report_stored[0][1] != report_stored[2][1]
 
 
-def test_a_pod_is_distrusted_until_requests_in_a_row_are_met() -> None:
-    """After a mismatch a pod is trusted again once it stored what was computed for some requests in a row."""
+def test_a_pod_is_mismatched_until_requests_in_a_row_match() -> None:
+    """After a mismatch a pod is trusted again when the blocks of several requests in a row have matched."""
     watch = watch_of()
     assert not watch.is_mismatched(POD)
     for _ in range(2):
@@ -120,18 +120,18 @@ def test_a_pod_is_distrusted_until_requests_in_a_row_are_met() -> None:
 
 
 def test_a_mismatch_is_found_behind_a_cached_prefix_too() -> None:
-    """The parent is the last block that the pod holds."""
+    """The parent of the expected block is the last block that the pod holds."""
     watch = watch_of()
     parent = int(chain(OURS)[0])
     watch.expect("a", POD, MODEL, parent, chain(OURS)[1:], OURS[4:], start_tokens=4)
-    told(watch, run(tokens(5, 6, 7, 9), parent))
+    report_stored(watch, run(tokens(5, 6, 7, 9), parent))
     mismatch = watch.settle("a", 0.0)
     assert mismatch is not None
     assert mismatch.position == 7
 
 
 def test_another_request_in_flight_explains_a_store() -> None:
-    """Two prompts that begin differently are not each other's mismatch."""
+    """Two prompts with different first blocks are no mismatch of each other."""
     watch = watch_of()
     expect(watch, "a", OURS)
     expect(watch, "b", THEIRS)
@@ -142,13 +142,13 @@ def test_another_request_in_flight_explains_a_store() -> None:
 
 
 def test_runs_of_one_batch_are_told_apart() -> None:
-    """The run that meets one request excuses itself only; the run beside it is another one's mismatch."""
+    """A run that matches one request does not excuse another run of the same batch."""
     watch = watch_of()
     parent = int(chain(OURS)[0])
     expect(watch, "a")
     watch.expect("b", POD, MODEL, parent, chain(tokens(5, 6, 7, 9), parent), tokens(5, 6, 7, 9))
     watch.expect("c", POD, MODEL, ROOT, chain(THEIRS), THEIRS[:4])
-    told(watch, run(OURS), run(tokens(5, 6, 8, 9), parent), run(tokens(5, 5, 5, 5), parent))
+    report_stored(watch, run(OURS), run(tokens(5, 6, 8, 9), parent), run(tokens(5, 5, 5, 5), parent))
     assert watch.settle("a", 0.0) is None
     mismatch = watch.settle("b", 0.0)
     assert mismatch is not None
@@ -158,7 +158,7 @@ def test_runs_of_one_batch_are_told_apart() -> None:
 
 
 def test_a_pod_that_stored_nothing_shows_nothing() -> None:
-    """A request that ended without any store may have failed; other pods' stores do not count."""
+    """A request that ended without any store is no sign; stores of other pods do not count."""
     watch = watch_of()
     expect(watch, "a")
     store(watch, THEIRS, OTHER)
@@ -167,7 +167,7 @@ def test_a_pod_that_stored_nothing_shows_nothing() -> None:
 
 
 def test_dropped_requests_show_nothing() -> None:
-    """What failed, or was sent elsewhere, is expected no more."""
+    """A request that failed or was sent elsewhere has no expectation any more."""
     watch = watch_of()
     expect(watch, "a")
     store(watch, THEIRS)
@@ -176,14 +176,14 @@ def test_dropped_requests_show_nothing() -> None:
     assert known(watch).last_mismatch is None
 
 
-def test_keys_that_never_meet_are_told() -> None:
-    """Stores under another root, for example another model's name, show after enough dispatches."""
+def test_keys_that_never_match_are_reported() -> None:
+    """Stores under another root, for example another model's name, are reported after enough requests."""
     watch = watch_of(never_hit_dispatches=3)
     elsewhere = HASHER.root("other", None, None)
     for number in range(3):
         assert not (number and known(watch).never_hit)
         expect(watch, str(number))
-        told(watch, run(OURS, elsewhere))
+        report_stored(watch, run(OURS, elsewhere))
         assert watch.settle(str(number), 0.0) is None
     assert known(watch).never_hit
     expect(watch, "met")
@@ -192,7 +192,7 @@ def test_keys_that_never_meet_are_told() -> None:
 
 
 def test_a_pod_that_is_gone_is_forgotten() -> None:
-    """Its requests with it."""
+    """The expectations of a removed pod are dropped with it."""
     watch = watch_of()
     expect(watch, "a")
     watch.forget_pod(POD)
@@ -214,7 +214,7 @@ _STEPS = st.lists(
 @given(_STEPS)
 @settings(deadline=None)
 def test_what_is_watched_is_bounded(steps: list[tuple[str, int, int, str]]) -> None:
-    """Whatever happens, no more than the caps is kept, and nothing is left of what is over."""
+    """The limits of expectations and pods hold after any history, and ended requests leave nothing."""
     watch = watch_of(max_expectations=3, max_pods=2)
     for what, request, prompt, pod in steps:
         ids = np.arange(8, dtype=np.uint32) + prompt

@@ -1,4 +1,4 @@
-"""What the parity watch finds is counted, warned of and told."""
+"""Reports of the mismatch watch: metrics, warnings and /ready."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OURS, THEIRS = np.array([1, 2, 3, 4], np.uint32), np.array([1, 2, 9, 4], np.uint
 
 
 class Bench:
-    """A watch, and what it tells."""
+    """Mismatch watch with its metrics."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -29,7 +29,7 @@ class Bench:
         self.watch = MismatchWatch(metrics, never_hit_dispatches=2, warn_every_s=60.0)
 
     def disagree(self, request_id: str, now_s: float, root: int = ROOT) -> None:
-        """A request whose tokens the engine sees differently, or under another root."""
+        """Run a request for which the engine stores other tokens, or tokens under another root."""
         request = DispatchKey(request_id, now_s)
         self.watch.expect(request, POD, MODEL, ROOT, HASHER.chain(ROOT, OURS), OURS)
         keys = HASHER.chain(root, THEIRS)
@@ -37,12 +37,12 @@ class Bench:
         self.watch.settle(request, now_s)
 
     def metric(self, name: str, **labels: str) -> float | None:
-        """A metric's value."""
+        """Return the value of a metric."""
         return self.registry.get_sample_value(f"kvroute_indexer_{name}", labels)
 
 
-def test_a_mismatch_is_counted_and_its_position_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Each is counted, a warning comes once a minute, and /ready has a line; no token id is in either."""
+def test_a_mismatch_is_counted_and_its_position_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """Each mismatch is counted and on /ready; a warning is logged once a minute, without token ids."""
     bench = Bench()
     with caplog.at_level(logging.WARNING):
         bench.disagree("a", 0.0)
@@ -60,7 +60,7 @@ def test_a_mismatch_is_counted_and_its_position_is_told(caplog: pytest.LogCaptur
 
 
 def test_a_pod_that_never_hits_is_shown(caplog: pytest.LogCaptureFixture) -> None:
-    """Stores under another root show in the gauge, in one warning and in a line."""
+    """Stores under another root set the gauge and cause one warning and one line."""
     bench, other = Bench(), HASHER.root("other", None, None)
     for number in range(2):
         bench.disagree(str(number), 0.0, other)
@@ -73,7 +73,7 @@ def test_a_pod_that_never_hits_is_shown(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_pod_that_is_gone_leaves_no_series() -> None:
-    """Nor lines."""
+    """A removed pod has neither metric series nor lines."""
     bench = Bench()
     bench.disagree("a", 0.0)
     bench.watch.check(0.0)

@@ -1,4 +1,4 @@
-"""Views copied from a peer in mid-history: whatever comes after, both are the same for ever."""
+"""Views copied from a peer at any point of a history: both stay equal under all later events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POD, OTHER = PODS
 @settings(max_examples=examples(40), deadline=None)
 @given(data=st.data(), grouped=st.booleans())
 def test_a_copied_view_goes_on_like_the_one_it_was_copied_from(data: st.DataObject, grouped: bool) -> None:
-    """A view that is copied at any moment does with all later events what its origin does."""
+    """A copied view and its origin have the same content after all later events."""
     peer, ours = Views(), Views()
     payloads = st.lists(batches(0, grouped), min_size=1, max_size=3)
     # Other pods' blocks and names are there before, on both sides, and not the same.
@@ -46,7 +46,7 @@ def test_a_copied_view_goes_on_like_the_one_it_was_copied_from(data: st.DataObje
 @settings(max_examples=examples(60), deadline=None)
 @given(data=st.data(), grouped=st.booleans())
 def test_a_view_goes_on_by_what_another_recorded(data: st.DataObject, grouped: bool) -> None:
-    """Changes recorded at one router and applied at another leave the same blocks, copies and groups."""
+    """Changes recorded by one router and applied by another give the same blocks, copies and groups."""
     peer, ours = Views(), Views()
     payloads = st.lists(batches(0, grouped), min_size=1, max_size=3)
     peer.apply(POD, data.draw(payloads))
@@ -66,7 +66,7 @@ def test_a_view_goes_on_by_what_another_recorded(data: st.DataObject, grouped: b
 
 @pytest.mark.parametrize("capture", ["vllm_run1_frames.jsonl.gz", "vllm_run3_frames.jsonl.gz"])
 def test_captures_of_a_real_engine_may_be_recorded(capture: str) -> None:
-    """What a real vLLM published leaves the same at a router that knows its records only."""
+    """Changes recorded from a real vLLM's events give the same view at another router."""
     peer, ours = Views(16), Views(16)
     state = peer.states[POD]
     state.change_log.begin()
@@ -81,7 +81,7 @@ def test_captures_of_a_real_engine_may_be_recorded(capture: str) -> None:
 
 @pytest.mark.parametrize("capture", ["vllm_run1_frames.jsonl.gz", "vllm_run3_frames.jsonl.gz"])
 def test_captures_of_a_real_engine_may_be_cut_anywhere(capture: str) -> None:
-    """What a real vLLM published after a copy was made leaves the same in the copy, hybrid groups too."""
+    """A copy made at any point of a real vLLM's events stays equal, hybrid groups included."""
     payloads = [bytes.fromhex(frame["frames"][2]) for frame in read_lines(capture)]
     cuts = 0
     for cut in np.linspace(1, len(payloads) - 1, 7, dtype=int).tolist():
@@ -100,7 +100,7 @@ def test_captures_of_a_real_engine_may_be_cut_anywhere(capture: str) -> None:
 
 
 def test_a_copy_replaces_what_was_there() -> None:
-    """Nothing of an earlier view of the pod stays beside a copied one."""
+    """A copied view replaces an earlier view of the pod entirely."""
     peer, ours = Views(), Views()
     ours.apply(POD, [payload((1, 2, 3))])
     peer.apply(POD, [payload((2, 1))])
@@ -110,7 +110,7 @@ def test_a_copy_replaces_what_was_there() -> None:
 
 
 def test_a_view_of_many_parts_is_copied_whole() -> None:
-    """More blocks than fit in one part, with copies, come through."""
+    """A view with more blocks than fit in one part is copied with its copies."""
     peer, ours = Views(), Views()
     long = tuple(number % 3 + 1 for number in range(9000))
     peer.apply(POD, [payload(long), payload(long[:100]), removal(long[:50]), removal(long[:50])])

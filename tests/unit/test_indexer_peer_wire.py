@@ -1,4 +1,4 @@
-"""Messages between peers: what is told comes through, and nothing else does."""
+"""Messages between peers: encoding, validation and bounds."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ WINDOW = GROUPED | {
 }
 
 
-def told() -> list[bytes]:
-    """What is told of a view with everything in it: groups, copies, tiers."""
+def a_snapshot() -> list[bytes]:
+    """Return a snapshot of a view with groups, copies and tiers."""
     views = Views()
     views.apply(POD, [msgspec.msgpack.encode([1.0, [GROUPED, WINDOW], None])])
     views.apply(POD, [payload((1, 2, 3)), payload((1, 2)), removal((1, 2, 3)), payload((3, 3))])
     return list(snapshot_messages(views.snapshot(POD)))
 
 
-TOLD = told()
+TOLD = a_snapshot()
 
 
 def reader(max_bytes: int = 1 << 24) -> SnapshotReader:
-    """A reader for an index of the tests' kind."""
+    """Return a reader for an index with the tests' settings."""
     return SnapshotReader(IndexerConfig(block_tokens=4, snapshot_max_bytes=max_bytes), len(TIERS.names))
 
 
 def use(messages: list[bytes]) -> None:
-    """Goes on from a snapshot, and does with the view what is done with views."""
+    """Apply a snapshot and use the view."""
     views = Views()
     views.take(POD, messages)
     views.apply(POD, [payload((1, 2, 3, 1)), removal((1, 2, 3)), payload((1, 2), start=1)])
@@ -64,8 +64,8 @@ def use(messages: list[bytes]) -> None:
     assert not views.copies(POD)
 
 
-def test_what_is_told_is_read() -> None:
-    """Place, digest and facts come through, and each part is one message of at most 1 MiB."""
+def test_a_snapshot_survives_encoding() -> None:
+    """Sequence number, digest and facts are decoded, and each part is one message of at most 1 MiB."""
     views = Views()
     views.apply(POD, [payload(tuple(number % 3 for number in range(9000)))])
     snapshot = views.snapshot(POD)
@@ -78,8 +78,8 @@ def test_what_is_told_is_read() -> None:
     use(TOLD)
 
 
-def test_a_part_that_fits_in_no_message_is_not_told() -> None:
-    """A part of more than 1 MiB is refused by its reason."""
+def test_a_part_above_the_message_limit_is_rejected() -> None:
+    """A part of more than 1 MiB is rejected with a reason."""
     keys = np.arange(MESSAGE_BYTES_MAX // 8 + 1, dtype=np.uint64)
     snapshot = Views().snapshot(POD)
     none = np.empty(0, np.uint8)
@@ -90,12 +90,12 @@ def test_a_part_that_fits_in_no_message_is_not_told() -> None:
 
 
 def changed(kind: str, **fields: object) -> Callable[[Message], Message]:
-    """Replaces fields of the messages of a kind."""
+    """Return the messages with fields of one kind of message replaced."""
     return lambda message: message | fields if message["type"] == kind else message
 
 
 def fact(**fields: object) -> Callable[[Message], Message]:
-    """Replaces fields of the header's facts."""
+    """Return the header with fields of its facts replaced."""
     return lambda message: (
         message | {"facts": message["facts"] | fields} if message["type"] == "header" else message
     )
@@ -134,7 +134,7 @@ FAULTS: dict[str, Callable[[Message], Message]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_field_is_checked(fault: str) -> None:
-    """One value that cannot be is enough for the whole snapshot to be refused."""
+    """One invalid value rejects the whole snapshot."""
     change = FAULTS[fault]
     before = [msgspec.msgpack.decode(message, strict=False) for message in TOLD]
     after = [change(message) for message in before]
@@ -144,7 +144,7 @@ def test_each_field_is_checked(fault: str) -> None:
 
 
 def test_only_whole_snapshots_in_order_are_read() -> None:
-    """Header, parts, end: less, more, twice or in another order is refused."""
+    """A snapshot with missing, repeated or reordered messages is rejected."""
     messages = TOLD
     header, *parts, end = messages
     for wrong in (
@@ -162,7 +162,7 @@ def test_only_whole_snapshots_in_order_are_read() -> None:
 
 
 def test_what_is_read_is_bounded() -> None:
-    """Bytes are counted over all messages, and messages that take more than they weigh."""
+    """All messages count in bytes, small ones with a minimum."""
     with pytest.raises(PeerError, match="too_large"):
         reader(max_bytes=2048).read(TOLD)
     header = TOLD[0]
@@ -174,7 +174,7 @@ def test_what_is_read_is_bounded() -> None:
 
 @st.composite
 def spoilt(draw: st.DrawFn, messages: list[bytes]) -> list[bytes]:
-    """Messages of which some are lost, doubled, cut or changed in a few bytes."""
+    """Return messages of which some are lost, doubled, truncated or changed in a few bytes."""
     found = list(messages)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(found) - 1))
@@ -198,7 +198,7 @@ def spoilt(draw: st.DrawFn, messages: list[bytes]) -> list[bytes]:
 @settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_no_message_breaks_an_index(data: st.DataObject) -> None:
-    """Whatever a peer sends is refused with a reason, or is a view that can be used and cleared."""
+    """Any messages are rejected with a reason, or give a view that can be used and cleared."""
     messages = data.draw(spoilt(TOLD))
     try:
         reader().read(messages)

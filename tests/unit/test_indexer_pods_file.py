@@ -1,4 +1,4 @@
-"""The pods file: what it says, and what is said about a wrong one."""
+"""Pods file: parsing, and errors of invalid files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ endpoints:
 
 
 def test_the_example_in_the_documentation_is_read() -> None:
-    """The pods' file that docs/configuration.md shows can be copied."""
+    """The pods file in docs/configuration.md is valid."""
     page = (Path(__file__).parents[2] / "docs/configuration.md").read_text(encoding="utf-8")
     example = re.search(r"^## The pods' file$.*?^```yaml$(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert example is not None
@@ -45,14 +45,14 @@ def test_the_example_in_the_documentation_is_read() -> None:
 
 
 def test_endpoints_are_read_in_order() -> None:
-    """Names, defaults, quoted and unquoted ports, and labels arrive as they were written."""
+    """Names, defaults, quoted and unquoted ports, and labels are read as written."""
     a, b, c = parse_pods(GOOD, "pods.yaml")
     assert (a.name, a.namespace, a.pod, a.labels["llm-d.ai/role"]) == ("a", "prod", "10.0.0.1:8000", "decode")
     assert (b.namespace, b.pod) == ("default", "[fd00::1]:8001")
     assert c == PodEntry("c", "default", "10.0.0.1", 8001, {})
 
 
-def test_labels_tell_the_event_streams() -> None:
+def test_labels_define_the_event_streams() -> None:
     """Ports come from the labels, else from the defaults; a pod without a model has no stream."""
     a, b, c = parse_pods(GOOD, "pods.yaml")
     assert replace(a, events=EventDefaults(1, 2)).stream() == PodStream(
@@ -65,8 +65,8 @@ def test_labels_tell_the_event_streams() -> None:
     assert c.stream() is None
 
 
-def test_labels_tell_how_a_pod_publishes() -> None:
-    """Whether it connects to us, how many ranks it has, where it tells its state and how it counts."""
+def test_labels_define_how_a_pod_publishes() -> None:
+    """Labels set who connects, the number of ranks, the snapshot URL and the first sequence number."""
     labels = {
         "kvroute.io/model": "tiny",
         "kvroute.io/kv-events": "connects",
@@ -92,7 +92,7 @@ def test_labels_tell_how_a_pod_publishes() -> None:
 
 
 def test_snapshots_come_from_the_administration_port() -> None:
-    """The label kvroute.io/admin-port says where snapshots are, and marks that address as the token's."""
+    """The label kvroute.io/admin-port sets the port of snapshots, to which the token is sent."""
     labels = {"kvroute.io/model": "m", "kvroute.io/kv-snapshot": "true"}
     pod = PodEntry("a", "default", "fd00::1", 8000, {**labels, "kvroute.io/admin-port": "8001"})
     stream = pod.stream()
@@ -107,7 +107,7 @@ def test_snapshots_come_from_the_administration_port() -> None:
 
 
 def test_a_file_may_name_no_pod() -> None:
-    """An empty list is a valid one: pods may come later."""
+    """An empty list of endpoints is valid."""
     assert parse_pods("endpoints: []", "pods.yaml") == ()
 
 
@@ -155,7 +155,7 @@ ONE = "endpoints:\n  - name: a\n    address: 10.0.0.1\n    port: 8000\n"
     ],
 )
 def test_what_is_wrong_is_named(text: str, where: str, problem: str) -> None:
-    """An error names file, line and field, and what it should be."""
+    """An error names file, line and field, and the expected value."""
     with pytest.raises(ConfigError) as caught:
         parse_pods(text, "pods.yaml")
     assert str(caught.value).startswith(where)
@@ -163,20 +163,20 @@ def test_what_is_wrong_is_named(text: str, where: str, problem: str) -> None:
 
 
 def test_a_huge_file_is_refused() -> None:
-    """A file beyond a mebibyte is not parsed."""
+    """A file above 1 MiB is not parsed."""
     with pytest.raises(ConfigError, match="larger"):
         parse_pods("#" * (1 << 20) + "\nendpoints: []", "pods.yaml")
 
 
 @given(st.text(max_size=200) | st.lists(st.sampled_from(GOOD.split("\n"))).map("\n".join))
 def test_any_text_is_pods_or_a_config_error(text: str) -> None:
-    """No text makes the parser fail otherwise."""
+    """Any text is either valid or a ConfigError."""
     with suppress(ConfigError):
         parse_pods(text, "pods.yaml")
 
 
 def test_more_pods_than_can_be_followed_are_refused() -> None:
-    """The error names the first endpoint too many."""
+    """The error names the first endpoint above the limit."""
     lines = [f"  - {{name: p{n}, address: 10.0.{n >> 8}.{n & 255}, port: 80}}" for n in range(PODS_MAX + 1)]
     assert len(parse_pods("\n".join(["endpoints:", *lines[:-1]]), "pods.yaml")) == PODS_MAX
     with pytest.raises(ConfigError, match=rf"pods\.yaml:{PODS_MAX + 2}: endpoints\[{PODS_MAX}\]"):

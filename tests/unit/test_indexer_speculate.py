@@ -1,4 +1,4 @@
-"""Speculative entries: how long they live, whose they are, and that they stay bounded."""
+"""Speculative entries: lifetime, references and bounds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 
 
 def keys_of(numbers: Iterable[int]) -> Keys:
-    """Keys by their numbers."""
+    """Return keys by their numbers."""
     return np.array(list(numbers), np.uint64)
 
 
@@ -30,19 +30,19 @@ KEYS = keys_of([11, 12, 13])
 
 
 class CountingIndex(ReferenceIndex):
-    """Counts how often each block is held of each pod."""
+    """Index that counts how often each block is held per pod."""
 
     def __init__(self) -> None:
         super().__init__(1000, Tiers())
         self.copies: Counter[tuple[str, int]] = Counter()
 
     def add(self, pod: str, tier: str, keys: Keys) -> None:
-        """Adds and counts."""
+        """Add and count."""
         super().add(pod, tier, keys)
         self.copies.update((pod, key) for key in keys.tolist())
 
     def remove(self, pod: str, tier: str, keys: Keys) -> int:
-        """Removes and counts; a block that is not held counts negatively."""
+        """Remove and count; a block that is not held counts negatively."""
         self.copies.subtract((pod, key) for key in keys.tolist())
         for key in keys.tolist():
             if not self.copies[pod, key]:
@@ -51,25 +51,25 @@ class CountingIndex(ReferenceIndex):
 
 
 class Speculated(Speculation):
-    """As in production, with room for so many entries: a TTL of 2 s, a hard cap of 60 s."""
+    """Speculation with room for so many entries, a TTL of 2 s and a hard limit of 60 s."""
 
     def __init__(self, max_entries: int = 1000) -> None:
         self.index = CountingIndex()
         super().__init__(self.index, ttl_s=2.0, max_s=60.0, max_entries=max_entries)
 
     def held(self, now_s: float, pod: str = A) -> list[int]:
-        """Positions in KEYS that are assumed of the pod."""
+        """Return the positions in KEYS that have speculative entries at the pod."""
         self.expire(now_s)
         return np.flatnonzero(self.index.held(KEYS, pod)).tolist()
 
 
 @pytest.fixture
 def speculation() -> Speculated:
-    """With room for all."""
+    """Return a speculation with room for all entries."""
     return Speculated()
 
 
-def test_a_request_is_assumed_of_its_pod_at_once(speculation: Speculated) -> None:
+def test_entries_count_for_the_requests_pod_immediately(speculation: Speculated) -> None:
     """The blocks count for the pod that the request was sent to, and for no other."""
     speculation.assume("r", A, KEYS[:2], 0.0)
     assert speculation.held(0.0) == [0, 1]
@@ -77,16 +77,16 @@ def test_a_request_is_assumed_of_its_pod_at_once(speculation: Speculated) -> Non
     assert len(speculation) == 2
 
 
-def test_without_a_sign_of_life_the_ttl_ends_it(speculation: Speculated) -> None:
-    """A request of which nothing is heard is forgotten after two seconds."""
+def test_entries_expire_after_the_ttl(speculation: Speculated) -> None:
+    """The entries of a request without further reports expire after two seconds."""
     speculation.assume("r", A, KEYS, 0.0)
     assert speculation.held(1.99) == [0, 1, 2]
     assert speculation.held(2.0) == []
     assert len(speculation) == 0
 
 
-def test_an_idle_indexer_tells_no_entries_that_are_over() -> None:
-    """The gauge of assumed blocks falls by time alone, also when no further request comes."""
+def test_the_gauge_falls_without_further_requests() -> None:
+    """The gauge of speculative entries falls by time alone."""
     now_s, registry = [0.0], CollectorRegistry()
     indexer = KvIndexer(IndexerConfig(), registry=registry, clock=lambda: now_s[0])
     indexer.speculate("r", A, KEYS, 0.0)
@@ -98,8 +98,8 @@ def test_an_idle_indexer_tells_no_entries_that_are_over() -> None:
     assert (before, after) == (3, 0)
 
 
-def test_without_room_nothing_is_assumed() -> None:
-    """speculative_entries: 0 switches speculation off: no block counts before its pod announces it."""
+def test_zero_entries_disable_speculation() -> None:
+    """speculative_entries: 0 disables speculation: blocks count only after their events."""
     registry = CollectorRegistry()
     indexer = KvIndexer(IndexerConfig(speculative_entries=0), registry=registry)
     indexer.speculate("r", A, KEYS, 0.0)
@@ -109,8 +109,8 @@ def test_without_room_nothing_is_assumed() -> None:
     assert (entries, blocks) == (0, 0)
 
 
-def test_a_pod_that_stores_blocks_keeps_its_queue_assumed(speculation: Speculated) -> None:
-    """While the pod works off what is in front of the request, the TTL starts again."""
+def test_a_stored_block_restarts_the_ttl(speculation: Speculated) -> None:
+    """While the pod works off the requests in front, the TTL restarts."""
     speculation.assume("r", A, KEYS, 0.0)
     for second in range(1, 20):
         speculation.stored(A, [999], float(second))
@@ -118,16 +118,16 @@ def test_a_pod_that_stores_blocks_keeps_its_queue_assumed(speculation: Speculate
     assert speculation.held(21.0) == []
 
 
-def test_another_pods_life_is_no_sign(speculation: Speculated) -> None:
-    """Only the pods of the request itself renew it."""
+def test_another_pods_stores_do_not_restart_the_ttl(speculation: Speculated) -> None:
+    """Only stores of the request's own pods restart its TTL."""
     speculation.assume("r", A, KEYS, 0.0)
     speculation.assume("other", B, keys_of([5]), 0.0)
     speculation.stored(B, [999], 1.5)
     assert speculation.held(2.0) == []
 
 
-def test_saying_it_again_renews_it(speculation: Speculated) -> None:
-    """A caller that knows that the request still waits may say so, without counting it twice."""
+def test_a_second_call_restarts_the_ttl(speculation: Speculated) -> None:
+    """A second call for a waiting request restarts its TTL without counting its blocks twice."""
     speculation.assume("r", A, KEYS, 0.0)
     speculation.assume("r", A, KEYS, 1.5)
     assert len(speculation) == 3
@@ -135,8 +135,8 @@ def test_saying_it_again_renews_it(speculation: Speculated) -> None:
     assert speculation.held(3.5) == []
 
 
-def test_the_hard_cap_ends_it_in_any_case(speculation: Speculated) -> None:
-    """No sign of life keeps an assumption beyond a minute."""
+def test_the_hard_limit_ends_entries_in_any_case(speculation: Speculated) -> None:
+    """No stores keep entries beyond a minute."""
     speculation.assume("r", A, KEYS, 0.0)
     for second in range(1, 60):
         speculation.stored(A, [999], float(second))
@@ -146,7 +146,7 @@ def test_the_hard_cap_ends_it_in_any_case(speculation: Speculated) -> None:
 
 
 def test_a_settled_request_ends_after_its_grace(speculation: Speculated) -> None:
-    """First token or failure end it soon, whatever the pod tells meanwhile."""
+    """First token or failure end a request's entries after the grace time, whatever the pod stores."""
     speculation.assume("r", A, KEYS, 0.0)
     speculation.settle("r", 1.0, 0.05)
     speculation.stored(A, [999], 1.04)
@@ -156,8 +156,8 @@ def test_a_settled_request_ends_after_its_grace(speculation: Speculated) -> None
     speculation.settle("unknown", 2.0, 0.05)
 
 
-def test_who_comes_out_of_order_ends_in_time(speculation: Speculated) -> None:
-    """A request that was sent earlier, or has a shorter grace, than the one told before ends before it."""
+def test_deadlines_out_of_order_are_kept(speculation: Speculated) -> None:
+    """A request with an earlier deadline than the one before it ends first."""
     speculation.assume("second", A, KEYS, 1.0)
     speculation.assume("first", B, KEYS, 0.5)
     assert (speculation.held(2.4, B), speculation.held(2.5, B)) == ([0, 1, 2], [])
@@ -170,8 +170,8 @@ def test_who_comes_out_of_order_ends_in_time(speculation: Speculated) -> None:
     assert (speculation.held(4.9), speculation.held(5.0)) == ([0, 1, 2], [])
 
 
-def test_a_request_that_was_over_begins_anew(speculation: Speculated) -> None:
-    """The end of a request's first assumption does not end a later one."""
+def test_an_expired_request_starts_over(speculation: Speculated) -> None:
+    """The deadline of a request's first entries does not end later ones."""
     speculation.assume("r", A, KEYS, 0.0)
     speculation.settle("r", 0.0, 0.05)
     speculation.assume("r", A, KEYS, 1.0)
@@ -179,7 +179,7 @@ def test_a_request_that_was_over_begins_anew(speculation: Speculated) -> None:
 
 
 def test_entries_are_counted_per_request(speculation: Speculated) -> None:
-    """One request's end does not take away what another one on the same pod relies on."""
+    """The end of one request does not remove entries of another one at the same pod."""
     speculation.assume("first", A, KEYS, 0.0)
     speculation.assume("second", A, KEYS[:2], 0.5)
     speculation.settle("first", 1.0, 0.0)
@@ -187,7 +187,7 @@ def test_entries_are_counted_per_request(speculation: Speculated) -> None:
 
 
 def test_the_last_blocks_event_confirms_a_request(speculation: Speculated) -> None:
-    """What the pod told of to its end is not assumed any more, for any request, so that a removal shows."""
+    """Confirmed entries end for all requests, so that a later removal takes effect."""
     speculation.assume("first", A, KEYS, 0.0)
     speculation.assume("second", A, KEYS, 0.0)
     speculation.stored(A, KEYS[:2].tolist(), 0.1)
@@ -211,8 +211,8 @@ def test_one_request_less_leaves_the_others_to_be_confirmed(speculation: Specula
     assert len(speculation) == 0
 
 
-def test_prefill_and_decode_pods_are_both_assumed(speculation: Speculated) -> None:
-    """One request may be assumed of several pods; one pod's end spares the other."""
+def test_prefill_and_decode_pods_both_have_entries(speculation: Speculated) -> None:
+    """One request may have entries at several pods, which end separately."""
     speculation.assume("r", A, KEYS, 0.0)
     speculation.assume("r", B, KEYS[:1], 0.0)
     assert (speculation.held(0.1), speculation.held(0.1, B)) == ([0, 1, 2], [0])
@@ -221,7 +221,7 @@ def test_prefill_and_decode_pods_are_both_assumed(speculation: Speculated) -> No
 
 
 def test_the_oldest_requests_make_room() -> None:
-    """Beyond the bound the oldest requests are dropped whole."""
+    """Above the bound the entries of the oldest requests end as a whole."""
     speculation = Speculated(max_entries=5)
     speculation.assume("old", A, keys_of([1, 2, 3]), 0.0)
     speculation.assume("new", A, KEYS, 0.1)
@@ -231,8 +231,8 @@ def test_the_oldest_requests_make_room() -> None:
     assert len(speculation) == 0
 
 
-def test_what_is_over_makes_room_first() -> None:
-    """No request that still waits is dropped while entries of others are over."""
+def test_expired_entries_make_room_first() -> None:
+    """Entries of a waiting request are kept while others have expired."""
     speculation = Speculated(max_entries=5)
     speculation.assume("waits", B, KEYS[:2], 0.0)
     speculation.assume("over", A, KEYS, 0.1)
@@ -252,7 +252,7 @@ operations = st.one_of(
 
 @given(st.lists(st.tuples(operations, st.floats(0, 3)), max_size=40))
 def test_nothing_is_left_behind(history: list[tuple[tuple[object, ...], float]]) -> None:
-    """After any history the index holds what the requests assume, and a minute later nothing is kept."""
+    """After any history the index has exactly the entries of the requests, and none a minute later."""
     speculation, fresh = Speculated(max_entries=12), Speculated(max_entries=12)
     now_s = 0.0
     for (name, *arguments), pause_s in history:

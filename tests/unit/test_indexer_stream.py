@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tests.unit.stream_support import EXACT, RECOVERING, STALE, Loop, followed, payload, told
+from tests.unit.stream_support import EXACT, RECOVERING, STALE, Loop, followed, payload, state_and_reason
 
 
 def test_before_the_first_connection_the_state_is_recovering() -> None:
     """A stream without a connection is RECOVERING."""
-    assert told(Loop()) == (RECOVERING, "link_down")
+    assert state_and_reason(Loop()) == (RECOVERING, "link_down")
 
 
 def test_the_first_connection_replays_the_whole_history() -> None:
@@ -19,16 +19,16 @@ def test_the_first_connection_replays_the_whole_history() -> None:
     loop.publish()
     loop.deliver()
     assert (loop.view, loop.replays) == ([], [0])
-    assert told(loop) == (RECOVERING, "history")
+    assert state_and_reason(loop) == (RECOVERING, "history")
     loop.settle()
     assert loop.view == loop.whole_life()
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
 
 
 def test_an_empty_history_makes_the_view_exact() -> None:
     """An empty history is a complete one."""
     loop = followed(0)
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
 
 
 def test_a_truncated_history_is_stale_but_used() -> None:
@@ -39,7 +39,7 @@ def test_a_truncated_history_is_stale_but_used() -> None:
     loop.connect()
     loop.settle()
     assert loop.view == loop.whole_life()[3:]
-    assert told(loop) == (STALE, "history_truncated")
+    assert state_and_reason(loop) == (STALE, "history_truncated")
 
 
 def test_a_gap_triggers_a_replay() -> None:
@@ -48,13 +48,13 @@ def test_a_gap_triggers_a_replay() -> None:
     loop.publish(lost=True)
     loop.publish()
     loop.deliver()
-    assert told(loop) == (RECOVERING, "gap")
+    assert state_and_reason(loop) == (RECOVERING, "gap")
     loop.publish()
     loop.settle()
     assert loop.view == loop.whole_life()
     assert loop.clears == []
     assert loop.machine.gaps == 1
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
 
 
 def test_a_gap_beyond_the_replay_buffer_clears_the_view() -> None:
@@ -66,7 +66,7 @@ def test_a_gap_beyond_the_replay_buffer_clears_the_view() -> None:
     loop.settle()
     assert loop.clears == ["history_truncated"]
     assert loop.view == loop.whole_life()[-1:]
-    assert told(loop) == (STALE, "history_truncated")
+    assert state_and_reason(loop) == (STALE, "history_truncated")
 
 
 def test_a_replay_without_the_missing_batch_clears_the_view() -> None:
@@ -81,7 +81,7 @@ def test_a_replay_without_the_missing_batch_clears_the_view() -> None:
     assert loop.clears == ["gap"]
     assert loop.replays == [0, 3]
     assert loop.view == loop.whole_life()[-1:]
-    assert told(loop) == (STALE, "gap")
+    assert state_and_reason(loop) == (STALE, "gap")
 
 
 def test_a_replay_that_fails_clears_the_view_and_goes_on_live() -> None:
@@ -92,7 +92,7 @@ def test_a_replay_that_fails_clears_the_view_and_goes_on_live() -> None:
     loop.deliver()
     loop.fail_replay()
     assert (loop.view, loop.clears) == (loop.whole_life()[-1:], ["replay_failed"])
-    assert told(loop) == (STALE, "replay_failed")
+    assert state_and_reason(loop) == (STALE, "replay_failed")
     loop.publish()
     loop.settle()
     assert loop.view == loop.whole_life()[-2:]
@@ -116,15 +116,15 @@ def test_the_same_process_is_recognised_without_an_event() -> None:
     """After a reconnection the last applied batch is requested, and later batches are applied."""
     loop = followed()
     loop.disconnect()
-    assert told(loop) == (RECOVERING, "link_down")
+    assert state_and_reason(loop) == (RECOVERING, "link_down")
     assert len(loop.view) == 3
     loop.publish()
     loop.connect()
     assert loop.replays == [0, 2]
-    assert told(loop) == (RECOVERING, "identity")
+    assert state_and_reason(loop) == (RECOVERING, "identity")
     loop.settle()
     assert (loop.view, loop.clears) == (loop.whole_life(), [])
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
 
 
 def test_a_new_process_is_recognised_without_an_event() -> None:
@@ -135,7 +135,7 @@ def test_a_new_process_is_recognised_without_an_event() -> None:
     loop.settle()
     assert (loop.view, loop.clears) == ([], ["process_changed"])
     assert loop.replays == [0, 2, 0]
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
 
 
 def test_a_new_process_that_published_as_much_is_recognised_by_content() -> None:
@@ -148,7 +148,7 @@ def test_a_new_process_that_published_as_much_is_recognised_by_content() -> None
     loop.settle()
     assert loop.clears == ["process_changed"]
     assert loop.view == loop.whole_life()
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
 
 
 def test_live_batches_of_a_new_process_wait_for_its_history() -> None:
@@ -173,7 +173,7 @@ def test_a_sequence_that_goes_back_is_a_new_process() -> None:
     loop.settle()
     assert loop.clears == ["sequence_went_back"]
     assert loop.view == loop.whole_life()
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
 
 
 def test_a_repeated_sequence_number_is_a_new_process() -> None:
@@ -207,7 +207,7 @@ def test_without_replay_a_stream_is_exact_from_its_first_batch_on() -> None:
     """A stream received from sequence 0 on is complete."""
     loop = followed(3, replayable=False)
     assert (loop.view, loop.replays) == (loop.whole_life(), [])
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
 
 
 def test_without_replay_a_late_start_is_stale() -> None:
@@ -215,11 +215,11 @@ def test_without_replay_a_late_start_is_stale() -> None:
     loop = Loop(replayable=False)
     loop.publish()
     loop.connect()
-    assert told(loop) == (STALE, "no_history")
+    assert state_and_reason(loop) == (STALE, "no_history")
     loop.publish()
     loop.settle()
     assert loop.view == [payload(0, 1)]
-    assert told(loop) == (STALE, "no_history")
+    assert state_and_reason(loop) == (STALE, "no_history")
 
 
 def test_without_replay_a_gap_clears_the_view() -> None:
@@ -229,7 +229,7 @@ def test_without_replay_a_gap_clears_the_view() -> None:
     loop.publish()
     loop.settle()
     assert (loop.view, loop.clears) == ([payload(0, 4)], ["gap"])
-    assert told(loop) == (STALE, "gap")
+    assert state_and_reason(loop) == (STALE, "gap")
     assert loop.machine.gaps == 1
 
 
@@ -240,12 +240,12 @@ def test_without_replay_a_lost_link_clears_the_view() -> None:
     assert len(loop.view) == 3
     loop.connect()
     assert (loop.view, loop.clears) == ([], ["link_lost"])
-    assert told(loop) == (STALE, "no_history")
+    assert state_and_reason(loop) == (STALE, "no_history")
     loop.restart()
     loop.connect()
     loop.publish()
     loop.settle()
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
 
 
 def test_a_cleared_cache_makes_any_view_exact() -> None:
@@ -256,7 +256,7 @@ def test_a_cleared_cache_makes_any_view_exact() -> None:
     loop.publish()
     loop.settle()
     loop.machine.emptied(loop.current)
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
 
 
 def test_an_unreadable_batch_makes_the_view_stale() -> None:
@@ -264,7 +264,7 @@ def test_an_unreadable_batch_makes_the_view_stale() -> None:
     loop = followed()
     loop.machine.damaged(loop.current, "broken_event")
     loop.machine.damaged(loop.current, "oversize")
-    assert told(loop) == (STALE, "broken_event")
+    assert state_and_reason(loop) == (STALE, "broken_event")
 
 
 def test_results_of_a_dropped_view_do_not_affect_the_next() -> None:
@@ -275,10 +275,10 @@ def test_results_of_a_dropped_view_do_not_affect_the_next() -> None:
     loop.publish()
     loop.settle()
     loop.machine.emptied(dropped)
-    assert told(loop) == (STALE, "gap")
+    assert state_and_reason(loop) == (STALE, "gap")
     loop.machine.emptied(loop.current)
     loop.machine.damaged(dropped, "broken_event")
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
 
 
 def test_a_batch_before_the_connection_event_counts_as_connected() -> None:
@@ -294,12 +294,12 @@ def test_a_cache_that_was_dropped_silently_is_empty_and_stale() -> None:
     """The stream continues at its position, and a published clear makes the view EXACT."""
     loop = followed()
     loop.perform(loop.machine.emptied_silently("asleep"))
-    assert (loop.view, loop.clears, told(loop)) == ([], ["asleep"], (STALE, "asleep"))
+    assert (loop.view, loop.clears, state_and_reason(loop)) == ([], ["asleep"], (STALE, "asleep"))
     loop.publish()
     loop.settle()
     assert loop.view == loop.whole_life()[-1:]
     loop.machine.emptied(loop.current)
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
     assert loop.replays == [0]
 
 
@@ -308,11 +308,11 @@ def test_a_published_clear_is_not_awaited_again() -> None:
     loop = followed()
     loop.machine.emptied(loop.current, holds_nothing=True)
     loop.perform(loop.machine.emptied_silently("asleep"))
-    assert (loop.clears, told(loop)) == ([], (EXACT, ""))
+    assert (loop.clears, state_and_reason(loop)) == ([], (EXACT, ""))
     loop.publish()
     loop.settle()
     loop.perform(loop.machine.emptied_silently("asleep"))
-    assert (loop.clears, told(loop)) == (["asleep"], (STALE, "asleep"))
+    assert (loop.clears, state_and_reason(loop)) == (["asleep"], (STALE, "asleep"))
 
 
 def test_a_stream_may_start_at_a_declared_number() -> None:
@@ -323,13 +323,13 @@ def test_a_stream_may_start_at_a_declared_number() -> None:
         loop.connect()
         loop.publish()
         loop.settle()
-        assert told(loop) == (EXACT, "")
+        assert state_and_reason(loop) == (EXACT, "")
     late = Loop(replayable=False, first_sequence=1)
     late.published = 2
     late.connect()
     late.publish()
     late.settle()
-    assert told(late) == (STALE, "no_history")
+    assert state_and_reason(late) == (STALE, "no_history")
 
 
 def test_a_first_number_below_the_expected_one_is_not_lost() -> None:
@@ -340,4 +340,4 @@ def test_a_first_number_below_the_expected_one_is_not_lost() -> None:
     loop.publish()
     loop.publish()
     loop.settle()
-    assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
+    assert (loop.view, state_and_reason(loop)) == (loop.whole_life(), (EXACT, ""))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from indexer.streams.actions import Fetch
-from tests.unit.stream_support import EXACT, RECOVERING, STALE, Loop, followed, payload, told
+from tests.unit.stream_support import EXACT, RECOVERING, STALE, Loop, followed, payload, state_and_reason
 
 
 def late(published: int = 5, **settings: int | bool) -> Loop:
@@ -25,10 +25,10 @@ def test_a_peers_view_continues_at_its_last_batch() -> None:
     loop.publish()
     loop.answer_fetch()
     assert (loop.replays, loop.view) == ([4], [payload(0, number) for number in range(5)])
-    assert told(loop) == (RECOVERING, "identity")
+    assert state_and_reason(loop) == (RECOVERING, "identity")
     loop.settle()
     assert loop.view == loop.whole_life()
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
     assert loop.clears == []
 
 
@@ -40,7 +40,7 @@ def test_a_peers_view_of_another_process_is_dropped() -> None:
     loop.settle()
     assert loop.view == loop.whole_life()
     assert loop.clears == ["peer_unproven"] * 4
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
     assert (loop.fetches, loop.replays) == (4, [4, 4, 4, 4, 0])
 
 
@@ -52,7 +52,7 @@ def test_a_peers_view_older_than_the_replay_buffer_is_dropped() -> None:
     loop.connect()
     loop.settle()
     assert loop.view == loop.whole_life()[5:]
-    assert told(loop) == (STALE, "history_truncated")
+    assert state_and_reason(loop) == (STALE, "history_truncated")
 
 
 def test_a_later_view_of_the_peer_may_be_verified() -> None:
@@ -67,7 +67,7 @@ def test_a_later_view_of_the_peer_may_be_verified() -> None:
     loop.peer_follows()
     loop.settle()
     assert loop.view == loop.whole_life()
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
 
 
 def test_a_link_lost_before_verification_leaves_the_view_unverified() -> None:
@@ -76,13 +76,13 @@ def test_a_link_lost_before_verification_leaves_the_view_unverified() -> None:
     loop.connect()
     loop.answer_fetch()
     loop.restart()
-    assert told(loop) == (RECOVERING, "link_down")
+    assert state_and_reason(loop) == (RECOVERING, "link_down")
     loop.publish()
     loop.peer = []
     loop.connect()
     loop.settle()
     assert loop.view == loop.whole_life()
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
@@ -98,7 +98,7 @@ def test_without_replay_a_common_batch_verifies_the_view(overlap: int) -> None:
     loop.deliver()
     loop.answer_fetch()
     assert loop.view == loop.whole_life()
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
 
 
 def test_without_replay_and_a_common_batch_the_view_is_dropped() -> None:
@@ -109,7 +109,7 @@ def test_without_replay_and_a_common_batch_the_view_is_dropped() -> None:
     loop.deliver()
     loop.settle()
     assert loop.view == [payload(0, 5)]
-    assert told(loop)[0] is STALE
+    assert state_and_reason(loop)[0] is STALE
 
 
 def test_without_replay_an_earlier_batch_verifies_a_later_view() -> None:
@@ -117,14 +117,14 @@ def test_without_replay_an_earlier_batch_verifies_a_later_view() -> None:
     loop = late(replayable=False)
     loop.connect()
     loop.settle()
-    assert told(loop)[0] is STALE
+    assert state_and_reason(loop)[0] is STALE
     loop.publish()
     loop.settle()
     loop.peer_follows()
     loop.perform(loop.machine.repair())
     loop.settle()
     assert loop.view == loop.whole_life()
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
 
 
 def test_an_equal_number_with_another_payload_does_not_verify() -> None:
@@ -136,7 +136,7 @@ def test_an_equal_number_with_another_payload_does_not_verify() -> None:
     loop.deliver()
     loop.settle()
     assert loop.view == [payload(1, 4)]
-    assert told(loop)[0] is STALE
+    assert state_and_reason(loop)[0] is STALE
 
 
 def test_an_invalid_view_is_not_rebuilt_from_peers() -> None:
@@ -188,7 +188,7 @@ def test_without_replay_a_gap_behind_a_peers_view_triggers_a_snapshot() -> None:
     loop.peer_follows()
     loop.settle()
     assert loop.view == loop.whole_life()
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
 
 
 def test_an_applied_batch_resets_the_count_of_unusable_snapshots() -> None:
@@ -209,7 +209,7 @@ def test_a_view_is_repaired_during_a_tail_check() -> None:
     loop = followed(snapshots=True)
     loop.perform(loop.machine.snapshot_begun())
     loop.machine.damaged(loop.current, "unknown_parent")
-    assert told(loop)[0] is STALE
+    assert state_and_reason(loop)[0] is STALE
     loop.perform(loop.machine.check_tail())
     assert loop.answers
     loop.perform(loop.machine.repair())

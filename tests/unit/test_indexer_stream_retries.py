@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.stream_support import EXACT, RECOVERING, STALE, Loop, followed, payload, told
+from tests.unit.stream_support import EXACT, RECOVERING, STALE, Loop, followed, payload, state_and_reason
 
 
 def stale(**settings: int | bool) -> Loop:
@@ -15,7 +15,7 @@ def stale(**settings: int | bool) -> Loop:
     loop.fail_replay()
     loop.publish()
     loop.settle()
-    assert (loop.view, told(loop)) == ([payload(0, 1)], (STALE, "replay_failed"))
+    assert (loop.view, state_and_reason(loop)) == ([payload(0, 1)], (STALE, "replay_failed"))
     return loop
 
 
@@ -24,11 +24,11 @@ def test_a_later_replay_makes_the_view_exact() -> None:
     loop = stale()
     assert loop.machine.can_repair()
     loop.perform(loop.machine.repair())
-    assert (loop.replays[-1], told(loop)) == (0, (STALE, "replay_failed"))
+    assert (loop.replays[-1], state_and_reason(loop)) == (0, (STALE, "replay_failed"))
     loop.answer()
-    assert (loop.view, told(loop)) == ([payload(0, 0)], (RECOVERING, "history"))
+    assert (loop.view, state_and_reason(loop)) == ([payload(0, 0)], (RECOVERING, "history"))
     loop.settle()
-    assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
+    assert (loop.view, state_and_reason(loop)) == (loop.whole_life(), (EXACT, ""))
     assert loop.clears == ["history"]
 
 
@@ -41,7 +41,7 @@ def test_until_the_first_answer_live_batches_are_applied() -> None:
         loop.publish()
         loop.deliver()
         loop.fail_replay()
-        assert told(loop) == (STALE, "replay_failed")
+        assert state_and_reason(loop) == (STALE, "replay_failed")
         assert loop.machine.can_repair()
     assert (loop.view, loop.clears) == (loop.whole_life()[1:], [])
 
@@ -54,7 +54,7 @@ def test_a_batch_between_asking_and_the_first_answer_is_not_lost() -> None:
     loop.deliver()
     loop.publish()
     loop.settle()
-    assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
+    assert (loop.view, state_and_reason(loop)) == (loop.whole_life(), (EXACT, ""))
 
 
 def test_a_truncated_history_is_not_requested_again() -> None:
@@ -66,7 +66,7 @@ def test_a_truncated_history_is_not_requested_again() -> None:
     view = list(loop.view)
     loop.perform(loop.machine.repair())
     loop.settle()
-    assert (loop.view, told(loop)) == (view, (STALE, "history_truncated"))
+    assert (loop.view, state_and_reason(loop)) == (view, (STALE, "history_truncated"))
     assert not loop.machine.can_repair()
     assert loop.machine.repair() == []
 
@@ -80,7 +80,7 @@ def test_a_view_that_was_emptied_meanwhile_is_not_touched() -> None:
     loop.machine.emptied(loop.current)
     view = list(loop.view)
     loop.settle()
-    assert (loop.view, loop.clears, told(loop)) == (view, [], (EXACT, ""))
+    assert (loop.view, loop.clears, state_and_reason(loop)) == (view, [], (EXACT, ""))
 
 
 def test_a_retry_that_breaks_off_halfway_can_be_tried_again() -> None:
@@ -89,10 +89,10 @@ def test_a_retry_that_breaks_off_halfway_can_be_tried_again() -> None:
     loop.perform(loop.machine.repair())
     loop.answer()
     loop.fail_replay()
-    assert (loop.view, told(loop)) == ([], (STALE, "replay_failed"))
+    assert (loop.view, state_and_reason(loop)) == ([], (STALE, "replay_failed"))
     loop.perform(loop.machine.repair())
     loop.settle()
-    assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
+    assert (loop.view, state_and_reason(loop)) == (loop.whole_life(), (EXACT, ""))
 
 
 @pytest.mark.parametrize("snapshot", [True, False])
@@ -105,14 +105,14 @@ def test_a_snapshot_is_tried_before_the_replay(snapshot: bool) -> None:
     loop.fail_replay()
     loop.fail_fetch()
     loop.fail_replay()
-    assert told(loop) == (STALE, "replay_failed")
+    assert state_and_reason(loop) == (STALE, "replay_failed")
     replays = len(loop.replays)
     loop.perform(loop.machine.repair())
     assert loop.fetching
     if not snapshot:
         loop.fail_fetch()
     loop.settle()
-    assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
+    assert (loop.view, state_and_reason(loop)) == (loop.whole_life(), (EXACT, ""))
     assert len(loop.replays) - replays == (0 if snapshot else 1)
 
 

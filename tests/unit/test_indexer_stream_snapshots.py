@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.stream_support import EXACT, RECOVERING, STALE, Loop, followed, payload, told
+from tests.unit.stream_support import EXACT, RECOVERING, STALE, Loop, followed, payload, state_and_reason
 
 
 def test_a_snapshot_comes_before_the_history() -> None:
@@ -11,13 +11,13 @@ def test_a_snapshot_comes_before_the_history() -> None:
     for _ in range(3):
         loop.publish()
     loop.connect()
-    assert (loop.fetches, loop.replays, told(loop)) == (1, [], (RECOVERING, "snapshot"))
+    assert (loop.fetches, loop.replays, state_and_reason(loop)) == (1, [], (RECOVERING, "snapshot"))
     loop.publish()
     loop.deliver()
     assert loop.view == []
     loop.settle()
     assert loop.view == loop.whole_life()
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
 
 
 def test_a_failed_snapshot_triggers_a_replay() -> None:
@@ -28,7 +28,7 @@ def test_a_failed_snapshot_triggers_a_replay() -> None:
     loop.fail_fetch()
     assert loop.replays == [0]
     loop.settle()
-    assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
+    assert (loop.view, state_and_reason(loop)) == (loop.whole_life(), (EXACT, ""))
 
 
 def test_with_neither_the_view_is_stale() -> None:
@@ -37,10 +37,10 @@ def test_with_neither_the_view_is_stale() -> None:
     loop.publish()
     loop.connect()
     loop.fail_fetch()
-    assert told(loop) == (STALE, "no_history")
+    assert state_and_reason(loop) == (STALE, "no_history")
     loop.publish()
     loop.deliver()
-    assert (loop.view, told(loop)) == ([payload(0, 1)], (STALE, "no_history"))
+    assert (loop.view, state_and_reason(loop)) == ([payload(0, 1)], (STALE, "no_history"))
 
 
 def test_a_gap_beyond_the_replay_buffer_triggers_a_snapshot() -> None:
@@ -51,7 +51,7 @@ def test_a_gap_beyond_the_replay_buffer_triggers_a_snapshot() -> None:
     loop.publish()
     loop.settle()
     assert loop.clears == ["history_truncated"]
-    assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
+    assert (loop.view, state_and_reason(loop)) == (loop.whole_life(), (EXACT, ""))
 
 
 def test_snapshots_that_no_live_batch_can_follow_are_given_up() -> None:
@@ -65,7 +65,7 @@ def test_snapshots_that_no_live_batch_can_follow_are_given_up() -> None:
         loop.perform(loop.machine.snapshot_begun())
         loop.perform(loop.machine.snapshot_ended(0))
     assert loop.fetches - fetched == 3
-    assert told(loop) == (STALE, "gap")
+    assert state_and_reason(loop) == (STALE, "gap")
 
 
 def test_the_same_process_is_not_asked_for_a_second_snapshot() -> None:
@@ -84,9 +84,9 @@ def test_after_a_lost_link_without_replay_a_snapshot_replaces_the_view() -> None
     loop.restart()
     loop.publish()
     loop.connect()
-    assert told(loop) == (RECOVERING, "snapshot")
+    assert state_and_reason(loop) == (RECOVERING, "snapshot")
     loop.settle()
-    assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
+    assert (loop.view, state_and_reason(loop)) == (loop.whole_life(), (EXACT, ""))
 
 
 def test_a_link_lost_in_mid_snapshot_leaves_nothing_of_it() -> None:
@@ -101,7 +101,7 @@ def test_a_link_lost_in_mid_snapshot_leaves_nothing_of_it() -> None:
     loop.connect()
     loop.settle()
     assert (loop.view, loop.clears) == ([], ["snapshot"])
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
 
 
 def test_a_repair_keeps_the_view_until_the_snapshot_arrives() -> None:
@@ -109,14 +109,14 @@ def test_a_repair_keeps_the_view_until_the_snapshot_arrives() -> None:
     loop = followed(snapshots=True)
     loop.machine.damaged(loop.current, "broken_event")
     loop.perform(loop.machine.repair())
-    assert told(loop) == (STALE, "broken_event")
+    assert state_and_reason(loop) == (STALE, "broken_event")
     loop.publish()
     loop.deliver()
     loop.fail_fetch()
-    assert (loop.view, told(loop)) == (loop.whole_life(), (STALE, "broken_event"))
+    assert (loop.view, state_and_reason(loop)) == (loop.whole_life(), (STALE, "broken_event"))
     loop.perform(loop.machine.repair())
     loop.settle()
-    assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
+    assert (loop.view, state_and_reason(loop)) == (loop.whole_life(), (EXACT, ""))
 
 
 def test_an_exact_view_is_not_repaired() -> None:
@@ -131,4 +131,4 @@ def test_an_invalid_view_is_rebuilt() -> None:
         loop.perform(loop.machine.invalidate("overfull"))
         assert loop.clears == ["overfull"]
         loop.settle()
-        assert (loop.view, told(loop)) == (loop.whole_life(), (EXACT, ""))
+        assert (loop.view, state_and_reason(loop)) == (loop.whole_life(), (EXACT, ""))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from indexer.streams.state_machine import StreamMachine
-from tests.unit.stream_support import EXACT, followed, told
+from tests.unit.stream_support import EXACT, followed, state_and_reason
 
 
 def test_what_waits_for_a_replay_is_bounded() -> None:
@@ -16,7 +16,7 @@ def test_what_waits_for_a_replay_is_bounded() -> None:
     assert len(loop.machine.waiting) <= 2
     loop.settle()
     assert loop.view == loop.whole_life()
-    assert (loop.clears, told(loop)) == ([], (EXACT, ""))
+    assert (loop.clears, state_and_reason(loop)) == ([], (EXACT, ""))
 
 
 def test_batches_dropped_while_they_waited_are_replayed_without_another_event() -> None:
@@ -55,9 +55,9 @@ def test_a_lost_tail_is_found_when_the_stream_is_quiet() -> None:
     """The last batches before a pause may be lost without a gap; the tail check finds them."""
     loop = followed()
     loop.publish(lost=True)
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
     loop.perform(loop.machine.check_tail())
-    assert told(loop) == (EXACT, "")
+    assert state_and_reason(loop) == (EXACT, "")
     loop.settle()
     assert loop.view == loop.whole_life()
     assert loop.clears == []
@@ -79,7 +79,7 @@ def test_a_failed_tail_check_changes_nothing() -> None:
     loop = followed()
     loop.perform(loop.machine.check_tail())
     loop.fail_replay()
-    assert (len(loop.view), told(loop)) == (3, (EXACT, ""))
+    assert (len(loop.view), state_and_reason(loop)) == (3, (EXACT, ""))
 
 
 def test_the_tail_of_an_empty_history_can_be_checked() -> None:

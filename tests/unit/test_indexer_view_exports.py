@@ -1,4 +1,4 @@
-"""Listing a view for a peer, turn by turn, while what its stream says waits in bounds."""
+"""Export of a view for a peer, turn by turn, while live batches wait within bounds."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ PART = ViewPart(None, HeldBlocks(*[np.ones(100, np.uint64)] * 5))
 def begun(
     parts: Iterator[ViewPart | None], max_bytes: int = 1 << 20
 ) -> tuple[ViewExports, Future[ViewSnapshot]]:
-    """A list that has begun at time 0, and what will be told of it."""
+    """Start an export at time 0; return it and the future of its snapshot."""
     exports, told = ViewExports(max_bytes), Future[ViewSnapshot]()
     exports.begin(told, MARK, ViewContent(FACTS, 3, parts), 0.0)
     return exports, told
 
 
 def refusal(told: Future[ViewSnapshot]) -> str:
-    """Why nothing was told."""
+    """Return the reason of a failed export."""
     error = told.exception(0)
     assert isinstance(error, PeerError)
     return error.reason
 
 
-def test_a_list_is_made_a_part_a_turn() -> None:
-    """Each turn takes one part, or a look that found none; all of them are told with place and facts."""
+def test_an_export_adds_one_part_a_turn() -> None:
+    """Each turn adds one part or none; the snapshot has all parts, the last batch and the facts."""
     exports, told = begun(iter([PART, None, PART]))
     turns = 0
     while exports.running:
@@ -59,8 +59,8 @@ def test_turns_leave_time_to_others() -> None:
     assert exports.due_s == due_s
 
 
-def test_what_comes_meanwhile_waits_in_order() -> None:
-    """Live batches are held until the list is over, and as long as others wait in front of them."""
+def test_live_batches_wait_in_order() -> None:
+    """Live batches wait until the export ends, and as long as earlier ones wait."""
     exports, _ = begun(iter([]))
     batches = [Batch(number, b"x") for number in range(5)]
     assert exports.hold(batches[:3])
@@ -77,8 +77,8 @@ def test_what_comes_meanwhile_waits_in_order() -> None:
     "flood",
     [[Batch(number, b"") for number in range(3000)], [Batch(number, bytes(1 << 20)) for number in range(9)]],
 )
-def test_too_much_that_waits_ends_the_list(flood: list[Batch]) -> None:
-    """Beyond the bounds of batches or bytes the view is not told, and nothing of the stream is lost."""
+def test_too_many_waiting_batches_abort_the_export(flood: list[Batch]) -> None:
+    """Above the bounds of batches or bytes the export is aborted, and no batch is lost."""
     exports, told = begun(iter([PART] * 3))
     held = [exports.hold([batch]) for batch in flood]
     assert not all(held)
@@ -87,8 +87,8 @@ def test_too_much_that_waits_ends_the_list(flood: list[Batch]) -> None:
     assert exports.take() == flood
 
 
-def test_a_view_that_is_too_large_is_not_told() -> None:
-    """The parts of a view are counted while they are listed."""
+def test_a_view_that_is_too_large_is_not_exported() -> None:
+    """The size of the parts is checked during the export."""
     exports, told = begun(iter([PART] * 3), max_bytes=3000)
     for _ in range(2):
         exports.turn(exports.due_s)
@@ -96,23 +96,23 @@ def test_a_view_that_is_too_large_is_not_told() -> None:
     assert not exports.running
 
 
-def test_a_second_list_does_not_begin_beside_the_first() -> None:
-    """One peer at a time: the other is told so."""
+def test_a_second_export_is_rejected_while_one_runs() -> None:
+    """A second export is rejected as busy."""
     exports, _ = begun(iter([PART]))
     with pytest.raises(PeerError, match="busy"):
         exports.begin(Future(), MARK, ViewContent(FACTS, 0, iter([])), 0.0)
 
 
-def test_whoever_does_not_wait_any_more_costs_nothing() -> None:
-    """A list that nobody waits for ends with the next turn."""
+def test_a_cancelled_export_ends_with_the_next_turn() -> None:
+    """An export whose future was cancelled ends with the next turn."""
     exports, told = begun(iter([PART] * 3))
     assert told.cancel()
     exports.turn(0.0)
     assert not exports.running
 
 
-def test_an_error_in_listing_is_told_and_ends_it(caplog: pytest.LogCaptureFixture) -> None:
-    """It costs the peer its answer and the stream nothing."""
+def test_an_error_during_an_export_aborts_it(caplog: pytest.LogCaptureFixture) -> None:
+    """An error during an export is reported to the peer and does not affect the stream."""
 
     def failing() -> Iterator[ViewPart | None]:
         yield PART

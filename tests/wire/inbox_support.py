@@ -10,7 +10,7 @@ from tests.wire.subscribe_support import MODEL, Watched
 
 
 class ConnectedEngine:
-    """A PUB socket that connects to the inbox of a running indexer, on a context of its own.
+    """PUB socket that connects to a running indexer, with a context of its own.
 
     Args:
         inbox: The indexer, or the address that it is bound to.
@@ -32,18 +32,18 @@ class ConnectedEngine:
         self._pub.recv()
 
     def publish(self, *events: object, rank: int | None = None, lost: bool = False) -> None:
-        """Publishes a batch."""
+        """Publish a batch."""
         payload = batch(*events, rank=rank)
         if not lost:
             self.send(self._topic, self.sequence.to_bytes(8, "big"), payload)
         self.sequence += 1
 
     def send(self, *frames: bytes) -> None:
-        """Sends any message."""
+        """Send any message."""
         self._pub.send_multipart(frames)
 
     def close(self) -> None:
-        """It is gone, without a word."""
+        """Close the socket without a notice."""
         self._pub.close()
         self._context.term()
 
@@ -55,15 +55,15 @@ class ConnectedEngine:
 
 
 def declared(pod: str, model: str = MODEL, **settings: object) -> PodStream:
-    """The stream of a pod that connects to us."""
+    """Return the stream of a pod that connects to us."""
     return PodStream(pod, model, None, **settings)  # type: ignore[arg-type]
 
 
 def reason(watched: Watched, holder: str) -> str:
-    """Why the stream is in its state."""
+    """Return the reason of the stream's state."""
     return watched.indexer.engine_registry.engines[holder].reason
 
 
 def known(watched: Watched, *holders: str) -> None:
-    """Waits until exactly these engines are followed."""
+    """Wait until exactly these engines are followed."""
     wait_until(f"{holders} are known", lambda: set(watched.indexer.engine_registry.engines) == set(holders))

@@ -1,4 +1,4 @@
-"""Indexers that are each other's peers, on real sockets; and peers that are none."""
+"""Indexers that are each other's peers, on real sockets, and servers that only pretend to be peers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SEED = 7
 
 @contextmanager
 def indexer(*peers: str, **settings: Any) -> Iterator[Watched]:
-    """A running indexer with a seed that its peers share."""
+    """Start an indexer with a seed that its peers share."""
     quick = {"hash_seed": SEED, "replay_attempts": 2, "snapshot_total_s": 20.0}
     running = Watched(**{**quick, "peers": peers, **settings})
     try:
@@ -37,7 +37,7 @@ def indexer(*peers: str, **settings: Any) -> Iterator[Watched]:
 def serving(
     watched: Watched, port: int = 0, credentials: grpc.ServerCredentials | None = None
 ) -> Iterator[str]:
-    """The gRPC server of an indexer; yields its address."""
+    """Start the gRPC server of an indexer; yield its address."""
     server = IndexerServer(watched.indexer, [], "127.0.0.1", port, credentials)
     server.start()
     try:
@@ -50,7 +50,7 @@ def serving(
 def false_peer(
     answer: Callable[[pb.SnapshotRequest, grpc.ServicerContext], Iterator[bytes]],
 ) -> Iterator[str]:
-    """A server that answers every request for a snapshot with these messages; yields its address."""
+    """Start a server that answers every snapshot request with these messages; yield its address."""
 
     class Door(pb_grpc.IndexPeerServicer):
         def Snapshot(  # noqa: N802 (the name is the proto's)
@@ -70,7 +70,7 @@ def false_peer(
 
 
 def messages_of(address: str, watched: Watched, engine: str, model: str) -> list[bytes]:
-    """What a peer tells an indexer of an engine."""
+    """Return the messages that a peer sends an indexer for an engine."""
     identity = watched.indexer.exports.identity
     with grpc.insecure_channel(address) as channel:
         chunks = pb_grpc.IndexPeerStub(channel).Snapshot(
@@ -83,7 +83,7 @@ def messages_of(address: str, watched: Watched, engine: str, model: str) -> list
 def while_listed(
     monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], until: Callable[[ViewExports], bool]
 ) -> None:
-    """Has something done when the first view begins to be listed; the list goes on when `until` says so."""
+    """Run a function when the first export starts; the export continues when `until` allows it."""
     turn = ViewExports.turn
     acted = threading.Event()
 
@@ -98,6 +98,6 @@ def while_listed(
 
 
 def then_wait(messages: Sequence[bytes], until: threading.Event) -> Iterator[bytes]:
-    """These messages, and then nothing for as long as the test wants."""
+    """Yield these messages, and then nothing for as long as the test needs."""
     yield from messages
     until.wait(DEADLINE_S)

@@ -1,4 +1,4 @@
-"""A server of snapshots, and of whatever else it is told to answer."""
+"""HTTP server of snapshots and of any other answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 
 def body(sequence: int, *payloads: bytes, **fields: Any) -> bytes:
-    """A snapshot's body."""
+    """Return the body of a snapshot."""
     told = {"schema": 1, "boot_id": "b", "sequence": sequence, "block_size": 4, "blocks": len(payloads)}
     return msgspec.msgpack.encode({**told, "batches": list(payloads), **fields})
 

@@ -1,4 +1,4 @@
-"""An indexer on real sockets, with eyes on all that it tells."""
+"""Indexer on real sockets, with its callbacks recorded."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ TOKENS = list(range(24))
 
 
 def block(number: int, **fields: Any) -> dict[str, object]:
-    """The event of the n-th block of TOKENS, from 1; its hash is its number."""
+    """Return the event of the n-th block of TOKENS, from 1; its hash is its number."""
     tokens = TOKENS[(number - 1) * 4 : number * 4]
     return stored([number], tokens, parent=number - 1 or None, **fields)
 
 
 def stream(engine: EnginePublisher, pod: str = POD, model: str = MODEL) -> PodStream:
-    """The engine's stream under a pod's name."""
+    """Return the engine's stream under a pod's name."""
     return PodStream(pod, model, engine.events_endpoint, engine.replay_endpoint)
 
 
 @contextmanager
 def started(command: list[str], **streams: int) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs at the repository's root and does not outlive its test."""
+    """Start a process at the repository's root that ends with its test."""
     with subprocess.Popen(command, cwd=ROOT, text=True, **streams) as process:
         try:
             yield process
@@ -42,7 +42,7 @@ def started(command: list[str], **streams: int) -> Iterator[subprocess.Popen[str
 
 
 class Watched:
-    """A running indexer with blocks of 4 tokens.
+    """Running indexer with blocks of 4 tokens.
 
     Attributes:
         links: What `on_link` told, in order.
@@ -65,28 +65,28 @@ class Watched:
         self.indexer.start()
 
     def follow(self, *streams: PodStream) -> None:
-        """Follows exactly these."""
+        """Follow exactly these streams."""
         self.indexer.follow(streams)
 
     def match(self, pod: str = POD) -> PodMatch:
-        """How TOKENS match at the pod."""
+        """Return the match of TOKENS at the pod."""
         return self.indexer.match(self.keys, [pod])[pod]
 
     def settled(self, cached: int, state: StreamState = StreamState.EXACT, pod: str = POD) -> None:
-        """Waits until the pod holds so many blocks of TOKENS, in this state."""
+        """Wait until the pod has so many blocks of TOKENS, in this state."""
         wait_until(
             f"{pod} has {cached} blocks and is {state}",
             lambda: (self.match(pod).cached_blocks, self.match(pod).state) == (cached, state),
         )
 
     def built(self, source: str) -> None:
-        """Waits until one view was built from this source, which is counted after its state is told."""
+        """Wait until one view was built from this source, which is counted after its state is reported."""
         name = "kvroute_indexer_bootstraps_total"
         wait_until(f"a view from {source}", lambda: self.metric(name, source=source) >= 1)
         assert self.metric(name, source=source) == 1
 
     def metric(self, name: str, **labels: str) -> float:
-        """The value of a metric; 0 where it was never touched."""
+        """Return the value of a metric; 0 if it has no sample."""
         return self.registry.get_sample_value(name, labels) or 0.0
 
     def _stored(self, pod: str, keys: Sequence[int], _now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""A router whose blocks are smaller than an engine's: predictions and ends of prefills by engine blocks."""
+"""Router whose blocks are smaller than an engine's: predictions and ends of prefills in engine blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPT = list(range(200))
 
 
 class Routed:
-    """A router with blocks of 16 tokens and its indexer, which follow one engine with larger blocks."""
+    """Router with blocks of 16 tokens and its indexer, which follow one engine with larger blocks."""
 
     def __init__(self, engine: EnginePublisher, engine_tokens: int) -> None:
         self.engine, self.engine_tokens = engine, engine_tokens
@@ -36,7 +36,7 @@ class Routed:
         assert self.indexer.states()[ADDRESS] is StreamState.EXACT
 
     def publish(self, prompt: list[int], first_hash: int = 1) -> None:
-        """The engine stored the prompt's full blocks."""
+        """Publish the prompt's full blocks as stored."""
         blocks = len(prompt) // self.engine_tokens
         tokens = prompt[: blocks * self.engine_tokens]
         self.engine.publish(
@@ -44,12 +44,12 @@ class Routed:
         )
 
     def cached(self, prompt: list[int]) -> int:
-        """Index blocks of the prompt that count as cached."""
+        """Return the index blocks of the prompt that count as cached."""
         keys = self.indexer.block_keys(TINY, prompt)
         return self.indexer.match(keys, [ADDRESS])[ADDRESS].cached_blocks
 
     def route(self, request_id: str, prompt: list[int]) -> Decision:
-        """Routes a request."""
+        """Route a request."""
         return self.bench.router.route(completion(request_id, prompt), time.monotonic())
 
     def told(self, prompt: list[int]) -> int:
@@ -62,7 +62,7 @@ class Routed:
 
 @pytest.fixture(params=[32, 64])
 def routed(request: pytest.FixtureRequest) -> Iterator[Routed]:
-    """A router beside an engine with blocks of 32 or of 64."""
+    """Start a router beside an engine with blocks of 32 or 64 tokens."""
     with EnginePublisher() as engine:
         running = Routed(engine, request.param)
         yield running
@@ -70,7 +70,7 @@ def routed(request: pytest.FixtureRequest) -> Iterator[Routed]:
 
 
 def test_predicted_is_whole_blocks_of_the_engine(routed: Routed) -> None:
-    """A prediction is whole engine blocks, never the last token, whatever a prompt shares with the cache."""
+    """A prediction is whole engine blocks without the last token, whatever prefix is shared."""
     routed.publish(PROMPT)
     whole = len(PROMPT) // routed.engine_tokens * routed.engine_tokens
     wait_until("the prompt is cached", lambda: routed.cached(PROMPT) == whole // 16)
@@ -82,7 +82,7 @@ def test_predicted_is_whole_blocks_of_the_engine(routed: Routed) -> None:
 
 
 def test_explained_is_what_is_predicted(routed: Routed) -> None:
-    """Decisions by tier and the indexer's own account tell the same whole blocks as the prediction."""
+    """Decisions by tier and the indexer's explanation have the same whole blocks as the prediction."""
     routed.publish(PROMPT)
     wait_until("the prompt is cached", lambda: routed.cached(PROMPT) > 0)
     prompt = [*PROMPT[:112], *range(2000, 2030)]
@@ -101,14 +101,14 @@ def test_explained_is_what_is_predicted(routed: Routed) -> None:
 
 
 def test_what_is_on_its_way_is_whole_blocks_too(routed: Routed) -> None:
-    """A prompt that was just sent to the pod is assumed there up to its last engine block."""
+    """The speculative entries of a prompt end with its last engine block."""
     routed.route("first", PROMPT)
     whole = len(PROMPT) // routed.engine_tokens * routed.engine_tokens
     assert routed.told([*PROMPT, *range(2000, 2040)]) == whole
 
 
 def test_the_engines_last_block_ends_the_prefill(routed: Routed) -> None:
-    """A prefill ends when the engine announces its last whole block; the tail is not waited for."""
+    """A prefill ends with the event of its last whole block; the tail is not awaited."""
     decision = routed.route("r", PROMPT)
     assert routed.bench.ledger.board.work(ADDRESS).awaiting == 1
     assert routed.watched.metric("kvroute_indexer_speculative_entries") > 0
@@ -125,7 +125,7 @@ def test_the_engines_last_block_ends_the_prefill(routed: Routed) -> None:
 
 
 def test_a_prompt_of_less_than_a_block_awaits_no_event(routed: Routed) -> None:
-    """No event tells of such a prompt: its prefill ends by the clock, like any that no event announces."""
+    """The prefill of a prompt shorter than a block ends by the clock, because no event follows."""
     decision = routed.route("short", PROMPT[:24])
     assert routed.watched.metric("kvroute_indexer_speculative_entries") == 0
     best = decision.ranked.best

@@ -1,4 +1,4 @@
-"""Pods that connect to us: who they are, what becomes of their streams, and what nobody may do."""
+"""Pods that connect to the indexer: identity, streams, limits and rejected messages."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ BIND = "tcp://127.0.0.1:*"
 
 @pytest.fixture
 def watched() -> Iterator[Watched]:
-    """A running indexer that pods connect to."""
+    """Start an indexer that pods connect to."""
     running = Watched(events_bind=BIND, replay_attempts=4, undeclared_pods=2)
     yield running
     running.indexer.close()
 
 
 def rejected(watched: Watched, why: str) -> float:
-    """How many messages were not taken for this reason."""
+    """Return the number of messages rejected for this reason."""
     return watched.metric("kvroute_indexer_rejected_total", reason=why)
 
 
 def test_pods_that_nobody_declared_are_known_by_their_topics(watched: Watched) -> None:
-    """Each names itself and its model; seen from its first batch on its view is exact."""
+    """An undeclared pod is named by its topic, and is EXACT if received from its first batch on."""
     with ConnectedEngine(watched, POD) as first, ConnectedEngine(watched, OTHER) as second:
         first.publish(block(1))
         second.publish(block(1), block(2))
@@ -42,7 +42,7 @@ def test_pods_that_nobody_declared_are_known_by_their_topics(watched: Watched) -
 
 
 def test_models_of_any_name_are_told_apart(watched: Watched) -> None:
-    """What follows the second '@' is the model's name, whatever is in it."""
+    """Everything after the second '@' of a topic is the model's name."""
     odd = "org/model@rev"
     with ConnectedEngine(watched, POD) as plain, ConnectedEngine(watched, "[fd00::1]:8000", odd) as other:
         plain.publish(block(1))
@@ -57,7 +57,7 @@ def test_models_of_any_name_are_told_apart(watched: Watched) -> None:
 
 
 def test_a_publisher_that_vanished_is_noticed(watched: Watched) -> None:
-    """A lost connection is told at once; without a replay nothing of the old view is trusted afterwards."""
+    """A lost connection is reported immediately; without a replay socket the old view is dropped."""
     with ConnectedEngine(watched, POD) as engine:
         engine.publish(block(1))
         watched.settled(1)
@@ -73,7 +73,7 @@ def test_a_publisher_that_vanished_is_noticed(watched: Watched) -> None:
 
 
 def test_what_was_sent_before_a_connection_was_lost_is_applied(watched: Watched) -> None:
-    """A lost connection takes effect behind its last message."""
+    """A lost connection takes effect after its last message."""
     engine = ConnectedEngine(watched, POD)
     for number in (1, 2, 3):
         engine.publish(block(number))
@@ -83,7 +83,7 @@ def test_what_was_sent_before_a_connection_was_lost_is_applied(watched: Watched)
 
 
 def test_a_gap_without_replay_clears_the_view(watched: Watched) -> None:
-    """A lost batch is noticed by its number."""
+    """A lost batch is detected by its sequence number and clears the view."""
     with ConnectedEngine(watched, POD) as engine:
         engine.publish(block(1))
         watched.settled(1)
@@ -94,7 +94,7 @@ def test_a_gap_without_replay_clears_the_view(watched: Watched) -> None:
 
 
 def test_a_declared_pod_has_its_declared_model_and_replay(watched: Watched) -> None:
-    """What the declaration says is believed before the topic, and a gap is healed by its replay socket."""
+    """The declaration overrides the topic, and a gap is repaired by the declared replay socket."""
     with EnginePublisher() as history, ConnectedEngine(watched, POD, "served-name") as engine:
         watched.follow(declared(POD, replay_endpoint=history.replay_endpoint))
         known(watched, POD)
@@ -106,7 +106,7 @@ def test_a_declared_pod_has_its_declared_model_and_replay(watched: Watched) -> N
 
 
 def test_the_simulators_first_number_can_be_declared(watched: Watched) -> None:
-    """A stream that begins with 1 is exact where that is how it begins, else it lacks its first batch."""
+    """A stream that starts at 1 is EXACT if that is declared, else STALE."""
     watched.follow(declared(POD, first_sequence=1), declared(OTHER))
     known(watched, POD, OTHER)
     with ConnectedEngine(watched, POD, first=1) as first, ConnectedEngine(watched, OTHER, first=1) as second:
@@ -118,7 +118,7 @@ def test_the_simulators_first_number_can_be_declared(watched: Watched) -> None:
 
 
 def test_ranks_are_engines_of_their_own_behind_one_pod(watched: Watched) -> None:
-    """Each rank has its own sequence and blocks; the pod's match is its best rank's, its state the worst."""
+    """Each rank has its own sequence and blocks; the pod has its best rank's match and worst rank's state."""
     with ConnectedEngine(watched, POD) as zero, ConnectedEngine(watched, POD) as one:
         zero.publish(block(1), rank=0)
         one.publish(block(1), block(2), rank=1)
@@ -132,7 +132,7 @@ def test_ranks_are_engines_of_their_own_behind_one_pod(watched: Watched) -> None
 
 
 def test_a_declared_pod_without_ranks_is_one_engine(watched: Watched) -> None:
-    """Where each rank serves its own port, the rank in its batches is only a number among others."""
+    """The rank in the batches of a pod declared without ranks is ignored."""
     watched.follow(declared(POD))
     known(watched, POD)
     with ConnectedEngine(watched, POD) as engine:
@@ -142,7 +142,7 @@ def test_a_declared_pod_without_ranks_is_one_engine(watched: Watched) -> None:
 
 
 def test_pods_that_we_connect_to_are_not_taken_twice(watched: Watched) -> None:
-    """Both ways work at once; a pod that is followed at its own address is not believed here."""
+    """Messages of a pod that we connect to are rejected at our socket."""
     with EnginePublisher() as dialled, ConnectedEngine(watched, POD) as same:
         watched.follow(stream(dialled), declared(OTHER))
         with ConnectedEngine(watched, OTHER) as connected:
@@ -156,7 +156,7 @@ def test_pods_that_we_connect_to_are_not_taken_twice(watched: Watched) -> None:
 
 
 def test_undeclared_pods_are_bounded(watched: Watched) -> None:
-    """Beyond the cap nobody is taken on while the others are connected, and that is counted."""
+    """Above the limit undeclared pods are rejected and counted while the others are connected."""
     engines = [ConnectedEngine(watched, f"pod-{number}") for number in range(3)]
     for engine in engines[:2]:
         engine.publish(block(1))
@@ -169,7 +169,7 @@ def test_undeclared_pods_are_bounded(watched: Watched) -> None:
 
 
 def test_one_that_has_gone_makes_room(watched: Watched) -> None:
-    """An undeclared pod is forgotten, with its blocks, when its time is over and the place is wanted."""
+    """A disconnected undeclared pod is dropped with its blocks after its time, when its place is needed."""
     watched.indexer.close()
     watched = Watched(events_bind=BIND, undeclared_pods=1, undeclared_forget_s=0.01)
     try:
@@ -198,7 +198,7 @@ def test_one_that_has_gone_makes_room(watched: Watched) -> None:
     ],
 )
 def test_broken_messages_are_counted(watched: Watched, frames: list[bytes], why: str) -> None:
-    """A message that names nobody is nobody's, and the streams beside it go on."""
+    """A message without a valid topic is counted, and other streams continue."""
     with ConnectedEngine(watched, POD) as engine:
         engine.publish(block(1))
         engine.send(*frames)
@@ -208,7 +208,7 @@ def test_broken_messages_are_counted(watched: Watched, frames: list[bytes], why:
 
 
 def test_another_model_under_a_connected_name_is_refused(watched: Watched) -> None:
-    """A name cannot change its model while its engine is connected."""
+    """A pod cannot change its model while it is connected."""
     with ConnectedEngine(watched, POD) as engine, ConnectedEngine(watched, POD, "other") as impostor:
         engine.publish(block(1))
         watched.settled(1)
@@ -219,7 +219,7 @@ def test_another_model_under_a_connected_name_is_refused(watched: Watched) -> No
 
 @pytest.mark.parametrize("came_first", [False, True])
 def test_a_pod_that_is_not_declared_any_more_leaves_nothing(watched: Watched, came_first: bool) -> None:
-    """Its blocks go with its declaration; what it publishes afterwards makes it an undeclared one."""
+    """The blocks of a pod go with its declaration; it may return as an undeclared pod."""
     with ConnectedEngine(watched, POD) as engine:
         if came_first:
             engine.publish(block(1))
@@ -238,14 +238,14 @@ def test_a_pod_that_is_not_declared_any_more_leaves_nothing(watched: Watched, ca
 
 
 def test_an_address_in_use_is_an_error(watched: Watched) -> None:
-    """Two indexers cannot share a socket."""
+    """Two indexers cannot bind one address."""
     endpoint = watched.indexer.bound_endpoint
     with pytest.raises(ListenError, match="events_bind"):
         Watched(events_bind=endpoint)
 
 
 def test_a_pod_cannot_connect_to_nowhere() -> None:
-    """A stream without an address needs a socket of ours."""
+    """A stream without an endpoint needs `events_bind`."""
     running = Watched()
     with pytest.raises(ConfigError, match="events_bind"):
         running.follow(declared(POD))
@@ -253,7 +253,7 @@ def test_a_pod_cannot_connect_to_nowhere() -> None:
 
 
 def test_each_rank_is_followed_at_its_own_port() -> None:
-    """Where we connect, rank n is at port + n, and all stand behind one pod."""
+    """Rank n is followed at port + n, and all ranks belong to one pod."""
     events, next_events, replay, next_replay = free_ports(4)
     running = Watched()
     try:

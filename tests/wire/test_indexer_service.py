@@ -1,4 +1,4 @@
-"""The stand-alone indexer: gRPC in process, and the command as a process of its own."""
+"""Stand-alone indexer: gRPC in process, and the command as a process of its own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SERVICE = "kvroute.v1.IndexerService"
 
 @pytest.fixture
 def watched() -> Iterator[Watched]:
-    """A running indexer."""
+    """Start an indexer."""
     running = Watched()
     yield running
     running.indexer.close()
@@ -39,7 +39,7 @@ def watched() -> Iterator[Watched]:
 
 @pytest.fixture
 def channel(watched: Watched) -> Iterator[grpc.Channel]:
-    """A connection to a server that knows a pod with 2 blocks and one with 5, one of them in host memory."""
+    """Connect to a server that has a pod with 2 blocks and one with 5, one of them in host memory."""
     with EnginePublisher() as first, EnginePublisher() as second:
         streams = [stream(first), stream(second, OTHER)]
         first.publish(block(1), block(2))
@@ -56,14 +56,14 @@ def channel(watched: Watched) -> Iterator[grpc.Channel]:
 
 
 def score(channel: grpc.Channel, **request: object) -> pb.ScoreResponse:
-    """Asks for a score of TOKENS, unless told otherwise."""
+    """Request the score of TOKENS, unless other fields are given."""
     return pb_grpc.IndexerServiceStub(channel).Score(
         pb.ScoreRequest(**{"model": MODEL, "token_ids": TOKENS, **request}), timeout=DEADLINE_S
     )
 
 
 def test_pods_are_scored_best_first(channel: grpc.Channel) -> None:
-    """Blocks, tokens, tiers, weights and the view's state are told for each pod of the model."""
+    """Blocks, tokens, tiers, weights and the view's state are reported for each pod of the model."""
     response = score(channel)
     assert (response.block_tokens, response.prompt_blocks) == (4, 6)
     best, second = response.pods
@@ -75,7 +75,7 @@ def test_pods_are_scored_best_first(channel: grpc.Channel) -> None:
 
 
 def test_named_pods_are_scored_alone(channel: grpc.Channel) -> None:
-    """Only the pods that are asked for are told, known or not."""
+    """Only the requested pods are reported, whether known or not."""
     response = score(channel, pods=[POD, "10.0.0.9:1"])
     assert [(p.pod, p.cached_blocks, p.state) for p in response.pods] == [
         (POD, 2, pb.STREAM_STATE_EXACT),
@@ -85,7 +85,7 @@ def test_named_pods_are_scored_alone(channel: grpc.Channel) -> None:
 
 @pytest.mark.parametrize("other", [{"cache_salt": "tenant"}, {"lora_name": "sql"}])
 def test_salts_and_adapters_are_other_prompts(channel: grpc.Channel, other: dict[str, str]) -> None:
-    """What the base model holds is no hit for a salted or adapted request."""
+    """Blocks of the base model are no hit for a request with a salt or an adapter."""
     assert {pod.cached_blocks for pod in score(channel, **other).pods} == {0}
 
 
@@ -99,15 +99,15 @@ def test_salts_and_adapters_are_other_prompts(channel: grpc.Channel, other: dict
 def test_what_cannot_be_scored_is_an_error(
     channel: grpc.Channel, request_fields: dict[str, str], code: grpc.StatusCode
 ) -> None:
-    """A missing or unknown model has its own status and a message that names the field."""
+    """A missing or unknown model has a status of its own and a message that names the field."""
     with pytest.raises(grpc.RpcError) as caught:
         score(channel, **request_fields)
     assert caught.value.code() is code
     assert caught.value.details().startswith("model")
 
 
-def test_sizes_and_states_are_told(channel: grpc.Channel) -> None:
-    """Stats shows the index and every pod's stream."""
+def test_sizes_and_states_are_reported(channel: grpc.Channel) -> None:
+    """Stats reports the index and every pod's stream."""
     stats = pb_grpc.IndexerServiceStub(channel).Stats(pb.StatsRequest(), timeout=DEADLINE_S)
     assert (stats.blocks, stats.holdings, stats.evicted_blocks) == (5, 7, 0)
     assert [(p.pod, p.model, p.state) for p in stats.pods] == [
@@ -117,7 +117,7 @@ def test_sizes_and_states_are_told(channel: grpc.Channel) -> None:
 
 
 def test_batches_are_scored_in_their_order(channel: grpc.Channel) -> None:
-    """Several prompts in one call are what they are alone; one that is wrong is named for all."""
+    """Prompts in one call have the same scores as alone; an invalid one fails the call."""
     stub = pb_grpc.IndexerServiceStub(channel)
     prompts = [pb.ScoreRequest(model=MODEL, token_ids=TOKENS[:length]) for length in (8, 24, 3)]
     batch = stub.ScoreBatch(pb.ScoreBatchRequest(prompts=prompts), timeout=DEADLINE_S)
@@ -128,7 +128,7 @@ def test_batches_are_scored_in_their_order(channel: grpc.Channel) -> None:
 
 
 def test_text_needs_a_tokenizer_and_is_what_its_tokens_are(watched: Watched) -> None:
-    """A prompt as text is encoded as the engine does it; without a tokenizer that is an error."""
+    """A text prompt is tokenized as by the engine; without a tokenizer it is an error."""
     tokenizer = PromptTokenizer.from_directory(TINY_DIRECTORY)
     text = "what caches hold"
     ids = tokenizer.encode(text)
@@ -158,7 +158,7 @@ def test_text_needs_a_tokenizer_and_is_what_its_tokens_are(watched: Watched) -> 
 
 
 def test_where_a_prefix_ends_is_explained(channel: grpc.Channel, watched: Watched) -> None:
-    """The hole, what lies behind it, the tiers in front of it, and why a view cannot be trusted."""
+    """The explanation has the hole, the blocks behind it, the tiers in front of it, and the view's state."""
     asked = pb.ScoreRequest(model=MODEL, token_ids=TOKENS, pods=[POD, OTHER, "nobody"])
     explained = pb_grpc.IndexerServiceStub(channel).Explain(asked, timeout=DEADLINE_S)
     first, second, unknown = explained.engines
@@ -168,8 +168,8 @@ def test_where_a_prefix_ends_is_explained(channel: grpc.Channel, watched: Watche
     assert (unknown.state, unknown.reason) == (pb.STREAM_STATE_STALE, "not_followed")
 
 
-def test_views_are_cleared_and_built_anew(channel: grpc.Channel, watched: Watched) -> None:
-    """What the engine still remembers comes back by its replay; unknown pods are refused."""
+def test_cleared_views_are_rebuilt(channel: grpc.Channel, watched: Watched) -> None:
+    """A cleared view is rebuilt by a replay; unknown pods are rejected."""
     stub = pb_grpc.IndexerServiceStub(channel)
     assert stub.Clear(pb.ClearRequest(pods=[POD]), timeout=DEADLINE_S).pods == 1
     reason = {"reason": "cleared_by_hand"}
@@ -181,7 +181,7 @@ def test_views_are_cleared_and_built_anew(channel: grpc.Channel, watched: Watche
 
 
 def test_an_indexer_is_not_ready_before_it_says_so(watched: Watched) -> None:
-    """It is alive at once; its service is healthy once its views are built."""
+    """The server is healthy immediately, and its service once the views are built."""
     server = IndexerServer(watched.indexer, [], "127.0.0.1", 0)
     server.start()
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -198,7 +198,7 @@ def test_an_indexer_is_not_ready_before_it_says_so(watched: Watched) -> None:
 
 
 def test_health_and_reflection_are_served(channel: grpc.Channel) -> None:
-    """The server answers health checks by both names, and shows its services."""
+    """The server answers health checks by both names, and lists its services."""
     health = health_pb2_grpc.HealthStub(channel)
     for service in ("", SERVICE):
         answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=DEADLINE_S)
@@ -218,7 +218,7 @@ def test_a_port_in_use_is_an_error_that_names_the_flag(watched: Watched) -> None
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command to its end."""
+    """Run the command to its end."""
     command = [sys.executable, "-m", "indexer", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
@@ -231,8 +231,8 @@ def status_of(*arguments: str) -> int:
         return int(ended.code or 0)
 
 
-def test_help_and_version_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """Both end well; the help names every flag with its default."""
+def test_help_and_version_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both end with status 0; the help names every flag with its default."""
     assert status_of("--version") == 0
     assert capsys.readouterr().out.startswith("kvroute ")
     assert status_of("--help") == 0
@@ -272,7 +272,7 @@ def test_help_and_version_are_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_settings_end_with_one_clear_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    """Settings that are wrong end with status 2; the last line says why."""
+    """Invalid settings end with status 2; the last line is the reason."""
     good, wrong = tmp_path / "good.yaml", tmp_path / "wrong.yaml"
     good.write_text("endpoints: []")
     wrong.write_text("pods: []")
@@ -282,7 +282,7 @@ def test_wrong_settings_end_with_one_clear_line(
 
 @pytest.mark.parametrize("flag", ["--grpc-port", "--metrics-port"])
 def test_a_port_in_use_ends_the_command_with_one_clear_line(tmp_path: Path, flag: str) -> None:
-    """A port that is taken ends the process with status 1; the last line names the flag."""
+    """A port in use ends the process with status 1; the last line names the flag."""
     (tmp_path / "pods.yaml").write_text("endpoints: []")
     with socket.create_server(("127.0.0.1", 0)) as server:
         ports = {"--grpc-port": 0, "--metrics-port": 0, flag: server.getsockname()[1]}
@@ -294,7 +294,7 @@ def test_a_port_in_use_ends_the_command_with_one_clear_line(tmp_path: Path, flag
 
 
 def test_an_address_of_events_in_use_ends_the_command_with_one_clear_line() -> None:
-    """An address that pods cannot connect to ends the process with status 1; the last line says why."""
+    """An address that cannot be bound ends the process with status 1; the last line is the reason."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         ended = run("--events-bind", f"tcp://127.0.0.1:{server.getsockname()[1]}")
     assert ended.returncode == 1
@@ -303,7 +303,7 @@ def test_an_address_of_events_in_use_ends_the_command_with_one_clear_line() -> N
 
 
 def test_the_command_serves_until_it_is_stopped(tmp_path: Path) -> None:
-    """From a pods file to scores and metrics; SIGTERM ends it with status 0."""
+    """The command serves scores and metrics for a pods file; SIGTERM ends it with status 0."""
     with EnginePublisher() as engine:
         engine.publish(block(1), block(2))
         pods = tmp_path / "pods.yaml"
@@ -337,7 +337,7 @@ def test_the_command_serves_until_it_is_stopped(tmp_path: Path) -> None:
 
 
 def test_the_command_takes_pods_that_connect_to_it() -> None:
-    """Without a pods file: who connects is known by its topic, and is scored for its model."""
+    """Without a pods file pods are identified by their topics and scored for their models."""
     flags = ["--host", "127.0.0.1", "--grpc-port", "0", "--metrics-port", "0", "--block-tokens", "4"]
     command = [sys.executable, "-m", "indexer", "--events-bind", "tcp://127.0.0.1:*", *flags]
     with started(command, stderr=subprocess.PIPE) as process:

@@ -1,4 +1,4 @@
-"""The stand-alone indexer behind TLS: certificates from files, renewed without a restart, of clients too."""
+"""Stand-alone indexer with TLS: certificate files, renewal without a restart, client certificates."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.wire.subscribe_support import Watched
 
 
 class Files:
-    """A server's PEM files."""
+    """PEM files of a server."""
 
     def __init__(self, folder: Path) -> None:
         self.cert, self.key = folder / "tls.crt", folder / "tls.key"
         self.client_ca = folder / "ca.crt"
 
     def write(self, authority: trustme.CA, number: int = 0) -> None:
-        """A certificate of this authority; each number has another time of change."""
+        """Write a certificate of this authority; each number has another modification time."""
         issued = authority.issue_cert("localhost")
         issued.cert_chain_pems[0].write_to_path(self.cert)
         issued.private_key_pem.write_to_path(self.key)
@@ -38,7 +38,7 @@ class Files:
 
 @contextmanager
 def serving(files: Files, *, clients: bool = False) -> Iterator[int]:
-    """A server with these files; yields its port."""
+    """Start a server with these files; yield its port."""
     watched = Watched()
     credentials = server_credentials(files.cert, files.key, files.client_ca if clients else None)
     server = IndexerServer(watched.indexer, [], "127.0.0.1", 0, credentials)
@@ -51,7 +51,7 @@ def serving(files: Files, *, clients: bool = False) -> Iterator[int]:
 
 
 def ask(port: int, trusted: trustme.CA, client: trustme.CA | None = None) -> None:
-    """Asks on a new connection that trusts this authority, with a certificate of the other one."""
+    """Send a request on a new connection that trusts one authority and presents the other's certificate."""
     shown = None if client is None else client.issue_cert("client")
     credentials = grpc.ssl_channel_credentials(
         trusted.cert_pem.bytes(),
@@ -66,7 +66,7 @@ def ask(port: int, trusted: trustme.CA, client: trustme.CA | None = None) -> Non
 
 
 def test_a_renewed_certificate_is_used_without_a_restart(tmp_path: Path) -> None:
-    """New connections get the new one; while a file is missing the last one stays in use."""
+    """New connections use the renewed certificate; while a file is missing the last one stays in use."""
     old, new, files = trustme.CA(), trustme.CA(), Files(tmp_path)
     files.write(old)
     with serving(files) as port:
@@ -80,7 +80,7 @@ def test_a_renewed_certificate_is_used_without_a_restart(tmp_path: Path) -> None
 
 
 def test_clients_must_show_a_certificate_where_that_is_asked(tmp_path: Path) -> None:
-    """Nobody without one is served, nor with one of another authority."""
+    """Clients without a certificate of the configured authority are rejected."""
     authority, files = trustme.CA(), Files(tmp_path)
     files.write(authority)
     with serving(files, clients=True) as port:
@@ -91,7 +91,7 @@ def test_clients_must_show_a_certificate_where_that_is_asked(tmp_path: Path) -> 
 
 
 def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
-    """The server does not start without them."""
+    """A missing TLS file is a start-up error that names it."""
     files = Files(tmp_path)
     with pytest.raises(ConfigError, match=r"tls\.crt"):
         server_credentials(files.cert, files.key, None)

@@ -1,4 +1,4 @@
-"""What waits unread at a subscriber's socket, when a publisher sends large messages without end."""
+"""Messages queued at a subscriber's socket when a publisher sends large ones without end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SENT = 200
 
 
 def test_few_messages_wait_at_the_socket() -> None:
-    """Of many large messages that nobody reads only a few are taken from the publisher."""
+    """Of many large unread messages only a few are taken from the publisher."""
     with zmq.Context() as ours, zmq.Context() as theirs:
         publisher = theirs.socket(zmq.PUB)
         publisher.setsockopt(zmq.LINGER, 0)

@@ -32,24 +32,24 @@ EXACT, STALE = StreamState.EXACT, StreamState.STALE
 
 
 def bootstraps(watched: Watched, source: str) -> float:
-    """How many views were built from this source."""
+    """Return the number of views built from this source."""
     return watched.metric("kvroute_indexer_bootstraps_total", source=source)
 
 
 def asked(watched: Watched, outcome: str) -> float:
-    """How many snapshots asked of peers ended so."""
+    """Return the number of snapshots requested from peers with this outcome."""
     return watched.metric("kvroute_indexer_peer_snapshots_total", outcome=outcome)
 
 
 @pytest.fixture
 def engine() -> Iterator[EnginePublisher]:
-    """An engine whose replay buffer holds next to nothing."""
+    """Start an engine whose replay buffer has almost no room."""
     with EnginePublisher(history=2) as publisher:
         yield publisher
 
 
 def publish_from_the_start(engine: EnginePublisher, peer: Watched) -> None:
-    """A peer sees all that the engine says, more than its buffer holds."""
+    """Let a peer receive all batches of the engine, more than its buffer has room for."""
     peer.follow(stream(engine))
     if engine.replay_endpoint is not None:
         # What is said before the replay is answered would be missing.
@@ -62,7 +62,7 @@ def publish_from_the_start(engine: EnginePublisher, peer: Watched) -> None:
 
 
 def test_a_late_start_is_exact_from_a_peer(engine: EnginePublisher) -> None:
-    """What the engine remembers no more, a peer tells; what comes after is applied to it, by hashes too."""
+    """A peer provides what the engine's buffer has lost; later events apply to it, also by hash."""
     with indexer() as first:
         publish_from_the_start(engine, first)
         with serving(first) as address, indexer(address) as second:
@@ -82,7 +82,7 @@ def test_a_late_start_is_exact_from_a_peer(engine: EnginePublisher) -> None:
 
 
 def test_an_engine_that_restarted_meanwhile_is_not_taken_for_the_old_one(engine: EnginePublisher) -> None:
-    """What a peer still believes of a process that is gone is dropped: the new one's history counts."""
+    """A peer's view of an earlier process is dropped, and the new process's history is used."""
     with indexer() as first:
         publish_from_the_start(engine, first)
         with EnginePublisher() as restarted:
@@ -98,10 +98,10 @@ def test_an_engine_that_restarted_meanwhile_is_not_taken_for_the_old_one(engine:
 
 
 @pytest.mark.parametrize(("history", "state", "source"), [(2, STALE, "none"), (100, EXACT, "replay")])
-def test_a_life_that_only_looks_alike_is_not_taken_for_the_old_one(
+def test_a_process_with_equal_numbers_is_not_taken_for_the_old_one(
     engine: EnginePublisher, history: int, state: StreamState, source: str
 ) -> None:
-    """A new process that has published as much is told apart by the last batch itself, or by its lack."""
+    """A new process that has published as much differs in its last batch, or does not have it."""
     with indexer() as first:
         publish_from_the_start(engine, first)
         with EnginePublisher(history=history) as restarted, serving(first) as address:
@@ -115,7 +115,7 @@ def test_a_life_that_only_looks_alike_is_not_taken_for_the_old_one(
 
 
 def test_a_peer_that_is_not_exact_tells_nothing(engine: EnginePublisher) -> None:
-    """A STALE peer refuses with the reason, and the next source is asked: the engine's short history."""
+    """A STALE peer rejects the request with the reason, and the engine's short history is used."""
     for _ in range(4):
         engine.publish(block(1))
     with indexer() as first, serving(first) as address:
@@ -129,10 +129,10 @@ def test_a_peer_that_is_not_exact_tells_nothing(engine: EnginePublisher) -> None
             assert first.metric("kvroute_indexer_told_snapshots_total", outcome="stale") == 1
 
 
-def test_a_stale_view_is_healed_once_a_peer_is_there(
+def test_a_stale_view_is_repaired_once_a_peer_is_available(
     engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A view that lacks something asks peers again later, and is EXACT when one of them answers."""
+    """A STALE view asks peers again later, and is EXACT when one answers."""
     monkeypatch.setattr(recovery, "REPAIR_FIRST_S", 0.05)
     monkeypatch.setattr(peer_service, "DOWN_S", 0.0)
     port = free_port()
@@ -157,7 +157,7 @@ def test_a_stale_view_is_healed_once_a_peer_is_there(
 def test_a_peer_of_another_kind_is_told_nothing(
     engine: EnginePublisher, settings: dict[str, Any], reason: str
 ) -> None:
-    """Other seeds, block lengths and tiers are refused by their reason."""
+    """Peers with other seeds, block sizes or tiers are rejected with the reason."""
     with indexer() as first:
         publish_from_the_start(engine, first)
         with serving(first) as address, indexer(address, **settings) as second:
@@ -167,8 +167,8 @@ def test_a_peer_of_another_kind_is_told_nothing(
             assert first.metric("kvroute_indexer_told_snapshot_bytes_total") == 0
 
 
-def test_whoever_is_its_own_peer_passes_itself_over(engine: EnginePublisher) -> None:
-    """Among the addresses of a name is one's own: it is no source, and no error."""
+def test_a_process_ignores_itself_among_its_peers(engine: EnginePublisher) -> None:
+    """The own address among a name's addresses is neither a source nor an error."""
     port = free_port()
     with indexer(f"localhost:{port}") as watched, serving(watched, port):
         engine.publish(block(1))
@@ -179,7 +179,7 @@ def test_whoever_is_its_own_peer_passes_itself_over(engine: EnginePublisher) -> 
 
 
 def test_of_two_peers_the_one_that_knows_is_found(engine: EnginePublisher) -> None:
-    """Who cannot be reached, or does not follow the engine, costs nothing but a question."""
+    """Peers that are unreachable or do not follow the engine are skipped."""
     with indexer() as first, indexer() as ignorant, serving(ignorant) as other:
         publish_from_the_start(engine, first)
         gone = f"127.0.0.1:{free_port()}"
@@ -192,7 +192,7 @@ def test_of_two_peers_the_one_that_knows_is_found(engine: EnginePublisher) -> No
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
 def test_a_peer_that_dies_half_way_has_told_nothing(engine: EnginePublisher, kept: int) -> None:
-    """Of a snapshot without its end nothing is used, and the next peer is asked."""
+    """A snapshot without its end is not used, and the next peer is asked."""
     with indexer() as first:
         publish_from_the_start(engine, first)
         with serving(first) as address:
@@ -213,7 +213,7 @@ def test_a_peer_that_dies_half_way_has_told_nothing(engine: EnginePublisher, kep
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
 def test_a_snapshot_that_just_ends_is_broken(engine: EnginePublisher, kept: int) -> None:
-    """A stream that ends as if all were well, but without the end, is not believed."""
+    """A stream that ends regularly but without the end message is rejected."""
     with indexer() as first:
         publish_from_the_start(engine, first)
         with serving(first) as address:
@@ -226,7 +226,7 @@ def test_a_snapshot_that_just_ends_is_broken(engine: EnginePublisher, kept: int)
 
 
 def test_a_silent_peer_is_given_up(engine: EnginePublisher) -> None:
-    """A peer that says nothing delays the view by its deadline, and nobody else."""
+    """A silent peer delays the view by the timeout, and no other view."""
     until = threading.Event()
     with false_peer(lambda *_: then_wait([], until)) as silent:
         with indexer(silent, snapshot_total_s=0.3) as watched:
@@ -238,7 +238,7 @@ def test_a_silent_peer_is_given_up(engine: EnginePublisher) -> None:
 
 
 def test_closing_does_not_wait_for_a_silent_peer(engine: EnginePublisher) -> None:
-    """An indexer that ends gives up what it asked for."""
+    """Closing cancels requests to peers."""
     until, was_asked = threading.Event(), threading.Event()
 
     def wait(*_: object) -> Iterator[bytes]:
@@ -253,8 +253,8 @@ def test_closing_does_not_wait_for_a_silent_peer(engine: EnginePublisher) -> Non
         until.set()
 
 
-def test_a_doubted_view_is_not_built_from_a_peers(engine: EnginePublisher) -> None:
-    """What a peer holds was made from the same events: only the engine knows better."""
+def test_an_invalid_view_is_not_rebuilt_from_a_peers(engine: EnginePublisher) -> None:
+    """A peer's view has the same events, so a view reported as wrong is rebuilt from the engine only."""
     with indexer() as first:
         publish_from_the_start(engine, first)
         with serving(first) as address, indexer(address) as second:
@@ -268,7 +268,7 @@ def test_a_doubted_view_is_not_built_from_a_peers(engine: EnginePublisher) -> No
 def test_without_a_replay_socket_a_batch_in_common_proves_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A peer's view counts if we received its last batch ourselves; of a quiet engine it is not believed."""
+    """A received batch that equals the view's last one verifies it; of a quiet engine the view is dropped."""
     monkeypatch.setattr(recovery, "REPAIR_FIRST_S", 0.05)
     with EnginePublisher(replay=False) as engine, indexer() as first:
         publish_from_the_start(engine, first)
@@ -283,7 +283,7 @@ def test_without_a_replay_socket_a_batch_in_common_proves_the_process(
 
 
 def test_a_view_that_waits_for_a_parent_is_not_told(engine: EnginePublisher) -> None:
-    """What cannot be listed is refused, not left out."""
+    """A view with pending stores is not exported."""
     with indexer() as first:
         publish_from_the_start(engine, first)
         engine.publish(stored([99], [1, 2, 3, 4], parent=98))
@@ -296,7 +296,7 @@ def test_a_view_that_waits_for_a_parent_is_not_told(engine: EnginePublisher) -> 
 def test_events_wait_while_a_view_is_told_and_are_not_lost(
     engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches that come while a view is listed are applied after it, on both sides."""
+    """Batches that arrive during an export are applied after it, on both sides."""
     with indexer() as first:
         publish_from_the_start(engine, first)
         while_listed(monkeypatch, lambda: engine.publish(block(5)), lambda exports: bool(exports.held))
@@ -309,7 +309,7 @@ def test_events_wait_while_a_view_is_told_and_are_not_lost(
 def test_a_view_that_changes_while_it_is_listed_is_not_told(
     engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A doubt that comes in between ends the list; what it had so far is of no use."""
+    """A view that is invalidated during its export is not sent."""
     with indexer() as first:
         publish_from_the_start(engine, first)
         doubt = partial(first.indexer.doubt, POD, "cleared_by_hand")
@@ -320,7 +320,7 @@ def test_a_view_that_changes_while_it_is_listed_is_not_told(
 
 
 def test_peers_meet_over_tls(engine: EnginePublisher, tmp_path: Path) -> None:
-    """With a certificate of its own each peer is believed; without one it is told nothing."""
+    """A peer with a certificate is served; one without is rejected."""
     authority = trustme.CA()
     issued = authority.issue_cert("localhost")
     ca, cert, key = (tmp_path / name for name in ("ca.crt", "tls.crt", "tls.key"))

@@ -1,4 +1,4 @@
-"""Views that lie in a real Redis: for routers that cannot reach an engine, and for those that come late."""
+"""Views in a real Redis: for routers that cannot reach an engine, and for those that start late."""
 
 from __future__ import annotations
 
@@ -37,39 +37,39 @@ time.sleep(600)
 
 @pytest.fixture(autouse=True)
 def _followed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that is not connected is looked for at once."""
+    """Follow disconnected engines through the relay immediately."""
     monkeypatch.setattr(relayed, "UNLINKED_S", 0.0)
 
 
 @pytest.fixture
 def server() -> Iterator[RedisServer]:
-    """A server of the test's own."""
+    """Start a Redis server of the test's own."""
     with running_redis() as running:
         yield running
 
 
 @pytest.fixture
 def engine() -> Iterator[EnginePublisher]:
-    """An engine whose replay buffer holds next to nothing."""
+    """Start an engine whose replay buffer has almost no room."""
     with EnginePublisher(history=2) as publisher:
         yield publisher
 
 
 @contextmanager
 def router(server: RedisServer, **settings: Any) -> Iterator[Watched]:
-    """A router's indexer whose views lie on the server."""
+    """Start a router's indexer with the redis backend."""
     shared = {"backend": "redis", "redis_url": server.url, "redis_lease_s": 1.0}
     with indexer(**{**shared, **settings}) as watched:
         yield watched
 
 
 def unreachable(pod: str = POD) -> PodStream:
-    """The stream of a pod at a port where nobody listens."""
+    """Return the stream of a pod at a closed port."""
     return PodStream(pod, MODEL, f"tcp://127.0.0.1:{free_port()}", None)
 
 
 def followed_from_the_start(engine: EnginePublisher, watched: Watched, blocks: int = 3) -> None:
-    """The router sees all that the engine says, more than its buffer holds."""
+    """Let the router receive all batches of an engine, more than its replay buffer has room for."""
     watched.follow(stream(engine))
     watched.settled(0)
     engine.wait_for_subscriber()
@@ -79,14 +79,14 @@ def followed_from_the_start(engine: EnginePublisher, watched: Watched, blocks: i
 
 
 def epochs(server: RedisServer) -> list[int]:
-    """The epochs of all entries on the server, in order."""
+    """Return the epochs of all entries on the server, in order."""
     with closing(server.client()) as client:
         (name,) = client.keys("*:stream")
         return [int(place.partition(b"-")[0]) for place, _ in client.xrange(name)]
 
 
 def written(server: RedisServer) -> bool:
-    """Whether a view lies on the server."""
+    """Return whether a view is on the server."""
     with closing(server.client()) as client:
         return bool(client.keys("*:view"))
 
@@ -94,7 +94,7 @@ def written(server: RedisServer) -> bool:
 def test_a_router_follows_an_engine_that_it_cannot_reach(
     server: RedisServer, engine: EnginePublisher
 ) -> None:
-    """It holds what the other router's view holds: blocks from before, later ones, removals, and clears."""
+    """A relayed view has the same blocks as the writer's: earlier ones, later ones, removals and clears."""
     with router(server) as reaches, router(server) as follows:
         followed_from_the_start(engine, reaches)
         follows.follow(unreachable())
@@ -110,7 +110,7 @@ def test_a_router_follows_an_engine_that_it_cannot_reach(
 
 
 def test_no_token_lies_on_the_server(server: RedisServer) -> None:
-    """Token ids are prompts: neither a view nor an entry has them."""
+    """Token ids are prompts: neither a view nor an entry contains them."""
     tokens = [0x0BADF00D + number for number in range(8)]
     with EnginePublisher() as engine, router(server) as watched:
         engine.publish(stored([1], tokens[:4]))
@@ -129,7 +129,7 @@ def test_no_token_lies_on_the_server(server: RedisServer) -> None:
 
 
 def test_a_late_router_is_exact_from_the_server(server: RedisServer, engine: EnginePublisher) -> None:
-    """What the engine remembers no more lies on the server, also when the router that wrote it is gone."""
+    """A view beyond the engine's replay buffer is restored from the server, even if its writer has ended."""
     with router(server) as first:
         followed_from_the_start(engine, first, blocks=4)
         wait_until("the view lies there", lambda: written(server))
@@ -144,8 +144,8 @@ def test_a_late_router_is_exact_from_the_server(server: RedisServer, engine: Eng
         second.settled(4)
 
 
-def test_a_view_of_an_engine_that_restarted_is_not_believed(server: RedisServer) -> None:
-    """What lies on the server must be shown to be of the engine's present process, as a peer's view must."""
+def test_a_view_of_an_earlier_process_is_rejected(server: RedisServer) -> None:
+    """A view from the server must be verified to be of the engine's present process, like a peer's view."""
     with EnginePublisher(history=2) as engine, router(server) as first:
         followed_from_the_start(engine, first)
         wait_until("the view lies there", lambda: written(server))
@@ -157,7 +157,7 @@ def test_a_view_of_an_engine_that_restarted_is_not_believed(server: RedisServer)
 
 
 def test_a_holder_that_was_stopped_writes_nothing_more(server: RedisServer) -> None:
-    """A router that goes on after its lease ended appends nothing to what the next one has written."""
+    """A router that resumes after its lease expired writes no entries."""
     with EnginePublisher() as engine, router(server) as next_holder, router(server) as follows:
         engine.publish(block(1))
         command = [sys.executable, "-c", _HOLDER, server.url, POD, MODEL]
@@ -184,7 +184,7 @@ def test_a_holder_that_was_stopped_writes_nothing_more(server: RedisServer) -> N
 
 
 def test_the_next_router_writes_when_one_ends(server: RedisServer) -> None:
-    """A lease is given back at the end: who follows goes on with the next router's entries."""
+    """A lease is released at the end, and readers continue with the next router's entries."""
     settings = {"redis_lease_s": 3600.0}
     with (
         EnginePublisher() as engine,
@@ -205,7 +205,7 @@ def test_the_next_router_writes_when_one_ends(server: RedisServer) -> None:
 
 
 def test_a_flushed_server_is_filled_anew(server: RedisServer) -> None:
-    """Nothing is left of leases, streams and views: they begin anew, and who follows is exact again."""
+    """After a flush of the server leases, entries and views are written again, and readers become EXACT."""
     with EnginePublisher() as engine, router(server) as reaches, router(server) as follows:
         followed_from_the_start(engine, reaches)
         follows.follow(unreachable())
@@ -220,7 +220,7 @@ def test_a_flushed_server_is_filled_anew(server: RedisServer) -> None:
 
 
 def test_a_dead_server_costs_nothing_while_engines_are_reached(server: RedisServer) -> None:
-    """Views stay exact and go on; the metric tells; a server that comes back is filled again."""
+    """Views stay EXACT without the server; the metric reports it; a returning server is filled again."""
     with EnginePublisher() as engine, router(server) as reaches, router(server) as follows:
         followed_from_the_start(engine, reaches)
         wait_until("the view lies there", lambda: written(server))
@@ -235,8 +235,8 @@ def test_a_dead_server_costs_nothing_while_engines_are_reached(server: RedisServ
         assert reaches.metric("kvroute_indexer_redis_up", link="write") == 1
 
 
-def test_an_engine_that_is_reached_again_tells_itself(server: RedisServer) -> None:
-    """The connection's view takes the place of the relay's, and goes on by the engine's own batches."""
+def test_a_connected_engine_replaces_its_relayed_view(server: RedisServer) -> None:
+    """After a reconnection the view follows the engine's own batches."""
     ports = free_port(), free_port()
     with EnginePublisher() as engine, router(server) as reaches, router(server) as follows:
         followed_from_the_start(engine, reaches)
@@ -252,8 +252,8 @@ def test_an_engine_that_is_reached_again_tells_itself(server: RedisServer) -> No
 
 
 @pytest.mark.parametrize("part", ["stream", "view"])
-def test_rubbish_on_the_server_is_not_believed(server: RedisServer, part: str) -> None:
-    """Whatever somebody writes there leaves no exact view, and nothing breaks: the next epoch is followed."""
+def test_invalid_data_on_the_server_is_rejected(server: RedisServer, part: str) -> None:
+    """Invalid data on the server never gives an EXACT view, and the next epoch is followed."""
     with EnginePublisher() as engine, router(server) as reaches, router(server) as follows:
         followed_from_the_start(engine, reaches)
         wait_until("the view lies there", lambda: written(server))

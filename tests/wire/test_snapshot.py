@@ -1,4 +1,4 @@
-"""Views built from snapshots over real sockets: late starts, gaps, restarts, and answers that are none."""
+"""Views built from snapshots over real sockets: late starts, gaps, restarts and invalid answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STALE, RECOVERING = StreamState.STALE, StreamState.RECOVERING
 
 @pytest.fixture
 def watched() -> Iterator[Watched]:
-    """A running indexer."""
+    """Start an indexer."""
     running = Watched(replay_attempts=2, snapshot_max_bytes=10_000, snapshot_total_s=20.0)
     yield running
     running.indexer.close()
@@ -29,23 +29,23 @@ def watched() -> Iterator[Watched]:
 
 @pytest.fixture
 def engine() -> Iterator[EnginePublisher]:
-    """An engine without a replay socket."""
+    """Start an engine without a replay socket."""
     with EnginePublisher(replay=False) as publisher:
         yield publisher
 
 
 def with_snapshots(engine: EnginePublisher, server: SnapshotServer) -> PodStream:
-    """The engine's stream, with snapshots from this server."""
+    """Return the engine's stream, with snapshots from this server."""
     return replace(stream(engine), snapshot_url=server.url)
 
 
 def outcome(watched: Watched, name: str) -> float:
-    """How many snapshots ended so."""
+    """Return the number of snapshots with this outcome."""
     return watched.metric("kvroute_indexer_snapshots_total", outcome=name)
 
 
 def test_a_late_start_is_exact_from_a_snapshot(watched: Watched, engine: EnginePublisher) -> None:
-    """What was published before we came is in the snapshot; what comes after it is applied to it."""
+    """A snapshot has the batches published before the start; later ones are applied to it."""
     engine.publish(block(1))
     engine.publish(block(2))
     with SnapshotServer(lambda _: (200, body(2, batch(block(1)), batch(block(2))))) as server:
@@ -60,7 +60,7 @@ def test_a_late_start_is_exact_from_a_snapshot(watched: Watched, engine: EngineP
 def test_batches_that_are_in_the_snapshot_are_not_applied_twice(
     watched: Watched, engine: EnginePublisher
 ) -> None:
-    """Live batches wait for the snapshot; those from before it are dropped, the others follow it."""
+    """Live batches wait for the snapshot; those that it includes are dropped, later ones applied."""
 
     def answer(_: int) -> tuple[int, bytes]:
         for number in (1, 2, 3):
@@ -76,8 +76,8 @@ def test_batches_that_are_in_the_snapshot_are_not_applied_twice(
         wait_until("all copies are gone", lambda: watched.indexer.stats().blocks == 0)
 
 
-def test_a_gap_without_replay_is_healed_by_a_snapshot(watched: Watched, engine: EnginePublisher) -> None:
-    """What the stream lost is in a new snapshot; the pod is not STALE afterwards."""
+def test_a_gap_without_replay_triggers_a_snapshot(watched: Watched, engine: EnginePublisher) -> None:
+    """A new snapshot repairs a gap, and the pod is EXACT afterwards."""
     bodies = [body(0), body(3, batch(block(1), block(2), block(3)))]
     with SnapshotServer(lambda number: (200, bodies[number])) as server:
         watched.follow(with_snapshots(engine, server))
@@ -91,8 +91,8 @@ def test_a_gap_without_replay_is_healed_by_a_snapshot(watched: Watched, engine: 
         assert watched.metric("kvroute_indexer_pod_clears_total", reason="gap") == 1
 
 
-def test_a_restart_is_a_new_snapshot(watched: Watched, engine: EnginePublisher) -> None:
-    """After a lost link without replay nothing of the old process is kept."""
+def test_a_lost_link_triggers_a_new_snapshot(watched: Watched, engine: EnginePublisher) -> None:
+    """After a lost link without a replay socket the old process's view is dropped."""
     bodies = [body(1, batch(block(1), block(2))), body(1, batch(block(1)))]
     with SnapshotServer(lambda number: (200, bodies[number])) as server:
         watched.follow(with_snapshots(engine, server))
@@ -104,7 +104,7 @@ def test_a_restart_is_a_new_snapshot(watched: Watched, engine: EnginePublisher) 
 
 
 def test_without_a_snapshot_the_history_is_replayed(watched: Watched) -> None:
-    """An engine that knows no snapshots is followed as ever."""
+    """An engine without snapshots is followed by replay."""
     with EnginePublisher() as engine, SnapshotServer(lambda _: (404, b"")) as server:
         engine.publish(block(1))
         watched.follow(with_snapshots(engine, server))
@@ -127,10 +127,10 @@ def test_without_a_snapshot_the_history_is_replayed(watched: Watched) -> None:
         (200, b"x" * 10_001, "too_large"),
     ],
 )
-def test_an_answer_that_is_none_leaves_the_pod_stale(
+def test_an_invalid_snapshot_leaves_the_pod_stale(
     watched: Watched, engine: EnginePublisher, status: int, data: bytes, reason: str
 ) -> None:
-    """It is counted by its reason, nothing of it is believed, and live events are used."""
+    """An invalid answer is counted by its reason and not used; live events are applied."""
     with SnapshotServer(lambda _: (status, data)) as server:
         engine.publish(block(1))
         watched.follow(with_snapshots(engine, server))
@@ -140,15 +140,15 @@ def test_an_answer_that_is_none_leaves_the_pod_stale(
         assert outcome(watched, reason) == 1
 
 
-def test_a_broken_batch_in_a_snapshot_is_told(watched: Watched, engine: EnginePublisher) -> None:
-    """What can be read is used, and the view is STALE."""
+def test_a_broken_batch_in_a_snapshot_makes_the_view_stale(watched: Watched, engine: EnginePublisher) -> None:
+    """The readable batches of a snapshot are applied, and the view is STALE."""
     with SnapshotServer(lambda _: (200, body(0, b"\xc1", batch(block(1))))) as server:
         watched.follow(with_snapshots(engine, server))
         watched.settled(1, STALE)
 
 
 def test_a_silent_server_delays_nobody_else(watched: Watched, engine: EnginePublisher) -> None:
-    """While one pod waits for its snapshot the others are followed; it is RECOVERING until then."""
+    """While one pod waits for its snapshot it is RECOVERING, and the others are followed."""
     with SnapshotServer(lambda _: (200, None)) as server, EnginePublisher() as other:
         watched.follow(with_snapshots(engine, server), replace(stream(other), pod="10.0.0.3:1"))
         wait_until("it is asked", lambda: server.asked == 1)
@@ -158,8 +158,8 @@ def test_a_silent_server_delays_nobody_else(watched: Watched, engine: EnginePubl
         watched.settled(1, pod="10.0.0.3:1")
 
 
-def test_nobody_is_waited_for_beyond_the_deadline(engine: EnginePublisher) -> None:
-    """A pod whose view cannot be built does not keep us from being ready for ever."""
+def test_readiness_waits_no_longer_than_the_deadline(engine: EnginePublisher) -> None:
+    """A pod whose view cannot be built delays readiness up to the deadline only."""
     running = Watched(bootstrap_s=0.2)
     with SnapshotServer(lambda _: (200, None)) as server:
         running.follow(with_snapshots(engine, server))
@@ -168,10 +168,10 @@ def test_nobody_is_waited_for_beyond_the_deadline(engine: EnginePublisher) -> No
         running.indexer.close()
 
 
-def test_a_stale_view_is_healed_by_a_later_snapshot(
+def test_a_stale_view_is_repaired_by_a_later_snapshot(
     watched: Watched, engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lacks once does not lack for ever; until the snapshot comes the view is used as it is."""
+    """A STALE view is used until a later snapshot repairs it."""
     monkeypatch.setattr(recovery, "REPAIR_FIRST_S", 0.01)
     answers = [(500, b""), (500, b""), (200, body(2, batch(block(1), block(2))))]
     with SnapshotServer(lambda number: answers[min(number, 2)]) as server:
@@ -182,8 +182,8 @@ def test_a_stale_view_is_healed_by_a_later_snapshot(
         watched.settled(2)
 
 
-def test_a_doubted_view_is_built_anew(watched: Watched, engine: EnginePublisher) -> None:
-    """Whoever knows better can have a view dropped; its reason is counted."""
+def test_an_invalid_view_is_rebuilt(watched: Watched, engine: EnginePublisher) -> None:
+    """A view reported as wrong is dropped, counted by its reason, and rebuilt."""
     with SnapshotServer(lambda number: (200, body(0, batch(block(1), *([block(2)] * number))))) as server:
         watched.follow(with_snapshots(engine, server))
         watched.settled(1)
@@ -193,7 +193,7 @@ def test_a_doubted_view_is_built_anew(watched: Watched, engine: EnginePublisher)
 
 
 def test_a_cache_that_was_dropped_silently_is_empty_until_the_engine_says_so(watched: Watched) -> None:
-    """The view is cleared and STALE, and exact again with AllBlocksCleared."""
+    """The view is cleared and STALE, and EXACT again with AllBlocksCleared."""
     with EnginePublisher() as engine:
         watched.follow(stream(engine))
         engine.publish(block(1))
@@ -208,7 +208,7 @@ def test_a_cache_that_was_dropped_silently_is_empty_until_the_engine_says_so(wat
 def test_an_engine_that_said_asleep_that_its_cache_is_empty_stays_exact(
     watched: Watched, before: list[object]
 ) -> None:
-    """vLLM does so when a request is aborted meanwhile, and not again when it wakes up."""
+    """A clear published during sleep (vLLM does so when a request is aborted) is not awaited again."""
     with EnginePublisher() as engine:
         watched.follow(stream(engine))
         engine.publish(block(1))
@@ -223,7 +223,7 @@ def test_an_engine_that_said_asleep_that_its_cache_is_empty_stays_exact(
 
 
 def test_a_page_that_is_older_than_what_the_engine_published_changes_nothing(watched: Watched) -> None:
-    """An engine that woke up while its page was on the way has told what it holds since."""
+    """A metrics page older than the view's last batch does not clear the view."""
     with EnginePublisher() as engine:
         watched.follow(stream(engine))
         engine.publish(block(1))
@@ -239,8 +239,8 @@ def test_a_page_that_is_older_than_what_the_engine_published_changes_nothing(wat
         watched.settled(0, STALE)
 
 
-def test_what_an_engine_tells_of_itself_is_held_against_its_view(watched: Watched) -> None:
-    """A sleeping engine's view is emptied, another process's is built anew; both are counted."""
+def test_an_engines_counters_are_compared_with_its_view(watched: Watched) -> None:
+    """A sleeping engine's view is cleared, a new process's is rebuilt; both are counted."""
     with EnginePublisher() as engine:
         watched.follow(stream(engine))
         engine.publish(block(1))
@@ -258,8 +258,8 @@ def test_what_an_engine_tells_of_itself_is_held_against_its_view(watched: Watche
         assert watched.metric("kvroute_indexer_findings_total", finding="asleep") == 1
 
 
-def test_a_view_that_holds_more_than_its_engine_has_is_built_anew(watched: Watched) -> None:
-    """Removals must have been lost: it is cleared, and comes back from the engine."""
+def test_an_overfull_view_is_rebuilt(watched: Watched) -> None:
+    """A view with more blocks than its engine has lost removals, and is rebuilt."""
     with EnginePublisher() as engine:
         watched.follow(stream(engine))
         engine.publish(*(block(number) for number in range(1, 7)))
@@ -274,7 +274,7 @@ def test_a_view_that_holds_more_than_its_engine_has_is_built_anew(watched: Watch
 
 
 def test_blocks_beyond_the_device_are_no_excess(watched: Watched) -> None:
-    """A pod with a host tier holds more than its device memory has, and rightly."""
+    """Blocks in host memory do not count against the capacity of device memory."""
     with EnginePublisher() as engine:
         watched.follow(stream(engine))
         engine.publish(*(block(number) for number in range(1, 3)))
@@ -286,7 +286,7 @@ def test_blocks_beyond_the_device_are_no_excess(watched: Watched) -> None:
 
 @pytest.mark.parametrize("admin", [True, False])
 def test_the_token_goes_to_administration_ports_alone(engine: EnginePublisher, admin: bool) -> None:
-    """A snapshot is asked for with the token only at a pod's administration port."""
+    """The token is sent only to a pod's administration port."""
     with (
         SnapshotServer(lambda _: (200, body(1, batch(block(1))))) as server,
         closing(Watched(admin_token="s3cret").indexer) as indexer,

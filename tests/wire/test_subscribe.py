@@ -19,7 +19,7 @@ STALE = StreamState.STALE
 
 @pytest.fixture
 def watched() -> Iterator[Watched]:
-    """A running indexer."""
+    """Start an indexer."""
     running = Watched(replay_attempts=2)
     yield running
     running.indexer.close()
@@ -27,14 +27,14 @@ def watched() -> Iterator[Watched]:
 
 @pytest.fixture
 def engine() -> Iterator[EnginePublisher]:
-    """An engine with a replay socket."""
+    """Start an engine with a replay socket."""
     with EnginePublisher() as publisher:
         yield publisher
 
 
 @pytest.mark.parametrize("topic_frame", [True, False], ids=["new form", "old form"])
 def test_the_first_connection_brings_the_history(watched: Watched, topic_frame: bool) -> None:
-    """What an engine published before we came is replayed, in both forms of answers."""
+    """Batches published before the start are replayed, with both forms of answers."""
     with EnginePublisher(topic_frame=topic_frame) as engine:
         engine.publish(block(1), block(2))
         engine.publish(block(3))
@@ -42,8 +42,8 @@ def test_the_first_connection_brings_the_history(watched: Watched, topic_frame: 
         watched.settled(3)
 
 
-def test_live_events_are_applied_and_told(watched: Watched, engine: EnginePublisher) -> None:
-    """Stores and removals take effect, and stored keys are told in their order."""
+def test_live_events_are_applied_and_reported(watched: Watched, engine: EnginePublisher) -> None:
+    """Stores and removals are applied, and stored keys are reported in order."""
     watched.follow(stream(engine))
     watched.settled(0)
     engine.publish(block(1), block(2))
@@ -54,10 +54,10 @@ def test_live_events_are_applied_and_told(watched: Watched, engine: EnginePublis
     assert sum(keys for _, keys in watched.stored) == 4
 
 
-def test_a_gap_is_healed_by_a_replay(
+def test_a_gap_triggers_a_replay(
     watched: Watched, engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch lost on the way is replayed, and everything is applied in order."""
+    """A lost batch is replayed, and all batches are applied in order."""
     # Else a look at the tail may find the batch before the gap shows.
     monkeypatch.setattr(recovery, "QUIET_S", 3600.0)
     watched.follow(stream(engine))
@@ -77,8 +77,8 @@ def test_a_gap_is_healed_by_a_replay(
     assert watched.metric("kvroute_indexer_pod_clears_total", reason="gap") == 0
 
 
-def test_a_gap_that_cannot_be_healed_clears_the_pod(watched: Watched, engine: EnginePublisher) -> None:
-    """If the engine has forgotten the lost batch, the view goes, the pod is STALE, and live events go on."""
+def test_a_gap_beyond_the_replay_buffer_clears_the_view(watched: Watched, engine: EnginePublisher) -> None:
+    """If the lost batch is unavailable, the view is cleared and STALE, and live events are applied."""
     watched.follow(stream(engine))
     watched.settled(0)
     engine.wait_for_subscriber()
@@ -93,7 +93,7 @@ def test_a_gap_that_cannot_be_healed_clears_the_pod(watched: Watched, engine: En
 
 
 def test_a_replay_socket_that_is_dead_costs_the_history_only(watched: Watched) -> None:
-    """Without an answer, after its retries, the pod is STALE and its live events are used."""
+    """After all attempts without an answer the pod is STALE, and its live events are applied."""
     with EnginePublisher(replay=False) as engine, EnginePublisher() as gone:
         dead_endpoint = gone.replay_endpoint
         gone.close()
@@ -108,7 +108,7 @@ def test_a_replay_socket_that_is_dead_costs_the_history_only(watched: Watched) -
 
 @pytest.mark.parametrize("answers", [0, 1], ids=["silent at once", "silent halfway"])
 def test_a_replay_that_failed_is_tried_again_later(answers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay socket that is silent in all attempts leaves the view STALE, and EXACT once it answers."""
+    """A silent replay socket leaves the view STALE, and a later attempt makes it EXACT."""
     monkeypatch.setattr(recovery, "REPAIR_FIRST_S", 0.05)
     watched = Watched(replay_attempts=2, replay_idle_s=0.2)
     with EnginePublisher() as engine:
@@ -124,7 +124,7 @@ def test_a_replay_that_failed_is_tried_again_later(answers: int, monkeypatch: py
 
 
 def test_a_replay_that_falls_silent_is_resumed(watched: Watched, engine: EnginePublisher) -> None:
-    """What was answered before the silence is kept, and the rest is asked for again."""
+    """The answers before the silence are kept, and the rest is requested again."""
     for number in (1, 2, 3):
         engine.publish(block(number))
     engine.silent_after = 2
@@ -137,7 +137,7 @@ def test_a_replay_that_falls_silent_is_resumed(watched: Watched, engine: EngineP
 def test_the_same_process_keeps_its_blocks_when_the_link_was_lost(
     watched: Watched, engine: EnginePublisher
 ) -> None:
-    """After a broken connection the engine is recognised, and what was missed is applied."""
+    """After a reconnection the engine is identified, and missed batches are applied."""
     watched.follow(stream(engine))
     engine.publish(block(1))
     engine.publish(block(2))
@@ -150,7 +150,7 @@ def test_the_same_process_keeps_its_blocks_when_the_link_was_lost(
 
 
 def test_a_restart_without_events_is_noticed(watched: Watched, engine: EnginePublisher) -> None:
-    """A new process on the same port has an empty cache, though it has not said a word."""
+    """A new process on the same port has an empty cache, even before its first event."""
     engine.publish(block(1), block(2))
     watched.follow(stream(engine))
     watched.settled(2)
@@ -164,7 +164,7 @@ def test_a_restart_without_events_is_noticed(watched: Watched, engine: EnginePub
 
 
 def test_a_restart_with_more_events_than_before_is_noticed(watched: Watched, engine: EnginePublisher) -> None:
-    """A new process whose sequence has passed the old one's is not taken for it."""
+    """A new process whose sequence has passed the old one's is detected."""
     engine.publish(block(1), block(2), block(3))
     watched.follow(stream(engine))
     watched.settled(3)
@@ -177,8 +177,8 @@ def test_a_restart_with_more_events_than_before_is_noticed(watched: Watched, eng
         assert watched.metric("kvroute_indexer_pod_clears_total", reason="process_changed") == 1
 
 
-def test_a_last_batch_that_was_lost_is_found_in_the_quiet(watched: Watched, engine: EnginePublisher) -> None:
-    """A loss that no later sequence number reveals does not last."""
+def test_a_lost_last_batch_is_found_by_the_tail_check(watched: Watched, engine: EnginePublisher) -> None:
+    """A loss that no later sequence number shows is found when the stream is quiet."""
     watched.follow(stream(engine))
     engine.publish(block(1))
     watched.settled(1)
@@ -186,8 +186,8 @@ def test_a_last_batch_that_was_lost_is_found_in_the_quiet(watched: Watched, engi
     watched.settled(2)
 
 
-def test_without_a_replay_socket_exactness_begins_with_a_life(watched: Watched) -> None:
-    """A late start is STALE; a restart seen from its first batch on is EXACT."""
+def test_without_a_replay_socket_a_stream_is_exact_from_its_first_batch(watched: Watched) -> None:
+    """A late start is STALE; a restart received from its first batch on is EXACT."""
     with EnginePublisher(replay=False) as engine:
         engine.publish(block(1))
         watched.follow(stream(engine))
@@ -212,7 +212,7 @@ def test_an_engine_that_comes_later_is_waited_for(watched: Watched, engine: Engi
 
 
 def test_metrics_tell_what_happened(watched: Watched, engine: EnginePublisher) -> None:
-    """Stores, copies, removals, lookups, their hits and the lag are counted under the documented names."""
+    """Stores, copies, removals, lookups, hits and lag are counted under the documented names."""
     watched.follow(stream(engine))
     watched.settled(0)
     engine.wait_for_subscriber()
@@ -252,7 +252,7 @@ def test_metrics_tell_what_happened(watched: Watched, engine: EnginePublisher) -
 def test_speculative_blocks_count_until_events_confirm_them(
     watched: Watched, engine: EnginePublisher
 ) -> None:
-    """A request's blocks are assumed of its pod at once; from its events on the events decide."""
+    """A request's blocks count for its pod immediately, until the pod's events confirm them."""
     watched.follow(stream(engine))
     watched.settled(0)
     watched.indexer.speculate("r", POD, watched.keys[:3], time.monotonic())
@@ -265,10 +265,8 @@ def test_speculative_blocks_count_until_events_confirm_them(
     watched.settled(1)
 
 
-def test_blocks_that_the_pod_has_told_of_need_no_assumption(
-    watched: Watched, engine: EnginePublisher
-) -> None:
-    """Of a request's prompt only what the pod does not hold is assumed, as long as its events are whole."""
+def test_confirmed_blocks_get_no_speculative_entries(watched: Watched, engine: EnginePublisher) -> None:
+    """Of a prompt only blocks that the pod does not hold get speculative entries, if its stream is EXACT."""
     prompt = SentPrompt("m", None, None, np.arange(64, dtype=np.uint32), 2, held_blocks=2)
     watched.indexer.speculate("early", POD, watched.keys[:3], time.monotonic(), prompt)
     assert watched.metric("kvroute_indexer_speculative_entries") == 3

@@ -1,4 +1,4 @@
-"""Whatever arrives on a pod's sockets: counted by reason, dropped, and nothing else disturbed."""
+"""Hostile input on a pod's sockets: counted by reason, dropped, without effect on other pods."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEQUENCE = (1).to_bytes(8, "big")
 
 @pytest.fixture
 def watched() -> Iterator[Watched]:
-    """A running indexer that takes payloads of up to 2000 bytes."""
+    """Start an indexer that accepts payloads of up to 2000 bytes."""
     running = Watched(max_payload_bytes=2000, replay_idle_s=0.3, replay_attempts=2)
     yield running
     running.indexer.close()
@@ -30,7 +30,7 @@ def watched() -> Iterator[Watched]:
 
 @pytest.fixture
 def engine(watched: Watched) -> Iterator[EnginePublisher]:
-    """An engine that is followed, with one block."""
+    """Follow an engine with one block."""
     with EnginePublisher() as publisher:
         watched.follow(stream(publisher))
         publisher.wait_for_subscriber()
@@ -40,7 +40,7 @@ def engine(watched: Watched) -> Iterator[EnginePublisher]:
 
 
 def rejected(watched: Watched, reason: str) -> float:
-    """How much was rejected for this reason."""
+    """Return the number of rejections for this reason."""
     return watched.metric("kvroute_indexer_rejected_total", reason=reason)
 
 
@@ -59,7 +59,7 @@ def rejected(watched: Watched, reason: str) -> float:
 def test_a_broken_message_is_dropped(
     watched: Watched, engine: EnginePublisher, frames: list[bytes], reason: str
 ) -> None:
-    """A message of another form is counted, and the stream stays what it was: exact."""
+    """A malformed message is counted, and the stream stays EXACT."""
     engine.send_frames(frames)
     engine.publish(block(2))
     watched.settled(2)
@@ -75,10 +75,10 @@ def test_a_broken_message_is_dropped(
         (b"x" * 2001, "oversize"),
     ],
 )
-def test_a_batch_that_cannot_be_read_is_left_out_and_told(
+def test_an_unreadable_batch_makes_the_view_stale(
     watched: Watched, engine: EnginePublisher, payload: bytes, reason: str
 ) -> None:
-    """The stream goes on behind it without a gap, and is STALE: something lacks."""
+    """The stream continues behind an unreadable batch without a gap, and is STALE."""
     engine.publish_payload(payload)
     engine.publish(block(2))
     watched.settled(2, STALE)
@@ -86,8 +86,8 @@ def test_a_batch_that_cannot_be_read_is_left_out_and_told(
     assert watched.metric("kvroute_indexer_gaps_total", pod=POD) == 0
 
 
-def test_a_cleared_cache_heals_a_damaged_view(watched: Watched, engine: EnginePublisher) -> None:
-    """After AllBlocksCleared whatever was missed does not matter any more."""
+def test_a_cleared_cache_makes_a_stale_view_exact(watched: Watched, engine: EnginePublisher) -> None:
+    """After AllBlocksCleared earlier losses do not matter."""
     engine.publish(block(2), ["BlockStored", "broken"])
     watched.settled(2, STALE)
     engine.publish(["AllBlocksCleared"], block(1))
@@ -95,14 +95,14 @@ def test_a_cleared_cache_heals_a_damaged_view(watched: Watched, engine: EnginePu
 
 
 def test_an_unknown_event_is_no_damage(watched: Watched, engine: EnginePublisher) -> None:
-    """A kind of event that a later engine may bring is counted, and the view stays exact."""
+    """An unknown kind of event is counted, and the view stays EXACT."""
     engine.publish({"type": "BlockPolished", "block_hashes": [1]}, block(2))
     watched.settled(2)
     assert rejected(watched, "unknown_event") == 1
 
 
 def test_a_message_beyond_all_bounds_cuts_the_link(watched: Watched, engine: EnginePublisher) -> None:
-    """It is not even received; since the batch cannot be had, the view is dropped and live events go on."""
+    """A message far above the limit closes the connection and clears the view; live events are applied."""
     engine.publish_payload(b"x" * 10_000)
     watched.settled(0, STALE)
     assert (POD, False) in watched.links
@@ -111,7 +111,7 @@ def test_a_message_beyond_all_bounds_cuts_the_link(watched: Watched, engine: Eng
 
 
 def test_garbage_among_replay_answers_is_dropped(watched: Watched) -> None:
-    """Answers of another form are counted; those that can be read are applied."""
+    """Malformed replay answers are counted; the others are applied."""
     with EnginePublisher() as engine:
         engine.garbage_answers = [[b"no delimiter"], [b"", b"a", b"b", b"c", b"d"], [b"", b"short", b""]]
         engine.publish(block(1))
@@ -124,7 +124,7 @@ def test_garbage_among_replay_answers_is_dropped(watched: Watched) -> None:
 def test_a_port_that_speaks_another_language_is_no_publisher(
     watched: Watched, engine: EnginePublisher
 ) -> None:
-    """A server that talks nonsense is never believed, and the engine beside it is followed as before."""
+    """A server with another protocol has no effect, and the engine beside it is followed."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         talked = threading.Event()
@@ -148,7 +148,7 @@ def test_a_port_that_speaks_another_language_is_no_publisher(
 
 
 def test_a_callback_that_fails_costs_nothing(watched: Watched, engine: EnginePublisher) -> None:
-    """An error of whoever listens is logged, and the events are applied all the same."""
+    """An error of a callback is logged, and the events are applied."""
     failed = threading.Event()
 
     def fail(_pod: str) -> None:
@@ -164,7 +164,7 @@ def test_a_callback_that_fails_costs_nothing(watched: Watched, engine: EnginePub
 def test_an_error_of_our_own_costs_one_view(
     watched: Watched, engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If applying fails unexpectedly the pod's view is dropped and built anew; others are not touched."""
+    """After an internal error the pod's view is dropped and rebuilt; others are not affected."""
     apply = Ingest.apply
     broken = [True]
 

@@ -1,4 +1,4 @@
-"""Following a hybrid engine over real sockets: what its groups hold cuts what is answered."""
+"""Following a hybrid engine over real sockets: its cache groups limit the match."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ WINDOW = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec
 
 @pytest.fixture
 def watched() -> Iterator[Watched]:
-    """A running indexer."""
+    """Start an indexer."""
     running = Watched(replay_attempts=2)
     yield running
     running.indexer.close()
 
 
 def hybrid_run() -> list[dict[str, object]]:
-    """One request's blocks as vLLM tells them: the window's last two, then all of full attention."""
+    """Return one request's blocks as in vLLM: the window's last two, then all of full attention."""
     return [stored([4, 5], TOKENS[:20], **WINDOW), stored([1, 2, 3, 4, 5], TOKENS[:20], **FULL)]
 
 
 def test_a_window_cuts_the_answer(watched: Watched) -> None:
-    """Blocks that no window covers any more are no hit, and another pod's are left alone."""
+    """Blocks outside of the sliding window are no hit; other pods are not affected."""
     with EnginePublisher() as hybrid, EnginePublisher() as plain:
         watched.follow(stream(hybrid), stream(plain, OTHER))
         hybrid.publish(*hybrid_run())
@@ -41,8 +41,8 @@ def test_a_window_cuts_the_answer(watched: Watched) -> None:
         assert watched.match(OTHER).cached_blocks == 5
 
 
-def test_a_new_life_forgets_its_groups(watched: Watched) -> None:
-    """An engine that comes back without windows is matched without their rule."""
+def test_a_new_process_drops_the_groups(watched: Watched) -> None:
+    """An engine that restarts without windows is matched without their rule."""
     with EnginePublisher() as engine:
         watched.follow(stream(engine))
         engine.publish(*hybrid_run())
@@ -57,7 +57,7 @@ def test_a_new_life_forgets_its_groups(watched: Watched) -> None:
 
 
 def test_a_group_whose_rule_is_not_known_makes_the_view_stale(watched: Watched) -> None:
-    """A view that may promise too much says so."""
+    """A view with a group of unknown kind is STALE, because its match may be too long."""
     with EnginePublisher() as engine:
         watched.follow(stream(engine))
         engine.publish(*hybrid_run())

@@ -1,4 +1,4 @@
-"""Following several pods: the set is declared, and what happens to one is nothing to the others."""
+"""Following several pods: the set is declared, and pods do not affect each other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ threading.Event().wait()
 
 @pytest.fixture
 def watched() -> Iterator[Watched]:
-    """A running indexer."""
+    """Start an indexer."""
     running = Watched()
     yield running
     running.indexer.close()
@@ -37,7 +37,7 @@ def watched() -> Iterator[Watched]:
 
 @pytest.fixture
 def engines() -> Iterator[tuple[EnginePublisher, EnginePublisher]]:
-    """Two engines with replay sockets."""
+    """Start two engines with replay sockets."""
     with EnginePublisher() as first, EnginePublisher() as second:
         yield first, second
 
@@ -66,17 +66,17 @@ def test_replays_wait_for_their_turn(engines: tuple[EnginePublisher, EnginePubli
         watched.settled(2, pod=OTHER)
 
 
-def test_a_newly_followed_pod_is_on_its_way_at_once(
+def test_a_newly_followed_pod_is_pending_immediately(
     watched: Watched, engines: tuple[EnginePublisher, EnginePublisher]
 ) -> None:
-    """Whoever waits for all pods to be in sync never sees a moment without them."""
+    """A new pod counts as pending from the call of `follow` on."""
     watched.follow(stream(engines[0]))
     assert watched.indexer.states().keys() == {POD}
     assert watched.match().state is not StreamState.STALE
 
 
 def test_models_never_meet(watched: Watched, engines: tuple[EnginePublisher, EnginePublisher]) -> None:
-    """The same tokens under the same hash are another model's blocks."""
+    """Equal tokens under equal hashes are different blocks for different models."""
     first, second = engines
     first.publish(block(1))
     second.publish(block(1), block(2))
@@ -89,7 +89,7 @@ def test_models_never_meet(watched: Watched, engines: tuple[EnginePublisher, Eng
 def test_a_pod_that_is_not_followed_any_more_leaves_nothing(
     watched: Watched, engines: tuple[EnginePublisher, EnginePublisher]
 ) -> None:
-    """Blocks, state, metrics and subscription of a vanished pod go; the others stay; it may come back."""
+    """Blocks, state, metrics and subscription of a removed pod go; it may return."""
     first, second = engines
     first.publish(block(1))
     second.publish(block(1), block(2))
@@ -112,7 +112,7 @@ def test_a_pod_that_is_not_followed_any_more_leaves_nothing(
 def test_a_pod_with_another_address_or_model_begins_anew(
     watched: Watched, engines: tuple[EnginePublisher, EnginePublisher]
 ) -> None:
-    """The same pod name at another endpoint is another engine."""
+    """A pod with another endpoint or model starts with an empty view."""
     first, second = engines
     first.publish(block(1))
     second.publish(block(1), block(2))
@@ -125,7 +125,7 @@ def test_a_pod_with_another_address_or_model_begins_anew(
 
 
 def test_a_dead_pod_does_not_disturb_a_living_one(watched: Watched) -> None:
-    """A killed process is noticed by its link, and the other pod is followed as before."""
+    """A killed process is detected by its link, and the other pod is followed."""
     command = [sys.executable, "-c", CHILD]
     with started(command, stdout=subprocess.PIPE) as child, EnginePublisher() as living:
         assert child.stdout is not None
@@ -146,7 +146,7 @@ def test_a_dead_pod_does_not_disturb_a_living_one(watched: Watched) -> None:
 def test_a_flood_from_one_pod_does_not_starve_another(
     watched: Watched, engines: tuple[EnginePublisher, EnginePublisher]
 ) -> None:
-    """With thousands of batches of one pod waiting, another's single batch is applied after a few turns."""
+    """While thousands of batches of one pod wait, another's batch is applied after a few turns."""
     flooding, calm = engines
     watched.follow(stream(flooding), stream(calm, OTHER))
     watched.settled(0)
@@ -178,7 +178,7 @@ def test_a_flood_from_one_pod_does_not_starve_another(
 
 
 def test_more_pods_than_can_be_followed_are_refused(watched: Watched) -> None:
-    """The number of pods is bounded, and a refused set changes nothing."""
+    """The number of pods is bounded, and a rejected set changes nothing."""
     one = PodStream(POD, "m", "tcp://127.0.0.1:1", None)
     with pytest.raises(ConfigError, match="4096"):
         watched.follow(*(replace(one, pod=f"10.0.0.1:{port}") for port in range(5000)))
@@ -186,7 +186,7 @@ def test_more_pods_than_can_be_followed_are_refused(watched: Watched) -> None:
 
 
 def test_an_endpoint_that_is_no_address_is_reported(watched: Watched) -> None:
-    """A stream that cannot be subscribed to is counted; the thread lives on and closes."""
+    """A stream with an invalid endpoint is counted, and the thread continues."""
     watched.follow(PodStream(POD, "m", "nonsense", None))
     wait_until(
         "it is counted",
@@ -200,7 +200,7 @@ def test_an_endpoint_that_is_no_address_is_reported(watched: Watched) -> None:
 
 
 def test_closing_is_final_and_may_be_repeated(engines: tuple[EnginePublisher, EnginePublisher]) -> None:
-    """After close no thread runs, and what was indexed can still be asked."""
+    """After close no thread runs, and indexed blocks still match."""
     engines[0].publish(block(1))
     running = Watched()
     running.follow(stream(engines[0]))
