@@ -61,7 +61,7 @@ class Gateway:
 
     def decision(self, response: urllib3.BaseHTTPResponse) -> dict[str, Any]:
         """Return the decision for a response's request."""
-        record = self.router.decision_log.one(response.headers["x-request-id"])
+        record = self.router.decision_log.find(response.headers["x-request-id"])
         assert record is not None
         return record
 

@@ -78,7 +78,7 @@ def test_reading_carries_predictions_answered_before_the_scrape() -> None:
     answered_hit_tokens = check.before_scrape(A)
     ledger.first_token("r", 1.0)
     check.after_scrape(A, EngineReading(hit_tokens=5.0), answered_hit_tokens)
-    assert observed == [(A, EngineReading(hit_tokens=5.0, predicted_tokens=0, promised_tokens=64))]
+    assert observed == [(A, EngineReading(hit_tokens=5.0, predicted_tokens=0, predicted_sent_tokens=64))]
 
 
 def test_lifecycle_updates_predictions() -> None:
