@@ -21,10 +21,10 @@ import urllib3
 from kvroute.stack import envoy_command
 from router.app.server import RouterServer
 from tests.support.chart.helm import CHART, clusters, envoy_bootstrap
-from tests.support.router.envoy import patient
-from tests.support.router.server import FakePod, fake_pods, running_router, write_pods
 from tests.support.loopback import HERE, free_ports, listens
 from tests.support.router.bench import TINY
+from tests.support.router.envoy import patient
+from tests.support.router.server import FakePod, fake_pods, running_router, write_pods
 
 BODY = json.dumps({"model": TINY, "prompt": "hello " * 100}).encode()
 CLIENTS = 8

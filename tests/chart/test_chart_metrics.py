@@ -21,9 +21,9 @@ from model_server.openai.metrics import EngineCollector, RequestMetrics
 from model_server.requests import EngineStats
 from router.pods.kube.problems import Problems
 from tests.support.chart.helm import CHART, EVERYTHING, FULLNAME, manifests, one
-from tests.support.router.server import fake_pods, running_router, write_pods
 from tests.support.loopback import HERE, free_ports, listens
 from tests.support.router.doors import wait_until
+from tests.support.router.server import fake_pods, running_router, write_pods
 
 _NAME = re.compile(r"\b(?:(?:llm_d_epp|kvroute|envoy)_\w+(?=\{)|vllm:\w+)")
 _IDLE = EngineStats(0, 0, 0.0, 1, 0, 0, 0, 0, 0, 0, 0.0, True)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.support.chart.helm import CHART
-from tests.support.router.server import METRICS, FakePod
 from tests.support.loopback import HERE
+from tests.support.router.server import METRICS, FakePod
 
 CONVERSATION = CHART / "files" / "conversation.py"
 DRAIN = CHART / "files" / "drain_model_server.py"

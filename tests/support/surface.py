@@ -35,8 +35,8 @@ from router.app.config import parse_flags
 from router.app.server import RouterServer
 from router.config.fields import Settings
 from router.errors import ConfigError
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 _CHART = ROOT / "charts" / "kvroute"
 _BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
 _PACKAGES = tuple(_BUILD["targets"]["wheel"]["packages"])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 
-_FILE = Path(__file__).with_name("public_surface.txt")
+from tests.support.paths import DATA
+
+_FILE = DATA / "public_surface.txt"
 _UPDATE = "UPDATE_SURFACE"
 _ADVICE = f"""
 A removal needs a line in CHANGELOG.md that says what to do instead.
-{_UPDATE}=1 with this test writes tests/public_surface.txt anew."""
+{_UPDATE}=1 with this test writes tests/data/public_surface.txt anew."""
 
 
 def lines_of(section: str) -> set[str]:

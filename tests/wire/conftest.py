@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.router.doors import INLINE, served_by
 from tests.support.router.h2 import Served, serving
 from tests.support.router.raw_h2 import RawClient
-from tests.support.router.doors import INLINE, served_by
 
 
 @pytest.fixture(scope="module", params=sorted(INLINE))

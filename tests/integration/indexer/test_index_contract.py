@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.support.indexer.index_backends import TIERS, Index, keys
 from tests.support.indexer.held_copies import references
+from tests.support.indexer.index_backends import TIERS, Index, keys
 
 CHAIN = keys(range(101, 111))
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"

@@ -17,9 +17,9 @@ from hypothesis.stateful import (
 )
 
 from indexer.tiers import SPECULATIVE_TIER
-from tests.support.indexer.index_backends import BACKENDS, TIERS, keys
 from tests.support.depth import examples
 from tests.support.indexer.held_copies import references
+from tests.support.indexer.index_backends import BACKENDS, TIERS, keys
 from tests.support.indexer.reference_index import ReferenceIndex
 
 # More than the bits of a machine word.

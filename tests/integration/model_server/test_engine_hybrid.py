@@ -12,6 +12,8 @@ from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
 from model_server.engine.core import EngineCore
 from model_server.kv_events.events import BlockStored, KVEvent, KVEventBatch, encode_batch
+from tests.support.indexer.decoding import decode_batch
+from tests.support.indexer.views import OnePod
 from tests.support.model_server.engine import (
     EventLog,
     Outputs,
@@ -20,10 +22,9 @@ from tests.support.model_server.engine import (
     request,
     run_to_end,
 )
-from tests.support.indexer.decoding import decode_batch
 from tests.support.model_server.invariants import check_engine
-from tests.support.indexer.views import OnePod
 from tests.support.model_server.model import save_reference, text_of
+from tests.support.paths import DATA
 
 BLOCK_TOKENS = 4
 MAX_BYTES = 1 << 24
@@ -134,7 +135,7 @@ def test_blocks_behind_the_window_are_freed() -> None:
 
 def _captured_cold_prompt() -> list[dict]:
     """Return the first two events of the captured run with windows."""
-    lines = gzip.decompress((Path(__file__).parents[1] / "data/vllm_run3_frames.jsonl.gz").read_bytes())
+    lines = gzip.decompress((DATA / "vllm_run3_frames.jsonl.gz").read_bytes())
     frame = msgspec.json.decode(lines.splitlines()[0])
     events = msgspec.msgpack.decode(bytes.fromhex(frame["frames"][2]))[1]
     return [event for event in events if event["type"] == "BlockStored"][:2]

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.depth import examples
 from tests.support.model_server.engine import (
     Outputs,
     cached_copies,
@@ -15,7 +16,6 @@ from tests.support.model_server.engine import (
     request,
     run_to_end,
 )
-from tests.support.depth import examples
 from tests.support.model_server.invariants import check_engine
 
 

@@ -10,6 +10,7 @@ from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
 from model_server.errors import ConfigError
 from model_server.kv_events.events import AllBlocksCleared
+from tests.integration.model_server.test_engine_model import conversation, generate
 from tests.support.model_server.engine import (
     EventLog,
     Outputs,
@@ -18,7 +19,6 @@ from tests.support.model_server.engine import (
     request,
     run_to_end,
 )
-from tests.integration.model_server.test_engine_model import conversation, generate
 from tests.support.model_server.invariants import check_engine
 
 

@@ -19,6 +19,7 @@ from indexer.config import index_config
 from indexer.pod_entry import PodEntry
 from indexer.streams.snapshot import Snapshot, read_snapshot
 from model_server.kv_events.events import KVEventBatch
+from tests.integration.model_server.openai.test_events import replayed, resident
 from tests.support.model_server.http import (
     MODEL,
     RunningServer,
@@ -26,7 +27,6 @@ from tests.support.model_server.http import (
     subscription,
     wait_until,
 )
-from tests.integration.model_server.openai.test_events import replayed, resident
 
 POD = "10.0.0.1:8000"
 

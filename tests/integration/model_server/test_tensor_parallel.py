@@ -19,11 +19,11 @@ from model_server.errors import AdapterError, ConfigError, EngineClosedError, Mo
 from model_server.requests import EngineCoreRequest
 from model_server.shapes import ModelRank
 from model_server.worker.workers import Start, WorkerProcesses
-from tests.support.model_server.engine import EventLog, Outputs, cached_copies, request, run_to_end
-from tests.support.model_server.http import exit_code, wait_until
 from tests.integration.model_server.test_engine_architectures import ARCHITECTURES
 from tests.integration.model_server.test_engine_model import conversation
 from tests.integration.model_server.test_process import started
+from tests.support.model_server.engine import EventLog, Outputs, cached_copies, request, run_to_end
+from tests.support.model_server.http import exit_code, wait_until
 from tests.support.model_server.lora import save_adapter
 from tests.support.model_server.model import save_reference, text_of
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from indexer import IndexerConfig
-from tests.support.router.server import METRICS, FakePod, fake_pods, get, running_router
 from tests.support.indexer.engine_publisher import EnginePublisher
 from tests.support.router.doors import wait_until
+from tests.support.router.server import METRICS, FakePod, fake_pods, get, running_router
 
 FOUND = 'kvroute_indexer_findings_total{finding="process_changed"} 1.0'
 

@@ -12,16 +12,16 @@ from types import FrameType
 import grpc
 from envoy.service.auth.v3 import external_auth_pb2_grpc
 
-from tests.support.router.server import fake_pods, ready_pods, running_router, write_pods
-from tests.support.loopback import HERE
 from tests.support.indexer.engine_publisher import EnginePublisher
-from tests.support.router.doors import TIMEOUT_S, wait_until
 from tests.support.indexer.subscriber import Watched, block, stream
+from tests.support.loopback import HERE
+from tests.support.paths import ROOT
+from tests.support.router.doors import TIMEOUT_S, wait_until
+from tests.support.router.server import fake_pods, ready_pods, running_router, write_pods
 from tests.wire.router.test_check import request
 
-_ROOT = Path(__file__).parents[2]
 _PACKAGES = ("router", "indexer", "tokenization", "common")
-_GUIDE = (_ROOT / "docs/architecture.md").read_text("utf-8")
+_GUIDE = (ROOT / "docs/architecture.md").read_text("utf-8")
 CHAT = b'{"model": "kvroute-tiny", "messages": [{"role": "user", "content": "Tell me of a small harbour."}]}'
 
 
@@ -35,9 +35,9 @@ class _Tracer:
     def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
         if self.is_on and event == "call":
             path = Path(frame.f_code.co_filename)
-            if path.is_relative_to(_ROOT) and path.relative_to(_ROOT).parts[0] in _PACKAGES:
+            if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in _PACKAGES:
                 entered = self._files.setdefault(threading.get_ident(), set())
-                entered.add(str(path.relative_to(_ROOT)))
+                entered.add(str(path.relative_to(ROOT)))
 
     def entered(self, folder: str) -> set[str]:
         """Return the files of all threads that entered a folder."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.router.envoy import BODY, Gateway, Mode, gateway, request_bytes
-from tests.support.router.server import get, ready_pods
 from tests.support.loopback import HERE
 from tests.support.router.bench import TINY
 from tests.support.router.doors import wait_until
+from tests.support.router.envoy import BODY, Gateway, Mode, gateway, request_bytes
+from tests.support.router.server import get, ready_pods
 
 
 @pytest.fixture(params=["check_grpc", "ext_proc skip", "ext_proc full"])

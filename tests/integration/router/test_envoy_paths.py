@@ -16,8 +16,8 @@ import pytest
 
 from kvroute.envoy_config import INFERENCE_PATHS, EnvoySettings, bootstrap
 from router.doors.headers import GATEWAY_ONLY_HEADERS
-from tests.support.router.envoy import running_envoy
 from tests.support.loopback import HERE, free_ports
+from tests.support.router.envoy import running_envoy
 
 ADMINISTRATION = [
     ("GET", "/metrics"),

@@ -11,12 +11,12 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
 from router.errors import ConfigError
-from tests.support.router.hermetic import DATA, message, pod, scene, waiting
-from tests.support.router.server import get
 from tests.support.router.doors import Stream, set_headers, wait_until
+from tests.support.router.hermetic import HERMETIC, message, pod, scene, waiting
+from tests.support.router.server import get
 
 DESTINATION = "x-gateway-destination-endpoint"
-CONFIG: dict[str, Any] = DATA["configs"]["flow-control-concurrency-1"]
+CONFIG: dict[str, Any] = HERMETIC["configs"]["flow-control-concurrency-1"]
 BATCH = {
     "apiVersion": "llm-d.ai/v1alpha2",
     "kind": "InferenceObjective",

@@ -20,7 +20,10 @@ from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 from router.app.server import RouterServer
 from router.app.tls import TlsOptions
 from router.feedback.lifecycle import ACCESS_LOG
+from tests.support.loopback import HERE, free_port
 from tests.support.redis_server import running_redis
+from tests.support.router.bench import completion, long_text
+from tests.support.router.doors import wait_until
 from tests.support.router.server import (
     METRICS,
     fake_pods,
@@ -29,9 +32,6 @@ from tests.support.router.server import (
     running_router,
     write_pods,
 )
-from tests.support.loopback import HERE, free_port
-from tests.support.router.bench import completion, long_text
-from tests.support.router.doors import wait_until
 
 SEED = 7
 # Engines with so many requests: the lost-end detection removes none of a test's, however long it takes.

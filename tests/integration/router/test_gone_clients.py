@@ -12,9 +12,9 @@ from envoy.service.auth.v3 import external_auth_pb2, external_auth_pb2_grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 
 from router._pb import endpoint_picker_pb2, endpoint_picker_pb2_grpc
+from tests.support.router.doors import TIMEOUT_S, Stream, body, headers, wait_until
 from tests.support.router.hermetic import Scene, pod, scene, waiting
 from tests.support.router.server import get
-from tests.support.router.doors import TIMEOUT_S, Stream, body, headers, wait_until
 
 _CONFIG = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig", "featureGates": ["flowControl"]}
 # The pod reports that it is saturated.

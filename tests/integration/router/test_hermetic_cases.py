@@ -14,12 +14,12 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.router.hermetic import DATA, Scene, check_answer, message, scene
-from tests.support.router.server import get
 from tests.support.router.doors import Stream, set_headers
+from tests.support.router.hermetic import HERMETIC, Scene, check_answer, message, scene
+from tests.support.router.server import get
 
 DESTINATION = "x-gateway-destination-endpoint"
-CASES = {case["id"]: case for case in DATA["stream_cases"]}
+CASES = {case["id"]: case for case in HERMETIC["stream_cases"]}
 PLAIN = [case for case in CASES.values() if case["expect_responses"]]
 # Behaviour of the reference that is not reproduced: a subset entry with another port is another endpoint,
 # and a subset hint on the headers' message counts.

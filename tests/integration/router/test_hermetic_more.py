@@ -13,8 +13,8 @@ import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
-from tests.support.router.hermetic import DATA, Scene, message, pod, scene
 from tests.support.router.doors import Stream, set_headers, streamed_bytes
+from tests.support.router.hermetic import HERMETIC, Scene, message, pod, scene
 
 DESTINATION = "x-gateway-destination-endpoint"
 REASON = "x-llm-d-request-dropped-reason"
@@ -342,7 +342,7 @@ def test_a_response_without_its_request_is_answered(tmp_path: Path) -> None:
 
 def test_every_configuration_of_the_cases_serves_a_get(tmp_path: Path) -> None:
     """In every configuration a GET gets a pod and no header but a request id."""
-    for name in DATA["configs"]:
+    for name in HERMETIC["configs"]:
         with played(tmp_path, [pod(0), pod(1)], name) as two:
             headers = {":path": "/v1/models", "x-request-id": "r", "hi": "mom"}
             (answer,) = two.exchange(

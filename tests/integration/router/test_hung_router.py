@@ -19,9 +19,9 @@ import pytest
 import urllib3
 
 from kvroute.envoy_config import EnvoySettings, bootstrap
+from tests.support.loopback import HERE, free_ports, listens
 from tests.support.router.envoy import BODY, running_envoy
 from tests.support.router.server import fake_pods, write_pods
-from tests.support.loopback import HERE, free_ports, listens
 
 CLIENTS = 8
 # Above the time in which this test's Envoy detects a hung router, below the timeout of a pick (30 s).

@@ -13,10 +13,10 @@ import grpc.aio
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
 from router.feedback.change_log import FOLLOWERS_MAX
-from tests.support.router.server import fake_pods, write_pods
 from tests.integration.router.test_process import FREE_PORTS, grpc_port, process
 from tests.support.router.bench import TINY
 from tests.support.router.doors import body, headers, set_headers
+from tests.support.router.server import fake_pods, write_pods
 
 IDLE = 10_000
 PLACES = 64

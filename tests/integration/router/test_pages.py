@@ -16,9 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router.app.debug_pages import profile_pages
 from router.app.server import RouterServer
-from tests.support.router.server import fake_pods, get, ready_pods, running_router, write_pods
 from tests.support.router.bench import TINY
 from tests.support.router.doors import Stream, body, headers, wait_until
+from tests.support.router.server import fake_pods, get, ready_pods, running_router, write_pods
 
 
 @contextmanager

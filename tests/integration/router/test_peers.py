@@ -16,10 +16,10 @@ import pytest
 
 from router._pb import endpoint_picker_pb2 as pb
 from router._pb import endpoint_picker_pb2_grpc as pb_grpc
-from tests.support.router.server import FakePod, fake_pods
 from tests.integration.router.test_engine_watch import pods_file
 from tests.integration.router.test_process import FREE_PORTS, process, run
 from tests.support.indexer.engine_publisher import EnginePublisher, stored, wait_until
+from tests.support.router.server import FakePod, fake_pods
 
 MODEL = "kvroute-tiny"
 BLOCKS = 5

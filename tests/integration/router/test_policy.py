@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from router.app.server import RouterServer
 from router.errors import SaturatedError
 from router.prompts.request import RequestKind, RouteRequest
-from tests.support.router.server import fake_pods, get, ready_pods, running_router, write_pods
 from tests.support.router.bench import completion
 from tests.support.router.doors import wait_until
+from tests.support.router.server import fake_pods, get, ready_pods, running_router, write_pods
 
 BATCH = {"x-llm-d-inference-objective": "batch"}
 

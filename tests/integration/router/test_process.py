@@ -18,9 +18,9 @@ from envoy.service.accesslog.v3 import als_pb2_grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
 from router.doors.ext_proc_messages import BodyMode
-from tests.support.router.server import fake_pods, write_pods
 from tests.support.router.bench import TINY
 from tests.support.router.doors import Stream, body, headers, wait_until
+from tests.support.router.server import fake_pods, write_pods
 
 FREE_PORTS = ["--host", "127.0.0.1", "--grpc-port", "0", "--grpc-health-port", "0", "--metrics-port", "0"]
 

@@ -20,6 +20,8 @@ from router.app.server import RouterServer
 from router.app.tls import TlsOptions
 from router.errors import ConfigError, ListenError
 from router.prompts.request import RequestKind, RouteRequest
+from tests.support.router.bench import completion
+from tests.support.router.doors import wait_until
 from tests.support.router.server import (
     FakePod,
     fake_pods,
@@ -28,8 +30,6 @@ from tests.support.router.server import (
     running_router,
     write_pods,
 )
-from tests.support.router.bench import completion
-from tests.support.router.doors import wait_until
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 

@@ -23,11 +23,11 @@ from kvroute.stack import envoy_command
 from router.app.server import RouterServer
 from router.app.tls import MetricsTlsOptions, TlsOptions, grpc_tls, metrics_tls, self_signed
 from router.errors import ConfigError
-from tests.support.router.envoy import patient
-from tests.support.router.server import fake_pods, ready_pods, running_router, write_pods
 from tests.support.loopback import free_port, listens
 from tests.support.router.bench import TINY
 from tests.support.router.doors import wait_until
+from tests.support.router.envoy import patient
+from tests.support.router.server import fake_pods, ready_pods, running_router, write_pods
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 

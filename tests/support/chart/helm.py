@@ -6,15 +6,14 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import helm_python
 import yaml
 
 from tests.support.chart.envoy_parts import manager
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "kvroute"
 RELEASE = "rel"
 NAMESPACE = "llm"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from indexer import IndexerConfig, KvIndexer, PodMatch, PodStream, StreamState
 from tests.support.indexer.engine_publisher import EnginePublisher, stored, wait_until
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 MODEL = "m"
 POD, OTHER = "10.0.0.1:8000", "10.0.0.2:8000"
 # Six blocks of 4 tokens.

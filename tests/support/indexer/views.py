@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from indexer.config import IndexerConfig
@@ -21,8 +20,8 @@ from indexer.wire.events import BlockStored, KVEvent
 from tests.support.indexer.decoding import EventBatch
 from tests.support.indexer.plain_view import MappedCache, apply_batch
 from tests.support.indexer.reference_index import ReferenceIndex
+from tests.support.paths import DATA
 
-DATA = Path(__file__).parents[1] / "data"
 POD = "10.0.0.1:8000"
 MODEL = "m"
 _FLAT_BYTES, _FLAT_BLOCKS = 8 << 20, 20_000

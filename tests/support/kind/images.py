@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tests.support.kind.cluster import Cluster, mounts_torch
 from tests.support.kind.tools import ToolError, run
+from tests.support.paths import ROOT
 
 ROUTER = "kvroute/router:test"
 MODEL_SERVER = "kvroute/model-server:test"
 ENVOY = "kvroute/envoy:test"
 
-ROOT = Path(__file__).parents[2]
 _LOADED = "/var/lib/kvroute-images"
 
 

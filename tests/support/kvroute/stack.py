@@ -15,8 +15,8 @@ from openai import OpenAI
 
 from kvroute.stack import StackOptions, StackPlan, await_pods, decision, plan_stack
 from kvroute.supervisor import Child, Supervisor
-from tests.support.router.envoy import patient
 from tests.support.loopback import free_base
+from tests.support.router.envoy import patient
 
 DEADLINE_S = 300.0
 

@@ -14,10 +14,10 @@ import urllib3
 from kvroute.envoy_config import EnvoySettings, bootstrap
 from kvroute.stack import envoy_command
 from router.app.server import RouterServer
-from tests.support.router.server import FakePod, fake_pods, ready_pods, running_router, write_pods
 from tests.support.loopback import HERE, free_ports, listens
 from tests.support.router.bench import TINY
 from tests.support.router.doors import wait_until
+from tests.support.router.server import FakePod, fake_pods, ready_pods, running_router, write_pods
 
 Mode = Literal["check_grpc", "ext_proc skip", "ext_proc full"]
 BODY = {"model": TINY, "prompt": "hello " * 100}

@@ -21,10 +21,11 @@ from google.protobuf import json_format
 
 from router.app.config import parse_flags
 from router.app.server import RouterServer
-from tests.support.router.server import get
+from tests.support.paths import DATA
 from tests.support.router.doors import set_headers, wait_until
+from tests.support.router.server import get
 
-DATA = json.loads(gzip.decompress((Path(__file__).parents[1] / "data/hermetic_cases.json.gz").read_bytes()))
+HERMETIC = json.loads(gzip.decompress((DATA / "hermetic_cases.json.gz").read_bytes()))
 QUICK = ["--host", "127.0.0.1", "--grpc-port", "0", "--grpc-health-port", "0", "--metrics-port", "0"]
 
 
@@ -130,7 +131,7 @@ def scene(case: Mapping[str, Any], directory: Path, *flags: str) -> Iterator[Sce
             entries.append({"name": pod.name, "address": host, "port": port, "labels": dict(pod.labels)})
         (directory / "pods.yaml").write_text(yaml.safe_dump({"endpoints": entries}))
         named = case["config"]
-        config_file = named if isinstance(named, dict) else DATA["configs"][named]
+        config_file = named if isinstance(named, dict) else HERMETIC["configs"][named]
         (directory / "config.yaml").write_text(yaml.safe_dump(config_file))
         resources = [*_resources(), *case.get("resources", ())]
         (directory / "resources.yaml").write_text(yaml.safe_dump_all(resources))
@@ -173,7 +174,7 @@ def _is_told(router: RouterServer, pods: Sequence[MetricsPod]) -> bool:
 
 
 def _resources() -> list[dict[str, Any]]:
-    base = DATA["k8s_objects"]["base"]
+    base = HERMETIC["k8s_objects"]["base"]
     objectives, rewrite = base["InferenceObjective"], base["InferenceModelRewrite"]
     resources = [
         {

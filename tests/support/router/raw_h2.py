@@ -15,8 +15,8 @@ import hpack
 from router.h2 import frames
 from router.h2.frames import FrameType
 from router.h2.messages import plain_prefix
-from tests.support.router.h2 import path
 from tests.support.router.doors import TIMEOUT_S
+from tests.support.router.h2 import path
 
 REQUEST = (
     (":method", "POST"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-_DATA = json.loads((Path(__file__).parents[1] / "data" / "vllm_0_32_images.json").read_text("utf-8"))
+from tests.support.paths import DATA
+
+_DATA = json.loads((DATA / "vllm_0_32_images.json").read_text("utf-8"))
 BLOCK_TOKENS: int = _DATA["block_tokens"]
 CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in _DATA["cases"]}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from indexer.config import PODS_MAX, PodStream
 from indexer.errors import ConfigError
 from indexer.pod_entry import EventDefaults, PodEntry, parse_pods
+from tests.support.paths import ROOT
 
 GOOD = """
 endpoints:
@@ -36,7 +36,7 @@ endpoints:
 
 def test_the_example_in_the_documentation_is_read() -> None:
     """The pods file in docs/configuration.md is valid."""
-    page = (Path(__file__).parents[2] / "docs/configuration.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
     example = re.search(r"^## The pods' file$.*?^```yaml$(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     assert example is not None
     first, second = parse_pods(example[1], "pods.yaml")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
+from tests.support.paths import ROOT
+
+TESTS = ROOT / "tests"
 # Names without a public counterpart in other libraries; generated stubs are the protocol itself.
 FOREIGN = {"_collector_to_names", "_labelnames", "_actions", "_exit", "_current_frames", "_pb"}
 FOREIGN |= {"_undefined_exception", "_undefined_message", "_is_mkldnn_bf16_supported"}

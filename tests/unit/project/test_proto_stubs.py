@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from grpc_tools import protoc
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The public surface: tests/public_surface.txt compared with the code, section by section."""
+"""The public surface: tests/data/public_surface.txt compared with the code, section by section."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 import pytest
 
+from tests.support.paths import ROOT
 from tokenization import TINY_DIRECTORY
 
 COMMIT = hashlib.sha1(b"commit").hexdigest()
@@ -108,7 +109,7 @@ def load(repository: str, revision: str, cache: Path, **environment: str) -> str
         env={
             "PATH": "",
             "HF_HUB_DISABLE_XET": "1",
-            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "PYTHONPATH": str(ROOT),
             **environment,
         },
         capture_output=True,

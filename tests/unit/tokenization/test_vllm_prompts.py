@@ -14,6 +14,7 @@ import pytest
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from tokenizers import AddedToken, Tokenizer, processors
 
+from tests.support.paths import DATA
 from tests.support.tokenization.tokenizers import SPECIAL, tekken
 from tokenization import TINY_DIRECTORY, PromptTokenizer, UnsupportedPromptError
 from tokenization.apis.anthropic import messages_as_chat
@@ -21,7 +22,7 @@ from tokenization.apis.responses import responses_as_chat
 from tokenization.prompts import PromptLimits, chat_prompt, completion_prompts
 from tokenization.templates.chat_template import ChatTemplate
 
-VECTORS = json.loads((Path(__file__).parents[1] / "data" / "vllm_0_32_prompts.json").read_text("utf-8"))
+VECTORS = json.loads((DATA / "vllm_0_32_prompts.json").read_text("utf-8"))
 TEKKEN = str(files("mistral_common.data").joinpath("tekken_240911.json"))
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from indexer import ConfigError, ListenError, StreamState
-from tests.support.loopback import free_ports
-from tests.support.indexer.engine_publisher import EnginePublisher, removed, wait_until
 from tests.support.indexer.bound import ConnectedEngine, declared, known, reason
+from tests.support.indexer.engine_publisher import EnginePublisher, removed, wait_until
 from tests.support.indexer.subscriber import OTHER, POD, TOKENS, Watched, block, stream
+from tests.support.loopback import free_ports
 
 STALE, EXACT, RECOVERING = StreamState.STALE, StreamState.EXACT, StreamState.RECOVERING
 BIND = "tcp://127.0.0.1:*"

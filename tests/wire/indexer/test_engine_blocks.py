@@ -11,9 +11,9 @@ import pytest
 from indexer import StreamState
 from indexer.index.contract import PrefixEnd
 from router.picking.decision import Decision
-from tests.support.router.bench import TINY, Bench, PlainIndex, completion, ready_pod
 from tests.support.indexer.engine_publisher import EnginePublisher, stored, wait_until
 from tests.support.indexer.subscriber import Watched, stream
+from tests.support.router.bench import TINY, Bench, PlainIndex, completion, ready_pod
 
 POD = ready_pod("10.0.0.1:8000")
 ADDRESS = POD.address

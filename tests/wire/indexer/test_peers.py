@@ -16,7 +16,6 @@ from indexer import StreamState
 from indexer.peers import service as peer_service
 from indexer.service.grpc_server import server_credentials
 from indexer.streams import recovery
-from tests.support.loopback import free_port
 from tests.support.indexer.engine_publisher import DEADLINE_S, EnginePublisher, removed, stored, wait_until
 from tests.support.indexer.peers import (
     false_peer,
@@ -27,6 +26,7 @@ from tests.support.indexer.peers import (
     while_listed,
 )
 from tests.support.indexer.subscriber import MODEL, POD, Watched, block, stream
+from tests.support.loopback import free_port
 
 EXACT, STALE = StreamState.EXACT, StreamState.STALE
 

@@ -13,11 +13,11 @@ import pytest
 
 from indexer import PodStream, StreamState
 from indexer.streams import relayed
-from tests.support.redis_server import RedisServer, running_redis
-from tests.support.loopback import free_port
 from tests.support.indexer.engine_publisher import EnginePublisher, removed, stored, wait_until
 from tests.support.indexer.peers import indexer
 from tests.support.indexer.subscriber import MODEL, POD, ROOT, Watched, block, stream
+from tests.support.loopback import free_port
+from tests.support.redis_server import RedisServer, running_redis
 
 EXACT = StreamState.EXACT
 

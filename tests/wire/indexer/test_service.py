@@ -21,8 +21,8 @@ from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
 from indexer.service.cli import main
 from indexer.service.grpc_server import IndexerServer
-from tests.support.indexer.engine_publisher import DEADLINE_S, EnginePublisher, stored, wait_until
 from tests.support.indexer.bound import ConnectedEngine
+from tests.support.indexer.engine_publisher import DEADLINE_S, EnginePublisher, stored, wait_until
 from tests.support.indexer.subscriber import MODEL, OTHER, POD, ROOT, TOKENS, Watched, block, started, stream
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 

@@ -15,13 +15,20 @@ import pytest
 from router.picking.decision import Decision
 from router.prompts.request import RequestKind, api_request
 from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
-from tests.support.tokenization.images import image_part, write_model
-from tests.support.tokenization.media import BLOCK_TOKENS, CASES, agreeing_blocks, answer, engine_hashes, payloads
-from tests.support.router.bench import Bench, ready_pod
 from tests.support.indexer.engine_publisher import EnginePublisher, batch, stored, wait_until
-from tests.support.router.render import CHAT, Renderer, running_renderer
-from tests.support.router.doors import body, headers, serving
 from tests.support.indexer.subscriber import OTHER, POD, Watched, stream
+from tests.support.router.bench import Bench, ready_pod
+from tests.support.router.doors import body, headers, serving
+from tests.support.router.render import CHAT, Renderer, running_renderer
+from tests.support.tokenization.images import image_part, write_model
+from tests.support.tokenization.media import (
+    BLOCK_TOKENS,
+    CASES,
+    agreeing_blocks,
+    answer,
+    engine_hashes,
+    payloads,
+)
 
 MODEL = "qwen2-vl"
 # Blocks that each pod has computed.

@@ -22,8 +22,8 @@ from router.prompts.prompt_tokens import PromptTokens
 from router.prompts.request import RequestKind, RouteRequest
 from router.prompts.tokenizer_server import SERVICE, TokenizerServer
 from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
-from tests.support.tokenization.images import image_part, write_model
 from tests.support.router.bench import TOKENIZER, completion
+from tests.support.tokenization.images import image_part, write_model
 from tokenization import TINY_DIRECTORY
 from tokenization.apis.anthropic import messages_as_chat
 from tokenization.apis.responses import responses_as_chat

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from openai import BadRequestError, InternalServerError
 
 from model_server.openai import http_server
+from tests.support.depth import examples
 from tests.support.model_server.http import (
     MAX_BODY_BYTES,
     MODEL,
@@ -23,7 +24,6 @@ from tests.support.model_server.http import (
     running_server,
     wait_until,
 )
-from tests.support.depth import examples
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CONTEXT_TOKENS = 256

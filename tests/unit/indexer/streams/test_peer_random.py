@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from indexer.views.view_parts import Entry, decode_entry
 from tests.support.depth import examples
-from tests.support.indexer.views import read_lines
 from tests.support.indexer.peer_views import DIGEST, MODEL, PODS, TIERS, Views, assert_same, payload, removal
+from tests.support.indexer.views import read_lines
 from tests.unit.indexer.views.test_applier import KEYS, batches
 
 POD, OTHER = PODS

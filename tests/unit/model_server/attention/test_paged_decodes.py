@@ -17,7 +17,15 @@ from model_server.attention import KvLayout, SdpaAttention, Span, new_attention
 from model_server.attention.cpu_kernel.decodes import PagedDecodes, paged_fault
 from model_server.model.weights import load_checkpoint
 from model_server.shapes import AttentionShape, single_group
-from tests.support.model_server.model import BLOCK_TOKENS, CPU, reference_logits, save_reference, span, step, text_of
+from tests.support.model_server.model import (
+    BLOCK_TOKENS,
+    CPU,
+    reference_logits,
+    save_reference,
+    span,
+    step,
+    text_of,
+)
 
 pytestmark = pytest.mark.skipif(numba.config.DISABLE_JIT, reason="kernels are not compiled")
 

@@ -11,7 +11,14 @@ from model_server.attention import varlen as varlen_module
 from model_server.attention.varlen import VarlenAttention, varlen_fault
 from model_server.model.weights import load_checkpoint
 from model_server.shapes import kv_groups, single_group
-from tests.support.model_server.model import BLOCK_TOKENS, CPU, reference_logits, save_reference, step, text_of
+from tests.support.model_server.model import (
+    BLOCK_TOKENS,
+    CPU,
+    reference_logits,
+    save_reference,
+    step,
+    text_of,
+)
 from tests.support.model_server.varlen import kernel_in_plain_torch, needs_cuda
 
 ARCHITECTURES = {

@@ -1,7 +1,6 @@
 """Block hashes, compared with vLLM's sha256_cbor."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +13,9 @@ from model_server.kv_events.hashing import (
     root_block_hash,
 )
 from model_server.requests import EngineCoreRequest, SamplingParams
+from tests.support.paths import DATA
 
-VECTORS = json.loads((Path(__file__).parent.parent / "data" / "block_hash_vectors.json").read_bytes())
+VECTORS = json.loads((DATA / "block_hash_vectors.json").read_bytes())
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: f"{vector['seed']}-{vector['case']}")

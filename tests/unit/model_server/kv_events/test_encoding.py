@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -17,8 +16,9 @@ from model_server.kv_events.events import (
     KVEventBatch,
     encode_batch,
 )
+from tests.support.paths import DATA
 
-VECTORS = Path(__file__).parent.parent / "data" / "vllm_0_32_event_vectors.jsonl"
+VECTORS = DATA / "vllm_0_32_event_vectors.jsonl"
 KINDS = {"BlockStored": BlockStored, "BlockRemoved": BlockRemoved, "AllBlocksCleared": AllBlocksCleared}
 
 

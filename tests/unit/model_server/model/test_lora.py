@@ -15,7 +15,15 @@ from model_server.model.lora import LoraAdapter, LoraBatch, LoraRegistry
 from model_server.model.weights import load_adapter, load_checkpoint
 from model_server.requests import LoraRequest
 from tests.support.model_server.lora import merged, save_adapter
-from tests.support.model_server.model import CPU, new_pool, reference_logits, save_reference, span, step, text_of
+from tests.support.model_server.model import (
+    CPU,
+    new_pool,
+    reference_logits,
+    save_reference,
+    span,
+    step,
+    text_of,
+)
 
 WEIGHTS = "adapter_model.safetensors"
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj.lora_%s.weight"

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 from router.app.config import RouterConfig
 from router.app.wiring import build_admission, build_scheduler
 from router.errors import SaturatedError
-from tests.support.router.pricing import load
 from tests.support.router.bench import Bench, completion, ready_pod
+from tests.support.router.pricing import load
 
 A = ready_pod("10.0.0.1:8000")
 LOW = {"x-llm-d-inference-objective": "low"}

@@ -30,11 +30,11 @@ from router.pods.load_table import PodBoard
 from router.prompts.body_guard import BodyGuard
 from router.prompts.parsers import Parsers
 from router.prompts.request import RequestKind, RouteRequest
-from tests.support.router.hermetic import DATA
 from tests.support.router.bench import Bench
 from tests.support.router.doors import set_headers
+from tests.support.router.hermetic import HERMETIC
 
-FACTS = DATA["unit_cases"]
+FACTS = HERMETIC["unit_cases"]
 BENCH = Bench()
 DIALECT = LlmdDialect(
     router=BENCH.router,

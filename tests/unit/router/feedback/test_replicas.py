@@ -20,8 +20,8 @@ from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import RateSample
 from tests.support.depth import examples
-from tests.support.router.replicas import PEER, Follower, received
 from tests.support.router.bench import Bench, completion, long_text, ready_pod
+from tests.support.router.replicas import PEER, Follower, received
 
 PODS = ("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000")
 ONE = Dispatch("r1", PODS[0], 100, 0.0, 0.5, 77, RateSample.EXACT, 0.0)

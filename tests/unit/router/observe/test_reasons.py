@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
+
 # Forms of a reason in the code: an argument of `unknown`, a return value without keys, or a constant.
 _USED = (
     r'unknown\(request, "(\w+)"\)',

@@ -7,8 +7,8 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry
 
 from router.observe.metrics import StateCollector
-from tests.support.router.pricing import load
 from tests.support.router.bench import Bench, ready_pod
+from tests.support.router.pricing import load
 
 A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
 

@@ -25,11 +25,12 @@ from router.picking.scheduler import Scheduler
 from router.plugins.build import PLUGIN_TYPES, REPLACEMENTS, build_pipeline
 from router.plugins.pipeline import Pipeline
 from router.pods.engine_load import EngineLoad
-from tests.support.router.hermetic import DATA
+from tests.support.paths import ROOT
 from tests.support.router.bench import Bench, completion, entry, long_text, ready_pod
+from tests.support.router.hermetic import HERMETIC
 
 HEAD: dict[str, Any] = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig"}
-DOCS = (Path(__file__).parents[2] / "docs/plugins.md").read_text()
+DOCS = (ROOT / "docs/plugins.md").read_text()
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 
 
@@ -54,14 +55,14 @@ def bench(ranker: Pipeline, **loads: tuple[int, float]) -> Bench:
     return made
 
 
-@pytest.mark.parametrize("name", sorted(DATA["configs"]))
+@pytest.mark.parametrize("name", sorted(HERMETIC["configs"]))
 def test_every_llm_d_case_configuration_is_accepted(name: str) -> None:
     """Plugins, profiles, parsers and flow control of all llm-d test cases are accepted."""
-    config = parse_config(yaml.safe_dump(DATA["configs"][name]), "c.yaml")
+    config = parse_config(yaml.safe_dump(HERMETIC["configs"][name]), "c.yaml")
     assert config.picks
     build_pipeline(config, block_tokens=16, random=np.random.default_rng())
     flow = read_flow_settings(config, 1.0)
-    assert (flow is not None) == ("flowControl" in DATA["configs"][name].get("featureGates", ()))
+    assert (flow is not None) == ("flowControl" in HERMETIC["configs"][name].get("featureGates", ()))
 
 
 def test_the_highest_score_is_picked_and_reported() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from router.pods.kube.problems import (
 from router.pods.pod_set import EventSources, Pod
 from router.pods.probe import ProbeResult
 from router.pods.watch import judge
+from tests.support.paths import ROOT
 from tests.support.router.bench import ready_pod
 
 CONFIG = KubeConfig(pool="p")
@@ -219,7 +219,7 @@ def test_an_unreachable_server_keeps_its_first_text(caplog: pytest.LogCaptureFix
 
 def test_every_reason_is_documented() -> None:
     """docs/operations.md has a row for each reason."""
-    page = (Path(__file__).parents[2] / "docs/operations.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
     assert [reason for reason in Reason if f"\n| {reason} | " not in page] == []
 
 

@@ -16,8 +16,8 @@ from router.picking.candidates import ASLEEP, select_candidates
 from router.pods.pod_set import NOT_READY_THERE, NOT_TOLD, EventSources, Pod, PodSet
 from router.pods.probe import ProbeResult, served_models
 from router.pods.watch import judge, next_probe_s, pod_stream
-from tests.support.router.pricing import load
 from tests.support.router.bench import TINY, completion, entry, ready_pod
+from tests.support.router.pricing import load
 
 ONE, TWO = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
 UNKNOWN = replace(ready_pod("10.0.0.3:8000"), models=None)

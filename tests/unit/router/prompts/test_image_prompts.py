@@ -19,6 +19,7 @@ from router.prompts.prompt_tokens import MEDIA, PromptTokens
 from router.prompts.remote_tokenizers import read_rendered
 from router.prompts.request import RequestKind, RouteRequest
 from router.prompts.tokenizers import TokenizerRegistry
+from tests.support.indexer.views import OnePod, stored
 from tests.support.tokenization.images import (
     FAMILIES,
     PARTS,
@@ -29,7 +30,6 @@ from tests.support.tokenization.images import (
     library,
     write_model,
 )
-from tests.support.indexer.views import OnePod, stored
 from tokenization import PromptTokenizer
 from tokenization.images.prompts import ImageSize
 from tokenization.images.rules import merge_ids

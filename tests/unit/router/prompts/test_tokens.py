@@ -19,8 +19,8 @@ from router.prompts.prompt_tokens import MEDIA, PromptTokens
 from router.prompts.remote_tokenizers import read_rendered
 from router.prompts.request import RequestKind, RouteRequest
 from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
-from tests.support.tokenization.media import CASES, answer
 from tests.support.router.bench import TINY, TOKENIZER, completion
+from tests.support.tokenization.media import CASES, answer
 from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenIds
 from tokenization.prompts import chat_prompt
 

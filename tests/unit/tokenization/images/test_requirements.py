@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-_ROOT = Path(__file__).parents[2]
-_DOCKER = _ROOT / "docker"
+from tests.support.paths import ROOT
+
+_DOCKER = ROOT / "docker"
 _PIN = re.compile(r"^([a-z0-9][a-z0-9._-]*)==(\S+)", re.MULTILINE)
 
 
@@ -28,7 +29,7 @@ def _names(path: Path) -> set[str]:
 def _imported(package: str) -> set[str]:
     """Return the top-level modules that one of our packages imports."""
     modules: set[str] = set()
-    for path in (_ROOT / package).rglob("*.py"):
+    for path in (ROOT / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Import):
                 modules |= {alias.name.partition(".")[0] for alias in node.names}
@@ -47,14 +48,14 @@ def test_an_image_installs_what_is_locked(name: str) -> None:
     """Every package of an image has the version that requirements.lock has, and hashes."""
     pins = _pins(_DOCKER / name)
     assert pins
-    assert pins <= _pins(_ROOT / "requirements.lock")
+    assert pins <= _pins(ROOT / "requirements.lock")
     text = (_DOCKER / name).read_text(encoding="utf-8")
     assert all("--hash=sha256:" in block for block in re.split(_PIN, text)[3::3])
 
 
 def test_the_routers_image_has_every_dependency_and_no_torch() -> None:
     """The router's image has all dependencies of pyproject.toml, and the extras without torch."""
-    project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     asked = [
         *project["dependencies"],

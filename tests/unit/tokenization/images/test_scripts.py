@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.paths import ROOT
 
 
 def test_an_unreachable_torch_index_is_reported_with_a_fix(tmp_path: Path) -> None:

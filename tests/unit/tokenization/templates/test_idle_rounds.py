@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import nodes
 from jinja2.utils import Namespace
 
+from tests.support.paths import ROOT
 from tokenization.templates.chat_template import ChatTemplate
 from tokenization.templates.environment import ENVIRONMENT, while_set, with_early_exit
 
@@ -68,7 +67,7 @@ def test_other_loops_run_to_their_end(old: str, new: str) -> None:
     assert with_early_exit(loop) is loop
 
 
-LOOKING = (Path(__file__).parents[2] / "benchmarks/reasoning_template.jinja").read_text(encoding="utf-8")
+LOOKING = (ROOT / "benchmarks/reasoning_template.jinja").read_text(encoding="utf-8")
 TEMPLATES = {
     "looking": LOOKING,
     "searching": "{% set ns = namespace(searching=true, at=-1) %}"

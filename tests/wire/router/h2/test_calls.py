@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from tests.support.router.doors import TIMEOUT_S
 from tests.support.router.h2 import (
     MESSAGE_BYTES_MAX,
     METHODS,
@@ -23,7 +24,6 @@ from tests.support.router.h2 import (
     path,
     serving,
 )
-from tests.support.router.doors import TIMEOUT_S
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)

@@ -15,9 +15,9 @@ import pytest
 from router.h2 import frames
 from router.h2.exchange_call import ExchangeMethod
 from router.h2.frames import FrameType, H2Code
+from tests.support.router.doors import TIMEOUT_S, wait_until
 from tests.support.router.h2 import TRANSPORTS, caller, path, serving
 from tests.support.router.raw_h2 import RawClient, data_frame, open_frame, prefixed
-from tests.support.router.doors import TIMEOUT_S, wait_until
 
 
 def _failing(what: str) -> Callable[..., Any]:

@@ -13,9 +13,9 @@ import pytest
 
 from router.h2 import frames, peer, server
 from router.h2.frames import FrameType, H2Code, Setting
+from tests.support.router.doors import TIMEOUT_S, wait_until
 from tests.support.router.h2 import METHODS, Served
 from tests.support.router.raw_h2 import RawClient, data_frame, open_frame, prefixed
-from tests.support.router.doors import TIMEOUT_S, wait_until
 
 # After each attack: other clients are served and no state is left.
 pytestmark = pytest.mark.usefixtures("sound")

@@ -15,9 +15,9 @@ import pytest
 from router.errors import ListenError
 from router.h2 import GrpcServer, frames
 from router.h2.frames import FrameType, H2Code, Setting
+from tests.support.router.doors import TIMEOUT_S, wait_until
 from tests.support.router.h2 import METHODS, TRANSPORTS, caller, serving
 from tests.support.router.raw_h2 import RawClient, data_frame, open_frame, prefixed
-from tests.support.router.doors import TIMEOUT_S, wait_until
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

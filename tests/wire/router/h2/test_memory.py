@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from router.h2.calls import Call
-from tests.support.router.h2 import METHODS, caller, serving
 from tests.support.router.doors import wait_until
+from tests.support.router.h2 import METHODS, caller, serving
 
 
 @pytest.fixture

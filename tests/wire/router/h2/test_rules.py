@@ -9,9 +9,9 @@ import pytest
 
 from router.h2 import frames
 from router.h2.frames import FrameType, H2Code, Setting
+from tests.support.router.doors import wait_until
 from tests.support.router.h2 import MESSAGE_BYTES_MAX, METHODS, Served
 from tests.support.router.raw_h2 import RawClient, data_frame, open_frame, prefixed, request_block
-from tests.support.router.doors import wait_until
 
 _PING = frames.frame(FrameType.PING, 0, 0, bytes(8))
 

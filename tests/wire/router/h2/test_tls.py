@@ -13,8 +13,8 @@ import grpc
 import pytest
 import trustme
 
-from tests.support.router.h2 import TRANSPORTS, Served, caller, serving
 from tests.support.router.doors import TIMEOUT_S
+from tests.support.router.h2 import TRANSPORTS, Served, caller, serving
 
 AUTHORITY = trustme.CA()
 
