@@ -68,6 +68,7 @@ class EventApplier:
         self.change_log = ChangeLog()  # records changes of the index
         self._context = context
         self._stream = stream
+        self._holder = stream.holder
         self._cache = BlockCache(context.index, stream.holder, stream.model, change_log=self.change_log)
         # State learned from the engine's events.
         self.view = PodView(
@@ -101,7 +102,7 @@ class EventApplier:
         if group is None:
             return self._cache
         # Other groups hold only the last index block of each engine block, hence a scope of their own.
-        holder, model = group_holder(self._stream.holder, group), f"{self._stream.model}#tail"
+        holder, model = group_holder(self._holder, group), f"{self._stream.model}#tail"
         return BlockCache(self._context.index, holder, model, group, self.change_log)
 
     def _apply_up_to(self, last: int, columns: Columns, outcome: Outcome) -> None:
@@ -152,7 +153,7 @@ class EventApplier:
             awaited = np.array([hash_to_uint64(engine_hash) for engine_hash in plain.awaited], np.uint64)
         with context.index.lock:
             pod = PlainPod(
-                number=context.index.number(self._stream.holder),
+                number=context.index.number(self._holder),
                 block_tokens=plain.block_tokens,
                 split=split,
                 group=-1 if plain.group is None else plain.group,

@@ -114,7 +114,8 @@ class Ledger:
         with self._lock:
             displaced = self._evict(request_id, now_s)
             number = self.board.begin(pod, dispatch.uncached_tokens, now_s)
-            self.adapters.add(pod, dispatch.adapter)
+            if dispatch.adapter is not None:
+                self.adapters.add(pod, dispatch.adapter)
             if predicted_hit_tokens := dispatch.predicted_hit_tokens:
                 self._open_hit_tokens[dispatch.pod] += predicted_hit_tokens
             entry = Entry(dispatch, number, pod, now_s, confirm_key, predicted_hit_tokens)
