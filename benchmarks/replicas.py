@@ -1,12 +1,12 @@
 """Time to first token behind several routers with and without shared ledgers, and the CPU of sharing.
 
 `python -m benchmarks.replicas [--json] [--quick] [--rounds N]`. First in virtual time, as in `queues`: the
-same requests and pods behind one router, and behind several, each of which gets any request with the same
-chance. `alone`: of each other's work they know what the pods tell, cache events at once and their queues once
-a second. `shared`: they are told of it, so many milliseconds late. `ttft_*_ms` is the mean until the first
-token; nothing of it depends on the machine. Then `share_*_cpu_us`, CPU for one request from its dispatch to
-its end: of the ledger with nobody told, of a router that tells, and of one that takes it, with prompts of
-which 512 tokens are new. Last `share_late_ms`, from a dispatch until another router has it, over gRPC.
+same requests and pods behind one router and behind several, with each request at a random router. `alone`:
+routers know each other's requests only through the pods' cache events and, once a second, queue lengths.
+`shared`: routers exchange their requests in flight, with a delay of some milliseconds. `ttft_*_ms` is the
+mean time to first token and independent of the machine. `share_*_cpu_us` is the CPU per request from dispatch
+to end, with 512 uncached tokens: of the ledger without peers, of a sending and of a receiving router.
+`share_late_ms` is the time from a dispatch until another router has it, over gRPC.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Fleet:
     """Several routers; a request reaches any of them.
 
     Args:
-        routers: How many.
-        late_s: How late one is told what another does; None: never.
+        routers: Number of routers.
+        late_s: Delay of messages between routers; None: they send none.
     """
 
     def __init__(self, pods: int, seed: int, *, routers: int, late_s: float | None) -> None:
@@ -66,11 +66,10 @@ class Fleet:
         self._pods = pods
         self._scraped_s = [0.0] * routers
         self._sent: dict[int, tuple[int, Arrival, int]] = {}
-        # Of each router: what it will be told, and when, the earliest first.
+        # Messages to each router with their arrival times, the earliest first.
         self._told: list[list[tuple[float, Callable[[Router, float], None]]]] = [[] for _ in range(routers)]
 
     def pick(self, arrival: Arrival) -> int:
-        """See `Policy`."""
         now_s = arrival.arrived_s
         at = self._random.randrange(len(self._routers))
         self._catch_up(at, now_s)
@@ -84,7 +83,6 @@ class Fleet:
         return pod
 
     def first_token(self, number: int, now_s: float) -> None:
-        """See `Policy`."""
         at, arrival, pod = self._sent.pop(number)
         self._routers[at].first_token(number, now_s)
         for router in self._routers:

@@ -1,4 +1,4 @@
-"""`python -m indexer`: the same as `kvroute indexer`."""
+"""Entry point of `python -m indexer`, an alias of `kvroute indexer`."""
 
 import sys
 

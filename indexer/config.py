@@ -1,18 +1,17 @@
-"""The indexer's settings, with their flags, and the event streams that it is to follow."""
+"""Settings of the indexer with their flags, and the declaration of an event stream."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from common.flags import file_flag, flag, pair, said
+from common.flags import ADMIN_TOKEN_VARIABLE, admin_token, file_flag, flag, flag_values, pair
 from indexer.errors import ConfigError
-from indexer.index.tiers import DEFAULT_TIERS, DEFAULT_WEIGHTS
+from indexer.tiers import DEFAULT_TIERS, DEFAULT_WEIGHTS
 
 DEFAULT_EVENTS_PORT = 5557
 
@@ -26,8 +25,6 @@ _PORT_MAX = 65_535
 _MAY_BE_ZERO = frozenset({"hash_seed", "undeclared_pods", "first_sequence", "speculative_entries"})
 
 BACKENDS = ("flat", "redis")
-_ADMIN_TOKEN_VARIABLE = "KVROUTE_ADMIN_TOKEN"
-_ADMIN_TOKEN_CHARS_MAX = 4096
 _flag = partial(flag, "index")
 _secret = partial(_flag, repr=False)
 
@@ -38,38 +35,38 @@ def _shown(values: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PodStream:
-    """One pod's publisher of KV cache events."""
+    """Stream of KV cache events of one pod."""
 
-    pod: str  # the pod's identity, "ip:port" of its serving endpoint
-    model: str  # the base model's name; the root of every block key of this pod
+    pod: str  # "ip:port" of the pod's serving endpoint
+    model: str  # name of the base model; the root of all block keys of this pod
     events_endpoint: str | None  # ZMQ address of its PUB socket, "tcp://ip:port"; None: it connects to ours
-    replay_endpoint: str | None = None  # ZMQ address of its ROUTER socket that answers replays, if it has one
-    snapshot_url: str | None = None  # HTTP address that tells the state of its cache; None where it has none
-    snapshot_admin: bool = False  # whether that is at an administration port, the only kind that gets a token
-    first_sequence: int = 0  # number of its first batch: 0, but llm-d's simulator begins with 1
-    # Data-parallel engines behind this one serving endpoint; each publishes for itself, at its port + rank.
-    # Ranks that serve ports of their own are pods of their own.
+    replay_endpoint: str | None = None  # ZMQ address of its ROUTER socket for replays; None: no replay
+    snapshot_url: str | None = None  # URL of snapshots of its cache; None: no snapshots
+    snapshot_admin: bool = False  # whether the URL is at an administration port; only these receive the token
+    first_sequence: int = 0  # sequence number of its first batch; 1 for llm-d's simulator
+    # Data-parallel engines behind this serving endpoint, each with a publisher at the ports + rank. Ranks
+    # with serving ports of their own are separate pods.
     ranks: int = 1
-    rank: int = 0  # which of them this is
-    epoch: str = ""  # the pod's life, if its declarer can tell; with another one its cache is forgotten
-    topic_prefix: str | None = None  # what to subscribe to; None: as `IndexerConfig` says
+    rank: int = 0  # rank of this engine
+    epoch: str = ""  # identifies the engine process; when it changes, the view is dropped. "": unknown
+    topic_prefix: str | None = None  # topic prefix to subscribe to; None: `IndexerConfig.topic_prefix`
 
     @property
     def holder(self) -> str:
-        """The name of this engine's blocks in the index: of rank 0 the pod's own, else "<pod>@dp<rank>"."""
+        """Name of this engine in the index: the pod for rank 0, else "<pod>@dp<rank>"."""
         return f"{self.pod}@dp{self.rank}" if self.rank else self.pod
 
     def by_rank(self) -> tuple[PodStream, ...]:
-        """The streams of its engines, one for each rank.
+        """Return one stream per rank.
 
         Raises:
-            ConfigError: There are too many, or a rank's port would not be one.
+            ConfigError: There are more than 256 ranks, or a rank's port would exceed 65535.
         """
         if not 1 <= self.ranks <= RANKS_MAX:
             raise ConfigError(f"stream of {self.pod}: ranks must be 1..{RANKS_MAX}, is {self.ranks}")
         if self.ranks > 1 and self.snapshot_url is not None:
             raise ConfigError(
-                f"stream of {self.pod}: a snapshot of one engine is none of its {self.ranks} ranks"
+                f"stream of {self.pod}: snapshot_url: a snapshot is of one engine, not of {self.ranks} ranks"
             )
         return tuple(
             replace(
@@ -85,65 +82,68 @@ class PodStream:
 
 @dataclass(frozen=True, slots=True)
 class IndexerConfig:
-    """Settings of a `KvIndexer`; those with a flag say it once, with its help.
+    """Settings of a `KvIndexer`; the help text of a flag documents its setting.
 
     Raises:
-        ConfigError: A value is out of its range.
+        ConfigError: A value is out of range.
     """
 
     events_bind: str | None = _flag(
         "--events-bind",
         str,
         None,
-        "tcp://*:5557 or the like: where pods connect to that publish to us, known by their topics "
-        "kv@<pod>@<model> (default: we connect to the pods of the file)",
+        "address for pods that connect to the indexer, such as tcp://*:5557; they publish with topics "
+        "kv@<pod>@<model> (default: the indexer connects to the pods of the file)",
         metavar="ENDPOINT",
     )
     undeclared_pods: int = _flag(
-        "--undeclared-pods", int, 1024, "most pods that connect without being in the file; 0: none"
+        "--undeclared-pods", int, 1024, "most connecting pods that are not in the file; 0: none"
     )
-    # How long after its connection went an undeclared pod is forgotten.
+    # Time after its disconnection at which an undeclared pod may be dropped to admit another.
     undeclared_forget_s: float = 600.0
     first_sequence: int = _flag(
-        "--first-sequence", int, 0, "number of such a pod's first batch; 1 for llm-d's simulator"
+        "--first-sequence",
+        int,
+        0,
+        "sequence number of an undeclared pod's first batch; 1 for llm-d's simulator",
     )
     bootstrap_s: float = _flag(
         "--bootstrap-timeout",
         float,
         30.0,
-        "how long a pod's view is waited for before we are ready without it (default: 30)",
+        "longest wait for a pod's view before reporting ready without it (default: 30)",
         metavar="SECONDS",
     )
     admin_token: str | None = file_flag(
         "index",
         "--admin-token-file",
-        "file with the secret that pods' administration ports ask for (label kvroute.io/admin-port); no "
-        f"other port is sent it (default: ${_ADMIN_TOKEN_VARIABLE})",
+        "file with the token for pods' administration ports (label kvroute.io/admin-port); it is sent to no "
+        f"other port (default: ${ADMIN_TOKEN_VARIABLE})",
         repr=False,
     )
     backend: str = _flag(
         "--backend",
         str,
         "flat",
-        "flat: in memory; redis: views lie on a server besides, for other routers and the next start "
-        "(default: flat)",
+        "flat: in memory; redis: in memory, with views replicated through a Redis server for other routers "
+        "and the next start (default: flat)",
         choices=BACKENDS,
         metavar=None,
     )
-    block_tokens: int = _flag("--block-tokens", int, 16, "tokens of a block of the index")
-    # The least recently used go first.
+    block_tokens: int = _flag("--block-tokens", int, 16, "tokens per block of the index")
+    # Above either capacity the least recently used blocks are evicted.
     capacity_blocks: int = _flag("--capacity-blocks", int, 8_000_000, "most unique blocks in the index")
-    capacity_bytes: int = _flag("--capacity-bytes", int, 512 * _MIB, "most memory of the index")
-    # redis://, rediss://, valkey://, valkeys:// or unix://; may hold a password.
-    redis_url: str | None = _secret("--redis-url", str, None, "of the redis backend's server", metavar="URL")
+    capacity_bytes: int = _flag("--capacity-bytes", int, 512 * _MIB, "most memory of the index, in bytes")
+    # redis://, rediss://, valkey://, valkeys:// or unix://; may contain a password.
+    redis_url: str | None = _secret("--redis-url", str, None, "URL of the Redis server", metavar="URL")
     redis_namespace: str = _flag(
-        "--redis-namespace", str, "kvroute", "names there begin with it (default: kvroute)", metavar="NAME"
+        "--redis-namespace", str, "kvroute", "prefix of all Redis keys (default: kvroute)", metavar="NAME"
     )
-    # So long nobody else writes a pod's view without a sign of life of the router that does.
+    # Lease of the router that writes a pod's view.
     redis_lease_s: float = 10.0
-    # Life of a view there that nobody writes any more.
+    # Time after its last write at which a view on the server expires.
     redis_view_ttl_s: float = 86_400.0
-    # None: random for each process, so that nobody can prepare colliding prompts.
+    # None: random per process, so that colliding prompts cannot be prepared.
     hash_seed: int | None = _flag(
         "--hash-seed",
         int,
@@ -155,32 +155,32 @@ class IndexerConfig:
         "--peer",
         str,
         (),
-        "gRPC port of another indexer or router with the same --hash-seed, asked at the start for what "
-        "engines do not tell; a router also follows what the others have in flight; of a name all addresses "
-        "but our own; may be repeated",
+        "gRPC port of another indexer or router with the same --hash-seed, asked for views at the start; a "
+        "router also follows the others' requests in flight; a name stands for all its addresses except our "
+        "own; may be repeated",
         action="append",
         metavar="HOST:PORT",
     )
     peer_ca: Path | None = file_flag(
-        "index", "--peer-ca", "PEM; peers must show a certificate of it (default: no TLS)"
+        "index", "--peer-ca", "PEM; peers must present a certificate signed by it (default: no TLS)"
     )
-    peer_cert: Path | None = file_flag("index", "--peer-cert", "PEM chain that is shown to peers")
+    peer_cert: Path | None = file_flag("index", "--peer-cert", "PEM chain presented to peers")
     peer_key: Path | None = file_flag("index", "--peer-key", "PEM key of --peer-cert")
-    # Credit of one cached block by tier, 0..1. A tier not named here is credited as the slowest one that is.
+    # Value of one cached block by tier, 0..1. Other tiers have the lowest of these weights.
     tier_weights: Mapping[str, float] = _flag(
         "--tier-weight",
         pair(float),
         DEFAULT_WEIGHTS,
-        f"credit of a cached block, 0..1, besides {_shown(DEFAULT_WEIGHTS)}",
+        f"value of a cached block in a tier, 0..1, in addition to {_shown(DEFAULT_WEIGHTS)}",
         action="append",
         metavar="TIER=WEIGHT",
     )
-    # From the medium that an event names to a tier; any other medium is in the tier "other".
+    # Tier by the medium that an event names; other media are in the tier "other".
     tier_by_medium: Mapping[str, str] = _flag(
         "--medium-tier",
         pair(str),
         DEFAULT_TIERS,
-        f"tier of a medium that events name, besides {_shown(DEFAULT_TIERS)}",
+        f"tier of a medium that events name, in addition to {_shown(DEFAULT_TIERS)}",
         action="append",
         metavar="MEDIUM=TIER",
     )
@@ -188,15 +188,15 @@ class IndexerConfig:
     topic_prefix: str = ""
     max_payload_bytes: int = 16 * _MIB
 
-    # Per pod: blocks of an engine that are shorter than ours, but for those that end one of ours.
+    # Per pod: most engine blocks that are shorter than an index block and do not end one.
     engine_hashes_per_pod: int = 1_000_000
-    # Per pod: stores whose parent block is not known yet.
+    # Per pod: most tokens of stores whose parent block is not known yet.
     orphan_tokens_per_pod: int = 1_048_576
-    # Per pod: live batches held back while a replay runs.
+    # Per pod: most live batches that wait while a replay runs.
     recovery_batches_per_pod: int = 10_000
     recovery_bytes_per_pod: int = 64 * _MIB
 
-    # A replay has failed without an answer for `idle`, or after `total`; it is tried so often.
+    # An attempt at a replay fails without an answer for `idle`, or after `total`.
     replay_idle_s: float = 2.0
     replay_total_s: float = 120.0
     replay_attempts: int = 4
@@ -208,7 +208,7 @@ class IndexerConfig:
 
     speculative_ttl_s: float = 2.0
     speculative_max_s: float = 60.0
-    # Triples of (request, pod, block); 0: no block is assumed.
+    # Most triples of (request, pod, block); 0: no speculative entries.
     speculative_entries: int = 1_000_000
 
     def __post_init__(self) -> None:
@@ -224,12 +224,12 @@ class IndexerConfig:
             )
         if self.backend == "redis":
             self._check_redis()
-            self._check_shared_seed("for the backend 'redis'", "for all routers")
+            self._check_shared_seed("for the backend 'redis'", "all routers")
         if self.peers:
             self._check_peers()
-            self._check_shared_seed("with peers (--hash-seed beside --peer)", "for all of them")
+            self._check_shared_seed("with peers (--hash-seed beside --peer)", "all peers")
         if self.events_bind is not None and not self.events_bind.startswith("tcp://"):
-            # Only of TCP connections the socket tells which of them was lost.
+            # libzmq reports which connection was lost for TCP only.
             raise ConfigError(f"IndexerConfig.events_bind: must begin with tcp://, is {self.events_bind!r}")
         if self.hash_seed is not None and self.hash_seed >= 1 << 64:
             raise ConfigError(
@@ -258,45 +258,33 @@ class IndexerConfig:
                 f"is {self.redis_namespace!r}"
             )
 
-    def _check_shared_seed(self, why: str, whose: str) -> None:
+    def _check_shared_seed(self, condition: str, group: str) -> None:
         if self.hash_seed is None:
             raise ConfigError(
-                f"IndexerConfig.hash_seed: must be given {why}, the same {whose}: "
-                "with seeds of their own they would not know each other's keys"
+                f"IndexerConfig.hash_seed: must be given {condition}, the same for {group}: "
+                "block keys of different seeds do not match"
             )
 
 
 def index_config(flags: argparse.Namespace) -> IndexerConfig:
-    """Return the settings that flags name; reads the file of the administration's token.
+    """Return the settings from parsed flags; reads the administration token's file.
 
     Raises:
-        ConfigError: One is out of its range, or does not go with another.
+        ConfigError: A value is out of range or contradicts another.
     """
-    values = said(IndexerConfig, flags)
+    values = flag_values(IndexerConfig, flags)
+    try:
+        token = admin_token(values.get("admin_token"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     return IndexerConfig(
         **values
         | {
-            "admin_token": _admin_token(values.get("admin_token")),
+            "admin_token": token,
             "tier_weights": {**DEFAULT_WEIGHTS, **dict(values.get("tier_weights", ()))},
             "tier_by_medium": {**DEFAULT_TIERS, **dict(values.get("tier_by_medium", ()))},
         }
     )
-
-
-def _admin_token(path: Path | None) -> str | None:
-    source = f"${_ADMIN_TOKEN_VARIABLE}" if path is None else f"--admin-token-file {path}"
-    try:
-        text = os.environ.get(_ADMIN_TOKEN_VARIABLE, "") if path is None else path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source}: cannot be read: {error}") from error
-    token = text.strip()
-    if not token and path is None:
-        return None
-    if not (token.isascii() and token.isprintable() and 0 < len(token) <= _ADMIN_TOKEN_CHARS_MAX):
-        raise ConfigError(
-            f"{source}: must hold one line of 1 to {_ADMIN_TOKEN_CHARS_MAX} printable ASCII characters"
-        )
-    return token
 
 
 def _rank_endpoint(stream: PodStream, endpoint: str | None, rank: int) -> str | None:
@@ -304,9 +292,7 @@ def _rank_endpoint(stream: PodStream, endpoint: str | None, rank: int) -> str | 
         return endpoint
     host, _, port = endpoint.rpartition(":")
     if not port.isdecimal():
-        raise ConfigError(
-            f"stream of {stream.pod}: {endpoint!r} has no port that ranks could be counted from"
-        )
+        raise ConfigError(f"stream of {stream.pod}: {endpoint!r} has no port; ranks need one as their base")
     if int(port) + rank > _PORT_MAX:
         raise ConfigError(f"stream of {stream.pod}: port {port} + rank {rank} is beyond {_PORT_MAX}")
     return f"{host}:{int(port) + rank}"

@@ -1,26 +1,26 @@
-"""The indexer's errors."""
+"""Errors of the indexer."""
 
 from __future__ import annotations
 
 
 class IndexerError(Exception):
-    """Whatever the indexer refuses."""
+    """Base class of the indexer's errors."""
 
 
 class ConfigError(IndexerError, ValueError):
-    """A setting or the pods file is wrong; the message names file, line and field, and what it must be."""
+    """Invalid setting or pods file; the message names file, line and field, and the expected value."""
 
 
 class ListenError(IndexerError):
-    """A port cannot be listened on; the message names the flag."""
+    """Port that cannot be bound; the message names the flag."""
 
 
 class TokenError(IndexerError, ValueError):
-    """Token ids outside of 0..2**32-1, or not whole numbers."""
+    """Token id outside of 0..2**32-1, or not an integer."""
 
 
 class _ReasonedError(IndexerError):
-    """Base of those whose reason is a short label for metrics."""
+    """Base class of errors with a short reason, used as a metric label."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -28,18 +28,18 @@ class _ReasonedError(IndexerError):
 
 
 class PayloadError(_ReasonedError, ValueError):
-    """A payload that cannot be read as a batch of events, or an event that cannot be read."""
+    """Payload or event that cannot be decoded."""
 
 
 class PeerError(_ReasonedError):
-    """A snapshot of a view that a peer does not give, or that cannot be used."""
+    """Snapshot that a peer refuses to send, or that cannot be used."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(reason, f"{reason}: {message}")
 
 
 class UnavailableError(_ReasonedError):
-    """Redis did not answer."""
+    """Redis server that does not answer."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, f"redis: {reason}")

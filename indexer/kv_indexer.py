@@ -1,4 +1,4 @@
-"""The indexer as the router and the stand-alone service use it: streams to follow in, matches out."""
+"""Facade of the indexer for the router and the stand-alone service: streams to follow in, matches out."""
 
 from __future__ import annotations
 
@@ -9,39 +9,38 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from indexer.audit.engine_counters import EngineReading, Finding, reconcile
-from indexer.audit.mismatch_watch import DispatchedPrompt
+from indexer.audit.engine_counters import EngineReading, Finding, check_counters
+from indexer.audit.mismatch_watch import SentPrompt
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError
-from indexer.index.contract import IndexStats, PodMatches, Prefix, explain_prefix
+from indexer.index.contract import IndexStats, PodMatches, Prefix, StreamState, explain_prefix
 from indexer.keys import Keys, Tokens
-from indexer.peers.service import PeerClient, PeerDoor, PeerIdentity
+from indexer.peers.service import PeerClient, PeerIdentity, PeerService
 from indexer.streams.ingest import Ingest
-from indexer.streams.state_machine import StreamState
 from indexer.streams.subscriber import Subscriber
 from indexer.views.applier import warm_kernels
 
 if TYPE_CHECKING:
     from indexer.streams.relay import Relay
 
-# Between two counts of a view's blocks, which looks at the whole index.
+# Minimum time between two counts of a view's blocks, each of which scans the whole index.
 _COUNT_EVERY_S = 10.0
 
 
 def _ignore(*_: object) -> None:
-    """Callback of those who do not care."""
+    """Default callback, which does nothing."""
 
 
 class KvIndexer:
-    """Follows the event streams of pods and tells which pod holds how much of a prompt. Thread-safe.
+    """Index of the followed pods' cached blocks, which matches prompts against them. Thread-safe.
 
     Args:
-        registry: Where its metrics are registered; at most one indexer for each.
-        on_stored: Called with (pod, keys, now_s) after a batch's blocks were added. Like `on_link` it runs
-            on the subscriber's thread and must not block.
+        registry: Registry of its metrics; at most one indexer per registry.
+        on_stored: Called with (pod, keys, now_s) after the blocks of a batch were added. Like `on_link` it
+            runs on the subscriber's thread and must not block.
         on_link: Called with (pod, up) when the connection to the pod's publisher was made or lost. A killed
-            engine on the same host shows here within milliseconds.
-        clock: A monotonic clock, in seconds; every `now_s` is a time of this clock.
+            engine on the same host is reported within milliseconds.
+        clock: Monotonic clock, in seconds; every `now_s` is a time of this clock.
     """
 
     def __init__(
@@ -57,18 +56,18 @@ class KvIndexer:
         warm_kernels()
         self._ingest = ingest = Ingest(config, registry, on_stored, on_link, clock)
         self._index, self._hasher, self._metrics = ingest.index, ingest.hasher, ingest.metrics
-        self._speculation, self._parity = ingest.speculation, ingest.parity
+        self._speculation, self._mismatches = ingest.speculation, ingest.mismatches
         self._hybrid = ingest.hybrid
-        self.roster = ingest.roster
+        self.engine_registry = ingest.engine_registry
         identity = PeerIdentity(self._hasher.fingerprint(), self._index.tiers.names)
         peers = PeerClient(config, identity, self._metrics) if config.peers else None
         self._relay = _relay(config, identity, registry)
-        self._subscriber = Subscriber(ingest, peers, self._relay)
-        self.exports = PeerDoor(
+        self._subscriber = Subscriber(ingest, peers, self._relay.reader if self._relay is not None else None)
+        self.exports = PeerService(
             identity, self._subscriber.export, self._metrics, total_s=config.snapshot_total_s
         )
         self._bootstrap_s = config.bootstrap_s
-        self._followed_s: Mapping[str, float] = {}  # by pod: since when; replaced as a whole
+        self._followed_s: Mapping[str, float] = {}  # start time by pod; replaced as a whole
         self._readings: Mapping[str, EngineReading] = {}
         self._counted_s = -math.inf
 
@@ -83,19 +82,19 @@ class KvIndexer:
     def start(self) -> None:
         self._subscriber.start()
         if self._relay is not None:
-            self._relay.start(self._subscriber, self.roster)
+            self._relay.start(self._subscriber, self.engine_registry)
 
     def close(self) -> None:
-        """Ends all subscriptions; idempotent. What is indexed can still be matched."""
+        """End all subscriptions; idempotent. `match` keeps working on the indexed blocks."""
         if self._relay is not None:
             self._relay.close()
         self._subscriber.close()
 
     def follow(self, streams: Iterable[PodStream]) -> None:
-        """Declares the full set of streams: new ones are subscribed to, vanished ones' blocks are dropped.
+        """Replace the set of streams: subscribe to new ones, drop the blocks of removed ones.
 
         Raises:
-            ConfigError: There are too many.
+            ConfigError: There are more than 4096 engines, or a stream needs `events_bind`, which is not set.
         """
         wanted = tuple(streams)
         self._subscriber.follow(wanted)
@@ -104,7 +103,11 @@ class KvIndexer:
 
     def pending(self) -> frozenset[str]:
         """Return followed pods whose view was never built, until `bootstrap_s` after they were followed."""
-        states, unsettled, now_s = self.roster.states, self.roster.unsettled(), self._clock()
+        states, unsettled, now_s = (
+            self.engine_registry.states,
+            self.engine_registry.unsettled(),
+            self._clock(),
+        )
         return frozenset(
             pod
             for pod, followed_s in self._followed_s.items()
@@ -114,17 +117,18 @@ class KvIndexer:
     def ready(self) -> bool:
         return not self.pending()
 
-    def doubt(self, pod: str, reason: str, *, emptied: bool = False, seen_s: float | None = None) -> None:
-        """Something else than its events tells that the view of a pod is wrong.
+    def invalidate(
+        self, pod: str, reason: str, *, emptied: bool = False, seen_s: float | None = None
+    ) -> None:
+        """Clear the view of a pod that another source than its events reports as wrong.
 
-        The view is cleared. It is then built anew from a snapshot or a replay, unless `emptied` says that the
-        engine's cache is known to be empty though it has not said so: then the pod is STALE until it does.
+        The view is then rebuilt from a snapshot or a replay. With `emptied` it is not: the engine's cache is
+        known to be empty although the engine has not published that, and the pod is STALE until it does.
 
         Args:
-            seen_s: When the cache was seen to be empty, on the clock; events that came later know better.
-                None: now.
+            seen_s: Time at which the cache was seen to be empty; a view with later events is kept. None: now.
         """
-        self._subscriber.doubt(pod, reason, emptied=emptied, seen_s=seen_s)
+        self._subscriber.invalidate(pod, reason, emptied=emptied, seen_s=seen_s)
 
     def block_keys(
         self,
@@ -135,59 +139,68 @@ class KvIndexer:
         cache_salt: str | None = None,
         extras: Sequence[bytes] = (),
     ) -> Keys:
-        """Keys of the prompt's full blocks, first block first.
+        """Return the keys of the prompt's full blocks, in order.
 
         Args:
-            model: The base model's name, as in `PodStream.model`.
-            token_ids: The prompt, as the engine tokenizes it; fastest as a uint32 array.
-            extras: What each full block depends on besides, see `keys.extras_of_prompt`; empty for text.
+            model: Name of the base model, as in `PodStream.model`.
+            token_ids: Prompt as the engine tokenizes it; fastest as a uint32 array.
+            extras: Other data that each full block depends on, see `keys.extras_of_prompt`; empty for text.
 
         Raises:
-            TokenError: A token id is out of range or no whole number.
+            TokenError: A token id is outside of 0..2**32-1 or not an integer.
         """
-        # An engine treats an empty name or salt as none.
+        # Engines treat an empty name or salt as missing.
         root = self._hasher.root(model, lora_name or None, cache_salt or None)
         return self._hasher.chain(root, token_ids, extras)
 
     def match(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None = None) -> PodMatches:
-        """Tells how far each pod holds the prompt `keys`; every asked pod is in the answer.
+        """Return, for each of `pods`, the length of the longest cached prefix of `keys` in blocks.
 
-        A match ends where a block of the pod's own engine ends, as far as its events told their size.
+        A match is rounded down to whole blocks of the pod's engine, if their size is known.
 
         Args:
-            prompt_tokens: Its length; for pods of hybrid models, see `HybridMatcher.refine`.
+            prompt_tokens: Length of the prompt; used for pods of hybrid models, see `HybridMatcher.refine`.
         """
         started_s = time.perf_counter()
         self._speculation.expire(self._clock())
-        roster = self.roster
-        by_rank = self._hybrid.refine(keys, self._index.match(keys, roster.holders(pods)), prompt_tokens)
-        found = roster.best_ranks(by_rank, pods)
+        engine_registry = self.engine_registry
+        by_rank = self._hybrid.refine(
+            keys, self._index.match(keys, engine_registry.holders(pods)), prompt_tokens
+        )
+        found = engine_registry.best_ranks(by_rank, pods)
         self._metrics.looked_up(found.longest, time.perf_counter() - started_s)
-        found.states, found.followed = roster.states, self._followed_s
+        found.states, found.followed = engine_registry.states, self._followed_s
         return found
 
     def explain(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None = None) -> list[Prefix]:
-        engines = self.roster.engines
-        holders = list(self.roster.holders(pods))
+        engines = self.engine_registry.engines
+        holders = list(self.engine_registry.holders(pods))
         table = self._hybrid.refine(keys, self._index.match(keys, holders), prompt_tokens)
-        return [
-            explain_prefix(
-                engines.get(holder) or holder,
-                self._index.held(keys, holder),
-                self._index.tiers,
-                usable_blocks=int(table.cached_blocks[table.rows[holder]]),
-                stride=int(table.strides[table.rows[holder]]) if len(table.strides) else 1,
+        prefixes = []
+        for holder in holders:
+            row, state, reason = table.rows[holder], StreamState.STALE, "not_followed"
+            if (engine := engines.get(holder)) is not None:
+                state, reason = engine.state, engine.reason
+            prefixes.append(
+                explain_prefix(
+                    holder,
+                    self._index.held(keys, holder),
+                    self._index.tiers,
+                    state=state,
+                    reason=reason,
+                    usable_blocks=int(table.cached_blocks[row]),
+                    stride=int(table.strides[row]) if len(table.strides) else 1,
+                )
             )
-            for holder in holders
-        ]
+        return prefixes
 
     def observe(self, pod: str, reading: EngineReading) -> Finding | None:
-        """Compare a reading of an engine's metrics page with its view, which is dropped if it must be wrong.
+        """Compare a reading of an engine's metrics with its view; clear the view if it must be wrong.
 
-        Called by one thread, with readings of pods without further ranks.
+        Called by one thread, with readings of pods that have one rank.
         """
         before = self._readings.get(pod)
-        finding = reconcile(before, reading, self._held_blocks(pod, reading))
+        finding = check_counters(before, reading, self._held_blocks(pod, reading))
         hits_moved = before is None or (reading.hit_tokens or 0) > (before.hit_tokens or 0)
         if finding is not None or hits_moved:
             kept = {other: told for other, told in self._readings.items() if other in self._followed_s}
@@ -195,11 +208,11 @@ class KvIndexer:
         if finding is not None:
             if not (before is not None and before.asleep and reading.asleep):
                 self._metrics.findings.labels(finding).inc()
-            self.doubt(pod, finding, emptied=finding.emptied, seen_s=reading.asked_s)
+            self.invalidate(pod, finding, emptied=finding.emptied, seen_s=reading.asked_s)
         return finding
 
     def _held_blocks(self, pod: str, reading: EngineReading) -> int | None:
-        """Blocks that the view holds in device memory, at least; None: not known, or not too many."""
+        """Return a lower bound of the view's blocks in device memory; None: unknown, or within capacity."""
         now_s = self._clock()
         if reading.capacity_blocks is None or now_s - self._counted_s < _COUNT_EVERY_S:
             return None
@@ -209,24 +222,23 @@ class KvIndexer:
         return self._ingest.held_blocks(pod, on_device=True)
 
     def speculate(
-        self, request_id: Hashable, pod: str, keys: Keys, now_s: float, prompt: DispatchedPrompt | None = None
+        self, request_id: Hashable, pod: str, keys: Keys, now_s: float, prompt: SentPrompt | None = None
     ) -> None:
-        """Assumes that the pod will soon hold `keys`, because the request was just sent there.
+        """Add speculative entries for `keys`, which the pod will soon hold because a request was sent there.
 
-        For prefill and decode on different pods, call it once for each. Called again for the same request and
-        pod it renews the assumption, with these blocks; see `Speculation`.
+        For prefill and decode on different pods, call it once per pod. A second call for the same request and
+        pod replaces the entries; see `Speculation`.
 
         Args:
-            request_id: The request; no other in flight has the same.
-            prompt: What the pod's events shall be held against, see `parity`, and what it holds of it; None:
-                nothing.
+            request_id: Id that is unique among the requests in flight.
+            prompt: Prompt to compare with the pod's events, see `MismatchWatch`; None: no comparison.
         """
-        if prompt is None or not self.roster.lacks_nothing(pod):
+        if prompt is None or not self.engine_registry.has_exact_streams(pod):
             self._speculation.assume(request_id, pod, keys, now_s)
             return
-        # What the pod holds already needs no assumption: in a long conversation that is nearly all of it. Of
-        # several ranks, another one may hold it than the request will meet.
-        held_blocks = prompt.held_blocks if self.roster.has_one_rank(pod) else 0
+        # Blocks that the pod holds need no entries; in a long conversation these are nearly all. With several
+        # ranks another rank may hold them than the one that receives the request.
+        held_blocks = prompt.held_blocks if self.engine_registry.has_one_rank(pod) else 0
         self._speculation.assume(request_id, pod, keys[held_blocks:], now_s)
         start, block_tokens = prompt.cached_blocks, self._hasher.block_tokens
         if start:
@@ -234,36 +246,36 @@ class KvIndexer:
         else:
             parent = self._hasher.root(prompt.model, prompt.lora_name or None, prompt.cache_salt or None)
         first = prompt.token_ids[start * block_tokens : (start + 1) * block_tokens]
-        self._parity.expect(
+        self._mismatches.expect(
             request_id, pod, prompt.model, parent, keys[start:], first, start_tokens=start * block_tokens
         )
 
     def settle(self, request_id: Hashable, now_s: float, *, grace_s: float = 0.05) -> None:
-        """First token, failure or end of the request: what is assumed for it ends after `grace_s`."""
+        """Let a request's speculative entries expire after `grace_s`: first token, failure or end."""
         self._speculation.settle(request_id, now_s, grace_s)
-        if (mismatch := self._parity.settled(request_id, now_s)) is not None:
+        if (mismatch := self._mismatches.settle(request_id, now_s)) is not None:
             self._ingest.reconsider(mismatch.pod)
 
     def dropped(self, request_id: Hashable) -> None:
-        self._parity.dropped(request_id)
+        self._mismatches.drop(request_id)
 
-    def check_parity(self) -> None:
-        """Shows in metrics and log which pods never store what we compute; to be called every few seconds."""
-        self._parity.check(self._clock())
-        for parity in self._parity.report():
-            self._ingest.reconsider(parity.pod)
+    def check_mismatches(self) -> None:
+        """Report pods whose blocks never match ours, in metrics and log; call it every few seconds."""
+        self._mismatches.check(self._clock())
+        for watched in self._mismatches.report():
+            self._ingest.reconsider(watched.pod)
 
-    def parity_details(self) -> list[str]:
-        """A line for each pod that computes other tokens than we do, or seems to; for /ready."""
-        self.check_parity()
-        return self._parity.details()
+    def mismatch_details(self) -> list[str]:
+        """Return one line per pod whose tokens differ from ours; shown by /ready."""
+        self.check_mismatches()
+        return self._mismatches.details()
 
     def stats(self) -> IndexStats:
         return self._index.stats()
 
     def states(self) -> dict[str, StreamState]:
-        """Return the state of each followed pod; before the subscriber has come to one: RECOVERING."""
-        states = self.roster.states
+        """Return the state of each followed pod; RECOVERING until the subscriber has opened its stream."""
+        states = self.engine_registry.states
         return {pod: states.get(pod, StreamState.RECOVERING) for pod in self._followed_s}
 
 

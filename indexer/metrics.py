@@ -1,7 +1,7 @@
-"""The indexer's Prometheus metrics, on a registry that is passed in.
+"""Prometheus metrics of the indexer, on a registry that is passed in.
 
-Names with `llm_d_epp_` are those of llm-d's router, so that its dashboards work; `kvroute_indexer_` are our
-own.
+Metrics named `llm_d_epp_*` are those of llm-d's router, so that its dashboards work; metrics named
+`kvroute_indexer_*` are our own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.counters import Tallies
+from common.counters import BatchedMetrics
 from common.repeated_log import REPEATED_EVENTS
 from indexer.index.contract import IndexStats
 
@@ -27,15 +27,14 @@ _LOOKUP_BUCKETS_S = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3)
 
 
 class IndexerMetrics:
-    """All metrics of one indexer; `stats` and `speculative` are asked at every scrape."""
+    """All metrics of one indexer; `stats` and `speculative` are called at every scrape."""
 
     def __init__(
         self, registry: CollectorRegistry, *, stats: Callable[[], IndexStats], speculative: Callable[[], int]
     ) -> None:
         self._registry = registry
-        self._applied = Tallies(registry)
-        # Held by whoever counts batches and what they brought: `messages`, `events`, `lag_s`, and what was
-        # admitted and removed.
+        self._applied = BatchedMetrics(registry)
+        # Callers hold it when they change `messages`, `events`, `lag_s`, admissions and removals.
         self.lock = self._applied.lock
         self._add_event_metrics()
         self._add_stream_metrics()
@@ -63,7 +62,7 @@ class IndexerMetrics:
 
     def _add_event_metrics(self) -> None:
         counter, tally, by_pod = partial(self._counter, _EVENTS), self._applied.counter, "pod_identifier"
-        lookups = Tallies(self._registry)
+        lookups = BatchedMetrics(self._registry)
         self._lookups_lock = lookups.lock
         self.admissions = tally(_INDEX + "admissions", "Blocks announced and added to the index.")
         self.evictions = tally(_INDEX + "evictions", "Engine blocks removed by events.")
@@ -115,9 +114,9 @@ class IndexerMetrics:
         self.snapshot_bytes = counter("snapshot_bytes", "Bytes of snapshots applied.", "source")
         self.snapshot_s = histogram(_OURS + "snapshot_seconds", "From asking for one to applied.", ["source"])
         self.peers_asked = counter("peer_snapshots", "Snapshots asked of peers, by how it went.", "outcome")
-        self.told = counter("told_snapshots", "Snapshots that peers asked for, by how it went.", "outcome")
-        self.told_bytes = counter("told_snapshot_bytes", "Bytes of snapshots told to peers.")
-        self.told_s = histogram(_OURS + "told_snapshot_seconds", "From being asked for one to told.")
+        self.exports = counter("told_snapshots", "Snapshots that peers asked for, by how it went.", "outcome")
+        self.export_bytes = counter("told_snapshot_bytes", "Bytes of snapshots told to peers.")
+        self.export_s = histogram(_OURS + "told_snapshot_seconds", "From being asked for one to told.")
 
     def _counter(self, prefix: str, name: str, text: str, *labels: str) -> Counter:
         return Counter(prefix + name, text, labels, registry=self._registry)

@@ -1,6 +1,6 @@
-"""Declared pods: their addresses, their labels and where they publish the events of their KV caches.
+"""Declared pods: addresses, labels, and the streams of their KV cache events.
 
-They come from Kubernetes or from a YAML file in the format of llm-d's file discovery:
+Pods are declared by Kubernetes or by a YAML file in the format of llm-d's file discovery:
 
 endpoints:
   - name: a
@@ -9,7 +9,7 @@ endpoints:
     port: "8001"
     labels: {kvroute.io/model: kvroute-tiny, kvroute.io/kv-events-port: "5557"}
 
-Labels of `kvroute.io/` are checked here, whoever read them; no I/O.
+Labels of `kvroute.io/` from either source are validated here. No I/O.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from indexer.errors import ConfigError
 MODEL_LABEL = "kvroute.io/model"
 EVENTS_PORT_LABEL = "kvroute.io/kv-events-port"
 REPLAY_PORT_LABEL = "kvroute.io/kv-replay-port"
-# "connects": the pod's publisher connects to our socket; else we connect to its port.
+# "connects": the pod's publisher connects to our socket; "listens": we connect to its port.
 EVENTS_LABEL = "kvroute.io/kv-events"
-# What its messages' topics begin with, where others publish at the same address.
+# Prefix of the topics of its messages, for publishers that share an address.
 TOPIC_LABEL = "kvroute.io/kv-events-topic"
-# Data-parallel engines behind the pod's one serving port, at the ports above + rank.
+# Number of data-parallel engines behind the pod's serving port; their publishers use the ports above + rank.
 RANKS_LABEL = "kvroute.io/kv-ranks"
 # "true": the pod answers GET /kv_events/snapshot.
 SNAPSHOT_LABEL = "kvroute.io/kv-snapshot"
-# Number of a stream's first batch; 1 for llm-d's simulator.
+# Sequence number of a stream's first batch; 1 for llm-d's simulator.
 FIRST_SEQUENCE_LABEL = "kvroute.io/kv-first-sequence"
-# Port of administration and snapshots, where that is not the serving port.
+# Port of administration and snapshots, if it differs from the serving port.
 ADMIN_PORT_LABEL = "kvroute.io/admin-port"
-# Where it tells its load, where that is not /metrics at its serving port.
+# Port and path of its metrics page, if it is not /metrics at the serving port.
 METRICS_PORT_LABEL = "kvroute.io/metrics-port"
 METRICS_PATH_LABEL = "kvroute.io/metrics-path"
 
@@ -53,10 +53,10 @@ EVENT_LABELS = (
     SNAPSHOT_LABEL,
     FIRST_SEQUENCE_LABEL,
 )
-"""All that tell how a pod publishes."""
+"""Labels of a pod's event stream."""
 
 PORT_LABELS = (EVENTS_PORT_LABEL, REPLAY_PORT_LABEL, METRICS_PORT_LABEL, ADMIN_PORT_LABEL)
-"""All whose values are ports."""
+"""Labels whose values are ports."""
 
 _CHOICES = {
     EVENTS_LABEL: ("listens", "connects"),
@@ -71,27 +71,27 @@ _PATH = re.compile(r"/[!-~]{0,255}")
 
 @dataclass(frozen=True, slots=True)
 class EventDefaults:
-    """How a pod publishes as far as its labels do not tell."""
+    """Properties of a pod's event stream for which it has no labels."""
 
     port: int = DEFAULT_EVENTS_PORT
-    replay_port: int | None = None  # None: it answers no replays
-    snapshots: bool = False  # whether it may answer GET /kv_events/snapshot
-    asks: bool = False  # whether the engine's own account, GET /kv_event_sources, counts more than these
-    rank: int | None = None  # which data-parallel engine stands behind the port; None: all that the pod has
+    replay_port: int | None = None  # None: no replays
+    snapshots: bool = False  # whether the pod may answer GET /kv_events/snapshot
+    asks_engine: bool = False  # whether the engine's answer to GET /kv_event_sources overrides these
+    rank: int | None = None  # data-parallel rank behind the port; None: all ranks of the pod
 
 
 @dataclass(frozen=True, slots=True)
 class PodEntry:
-    """One declared endpoint."""
+    """Declared endpoint."""
 
     name: str
-    namespace: str  # "default" where the file names none
+    namespace: str  # "default" if the file names none
     address: str
     port: int
     labels: Mapping[str, str] = field(default_factory=dict)
-    life: str = ""  # changes with what empties the cache: another pod of that address, another process
-    ready: bool = True  # whether its declarer lets it take requests
-    events: EventDefaults = EventDefaults()  # how it publishes where its labels do not tell
+    epoch: str = ""  # changes with anything that empties the cache: another pod or process at this address
+    ready: bool = True  # whether the source declares the pod ready for requests
+    events: EventDefaults = EventDefaults()  # properties of the event stream without a label
 
     @property
     def pod(self) -> str:
@@ -99,8 +99,8 @@ class PodEntry:
 
     @property
     def admin(self) -> str | None:
-        """Address "ip:port" of the pod's administration; None: it has no port of its own for that."""
-        # The labels were checked by who read them.
+        """Address "ip:port" of the pod's administration; None: it has no separate port."""
+        # Labels are validated when they are read.
         port = self.labels.get(ADMIN_PORT_LABEL)
         return None if port is None else pod_address(self.address, int(port))
 
@@ -108,13 +108,13 @@ class PodEntry:
         model = self.labels.get(MODEL_LABEL)
         if not model:
             return None
-        # The labels were checked by who read them.
+        # Labels are validated when they are read.
         connects = self.labels.get(EVENTS_LABEL) == "connects"
         port = int(self.labels.get(EVENTS_PORT_LABEL, self.events.port))
         replay = self.labels.get(REPLAY_PORT_LABEL, self.events.replay_port)
         ranks = int(self.labels.get(RANKS_LABEL, 1))
         snapshots = self.labels.get(SNAPSHOT_LABEL)
-        # Of several engines behind one port, a snapshot would be of any.
+        # With several engines behind one port a snapshot would be of an unknown one.
         offers_snapshots = snapshots == "true" or (snapshots is None and self.events.snapshots and ranks == 1)
         host = _host(self.address)
         return PodStream(
@@ -126,18 +126,18 @@ class PodEntry:
             snapshot_admin=self.admin is not None,
             first_sequence=int(self.labels.get(FIRST_SEQUENCE_LABEL, 0)),
             ranks=ranks,
-            epoch=self.life,
+            epoch=self.epoch,
             topic_prefix=self.labels.get(TOPIC_LABEL),
         )
 
 
 def pod_address(ip: str, port: int) -> str:
-    """A pod's identity, "ip:port", with brackets around an IPv6 address."""
+    """Return "ip:port", with brackets around an IPv6 address; it identifies a pod."""
     return f"{_host(ip)}:{port}"
 
 
 def label_problem(name: str, value: str) -> str | None:
-    """What is wrong with a label's value; None for nothing, and for labels that are not ours."""
+    """Return what is wrong with a label's value; None if it is valid or the label is not ours."""
     if name in PORT_LABELS and not is_port(value):
         return f"must be a port of 1..65535, is {value!r}"
     if name in _CHOICES and value not in _CHOICES[name]:
@@ -147,17 +147,17 @@ def label_problem(name: str, value: str) -> str | None:
     if name == TOPIC_LABEL and not (value.isprintable() and len(value) <= _TOPIC_CHARS_MAX):
         return f"must be at most {_TOPIC_CHARS_MAX} printable characters"
     if name == METRICS_PATH_LABEL and not is_path(value):
-        return f"must be a path as /metrics, is {value[:100]!r}"
+        return f"must be a path such as /metrics, is {value[:100]!r}"
     return None
 
 
 def is_port(text: str) -> bool:
-    """Whether a text is the number of a port."""
+    """Return whether a text is a port number, 1..65535."""
     return _is_number(text, 1, 65_535)
 
 
 def is_path(text: str) -> bool:
-    """Whether a text is the path of a URL, as a request line takes it."""
+    """Return whether a text is a URL path of at most 256 printable ASCII characters."""
     return _PATH.fullmatch(text) is not None
 
 
@@ -170,14 +170,14 @@ def _host(address: str) -> str:
 
 
 def parse_pods(text: str, source: str) -> tuple[PodEntry, ...]:
-    """Reads the text of a pods file.
+    """Parse the text of a pods file.
 
     Args:
-        text: YAML; a file without endpoints is none.
-        source: The file's name, for errors.
+        text: YAML with a list `endpoints`, which may be empty.
+        source: Name of the file, for errors.
 
     Raises:
-        ConfigError: Something is wrong; the message names file, line and field.
+        ConfigError: The file is invalid; the message names file, line and field.
     """
     if len(text.encode("utf-8", "replace")) > _MAX_BYTES:
         raise ConfigError(f"{source}: is larger than {_MAX_BYTES} bytes")
@@ -196,13 +196,11 @@ def parse_pods(text: str, source: str) -> tuple[PodEntry, ...]:
     entries: dict[str, PodEntry] = {}
     for position, node in enumerate(top["endpoints"].value):
         if position == PODS_MAX:
-            reader.fail(
-                node, f"endpoints[{position}]", f"is one more than the {PODS_MAX} that can be followed"
-            )
+            reader.fail(node, f"endpoints[{position}]", f"exceeds the limit of {PODS_MAX} endpoints")
         entry = reader.endpoint(node, f"endpoints[{position}]")
         if entry.pod in entries:
             reader.fail(
-                node, f"endpoints[{position}]", f"address and port {entry.pod} are those of another one"
+                node, f"endpoints[{position}]", f"address and port {entry.pod} duplicate another endpoint's"
             )
         entries[entry.pod] = entry
     return tuple(entries.values())
@@ -259,7 +257,7 @@ class _Reader:
         for key, value in node.value:
             name = self.text(key, path)
             if name in fields:
-                self.fail(key, f"{path}.{name}", "is there twice")
+                self.fail(key, f"{path}.{name}", "is given twice")
             if allowed is not None and name not in allowed:
                 self.fail(key, f"{path}.{name}", f"is unknown; known are {', '.join(sorted(allowed))}")
             fields[name] = value

@@ -1,16 +1,15 @@
-"""Compares what an engine's metrics page tells with what its events made us believe. Pure.
+"""Consistency check of a view against the counters on the engine's metrics page. Pure.
 
-Two readings of a page and the size of our view come in, a verdict comes out. Only signals that cannot be told
-by a healthy engine count:
+Input: two readings of a page and the size of the view. Output: a finding or None. Only signals count that a
+healthy engine cannot produce:
 
-- The process is another one: its start time or its number of blocks changed, or a counter went back.
-- It sleeps: a sleeping engine has dropped its cache, and says so only with the step after it wakes up.
-- We hold more blocks than the engine has: removals were lost.
-- Nothing of what we predicted was delivered: hits that we predicted added up, requests were looked up, and
-  its counter of hit tokens did not move. Its cache was reset while it was idle, or it does not cache at all.
+- Process changed: its start time or its number of blocks changed, or a counter decreased.
+- Asleep: a sleeping engine has dropped its cache, and publishes that only with its first step after waking.
+- Overfull: the view has more blocks than the engine, so removals were lost.
+- Phantom hits: we predicted hits and requests were looked up, but the engine's counter of hit tokens did not
+  change. Its cache was reset while it was idle, or it has no prefix cache.
 
-The usage of the KV cache is none of them: it counts blocks that running requests hold, not those that are
-cached.
+The usage of the KV cache is no signal: it counts blocks of running requests, not cached blocks.
 """
 
 from __future__ import annotations
@@ -18,31 +17,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-# So many predicted hit tokens without any delivered are no coincidence of requests that skip the cache.
+# Predicted hit tokens without any hit that are a finding; fewer may be requests that skip the cache.
 _PHANTOM_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """Counts that one page told, and that we predicted until then; None where it is not told."""
+    """Counters of one metrics page and our predictions at that time; None where unknown."""
 
     started_s: float | None = None  # start time of the process, seconds since the epoch
     capacity_blocks: int | None = None
     prompt_tokens: float | None = None
     query_tokens: float | None = None  # counter of tokens looked up in the prefix cache
-    hit_tokens: float | None = None  # counter of tokens found there
+    hit_tokens: float | None = None  # counter of tokens found in the prefix cache
     asleep: bool = False
-    # When the page was asked for, on a monotonic clock: what came of the events since is newer.
+    # Time of the page's request, on a monotonic clock; later events are newer than the page.
     asked_s: float | None = None
-    # Counter of ours: cached tokens predicted for requests that it had answered before the page was asked
-    # for.
+    # Our counter of cached tokens, predicted for requests answered before the page was requested.
     predicted_tokens: int | None = None
-    # The same with those of all requests sent to it before the page was read.
-    promised_tokens: int | None = None
+    # Our counter of cached tokens, predicted for requests sent before the page was read.
+    predicted_sent_tokens: int | None = None
 
 
 class Finding(StrEnum):
-    """What is wrong with a view; also the reason that is given for dropping it."""
+    """Contradiction between an engine's counters and its view; the reason for clearing the view."""
 
     PROCESS_CHANGED = "process_changed"
     ASLEEP = "asleep"
@@ -54,12 +52,14 @@ class Finding(StrEnum):
         return self is Finding.ASLEEP
 
 
-def reconcile(before: EngineReading | None, now: EngineReading, held_blocks: int | None) -> Finding | None:
-    """Judges a view by what its engine tells.
+def check_counters(
+    before: EngineReading | None, now: EngineReading, held_blocks: int | None
+) -> Finding | None:
+    """Compare an engine's counters with its view; return the finding, None if they agree.
 
     Args:
-        before: The reading since which predicted and delivered hits are compared; None for none.
-        held_blocks: Copies that the view holds in device memory, in the engine's blocks; None: not known.
+        before: Earlier reading, since which predicted and actual hits are compared; None: the first reading.
+        held_blocks: Blocks of the view in device memory, in the engine's block size; None: unknown.
     """
     if before is not None and _another_process(before, now):
         return Finding.PROCESS_CHANGED
@@ -83,8 +83,8 @@ def _another_process(before: EngineReading, now: EngineReading) -> bool:
 
 
 def _phantom_hits(before: EngineReading, now: EngineReading) -> bool:
-    # Hits of a request that was in flight may be in the older page already.
-    predicted = _grown(before.promised_tokens, now.predicted_tokens)
+    # The older page may already count hits of requests that were in flight then.
+    predicted = _grown(before.predicted_sent_tokens, now.predicted_tokens)
     queried = _grown(before.query_tokens, now.query_tokens)
     hits = _grown(before.hit_tokens, now.hit_tokens)
     if predicted is None or queried is None or hits is None:

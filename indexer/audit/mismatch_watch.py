@@ -1,20 +1,19 @@
-"""Watches whether what pods store is what we computed for the requests that we sent there.
+"""Detection of pods whose tokens or block keys differ from ours.
 
-Dispatches and stores come in, disagreements come out: to the caller, to metrics, to the log now and then,
-and to /ready. A key depends on token ids, model, adapter, salt and block size; if an engine sees any of them
-differently than we do, it never holds what we look for, and nobody would notice but by a hit rate of zero.
-Two signs are watched:
+Input: dispatched requests and stored blocks. Output: mismatches, reported to the caller, in metrics, in the
+log at a limited rate, and by /ready. A block key depends on token ids, model, adapter, salt and block size;
+if an engine differs in any of them, no prefix ever hits there, and only a hit rate of zero would show it.
+There are two signs:
 
-- Mismatch: we expect that the pod continues a chain that it holds (the parent) with a certain block. It
-  continues that very chain with another one, no other request of ours in flight explains it, and the block
-  that we expected never comes before the request is over. Then one of the two token windows is wrong, and
-  both are named.
-- Never hit: after many dispatches to a pod that stored blocks meanwhile, none of its stores met any key that
-  we computed. Then even the root differs: model, adapter or block size, or the first token.
+- Mismatch: we expect the pod to extend a cached prefix (the parent) by a certain block. The pod extends the
+  same prefix by another block, no other request in flight explains that block, and the expected block does
+  not arrive before the request ends. Digests of both token windows are reported.
+- Never hit: many requests in a row ended without a match, although the pod stored blocks. Then even the
+  first key differs: model, adapter, block size or the first token.
 
-After either sign a pod is distrusted until several requests in a row found that it stores what we compute.
-Only requests that need at least one new block are expectations; beyond the cap the oldest are forgotten,
-which never makes a sign. Tokens are users' text: they leave this module as digests, keyed with a secret of
+After either sign the pod is mismatched until the blocks of several requests in a row match. Only requests
+that need at least one new block create an expectation; above a limit the oldest expectations are dropped,
+which is never a sign. Tokens are users' text: they leave this module only as digests, keyed with a secret of
 the process.
 """
 
@@ -39,19 +38,19 @@ from indexer.views.view_parts import StoredRun
 
 _log = logging.getLogger(__name__)
 
-# Why the view of a pod is in doubt that computes other tokens than we do.
+# Reason by which the views of a mismatched pod are marked as invalid.
 OTHER_TOKENS = "other_tokens"
 WINDOW_TOKENS = 16
-# A distrusted pod must store what we computed for so many requests in a row.
+# Requests in a row whose blocks must match before a mismatched pod is trusted.
 TRUSTED_AFTER = 8
 _DIGEST_BYTES = 8
-# An engine stores a prompt's blocks in order: if it stores none of the first ones, it stores none.
+# Blocks compared per request. Engines store a prompt's blocks in order, so the first ones are enough.
 _WATCHED_BLOCKS = 8
 _LINES_MAX = 20
 
 
 class DispatchKey(msgspec.Struct, frozen=True, order=True, cache_hash=True):
-    """One sending of a request: clients use an id again, also while its first use is in flight."""
+    """Id of one dispatch of a request; clients may reuse a request id while its first use is in flight."""
 
     request_id: str
     dispatched_s: float
@@ -61,79 +60,79 @@ class DispatchKey(msgspec.Struct, frozen=True, order=True, cache_hash=True):
 
 
 @dataclass(frozen=True, slots=True)
-class DispatchedPrompt:
-    """A prompt as we see it; the pod should see the same."""
+class SentPrompt:
+    """Prompt of a dispatched request, whose blocks the pod should store."""
 
     model: str
-    lora_name: str | None  # the adapter's name; None for the base model
+    lora_name: str | None  # name of the adapter; None: the base model
     cache_salt: str | None
     token_ids: NDArray[np.uint32]
-    cached_blocks: int  # blocks of it that the pod was said to hold
-    held_blocks: int = 0  # so many of these the pod itself has told of; the others are assumed
+    cached_blocks: int  # length of the prefix that the pod holds, speculative entries included
+    held_blocks: int = 0  # length of the prefix that the pod's events have confirmed
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A pod stored other tokens than we computed, behind the same prefix."""
+    """Block of a pod whose tokens differ from ours behind the same prefix."""
 
-    request_id: Hashable  # the request whose block never came
+    request_id: Hashable  # request whose expected block did not arrive
     pod: str
     model: str
-    position: int  # the prompt's first token that differs
-    computed: str  # digest of our token ids from there on, at most 16; comparable within this process only
-    stored: str
+    position: int  # index of the prompt's first differing token
+    computed: str  # digest of at most 16 of our token ids from there on; comparable within this process only
+    stored: str  # digest of the engine's token ids at the same place
 
     def __str__(self) -> str:
         return (
-            f"pod {self.pod} computes other tokens of model {self.model!r} than we do (request "
-            f"{self.request_id}): they differ from token {self.position} of the prompt on (digest of "
-            f"ours {self.computed}, of the engine's {self.stored}); its predictions are not believed "
-            "meanwhile; compare tokenizer and template"
+            f"token mismatch: pod={self.pod} model={self.model} request={self.request_id} "
+            f"first_differing_token={self.position} our_digest={self.computed} "
+            f"engine_digest={self.stored}; cache hits of this pod are not used until its tokens match; "
+            "compare tokenizer and chat template"
         )
 
 
 @dataclass(slots=True)
-class PodParity:
-    """State of one pod."""
+class WatchedPod:
+    """Expectations and mismatches of one pod."""
 
     pod: str
     model: str = ""
-    # Dispatches, since the last that was met, that ended while the pod stored other blocks.
-    unmet_in_a_row: int = 0
+    # Requests since the last match that ended although the pod stored other blocks.
+    misses_in_a_row: int = 0
     last_mismatch: Mismatch | None = None
-    never_hit: bool = False  # whether so many were not met in a row that the keys must be wrong
-    to_be_met: int = 0  # requests that must be met before the pod is trusted; 0: it is
+    never_hit: bool = False  # whether so many requests in a row missed that the keys must differ
+    matches_needed: int = 0  # requests that must match before the pod is trusted; 0: it is trusted
     waiting: dict[Hashable, _Expectation] = field(default_factory=dict)
-    unexplained_runs: int = 0  # how often it stored what none of them explains
+    unexplained_runs: int = 0  # stored runs that match no expectation
 
     @property
-    def distrusted(self) -> bool:
-        return self.to_be_met > 0
+    def mismatched(self) -> bool:
+        return self.matches_needed > 0
 
     def __str__(self) -> str:
         return (
-            f"pod {self.pod} stores blocks, but for the last {self.unmet_in_a_row} requests of model "
-            f"{self.model!r} none of the blocks that we computed: no prefix will ever hit there; compare "
-            "model name, adapter name and tokenizer"
+            f"no stored block matches: pod={self.pod} model={self.model} "
+            f"requests={self.misses_in_a_row}; no prefix will hit at this pod; compare model name, adapter "
+            "name and tokenizer"
         )
 
 
 @dataclass(slots=True)
 class _Expectation:
-    account: PodParity
+    watched: WatchedPod
     model: str
     parent: int
     keys: list[int]
     tokens: NDArray[np.uint32]
     start_tokens: int
-    # Of the pod when it began.
+    # The pod's `unexplained_runs` when the request was dispatched.
     unexplained_runs: int
-    # What the pod stored behind the parent instead; None: nothing.
+    # Tokens that the pod stored behind the parent instead; None: none.
     instead: NDArray[np.uint32] | None = None
 
 
-class ParityWatch:
-    """Expectations of requests in flight, and what became of them. Thread-safe."""
+class MismatchWatch:
+    """Expected blocks of the requests in flight, compared with what the pods store. Thread-safe."""
 
     def __init__(
         self,
@@ -146,14 +145,14 @@ class ParityWatch:
     ) -> None:
         self._metrics = metrics
         self._max_expectations = max_expectations
-        self._max_pods = max_pods  # those without dispatches for longest are forgotten
-        self._never_hit_dispatches = never_hit_dispatches  # so many unmet in a row are a sign
-        self._warn_every_s = warn_every_s  # for warnings of one kind
+        self._max_pods = max_pods  # above it the pods without dispatches for longest are dropped
+        self._never_hit_dispatches = never_hit_dispatches  # requests in a row without a match that are a sign
+        self._warn_every_s = warn_every_s  # minimum time between two warnings of one kind
         self._warned_s: dict[type, float] = {}
         self._secret = secrets.token_bytes(16)
         self._lock = threading.Lock()
         self._expected: dict[Hashable, _Expectation] = {}
-        self._pods: OrderedDict[str, PodParity] = OrderedDict()
+        self._pods: OrderedDict[str, WatchedPod] = OrderedDict()
 
     def expect(
         self,
@@ -166,135 +165,141 @@ class ParityWatch:
         *,
         start_tokens: int = 0,
     ) -> None:
-        """The request was sent to this pod, which must compute these blocks for it.
+        """Record the blocks that a pod should store for a dispatched request.
 
         Args:
-            request_id: The request; said again, it is expected anew.
+            request_id: Id of the request; a second call replaces its expectation.
             parent_key: Key of the last block that the pod holds, or the prompt's root.
-            tokens: Token ids of the first of them.
-            start_tokens: Tokens of the prompt in front of it.
+            keys: Keys of the expected blocks.
+            tokens: Token ids of the first expected block.
+            start_tokens: Number of the prompt's tokens in front of that block.
         """
-        watched = keys[:_WATCHED_BLOCKS].tolist()
-        if not watched:
+        first_keys = keys[:_WATCHED_BLOCKS].tolist()
+        if not first_keys:
             return
         with self._lock:
             self._forget(request_id)
-            account = self._pods.setdefault(pod, PodParity(pod))
+            watched = self._pods.setdefault(pod, WatchedPod(pod))
             self._pods.move_to_end(pod)
-            account.model = model
+            watched.model = model
             expectation = _Expectation(
-                account, model, parent_key, watched, tokens, start_tokens, account.unexplained_runs
+                watched, model, parent_key, first_keys, tokens, start_tokens, watched.unexplained_runs
             )
-            self._expected[request_id] = account.waiting[request_id] = expectation
+            self._expected[request_id] = watched.waiting[request_id] = expectation
             if len(self._expected) > self._max_expectations:
                 self._forget(next(iter(self._expected)))
             if len(self._pods) > self._max_pods:
                 self._forget_pod(next(iter(self._pods)))
 
     def waits_for(self, pod: str) -> bool:
-        account = self._pods.get(pod)
-        return account is not None and bool(account.waiting)
+        watched = self._pods.get(pod)
+        return watched is not None and bool(watched.waiting)
 
-    def distrusts(self, pod: str) -> bool:
-        account = self._pods.get(pod)
-        return account is not None and account.distrusted
+    def is_mismatched(self, pod: str) -> bool:
+        watched = self._pods.get(pod)
+        return watched is not None and watched.mismatched
 
     def stored(self, pod: str, runs: Sequence[StoredRun], keys: Sequence[int]) -> None:
-        """The pod told of runs of new blocks, in order; `keys`: of all their blocks, maybe of others too."""
+        """Compare a pod's new blocks with its expectations.
+
+        Args:
+            runs: Stored runs, in order.
+            keys: Keys of all their blocks, possibly of others too.
+        """
         with self._lock:
-            account = self._pods.get(pod)
-            if account is None or not account.waiting:
+            watched = self._pods.get(pod)
+            if watched is None or not watched.waiting:
                 return
-            awaited = {key for it in account.waiting.values() for key in it.keys}
-            # Nearly always these are others' blocks: then no run needs a look of its own.
+            awaited = {key for it in watched.waiting.values() for key in it.keys}
+            # Nearly always these are blocks of other requests, and no run must be compared.
             expected = not awaited.isdisjoint(keys)
             for run in runs:
-                if expected and self._meets(account, set(run.keys.tolist())):
-                    # A run that one expectation explains is no sign against the others.
+                if expected and self._meets(watched, set(run.keys.tolist())):
+                    # A run that one expectation explains says nothing about the others.
                     continue
-                account.unexplained_runs += 1
-                for expectation in account.waiting.values():
+                watched.unexplained_runs += 1
+                for expectation in watched.waiting.values():
                     if expectation.parent == run.parent and expectation.instead is None:
                         expectation.instead = run.tokens[: len(expectation.tokens)].copy()
 
-    def settled(self, request_id: Hashable, now_s: float) -> Mismatch | None:
-        """The request got its first token, or ended: what has not come by now does not come."""
-        # Without the lock: mostly it was met before.
+    def settle(self, request_id: Hashable, now_s: float) -> Mismatch | None:
+        """End a request's expectation, at its first token or end; return the mismatch, if it is one."""
+        # Checked without the lock, because most expectations have matched before.
         if request_id not in self._expected:
             return None
         with self._lock:
             expectation = self._forget(request_id)
-            if expectation is None or expectation.unexplained_runs == expectation.account.unexplained_runs:
+            if expectation is None or expectation.unexplained_runs == expectation.watched.unexplained_runs:
                 return None
-            account = expectation.account
-            account.unmet_in_a_row += 1
-            account.never_hit = account.unmet_in_a_row >= self._never_hit_dispatches
+            watched = expectation.watched
+            watched.misses_in_a_row += 1
+            watched.never_hit = watched.misses_in_a_row >= self._never_hit_dispatches
             mismatch = self._mismatch(request_id, expectation)
             if mismatch is not None:
-                account.last_mismatch = mismatch
-            if mismatch is not None or account.never_hit:
-                account.to_be_met = TRUSTED_AFTER
+                watched.last_mismatch = mismatch
+            if mismatch is not None or watched.never_hit:
+                watched.matches_needed = TRUSTED_AFTER
         if mismatch is not None:
             self._metrics.parity_mismatches.labels(mismatch.pod, mismatch.model).inc()
             self._warn(mismatch, now_s)
         return mismatch
 
-    def dropped(self, request_id: Hashable) -> None:
+    def drop(self, request_id: Hashable) -> None:
         with self._lock:
             self._forget(request_id)
 
     def forget_pod(self, pod: str) -> None:
-        """The pod is gone, or not what it was; its series go too."""
+        """Drop the state and metric series of a pod that was removed or replaced."""
         with self._lock:
             self._forget_pod(pod)
         for metric in (self._metrics.parity_mismatches, self._metrics.parity_never_hit):
             metric.remove_by_labels({"pod": pod})
 
-    def report(self) -> Sequence[PodParity]:
+    def report(self) -> Sequence[WatchedPod]:
         with self._lock:
             return list(self._pods.values())
 
     def check(self, now_s: float) -> None:
-        """Shows which pods never store what is computed for them; to be called every few seconds."""
-        for account in self.report():
-            self._metrics.parity_never_hit.labels(account.pod).set(account.never_hit)
-            if account.never_hit:
-                self._warn(account, now_s)
+        """Report pods whose blocks never match, in metrics and log; call it every few seconds."""
+        for watched in self.report():
+            self._metrics.parity_never_hit.labels(watched.pod).set(watched.never_hit)
+            if watched.never_hit:
+                self._warn(watched, now_s)
 
     def details(self) -> list[str]:
-        """One line for each pod that is distrusted, at most 20."""
-        distrusted = [account for account in self.report() if account.distrusted]
-        return [str(account.last_mismatch or account) for account in distrusted[:_LINES_MAX]]
+        """Return one line per mismatched pod, at most 20."""
+        mismatched = [watched for watched in self.report() if watched.mismatched]
+        return [str(watched.last_mismatch or watched) for watched in mismatched[:_LINES_MAX]]
 
-    def _warn(self, sign: Mismatch | PodParity, now_s: float) -> None:
+    def _warn(self, sign: Mismatch | WatchedPod, now_s: float) -> None:
         if now_s - self._warned_s.get(type(sign), -math.inf) >= self._warn_every_s:
             self._warned_s[type(sign)] = now_s
             _log.warning("%s", sign)
 
-    def _meets(self, account: PodParity, stored: set[int]) -> bool:
-        """Whether a run brought what was expected; nothing is expected any more of those that it met."""
-        met = [each for each, it in account.waiting.items() if not stored.isdisjoint(it.keys)]
+    def _meets(self, watched: WatchedPod, stored: set[int]) -> bool:
+        """Remove the expectations that a stored run meets; return whether there were any."""
+        met = [each for each, it in watched.waiting.items() if not stored.isdisjoint(it.keys)]
         for request_id in met:
             self._forget(request_id)
-            account.unmet_in_a_row, account.never_hit = 0, False
-            account.to_be_met = max(0, account.to_be_met - 1)
+            watched.misses_in_a_row, watched.never_hit = 0, False
+            watched.matches_needed = max(0, watched.matches_needed - 1)
         return bool(met)
 
     def _forget_pod(self, pod: str) -> None:
-        account = self._pods.get(pod)
-        if account is not None:
-            for request_id in tuple(account.waiting):
+        watched = self._pods.get(pod)
+        if watched is not None:
+            for request_id in tuple(watched.waiting):
                 self._forget(request_id)
             del self._pods[pod]
 
     def _forget(self, request_id: Hashable) -> _Expectation | None:
         expectation = self._expected.pop(request_id, None)
         if expectation is not None:
-            del expectation.account.waiting[request_id]
+            del expectation.watched.waiting[request_id]
         return expectation
 
     def _mismatch(self, request_id: Hashable, expectation: _Expectation) -> Mismatch | None:
-        """Return where the tokens differ; None if nothing was stored behind the parent, or equal tokens."""
+        """Return where the tokens differ; None if they are equal or nothing was stored behind the parent."""
         if expectation.instead is None:
             return None
         length = min(len(expectation.tokens), len(expectation.instead))
@@ -305,7 +310,7 @@ class ParityWatch:
         window = slice(position, position + WINDOW_TOKENS)
         return Mismatch(
             request_id,
-            expectation.account.pod,
+            expectation.watched.pod,
             expectation.model,
             expectation.start_tokens + position,
             self._digest(expectation.tokens[window]),

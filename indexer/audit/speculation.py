@@ -1,9 +1,8 @@
-"""What pods will soon hold: the blocks of requests that were just sent to them.
+"""Speculative entries: blocks that pods will soon hold, because requests were just sent to them.
 
-They lie in the index beside the confirmed blocks, in a tier of their own, one reference for each request.
-They save bursts of one fresh context, whose requests would else be sent anywhere but to the pod that
-computes it. Time comes in; this module knows when an assumption begins and ends, the index knows what it
-means.
+They are in the index beside the confirmed blocks, in a tier of their own, with one reference per request.
+They keep a burst of requests with one new prefix together at the pod that computes the prefix. This module
+decides when entries begin and end; time is passed in.
 """
 
 from __future__ import annotations
@@ -16,44 +15,44 @@ from itertools import count
 from typing import TypeAlias
 
 from indexer.index.index import FlatIndex
-from indexer.index.tiers import SPECULATIVE_TIER
 from indexer.keys import Keys
+from indexer.tiers import SPECULATIVE_TIER
 
-# When to look at which request, and a number that no other has.
+# Time of the next check, unique number, request.
 _Due: TypeAlias = tuple[float, int, Hashable]
 
 
 @dataclass(slots=True)
 class _Request:
-    renewed_s: float  # its TTL runs from here, or from the last sign of life of its pods
-    ends_s: float  # its end in any case: the hard cap, or the grace after it was settled
-    assumed: dict[str, Keys] = field(default_factory=dict)  # blocks, by pod
+    renewed_s: float  # start of its TTL, unless one of its pods stored a block later
+    ends_s: float  # latest end: `max_s` after the start, or the grace time after `settle`
+    assumed: dict[str, Keys] = field(default_factory=dict)  # keys of its entries, by pod
 
 
 class Speculation:
-    """Blocks that are assumed, by the requests that they are assumed for. Thread-safe.
+    """Speculative entries, by request. Thread-safe.
 
-    Callers tell requests apart by their ids: a client's own, which it may use again, does not.
+    Request ids must be unique among the requests in flight; ids chosen by clients are not.
 
-    An assumption ends when an event confirms its last block (an engine stores a prompt's blocks in order),
-    shortly after its request is settled, or, as a safety net for requests of which nothing is heard any more,
-    when its TTL is over. While a request waits for its first token the TTL starts again whenever its pod
-    stores a block: it works off its queue. The hard cap ends it anyway.
+    The entries of a request end when an event confirms its last block (engines store a prompt's blocks in
+    order) or shortly after the request is settled. For requests without further reports they end with a TTL.
+    The TTL restarts whenever the pod stores a block, because the pod is working off its queue. `max_s` ends
+    the entries in any case.
     """
 
     def __init__(self, index: FlatIndex, *, ttl_s: float, max_s: float, max_entries: int) -> None:
         self._index = index
-        self._ttl_s = ttl_s  # of an assumption without a sign of life
+        self._ttl_s = ttl_s
         self._max_s = max_s
-        # Triples of (request, pod, block); beyond it the oldest requests' are dropped. 0: nothing is assumed.
+        # Most triples of (request, pod, block); above it those of the oldest requests end. 0: no entries.
         self._max_entries = max_entries
         self._lock = threading.Lock()
         self._entries = 0
         self._requests: dict[Hashable, _Request] = {}
-        # Of each pod: the last blocks that are assumed, and the requests that wait for them.
+        # By pod: keys of the requests' last blocks, and the requests that end with each.
         self._awaited: dict[str, dict[int, list[Hashable]]] = {}
         self._stored_s: dict[str, float] = {}
-        # A heap; a request's real deadline may have moved since, and it may be over.
+        # Heap of checks; a request's deadline may have moved since, and the request may have ended.
         self._due: list[_Due] = []
         self._numbers = count()
 
@@ -61,12 +60,12 @@ class Speculation:
         return self._entries
 
     def assume(self, request_id: Hashable, pod: str, keys: Keys, now_s: float) -> None:
-        """The request was sent to this pod; said again, its TTL starts again, with these blocks."""
+        """Add entries for a request sent to a pod; a second call replaces them and restarts the TTL."""
         if not len(keys) or not self._max_entries:
             return
         with self._lock:
             if request_id in self._requests:
-                # If it was over, it begins anew.
+                # If its entries have expired, it starts as a new request.
                 self._expire(now_s)
             request = self._requests.get(request_id)
             if request is None:
@@ -84,7 +83,7 @@ class Speculation:
                 self._end([next(iter(self._requests))])
 
     def settle(self, request_id: Hashable, now_s: float, grace_s: float) -> None:
-        """The request got its first token, failed or ended; unknown requests are passed over."""
+        """Let the entries of a request expire after `grace_s`; unknown requests are ignored."""
         with self._lock:
             request = self._requests.get(request_id)
             if request is not None and now_s + grace_s < request.ends_s:
@@ -92,7 +91,7 @@ class Speculation:
                 self._look_later(request.ends_s, request_id)
 
     def stored(self, pod: str, keys: Sequence[int], now_s: float) -> None:
-        """The pod told that it holds these blocks: who waited for one as its last is confirmed."""
+        """End the entries of requests whose last block is among a pod's newly stored blocks."""
         if pod not in self._awaited:
             return
         with self._lock:
@@ -100,7 +99,7 @@ class Speculation:
             if awaited is None:
                 return
             self._stored_s[pod] = now_s
-            # Nearly always nobody waited: that is seen without making a set.
+            # Nearly always no request waits for these blocks; isdisjoint avoids building a set.
             if awaited.keys().isdisjoint(keys):
                 return
             self._end([each for key in awaited.keys() & keys for each in awaited[key]], pod)
@@ -111,7 +110,7 @@ class Speculation:
             self._end([each for requests in awaited.values() for each in requests], pod)
 
     def expire(self, now_s: float) -> None:
-        # Without the lock, on a copy: an entry that is added meanwhile is not over yet.
+        # Read without the lock: an entry added meanwhile has not expired yet.
         first = self._due[:1]
         if first and first[0][0] <= now_s:
             with self._lock:

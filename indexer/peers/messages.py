@@ -1,8 +1,8 @@
-"""A view's snapshot on its way to a peer: from values to messages of at most 1 MiB, and back.
+"""Wire format of view snapshots: encodes a view into messages of at most 1 MiB, decodes and validates them.
 
-Each message is a msgpack map, told apart by `type`; columns of numbers are bytes, little-endian. First comes
-a header, then parts, then the end with their number. What a peer sends is checked here, once: types, lengths,
-bounds; nothing is used of a snapshot that is not complete.
+Each message is a msgpack map with a field `type`; columns of numbers are little-endian bytes. A snapshot is a
+header, parts, and an end message with the number of parts. Types, lengths and bounds of received messages are
+checked here, once; an incomplete snapshot is rejected as a whole.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from indexer.errors import PeerError
 from indexer.index.layout import PART_BLOCKS, HeldBlocks
 from indexer.views.view_parts import ViewFacts, ViewPart, ViewSnapshot
 
-# Higher whenever keys, names or the form of these messages change.
+# Increased whenever block keys, names or the format of these messages change.
 SCHEMA = 2
 MESSAGE_BYTES_MAX = 1 << 20
 
-# What parts are made of: names of blocks.
+# Format of the parts: columns of block names.
 FORM = "flat"
 
-# More copies than this of one block in one tier are not believed.
+# Snapshots with more copies of one block in one tier are rejected.
 COPIES_MAX = 65_536
 DIGEST_BYTES = 16
 
 _SEQUENCE_MAX = (1 << 64) - 2
-# What a message takes in memory at least: so much of it counts against the bound.
+# Minimum size by which a message counts against the bound: about its memory overhead.
 _MESSAGE_BYTES = 1024
 
 _Group = Annotated[int, Meta(ge=0, le=65_535)] | None
@@ -64,7 +64,7 @@ _DECODER = msgspec.msgpack.Decoder(_Message)
 
 
 def snapshot_messages(snapshot: ViewSnapshot) -> Iterator[bytes]:
-    """A snapshot as messages.
+    """Yield the messages of a snapshot.
 
     Raises:
         PeerError: A part is too large for a message.
@@ -82,37 +82,37 @@ def snapshot_messages(snapshot: ViewSnapshot) -> Iterator[bytes]:
 
 
 class SnapshotReader:
-    """Reads one snapshot, within bounds."""
+    """Decoder of one snapshot, with bounds."""
 
     def __init__(self, config: IndexerConfig, tiers: int) -> None:
         self._tiers = tiers
         self._block_tokens = config.block_tokens
         self._max_bytes = config.snapshot_max_bytes
-        self.size_bytes = 0  # of all messages so far
+        self.size_bytes = 0  # size of all messages so far
 
     def read(self, messages: Iterable[bytes]) -> ViewSnapshot:
-        """Reads all messages, in order.
+        """Decode all messages of a snapshot, in order.
 
         Raises:
-            PeerError: They are none, not all of them, or more than may be.
+            PeerError: The snapshot is malformed, incomplete or larger than `snapshot_max_bytes`.
         """
         decoded = self._decoded(messages)
         header, end = next(decoded, None), None
         if not isinstance(header, _Header):
-            raise PeerError("broken", "it does not begin with a header")
+            raise PeerError("broken", "the first message is not a header")
         groups, parts = self._groups(header), list[ViewPart]()
         for message in decoded:
-            _require(end is None, "a message behind the end")
+            _require(end is None, "a message after the end")
             match message:
                 case _Header():
                     raise PeerError("broken", "a second header")
-                case _End(told):
-                    end = told
+                case _End(number):
+                    end = number
                 case _:
-                    _require(message.group in groups, f"group {message.group} was not told")
+                    _require(message.group in groups, f"group {message.group} is not in the header")
                     parts.append(ViewPart(message.group, self._held(message)))
         if end != len(parts):
-            raise PeerError("broken", f"it ended after {len(parts)} parts of {end}")
+            raise PeerError("broken", f"received {len(parts)} parts, expected {end}")
         return ViewSnapshot(header.sequence, header.digest, header.facts, header.evicted_blocks, parts)
 
     def _decoded(self, messages: Iterable[bytes]) -> Iterator[_Message]:
@@ -121,7 +121,7 @@ class SnapshotReader:
             self.size_bytes += len(data)
             counted_bytes += max(len(data), _MESSAGE_BYTES)
             if counted_bytes > self._max_bytes:
-                raise PeerError("too_large", f"more than {self._max_bytes} bytes")
+                raise PeerError("too_large", f"the snapshot exceeds {self._max_bytes} bytes")
             try:
                 yield _DECODER.decode(data)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -153,8 +153,8 @@ class SnapshotReader:
 
 
 def _words(data: bytes) -> NDArray[np.uint64]:
-    """A column of 64-bit numbers, in memory of its own, as the kernels want it."""
-    _require(len(data) % 8 == 0, "a column with part of a number")
+    """Return a column of 64-bit numbers as a writable copy, which the kernels need."""
+    _require(len(data) % 8 == 0, "length of a column of 64-bit numbers")
     return np.frombuffer(data, "<u8").astype(np.uint64)
 
 
@@ -164,4 +164,4 @@ def _bytes(data: bytes) -> NDArray[np.uint8]:
 
 def _require(condition: bool | np.bool, what: str) -> None:
     if not condition:
-        raise PeerError("broken", f"not as it should be: {what}")
+        raise PeerError("broken", f"invalid snapshot: {what}")

@@ -1,8 +1,8 @@
-"""kvroute.v1.IndexPeer: tells peers our view of an engine, and asks them for theirs.
+"""Service and client of kvroute.v1.IndexPeer: send view snapshots to peers, and fetch theirs.
 
-Requests of peers come in on a gRPC server's threads; the view is listed on the subscriber's thread meanwhile.
-Peers are asked by the workers that fetch snapshots; whatever they send is checked by `peer_wire`, and given
-up after a time in all.
+Requests of peers run on a gRPC server's threads, and the export of the view on the subscriber's thread. The
+client runs on the workers of `SnapshotFetcher`; answers are validated by `messages` and limited in total
+time.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _CODES = {
 }
 _OVERHEAD_BYTES = 4096
 _CONNECT_MS = 3000
-# A peer that could not be reached is not asked again for so long: there are many engines to ask for.
+# An unreachable peer is not asked again for this time, because snapshots of many engines may be needed.
 DOWN_S = 5.0
 _ADDRESSES_MAX = 64
-# A peer that has too many askers is asked again after this.
+# Pause before a busy peer is asked again.
 _BUSY_S = 0.25
-# Labels that a peer's refusal may bring into our metrics.
+# Reasons of a peer's refusal that may become labels of our metrics.
 _REASONS = frozenset(
     {
         *("self", "schema", "fingerprint", "backend", "tiers", "not_followed"),
@@ -55,21 +55,21 @@ _REASONS = frozenset(
         *("busy", "too_large", "changed", "timeout", "internal_error"),
     }
 )
-# Nothing to wonder about: it is us, or it is no better off.
+# Usual reasons, logged at INFO: the peer is this process, or has no usable view either.
 _USUAL = frozenset({"self", "recovering", "unproven", "unreachable"})
 
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """One index, as its peers see it: what two must have in common to go on from each other's views.
+    """Properties of an index that must match before two processes exchange views.
 
-    Keys mean the same only under the same seed and block length. The fingerprint shows that both know the
-    seed, without telling it: whoever does not know it is told nothing.
+    Block keys are comparable only with the same seed and block size. The fingerprint proves knowledge of the
+    seed without revealing it; requests without it are rejected.
     """
 
     fingerprint: int  # see `BlockHasher.fingerprint`
-    tiers: tuple[str, ...]  # their names, best first; a tier's number is its place
-    instance: str = field(default_factory=lambda: secrets.token_hex(16))  # another for each process
+    tiers: tuple[str, ...]  # names of the tiers, best first; a tier's number is its index
+    instance: str = field(default_factory=lambda: secrets.token_hex(16))  # unique per process
 
     def request(self, engine: str, model: str) -> pb.SnapshotRequest:
         return pb.SnapshotRequest(
@@ -83,33 +83,33 @@ class PeerIdentity:
         )
 
     def admit(self, request: pb.SnapshotRequest) -> None:
-        """Check that another index can use our views.
+        """Check that the requesting index can use our views.
 
         Raises:
-            PeerError: It cannot, or is ourselves; carries the reason.
+            PeerError: The index is incompatible or is this process; `reason` says which.
         """
         if request.schema != SCHEMA:
-            raise PeerError("schema", f"snapshots of version {SCHEMA} are told, not {request.schema}")
+            raise PeerError("schema", f"schema: expected {SCHEMA}, got {request.schema}")
         self.admit_key(request.instance, request.fingerprint)
         if request.form != FORM:
-            raise PeerError("backend", f"views have the form {FORM!r} here")
+            raise PeerError("backend", f"form: expected {FORM!r}, got {request.form[:100]!r}")
         if tuple(request.tiers) != self.tiers:
-            raise PeerError("tiers", f"tiers must be {', '.join(self.tiers)}, as here")
+            raise PeerError("tiers", f"tiers: expected {', '.join(self.tiers)}; set the same tier flags")
 
     def admit_key(self, instance: str, fingerprint: int) -> None:
         """Check that another process knows the seed.
 
         Raises:
-            PeerError: It does not, or is ourselves; carries the reason.
+            PeerError: The fingerprint differs, or the process is this one; `reason` says which.
         """
         if instance == self.instance:
-            raise PeerError("self", "that is the same process")
+            raise PeerError("self", "the peer is this process")
         if fingerprint != self.fingerprint:
             raise PeerError("fingerprint", "--hash-seed and --block-tokens must be the same as here")
 
 
-class PeerDoor(pb_grpc.IndexPeerServicer):
-    """Tells views to peers. Thread-safe."""
+class PeerService(pb_grpc.IndexPeerServicer):
+    """gRPC service that sends views to peers. Thread-safe."""
 
     def __init__(
         self,
@@ -120,9 +120,9 @@ class PeerDoor(pb_grpc.IndexPeerServicer):
         total_s: float,
     ) -> None:
         self.identity = identity
-        self._export = export  # lists the view of an engine, by its name in the index and its model
+        self._export = export  # starts the export of an engine's view, by `PodStream.holder` and model
         self._metrics = metrics
-        self._total_s = total_s  # longest time that a view may take to be listed
+        self._total_s = total_s  # timeout of an export
         self._free = threading.Semaphore(_AT_ONCE)
 
     def add_to(self, server: grpc.Server) -> None:
@@ -133,26 +133,26 @@ class PeerDoor(pb_grpc.IndexPeerServicer):
     def Snapshot(  # noqa: N802 (the name is the proto's)
         self, request: pb.SnapshotRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.SnapshotChunk]:
-        """Tells all that the view of one engine holds, in the messages of `peer_wire`."""
+        """Stream the view of one engine, in the format of `messages`."""
         started_s, outcome = time.monotonic(), "given_up"
         try:
             self.identity.admit(request)
             if not self._free.acquire(blocking=False):
-                raise PeerError("busy", f"{_AT_ONCE} views are being told already")
+                raise PeerError("busy", f"{_AT_ONCE} exports are running")
             try:
                 for message in snapshot_messages(self._listed(request.engine, request.model)):
-                    self._metrics.told_bytes.inc(len(message))
+                    self._metrics.export_bytes.inc(len(message))
                     yield pb.SnapshotChunk(message=message)
             finally:
                 self._free.release()
             outcome = "completed"
-            self._metrics.told_s.observe(time.monotonic() - started_s)
+            self._metrics.export_s.observe(time.monotonic() - started_s)
         except PeerError as error:
             outcome = error.reason
-            _log.info("view of %s not told to a peer: %s", request.engine, error)
+            _log.info("peer request rejected: engine=%s error=%s", request.engine, error)
             context.abort(_CODES.get(error.reason, grpc.StatusCode.FAILED_PRECONDITION), str(error))
         finally:
-            self._metrics.told.labels(outcome).inc()
+            self._metrics.exports.labels(outcome).inc()
 
     def _listed(self, engine: str, model: str) -> ViewSnapshot:
         told = self._export(engine, model)
@@ -160,11 +160,11 @@ class PeerDoor(pb_grpc.IndexPeerServicer):
             return told.result(self._total_s)
         except FutureTimeoutError:
             told.cancel()
-            raise PeerError("timeout", f"the view was not listed in {self._total_s:g} s") from None
+            raise PeerError("timeout", f"the export took more than {self._total_s:g} s") from None
 
 
 class PeerClient:
-    """Knows the peers, and which of them could not be reached lately. Thread-safe.
+    """Client that fetches views from peers; skips recently unreachable ones. Thread-safe.
 
     Raises:
         ConfigError: A TLS file cannot be read.
@@ -181,7 +181,7 @@ class PeerClient:
         credentials(config)
 
     def ask(self, stream: PodStream) -> tuple[ViewSnapshot | None, int]:
-        """Asks one peer after another until one has told; tells the bytes of its messages, too."""
+        """Ask the peers in random order; return the first view and its size in bytes, or (None, 0)."""
         ends_s = time.monotonic() + self._config.snapshot_total_s
         for host, address in self._addresses():
             while not self._closing.is_set() and time.monotonic() < ends_s:
@@ -212,9 +212,9 @@ class PeerClient:
                 found += resolve(peer)
             except OSError as error:
                 self._metrics.peers_asked.labels("unknown_host").inc()
-                _log.info("peer %s: its name is not known: %s", peer, error)
+                _log.info("peer name not resolved: peer=%s error=%s", peer, error)
                 self._set_down(peer)
-        # So that not all who start at once ask the same one.
+        # Shuffled, so that processes that start together do not ask the same peer.
         random.shuffle(found)
         return [each for each in dict.fromkeys(found[:_ADDRESSES_MAX]) if not self._is_down(each[1])]
 
@@ -232,7 +232,7 @@ class PeerClient:
         except grpc.RpcError as error:
             raise self._refusal(address, error) from None
         except ValueError as error:
-            # The channel was closed under it.
+            # `close` closed the channel during the call.
             raise PeerError("unreachable", str(error)) from None
         finally:
             with self._lock:
@@ -260,25 +260,25 @@ class PeerClient:
     def _failed(self, stream: PodStream, address: str, error: PeerError) -> None:
         self._metrics.peers_asked.labels(error.reason).inc()
         level = logging.INFO if error.reason in _USUAL else logging.WARNING
-        _log.log(level, "no snapshot of %s from peer %s: %s", stream.holder, address, error)
+        _log.log(level, "peer snapshot unavailable: pod=%s peer=%s error=%s", stream.holder, address, error)
 
     def _channel(self, host: str, address: str) -> grpc.Channel:
         with self._lock:
             if self._closing.is_set():
-                raise PeerError("unreachable", "we are about to end")
+                raise PeerError("unreachable", "this process is shutting down")
             channel = open_channel(self._config, host, address, MESSAGE_BYTES_MAX + _OVERHEAD_BYTES)
             self._channels.add(channel)
         return channel
 
 
 def resolve(peer: str) -> list[tuple[str, str]]:
-    """Host and address of all that a peer's name stands for, each once.
+    """Resolve a peer's name; return its (host, "ip:port") pairs without duplicates.
 
     Args:
         peer: HOST:PORT.
 
     Raises:
-        OSError: Nobody has that name.
+        OSError: The name cannot be resolved.
     """
     host, _, port = peer.rpartition(":")
     host = host.strip("[]")
@@ -288,10 +288,10 @@ def resolve(peer: str) -> list[tuple[str, str]]:
 
 
 def credentials(config: IndexerConfig) -> grpc.ChannelCredentials | None:
-    """Credentials that peers are shown, and held against; None: no TLS.
+    """Return the TLS credentials of connections to peers; None: no TLS.
 
     Raises:
-        ConfigError: A file cannot be read.
+        ConfigError: A TLS file cannot be read.
     """
     if config.peer_ca is None:
         return None
@@ -305,10 +305,10 @@ def credentials(config: IndexerConfig) -> grpc.ChannelCredentials | None:
 
 
 def open_channel(config: IndexerConfig, host: str, address: str, receive_bytes_max: int) -> grpc.Channel:
-    """Make a channel of its own to one address; the caller closes it.
+    """Open an unshared channel to one address, which the caller must close.
 
     Args:
-        host: The peer's name, which its certificate must be for.
+        host: Name of the peer, checked against its certificate.
 
     Raises:
         PeerError: "credentials": a TLS file cannot be read.
@@ -324,5 +324,5 @@ def open_channel(config: IndexerConfig, host: str, address: str, receive_bytes_m
         raise PeerError("credentials", str(error)) from None
     if shown is None:
         return grpc.insecure_channel(address, options)
-    # The certificate is the name's, not the address's.
+    # The certificate is for the host name, not for the IP address.
     return grpc.secure_channel(address, shown, [*options, ("grpc.ssl_target_name_override", host)])

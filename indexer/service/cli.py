@@ -1,4 +1,4 @@
-"""`kvroute indexer`: the index on its own, fed by pods of a file or that connect to it, asked over gRPC."""
+"""Command `kvroute indexer`: a stand-alone index with a gRPC API, for pods of a file or pods that connect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from common.flags import CommandParser, add_flags, file_flag, flag, pair, port
-from common.page_server import Lane, PageServer, Request, Response
+from common.page_server import BoundedExecutor, PageServer, Request, Response
 from indexer.config import IndexerConfig, PodStream, index_config
 from indexer.errors import ConfigError, IndexerError, ListenError
 from indexer.kv_indexer import KvIndexer
@@ -46,15 +46,15 @@ class _ServiceFlags:
         "YAML: endpoints[] with name, address, port and the labels kvroute.io/model, "
         "kvroute.io/kv-events-port (5557 if missing), kvroute.io/kv-replay-port (no replay if missing), "
         "kvroute.io/kv-events (listens, or connects: to --events-bind), kvroute.io/kv-ranks (1), "
-        "kvroute.io/kv-snapshot (true: it answers /kv_events/snapshot), kvroute.io/admin-port (where; "
-        "the serving port), kvroute.io/kv-first-sequence (0)",
+        "kvroute.io/kv-snapshot (true: it answers /kv_events/snapshot), kvroute.io/admin-port (port of "
+        "snapshots; the serving port if missing), kvroute.io/kv-first-sequence (0)",
     )
     tokenizer: tuple[tuple[str, str], ...] = flag(
         _PODS,
         "--tokenizer",
         pair(str),
         (),
-        "directory of a model's tokenizer, for prompts that come as text; may be repeated",
+        "directory of a model's tokenizer, for prompts sent as text; may be repeated",
         action="append",
         metavar="MODEL=DIR",
     )
@@ -65,14 +65,14 @@ class _ServiceFlags:
     metrics_port: int = _port(
         "--metrics-port",
         default=9091,
-        text="of the Prometheus page /metrics; 0: any free port (default: %(default)s)",
+        text="port of the Prometheus page /metrics; 0: any free port (default: %(default)s)",
     )
     tls_cert: Path | None = file_flag(
-        _SERVING, "--tls-cert", "PEM chain; followed when it changes (default: no TLS)"
+        _SERVING, "--tls-cert", "PEM chain; reloaded when the file changes (default: no TLS)"
     )
     tls_key: Path | None = file_flag(_SERVING, "--tls-key", "PEM key of --tls-cert")
     tls_client_ca: Path | None = file_flag(
-        _SERVING, "--tls-client-ca", "PEM; clients must show a certificate of it"
+        _SERVING, "--tls-client-ca", "PEM; clients must present a certificate signed by it"
     )
     log_level: str = flag(
         "process",
@@ -86,7 +86,7 @@ class _ServiceFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the indexer until SIGTERM or SIGINT.
+    """Run the indexer until SIGTERM or SIGINT.
 
     Returns:
         0 after a regular stop, 1 if it could not start, 2 for wrong settings.
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         if args.pods_file is None and args.events_bind is None:
-            raise ConfigError("--pods-file or --events-bind: one of them must tell where events come from")
+            raise ConfigError("--pods-file or --events-bind: give at least one as the source of events")
         streams = [] if args.pods_file is None else _streams(args.pods_file)
         return _serve(args, index_config(args), streams, _tokenizers(dict(args.tokenizer or ())))
     except IndexerError as error:
@@ -108,8 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="kvroute indexer",
-        description="Follows the KV cache events of model servers and tells, over gRPC "
-        "(kvroute.v1.IndexerService), how much of a prompt each of them holds.",
+        description="Follow the KV cache events of model servers and report, over gRPC "
+        "(kvroute.v1.IndexerService), the length of the prompt prefix that each of them has cached.",
     )
     add_flags(parser, _ServiceFlags, IndexerConfig)
     parser.add_argument("--version", action="version", version=f"kvroute {version('kvroute')}")
@@ -139,9 +139,9 @@ def _serve(
     tokenizers: Mapping[str, PromptTokenizer],
 ) -> int:
     if (args.tls_cert is None) != (args.tls_key is None) or (args.tls_client_ca and not args.tls_cert):
-        raise ConfigError("--tls-cert and --tls-key: both are needed for TLS, and for --tls-client-ca")
+        raise ConfigError("--tls-cert, --tls-key: give both for TLS and for --tls-client-ca")
     credentials = args.tls_cert and server_credentials(args.tls_cert, args.tls_key, args.tls_client_ca)
-    # Blocked before any thread begins, so that the signals wait for sigwait, which misses none.
+    # Blocked before any thread starts, so that sigwait receives every signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     raise_open_files()
     registry = CollectorRegistry()
@@ -168,11 +168,11 @@ def _metrics_server(host: str, port: int, registry: CollectorRegistry) -> PageSe
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise ListenError(f"--metrics-port {port}: cannot listen: {error.strerror}") from error
-    lane = Lane("metrics")
+    lane = BoundedExecutor("metrics")
 
     async def answer(request: Request) -> Response:
         if request.path != "/metrics":
-            return Response(404, b"no such page; there is /metrics\n")
+            return Response(404, b"no such page; available: /metrics\n")
         page = await lane.run(lambda: generate_latest(registry))
         return Response(200, page, CONTENT_TYPE_LATEST)
 

@@ -1,7 +1,4 @@
-"""The stand-alone indexer's gRPC server: prompts in, how much of them each pod holds out.
-
-Answers proto/kvroute/v1/indexer.proto; everything it tells comes from a `KvIndexer`.
-"""
+"""gRPC server of the stand-alone indexer: proto/kvroute/v1/indexer.proto, answered from a `KvIndexer`."""
 
 from __future__ import annotations
 
@@ -16,16 +13,15 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from common.tls import FollowedFiles
+from common.tls import FileReloader
 from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
 from indexer.config import PodStream
 from indexer.errors import ConfigError, ListenError, TokenError
-from indexer.index.contract import PodMatch, Prefix
+from indexer.index.contract import PodMatch, Prefix, StreamState
 from indexer.keys import Keys
 from indexer.kv_indexer import KvIndexer
 from indexer.peers.service import PEER_SERVICE
-from indexer.streams.state_machine import StreamState
 from tokenization import PromptError, PromptTokenizer
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["IndexerService"].full_name
@@ -33,17 +29,17 @@ _PROMPTS_MAX = 1024
 _STOP_S = 2.0
 _THREADS = 8
 _CALLS_AT_ONCE = 64
-# Room for a prompt of some million tokens.
+# Large enough for a prompt of some million tokens.
 _MAX_MESSAGE_BYTES = 16 << 20
 
 
 class IndexerServer(pb_grpc.IndexerServiceServicer):
-    """Server of kvroute.v1.IndexerService, bound when made, and of the service that peers ask.
+    """Server of kvroute.v1.IndexerService and IndexPeer; binds its port in the constructor.
 
-    Its health by the service's name is that of the views: serving once they are built.
+    The health of the service by its name is SERVING once the views are built.
 
     Raises:
-        ListenError: The port is in use, or not ours.
+        ListenError: The port is in use or not permitted.
     """
 
     def __init__(
@@ -56,12 +52,12 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
         tokenizers: Mapping[str, PromptTokenizer] = MappingProxyType({}),
     ) -> None:
         self._indexer = indexer
-        self._streams = streams  # declared pods, which may be asked for before they are followed
-        self._tokenizers = tokenizers  # by model; for prompts that come as text
+        self._streams = streams  # declared pods, which may be requested before they are followed
+        self._tokenizers = tokenizers  # by model; for prompts sent as text
         self._server = grpc.server(
             ThreadPoolExecutor(_THREADS, thread_name_prefix="grpc"),
             options=[
-                # Two indexers on one port would share its requests without a word.
+                # With SO_REUSEPORT a second indexer on the port would silently take part of the requests.
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
@@ -92,12 +88,12 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
         self._health.set(_SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def set_ready(self) -> None:
-        """Report that the views are built, or have had their time."""
+        """Report SERVING: the views are built, or `bootstrap_s` is over."""
         self._health.set(_SERVICE, health_pb2.HealthCheckResponse.SERVING)
 
     def close(self, grace_s: float) -> None:
         self._health.enter_graceful_shutdown()
-        # gRPC never ends a call whose message it could not read, and would wait for it for ever.
+        # gRPC never ends a call whose message it could not decode, and would wait for it forever.
         self._server.stop(grace_s).wait(grace_s + _STOP_S)
 
     def Score(  # noqa: N802 (the name is the proto's)
@@ -119,7 +115,7 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
             _abort(
                 context,
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"prompts: are {len(request.prompts)}, at most {_PROMPTS_MAX}",
+                f"prompts: expected at most {_PROMPTS_MAX}, got {len(request.prompts)}",
             )
         return pb.ScoreBatchResponse(responses=[self.Score(prompt, context) for prompt in request.prompts])
 
@@ -150,30 +146,30 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
                     rank=engine.stream.rank,
                     linked=engine.linked,
                 )
-                for engine in self._indexer.roster.engines.values()
+                for engine in self._indexer.engine_registry.engines.values()
             ],
         )
 
     def Clear(  # noqa: N802 (the name is the proto's)
         self, request: pb.ClearRequest, context: grpc.ServicerContext
     ) -> pb.ClearResponse:
-        followed = {engine.stream.pod for engine in self._indexer.roster.engines.values()}
+        followed = {engine.stream.pod for engine in self._indexer.engine_registry.engines.values()}
         pods = list(dict.fromkeys(request.pods)) or sorted(followed)
         for pod in pods:
             if pod not in followed:
                 _abort(context, grpc.StatusCode.NOT_FOUND, f"pods: {pod!r} is not followed")
         for pod in pods:
-            self._indexer.doubt(pod, "cleared_by_hand")
+            self._indexer.invalidate(pod, "cleared_by_hand")
         return pb.ClearResponse(pods=len(pods))
 
     def _prompt(
         self, request: pb.ScoreRequest, context: grpc.ServicerContext
     ) -> tuple[Keys, Sequence[str], int]:
-        """Keys of the prompt, the pods that are asked for, and the prompt's length in tokens."""
+        """Return the prompt's block keys, the requested pods, and the prompt's length in tokens."""
         if not request.model:
-            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "model: is missing")
+            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "model: missing")
         if request.text and request.token_ids:
-            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "text: is there beside token_ids")
+            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "text, token_ids: give only one of them")
         pods = list(dict.fromkeys(request.pods)) or self._serving(request.model)
         if not pods:
             _abort(context, grpc.StatusCode.NOT_FOUND, f"model: no pod serves {request.model!r}")
@@ -187,8 +183,8 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
         return keys, pods, len(token_ids)
 
     def _serving(self, model: str) -> list[str]:
-        """Pods of a model: those that were declared, then those that came by themselves."""
-        engines = self._indexer.roster.engines.values()
+        """Return the pods of a model: declared ones, then undeclared ones that connected."""
+        engines = self._indexer.engine_registry.engines.values()
         streams = [*self._streams, *(engine.stream for engine in engines)]
         return list(dict.fromkeys(stream.pod for stream in streams if stream.model == model))
 
@@ -198,7 +194,7 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
             _abort(
                 context,
                 grpc.StatusCode.FAILED_PRECONDITION,
-                f"text: there is no tokenizer for {request.model!r}; start with --tokenizer MODEL=DIR",
+                f"text: no tokenizer for {request.model!r}; start the indexer with --tokenizer MODEL=DIR",
             )
         try:
             return tokenizer.encode(request.text)
@@ -239,7 +235,7 @@ def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, details: str) -
 
 
 def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
-    """Make credentials of PEM files; with `client_ca`, clients must show a certificate of it.
+    """Return credentials from PEM files, reloaded on change; `client_ca` requires client certificates.
 
     Raises:
         ConfigError: A file cannot be read.
@@ -251,7 +247,7 @@ def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.Se
 
     try:
         files = [path for path in (cert, key, client_ca) if path is not None]
-        followed = FollowedFiles("grpc", files, load)
+        followed = FileReloader("grpc", files, load)
     except OSError as error:
         raise ConfigError(f"TLS: {error.filename}: cannot be read: {error.strerror}") from error
     used = [followed.current()]
@@ -260,7 +256,7 @@ def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.Se
         before, used[:] = used[0], [followed.current()]
         return None if used[0] is before else used[0]
 
-    # The stubs do not know that None means unchanged.
+    # The type stubs do not allow None, which means unchanged.
     fetcher: Any = changed
     return grpc.dynamic_ssl_server_credentials(
         used[0], fetcher, require_client_authentication=client_ca is not None

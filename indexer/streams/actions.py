@@ -1,4 +1,4 @@
-"""What a stream's state machine tells and wants done, and the live batches that it lets wait."""
+"""Actions that a stream's state machine requests, and the buffer of its live batches."""
 
 from __future__ import annotations
 
@@ -10,16 +10,8 @@ import msgspec
 from xxhash import xxh3_128_digest
 
 
-class StreamState(StrEnum):
-    """How far the index's view of one pod can be trusted."""
-
-    EXACT = "EXACT"
-    RECOVERING = "RECOVERING"
-    STALE = "STALE"
-
-
 class Batch(msgspec.Struct, frozen=True):
-    """A published batch, not yet decoded."""
+    """Published batch, not decoded yet."""
 
     sequence: int
     payload: bytes
@@ -27,7 +19,7 @@ class Batch(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Apply this batch to the view; `view` tells news of this view from news of one that was dropped."""
+    """Apply this batch to the view; `view` is the view's number, so that late results can be discarded."""
 
     payload: bytes
     view: int
@@ -35,52 +27,51 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """Drop all that the view holds, because of `reason`."""
+    """Clear the view, because of `reason`."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Ask the replay socket for everything from this sequence number on; a replay before is given up."""
+    """Request a replay from sequence number `start` on; a running replay is cancelled."""
 
     start: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Ask for a snapshot of the engine's cache; a fetch or replay before is given up."""
+    """Request a snapshot of the engine's cache; a running fetch or replay is cancelled."""
 
-    peers: bool = True  # whether others may be asked, too, if the engine has none
+    peers: bool = True  # whether peers may be asked if the engine has none
 
 
 Action = Apply | Clear | Replay | Fetch
 
 
 class Purpose(StrEnum):
-    """Why a replay or a fetch runs."""
+    """Reason of a running replay or fetch."""
 
     SNAPSHOT = "snapshot"
-    # As SNAPSHOT, for a view that lacks something but is of use until a better one comes.
-    HEALING = "healing"
+    # Snapshot that replaces a STALE view; the view is used until the snapshot arrives.
+    REPAIR = "repair"
     HISTORY = "history"
-    # As HISTORY, for a view that lacks something but is of use: until the first answer comes.
+    # Replay from the beginning for a STALE view; the view is used until the first answer arrives.
     RETRY = "retry"
     GAP = "gap"
     IDENTITY = "identity"
-    # As IDENTITY, though nothing is in doubt: a stream that fell quiet may have lost its last batches
-    # unnoticed.
+    # Identity check of a quiet stream, which may have lost its last batches without showing a gap.
     TAIL = "tail"
 
 
 CHECKS = (Purpose.IDENTITY, Purpose.TAIL)
-FETCHES = (Purpose.SNAPSHOT, Purpose.HEALING)
-# While these run the view is as good as if nothing did.
-UNSEEN = (None, Purpose.TAIL, Purpose.HEALING, Purpose.RETRY)
+FETCHES = (Purpose.SNAPSHOT, Purpose.REPAIR)
+# Purposes that run in the background: they do not change the stream's state.
+BACKGROUND = (None, Purpose.TAIL, Purpose.REPAIR, Purpose.RETRY)
 
 
-class WaitingBatches:
-    """The live batches of one stream that were not applied yet."""
+class ReorderBuffer:
+    """Live batches of one stream that wait for missing ones, in order of arrival."""
 
     def __init__(self, max_batches: int, max_bytes: int) -> None:
         self.size_bytes = 0
@@ -94,11 +85,14 @@ class WaitingBatches:
 
     @property
     def first(self) -> tuple[int, bytes | None]:
-        """The next one; without a payload where only its number is known, behind those that were dropped."""
+        """Sequence number and payload of the next batch.
+
+        If batches were dropped, the number behind the last of them, without a payload.
+        """
         return self._batches[0] if self._batches else (self._dropped_to + 1, None)
 
     def hold(self, sequence: int, payload: bytes) -> None:
-        """Lets one wait; beyond the bounds it is dropped with all others."""
+        """Append a batch; beyond the bounds drop it with all others."""
         self._batches.append((sequence, payload))
         self.size_bytes += len(payload)
         if len(self._batches) > self._max_batches or self.size_bytes > self._max_bytes:
@@ -109,13 +103,13 @@ class WaitingBatches:
         self.size_bytes -= len(self._batches.popleft()[1])
 
     def has(self, sequence: int, digest: bytes) -> bool:
-        """Whether a batch of this number and XXH3-128 waits."""
+        """Return whether a batch of this number and XXH3-128 digest waits."""
         return any(
             number == sequence and xxh3_128_digest(payload) == digest for number, payload in self._batches
         )
 
     def forget(self) -> None:
-        """Drops all, without a gap: they are of a life that is over, or come again."""
+        """Drop all batches without a gap: they are of an earlier process, or will be received again."""
         self._drop()
         self._dropped_to = -1
 

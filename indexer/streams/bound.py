@@ -1,10 +1,9 @@
-"""The socket that pods connect to: messages of all of them in, each into the recovery of its own stream.
+"""Bound SUB socket that engines connect to, and one stream for each engine that publishes there.
 
-Who published is told by the topic, `kv@<pod>@<model>`, and the batch's rank. A model's name may hold any
-characters, '@' and '/' too, so only the first two '@' part it; pods are "ip:port", "[ipv6]:port" or any name.
-The socket tells for each message the connection that it came on, and when a connection was lost: so a
-publisher that vanished is noticed within its heartbeat, as where we connect. Runs on the subscriber's thread
-only.
+The topic, `kv@<pod>@<model>`, and the batch's data-parallel rank identify the engine. A model's name may
+contain any characters, '@' and '/' too, so a topic is split at its first two '@' only; pods are "ip:port",
+"[ipv6]:port" or any name. libzmq reports the connection of each message and each lost connection, so that a
+vanished engine is noticed within its heartbeat timeout. Runs on the subscriber's thread only.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -22,13 +21,10 @@ from indexer.config import PodStream
 from indexer.errors import ListenError, PayloadError
 from indexer.streams.actions import Batch
 from indexer.streams.dialled import ReplayingStream, close_subscription, parse_live, subscription
-from indexer.streams.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES
-
-if TYPE_CHECKING:
-    from indexer.streams.subscriber import Subscriber
+from indexer.streams.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES, StreamThread
 
 _NOBODY = "inbox"
-# Full of pods, it does not look for room again before this time.
+# With the limit of pods reached, undeclared pods are rejected without a check for this time.
 _FULL_S = 1.0
 _PREFIX = b"kv"
 _TOPIC_BYTES_MAX = 1024
@@ -38,14 +34,14 @@ _RANK = msgspec.msgpack.Decoder(int | None)
 
 
 class Topic(NamedTuple):
-    """The names in a topic."""
+    """Pod and model that a topic names."""
 
     pod: str
     model: str
 
 
 def parse_topic(frame: bytes) -> Topic | None:
-    """Reads the topic of a message; None if it names no pod and model."""
+    """Parse the topic of a message; return None if it does not name a pod and a model."""
     parts = frame.split(b"@", 2) if len(frame) <= _TOPIC_BYTES_MAX else ()
     if len(parts) != 3 or parts[0] != _PREFIX:
         return None
@@ -58,7 +54,7 @@ def parse_topic(frame: bytes) -> Topic | None:
 
 
 def batch_rank(payload: bytes) -> int:
-    """The data-parallel rank that a batch names; 0 if it names none, or cannot be read."""
+    """Return the data-parallel rank of a batch; 0 if the batch names none or cannot be read."""
     try:
         parts = _PARTS.decode(payload)
         rank = _RANK.decode(parts[2]) if len(parts) > 2 else None
@@ -68,21 +64,21 @@ def batch_rank(payload: bytes) -> int:
 
 
 class Connection(NamedTuple):
-    """One TCP connection."""
+    """Identity of one TCP connection."""
 
-    number: int  # its file descriptor, which is used again once it is lost
-    use: int  # how many connections had this number, with it
+    number: int  # its file descriptor, which the system reuses after the connection is lost
+    use: int  # number of connections so far with this file descriptor, this one included
 
 
-class Publisher(ReplayingStream):
-    """One engine that publishes to the inbox."""
+class BoundStream(ReplayingStream):
+    """Stream of an engine that connects to our socket."""
 
-    connection: Connection | None = None  # the one that its messages come on
-    lost_s = -math.inf  # when the last one was lost
+    connection: Connection | None = None  # connection of the latest message
+    lost_s = -math.inf  # time at which the last connection was lost
 
     def reset(self, now_s: float) -> None:
         super().reset(now_s)
-        # Its next message brings it up again.
+        # The next message reconnects it.
         self.lost(now_s)
 
     def live_on(self, connection: Connection, batches: list[Batch], now_s: float) -> None:
@@ -98,31 +94,31 @@ class Publisher(ReplayingStream):
             self._set_connected(False, now_s)
 
 
-# Of whom, and on which connection, a message is.
-_Source = tuple[Publisher, Connection]
+# Stream and connection of a message.
+_Source = tuple[BoundStream, Connection]
 
 
-class Inbox:
-    """The bound socket and its publishers.
+class BoundSocket:
+    """Bound socket and the streams of the engines that publish to it.
 
     Raises:
-        ListenError: The address is in use, or not ours.
+        ListenError: The address is in use or not local.
     """
 
-    def __init__(self, sockets: Subscriber) -> None:
-        config = sockets.config
+    def __init__(self, subscriber: StreamThread) -> None:
+        config = subscriber.config
         assert config.events_bind is not None
         self.name = _NOBODY
-        self.publishers: dict[str, Publisher] = {}  # by name in the index; others only read it
-        self._config, self._sink, self._sockets = config, sockets.sink, sockets
+        self.publishers: dict[str, BoundStream] = {}  # by `PodStream.holder`; read-only for others
+        self._config, self._ingest, self._subscriber = config, subscriber.ingest, subscriber
         self._declared: Mapping[str, PodStream] = {}
-        self._elsewhere: frozenset[str] = frozenset()  # pods that we connect to: passed over here
+        self._elsewhere: frozenset[str] = frozenset()  # pods that we connect to; rejected here
         self._lost: set[Connection] = set()
-        # How many connections had each number so far; as many numbers as there ever were at once.
+        # Connections so far, by file descriptor; bounded by the most connections at one time.
         self._uses: dict[int, int] = {}
         self._full_until_s = -math.inf
         limit = MESSAGE_FACTOR * config.max_payload_bytes
-        self._socket = subscription(sockets.context, config.events_bind, config.topic_prefix, limit)
+        self._socket = subscription(subscriber.context, config.events_bind, config.topic_prefix, limit)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         try:
             self._socket.bind(config.events_bind)
@@ -130,8 +126,8 @@ class Inbox:
             close_subscription(self._socket, self._monitor)
             raise ListenError(f"events_bind {config.events_bind}: cannot listen: {error.strerror}") from error
         self.endpoint: str = self._socket.get_string(zmq.LAST_ENDPOINT)
-        sockets.watch(self, self._monitor, self._on_monitor)
-        sockets.watch(self, self._socket, self._on_live)
+        subscriber.watch(self, self._monitor, self._on_monitor)
+        subscriber.watch(self, self._socket, self._on_live)
 
     def _end_lost(self, now_s: float) -> None:
         if self._lost and not self._socket.poll(0):
@@ -143,21 +139,21 @@ class Inbox:
     def close(self) -> None:
         for publisher in self.publishers.values():
             publisher.close()
-        self._sockets.unwatch(self._monitor)
-        self._sockets.unwatch(self._socket)
+        self._subscriber.unwatch(self._monitor)
+        self._subscriber.unwatch(self._socket)
         close_subscription(self._socket, self._monitor)
 
     def reset(self, now_s: float) -> None:
-        """After an error that is no publisher's own all views are in doubt."""
+        """Reset all streams: an error outside of a single stream may have affected any of them."""
         for publisher in self.publishers.values():
             publisher.reset(now_s)
 
     def declare(self, streams: Mapping[str, PodStream], elsewhere: frozenset[str], now_s: float) -> None:
-        """Sets which streams come here, and whose are followed elsewhere."""
+        """Set the declared streams, and the pods whose streams we connect to instead."""
         before, self._declared, self._elsewhere = self._declared, streams, elsewhere
         for holder, publisher in tuple(self.publishers.items()):
             is_other = holder in before or holder in streams or publisher.stream.pod in elsewhere
-            # It may have come before its declaration.
+            # The pod may have connected before it was declared.
             if is_other and streams.get(holder) != publisher.stream:
                 self._forget(holder)
         for holder, stream in streams.items():
@@ -187,28 +183,28 @@ class Inbox:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            # Its connection may have the number of one that was lost a moment ago.
+            # The connection may reuse the file descriptor of one that was just lost.
             self._take_changes()
             taken_bytes += sum(map(len, frames))
             self._take(frames, taken, now_s)
         for (publisher, connection), batches in taken.items():
             if self.publishers.get(publisher.name) is publisher:
-                self._sockets.guarded(publisher, partial(publisher.live_on, connection, batches))
+                self._subscriber.guarded(publisher, partial(publisher.live_on, connection, batches))
         self._end_lost(now_s)
 
     def _take(self, frames: list[zmq.Frame], taken: dict[_Source, list[Batch]], now_s: float) -> None:
         try:
             message = parse_live([frame.bytes for frame in frames])
         except PayloadError as error:
-            self._sink.rejected(_NOBODY, error.reason)
+            self._ingest.rejected(_NOBODY, error.reason)
             return
         topic = parse_topic(frames[0].bytes)
         if topic is None:
-            self._sink.rejected(_NOBODY, "topic")
+            self._ingest.rejected(_NOBODY, "topic")
             return
         publisher = self._publisher(topic, batch_rank(message.payload), now_s)
         if isinstance(publisher, str):
-            self._sink.rejected(_NOBODY, publisher)
+            self._ingest.rejected(_NOBODY, publisher)
             return
         number = frames[-1].get(zmq.SRCFD)
         connection = Connection(number, self._uses.get(number, 0))
@@ -217,11 +213,11 @@ class Inbox:
     def _stream(self, topic: Topic, rank: int) -> PodStream:
         first = self._config.first_sequence
         stream = PodStream(topic.pod, topic.model, None, first_sequence=first, rank=rank)
-        # A pod that was declared without ranks is one engine, whatever number it has among others.
+        # A pod declared without ranks is one engine, whatever rank its batches name.
         return self._declared.get(stream.holder) or self._declared.get(topic.pod) or stream
 
-    def _publisher(self, topic: Topic, rank: int, now_s: float) -> Publisher | str:
-        """Return whose message it is, or why nothing is taken of this publisher."""
+    def _publisher(self, topic: Topic, rank: int, now_s: float) -> BoundStream | str:
+        """Return the stream of a message's engine, or the reason to reject the message."""
         if topic.pod in self._elsewhere:
             return "followed_elsewhere"
         stream = self._stream(topic, rank)
@@ -231,7 +227,7 @@ class Inbox:
         if publisher is not None and publisher.stream.model != stream.model:
             if publisher.connection is not None:
                 return "other_model"
-            # Another model under one name is another engine.
+            # Another model under the same name is another engine.
             self._forget(stream.holder)
             self._open(stream, now_s)
         return self.publishers[stream.holder]
@@ -251,13 +247,13 @@ class Inbox:
         return True
 
     def _open(self, stream: PodStream, now_s: float) -> None:
-        self._sink.opened(stream)
-        publisher = Publisher(stream, self._sockets)
+        self._ingest.opened(stream)
+        publisher = BoundStream(stream, self._subscriber)
         publisher.lost_s = now_s
         publisher.report()
         self.publishers[stream.holder] = publisher
 
     def _forget(self, holder: str) -> None:
         self.publishers.pop(holder).close()
-        self._sockets.end_relay(holder)
-        self._sink.closed(holder)
+        self._subscriber.end_relay(holder)
+        self._ingest.closed(holder)

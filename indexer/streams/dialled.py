@@ -1,30 +1,26 @@
-"""Follows one engine by asking its own sockets: the connection to its publisher, and replays.
+"""Streams of engines that we connect to, and replays from an engine's replay socket.
 
-A replay speaks vLLM's protocol over a DEALER, all forms: ["", sequence] is asked; ["", sequence, payload] up
-to vLLM 0.24 or ["", topic, sequence, payload] later and from SGLang is answered, the last with a sequence of
--1 and no payload.
+A replay uses vLLM's protocol over a DEALER socket, in all its forms. The request is ["", sequence]. Each
+answer is ["", sequence, payload] up to vLLM 0.24, or ["", topic, sequence, payload] from later releases and
+SGLang; the last answer has the sequence number -1 and no payload.
 
-A subscription is one connection at most: when it is lost, whatever is still queued belongs to a life that may
-be over, so the whole socket is thrown away and a new one opened. Runs on the subscriber's thread only.
+A subscription has at most one connection. When it is lost, queued messages may be of an engine process that
+has ended, so the socket is closed and a new one opened. Runs on the subscriber's thread only.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from indexer.config import PodStream
 from indexer.errors import PayloadError
+from indexer.index.contract import StreamState
 from indexer.streams.actions import Action, Batch, Fetch, Purpose, Replay
-from indexer.streams.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES, EngineStream
-from indexer.streams.state_machine import StreamState
-
-if TYPE_CHECKING:
-    from indexer.streams.subscriber import Subscriber
+from indexer.streams.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES, EngineStream, StreamThread
 
 _RETRY_S, RETRY_MAX_S = 0.1, 5.0
 _REOPEN_S = 0.1
@@ -37,13 +33,13 @@ _END_SEQUENCE = b"\xff" * _SEQUENCE_BYTES
 def subscription(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, topic_prefix: str, max_message_bytes: int
 ) -> zmq.Socket[bytes]:
-    """Make a SUB socket that bounds what it takes and how long it believes in a silent peer."""
+    """Return a SUB socket with bounded queue and message size, and with heartbeats against silent peers."""
     socket = context.socket(zmq.SUB)
     options = {
         zmq.LINGER: 0,
-        # Messages that wait unread cost memory, each as much as it may have; the rest waits at the publisher.
+        # Each queued message may have the maximum size; further messages wait at the publisher.
         zmq.RCVHWM: 8,
-        zmq.MAXMSGSIZE: max_message_bytes,  # above it the connection is cut
+        zmq.MAXMSGSIZE: max_message_bytes,  # libzmq closes the connection above it
         # Milliseconds.
         zmq.HEARTBEAT_IVL: 2000,
         zmq.HEARTBEAT_TIMEOUT: 6000,
@@ -59,7 +55,7 @@ def subscription(
 
 
 def close_subscription(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
-    """Close a subscription and the socket that tells of its connections."""
+    """Close a subscription and its monitor socket."""
     socket.disable_monitor()
     monitor.close(linger=0)
     socket.close(linger=0)
@@ -68,7 +64,7 @@ def close_subscription(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) ->
 def _replay_socket(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int, max_message_bytes: int
 ) -> zmq.Socket[bytes]:
-    """Ask an engine's ROUTER socket for all from a sequence number on; the socket gets its answers.
+    """Request a replay from sequence number `start` on; return the socket that receives the answers.
 
     Raises:
         zmq.ZMQError: The endpoint is unusable.
@@ -76,7 +72,7 @@ def _replay_socket(
     asked = context.socket(zmq.DEALER)
     asked.linger = 0
     asked.maxmsgsize = max_message_bytes
-    # The engine's ROUTER drops what we do not take at once, and a replay is as long as its buffer.
+    # The engine's ROUTER socket drops answers beyond our queue, and a replay is as long as its buffer.
     asked.rcvhwm = 100_000
     asked.ipv6 = "[" in endpoint
     try:
@@ -89,10 +85,10 @@ def _replay_socket(
 
 
 def _parse_answer(frames: list[bytes]) -> Batch | None:
-    """Reads one message of a replay socket; None: the engine has told all that it knows.
+    """Parse one answer of a replay socket; None marks the end of the replay.
 
     Raises:
-        PayloadError: It does not follow the protocol.
+        PayloadError: The message violates the protocol.
     """
     if len(frames) not in (3, 4) or frames[0]:
         raise PayloadError("replay_frames", f"an answer of {len(frames)} frames")
@@ -101,10 +97,10 @@ def _parse_answer(frames: list[bytes]) -> Batch | None:
 
 
 def parse_live(frames: list[bytes]) -> Batch:
-    """Reads one message of a publisher: [topic, sequence, payload].
+    """Parse one live message of a publisher: [topic, sequence, payload].
 
     Raises:
-        PayloadError: It does not follow the protocol.
+        PayloadError: The message violates the protocol.
     """
     if len(frames) != 3:
         raise PayloadError("frame_count", f"a message of {len(frames)} frames")
@@ -118,7 +114,7 @@ def _batch(sequence: bytes, payload: bytes) -> Batch:
 
 
 class ReplayingStream(EngineStream):
-    """A stream of an engine that connects to us or we to it, and that is asked for what is missing."""
+    """Stream of an engine over a live connection; missing batches are requested from its replay socket."""
 
     connected = False
     _replay: zmq.Socket[bytes] | None = None
@@ -130,8 +126,8 @@ class ReplayingStream(EngineStream):
             return
         self.connected = up
         if up:
-            self._sockets.end_relay(self.name)
-        self._sink.link(self.name, up)
+            self._subscriber.end_relay(self.name)
+        self._ingest.link(self.name, up)
         if up:
             self.link_up(now_s)
         else:
@@ -139,7 +135,7 @@ class ReplayingStream(EngineStream):
 
     def _begin_replay(self, now_s: float) -> None:
         if self._replay is not None:
-            self._sink.replay(self.name, "superseded")
+            self._ingest.replay(self.name, "superseded")
         self._stop_replay()
         self._replay_attempts = 0
         if self._machine.reason == Purpose.HISTORY:
@@ -150,29 +146,29 @@ class ReplayingStream(EngineStream):
         self._timers.pop(self._ask, None)
         if self._replay is not None:
             self._timers.pop(self._break_off, None)
-            self._sockets.unwatch(self._replay)
+            self._subscriber.unwatch(self._replay)
             self._replay.close()
             self._replay = None
-            self._sockets.free_replays += 1
+            self._subscriber.free_replays += 1
 
     def _ask(self, now_s: float) -> None:
         start, endpoint = self._machine.replay_start, self.stream.replay_endpoint
         if start is None or endpoint is None:
             return
-        if not self._sockets.free_replays:
+        if not self._subscriber.free_replays:
             self._timers[self._ask] = now_s + _SLOT_RETRY_S
             return
         limit = MESSAGE_FACTOR * self._config.max_payload_bytes
         try:
-            self._replay = _replay_socket(self._sockets.context, endpoint, start, limit)
+            self._replay = _replay_socket(self._subscriber.context, endpoint, start, limit)
         except zmq.ZMQError:
-            self._sink.socket_error(self.name, "replay")
+            self._ingest.socket_error(self.name, "replay")
             self._retry(now_s)
             return
         self._replay_ends_s = now_s + self._config.replay_total_s
         self._await_answer(now_s)
-        self._sockets.free_replays -= 1
-        self._sockets.watch(self, self._replay, self._on_replay)
+        self._subscriber.free_replays -= 1
+        self._subscriber.watch(self, self._replay, self._on_replay)
 
     def _await_answer(self, now_s: float) -> None:
         self._timers[self._break_off] = min(now_s + self._config.replay_idle_s, self._replay_ends_s)
@@ -186,7 +182,7 @@ class ReplayingStream(EngineStream):
         if self._replay_attempts < self._config.replay_attempts:
             self._timers[self._ask] = now_s + min(RETRY_MAX_S, _RETRY_S * 4 ** (self._replay_attempts - 1))
             return
-        self._sink.replay(self.name, "failed")
+        self._ingest.replay(self.name, "failed")
         self._perform(self._machine.replay_failed(), now_s)
 
     def _on_replay(self, now_s: float) -> None:
@@ -196,9 +192,9 @@ class ReplayingStream(EngineStream):
         for answer in self._answers(replay):
             if answer is None:
                 self._stop_replay()
-                self._sink.replay(self.name, "completed")
+                self._ingest.replay(self.name, "completed")
                 if self._machine.state is StreamState.RECOVERING:
-                    # Batches published before the subscription took effect show as a lost tail.
+                    # Batches published before the subscription took effect are found by the tail check.
                     self._check_tail_later(now_s)
                 actions += self._machine.replay_ended()
                 break
@@ -218,19 +214,19 @@ class ReplayingStream(EngineStream):
             except zmq.Again:
                 return
             except PayloadError as error:
-                self._sink.rejected(self.name, error.reason)
+                self._ingest.rejected(self.name, error.reason)
                 continue
             yield answer
             if answer is not None and (taken_bytes := taken_bytes + len(answer.payload)) >= TURN_BYTES:
                 return
 
 
-class Follower(ReplayingStream):
-    """One engine's stream whose publisher we connect to."""
+class DialledStream(ReplayingStream):
+    """Stream of an engine whose publisher we connect to."""
 
-    def __init__(self, stream: PodStream, sockets: Subscriber) -> None:
-        super().__init__(stream, sockets)
-        # The subscription, and the socket that tells of its connection.
+    def __init__(self, stream: PodStream, subscriber: StreamThread) -> None:
+        super().__init__(stream, subscriber)
+        # The subscription and its monitor socket.
         self._link: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None
         self._timers[self._open] = -math.inf
 
@@ -247,7 +243,7 @@ class Follower(ReplayingStream):
     def _close_link(self) -> None:
         if self._link is not None:
             for socket in self._link:
-                self._sockets.unwatch(socket)
+                self._subscriber.unwatch(socket)
             close_subscription(*self._link)
             self._link = None
         self._timers.pop(self._open, None)
@@ -256,7 +252,7 @@ class Follower(ReplayingStream):
         endpoint, topic = self.stream.events_endpoint, self.stream.topic_prefix
         assert endpoint is not None
         socket = subscription(
-            self._sockets.context,
+            self._subscriber.context,
             endpoint,
             self._config.topic_prefix if topic is None else topic,
             MESSAGE_FACTOR * self._config.max_payload_bytes,
@@ -266,13 +262,13 @@ class Follower(ReplayingStream):
             socket.connect(endpoint)
         except zmq.ZMQError:
             close_subscription(socket, monitor)
-            self._sink.socket_error(self.name, "subscribe")
+            self._ingest.socket_error(self.name, "subscribe")
             self._timers[self._open] = now_s + RETRY_MAX_S
             return
         self._link = socket, monitor
-        # The monitor first: a connection is known before its first message is read.
-        self._sockets.watch(self, monitor, self._on_monitor)
-        self._sockets.watch(self, socket, self._on_live)
+        # The monitor comes first, so that a connection is known before its first message is read.
+        self._subscriber.watch(self, monitor, self._on_monitor)
+        self._subscriber.watch(self, socket, self._on_live)
         self.report()
 
     def _on_monitor(self, now_s: float) -> None:
@@ -294,13 +290,13 @@ class Follower(ReplayingStream):
         batches: list[Batch] = []
         taken_bytes = 0
         for _ in range(TURN_MESSAGES):
-            # To ask whether a message is there costs a tenth of a receive that finds none.
+            # Polling ZMQ_EVENTS costs a tenth of a receive that finds no message.
             if taken_bytes >= TURN_BYTES or not int(socket.getsockopt(zmq.EVENTS)) & _READABLE:
                 break
             try:
                 batch = parse_live(socket.recv_multipart(zmq.NOBLOCK))
             except PayloadError as error:
-                self._sink.rejected(self.name, error.reason)
+                self._ingest.rejected(self.name, error.reason)
             else:
                 taken_bytes += len(batch.payload)
                 batches.append(batch)

@@ -1,10 +1,10 @@
-"""Who is followed: the engines behind each pod, their streams' states, and one answer for each pod.
+"""Registry of the followed engines: their pods, stream states and links, combined per pod.
 
-A pod is one serving endpoint. Where several data-parallel engines (ranks) stand behind it, each has a stream
-and blocks of its own under the name `PodStream.holder`; a request sent to the pod may meet any of them. So a
-pod's match is its best rank's, its state the worst of all ranks', and it is linked while any rank is.
-An EXACT view that somebody doubts is STALE for as long as the doubt lasts. Thread-safe; knows neither events
-nor sockets.
+A pod is one serving endpoint. Each data-parallel engine (rank) behind a pod has a stream and blocks of its
+own under the name `PodStream.holder`; a request sent to the pod may reach any rank. So the match of a pod is
+the match of its best rank, its state is the worst state of its ranks, and it is linked while any rank is.
+An EXACT view is STALE while any source has declared it invalid. Thread-safe; independent of events and
+sockets.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from indexer.config import PodStream
-from indexer.index.contract import PodMatches
-from indexer.streams.state_machine import StreamState
+from indexer.index.contract import PodMatches, StreamState
 
 # From best to worst.
 _ORDER = (StreamState.EXACT, StreamState.STALE, StreamState.RECOVERING)
@@ -26,77 +25,85 @@ _ORDER = (StreamState.EXACT, StreamState.STALE, StreamState.RECOVERING)
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """State of one engine's stream."""
+    """State of one engine's stream and view."""
 
     stream: PodStream
-    stream_state: StreamState = StreamState.RECOVERING  # what the stream itself tells, whoever doubts it
-    stream_reason: str = "link_down"  # why; empty for EXACT
-    settled: bool = False  # whether it was anything but RECOVERING since it is followed
+    stream_state: StreamState = StreamState.RECOVERING  # of the stream alone, without `invalid_reasons`
+    stream_reason: str = "link_down"  # reason of `stream_state`; empty for EXACT
+    settled: bool = False  # whether the stream has left RECOVERING at least once
     linked: bool = False
-    # By who has it: why a view is in doubt of whose stream nothing lacks.
-    doubts: Mapping[str, str] = field(default_factory=dict)
+    # Reasons why the view is wrong although its stream is EXACT, by the source that reported them.
+    invalid_reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def state(self) -> StreamState:
-        return StreamState.STALE if self._is_doubted else self.stream_state
+        return StreamState.STALE if self._is_invalid else self.stream_state
 
     @property
     def reason(self) -> str:
-        return next(iter(self.doubts.values())) if self._is_doubted else self.stream_reason
+        return next(iter(self.invalid_reasons.values())) if self._is_invalid else self.stream_reason
 
     @property
-    def _is_doubted(self) -> bool:
-        return bool(self.doubts) and self.stream_state is StreamState.EXACT
+    def _is_invalid(self) -> bool:
+        return bool(self.invalid_reasons) and self.stream_state is StreamState.EXACT
 
 
-class Roster:
-    """All engines that are followed."""
+class EngineRegistry:
+    """Followed engines, by their names in the index."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        # By name in the index; replaced as a whole, never changed. So is all that follows from it.
+        # By `PodStream.holder`. This and all mappings derived from it are replaced as a whole, never changed.
         self.engines: Mapping[str, EngineState] = {}
-        self.states: Mapping[str, StreamState] = {}  # of each pod: its worst engine's
+        self.states: Mapping[str, StreamState] = {}  # by pod: the worst state of its engines
         self._members: Mapping[str, tuple[str, ...]] = {}
-        # Members that are not named as their pod.
+        # Members whose name differs from their pod's: ranks above 0.
         self._further: Mapping[str, tuple[str, ...]] = {}
 
-    def opened(self, stream: PodStream) -> None:
+    def add(self, stream: PodStream) -> None:
         with self._lock:
             self._replace({**self.engines, stream.holder: EngineState(stream)})
 
-    def closed(self, holder: str) -> None:
+    def remove(self, holder: str) -> None:
         with self._lock:
             self._replace({other: engine for other, engine in self.engines.items() if other != holder})
 
     def pod(self, holder: str) -> str:
         return self.engines[holder].stream.pod
 
-    def told(self, holder: str, state: StreamState, reason: str) -> None:
+    def set_state(self, holder: str, state: StreamState, reason: str) -> None:
         with self._lock:
             settled = self.engines[holder].settled or state is not StreamState.RECOVERING
             self._change(holder, stream_state=state, stream_reason=reason, settled=settled)
 
-    def doubt(self, holder: str, source: str, reason: str | None) -> bool:
-        """Record why this source doubts an engine's view, None: not any more; tell whether that is news."""
+    def set_invalid(self, holder: str, source: str, reason: str | None) -> bool:
+        """Record why a source declares an engine's view invalid; return whether that changes anything.
+
+        Args:
+            source: Name of the check that reports, such as "parity".
+            reason: None: the source has no objection any more.
+        """
         with self._lock:
             engine = self.engines.get(holder)
-            if engine is None or engine.doubts.get(source) == reason:
+            if engine is None or engine.invalid_reasons.get(source) == reason:
                 return False
-            doubts = {other: why for other, why in engine.doubts.items() if other != source}
-            self._change(holder, doubts=doubts if reason is None else {**doubts, source: reason})
+            invalid_reasons = {other: why for other, why in engine.invalid_reasons.items() if other != source}
+            self._change(
+                holder,
+                invalid_reasons=invalid_reasons if reason is None else {**invalid_reasons, source: reason},
+            )
             return True
 
     def members(self, pod: str) -> Sequence[str]:
         return self._members.get(pod, ())
 
-    def lacks_nothing(self, pod: str) -> bool:
+    def has_exact_streams(self, pod: str) -> bool:
         engines = self.engines
         states = [engines[each].stream_state for each in self.members(pod) if each in engines]
         return bool(states) and all(state is StreamState.EXACT for state in states)
 
-    def link(self, holder: str, up: bool) -> bool | None:
-        """An engine's connection came or went; tells whether its pod is linked now, None if as before."""
+    def set_linked(self, holder: str, up: bool) -> bool | None:
+        """Record whether an engine is connected; return whether its pod is linked now, None if unchanged."""
         with self._lock:
             pod = self.pod(holder)
             before = self._linked(pod)
@@ -114,7 +121,7 @@ class Roster:
         return pod not in self._further
 
     def holders(self, pods: Collection[str]) -> Collection[str]:
-        """The names in the index of these pods' blocks; `pods` itself where no pod has further ranks."""
+        """Return the names in the index of these pods' engines; `pods` itself if no pod has several ranks."""
         further = self._further
         if not further:
             return pods
@@ -149,7 +156,7 @@ class Roster:
         self._replace({**self.engines, holder: replace(self.engines[holder], **changes)})
 
     def _replace(self, engines: Mapping[str, EngineState]) -> None:
-        """Take other engines, and what follows from all of them; with the lock held."""
+        """Replace all engines and the mappings derived from them; the caller must hold the lock."""
         members: dict[str, tuple[str, ...]] = {}
         for holder, engine in engines.items():
             pod = engine.stream.pod

@@ -1,7 +1,7 @@
-"""Takes the streams of all pods: decodes their batches, applies them to the index, counts what happens.
+"""Event ingest: decode the batches of all streams, apply them to the index, record metrics.
 
-What the streams bring ends here; everything runs on the subscriber's thread. A `pod` is one engine, by its
-name in the index: `PodStream.holder`.
+Runs on the subscriber's thread unless a docstring says otherwise. `pod` is the name of one engine in the
+index, `PodStream.holder`; `serving` is the pod that requests are sent to.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from common.repeated_log import RepeatedLog
-from indexer.audit.mismatch_watch import OTHER_TOKENS, ParityWatch
+from indexer.audit.mismatch_watch import OTHER_TOKENS, MismatchWatch
 from indexer.audit.speculation import Speculation
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError, PeerError
+from indexer.index.contract import StreamState
 from indexer.index.index import FlatIndex
-from indexer.index.tiers import GPU_TIER, Tiers
 from indexer.keys import BlockHasher, Keys
 from indexer.metrics import IndexerMetrics
-from indexer.streams.change_log import Entry, decode_entry
-from indexer.streams.engine_registry import Roster
+from indexer.streams.engine_registry import EngineRegistry
 from indexer.streams.snapshot import Fetched, Snapshot
-from indexer.streams.state_machine import StreamState
-from indexer.views.applier import FlatApplier, FlatEngine
+from indexer.tiers import GPU_TIER, Tiers
+from indexer.views.applier import ApplierContext, EventApplier
 from indexer.views.hybrid import HybridMatcher
 from indexer.views.pod_view import PodView
-from indexer.views.view_parts import Outcome, ViewContent, ViewFacts, ViewPart
+from indexer.views.view_parts import Entry, Outcome, ViewContent, ViewFacts, ViewPart, decode_entry
 
 _log = logging.getLogger(__name__)
-# A publisher can make its stream change at each message.
+# A publisher can change its stream's state with each message.
 _repeated = RepeatedLog(_log, lines=20, sources_max=1024)
 
 _COUNT_MARGIN = 16
@@ -42,9 +41,10 @@ _NO_KEYS = np.empty(0, np.uint64)
 
 
 class Ingest:
-    """The index with the views of all pods that are followed, and whom what the streams bring is told.
+    """Index with the views of all followed engines, and the callbacks that report changes.
 
-    Callbacks and `clock` are those of `KvIndexer`; `wall_clock` is that of event time stamps, in seconds.
+    Callbacks and `clock` are those of `KvIndexer`; `wall_clock` is compared with the time stamps of batches,
+    in seconds since the epoch.
     """
 
     def __init__(
@@ -74,18 +74,18 @@ class Ingest:
         )
         self.hybrid = HybridMatcher(self.index, config.block_tokens)
         self.metrics = IndexerMetrics(registry, stats=self.index.stats, speculative=self._speculative_entries)
-        self.parity = ParityWatch(self.metrics)
-        self.roster = Roster()
-        self._engine = FlatEngine(self.config, self.index, self.hasher)
-        self._pods: dict[str, FlatApplier] = {}
-        # Of each pod, as the metrics show them.
+        self.mismatches = MismatchWatch(self.metrics)
+        self.engine_registry = EngineRegistry()
+        self._engine = ApplierContext(self.config, self.index, self.hasher)
+        self._pods: dict[str, EventApplier] = {}
+        # Pending stores by engine, as last written to the metrics.
         self._orphans: dict[str, int] = {}
 
     def held_blocks(self, holder: str, *, on_device: bool) -> int:
-        """Blocks of its engine that a view holds, at least; any thread may ask.
+        """Return a lower bound of the blocks in a view, in the engine's block size. Thread-safe.
 
         Args:
-            on_device: Only those in device memory; takes milliseconds for each million blocks of the index.
+            on_device: Count only blocks in device memory; takes milliseconds per million blocks of the index.
         """
         state = self._pods.get(holder)
         plain = None if state is None else state.view.plain
@@ -95,104 +95,104 @@ class Ingest:
         if not on_device:
             return self.index.pod_blocks(holder) // split
         held = self.index.tier_blocks(holder, GPU_TIER)
-        # What came and went while they were counted may count twice.
+        # Blocks that were added and removed during the count may have been counted twice.
         return (held - held // _COUNT_MARGIN) // split
 
     def opened(self, stream: PodStream) -> None:
-        self._pods[stream.holder] = FlatApplier(self._engine, stream)
-        self.roster.opened(stream)
-        at = stream.events_endpoint or "our socket"
-        _note("stream_opened", stream.holder, "following %s (%s) at %s", stream.model, at)
+        self._pods[stream.holder] = EventApplier(self._engine, stream)
+        self.engine_registry.add(stream)
+        at = stream.events_endpoint or self.config.events_bind
+        _note("stream_opened", stream.holder, "stream opened: pod=%s model=%s endpoint=%s", stream.model, at)
 
     def closed(self, pod: str) -> None:
         self._pods.pop(pod).view.clear()
-        self.hybrid.learn(pod, None)
-        self.index.learn_stride(pod, 1)
-        self.speculation.drop_pod(self.roster.pod(pod))
-        self.parity.forget_pod(self.roster.pod(pod))
-        self.roster.closed(pod)
-        self.metrics.subscribers.set(self.roster.linked_engines())
+        self.hybrid.set_groups(pod, None)
+        self.index.set_stride(pod, 1)
+        self.speculation.drop_pod(self.engine_registry.pod(pod))
+        self.mismatches.forget_pod(self.engine_registry.pod(pod))
+        self.engine_registry.remove(pod)
+        self.metrics.subscribers.set(self.engine_registry.linked_engines())
         self._orphans.pop(pod, None)
         self.metrics.forget(pod)
-        _note("stream_closed", pod, "%s is not followed any more")
+        _note("stream_closed", pod, "stream closed: pod=%s")
 
     def apply(self, pod: str, payloads: Sequence[bytes]) -> Outcome:
         state = self._pods[pod]
-        serving = self.roster.pod(pod)
-        outcome = state.apply(payloads, with_runs=self.parity.waits_for(serving))
+        serving = self.engine_registry.pod(pod)
+        outcome = state.apply(payloads, with_runs=self.mismatches.waits_for(serving))
         self._learn(pod, state.view)
         self._count(pod, outcome)
         keys = _joined(outcome.stored)
-        told = keys.tolist()
-        self._doubt(pod, "events", state.view.doubt)
+        key_list = keys.tolist()
+        self._set_invalid(pod, "events", state.view.invalid_reason)
         if outcome.runs:
-            self.parity.stored(serving, outcome.runs, told)
+            self.mismatches.stored(serving, outcome.runs, key_list)
             self.reconsider(serving)
         if outcome.emptied:
             self.speculation.drop_pod(serving)
         if outcome.stored:
-            self._tell_stored(serving, keys, told)
+            self._notify_stored(serving, keys, key_list)
         return outcome
 
     def apply_entries(self, pod: str, entries: Sequence[bytes]) -> Outcome:
         view, outcome = self._pods[pod].view, Outcome()
         for data in entries:
             try:
-                stored, damage = view.take(decode_entry(data, len(self.index.tiers.names)))
+                stored, damage = view.apply_entry(decode_entry(data, len(self.index.tiers.names)))
             except PayloadError as error:
                 self.rejected(pod, error.reason)
-                outcome.doubt(error.reason)
+                outcome.invalidate(error.reason)
             else:
                 outcome.stored += stored
                 outcome.damage = outcome.damage or damage
         self._learn(pod, view)
         if outcome.stored:
             keys = _joined(outcome.stored)
-            self._tell_stored(self.roster.pod(pod), keys, keys.tolist())
+            self._notify_stored(self.engine_registry.pod(pod), keys, keys.tolist())
         return outcome
 
-    def state_of(self, pod: str) -> FlatApplier:
+    def state_of(self, pod: str) -> EventApplier:
         return self._pods[pod]
 
     def clear(self, pod: str, reason: str) -> None:
         self._pods[pod].view.clear()
-        self._doubt(pod, "events", None)
-        self.hybrid.learn(pod, None)
-        self.speculation.drop_pod(self.roster.pod(pod))
+        self._set_invalid(pod, "events", None)
+        self.hybrid.set_groups(pod, None)
+        self.speculation.drop_pod(self.engine_registry.pod(pod))
         self.metrics.clears.labels(reason).inc()
-        _repeated.event("view_dropped", pod, "view of %s dropped: %s", pod, reason)
+        _repeated.event("view_dropped", pod, "view dropped: pod=%s reason=%s", pod, reason)
 
     def link(self, pod: str, up: bool) -> None:
-        changed = self.roster.link(pod, up)
+        changed = self.engine_registry.set_linked(pod, up)
         if not up:
             self.metrics.reconnections.labels(pod).inc()
-        self.metrics.subscribers.set(self.roster.linked_engines())
-        _note("publisher_link", pod, "publisher of %s is %s", "connected" if up else "gone")
+        self.metrics.subscribers.set(self.engine_registry.linked_engines())
+        _note("publisher_link", pod, "publisher link: pod=%s state=%s", "up" if up else "down")
         if changed is not None:
-            _call(self.on_link, self.roster.pod(pod), changed)
+            _call(self.on_link, self.engine_registry.pod(pod), changed)
 
     def state(self, pod: str, state: StreamState, reason: str) -> None:
-        self.roster.told(pod, state, reason)
+        self.engine_registry.set_state(pod, state, reason)
         self._show_state(pod)
 
     def reconsider(self, serving: str) -> None:
-        """Doubts a pod's views while it computes other tokens than we do; any thread may call."""
-        reason = OTHER_TOKENS if self.parity.distrusts(serving) else None
-        for pod in self.roster.members(serving):
-            self._doubt(pod, "parity", reason)
+        """Mark a pod's views as invalid while its tokens differ from ours, else as valid. Thread-safe."""
+        reason = OTHER_TOKENS if self.mismatches.is_mismatched(serving) else None
+        for pod in self.engine_registry.members(serving):
+            self._set_invalid(pod, "parity", reason)
 
-    def _doubt(self, pod: str, source: str, reason: str | None) -> None:
-        if self.roster.doubt(pod, source, reason):
+    def _set_invalid(self, pod: str, source: str, reason: str | None) -> None:
+        if self.engine_registry.set_invalid(pod, source, reason):
             self._show_state(pod)
 
     def _show_state(self, pod: str) -> None:
-        engine = self.roster.engines.get(pod)
+        engine = self.engine_registry.engines.get(pod)
         if engine is None:
             return
-        state, because = engine.state, f" ({engine.reason})" if engine.reason else ""
+        state, reason = engine.state, engine.reason or "none"
         for each in StreamState:
             self.metrics.stream_state.labels(pod, each).set(each is state)
-        _note("stream_state", pod, "stream of %s is %s%s", state, because)
+        _note("stream_state", pod, "stream state: pod=%s state=%s reason=%s", state, reason)
 
     def received(self, pod: str, batches: int, gaps: int) -> None:
         with self.metrics.lock:
@@ -202,21 +202,21 @@ class Ingest:
 
     def replay(self, pod: str, outcome: str) -> None:
         self.metrics.replays.labels(outcome).inc()
-        _log.debug("replay of %s: %s", pod, outcome)
+        _log.debug("replay: pod=%s outcome=%s", pod, outcome)
 
     def snapshot(self, pod: str, outcome: str) -> None:
         self.metrics.snapshots.labels(outcome).inc()
-        _note("snapshot", pod, "snapshot of %s: %s", outcome)
+        _note("snapshot", pod, "snapshot: pod=%s outcome=%s", outcome)
 
     def list_view(self, pod: str) -> ViewContent:
-        """Begins to list the view for a peer; until its last part the pod is told nothing.
+        """Return the view's content for an export; the view must not change until the last part was read.
 
         Raises:
-            PeerError: The list would not be all of it.
+            PeerError: The view holds state that an export cannot carry.
         """
         view = self._pods[pod].view
-        if view.unlisted is not None:
-            raise PeerError(view.unlisted, "what its events told cannot be listed now")
+        if view.unexportable is not None:
+            raise PeerError(view.unexportable, "the view cannot be exported in its present state")
         return ViewContent(view.facts(), self.index.evicted_blocks, view.parts())
 
     def restore_facts(self, pod: str, facts: ViewFacts) -> None:
@@ -224,14 +224,14 @@ class Ingest:
         self._learn(pod, self._pods[pod].view)
 
     def restore(self, pod: str, part: ViewPart | Entry) -> None:
-        """Adds a part of another router's view, or what changed since it was listed."""
+        """Add a part of another router's view, or apply changes recorded since it was exported."""
         if isinstance(part, Entry):
-            self._pods[pod].view.take(part)
+            self._pods[pod].view.apply_entry(part)
             self._learn(pod, self._pods[pod].view)
             return
         self._pods[pod].view.restore(part)
         if part.group is None:
-            self._tell_stored(self.roster.pod(pod), part.blocks.keys, part.blocks.keys.tolist())
+            self._notify_stored(self.engine_registry.pod(pod), part.blocks.keys, part.blocks.keys.tolist())
 
     def restored(self, pod: str, fetched: Fetched, took_s: float) -> None:
         answer = fetched.answer
@@ -239,44 +239,44 @@ class Ingest:
         self.metrics.snapshot_s.labels(fetched.source).observe(took_s)
         if answer is not None and not isinstance(answer, Snapshot) and answer.evicted_blocks:
             _log.warning(
-                "view of %s is a peer's whose index has evicted %d blocks of all pods: some may lack",
+                "peer view applied, some blocks may be missing: pod=%s peer_evicted_blocks=%d",
                 pod,
                 answer.evicted_blocks,
             )
 
     def built(self, pod: str, source: str) -> None:
-        """A view settled.
+        """Record that a view was built.
 
         Args:
-            source: Where it comes from: "engine", "peer", "redis" or "replay"; "none" where something lacks.
+            source: "engine", "peer", "redis" or "replay"; "none" if the view is not EXACT.
         """
         self.metrics.bootstraps.labels(source).inc()
-        _note("view_built", pod, "view of %s was built; source: %s", source)
+        _note("view_built", pod, "view built: pod=%s source=%s", source)
 
     def rejected(self, pod: str, reason: str) -> None:
         self.metrics.rejected.labels(reason).inc()
-        _log.debug("message of %s rejected: %s", pod, reason)
+        _log.debug("message rejected: pod=%s reason=%s", pod, reason)
 
     def socket_error(self, pod: str, operation: str) -> None:
         self.metrics.zmq_errors.labels(pod, operation).inc()
-        _repeated.event("socket_error", pod, "cannot %s at %s", operation, pod)
+        _repeated.event("socket_error", pod, "socket error: operation=%s pod=%s", operation, pod)
 
     def _learn(self, pod: str, view: PodView) -> None:
-        self.hybrid.learn(pod, view.groups)
-        # A view that was cleared knows no block size; the engine's next life most likely has the same.
+        self.hybrid.set_groups(pod, view.groups)
+        # A cleared view has no block size; the engine's next process most likely has the same one.
         if (block_tokens := view.block_tokens) is not None:
-            self.index.learn_stride(pod, max(1, block_tokens // self.hasher.block_tokens))
+            self.index.set_stride(pod, max(1, block_tokens // self.hasher.block_tokens))
 
-    def _tell_stored(self, serving: str, keys: Keys, told: Sequence[int]) -> None:
+    def _notify_stored(self, serving: str, keys: Keys, key_list: Sequence[int]) -> None:
         now_s = self.clock()
-        self.speculation.stored(serving, told, now_s)
+        self.speculation.stored(serving, key_list, now_s)
         _call(self.on_stored, serving, keys, now_s)
 
     def _count(self, pod: str, outcome: Outcome) -> None:
         metrics = self.metrics
         for reason, rejected in outcome.rejected.items():
             metrics.rejected.labels(reason).inc(rejected)
-            _log.debug("%d messages or events of %s rejected: %s", rejected, pod, reason)
+            _log.debug("messages or events rejected: pod=%s reason=%s count=%d", pod, reason, rejected)
         for (event_type, reason), skipped in outcome.skipped.items():
             stored = event_type == "BlockStored"
             (metrics.stores_skipped if stored else metrics.removals_skipped).labels(reason).inc(skipped)
@@ -285,7 +285,7 @@ class Ingest:
             metrics.orphans.labels(pod).set(orphans)
             self._orphans[pod] = orphans
         times_s = outcome.published_s
-        if self.roster.engines[pod].state is StreamState.RECOVERING:
+        if self.engine_registry.engines[pod].state is StreamState.RECOVERING:
             times_s = []
         now_s = self.wall_clock()
         with metrics.lock:
@@ -313,7 +313,7 @@ def _joined(runs: Sequence[Keys]) -> Keys:
 
 
 def _call(callback: Callable[..., None], *args: object) -> None:
-    """An error of a callback's owner must not cost the stream."""
+    """Call a callback; log its errors, so that they do not stop the stream."""
     try:
         callback(*args)
     except Exception:

@@ -1,13 +1,14 @@
-"""Views on a Redis or Valkey server: this router's, for others to follow, and others', for this router.
+"""Replication of views through a Redis or Valkey server: writes this router's views, reads those of others.
 
-For each engine one router at a time holds a lease, and writes two keys: a stream of entries (see `journal`),
-and the view as it was at one of them. Entries have ids EPOCH-NUMBER; a lease's epoch is the server's time in
-milliseconds. One script checks the lease with each write, so that a router that was stopped and goes on later
-writes nothing more. A router that cannot reach an engine follows its stream (see `relayed`); a router that
-comes late to an engine that it reaches asks for the view as it would ask a peer, and proves it likewise.
+For each engine one router at a time holds a lease and writes two keys: a stream of entries (`Entry` in
+`view_parts`) and a snapshot of the view as of one of them. Entries have ids EPOCH-NUMBER; the epoch of a
+lease is the server's time in milliseconds. One script checks the lease with each write, so that a router
+that was paused beyond its lease cannot write. A router that cannot reach an engine follows the engine's
+entries (`relayed`). A router that starts late fetches the view as it would from a peer, and verifies it in
+the same way.
 
-One thread waits for the server. While the server does not answer, nothing is written, and no request and no
-event waits for it.
+One thread waits for the server. While the server is unavailable nothing is written, and neither requests nor
+events wait for it.
 """
 
 from __future__ import annotations
@@ -17,65 +18,41 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge
-from redis import ConnectionPool, Redis
-from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    BusyLoadingError,
-    NoPermissionError,
-    RedisError,
-    ResponseError,
-)
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
-from redis.retry import Retry
+from prometheus_client import CollectorRegistry
 
 from indexer.config import IndexerConfig
-from indexer.errors import ConfigError, PeerError, UnavailableError
+from indexer.errors import PeerError, UnavailableError
+from indexer.index.contract import StreamState
 from indexer.keys import utf8
 from indexer.peers.messages import SCHEMA, snapshot_messages
-from indexer.streams.change_log import FIRST, Feed
+from indexer.streams.redis_link import BEAT_S, RedisLink, RedisMetrics
 from indexer.streams.relayed import RelayReader
-from indexer.streams.state_machine import StreamState
+from indexer.streams.subscriber import Subscriber
+from indexer.streams.view_export import FIRST, Feed
 from indexer.views.view_parts import ViewSnapshot
 
 if TYPE_CHECKING:
-    from indexer.streams.engine_registry import Roster
-    from indexer.streams.subscriber import Subscriber
+    from indexer.streams.engine_registry import EngineRegistry
 
 _log = logging.getLogger(__name__)
 
-_SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss", "unix": "unix"}
-# Labels for metrics; the first that fits.
-_REASONS = {
-    AuthenticationError: "auth",
-    NoPermissionError: "auth",
-    RedisTimeoutError: "timeout",
-    BusyLoadingError: "loading",
-    RedisConnectionError: "connection",
-    ResponseError: "refused",
-}
-_TIMEOUT_S = 2.0
-_BEAT_S = 0.5
-# New entries of followed engines are looked for this often.
+# Interval at which entries of followed engines are read.
 _READ_S = 0.05
 _BEATS_PER_LEASE = 4
-# Views that are listed at once for the first time.
+# First exports that run at once.
 _LISTED_AT_ONCE = 4
-# The view is written anew when so many entries, or so much of its own size, came since.
+# The snapshot is rewritten after this many entries, or this many bytes or half of its own size.
 _ENTRIES_PER_VIEW = 1024
 _BYTES_PER_VIEW = 4 << 20
-# More entries than these are trimmed; an epoch whose view is not listed in time ends before.
+# Length at which the stream of entries is trimmed; an epoch whose export is too slow ends before.
 _ENTRIES_MAX = 8 * _ENTRIES_PER_VIEW
 
-# Lease, stream, view; token, lease_ms (0: give the lease back), ttl_ms, "1" where the epoch begins, most
-# entries, number of entries, id and bytes of each, then, if the view is written: its id, its bytes, first id
-# to keep -> 1; 0: the lease is another's, or the server has lost what was written.
+# Keys: lease, stream, view. Arguments: token, lease_ms (0: release the lease), ttl_ms, "1" at the start of an
+# epoch, maximum length, number of entries, id and bytes of each; with a snapshot also its id, its bytes and
+# the first id to keep. Returns 1, or 0 if another router has the lease or the server has lost the data.
 _WRITE = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
@@ -94,80 +71,11 @@ return 1
 """
 
 
-class RedisMetrics:
-    """Metrics of the connections to the server."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.failures = Counter(
-            "kvroute_indexer_redis_failures",
-            "Calls of the server that failed, by reason.",
-            ("link", "reason"),
-            registry=registry,
-        )
-        self.up = Gauge(
-            "kvroute_indexer_redis_up", "1 while the server answers in time.", ("link",), registry=registry
-        )
-
-
-class RedisLink:
-    """Connections for one purpose, on which each call is answered in bounded time or fails. Thread-safe.
-
-    After a failure that more calls would share, one call every half second tries the server and all others
-    fail at once. So a hung server costs one timeout, not one for each call.
-
-    Args:
-        url: redis://, rediss://, valkey://, valkeys:// or unix://, with user, password and database; in no
-            message and no log line.
-
-    Raises:
-        ConfigError: The URL is wrong.
-    """
-
-    def __init__(self, url: str, name: str, metrics: RedisMetrics) -> None:
-        self._name = name
-        self._metrics = metrics
-        # To prepare scripts with; commands go through `call`.
-        self.client = Redis(connection_pool=_pool(url))
-        self._up = True
-        self._try_s = 0.0  # no call before this time
-        metrics.up.labels(name).set(1)
-
-    def call(self, command: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Return the server's answer to a command of `client`.
-
-        Raises:
-            UnavailableError: The call failed, or one before it and nothing is tried at the moment.
-        """
-        if (now_s := time.monotonic()) < self._try_s:
-            raise UnavailableError("down")
-        if not self._up:
-            self._try_s = now_s + _BEAT_S
-        try:
-            answer = command(*arguments, **options)
-        except RedisError as error:
-            reason = next((label for kind, label in _REASONS.items() if isinstance(error, kind)), "protocol")
-            self._metrics.failures.labels(self._name, reason).inc()
-            # An answer that refuses one command says nothing against the next.
-            if reason != "refused":
-                self._try_s = time.monotonic() + _BEAT_S
-                self._set_up(False, "redis (%s) is not usable: %s: %s", self._name, reason, error)
-            raise UnavailableError(reason) from error
-        self._try_s = 0.0
-        self._set_up(True, "redis (%s) answers again", self._name)
-        return answer
-
-    def _set_up(self, up: bool, message: str, *values: object) -> None:
-        if up is not self._up:
-            self._up = up
-            self._metrics.up.labels(self._name).set(up)
-            _log.log(logging.INFO if up else logging.WARNING, message, *values)
-
-
 class Relay:
-    """All that one router has to do with the server. Thread-safe.
+    """Writer of this router's views to the Redis server, and owner of the reader. Thread-safe.
 
     Raises:
-        ConfigError: The URL is wrong. That the server cannot be reached is no error: it may come back.
+        ConfigError: The URL is wrong. An unreachable server is no error, because it may become reachable.
     """
 
     def __init__(
@@ -179,30 +87,30 @@ class Relay:
         self._lease_ms = max(1, int(config.redis_lease_s * 1000))
         self._ttl_ms = max(1, int(config.redis_view_ttl_s * 1000))
         form = ".".join((f"{fingerprint:016x}", f"v{SCHEMA}", *tiers))
-        # Routers with other keys never meet.
+        # Routers with other block keys use other names.
         self._prefix = f"{config.redis_namespace}:{form}:"
         self._owner = secrets.token_hex(8)
         self.reader = RelayReader(RedisLink(url, "read", metrics), self.key, config, len(tiers))
-        self.lock = threading.Lock()  # guards what waits to be written, which the subscriber's thread adds
-        self.waiting_bytes = 0  # entries of all engines
-        self.wake = threading.Event()  # there is something to write
+        self.lock = threading.Lock()  # guards unwritten entries, which the subscriber's thread appends
+        self.waiting_bytes = 0  # unwritten entries of all engines
+        self.wake = threading.Event()  # set when there is something to write
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvroute-relay", daemon=True)
-        # Below: the thread's own. By engine: what is written in leases of ours.
+        # Used by the relay's thread only. Engines whose lease this router holds.
         self._feeds: dict[str, Feed] = {}
-        self._beaten_s = -_BEAT_S
+        self._beaten_s = -BEAT_S
 
     def key(self, holder: str, what: str) -> bytes:
-        """Return the name of an engine's "lease", "stream" or "view"; all lie in one slot of a cluster."""
+        """Return the Redis key of an engine's "lease", "stream" or "view"; all have one cluster hash slot."""
         return utf8(f"{{{self._prefix}{holder}}}:{what}")
 
-    def start(self, subscriber: Subscriber, roster: Roster) -> None:
-        self._subscriber, self._roster = subscriber, roster
-        self.reader.begin(subscriber, roster)
+    def start(self, subscriber: Subscriber, engine_registry: EngineRegistry) -> None:
+        self._subscriber, self._engine_registry = subscriber, engine_registry
+        self.reader.begin(subscriber, engine_registry)
         self._thread.start()
 
     def close(self) -> None:
-        """Give all leases back and close all connections; idempotent."""
+        """Release all leases and close all connections; idempotent."""
         if not self._closing.is_set():
             self._closing.set()
             self.wake.set()
@@ -215,7 +123,7 @@ class Relay:
     def _run(self) -> None:
         while not self._closing.is_set():
             if not self.reader.has_more:
-                self.wake.wait(_READ_S if self.reader.follows else _BEAT_S)
+                self.wake.wait(_READ_S if self.reader.follows else BEAT_S)
             self.wake.clear()
             self._guarded(self._turn, self._end_all)
             self._guarded(self.reader.turn, self.reader.leave_all)
@@ -228,7 +136,7 @@ class Relay:
             _log.debug("relay: %s", error)
             give_up()
         except Exception:
-            _log.exception("relay failed, it begins anew")
+            _log.exception("relay failed, restarting it")
             give_up()
 
     def _turn(self) -> None:
@@ -236,28 +144,28 @@ class Relay:
             try:
                 self._serve(feed)
             except PeerError as error:
-                _log.info("view is not relayed any more: engine=%s error=%s", feed.holder, error)
+                _log.info("relay ended: engine=%s error=%s", feed.holder, error)
                 self._end(feed)
-        if (now_s := time.monotonic()) - self._beaten_s >= _BEAT_S:
+        if (now_s := time.monotonic()) - self._beaten_s >= BEAT_S:
             self._beaten_s = now_s
             self._claim()
 
     def _serve(self, feed: Feed) -> None:
-        """Write what has come of one engine, or only renew its lease; ask for its view when that is due.
+        """Write an engine's new entries or renew its lease; start a new export of its view when due.
 
         Raises:
             PeerError: The epoch must end.
         """
         if feed.has_ended:
-            raise PeerError("ended", "the view is not exact, or too much of it waits to be written")
+            raise PeerError("ended", "the view is not EXACT, or too many entries wait to be written")
         view = feed.listing.result() if feed.listing is not None and feed.listing.done() else None
         is_due = time.monotonic() >= feed.written_s + self._lease_ms / 1000 / _BEATS_PER_LEASE
-        # In the beginning entries wait for the view that they change.
+        # At the start of an epoch entries wait for the snapshot that they extend.
         if view is not None or (feed.last_view and (feed.entries or is_due)):
             self._write_feed(feed, view)
         since = feed.last_number - feed.last_view
         if since > _ENTRIES_MAX // 2:
-            raise PeerError("too_slow", f"{since} entries came while the view was listed")
+            raise PeerError("too_slow", f"{since} entries were recorded during the export")
         is_large = feed.bytes_since >= max(_BYTES_PER_VIEW, feed.view_bytes // 2)
         if feed.listing is None and (since >= _ENTRIES_PER_VIEW or is_large):
             self._list(feed)
@@ -275,11 +183,11 @@ class Relay:
         data = b""
         if view is not None:
             data = msgspec.msgpack.encode(list(snapshot_messages(view)))
-            # Who reads a little late still finds all entries since the view before.
+            # A slow reader still finds all entries since the previous snapshot.
             kept = max(feed.last_view, FIRST)
             arguments += [f"{feed.epoch}-{feed.listed_at}", data, f"{feed.epoch}-{kept}"]
         if not self._run_script(feed, arguments):
-            raise PeerError("lost", "the lease is another's, or the server has lost what was written")
+            raise PeerError("lost", "another router has the lease, or the server has lost the data")
         feed.written_s = time.monotonic()
         feed.bytes_since += waited_bytes
         if view is not None:
@@ -291,12 +199,12 @@ class Relay:
         return bool(self._link.call(self._write, keys=keys, args=arguments))
 
     def _claim(self) -> None:
-        # Also where nothing is wanted, so that the metrics tell whether the server answers.
+        # Called even without engines to claim, so that the metrics report whether the server answers.
         seconds, microseconds = self._link.call(self._link.client.time)
         epoch = f"{seconds * 1000 + microseconds // 1000}"
         token = utf8(f"{self._owner}:{epoch}")
         listing = sum(not feed.last_view for feed in self._feeds.values())
-        for holder, engine in self._roster.engines.items():
+        for holder, engine in self._engine_registry.engines.items():
             if listing >= _LISTED_AT_ONCE:
                 return
             if engine.state is not StreamState.EXACT or not engine.linked or holder in self._feeds:
@@ -320,35 +228,8 @@ class Relay:
         try:
             self._run_script(feed, [feed.token, 0, self._ttl_ms, 1, _ENTRIES_MAX, 0])
         except UnavailableError:
-            _log.debug("lease runs out: engine=%s", feed.holder)
+            _log.debug("lease not released, it will expire: engine=%s", feed.holder)
 
     def _end_all(self) -> None:
         for feed in tuple(self._feeds.values()):
             self._end(feed)
-
-
-def _pool(url: str) -> ConnectionPool:
-    scheme, found, rest = url.partition("://")
-    if not found or scheme not in _SCHEMES:
-        known = ", ".join(f"{each}://" for each in _SCHEMES)
-        raise ConfigError(f"IndexerConfig.redis_url: must begin with one of {known}")
-    try:
-        # Reading the port checks it.
-        _ = urlsplit(url).port
-        pool = ConnectionPool.from_url(f"{_SCHEMES[scheme]}://{rest}")
-    except (TypeError, ValueError):
-        # The library's message may hold a part of the password.
-        raise ConfigError(
-            f"IndexerConfig.redis_url: no {scheme}:// URL of the form "
-            f"{scheme}://[user:password@]host:port/database, or unix://path"
-        ) from None
-    # Options that the relay counts on, whatever the URL says of them.
-    pool.connection_kwargs.update(
-        socket_timeout=_TIMEOUT_S,
-        socket_connect_timeout=_TIMEOUT_S,
-        # After a broken connection; never after a timeout. What was written is refused the second time.
-        retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
-        protocol=2,
-        decode_responses=False,
-    )
-    return pool

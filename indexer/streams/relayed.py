@@ -1,8 +1,8 @@
-"""Engines that this router cannot reach, as other routers write them to the relay's server; see `relay`.
+"""Streams of engines that this router cannot reach, read from the relay's Redis server (see `relay`).
 
-A third kind of source, beside `follower` and `inbox`: entries take the place of batches and their numbers
-that of sequence numbers; the same machine decides what is missing and whether a view belongs to the stream.
-What is missing is not replayed: the engine is followed anew, from the view on that lies on the server.
+The third kind of stream, beside `dialled` and `bound`: change-log entries replace batches, and entry numbers
+replace sequence numbers; the same state machine detects gaps and decides whether a view belongs to a stream.
+A gap is not replayed: the stream restarts from the snapshot on the server.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from xxhash import xxh3_128_digest
@@ -21,38 +21,47 @@ from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError, PeerError, UnavailableError
 from indexer.peers.messages import SnapshotReader
 from indexer.streams.actions import Batch
-from indexer.streams.change_log import Entry, decode_entry
-from indexer.streams.recovery import EngineStream
+from indexer.streams.recovery import EngineStream, StreamThread
+from indexer.streams.redis_link import RedisLink
 from indexer.streams.snapshot import Fetched
-from indexer.views.view_parts import Outcome, ViewSnapshot
+from indexer.views.view_parts import Entry, Outcome, ViewSnapshot, decode_entry
 
 if TYPE_CHECKING:
-    from indexer.streams.engine_registry import Roster
-    from indexer.streams.relay import RedisLink
-    from indexer.streams.subscriber import Subscriber
+    from indexer.streams.engine_registry import EngineRegistry
 
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
-# An engine that was not connected for so long is followed here.
+# An engine that was disconnected for this long is followed through the relay.
 UNLINKED_S = 2.0
 _ENTRIES_AT_ONCE = 64
 
 _MESSAGES = msgspec.msgpack.Decoder(list[bytes])
 
 
-class RelayedStream(EngineStream):
-    """One engine that is followed through the relay; on the subscriber's thread only."""
+class RelayThread(StreamThread, Protocol):
+    """Thread on which relayed streams run; see `Subscriber`."""
 
-    def __init__(self, stream: PodStream, sockets: Subscriber, reader: RelayReader) -> None:
-        # The server is asked where others ask the engine, and entries are numbered from their own first.
+    def relay(
+        self,
+        engine: str,
+        step: Callable[[RelayedStream, float], object],
+        reader: RelayReader | None = None,
+    ) -> None: ...
+
+
+class RelayedStream(EngineStream):
+    """Stream of one engine that is followed through the relay. Runs on the subscriber's thread only."""
+
+    def __init__(self, stream: PodStream, subscriber: StreamThread, reader: RelayReader) -> None:
+        # Snapshots come from the server, not from the engine; entry numbers have a start of their own.
         there = replace(stream, replay_endpoint=None, snapshot_url=None, first_sequence=0)
-        super().__init__(there, sockets)
+        super().__init__(there, subscriber)
         self._reader = reader
         self._stored: Fetched | None = None
 
     def up(self, stored: Fetched, entry: Batch, now_s: float) -> None:
-        """Follow the engine from a view on, given the entry as of which it was listed."""
+        """Start from a snapshot, given the entry as of which it was written."""
         self._stored = stored
         self.link_up(now_s)
         self.live([entry], now_s)
@@ -62,43 +71,43 @@ class RelayedStream(EngineStream):
         self._reader.forget(self.name)
 
     def _outcome(self, payloads: Sequence[bytes]) -> Outcome:
-        return self._sink.apply_entries(self.name, payloads)
+        return self._ingest.apply_entries(self.name, payloads)
 
     def _request(self, deliver: Callable[[Fetched, float], None]) -> None:
         stored, self._stored = self._stored, None
-        # A view that is in doubt is not built from the same entries again.
+        # An invalid view is not rebuilt from the same entries.
         if not self._peers:
             stored = Fetched(None)
         if stored is None:
             self._reader.forget(self.name)
         else:
-            deliver(stored, self._sockets.clock())
+            deliver(stored, self._subscriber.clock())
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A view as it lies on the server."""
+    """Snapshot of a view on the server."""
 
     epoch: str
-    number: int  # of the last entry that is in it
-    snapshot: ViewSnapshot | None  # at the engine's own sequence number; None: it cannot be read
+    number: int  # number of the last entry in the snapshot
+    snapshot: ViewSnapshot | None  # as of the engine's own sequence number; None: it cannot be read
     size_bytes: int
 
 
 class RelayReader:
-    """Follows engines that others write; on the relay's thread but for `ask` and `forget`."""
+    """Reader of the views that other routers write. Runs on the relay's thread, except `ask` and `forget`."""
 
     def __init__(
         self, link: RedisLink, key: Callable[[str, str], bytes], config: IndexerConfig, tiers: int
     ) -> None:
         self.link = link
-        self.has_more = False  # whether `turn` has left something to do at once
-        self._key = key  # names an engine's "lease", "stream" or "view"
+        self.has_more = False  # whether `turn` must be called again immediately
+        self._key = key  # returns the Redis key of an engine's "lease", "stream" or "view"
         self._config = config
         self._tiers = tiers
         self._looked_s = -_LOOK_S
-        # By engine: since when it is not connected; epoch and number of the last entry that was read; the
-        # epoch of those that are to be followed next.
+        # By engine: time of its disconnection; epoch and number of the last entry read; epoch of engines that
+        # are to be followed next.
         self._unlinked_s: dict[str, float] = {}
         self._at: dict[str, tuple[str, int]] = {}
         self._next: dict[str, str] = {}
@@ -108,15 +117,15 @@ class RelayReader:
     def follows(self) -> bool:
         return bool(self._at)
 
-    def begin(self, subscriber: Subscriber, roster: Roster) -> None:
-        self._subscriber, self._roster = subscriber, roster
+    def begin(self, subscriber: RelayThread, engine_registry: EngineRegistry) -> None:
+        self._subscriber, self._engine_registry = subscriber, engine_registry
 
     def forget(self, holder: str) -> None:
-        """Follow an engine no more until it was not connected for a while, and then anew."""
+        """Stop following an engine, until it has been disconnected for `UNLINKED_S` again."""
         self._forgotten.append(holder)
 
     def ask(self, stream: PodStream) -> tuple[ViewSnapshot | None, int]:
-        """Fetch an engine's view and what came since, as of the last batch in it; tell its size in bytes."""
+        """Return an engine's view with all later entries, and the size of its snapshot in bytes."""
         holder = stream.holder
         try:
             stored = self._view(holder)
@@ -124,7 +133,7 @@ class RelayReader:
                 return None, 0
             entries = self._entries_behind(holder, stored)
         except (UnavailableError, PeerError, PayloadError) as error:
-            _log.info("no view from redis: engine=%s error=%s", holder, error)
+            _log.info("redis view unavailable: engine=%s error=%s", holder, error)
             return None, 0
         last: Entry | ViewSnapshot = entries[-1] if entries else stored.snapshot
         parts = [*stored.snapshot.parts, *entries]
@@ -132,7 +141,7 @@ class RelayReader:
         return found, stored.size_bytes
 
     def turn(self) -> None:
-        """Look for engines to follow, begin with one, and take the entries that came of the others.
+        """Find engines to follow, start following one, and read new entries of the followed ones.
 
         Raises:
             UnavailableError: The server does not answer.
@@ -157,12 +166,12 @@ class RelayReader:
         self.has_more = False
 
     def _look(self, now_s: float) -> None:
-        engines = self._roster.engines
+        engines = self._engine_registry.engines
         unlinked = [holder for holder, engine in engines.items() if not engine.linked]
         self._unlinked_s = {holder: self._unlinked_s.get(holder, now_s) for holder in unlinked}
         wanted = [holder for holder in unlinked if now_s - self._unlinked_s[holder] >= UNLINKED_S]
         if not wanted:
-            # So that the metrics tell whether the server answers.
+            # Ping the server, so that the metrics report whether it answers.
             self.link.call(self.link.client.ping)
         leases = [self._key(holder, "lease") for holder in wanted]
         tokens = self.link.call(self.link.client.mget, leases) if wanted else []
@@ -223,14 +232,14 @@ class RelayReader:
         try:
             snapshot = reader.read(_MESSAGES.decode(data))
         except (msgspec.MsgspecError, PeerError) as error:
-            _log.info("view on redis cannot be read: engine=%s error=%s", holder, error)
+            _log.info("redis view unreadable: engine=%s error=%s", holder, error)
         return _Stored(*at, snapshot, len(data))
 
     def _entries_behind(self, holder: str, stored: _Stored) -> list[Entry]:
-        """Return the entries of the view's epoch behind it, as far as none is missing.
+        """Return the entries behind a snapshot in its epoch, up to the first missing one.
 
         Raises:
-            PeerError: There are more than a view's stream may have wait.
+            PeerError: The entries exceed `IndexerConfig.recovery_bytes_per_pod`.
         """
         found: list[Entry] = []
         name, left_bytes = self._key(holder, "stream"), self._config.recovery_bytes_per_pod
@@ -246,14 +255,14 @@ class RelayReader:
                     return found
                 left_bytes -= len(batch.payload)
                 if left_bytes < 0:
-                    raise PeerError("too_large", "entries of an engine")
+                    raise PeerError("too_large", "the entries of the engine exceed recovery_bytes_per_pod")
                 found.append(decode_entry(batch.payload, self._tiers))
             if len(batches) < _ENTRIES_AT_ONCE:
                 return found
 
 
 def _batches(page: Sequence[tuple[bytes, dict[bytes, bytes]]], epoch: str) -> Iterator[Batch]:
-    """Yield the entries of a page that are of this epoch and have what an entry has."""
+    """Yield the well-formed entries of a page that are of this epoch."""
     for place, fields in page:
         at = _place(place)
         if at is not None and at[0] == epoch and (data := fields.get(b"entry")) is not None:
@@ -261,7 +270,7 @@ def _batches(page: Sequence[tuple[bytes, dict[bytes, bytes]]], epoch: str) -> It
 
 
 def _place(place: bytes) -> tuple[str, int] | None:
-    """Return epoch and number of an id; None if it is none."""
+    """Return epoch and number of an entry's id; None if the id is malformed."""
     epoch, dash, number = place.partition(b"-")
     if not dash or not epoch.isdigit() or not number.isdigit() or len(number) > 18:
         return None

@@ -1,9 +1,10 @@
-"""The state of an engine's cache as its model server tells it: asked for over HTTP, batches of events out.
+"""Snapshots of an engine's cache: fetched from its model server over HTTP, or from other routers.
 
 `GET /kv_events/snapshot` answers with one msgpack map: `schema` 1, `boot_id` of the process, `sequence`
-(number of the first batch that is not in it), `block_size`, `blocks` (copies told) and `batches`, payloads of
-the very form that is published. Applied in order to an empty view they give what the cache holds. The engine
-is asked first, then our peers are, on threads of their own, so that the events' thread never waits.
+(number of the first batch that is not in the snapshot), `block_size`, `blocks` (copies of blocks) and
+`batches`, payloads in the format of published batches. Applied in order to an empty view they give the
+content of the cache. The engine is asked first and peers after it, on worker threads, so that the
+subscriber's thread never waits.
 """
 
 from __future__ import annotations
@@ -30,64 +31,64 @@ _log = logging.getLogger(__name__)
 _NOT_OFFERED = frozenset({404, 405, 501})
 _PIECE_BYTES = 1 << 18
 _CONNECT_S = 3.0
-# Without a byte for this long it has failed, so that `close` is not kept waiting by a silent server.
+# Read timeout; short, so that a silent server does not delay `close`.
 _IDLE_S = 5.0
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of an engine's cache at one moment."""
+    """Content of an engine's cache at one sequence number."""
 
     schema: int
     boot_id: str
-    sequence: int  # number of the first batch of its stream that is not in here
+    sequence: int  # number of the stream's first batch that is not in the snapshot
     block_size: int
-    blocks: int  # copies of blocks in here
+    blocks: int  # copies of blocks in the snapshot
     batches: list[bytes]  # payloads, parents before children
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetched:
-    """Result of asking an engine, and then our peers, for a snapshot."""
+    """Result of a snapshot request to an engine and then to other sources."""
 
-    answer: Snapshot | ViewSnapshot | None  # the engine's, or another router's view; None: nobody gave one
-    size_bytes: int = 0  # of its messages
-    refusal: str | None = None  # why the engine itself gave none; None where it did, or was not asked
-    source: str = "engine"  # who gave it: "engine", "peer" or "redis"
+    answer: Snapshot | ViewSnapshot | None  # from the engine, or a view of another router; None: unavailable
+    size_bytes: int = 0  # size of its messages
+    refusal: str | None = None  # why the engine sent none; None if it did or was not asked
+    source: str = "engine"  # "engine", "peer" or "redis"
 
 
 _DECODER = msgspec.msgpack.Decoder(Snapshot)
 
 
 def read_snapshot(data: bytes) -> Snapshot:
-    """Reads the body of an answer.
+    """Decode the body of an engine's answer.
 
     Raises:
-        PayloadError: It is none, or of another form.
+        PayloadError: The body is malformed or of another schema.
     """
     try:
         snapshot = _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise PayloadError("broken", str(error)) from None
     if snapshot.schema != SCHEMA:
-        raise PayloadError("schema", f"snapshots of version {SCHEMA} are read, not {snapshot.schema}")
+        raise PayloadError("schema", f"expected snapshot schema {SCHEMA}, got {snapshot.schema}")
     if not 0 <= snapshot.sequence <= _SEQUENCE_MAX:
-        raise PayloadError("sequence", f"{snapshot.sequence} is no sequence number")
+        raise PayloadError("sequence", f"sequence: expected 0..{_SEQUENCE_MAX}, got {snapshot.sequence}")
     return snapshot
 
 
-# A stream in, a view or None and its size in bytes out.
-Ask = Callable[[PodStream], tuple[ViewSnapshot | None, int]]
+# Function from a stream to a view, None if unavailable, and the view's size in bytes.
+SnapshotSource = Callable[[PodStream], tuple[ViewSnapshot | None, int]]
 
 
 class SnapshotFetcher:
-    """Fetches several at once."""
+    """Worker pool that fetches snapshots from engines and other sources."""
 
-    def __init__(self, config: IndexerConfig, others: Mapping[str, Ask]) -> None:
+    def __init__(self, config: IndexerConfig, others: Mapping[str, SnapshotSource]) -> None:
         token, at_once = config.admin_token, config.concurrent_snapshots
         self._authorization = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._max_bytes = config.snapshot_max_bytes
         self._total_s = config.snapshot_total_s
-        self._others = others  # by source; asked in this order for what an engine does not tell
+        self._others = others  # by name; asked in this order if the engine has no snapshot
         self._closing = threading.Event()
         self._http = urllib3.PoolManager(
             num_pools=at_once, retries=False, timeout=urllib3.Timeout(connect=_CONNECT_S, read=_IDLE_S)
@@ -102,19 +103,21 @@ class SnapshotFetcher:
         self._workers.shutdown(cancel_futures=True)
         self._http.clear()
 
-    def _run(self, stream: PodStream, deliver: Callable[[Fetched], None], others: Mapping[str, Ask]) -> None:
+    def _run(
+        self, stream: PodStream, deliver: Callable[[Fetched], None], others: Mapping[str, SnapshotSource]
+    ) -> None:
         try:
-            fetched = Fetched(None) if stream.snapshot_url is None else self._of_engine(stream)
+            fetched = Fetched(None) if stream.snapshot_url is None else self._from_engine(stream)
             for source, ask in others.items():
                 if fetched.answer is None:
                     snapshot, size_bytes = ask(stream)
                     fetched = Fetched(snapshot, size_bytes, fetched.refusal, source)
         except Exception:
-            _log.exception("snapshot of %s", stream.holder)
+            _log.exception("snapshot failed: pod=%s", stream.holder)
             fetched = Fetched(None, refusal="internal_error")
         deliver(fetched)
 
-    def _of_engine(self, stream: PodStream) -> Fetched:
+    def _from_engine(self, stream: PodStream) -> Fetched:
         url = stream.snapshot_url or ""
         try:
             body = self._get(url, self._authorization if stream.snapshot_admin else {})
@@ -122,7 +125,7 @@ class SnapshotFetcher:
         except PayloadError as error:
             return Fetched(None, refusal=error.reason)
         except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
-            _log.info("no snapshot from %s: %s", url, error)
+            _log.info("snapshot unavailable: url=%s error=%s", url, error)
             return Fetched(None, refusal="unreachable")
 
     def _get(self, url: str, headers: Mapping[str, str]) -> bytes:
@@ -143,7 +146,7 @@ class SnapshotFetcher:
                 reason = "not_offered" if response.status in _NOT_OFFERED else "refused"
                 raise PayloadError(reason, f"status {response.status}")
             body = bytearray()
-            # read1 gives what is there: a body that trickles in cannot outlast the time in all.
+            # read1 returns what has arrived, so that a slow body cannot exceed the total timeout.
             while piece := response.read1(_PIECE_BYTES):
                 body += piece
                 if len(body) > self._max_bytes:
@@ -151,6 +154,6 @@ class SnapshotFetcher:
                 if time.monotonic() > ends_s or self._closing.is_set():
                     raise PayloadError("timeout", f"not read within {self._total_s:g} s")
         finally:
-            # Not to be used again: what is left of the body is nobody's.
+            # Do not reuse the connection: the rest of the body is unread.
             response.close()
         return bytes(body)

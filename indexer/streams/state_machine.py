@@ -1,58 +1,58 @@
-"""Sequence state machine of one pod's event stream: keeps the view exact, or says that it is not.
+"""Sequence state machine of one engine's event stream: keeps the view EXACT, or reports that it is not.
 
-Sequence numbers with payloads, link changes, snapshots and replay answers come in; what to apply, to clear,
-to fetch and to replay goes out, in the order in which it must be done. Pure: payloads are opaque, sockets and
-retries are the caller's.
+Input: sequence numbers with payloads, link changes, snapshots and replay answers. Output: actions (apply,
+clear, fetch, replay), in the order in which they must be executed. Pure: payloads are opaque, and the caller
+does I/O and retries.
 
-A life is one process of the engine: its sequence starts at 0 and never goes back.
+The sequence numbers of one engine process start at 0 and never go back.
 
-- The link comes up for the first time: a snapshot is fetched where one is offered. Without one, all that the
-  engine still remembers is replayed, from 0. What a peer told of its view is of this life only if the engine
-  still has the last batch in it, or sent it to us too; else it is dropped.
-- It comes up again: the engine is asked for the last batch that was applied. If it returns that very batch
-  it is the same process, and what it says after it is applied. If not, this is a new life.
-- A batch is missing: live batches wait while the missing ones are replayed. If they cannot be had, what the
-  view holds may be wrong anywhere: it is cleared, and goes on from a snapshot or what there is. If only the
-  replay failed, all is asked for again later; the view is of use until the answer comes.
-- The live sequence goes back: a new life.
-- A new life: the view is cleared and built as after the first connection. Nothing of the old life is applied
-  after that.
+- First connection: fetch a snapshot if one is offered, else replay all that the engine still has, from 0. A
+  peer's view belongs to this engine process only if the engine still has the view's last batch, or sent it
+  to us too; otherwise drop the view.
+- Reconnection: request the last applied batch. If the engine returns the same batch, it is the same process,
+  and its later batches are applied. If not, it is a new process.
+- Gap: live batches wait while the missing ones are replayed. If they are unavailable, any part of the view
+  may be wrong: clear it, and continue from a snapshot or from the available batches. If only the replay
+  failed, repeat it later; the view is used until the answer arrives.
+- A live sequence number goes back: a new process.
+- New process: clear the view and build it as after the first connection. No batch of the old process is
+  applied any more.
 
-The view is EXACT while it holds all that was published since the cache was empty: from sequence 0, from a
-snapshot or from an AllBlocksCleared on, as far as the index has room: what that evicts is counted
-(evicted_blocks), not stale. It is STALE when something is known to lack; events are applied all the same.
-Without a replay socket a view is EXACT only if it saw sequence 0, and is cleared when the link was lost.
+The view is EXACT while it has everything published since the cache was empty: from sequence 0, a snapshot or
+an AllBlocksCleared on. Blocks that the index evicts are counted (evicted_blocks) and do not make it STALE.
+The view is STALE when something is known to be missing; events are applied anyway. Without a replay socket
+a view is EXACT only if it started at sequence 0, and it is cleared when the link is lost.
 """
 
 from __future__ import annotations
 
 from xxhash import xxh3_128_digest
 
+from indexer.index.contract import StreamState
 from indexer.streams.actions import (
+    BACKGROUND,
     CHECKS,
     FETCHES,
-    UNSEEN,
     Action,
     Apply,
     Clear,
     Fetch,
     Purpose,
+    ReorderBuffer,
     Replay,
-    WaitingBatches,
 )
-from indexer.streams.actions import StreamState as StreamState
 
-# So many snapshots in a row that no live batch could follow: it is tried without.
-_FRUITLESS_MAX = 3
+# Snapshots in a row that did not join up with the live batches, after which no more are fetched.
+_UNUSABLE_SNAPSHOTS_MAX = 3
 
 
 class StreamMachine:
-    """The state of one pod's stream.
+    """State machine of one engine's stream.
 
     Args:
         max_batches: Most live batches that wait for a replay.
-        max_bytes: Most payload bytes that wait. Beyond either, all that wait are dropped, and replayed later.
-        first_sequence: Number of a life's first batch: 0, but llm-d's simulator begins with 1.
+        max_bytes: Most payload bytes that wait. Beyond either bound, all are dropped and replayed.
+        first_sequence: Sequence number of a process's first batch: 0, but 1 for llm-d's simulator.
     """
 
     def __init__(
@@ -69,22 +69,23 @@ class StreamMachine:
         self._snapshots = snapshots
         self._first = first_sequence
         self._up = False
-        # What the view lacks; None: nothing.
-        self._lacking: str | None = "no_history"
-        # The sequence number to apply next; None: any, nothing of the stream is applied.
+        # Why the view is incomplete; None: it is complete.
+        self._missing: str | None = "no_history"
+        # Next sequence number to apply; None: any, because no batch of the stream was applied yet.
         self._next: int | None = None
         self._view = 0
-        # Whether nothing was applied to it; whether the engine said last that its cache is empty.
-        self._empty, self._told_empty = True, False
-        # Of the last batch applied; empty: none was, or it came in a snapshot.
+        # Whether no batch was applied to the view; whether the engine last reported an empty cache.
+        self._empty, self._reported_empty = True, False
+        # Digest of the last applied batch; empty: none, or it was part of a snapshot.
         self._last_digest = b""
-        # What the view holds is a peer's, and nothing has shown yet that it is of this life.
-        self._unproven = False
-        self._fruitless, self._last_live = 0, -1
-        # Number and digest of the last batch that this process of the engine sent to us.
+        # Whether the view is a peer's that is not verified to be of this engine process.
+        self._unverified = False
+        self._unusable_snapshots, self._last_live = 0, -1
+        # Sequence number and digest of the last batch that this engine process sent to us.
         self._seen: tuple[int, bytes] | None = None
-        self.waiting = WaitingBatches(max_batches, max_bytes)
-        # What runs: why; of a replay from where, whether there was an answer, whether a check was passed.
+        self.waiting = ReorderBuffer(max_batches, max_bytes)
+        # Running replay or fetch: its purpose; of a replay: its start, whether an answer arrived, and whether
+        # the identity check passed.
         self._purpose: Purpose | None = None
         self._asked_from = 0
         self._answered = False
@@ -92,42 +93,42 @@ class StreamMachine:
 
     @property
     def state(self) -> StreamState:
-        if not self._up or self._purpose not in UNSEEN:
+        if not self._up or self._purpose not in BACKGROUND:
             return StreamState.RECOVERING
-        return StreamState.STALE if self._lacking else StreamState.EXACT
+        return StreamState.STALE if self._missing else StreamState.EXACT
 
     @property
     def reason(self) -> str:
-        """Why the state is what it is; empty for EXACT."""
+        """Reason of the state; empty for EXACT."""
         if not self._up:
             return "link_down"
-        if self._purpose not in UNSEEN:
+        if self._purpose not in BACKGROUND:
             return str(self._purpose)
-        return self._lacking or ""
+        return self._missing or ""
 
     @property
     def replay_start(self) -> int | None:
-        """From where a replay that broke off must be asked again; None: it is not wanted any more."""
+        """Sequence number from which an interrupted replay must be repeated; None: no longer needed."""
         if self._purpose is None or self._purpose in FETCHES:
             return None
         expected = 0 if self._purpose is Purpose.RETRY else self._next or 0
         return expected - 1 if self._purpose in CHECKS and not self._confirmed else expected
 
     @property
-    def mark(self) -> tuple[int, bytes] | None:
-        """Number and digest of the last batch in an EXACT view at rest; None for any other view."""
+    def last_batch(self) -> tuple[int, bytes] | None:
+        """Sequence number and digest of the last batch in an EXACT view without a replay; else None."""
         if self.state is not StreamState.EXACT or self._purpose or self._next is None:
             return None
         return (self._next - 1, self._last_digest) if self._last_digest else None
 
-    def healable(self, *, snapshots: bool = True) -> bool:
-        """Whether the view lacks what may be had later, of `snapshots` too, and nothing is under way."""
+    def can_repair(self, *, snapshots: bool = True) -> bool:
+        """Return whether a STALE view may be completed by a replay, or by a snapshot if `snapshots`."""
         sources = (self._snapshots and snapshots) or self._retriable
         return sources and self._purpose is None and self.state is StreamState.STALE
 
     @property
     def _retriable(self) -> bool:
-        return self._replayable and self._lacking == "replay_failed"
+        return self._replayable and self._missing == "replay_failed"
 
     def link_up(self) -> list[Action]:
         self._up = True
@@ -137,11 +138,11 @@ class StreamMachine:
             return self._fetch(Purpose.SNAPSHOT)
         if self._replayable:
             return self._ask(Purpose.HISTORY)
-        # Nothing can tell whether it is still the same process.
+        # Nothing shows whether it is still the same process.
         return [] if self._next is None else self._restart("link_lost")
 
     def link_down(self) -> list[Action]:
-        """The connection was lost, with all that had not been received; the view stays for now."""
+        """Handle a lost connection: unreceived batches are lost; the view stays until reconnection."""
         self._up = False
         self._purpose = self._seen = None
         self._last_live = -1
@@ -149,7 +150,7 @@ class StreamMachine:
         return []
 
     def live(self, sequence: int, payload: bytes) -> list[Action]:
-        self.forgo_tail()
+        self.cancel_tail_check()
         actions: list[Action] = [] if self._up else self.link_up()
         if sequence <= self._last_live:
             self.waiting.forget()
@@ -161,30 +162,30 @@ class StreamMachine:
         return actions if waits else actions + self._drain(give_up=not self._replayable)
 
     def check_tail(self) -> list[Action]:
-        """The stream fell quiet: find out whether the last batch applied is the last one published."""
+        """Check a quiet stream: whether the last applied batch is the last published one."""
         due = self._up and self._replayable and self._next is not None and self._purpose is None
         return self._ask(Purpose.TAIL) if due else []
 
-    def forgo_tail(self) -> bool:
-        """Gives up finding that out, if it is being found out; tells whether it was."""
+    def cancel_tail_check(self) -> bool:
+        """Cancel a running tail check; return whether one was running."""
         if was_tail := self._purpose is Purpose.TAIL:
             self._purpose = None
         return was_tail
 
-    def heal(self) -> list[Action]:
-        """Tries to get what a STALE view lacks; until it comes the view goes on as it is."""
-        self.forgo_tail()
-        if not self.healable():
+    def repair(self) -> list[Action]:
+        """Request a replay or snapshot for a STALE view. The view keeps serving meanwhile."""
+        self.cancel_tail_check()
+        if not self.can_repair():
             return []
-        return self._fetch(Purpose.HEALING) if self._snapshots else self._ask(Purpose.RETRY)
+        return self._fetch(Purpose.REPAIR) if self._snapshots else self._ask(Purpose.RETRY)
 
     def snapshot_begun(self) -> list[Action]:
         if self._purpose not in FETCHES:
             return []
         self._purpose = Purpose.SNAPSHOT
-        actions = self._lose("snapshot")
-        # From here on only what cannot be applied lacks.
-        self._lacking = None
+        actions = self._discard_view("snapshot")
+        # The snapshot is complete; only batches that cannot be applied make the view STALE from here on.
+        self._missing = None
         return actions
 
     def snapshot_batch(self, payload: bytes) -> list[Action]:
@@ -194,27 +195,27 @@ class StreamMachine:
         return [Apply(payload, self._view)]
 
     def part_imported(self) -> bool:
-        """Whether a part of a peer's snapshot may be added to the view; it is, then."""
+        """Return whether the caller may add a part of a peer's snapshot, which it must then do."""
         if self._purpose is not Purpose.SNAPSHOT:
             return False
         self._empty = False
         return True
 
     def imported(self, sequence: int, digest: bytes) -> list[Action]:
-        """A peer's snapshot is complete; this is the last batch in it."""
+        """Handle the end of a peer's snapshot, given its last batch."""
         if self._purpose is not Purpose.SNAPSHOT:
             return []
         self._purpose, self._next = None, sequence + 1
-        self._last_digest, self._unproven = digest, True
+        self._last_digest, self._unverified = digest, True
         if self._replayable:
             return self._ask(Purpose.IDENTITY)
         if self._seen == (sequence, digest) or self.waiting.has(sequence, digest):
-            self._unproven = False
+            self._unverified = False
             return self._drain(give_up=True)
-        return self._disproved()
+        return self._identity_changed()
 
     def snapshot_ended(self, sequence: int) -> list[Action]:
-        """The snapshot is complete; the stream goes on with this number."""
+        """Handle the end of an engine's snapshot; the stream continues with this sequence number."""
         if self._purpose is not Purpose.SNAPSHOT:
             return []
         self._purpose, self._next = None, sequence
@@ -222,30 +223,31 @@ class StreamMachine:
 
     def snapshot_failed(self) -> list[Action]:
         purpose, self._purpose = self._purpose, None
-        if purpose is Purpose.HEALING:
+        if purpose is Purpose.REPAIR:
             actions = self._drain(give_up=not self._replayable)
             return actions + self._ask(Purpose.RETRY) if self._retriable and not self._purpose else actions
         if purpose is not Purpose.SNAPSHOT:
             self._purpose = purpose
             return []
-        actions = self._lose("no_history", "snapshot_failed")
+        actions = self._discard_view("no_history", "snapshot_failed")
         if self._replayable:
             return actions + self._ask(Purpose.HISTORY)
         return actions + self._drain(give_up=True)
 
-    def doubted(self, reason: str) -> list[Action]:
-        """Something else tells that the view is wrong: it is built anew, of no peer's (same events)."""
-        return self._restart(reason, peers=False) if self._up and self._purpose in UNSEEN else []
+    def invalidate(self, reason: str) -> list[Action]:
+        """Rebuild a view that is reported as wrong; not from a peer, whose view has the same events."""
+        return self._restart(reason, peers=False) if self._up and self._purpose in BACKGROUND else []
 
     def emptied_silently(self, reason: str) -> list[Action]:
-        """Something else than the stream tells that the engine dropped its cache, and has not said so yet.
+        """Clear the view of an engine that dropped its cache but has not published that yet.
 
-        The view is cleared and STALE until the engine says so. It does so once: a view known empty stays.
+        The view is STALE until the engine publishes it. The engine does so once, so a view that is known to
+        be empty stays.
         """
-        if not self._up or self._purpose not in UNSEEN or self._empty or self._told_empty:
+        if not self._up or self._purpose not in BACKGROUND or self._empty or self._reported_empty:
             return []
         expected, digest = self._next, self._last_digest
-        actions = self._lose(reason)
+        actions = self._discard_view(reason)
         self._next, self._last_digest, self._purpose = expected, digest, None
         return actions + self._drain(give_up=not self._replayable)
 
@@ -257,24 +259,24 @@ class StreamMachine:
         if self._purpose in CHECKS and not self._confirmed:
             self._confirmed = sequence == expected - 1 and xxh3_128_digest(payload) == self._last_digest
             if not self._confirmed:
-                return self._disproved()
-            self._unproven = False
+                return self._identity_changed()
+            self._unverified = False
             return []
         actions: list[Action] = []
         if self._purpose is Purpose.RETRY:
             self._purpose = Purpose.HISTORY
-            if self._lacking is None or sequence > self._first:
-                self._purpose, self._lacking = None, self._lacking and "history_truncated"
+            if self._missing is None or sequence > self._first:
+                self._purpose, self._missing = None, self._missing and "history_truncated"
                 return []
-            actions, expected = self._lose("no_history", "history"), 0
+            actions, expected = self._discard_view("no_history", "history"), 0
         if sequence < expected:
             return []
         if sequence > expected:
             if not first:
-                # A full queue on the way dropped answers in mid-replay: what is lost can still be asked for.
+                # A full queue dropped answers in mid-replay; they can be requested again.
                 return self._ask(Purpose.GAP)
             if self._next is not None or sequence > self._first:
-                actions = self._lose("history_truncated")
+                actions = self._discard_view("history_truncated")
                 if self._purpose is not Purpose.HISTORY and (fetch := self._fetch_again()):
                     return actions + fetch
         return [*actions, self._applied(sequence, payload)]
@@ -284,44 +286,48 @@ class StreamMachine:
             return []
         purpose, self._purpose = self._purpose, None
         if purpose in CHECKS and not self._confirmed:
-            return self._disproved()
+            return self._identity_changed()
         if self._next is None:
-            self._next, self._lacking = self._first, None
+            self._next, self._missing = self._first, None
         fruitless = self._next == self._asked_from
         return self._drain(give_up=purpose is Purpose.GAP and fruitless)
 
     def replay_failed(self) -> list[Action]:
-        """The replay socket could not be asked, or broke off, as often as the caller was ready to try."""
+        """Handle a replay that failed in all of the caller's attempts."""
         if self._purpose is None or self._purpose in FETCHES:
             return []
         purpose, self._purpose = self._purpose, None
         if purpose in (Purpose.TAIL, Purpose.RETRY):
             return []
-        actions = self._lose("replay_failed")
+        actions = self._discard_view("replay_failed")
         fetch = [] if purpose is Purpose.HISTORY else self._fetch_again()
         return actions + (fetch or self._drain(give_up=True))
 
     def emptied(self, view: int, *, holds_nothing: bool = False) -> None:
-        """A batch applied to this view told that the engine's cache is empty (still is): nothing lacks."""
+        """Mark a view as complete: an applied batch reported an empty cache.
+
+        Args:
+            holds_nothing: Whether the cache is still empty after that batch.
+        """
         if view == self._view:
-            self._lacking = None
-            self._told_empty = holds_nothing
+            self._missing = None
+            self._reported_empty = holds_nothing
 
     def damaged(self, view: int, reason: str) -> None:
         if view == self._view:
-            self._lacking = self._lacking or reason
+            self._missing = self._missing or reason
 
     def _restart(self, reason: str, *, peers: bool = True) -> list[Action]:
-        actions = self._lose("no_history", reason)
+        actions = self._discard_view("no_history", reason)
         if self._snapshots:
             return actions + self._fetch(Purpose.SNAPSHOT, peers=peers)
         return actions + self._ask(Purpose.HISTORY) if self._replayable else actions
 
-    def _disproved(self) -> list[Action]:
-        if not self._unproven:
+    def _identity_changed(self) -> list[Action]:
+        if not self._unverified:
             return self._restart("process_changed")
-        # A peer may say the same again and again: it is asked a few times, then done without.
-        actions = self._lose("no_history", "peer_unproven")
+        # A peer may offer the same view again; it is asked a bounded number of times.
+        actions = self._discard_view("no_history", "peer_unproven")
         if fetch := self._fetch_again():
             return actions + fetch
         return actions + (self._ask(Purpose.HISTORY) if self._replayable else self._drain(give_up=True))
@@ -331,22 +337,22 @@ class StreamMachine:
         return [Fetch(peers)]
 
     def _fetch_again(self) -> list[Action]:
-        self._fruitless += 1
-        if not self._snapshots or self._fruitless > _FRUITLESS_MAX:
+        self._unusable_snapshots += 1
+        if not self._snapshots or self._unusable_snapshots > _UNUSABLE_SNAPSHOTS_MAX:
             return []
         return self._fetch(Purpose.SNAPSHOT)
 
-    def _lose(self, lacking: str, reason: str | None = None) -> list[Action]:
+    def _discard_view(self, lacking: str, reason: str | None = None) -> list[Action]:
         self._view += 1
         was_empty = self._empty
-        self._next, self._lacking, self._last_digest, self._empty = None, lacking, b"", True
-        self._told_empty = self._unproven = False
+        self._next, self._missing, self._last_digest, self._empty = None, lacking, b"", True
+        self._reported_empty = self._unverified = False
         return [] if was_empty else [Clear(reason or lacking)]
 
     def _ask(self, purpose: Purpose) -> list[Action]:
         self._purpose = purpose
         self._answered = False
-        # Before the first batch there is none to check.
+        # Before the first batch there is nothing to check.
         self._confirmed = not self._last_digest
         self._asked_from = self._next or 0
         start = self.replay_start
@@ -355,16 +361,16 @@ class StreamMachine:
 
     def _applied(self, sequence: int, payload: bytes) -> Apply:
         if sequence <= self._first:
-            self._lacking = None
-        self._empty = self._told_empty = False
-        self._fruitless = 0
+            self._missing = None
+        self._empty = self._reported_empty = False
+        self._unusable_snapshots = 0
         self._next = sequence + 1
         self._last_digest = xxh3_128_digest(payload)
         self._seen = sequence, self._last_digest
         return Apply(payload, self._view)
 
     def _drain(self, *, give_up: bool) -> list[Action]:
-        """Applies what waits; `give_up`: does without what is missing, which cannot be had."""
+        """Apply waiting batches; `give_up`: skip missing ones, which are unavailable."""
         actions: list[Action] = []
         while True:
             sequence, payload = self.waiting.first
@@ -372,7 +378,7 @@ class StreamMachine:
                 self.gaps += not (give_up and self._replayable)
                 if not give_up:
                     return actions + self._ask(Purpose.GAP)
-                actions += self._lose("gap")
+                actions += self._discard_view("gap")
                 if fetch := self._fetch_again():
                     return actions + fetch
                 give_up = not self._replayable
@@ -383,6 +389,6 @@ class StreamMachine:
                 actions.append(self._applied(sequence, payload))
 
     def _fits(self, sequence: int) -> bool:
-        """Whether a batch is the next one; a life may begin with a lower number than expected."""
+        """Return whether a batch is the next one; a process may start below the declared first number."""
         fresh = self._next == self._first and not self._last_digest
         return self._next is None or sequence == self._next or (fresh and sequence < self._first)

@@ -1,8 +1,8 @@
-"""The thread that listens to all pods: one poller over every publisher, monitor and replay socket.
+"""Subscriber thread: one poller over the live, monitor and replay sockets of all engines.
 
-Streams to follow come in, from any thread; what they bring goes to the sink, on this thread. We connect to
-pods, pods connect to us, or both. Each ready socket has a bounded turn, so that a flood from one pod costs
-the others no more than that.
+Any thread may change the set of streams; their batches go to `ingest` on this thread. We connect to engines,
+engines connect to us, or both. Each ready socket has a bounded turn, so that a flood from one engine delays
+the others by at most that turn.
 """
 
 from __future__ import annotations
@@ -26,42 +26,40 @@ from common.repeated_log import RepeatedLog
 from indexer.config import PODS_MAX, PodStream
 from indexer.errors import ConfigError, ListenError, PeerError
 from indexer.peers.service import PeerClient
-from indexer.streams.bound import Inbox, Publisher
-from indexer.streams.dialled import Follower
+from indexer.streams.bound import BoundSocket, BoundStream
+from indexer.streams.dialled import DialledStream
 from indexer.streams.ingest import Ingest
-from indexer.streams.recovery import EngineStream
+from indexer.streams.recovery import EngineStream, PolledSource
 from indexer.streams.relayed import RelayedStream, RelayReader
 from indexer.streams.snapshot import SnapshotFetcher
 from indexer.views.view_parts import ViewSnapshot
 
 if TYPE_CHECKING:
-    from indexer.streams.change_log import Feed
-    from indexer.streams.relay import Relay
+    from indexer.streams.view_export import Feed
 
-# Owners of watched sockets; whoever fails is reset.
-Owner = EngineStream | Inbox
+# Owner of polled sockets; an owner that fails is reset.
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
 
 _MAX_SOCKETS = 4 * PODS_MAX
 _LONGEST_WAIT_S = 60.0
-# A look at the sockets waits for the interpreter several times, and finds cold caches: in a flow of events it
-# comes this much later, and still later the more there is to be taken, up to a bound.
+# Batch messages to reduce polls under load, because each poll waits for the GIL several times and starts with
+# cold CPU caches: pause after a turn in seconds (least, most), and as a multiple of the turn's duration.
 _GATHER_S, _GATHER_MOST_S = 0.004, 0.015
 _GATHER_FOR_TURN = 10.0
 
-# Sockets, their signallers and monitors of some thousand pods.
+# Limit of open files for some thousand pods: sockets, their signallers and monitors.
 _OPEN_FILES = 65_536
 
 
 def gather_s(turn_s: float) -> float:
-    """How long what comes is left to gather behind a turn that took so many seconds."""
+    """Return the pause in seconds after a turn that took `turn_s` seconds."""
     return min(_GATHER_MOST_S, max(_GATHER_S, _GATHER_FOR_TURN * turn_s))
 
 
 def raise_open_files() -> None:
-    """Each followed pod needs about five open files, far more than the usual soft limit allows."""
+    """Raise the soft limit of open files: each followed pod needs about five."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -69,41 +67,43 @@ def raise_open_files() -> None:
 
 
 class Subscriber:
-    """Follows a declared set of streams.
+    """Owner of the subscriber thread and of the streams of all followed engines.
 
     Raises:
-        ListenError: Pods cannot connect to `IndexerConfig.events_bind`.
+        ListenError: `IndexerConfig.events_bind` cannot be bound.
     """
 
-    def __init__(self, sink: Ingest, peers: PeerClient | None = None, relay: Relay | None = None) -> None:
-        self.config, self.sink, self.clock = sink.config, sink, sink.clock
+    def __init__(
+        self, ingest: Ingest, peers: PeerClient | None = None, relay: RelayReader | None = None
+    ) -> None:
+        self.config, self.ingest, self.clock = ingest.config, ingest, ingest.clock
         self._closing = False
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="kvroute-events", daemon=True)
         others = {} if peers is None else {"peer": peers.ask}
-        others |= {} if relay is None else {"redis": relay.reader.ask}
+        others |= {} if relay is None else {"redis": relay.ask}
         self.has_peers = bool(others)
         self.fetcher = SnapshotFetcher(self.config, others)
         self._peers = peers
-        # What other threads leave for ours.
+        # Calls from other threads.
         self._calls: deque[Callable[[], None]] = deque()
-        # Below: the thread's own.
+        # Used by the subscriber thread only.
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self.free_replays = self.config.concurrent_replays
-        self._followers: dict[str, Follower] = {}
+        self._followers: dict[str, DialledStream] = {}
         self._poller = zmq.Poller()
-        self._watched: dict[zmq.Socket[bytes], tuple[Owner, Callable[[float], None]]] = {}
+        self._watched: dict[zmq.Socket[bytes], tuple[PolledSource, Callable[[float], None]]] = {}
         self._relayed: dict[str, RelayedStream] = {}
-        self._inbox: Inbox | None = None
-        # When the last turn ended, and when something is due next.
+        self._inbox: BoundSocket | None = None
+        # End of the last turn, and the next deadline of any stream.
         self._turned_s = self._due_s = -math.inf
         self._gather_s = _GATHER_S
         try:
             if self.config.events_bind is not None:
-                self._inbox = Inbox(self)
+                self._inbox = BoundSocket(self)
         except ListenError:
             self.close()
             raise
@@ -116,7 +116,7 @@ class Subscriber:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends all subscriptions and the thread; idempotent."""
+        """Close all subscriptions and end the thread; idempotent."""
         if self._closing:
             return
         self._closing = True
@@ -133,10 +133,10 @@ class Subscriber:
         self._wake_out.close()
 
     def follow(self, streams: Iterable[PodStream]) -> None:
-        """Declares the full set of streams; one with a changed address or model begins anew.
+        """Replace the set of streams. A stream with a changed address or model starts over.
 
         Raises:
-            ConfigError: There are too many.
+            ConfigError: There are more than 4096 engines, or a stream needs `events_bind`, which is not set.
         """
         wanted = {stream.holder: stream for declared in streams for stream in declared.by_rank()}
         if len(wanted) > PODS_MAX:
@@ -146,42 +146,42 @@ class Subscriber:
                 raise ConfigError(f"stream of {stream.pod}: it connects to us, but events_bind is not set")
         self.call(partial(self._reconcile, wanted))
 
-    def doubt(self, pod: str, reason: str, *, emptied: bool, seen_s: float | None = None) -> None:
-        """Take another source's word that a pod's view is wrong: build it anew, or, if `emptied`, clear it.
+    def invalidate(self, pod: str, reason: str, *, emptied: bool, seen_s: float | None = None) -> None:
+        """Rebuild a pod's views, which another source reports as wrong; if `emptied`, only clear them.
 
-        A view that has changed since `seen_s` (None: now), when the cache was seen to be empty, stays.
+        With `emptied`, a view that has changed since `seen_s` (None: now) is kept.
         """
 
         def act() -> None:
             for owner in self._all_streams():
                 if owner.stream.pod == pod:
                     step = partial(owner.emptied_silently, reason, seen_s)
-                    self.guarded(owner, step if emptied else partial(owner.doubted, reason))
+                    self.guarded(owner, step if emptied else partial(owner.invalidate, reason))
 
         self.call(act)
 
     def export(self, engine: str, model: str | None = None, feed: Feed | None = None) -> Future[ViewSnapshot]:
-        """Lists an engine's view; the future gets it, or a PeerError: nothing of the view changed then.
+        """Start an export of an engine's view; the future receives it, or a PeerError.
 
         Args:
-            model: Which model it must serve; None: any.
-            feed: Gets all changes from there on, for the relay; None: a peer asks.
+            model: Model that the engine must serve; None: any.
+            feed: Receives all later changes, for the relay; None: the export is for a peer.
         """
-        told: Future[ViewSnapshot] = Future()
+        future: Future[ViewSnapshot] = Future()
 
         def act() -> None:
             try:
                 owner = self.stream(engine)
                 if owner is None or model not in (None, owner.stream.model):
                     raise PeerError("not_followed", f"{engine} with the model {model!r} is not followed")
-                owner.export(told, self.clock(), feed)
+                owner.export(future, self.clock(), feed)
             except Exception as error:
                 refusal = error if isinstance(error, PeerError) else PeerError("internal_error", repr(error))
-                if not told.done() and (told.running() or told.set_running_or_notify_cancel()):
-                    told.set_exception(refusal)
+                if not future.done() and (future.running() or future.set_running_or_notify_cancel()):
+                    future.set_exception(refusal)
 
         self.call(act)
-        return told
+        return future
 
     def relay(
         self,
@@ -189,17 +189,18 @@ class Subscriber:
         step: Callable[[RelayedStream, float], object],
         reader: RelayReader | None = None,
     ) -> None:
-        """Have an engine's stream do something that is followed through the relay.
+        """Run a step of an engine's relayed stream on the subscriber thread.
 
         Args:
-            reader: Follows it there from now on, unless it is connected; None: nothing begins.
+            reader: Start the relayed stream with this reader if the engine is not connected; None: run the
+                step only if the relayed stream exists.
         """
 
         def act() -> None:
             owner = self.stream(engine)
             is_new = engine not in self._relayed
             if reader is not None and is_new and owner is not None and not owner.connected:
-                # Its view begins anew; what the connection had brought is forgotten with it.
+                # The view from the lost connection is dropped.
                 owner.restart("relayed")
                 self._relayed[engine] = RelayedStream(owner.stream, self, reader)
             if (relayed := self._relayed.get(engine)) is not None:
@@ -208,18 +209,20 @@ class Subscriber:
         self.call(act)
 
     def end_relay(self, engine: str) -> None:
-        """Follow an engine no more through the relay, if it is; on the thread."""
+        """Stop following an engine through the relay. Called on the subscriber thread."""
         if (relayed := self._relayed.pop(engine, None)) is not None:
             relayed.close()
-            self.sink.clear(engine, "relay_ended")
+            self.ingest.clear(engine, "relay_ended")
 
     def call(self, act: Callable[[], None]) -> None:
-        """Has something done on our thread, from any thread; it must not fail."""
+        """Run a function, which must not raise, on the subscriber thread. Thread-safe."""
         self._calls.append(act)
         self._wake()
 
-    def watch(self, owner: Owner, watched: zmq.Socket[bytes], on_readable: Callable[[float], None]) -> None:
-        """Calls back with the time whenever the socket can be read."""
+    def watch(
+        self, owner: PolledSource, watched: zmq.Socket[bytes], on_readable: Callable[[float], None]
+    ) -> None:
+        """Call `on_readable` with the time whenever the socket can be read."""
         self._watched[watched] = (owner, on_readable)
         self._poller.register(watched, zmq.POLLIN)
 
@@ -228,7 +231,7 @@ class Subscriber:
         self._poller.unregister(watched)
 
     def _wake(self) -> None:
-        # A full pipe wakes it just as well; a closed one has nobody to wake.
+        # A full pipe wakes the thread anyway; a closed pipe means that the thread has ended.
         with contextlib.suppress(OSError):
             self._wake_in.send(b"\0")
 
@@ -247,9 +250,10 @@ class Subscriber:
             self._inbox.close()
 
     def _turn(self) -> None:
-        """Waits until something is ready or due, and lets everything that is have its turn.
+        """Wait until a socket is ready or a timer is due, and give each of them one turn.
 
-        What follows a turn at once waits, so that more of it is taken together; what is due does not.
+        Messages wait for the pause after a turn (`gather_s`), so that more are received together; timers do
+        not.
         """
         rest_s = min(self._due_s, self._turned_s + self._gather_s) - self.clock()
         if rest_s > 0:
@@ -259,7 +263,7 @@ class Subscriber:
         begun_s = self.clock()
         for ready, _ in readable:
             if isinstance(ready, zmq.Socket):
-                # An earlier turn may have closed it.
+                # An earlier turn may have closed the socket.
                 if ready in self._watched:
                     owner, on_readable = self._watched[ready]
                     self.guarded(owner, on_readable)
@@ -279,27 +283,27 @@ class Subscriber:
     def _next_due_s(self) -> float:
         return min((stream.due_s for stream in self._all_streams()), default=math.inf)
 
-    def _streams(self) -> Iterator[Follower | Publisher]:
+    def _streams(self) -> Iterator[DialledStream | BoundStream]:
         yield from self._followers.values()
         if self._inbox is not None:
             yield from self._inbox.publishers.values()
 
-    def stream(self, engine: str) -> Follower | Publisher | None:
+    def stream(self, engine: str) -> DialledStream | BoundStream | None:
         return next((owner for owner in self._streams() if owner.name == engine), None)
 
     def _all_streams(self) -> Iterator[EngineStream]:
         yield from self._streams()
         yield from self._relayed.values()
 
-    def guarded(self, owner: Owner, step: Callable[[float], object]) -> None:
-        """Has an owner do something; an error costs its view and nothing else."""
+    def guarded(self, owner: PolledSource, step: Callable[[float], object]) -> None:
+        """Run a step of an owner; an error drops the owner's views and no others."""
         try:
             step(self.clock())
         except Exception as error:
             _repeated.event(
                 "stream_failed",
                 owner.name,
-                "error while following %s; its view is dropped",
+                "stream failed, its view is dropped: pod=%s",
                 owner.name,
                 level=logging.ERROR,
                 error=error,
@@ -313,12 +317,12 @@ class Subscriber:
                 follower.close()
                 self.end_relay(holder)
                 del self._followers[holder]
-                self.sink.closed(holder)
+                self.ingest.closed(holder)
         if self._inbox is not None:
             awaited = {holder: stream for holder, stream in wanted.items() if holder not in dialled}
             elsewhere = frozenset(stream.pod for stream in dialled.values())
             self._inbox.declare(awaited, elsewhere, self.clock())
         for holder, stream in dialled.items():
             if holder not in self._followers:
-                self.sink.opened(stream)
-                self._followers[holder] = Follower(stream, self)
+                self.ingest.opened(stream)
+                self._followers[holder] = DialledStream(stream, self)

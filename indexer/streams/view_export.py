@@ -1,37 +1,54 @@
-"""One stream's view on its way to a peer: listed part by part, while what the stream says waits.
+"""Export of one stream's view: as a list of parts to a peer, and as a list with later changes to the relay.
 
-So the list and the sequence number belong together, no other stream waits, and nobody holds a lock for longer
-than a part takes. Runs on the subscriber's thread only; who asked waits for a future on a thread of its own.
+A view is listed one part per turn of the subscriber's thread, so that no other stream waits and the index's
+lock is held for one part at a time. Live batches of the stream wait meanwhile, so that the list and its
+sequence number belong together. While this router holds an engine's lease on the relay's server, a `Feed`
+records the view's changes: an epoch begins with a list of the view, each entry holds the changes of the
+batches since the entry before, and the epoch ends as soon as the view is not EXACT.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from indexer.errors import PeerError
+from indexer.index.contract import StreamState
 from indexer.streams.actions import Batch
-from indexer.streams.state_machine import StreamMachine, StreamState
-from indexer.views.view_parts import ViewContent, ViewPart, ViewSnapshot
+from indexer.streams.state_machine import StreamMachine
+from indexer.views.view_parts import Entry, ViewContent, ViewFacts, ViewPart, ViewSnapshot
+
+if TYPE_CHECKING:
+    from indexer.views.applier import EventApplier
 
 _log = logging.getLogger(__name__)
 
-# Between two parts, so that readers have the index's lock, and other threads the interpreter.
+# Pause between two parts, for readers that wait for the index's lock and threads that wait for the GIL.
 _TURN_S = 0.0005
-# While a view is listed so much may wait of its stream; beyond it the list is given up.
+# Bounds of the live batches that wait during an export; beyond them the export is aborted.
 _HELD_BATCHES_MAX = 2048
 _HELD_BYTES_MAX = 8 << 20
+# Bytes of unwritten entries of all engines; an epoch that would exceed them ends.
+_WAITING_BYTES_MAX = 64 << 20
+
+# Number of an epoch's first entry, which has no changes.
+FIRST = 1
 
 
 class ViewExports:
-    """At most one list of a view at a time, and the live batches that wait for its end."""
+    """At most one export of a view at a time, and the live batches that wait for its end."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes  # a view that takes more is not told
-        self._told: Future[ViewSnapshot] | None = None
+        self._max_bytes = max_bytes  # size above which a view is not exported
+        self._future: Future[ViewSnapshot] | None = None
         self._turns: Iterator[ViewSnapshot | None] = iter(())
         self._turn_s = math.inf
         self.held: deque[Batch] = deque()
@@ -39,76 +56,76 @@ class ViewExports:
 
     @property
     def running(self) -> bool:
-        return self._told is not None
+        return self._future is not None
 
     @property
     def holds(self) -> bool:
-        """Whether live batches must wait: the view is listed, or others wait since it was."""
+        """Return whether live batches must wait: an export runs, or earlier batches still wait."""
         return self.running or bool(self.held)
 
     @property
     def due_s(self) -> float:
-        """When `turn` must be called next, or the batches that waited be taken."""
+        """Return when `turn` must be called next, or the waiting batches be applied (-inf: now)."""
         return self._turn_s if self.running else -math.inf if self.held else math.inf
 
     def begin(
-        self, told: Future[ViewSnapshot], mark: tuple[int, bytes], content: ViewContent, now_s: float
+        self, future: Future[ViewSnapshot], last_batch: tuple[int, bytes], content: ViewContent, now_s: float
     ) -> None:
-        """Begins to list a view.
+        """Start an export.
 
         Args:
-            told: Gets the snapshot, or a PeerError.
-            mark: Number and digest of the last batch in the view.
+            future: Future of the snapshot, or of a PeerError.
+            last_batch: Sequence number and digest of the last batch in the view.
 
         Raises:
-            PeerError: It is being listed already.
+            PeerError: Another export runs.
         """
         if self.holds:
-            raise PeerError("busy", "the view is being listed for another peer")
-        self._told, self._turns, self._turn_s = told, self._list(mark, content), now_s
+            raise PeerError("busy", "the view is being exported for another peer")
+        self._future, self._turns, self._turn_s = future, self._list(last_batch, content), now_s
 
     def turn(self, now_s: float) -> None:
-        told = self._told
-        if told is None or now_s < self._turn_s:
+        future = self._future
+        if future is None or now_s < self._turn_s:
             return
-        if told.cancelled():
-            self.abort("given_up", "nobody waits for it any more")
+        if future.cancelled():
+            self.abort("given_up", "the request was cancelled")
             return
         self._turn_s = now_s + _TURN_S
         try:
             snapshot = next(self._turns)
         except Exception:
-            _log.exception("a view could not be listed for a peer")
-            self.abort("internal_error", "see the log")
+            _log.exception("view export failed")
+            self.abort("internal_error", "see the log of the exporting process")
         else:
             if snapshot is not None:
-                self._told = None
-                if told.set_running_or_notify_cancel():
-                    told.set_result(snapshot)
+                self._future = None
+                if future.set_running_or_notify_cancel():
+                    future.set_result(snapshot)
 
     def abort(self, reason: str, message: str) -> None:
-        """Gives the list up, if one is being made; what waited still waits."""
-        told, self._told = self._told, None
-        if told is not None and told.set_running_or_notify_cancel():
-            told.set_exception(PeerError(reason, message))
+        """Abort a running export; batches that waited still wait."""
+        future, self._future = self._future, None
+        if future is not None and future.set_running_or_notify_cancel():
+            future.set_exception(PeerError(reason, message))
 
     def hold(self, batches: Sequence[Batch]) -> bool:
-        """Lets live batches wait; False: too many wait, and all of them must be taken now."""
+        """Add live batches that must wait; False: too many wait, and all must be applied now."""
         self.held.extend(batches)
         self._held_bytes += sum(len(batch.payload) for batch in batches)
         if len(self.held) <= _HELD_BATCHES_MAX and self._held_bytes <= _HELD_BYTES_MAX:
             return True
-        self.abort("busy", "the stream says too much for its view to be listed")
+        self.abort("busy", "too many events arrived during the export")
         return False
 
     def take(self, most: int | None = None) -> list[Batch]:
-        """The oldest batches that waited; None: all of them."""
+        """Remove and return the oldest waiting batches, at most `most`."""
         number = len(self.held) if most is None else min(most, len(self.held))
         batches = [self.held.popleft() for _ in range(number)]
         self._held_bytes -= sum(len(batch.payload) for batch in batches)
         return batches
 
-    def _list(self, mark: tuple[int, bytes], content: ViewContent) -> Iterator[ViewSnapshot | None]:
+    def _list(self, last_batch: tuple[int, bytes], content: ViewContent) -> Iterator[ViewSnapshot | None]:
         parts: list[ViewPart] = []
         size_bytes = 0
         for part in content.parts:
@@ -116,20 +133,96 @@ class ViewExports:
                 parts.append(part)
                 size_bytes += sum(column.nbytes for column in part.blocks)
             if size_bytes > self._max_bytes:
-                self.abort("too_large", f"the view takes more than {self._max_bytes} bytes")
+                self.abort("too_large", f"the view exceeds {self._max_bytes} bytes")
             yield None
-        yield ViewSnapshot(*mark, content.facts, content.evicted_blocks, parts)
+        yield ViewSnapshot(*last_batch, content.facts, content.evicted_blocks, parts)
 
 
-def mark_of(machine: StreamMachine) -> tuple[int, bytes]:
-    """Number and digest of the last batch in a view that may be told to peers.
+def exportable_batch(machine: StreamMachine) -> tuple[int, bytes]:
+    """Return sequence number and digest of the last batch in a view that may be exported.
 
     Raises:
-        PeerError: It may not.
+        PeerError: The view may not be exported.
     """
-    mark, state = machine.mark, machine.state
-    if mark is not None:
-        return mark
+    last_batch, state = machine.last_batch, machine.state
+    if last_batch is not None:
+        return last_batch
     if state is StreamState.EXACT:
-        raise PeerError("unproven", "no batch was applied that could show whose view it is")
-    raise PeerError(state.lower(), f"its view is {state} ({machine.reason})")
+        raise PeerError("unproven", "no batch was applied that identifies the engine process")
+    raise PeerError(state.lower(), f"the view is {state} ({machine.reason})")
+
+
+class FeedQueue(Protocol):
+    """Unwritten entries of all feeds; see `Relay`."""
+
+    lock: threading.Lock
+    waiting_bytes: int
+    wake: threading.Event
+
+
+@dataclass(slots=True, eq=False)
+class Feed:
+    """Change-log entries of one engine in one epoch, recorded by the subscriber, written by the relay."""
+
+    holder: str
+    epoch: str
+    token: bytes
+    relay: FeedQueue
+    # Guarded by the relay's lock.
+    has_ended: bool = False
+    entries: list[bytes] = field(default_factory=list)  # not written yet
+    last_number: int = FIRST - 1
+    # Used by the subscriber's thread.
+    listed_at: int = FIRST - 1  # number of the last entry before the latest export
+    _state: EventApplier | None = None
+    _facts: ViewFacts | None = None
+    # Used by the relay's thread.
+    written_s: float = 0.0
+    listing: Future[ViewSnapshot] | None = None
+    last_view: int = FIRST - 1  # number of the last entry in the latest written snapshot
+    view_bytes: int = 0
+    bytes_since: int = 0  # size of the entries written since that snapshot
+
+    def list_from(self, state: EventApplier, machine: StreamMachine, last_batch: tuple[int, bytes]) -> None:
+        """Start the epoch, or continue it, at the view's present state.
+
+        Args:
+            last_batch: Sequence number and digest from `exportable_batch`.
+        """
+        if self._state is None:
+            state.change_log.begin()
+            self._state, self._facts = state, state.view.facts()
+            self._append(Entry(*last_batch))
+        else:
+            self.flush(machine)
+        self.listed_at = self.last_number
+
+    def flush(self, machine: StreamMachine) -> None:
+        """Record the changes since the last entry; end the epoch if the view is not EXACT."""
+        state = self._state
+        if state is None:
+            return
+        if self.has_ended or machine.state is not StreamState.EXACT or state.view.unexportable == "part_runs":
+            self.end()
+        elif (last_batch := machine.last_batch) is not None:
+            changes, facts = state.change_log.take(), state.view.facts()
+            if changes or facts != self._facts:
+                self._append(Entry(*last_batch, facts if facts != self._facts else None, changes))
+                self._facts = facts
+
+    def end(self) -> None:
+        if self._state is not None:
+            self._state.change_log.end()
+            self._state = None
+        self.has_ended = True
+        self.relay.wake.set()
+
+    def _append(self, entry: Entry) -> None:
+        data, relay = msgspec.msgpack.encode(entry), self.relay
+        with relay.lock:
+            self.has_ended |= relay.waiting_bytes + len(data) > _WAITING_BYTES_MAX
+            if not self.has_ended:
+                self.entries.append(data)
+                self.last_number += 1
+                relay.waiting_bytes += len(data)
+        relay.wake.set()

@@ -1,7 +1,7 @@
-"""Published messages to columns of numbers that a kernel applies, and typed events of the rest.
+"""Decoder of published batches into columns of numbers, which a kernel applies.
 
-msgspec decodes a batch at once; a batch of which that fails is read event by event (see `decode`). Nothing
-here knows pods, sequences or keys.
+msgspec decodes a batch at once; a batch for which that fails is decoded event by event (see `decode`). Events
+that do not fit the columns are available as typed events. Independent of pods, sequences and keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from indexer.wire.decode import (
     MAP_BATCH,
     Event,
     decode_event,
-    of_array,
+    from_array,
     split_batch,
     typed,
 )
@@ -33,20 +33,20 @@ from indexer.wire.events import MAX_TOKENS, EngineHash, KVEvent
 
 (
     KIND,  # see below
-    HASH_START,  # its part of `hashes`; a count of 0 where it has none
+    HASH_START,  # start of its hashes in `hashes`
     HASH_COUNT,
     HAS_PARENT,  # 0 or 1
-    PARENT,  # the parent hash's 64 bits; 0 where it has none
-    TOKEN_START,  # its part of `tokens`
+    PARENT,  # 64-bit form of the parent's hash; 0 without a parent
+    TOKEN_START,  # start of its tokens in `tokens`
     TOKEN_COUNT,
-    BLOCK_SIZE,  # 0 where it tells none
+    BLOCK_SIZE,  # tokens per block; 0 if missing
     HAS_LORA,  # 0 or 1
-    MEDIUM,  # place in MEDIA; 0 where it tells none
-    GROUP,  # -1 where it tells none
-    SPEC_KIND,  # place in SPEC_KINDS; -1 where it tells none
+    MEDIUM,  # index in MEDIA; 0 if missing
+    GROUP,  # KV cache group; -1 if missing
+    SPEC_KIND,  # index in SPEC_KINDS; -1 if missing
 ) = range(12)
 EVENT_COLUMNS = 12
-# Values of KIND. OTHER is left to whoever reads typed events.
+# Values of KIND. Events of kind OTHER must be read as typed events.
 OTHER, STORED, REMOVED, CLEARED = range(4)
 
 MEDIA = ("", "GPU", "CPU", "CPU_PINNED", "DISK", "STORAGE", "EXTERNAL")
@@ -70,42 +70,42 @@ _SPEC_KINDS: dict[str | None, int] = {None: -1, **{kind: place for place, kind i
 _LOW_64 = (1 << 64) - 1
 _NIL = Raw(b"\xc0")
 _BLANK = Event("", [])
-# Extra keys of which is known whether they are plain.
+# Most entries of the cache of plain extra keys.
 _KNOWN_MAX = 1024
-# Rows of fewer events are made one by one: numpy's calls cost as much as so many.
+# Batches of fewer events are converted row by row, because the numpy calls cost as much as this many rows.
 _FEW = 24
 
 _Value = TypeVar("_Value")
-# A row's event: as msgspec read it with its batch, or as it was read by itself.
+# Event of one row: decoded with its batch, decoded alone, or the error.
 _Read = Event | KVEvent | PayloadError
 
 
 class Batch(Struct, frozen=True):
-    """The rows of a payload's events."""
+    """Rows of one payload's events."""
 
     first: int  # row of its first event
-    end: int  # row behind its last
-    ts: float = 0.0  # when it was published, seconds since the epoch by the engine's clock
-    unread: str | None = None  # why it could not be read, "oversize" or "broken_batch"; None if it could
+    end: int  # row behind its last event
+    ts: float = 0.0  # publication time in seconds since the epoch, by the engine's clock
+    unread: str | None = None  # decoding error: "oversize" or "broken_batch"; None: decoded
 
 
 class Columns(Struct, frozen=True):
     """Events of some payloads, as columns."""
 
-    batches: Sequence[Batch]  # one for each payload, in order
-    events: NDArray[np.int64]  # a row for each event, batch by batch: int64 [events, EVENT_COLUMNS]
-    hashes: NDArray[np.uint64]  # the hashes of all events: uint64
-    tokens: NDArray[np.uint32]  # their tokens: uint32
-    kinds: Sequence[int]  # how many of the events are of each kind, by KIND
+    batches: Sequence[Batch]  # one per payload, in order
+    events: NDArray[np.int64]  # int64 [events, EVENT_COLUMNS], one row per event, batch by batch
+    hashes: NDArray[np.uint64]  # uint64 [hashes], block hashes of all events
+    tokens: NDArray[np.uint32]  # uint32 [tokens], token ids of all events
+    kinds: Sequence[int]  # number of events of each KIND
     _rows: Sequence[_Read]
 
     def typed(self, batch: Batch) -> list[KVEvent | PayloadError]:
-        """Return a batch's events, and the error in place of each that cannot be read."""
+        """Return a batch's events, with an error in place of each event that cannot be decoded."""
         return [_typed_or_error(row) for row in self._rows[batch.first : batch.end]]
 
 
 class EventDecoder:
-    """Decodes payloads of one or many pods; for one thread at a time."""
+    """Decoder for payloads of any number of pods; not thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -113,7 +113,7 @@ class EventDecoder:
         self._known: dict[tuple[bytes, str | None, int], bool] = {}
 
     def decode(self, payloads: Sequence[bytes]) -> Columns:
-        """Reads payloads, whatever they hold; a payload that is no batch costs its neighbours nothing."""
+        """Decode payloads; a malformed payload does not affect the others."""
         batches: list[Batch] = []
         events: list[_Read] = []
         for payload in payloads:
@@ -131,14 +131,14 @@ class EventDecoder:
         return self._columns(batches, events)
 
     def _read(self, payload: bytes) -> tuple[float, Sequence[_Read]]:
-        """A batch's time and events, by the layout that the last one had, or by the other, or one by one."""
+        """Return a batch's time and events: try the last batch's layout, the other one, then one by one."""
         if len(payload) > self._max_bytes:
             raise PayloadError("oversize", f"payload has {len(payload)} bytes, more than {self._max_bytes}")
         for _ in range(2):
             try:
                 if self._are_arrays:
                     arrays = ARRAY_BATCH.decode(payload)
-                    return arrays.ts, list(map(of_array, arrays.events))
+                    return arrays.ts, list(map(from_array, arrays.events))
                 batch = MAP_BATCH.decode(payload)
             except BROKEN:
                 self._are_arrays = not self._are_arrays
@@ -150,19 +150,19 @@ class EventDecoder:
     def _columns(self, batches: Sequence[Batch], events: Sequence[_Read]) -> Columns:
         plain: Sequence[Any] = events
         if set(map(type, events)) != {Event}:
-            # What was read one by one is the view's to apply.
+            # Events that were decoded alone are applied by the view, not by the kernel.
             plain = [event if isinstance(event, Event) else _BLANK for event in events]
         ids, token_counts = _token_ids([event.token_ids for event in plain])
         if len(plain) < _FEW:
             table = np.array(self._few_rows(plain, token_counts.tolist()), np.int64)
         else:
             table = self._many_rows(plain, token_counts)
-        hashes = _handles([*chain.from_iterable([event.block_hashes for event in plain])])
+        hashes = _hashes_to_uint64([*chain.from_iterable([event.block_hashes for event in plain])])
         found = np.bincount(table[:, KIND], minlength=len(_KINDS) + 1).tolist()
         return Columns(batches, table, hashes, ids, found, events)
 
     def _few_rows(self, events: Sequence[Event], token_counts: Sequence[int]) -> list[tuple[int, ...]]:
-        """One row for each event, its cells in the order of the names above."""
+        """Return one row per event, with its cells in the order of the column names above."""
         table: list[tuple[int, ...]] = []
         hash_start = token_start = 0
         for event, tokens in zip(events, token_counts, strict=True):
@@ -178,7 +178,7 @@ class EventDecoder:
                 and self._is_plain(event.extra_keys, lora, blocks)
             )
             kind = _KINDS.get(event.type, OTHER) if is_usual else OTHER
-            handle = 0 if parent is None else handle_of(parent)
+            handle = 0 if parent is None else hash_to_uint64(parent)
             run = token_start, max(tokens, 0)
             table.append(
                 (
@@ -191,8 +191,8 @@ class EventDecoder:
         return table
 
     def _many_rows(self, events: Sequence[Event], token_counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Fill the rows column by column, as `_few_rows` does one by one."""
-        # Lists of attributes: to transpose tuples of all takes twice as long.
+        """Return the rows of many events, built column by column."""
+        # One list per attribute: transposing tuples of all attributes takes twice as long.
         parents = [event.parent_block_hash for event in events]
         loras = [event.lora_name for event in events]
         media = [event.medium for event in events]
@@ -211,7 +211,7 @@ class EventDecoder:
         elif without:
             table[:, HAS_PARENT] = [parent is not None for parent in parents]
         if without < len(events):
-            table[:, PARENT] = _handles([parent or 0 for parent in parents]).view(np.int64)
+            table[:, PARENT] = _hashes_to_uint64([parent or 0 for parent in parents]).view(np.int64)
         table[:, BLOCK_SIZE] = _column([event.block_size for event in events], int)
         table[:, HAS_LORA] = _column(loras, lambda lora: lora is not None)
         table[:, MEDIUM] = _column(media, lambda medium: _MEDIA.get(medium, _UNUSUAL))
@@ -228,7 +228,7 @@ class EventDecoder:
     def _are_plain(
         self, events: Sequence[Event], loras: Sequence[str | None], counts: NDArray[np.int64]
     ) -> NDArray[np.bool]:
-        """Whether what the blocks depend on besides tokens is told by the adapter's name alone."""
+        """Return, per event, whether its blocks depend on tokens and the adapter's name only."""
         extras, lora_ids = [event.extra_keys for event in events], [event.lora_id for event in events]
         first, lora = extras[0], loras[0]
         is_one = loras.count(lora) == len(events) and (counts == counts[0]).all()
@@ -261,30 +261,34 @@ def _typed_or_error(read: _Read | Raw) -> KVEvent | PayloadError:
 
 
 def _column(values: Sequence[Any], value_of: Callable[[Any], _Value]) -> _Value | list[_Value]:
-    """The values of a column; only one of them where all are the same, as nearly always."""
+    """Return the values of a column; a single value if all are equal, as nearly always."""
     first = values[0]
     if values.count(first) == len(values):
         return value_of(first)
     return [value_of(value) for value in values]
 
 
-def _handles(hashes: Sequence[EngineHash]) -> NDArray[np.uint64]:
-    """The 64 bits of hashes, an unsigned number as it is, of a negative one the two's complement."""
+def _hashes_to_uint64(hashes: Sequence[EngineHash]) -> NDArray[np.uint64]:
+    """Return the 64-bit forms of hashes, see `hash_to_uint64`."""
     try:
         return np.frombuffer(array("Q", hashes), np.uint64)  # type: ignore[type-var]
     except (TypeError, OverflowError):
-        return np.frombuffer(array("Q", map(handle_of, hashes)), np.uint64)
+        return np.frombuffer(array("Q", map(hash_to_uint64, hashes)), np.uint64)
 
 
-def handle_of(engine_hash: EngineHash) -> int:
-    """An engine's hash as an unsigned 64-bit number: a digest's last 8 bytes, as vLLM's own integer form."""
+def hash_to_uint64(engine_hash: EngineHash) -> int:
+    """Return an engine's hash as an unsigned 64-bit number.
+
+    Of a digest these are its last 8 bytes, as in vLLM's own integer form; of a negative number its two's
+    complement.
+    """
     if isinstance(engine_hash, bytes):
         return int.from_bytes(engine_hash[-8:], "big")
     return engine_hash & _LOW_64
 
 
 def _token_ids(lists: Sequence[Raw]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """All tokens, and how many each list has; -1: it is none, and has none."""
+    """Return all tokens, and the length of each list; -1 for a malformed list."""
     ends = np.array([*accumulate(map(len, lists))], np.int64)
     data = np.frombuffer(b"".join(lists), np.uint8)
     tokens, counts = np.empty(len(data), np.uint32), np.empty(len(lists), np.int64)
@@ -311,17 +315,17 @@ def read_token_lists(
     tokens: NDArray[np.uint32],
     counts: NDArray[np.int64],
 ) -> int:
-    """Reads arrays of unsigned numbers below 2**32.
+    """Decode msgpack arrays of unsigned numbers below 2**32.
 
     Args:
-        data: uint8 [bytes], the arrays one behind the other.
-        ends: int64 [arrays], where each must end.
+        data: uint8 [bytes], the concatenated arrays.
+        ends: int64 [arrays], end of each array in `data`.
         longest: Most numbers of an array.
-        tokens: uint32 [bytes], written; an array that is broken leaves nothing in it.
-        counts: int64 [arrays], written: how many numbers each has; -1 for a broken one.
+        tokens: uint32 [bytes], written; a malformed array writes none.
+        counts: int64 [arrays], written: length of each array; -1 for a malformed one.
 
     Returns:
-        How many tokens were written.
+        Number of tokens written.
     """
     at = np.int64(0)
     used = np.int64(0)
@@ -353,7 +357,7 @@ def _read_list(
             at += 1
     else:
         return -1
-    # A number takes a byte at least.
+    # Each number takes at least one byte.
     if count > min(longest, end - at):
         return -1
     for place in range(used, used + count):

@@ -1,8 +1,8 @@
-"""Bytes of one published message to typed events.
+"""Decoder of one published message into typed events.
 
-Reads every layout from vLLM 0.16 to 0.32 (events as arrays or as maps) and SGLang's. A broken event is left
-out and its reason told; the rest of its batch is kept. Nothing here knows pods, sequences or keys. Many
-messages at once are read by `event_columns`.
+Supports the layouts of vLLM 0.16 to 0.32 (events as arrays or as maps) and of SGLang. A malformed event is
+skipped with a reason, and the rest of its batch is kept. Independent of pods, sequences and keys. `columns`
+decodes many messages at once.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ BROKEN_EVENT = "broken_event"
 KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 BROKEN = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""Errors that msgspec raises for bytes that are not what they should be."""
+"""Errors that msgspec raises for malformed input."""
 _NO_TOKENS, _NIL = Raw(b"\x90"), Raw(b"\xc0")
 
 
 class Event(Struct, gc=False):
-    """Any event of a map layout; its lists of tokens and extra keys are not read yet."""
+    """Event of any kind in map layout; token ids and extra keys are not decoded yet."""
 
     type: str
     block_hashes: EngineHashes
@@ -61,7 +61,7 @@ class _Metadata(Struct):
 
 
 class _StoredArray(Struct, array_like=True, tag="BlockStored", gc=False):
-    """Field order of vLLM 0.16-0.23; what follows in later layouts is not read."""
+    """BlockStored in array layout, with the field order of vLLM 0.16-0.23; later fields are ignored."""
 
     block_hashes: EngineHashes
     parent_block_hash: EngineHash | None
@@ -93,7 +93,7 @@ _Event = TypeVar("_Event")
 
 
 class Batch(Struct, Generic[_Event], array_like=True):
-    """A batch of events of one form; elements behind the rank are ignored."""
+    """Batch of events of one layout; elements behind the rank are ignored."""
 
     ts: float
     events: Annotated[list[_Event], Meta(max_length=MAX_EVENTS)]
@@ -111,42 +111,42 @@ _any = msgspec.msgpack.Decoder(Any)
 
 
 def split_batch(payload: bytes, max_bytes: int) -> Batch[Raw]:
-    """Reads a payload as far as to where its events begin and end.
+    """Split a payload into its undecoded events.
 
     Args:
         payload: msgpack of [ts, events, data_parallel_rank], rank optional, further elements ignored.
 
     Raises:
-        PayloadError: The payload is "oversize", or "broken_batch".
+        PayloadError: The payload is larger than `max_bytes` ("oversize") or malformed ("broken_batch").
     """
     if len(payload) > max_bytes:
         raise PayloadError("oversize", f"payload has {len(payload)} bytes, more than {max_bytes}")
     try:
         return _raw_batch.decode(payload)
     except BROKEN as error:
-        raise PayloadError("broken_batch", f"payload is no batch of events: {error}") from None
+        raise PayloadError("broken_batch", f"payload: expected a batch of events: {error}") from None
 
 
 def decode_event(raw: bytes | Raw) -> KVEvent:
-    """Reads one event.
+    """Decode one event.
 
     Raises:
-        PayloadError: It is an "unknown_event", or a "broken_event".
+        PayloadError: The event is of an unknown kind ("unknown_event") or malformed ("broken_event").
     """
     try:
         if _is_map(raw):
             event: KVEvent = _map_event.decode(raw)
             return event
-        return typed(of_array(_array_event.decode(raw)))
+        return typed(from_array(_array_event.decode(raw)))
     except BROKEN as error:
         raise PayloadError(_reason(raw), str(error)) from None
 
 
 def typed(event: Event) -> KVEvent:
-    """An event with all its fields read.
+    """Return a typed event with all fields decoded.
 
     Raises:
-        PayloadError: It is an "unknown_event", or a "broken_event".
+        PayloadError: The event is of an unknown kind ("unknown_event") or malformed ("broken_event").
     """
     match event.type:
         case "BlockRemoved":
@@ -162,11 +162,11 @@ def typed(event: Event) -> KVEvent:
                 raise PayloadError(BROKEN_EVENT, str(error)) from None
             return BlockStored(**fields)
         case kind:
-            raise PayloadError(UNKNOWN_EVENT, f"event of the unknown kind {kind[:100]!r}")
+            raise PayloadError(UNKNOWN_EVENT, f"unknown kind of event: {kind[:100]!r}")
 
 
-def of_array(event: ArrayEvent) -> Event:
-    """An event of an array layout as one of a map layout."""
+def from_array(event: ArrayEvent) -> Event:
+    """Convert an event from array layout to map layout."""
     match event:
         case _StoredArray():
             hashes, parent, tokens, size, lora_id, medium, lora, extra, group, kind, window = astuple(event)

@@ -1,4 +1,4 @@
-"""What an engine tells about its KV cache, as typed values with vLLM's field names."""
+"""Events of an engine's KV cache, with vLLM's field names."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-# A one-million-token context twice over; caps what one hostile event can make us allocate.
+# Twice a context of one million tokens; bounds the memory that one hostile event can allocate.
 MAX_TOKENS = 2_097_152
 MAX_EVENTS = 65_536
 MAX_HASH_BYTES = 64
 MAX_GROUP = 65_535
 MAX_WINDOW_TOKENS = 2**31 - 1
 
-# The engine's own handle of a block: a digest (vLLM: 16 or 32 bytes), uint64 (vLLM) or int64 (SGLang).
+# An engine's hash of a block: a digest (vLLM: 16 or 32 bytes), uint64 (vLLM) or int64 (SGLang).
 EngineHash = int | Annotated[bytes, Meta(min_length=1, max_length=MAX_HASH_BYTES)]
 EngineHashes = Annotated[list[EngineHash], Meta(max_length=MAX_TOKENS)]
 TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]], Meta(max_length=MAX_TOKENS)]
-# Per block: nothing, or a list of LoRA name, [multimodal id, offset], cache salt, prompt-embeddings digest.
+# Per block: None, or a list of LoRA name, [multimodal id, offset], cache salt, prompt-embeddings digest.
 ExtraKeys = Annotated[list[Annotated[list[Any], Meta(max_length=1024)] | None], Meta(max_length=MAX_TOKENS)]
 GroupIdx = Annotated[int, Meta(ge=0, le=MAX_GROUP)]
 WindowTokens = Annotated[int, Meta(ge=0, le=MAX_WINDOW_TOKENS)]
 
 
 class BlockStored(Struct, frozen=True, tag_field="type", tag="BlockStored"):
-    """A run of blocks became available; `token_ids` are the run's, `parent_block_hash` precedes it."""
+    """Run of blocks that became available; `parent_block_hash` is the block in front of the run."""
 
     block_hashes: EngineHashes
     parent_block_hash: EngineHash | None = None
@@ -42,7 +42,7 @@ class BlockStored(Struct, frozen=True, tag_field="type", tag="BlockStored"):
 
 
 class BlockRemoved(Struct, frozen=True, tag_field="type", tag="BlockRemoved"):
-    """One copy of each of these blocks is gone."""
+    """Removal of one copy of each of these blocks."""
 
     block_hashes: EngineHashes
     medium: str | None = None
@@ -50,7 +50,7 @@ class BlockRemoved(Struct, frozen=True, tag_field="type", tag="BlockRemoved"):
 
 
 class AllBlocksCleared(Struct, frozen=True, tag_field="type", tag="AllBlocksCleared"):
-    """The engine's whole cache is empty."""
+    """Notice that the engine's cache is empty."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from indexer.errors import PeerError
-from indexer.peers.service import PeerIdentity
+from indexer.peers import PeerIdentity
 from router.feedback import messages
 from router.feedback.lifecycle import RequestReport
 from router.feedback.messages import FOLLOW, LedgerChanges, encode_changes, sent_entry

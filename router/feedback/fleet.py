@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from indexer.config import IndexerConfig
 from indexer.errors import PeerError
-from indexer.peers.service import PeerIdentity
+from indexer.peers import PeerIdentity
 from router.feedback.change_log import ChangeLog, LedgerService
 from router.feedback.follower import STATES, LedgerFollower
 from router.feedback.lifecycle import Lifecycle, RequestReport

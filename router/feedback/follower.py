@@ -18,7 +18,7 @@ import msgspec
 
 from indexer.config import IndexerConfig
 from indexer.errors import PeerError
-from indexer.peers.service import PeerIdentity, open_channel, resolve
+from indexer.peers import PeerIdentity, open_channel, resolve
 from router.feedback.change_log import HEARTBEAT_S
 from router.feedback.messages import FOLLOW, MESSAGE_BYTES_MAX, FollowRequest, LedgerChanges, decode_changes
 

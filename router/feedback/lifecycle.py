@@ -13,13 +13,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 from msgspec import Meta
 
-from indexer.audit.engine_counters import EngineReading
-from indexer.audit.mismatch_watch import DispatchKey
+from indexer import DispatchKey, EngineReading
 from indexer.keys import Keys
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger
@@ -27,10 +26,6 @@ from router.inflight.rates import PrefillRates
 from router.picking.decision import Decision
 from router.pods.engine_load import EngineLoad
 from router.pods.pod_set import PodSnapshot
-
-if TYPE_CHECKING:
-    from router.feedback.fleet import Fleet
-
 
 BLOCKS, ACCESS_LOG, RESPONSE, REPORT = "blocks", "access_log", "response", "report"
 SCRAPE, CLOCK, DISPLACED = "scrape", "clock", "displaced"
@@ -56,6 +51,14 @@ class RequestReport(msgspec.Struct, frozen=True, omit_defaults=True):
     pod: Text | None = None
     late_s: Seconds | None = None  # seconds since the end, if the source reports them
     cached_tokens: Annotated[int, Meta(ge=0)] | None = None
+
+
+class PeerRouters(Protocol):
+    """Other routers, whose requests this router may receive reports of; see `Fleet`."""
+
+    def forward(self, report: RequestReport) -> None: ...
+
+    def has_request(self, request_id: str) -> bool: ...
 
 
 class LifecycleObserver(Protocol):
@@ -91,9 +94,9 @@ class Lifecycle:
     settle: Callable[[DispatchKey, float], None]  # ends a request's speculative index entries at a time
     drop: Callable[[DispatchKey], None]  # stops waiting for a request's blocks; called before `settle`
     _duplicates: DuplicateEnds = field(init=False, default_factory=lambda: DuplicateEnds())
-    _fleet: Fleet | None = field(init=False, default=None)
+    _fleet: PeerRouters | None = field(init=False, default=None)
 
-    def forward_to(self, fleet: Fleet) -> None:
+    def forward_to(self, fleet: PeerRouters) -> None:
         """Forward reports on unknown requests to other routers from now on."""
         self._fleet = fleet
 
@@ -359,4 +362,6 @@ class EngineCheck:
     def after_scrape(self, pod: str, reading: EngineReading, answered_hit_tokens: int) -> None:
         """Complete the reading with the predictions before and after the scrape, and pass it on."""
         predicted = self.ledger.predicted_hit_tokens(pod)
-        self.observe(pod, replace(reading, predicted_tokens=answered_hit_tokens, promised_tokens=predicted))
+        self.observe(
+            pod, replace(reading, predicted_tokens=answered_hit_tokens, predicted_sent_tokens=predicted)
+        )

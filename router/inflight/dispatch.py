@@ -7,7 +7,7 @@ from threading import Lock
 
 import msgspec
 
-from indexer.audit.mismatch_watch import DispatchKey
+from indexer import DispatchKey
 from router.inflight.rates import RateSample
 
 

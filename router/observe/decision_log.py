@@ -50,14 +50,14 @@ class DecisionLog:
         record, request_id = _Record(decision, time.time()), decision.request_id
         with self._lock:
             if (old := self._records.pop(request_id, None)) is not None:
-                self._candidates -= old.decision.ranked.weight
+                self._candidates -= old.decision.ranked.memory_weight
             self._records[request_id] = record
-            self._candidates += decision.ranked.weight
+            self._candidates += decision.ranked.memory_weight
             while len(self._records) > self.capacity or (
                 self._candidates > self.candidates_max and len(self._records) > 1
             ):
                 _, oldest = self._records.popitem(last=False)
-                self._candidates -= oldest.decision.ranked.weight
+                self._candidates -= oldest.decision.ranked.memory_weight
 
     def prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None:
         with self._lock:
@@ -132,8 +132,8 @@ class DecisionLog:
         decision, best = record.decision, record.decision.primary
         scores: Mapping[str, float] = {}
         excluded = decision.excluded
-        if decision.routing is not None:
-            scores, excluded = decision.routing.scores, {**excluded, **decision.routing.excluded}
+        if decision.pipeline is not None:
+            scores, excluded = decision.pipeline.scores, {**excluded, **decision.pipeline.excluded}
         return {
             "request_id": decision.request_id,
             "time": record.unix_s,

@@ -17,13 +17,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.counters import Tallies
+from common.counters import BatchedMetrics
 from router.errors import RequestError
 from router.inflight.ledger import Ledger
 from router.picking.decision import Decision
 from router.pods.load_table import PodWork
 from router.pods.pod_set import Pod, PodSet
-from tokenization.tokenizer import PromptTokenizer
+from tokenization import PromptTokenizer
 
 _MODELS_MAX = 1000
 _SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -112,7 +112,7 @@ class RouterMetrics:
     """All counters and histograms of one router."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        make = Tallies(registry)
+        make = BatchedMetrics(registry)
         self._lock = make.lock
         self._counters = {name: make.counter(*metric) for name, metric in _COUNTERS.items()}
         self._histograms = {name: make.histogram(*metric) for name, metric in _HISTOGRAMS.items()}

@@ -16,8 +16,7 @@ from threading import Thread
 from typing import Protocol
 
 from indexer import ConfigError as IndexerConfigError
-from indexer import PodStream
-from indexer.audit.engine_counters import EngineReading
+from indexer import EngineReading, PodStream
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL
 from router.pods.pod_set import LOADLESS_MAX, NOT_READY_THERE, Pod, PodSet, PodsSource
 from router.pods.probe import Prober, ProbeResult
@@ -194,7 +193,7 @@ class PodWatch:
             wake.cancel()
 
     async def _probe(self, pod: Pod, asks_models: bool) -> ProbeResult:
-        asks_sources = pod.entry.events.asks and pod.sources is None
+        asks_sources = pod.entry.events.asks_engine and pod.sources is None
         try:
             return await self.prober.probe(pod.entry, models=asks_models, sources=asks_sources)
         except Exception as error:  # a pod's answer may trip over anything; it must not end its probing
