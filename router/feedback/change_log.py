@@ -18,16 +18,9 @@ import grpc
 
 from indexer.errors import PeerError
 from indexer.peers import PeerIdentity
+from router.feedback import messages
 from router.feedback.lifecycle import RequestReport
-from router.feedback.messages import (
-    FOLLOW,
-    FollowRequest,
-    LedgerChanges,
-    decode,
-    encode_changes,
-    report_message,
-    sent_entry,
-)
+from router.feedback.messages import FOLLOW, LedgerChanges, encode_changes, sent_entry
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger
 
@@ -178,12 +171,12 @@ class ChangeLog:
             [number for number in batch[kind] if number not in omitted]
             for kind in ("overdue", "prefilled", "ended")
         )
-        reports = [report_message(report) for report in batch["reports"]]
-        messages = list(encode_changes(LedgerChanges(sent, overdue, prefilled, ended, reports)))
+        reports = [messages.report_message(report) for report in batch["reports"]]
+        encoded = list(encode_changes(LedgerChanges(sent, overdue, prefilled, ended, reports)))
         with self._lock:
             followers = [follower for follower in self._followers if follower.has_snapshot]
         for follower in followers:
-            follower.put(messages)
+            follower.put(encoded)
 
     def _send_snapshot(self, queue: FollowerQueue, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
         now_s = self.clock()
@@ -257,7 +250,7 @@ class LedgerService:
 
     def _follow(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            caller = decode(FollowRequest, request)
+            caller = messages.decode(messages.FollowRequest, request)
             self.identity.admit_key(caller.instance, caller.fingerprint)
             follower = self.change_log.subscribe()
             try:

@@ -97,10 +97,9 @@ class Fleet(Collector):
         return [*rows, *({"address": name, "state": "unknown_name"} for name in unknown)]
 
     def collect(self) -> Iterable[Metric]:
+        followers = self._change_log.follower_count
         yield GaugeMetricFamily(
-            _NAME + "followers",
-            "Other routers that follow this router's ledger.",
-            value=self._change_log.follower_count,
+            _NAME + "followers", "Routers that follow this one's ledger.", value=followers
         )
         states = Counter(peer.state for peer in self._follower.peers)
         peers = GaugeMetricFamily(_NAME + "peers", "Peers by state of their ledger.", labels=["state"])
@@ -111,9 +110,7 @@ class Fleet(Collector):
         yield GaugeMetricFamily(
             _NAME + "others_requests", "Other routers' requests in flight.", value=len(self._remote)
         )
-        received = CounterMetricFamily(
-            _NAME + "news", "Ledger changes received from other routers.", labels=["kind"]
-        )
+        received = CounterMetricFamily(_NAME + "news", "Ledger changes received.", labels=["kind"])
         for kind, number in list(self._received.items()):
             received.add_metric([kind], number)
         yield received

@@ -19,10 +19,7 @@ from typing import NamedTuple
 from router.pods.load_table import PodBoard
 
 DECODE_SLOWDOWN = 0.008
-"""Share by which each decoding request lengthens a prefill on the same pod.
-
-Source: the simulation that chose the default policy, see docs/decisions.md.
-"""
+"""Share by which each decoding request lengthens a prefill on its pod; source: docs/decisions.md."""
 
 # Smaller relative changes of the fleet's median do not trigger new estimates for all pods.
 _FLEET_CHANGE = 0.02
@@ -117,8 +114,8 @@ class PrefillRates:
     def expire(self, now_s: float) -> None:
         """Remove old observations and update the estimates; to be called every few seconds.
 
-        A reported rate that stays unchanged while the pod is not observed is replaced by the fleet's rate:
-        a pod that reports too low a rate gets no requests that could correct it.
+        The fleet's rate replaces a reported rate that is unchanged while the pod is not observed: a pod that
+        reports too low a rate gets no requests to correct it.
         """
         known = self._parameters
         with self._lock:
@@ -168,8 +165,8 @@ class PrefillRates:
     def _estimate(self, pod: str) -> float:
         """Return the pod's rate in tokens/s; 0 if it does not differ significantly from the expected rate.
 
-        The test is the sign test: the number of observations below the true median is binomial(n, 1/2), with
-        mean n / 2 and standard deviation sqrt(n) / 2.
+        Sign test: the number of n observations below the true median is binomial(n, 1/2), with mean n / 2 and
+        standard deviation sqrt(n) / 2.
         """
         rates = sorted(one.tokens_per_s for one in self._observed[pod])
         observations, known = len(rates), self._parameters

@@ -119,7 +119,7 @@ def test_delay_of_the_last_block_is_measured() -> None:
 
 
 def test_requests_of_one_id_have_separate_predictions() -> None:
-    """Of two requests in flight under one id, the first token of one does not answer the other."""
+    """The first token of one of two requests in flight under one id does not answer the other."""
     bench = Bench().with_pods(A)
     bench.index.hold(A.address, bench.keys(TEXT)[:5])
     tokens = [

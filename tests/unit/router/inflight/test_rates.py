@@ -223,7 +223,7 @@ def shares(speeds: dict[str, float], requests: int, seed: int, scatter: float = 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_equal_pods_share_a_light_load(seed: int) -> None:
-    """Of two equal pods, the one that seems slower by chance still gets requests."""
+    """A pod that seems slower than an equal one by chance still gets requests."""
     assert min(shares({"a": 2000.0, "b": 2000.0}, 688, seed).values()) > 0.3
 
 
