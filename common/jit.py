@@ -37,7 +37,7 @@ def kernel_without_gil(function: _Kernel) -> _Kernel:
     return _compiled(function, {"nogil": True})
 
 
-def kernel_of_sums(function: _Kernel) -> _Kernel:
+def fastmath_kernel(function: _Kernel) -> _Kernel:
     """Compile like `kernel_without_gil`, and allow float sums in any order, as vector instructions need."""
     return _compiled(function, {"nogil": True, "fastmath": {"reassoc", "nsz", "contract"}})
 

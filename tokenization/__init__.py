@@ -1,7 +1,7 @@
-"""Text to token ids exactly as engines do it, and back; shared by router, indexer and model server."""
+"""Tokenization exactly as engines do it; shared by the router and the model server."""
 
 from tokenization.apis.anthropic import messages_as_chat
-from tokenization.apis.chat import ITEMS_AT_ONCE_MAX, ManyItemsError, decoded, items_of
+from tokenization.apis.chat import ITEMS_AT_ONCE_MAX, ManyItemsError, count_items, decoded
 from tokenization.apis.responses import responses_as_chat
 from tokenization.encoder import TokenIds
 from tokenization.errors import (
@@ -36,10 +36,10 @@ __all__ = [
     "chat_prefix",
     "chat_prompt",
     "completion_prompts",
+    "count_items",
     "decoded",
     "hub_directory",
     "image_chat",
-    "items_of",
     "messages_as_chat",
     "responses_as_chat",
 ]

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         if args.pods_file is None and args.events_bind is None:
-            raise ConfigError("--pods-file, --events-bind: give at least one of them as the source of events")
+            raise ConfigError("--pods-file or --events-bind: give at least one as the source of events")
         streams = [] if args.pods_file is None else _streams(args.pods_file)
         return _serve(args, index_config(args), streams, _tokenizers(dict(args.tokenizer or ())))
     except IndexerError as error:
@@ -152,7 +152,7 @@ def _serve(
     metrics.start()
     _log.info("listening: grpc %d, metrics %d", server.port, metrics.port)
     if indexer.bound_endpoint is not None:
-        _log.info("listening for pods: endpoint=%s", indexer.bound_endpoint)
+        _log.info("pods may connect to %s", indexer.bound_endpoint)
     indexer.start()
     indexer.follow(streams)
     _wait(indexer, server)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -26,7 +27,6 @@ from indexer.streams.state_machine import StreamMachine
 from indexer.views.view_parts import Entry, ViewContent, ViewFacts, ViewPart, ViewSnapshot
 
 if TYPE_CHECKING:
-    from indexer.streams.relay import Relay
     from indexer.views.applier import EventApplier
 
 _log = logging.getLogger(__name__)
@@ -152,6 +152,14 @@ def exportable_batch(machine: StreamMachine) -> tuple[int, bytes]:
     raise PeerError(state.lower(), f"the view is {state} ({machine.reason})")
 
 
+class FeedQueue(Protocol):
+    """Unwritten entries of all feeds; see `Relay`."""
+
+    lock: threading.Lock
+    waiting_bytes: int
+    wake: threading.Event
+
+
 @dataclass(slots=True, eq=False)
 class Feed:
     """Change-log entries of one engine in one epoch, recorded by the subscriber, written by the relay."""
@@ -159,7 +167,7 @@ class Feed:
     holder: str
     epoch: str
     token: bytes
-    relay: Relay
+    relay: FeedQueue
     # Guarded by the relay's lock.
     has_ended: bool = False
     entries: list[bytes] = field(default_factory=list)  # not written yet

@@ -57,7 +57,7 @@ def usable_blocks(depth: int, stride: int, groups: Sequence[tuple[GroupRule, NDA
 
 
 class HybridMatcher:
-    """Cuts the matches of hybrid pods to prefixes that their engines can resume. Thread-safe."""
+    """Matcher that cuts hybrid pods' matches to prefixes that their engines can resume. Thread-safe."""
 
     def __init__(self, index: FlatIndex, block_tokens: int) -> None:
         self._index = index

@@ -170,10 +170,10 @@ class Scheduler:
         head = next(queue, None)
         while budget > 0:
             ready = [req for req in self.running if req.restore is None and req.num_pending_tokens]
-            begun = [req for req in ready if req.request_id not in chosen]
-            request = min(begun, key=self._key, default=None)
+            started = [req for req in ready if req.request_id not in chosen]
+            request = min(started, key=self._key, default=None)
             if head is not None and (request is None or self._key(head) < self._key(request)):
-                if not self._admit(head, budget, partial=len(begun)):
+                if not self._admit(head, budget, partial=len(started)):
                     head = None  # no waiting request may overtake it
                     continue
                 request, head = head, next(queue, None)

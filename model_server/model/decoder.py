@@ -19,9 +19,9 @@ from model_server.model.lora import LoraBatch
 from model_server.model.ranks import Ranks
 from model_server.shapes import (
     DecoderShape,
-    Division,
     LinearScaling,
     Llama3Scaling,
+    ModelRank,
     Rope,
     Shard,
     YarnScaling,
@@ -106,14 +106,14 @@ class DecoderLayer:
     """Weights of one decoder layer. Norms that the shape does not have are unused."""
 
     def __init__(
-        self, shape: DecoderShape, division: Division, dtype: torch.dtype, device: torch.device
+        self, shape: DecoderShape, model_rank: ModelRank, dtype: torch.dtype, device: torch.device
     ) -> None:
         def empty(*size: int) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
         self._shape = shape
-        self._parts = projection_parts(shape, division)
-        own = division.part_of(shape)
+        self._parts = projection_parts(shape, model_rank)
+        own = model_rank.part_of(shape)
         query_rows = own.heads * own.head_dim
         qkv_rows = query_rows + 2 * own.kv_heads * own.head_dim
 
@@ -156,11 +156,11 @@ class DecoderLayer:
         return named
 
 
-def projection_parts(shape: DecoderShape, division: Division) -> dict[str, ProjectionPart]:
+def projection_parts(shape: DecoderShape, model_rank: ModelRank) -> dict[str, ProjectionPart]:
     """Return this rank's parts of the fused projections by checkpoint name."""
-    query = division.heads(shape).times(shape.head_dim)
-    key = division.kv_heads(shape).times(shape.head_dim)
-    width = division.intermediate(shape)
+    query = model_rank.heads(shape).times(shape.head_dim)
+    key = model_rank.kv_heads(shape).times(shape.head_dim)
+    width = model_rank.intermediate(shape)
     hidden = Shard.all_of(shape.hidden)
     return {
         "self_attn.q_proj": ProjectionPart("qkv", 0, query, hidden),
@@ -242,23 +242,23 @@ class Decoder:
         self, shape: DecoderShape, dtype: torch.dtype, device: torch.device, ranks: Ranks | None = None
     ) -> None:
         self._ranks = Ranks() if ranks is None else ranks
-        division = self._ranks.division
-        self.shape = division.part_of(shape)  # this rank's part
+        model_rank = self._ranks.model_rank
+        self.shape = model_rank.part_of(shape)  # this rank's part
         self.dtype = dtype
         self.device = device
-        self._vocabulary = division.vocabulary(shape)
+        self._vocabulary = model_rank.vocabulary(shape)
         # The vocabulary is divided too, although that costs one more all-reduce per step: with many ranks and
         # few tokens, reading the output head dominates a step. Padding rows give all ranks equal parts.
-        vocabulary_rows = division.vocabulary_rows(shape)
+        vocabulary_rows = model_rank.vocabulary_rows(shape)
         self._embedding = torch.zeros((vocabulary_rows, shape.hidden), dtype=dtype, device=device)
         self._head = Linear(self._embedding if shape.tied_embeddings else torch.zeros_like(self._embedding))
         self._norm = torch.empty(shape.hidden, dtype=dtype, device=device)
-        self._layers = [DecoderLayer(shape, division, dtype, device) for _ in range(shape.layers)]
+        self._layers = [DecoderLayer(shape, model_rank, dtype, device) for _ in range(shape.layers)]
         self._frequencies = {rope: frequencies(rope, shape.head_dim).to(device) for rope in set(shape.ropes)}
         self._embedding_scale = torch.tensor(shape.embedding_scale, dtype=dtype).item()
         self._activation = _ACTIVATIONS[shape.activation]
         # Projections of each layer by checkpoint name; adapters may change these.
-        self.projection_parts = projection_parts(shape, division)
+        self.projection_parts = projection_parts(shape, model_rank)
 
     def weights(self) -> dict[str, Weight]:
         """Return all weights by checkpoint name; write into them to load the model."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, distributed
 
-from model_server.shapes import Division
+from model_server.shapes import ModelRank
 
 # All ranks load the model before they connect, so none waits long. No step takes longer either.
 _TIMEOUT = timedelta(minutes=5)
@@ -18,8 +18,8 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 class Ranks:
     """Process group of all ranks, as seen by one rank."""
 
-    def __init__(self, division: Division | None = None) -> None:
-        self.division = Division() if division is None else division  # this process's rank
+    def __init__(self, model_rank: ModelRank | None = None) -> None:
+        self.model_rank = ModelRank() if model_rank is None else model_rank  # this process's rank
 
     def join(self, rendezvous: Path, device: torch.device) -> None:
         """Connect to the other ranks, which call this method too; raises a RuntimeError on failure.
@@ -33,9 +33,9 @@ class Ranks:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
         distributed.init_process_group(
             "nccl" if on_cuda else "gloo",
-            store=distributed.FileStore(str(rendezvous), self.division.size),  # type: ignore[attr-defined]
-            rank=self.division.rank,
-            world_size=self.division.size,
+            store=distributed.FileStore(str(rendezvous), self.model_rank.size),  # type: ignore[attr-defined]
+            rank=self.model_rank.rank,
+            world_size=self.model_rank.size,
             timeout=_TIMEOUT,
             device_id=device if on_cuda else None,
         )
@@ -52,20 +52,20 @@ class Ranks:
 
     def sum(self, partial: Tensor) -> Tensor:
         """Sum a tensor over all ranks in place, and return it."""
-        if self.division.size > 1 and partial.numel():
+        if self.model_rank.size > 1 and partial.numel():
             distributed.all_reduce(partial)
         return partial
 
     def gather_columns(self, columns: Tensor) -> Tensor:
         """Concatenate the columns of all ranks on rank 0; other ranks get their own columns back."""
-        division = self.division
-        if division.size == 1:
+        model_rank = self.model_rank
+        if model_rank.size == 1:
             return columns
         if not len(columns):
-            return columns.new_empty((0, division.size * columns.shape[1]))
-        if division.rank:
+            return columns.new_empty((0, model_rank.size * columns.shape[1]))
+        if model_rank.rank:
             distributed.gather(columns, dst=0)
             return columns
-        parts = [torch.empty_like(columns) for _ in range(division.size)]
+        parts = [torch.empty_like(columns) for _ in range(model_rank.size)]
         distributed.gather(columns, parts, dst=0)
         return torch.cat(parts, dim=1)

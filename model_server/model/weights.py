@@ -80,7 +80,7 @@ def new_model(config: HfConfig, dtype: DType, device: torch.device, ranks: Ranks
     """
     shape, torch_dtype = decoder_shape(config), _DTYPES[computed_dtype(config, dtype)]
     if ranks is not None:
-        check_divisible(shape, ranks.division.size)
+        check_divisible(shape, ranks.model_rank.size)
     try:
         return Decoder(shape, torch_dtype, device, ranks)
     except (RuntimeError, MemoryError) as error:

@@ -162,7 +162,7 @@ class HttpApi:
             observe("request_params_n", job.fields.n or 1)
             observe("request_params_max_tokens", job.requests[0].sampling.max_tokens)
             cleanup.callback(generation.close)
-            cleanup.enter_context(self._named(job.request_id, generation))
+            cleanup.enter_context(self._registered(job.request_id, generation))
             answer = Answer(job, self.model.tokenizer, generation)
             if not job.fields.stream:
                 return json_response(await unless_disconnected(request.receive, answer.whole()))
@@ -285,7 +285,7 @@ class HttpApi:
         return self.engine.loras
 
     @contextmanager
-    def _named(self, request_id: str, generation: Generation) -> Iterator[None]:
+    def _registered(self, request_id: str, generation: Generation) -> Iterator[None]:
         named = self._running.setdefault(request_id, set())
         named.add(generation)
         try:

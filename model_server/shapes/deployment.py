@@ -11,8 +11,8 @@ from functools import cached_property
 from model_server.errors import ConfigError
 from model_server.shapes import (
     DecoderShape,
-    Division,
     KvGroupSpec,
+    ModelRank,
     blocks_behind,
     blocks_bound,
     check_divisible,
@@ -46,8 +46,8 @@ class Deployment:
 
     @cached_property
     def gpu_weights_bytes(self) -> int:
-        division = Division(0, self.tensor_parallel)
-        part = replace(division.part_of(self.shape), vocab_size=division.vocabulary_rows(self.shape))
+        model_rank = ModelRank(0, self.tensor_parallel)
+        part = replace(model_rank.part_of(self.shape), vocab_size=model_rank.vocabulary_rows(self.shape))
         return _parameters(part) * self.weight_bytes
 
     @cached_property
@@ -110,7 +110,7 @@ class Deployment:
 
     @property
     def _gpu_layer_block_bytes(self) -> int:
-        heads = Division(0, self.tensor_parallel).kv_heads(self.shape).count
+        heads = ModelRank(0, self.tensor_parallel).kv_heads(self.shape).count
         elements = self.block_tokens * self.shape.head_dim
         head_bytes = elements + _FP8_SCALE_BYTES if self.fp8_kv else elements * self.weight_bytes
         return 2 * heads * head_bytes

@@ -180,12 +180,12 @@ class Shard:
         return slice(self.first, self.first + self.count)
 
     def times(self, width: int) -> "Shard":
-        """Return the shard in units of 1 / `width`: heads as rows of a matrix, for example."""
+        """Return the shard in elements, if each unit has `width` elements: rows of heads, for example."""
         return Shard(self.first * width, self.count * width, self.whole * width)
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class ModelRank:
     """Rank of one process in tensor parallelism, and the parts of the model that it computes."""
 
     rank: int = 0  # from 0

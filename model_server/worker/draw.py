@@ -7,7 +7,7 @@ fraction of the time of finding all kept tokens, and not much more than 1 - top_
 import numpy as np
 from numpy.typing import NDArray
 
-from common.jit import inlined, kernel_of_sums
+from common.jit import fastmath_kernel, inlined
 
 CHUNK = 128  # tokens per partial sum: a draw first finds the chunk, then the token in it
 _LOG2_E = np.float32(1.4426950408889634)
@@ -36,7 +36,7 @@ def exponentiate(logits: NDArray[np.float32], temperatures: NDArray[np.float32])
     return sums
 
 
-@kernel_of_sums
+@fastmath_kernel
 def draw(
     probabilities: NDArray[np.float32],
     sums: NDArray[np.float64],
@@ -65,7 +65,7 @@ def draw(
         tokens[row] = token if is_kept else -1
 
 
-@kernel_of_sums
+@fastmath_kernel
 def _exponentiate(
     logits: NDArray[np.float32],
     largest: NDArray[np.float32],

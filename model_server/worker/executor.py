@@ -26,7 +26,7 @@ from model_server.kv_cache.host_tier import Transfer
 from model_server.kv_cache.request import Request, ScheduledRequest
 from model_server.model.ranks import Ranks
 from model_server.requests import ChosenToken, LoraRequest
-from model_server.shapes import Division
+from model_server.shapes import ModelRank
 from model_server.worker.block_copies import CompletedTransfer
 from model_server.worker.model_runner import SpanNumbers, load_runner
 from model_server.worker.sampler import SamplingRow, argmax_tokens, compute_logprobs, gather_logprobs, sample
@@ -40,7 +40,7 @@ class Executor:
         self._size = size = config.tensor_parallel_size
         self._numbers = itertools.count()
         self._unloaded: deque[int] = deque()  # LoRA ids; filled by the thread that drops an adapter
-        ranks = Ranks(Division(0, size))
+        ranks = Ranks(ModelRank(0, size))
         with ExitStack() as undo:
             directory = ""
             if size > 1:
@@ -49,7 +49,7 @@ class Executor:
             self._workers = WorkerProcesses(size - 1, on_loss=ranks.abort)
             undo.callback(self._workers.close)
             level = logging.getLogger().getEffectiveLevel()
-            self._workers.start([Start(config, Division(rank, size), level) for rank in range(1, size)])
+            self._workers.start([Start(config, ModelRank(rank, size), level) for rank in range(1, size)])
             self.runner = load_runner(config, ranks)  # rank 0's share of the model
             self._workers.read_results()
             if size > 1:

@@ -19,7 +19,7 @@ from model_server.kv_cache.host_tier import BlockCopies, Transfer
 from model_server.model.lora import LoraAdapter, LoraBatch
 from model_server.model.ranks import Ranks
 from model_server.model.weights import LoadedModel, load_adapter, load_checkpoint, load_tiny, torch_device
-from model_server.shapes import Division, pool_groups
+from model_server.shapes import ModelRank, pool_groups
 from model_server.worker.block_copies import CompletedTransfer, new_copies
 
 # One sequence of a step: start, length and block tables, the fields of `Span`.
@@ -139,13 +139,13 @@ class ModelRunner:
 
 def load_runner(config: EngineConfig, ranks: Ranks) -> ModelRunner:
     """Load one rank's share of a model and allocate its KV pool; may raise a ModelError or ConfigError."""
-    size = ranks.division.size
+    size = ranks.model_rank.size
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)
     elif size > 1:
         # Ranks share the CPU cores, so divide the threads among them.
         torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // size)))
-    device = _device(config.device, ranks.division)
+    device = _device(config.device, ranks.model_rank)
     if config.model == TINY_MODEL:
         loaded = load_tiny(config.dtype, device, ranks)
     else:
@@ -159,10 +159,10 @@ def load_runner(config: EngineConfig, ranks: Ranks) -> ModelRunner:
         ) from error
 
 
-def _device(name: str, division: Division) -> torch.device:
+def _device(name: str, model_rank: ModelRank) -> torch.device:
     """Return the rank's device: with several GPUs, the named one plus the rank."""
     device = torch_device(name)
-    if division.size > 1 and device.type == "cuda":
-        device = torch_device(f"cuda:{(device.index or 0) + division.rank}")
+    if model_rank.size > 1 and device.type == "cuda":
+        device = torch_device(f"cuda:{(device.index or 0) + model_rank.rank}")
         torch.cuda.set_device(device)
     return device

@@ -49,11 +49,11 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     tokens = argmax_tokens(logits) if len(random) < len(rows) else [0] * len(rows)
     at_once = max(1, CPU_BATCH_LOGITS // logits.shape[-1] if logits.device.type == "cpu" else len(logits))
     for first in range(0, len(random), at_once):
-        some = random[first : first + at_once]
+        batch = random[first : first + at_once]
         # The draw modifies its input; avoid the copy if all rows are drawn.
-        chosen = logits if len(some) == len(logits) else logits[some]
-        drawn = _draw(chosen, [rows[index] for index in some])
-        for index, token in zip(some, drawn, strict=True):
+        chosen = logits if len(batch) == len(logits) else logits[batch]
+        drawn = _draw(chosen, [rows[index] for index in batch])
+        for index, token in zip(batch, drawn, strict=True):
             tokens[index] = token
     return tokens
 
@@ -138,9 +138,9 @@ def _draw_filtered(probabilities: Tensor, rows: Sequence[SamplingRow]) -> Tensor
     # On a CPU, one row at a time: sorting rows together gains nothing.
     at_once = 1 if probabilities.device.type == "cpu" else len(rows)
     for first in range(0, len(inexact), at_once):
-        some = inexact[first : first + at_once]
-        kept = filter_probabilities(probabilities[some], [params[index] for index in some])
-        tokens[some] = _sample_by_inverse_cdf(kept, [draws[index] for index in some])
+        batch = inexact[first : first + at_once]
+        kept = filter_probabilities(probabilities[batch], [params[index] for index in batch])
+        tokens[batch] = _sample_by_inverse_cdf(kept, [draws[index] for index in batch])
     return tokens
 
 

@@ -24,7 +24,7 @@ import msgspec
 from model_server.config import EngineConfig
 from model_server.errors import AdapterError, ConfigError, ModelError, ModelServerError, WorkerError
 from model_server.model.ranks import Ranks
-from model_server.shapes import Division
+from model_server.shapes import ModelRank
 from model_server.worker.model_runner import ModelRunner, load_runner
 
 _ARRAY = 1  # msgpack extension: 32-bit integers in native byte order; all ranks are on one machine
@@ -38,7 +38,7 @@ class Start(msgspec.Struct, frozen=True):
     """First message to a worker: load the model. Answered by a `MethodResult`."""
 
     config: EngineConfig  # the engine's settings
-    division: Division  # the receiver's rank
+    model_rank: ModelRank  # the receiver's rank
     log_level: int  # lowest level to log, a constant of `logging`
 
 
@@ -242,10 +242,10 @@ def main(arguments: Sequence[str]) -> int:
         start = decode_start(connection.recv_bytes())
         logging.basicConfig(
             level=start.log_level,
-            format=f"%(asctime)s %(levelname)s rank {start.division.rank}: %(name)s: %(message)s",
+            format=f"%(asctime)s %(levelname)s rank {start.model_rank.rank}: %(name)s: %(message)s",
         )
         try:
-            runner = load_runner(start.config, Ranks(start.division))
+            runner = load_runner(start.config, Ranks(start.model_rank))
         except ModelServerError as error:
             connection.send_bytes(encode(MethodResult.from_error(error)))
             return _EXIT_FAILED

@@ -45,8 +45,8 @@ from tokenization import (
     PromptLimits,
     PromptTokenizer,
     TokenizerLoadError,
+    count_items,
     hub_directory,
-    items_of,
 )
 
 _log = logging.getLogger(__name__)
@@ -252,4 +252,4 @@ def _is_large(request: RouteRequest, tokenizer: PromptTokenizer) -> bool:
     is_fast = tokenizer.encoder.facts.is_fast
     if request.body_bytes > (_INLINE_BODY_BYTES if is_fast else _INLINE_LIBRARY_BODY_BYTES):
         return True
-    return items_of(request.body.get(_DECODED_ITEMS.get(request.kind, ""))) > ITEMS_AT_ONCE_MAX
+    return count_items(request.body.get(_DECODED_ITEMS.get(request.kind, ""))) > ITEMS_AT_ONCE_MAX

@@ -12,8 +12,16 @@ import pytest
 
 from kvroute.envoy_config import INFERENCE_PATHS
 from kvroute.stack import envoy_command
-from tests.chart.envoy_parts import GATEWAY, Responses, envoy_parts, local_bootstrap, manager
-from tests.chart.helm import CHART, EVERYTHING, clusters, envoy_bootstrap, gateway_manager, manifests, one
+from tests.support.chart.envoy_parts import GATEWAY, Responses, envoy_parts, local_bootstrap, manager
+from tests.support.chart.helm import (
+    CHART,
+    EVERYTHING,
+    clusters,
+    envoy_bootstrap,
+    gateway_manager,
+    manifests,
+    one,
+)
 
 PARTS = CHART / "files" / "envoy.json"
 SETTINGS: list[dict[str, Any]] = [

@@ -20,11 +20,11 @@ import urllib3
 
 from kvroute.stack import envoy_command
 from router.app.server import RouterServer
-from tests.chart.helm import CHART, clusters, envoy_bootstrap
-from tests.integration.envoy_support import patient
-from tests.integration.router_server_support import FakePod, fake_pods, running_router, write_pods
-from tests.loopback import HERE, free_ports, listens
-from tests.unit.router_support import TINY
+from tests.support.chart.helm import CHART, clusters, envoy_bootstrap
+from tests.support.loopback import HERE, free_ports, listens
+from tests.support.router.bench import TINY
+from tests.support.router.envoy import patient
+from tests.support.router.server import FakePod, fake_pods, running_router, write_pods
 
 BODY = json.dumps({"model": TINY, "prompt": "hello " * 100}).encode()
 CLIENTS = 8

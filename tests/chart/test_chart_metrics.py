@@ -14,16 +14,16 @@ import urllib3
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
-from indexer.streams.relay import RedisMetrics
+from indexer.streams.redis_link import RedisMetrics
 from kvroute.envoy_config import EnvoySettings, bootstrap
 from kvroute.stack import envoy_command
 from model_server.openai.metrics import EngineCollector, RequestMetrics
 from model_server.requests import EngineStats
 from router.pods.kube.problems import Problems
-from tests.chart.helm import CHART, EVERYTHING, FULLNAME, manifests, one
-from tests.integration.router_server_support import fake_pods, running_router, write_pods
-from tests.loopback import HERE, free_ports, listens
-from tests.wire.router_wire_support import wait_until
+from tests.support.chart.helm import CHART, EVERYTHING, FULLNAME, manifests, one
+from tests.support.loopback import HERE, free_ports, listens
+from tests.support.router.doors import wait_until
+from tests.support.router.server import fake_pods, running_router, write_pods
 
 _NAME = re.compile(r"\b(?:(?:llm_d_epp|kvroute|envoy)_\w+(?=\{)|vllm:\w+)")
 _IDLE = EngineStats(0, 0, 0.0, 1, 0, 0, 0, 0, 0, 0, 0.0, True)

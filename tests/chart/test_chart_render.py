@@ -13,7 +13,7 @@ import yaml
 from model_server import cli as model_server_cli
 from router.app.config import parse_flags
 from router.prompts import tokenizer_server
-from tests.chart.helm import CHART, EVERYTHING, container, lint, manifests, one, pods, template, text
+from tests.support.chart.helm import CHART, EVERYTHING, container, lint, manifests, one, pods, template, text
 
 GOLDEN = Path(__file__).parent / "golden"
 # Contents of ConfigMaps, which have tests of their own.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.chart.helm import CHART, EVERYTHING, template
+from tests.support.chart.helm import CHART, EVERYTHING, template
 
 # Objects whose keys are defined by Kubernetes or the user.
 _FREE = (

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.chart.helm import CHART
-from tests.integration.router_server_support import METRICS, FakePod
-from tests.loopback import HERE
+from tests.support.chart.helm import CHART
+from tests.support.loopback import HERE
+from tests.support.router.server import METRICS, FakePod
 
 CONVERSATION = CHART / "files" / "conversation.py"
 DRAIN = CHART / "files" / "drain_model_server.py"

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.kind.cluster import NODE_PORTS, Cluster, running_cluster
-from tests.kind.evidence import collect
-from tests.kind.figures import Figures
-from tests.kind.images import build_images, load_images
-from tests.kind.release import Release, base_values
-from tests.kind.tools import missing_tools
-from tests.kind.traffic import Conversation
+from tests.support.kind.cluster import NODE_PORTS, Cluster, running_cluster
+from tests.support.kind.evidence import collect
+from tests.support.kind.figures import Figures
+from tests.support.kind.images import build_images, load_images
+from tests.support.kind.release import Release, base_values
+from tests.support.kind.tools import missing_tools
+from tests.support.kind.traffic import Conversation
 
 _FAILED = pytest.StashKey[bool]()
 

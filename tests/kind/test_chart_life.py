@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kind.cluster import NODE_PORTS, Cluster
-from tests.kind.release import Release
-from tests.kind.tools import ToolError, eventually
-from tests.kind.traffic import Conversation
+from tests.support.kind.cluster import NODE_PORTS, Cluster
+from tests.support.kind.release import Release
+from tests.support.kind.tools import ToolError, eventually
+from tests.support.kind.traffic import Conversation
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800)]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.kind.release import METRICS_PORT, Release
-from tests.kind.tools import eventually
-from tests.kind.traffic import steady_load
+from tests.support.kind.release import METRICS_PORT, Release
+from tests.support.kind.tools import eventually
+from tests.support.kind.traffic import steady_load
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800)]
 

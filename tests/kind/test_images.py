@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tests.kind.images import MODEL_SERVER, ROUTER
-from tests.kind.tools import run
+from tests.support.kind.images import MODEL_SERVER, ROUTER
+from tests.support.kind.tools import run
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800), pytest.mark.usefixtures("images")]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.kind.bystander import start_bystander
-from tests.kind.cluster import NODE_PORTS, Cluster
-from tests.kind.release import METRICS_PORT, Release
-from tests.kind.tools import eventually
+from tests.support.kind.bystander import start_bystander
+from tests.support.kind.cluster import NODE_PORTS, Cluster
+from tests.support.kind.release import METRICS_PORT, Release
+from tests.support.kind.tools import eventually
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800)]
 

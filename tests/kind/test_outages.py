@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from tests.kind.figures import Figures
-from tests.kind.release import Release, base_values, merged
-from tests.kind.tools import eventually
-from tests.kind.traffic import Load, steady_load
+from tests.support.kind.figures import Figures
+from tests.support.kind.release import Release, base_values, merged
+from tests.support.kind.tools import eventually
+from tests.support.kind.traffic import Load, steady_load
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800)]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.kind.bystander import opens, start_bystander, stop_bystander
-from tests.kind.release import Release
-from tests.kind.tools import Kubectl, eventually
-from tests.kind.traffic import Conversation
+from tests.support.kind.bystander import opens, start_bystander, stop_bystander
+from tests.support.kind.release import Release
+from tests.support.kind.tools import Kubectl, eventually
+from tests.support.kind.traffic import Conversation
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800)]
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from kvroute.envoy_config import EnvoySettings, bootstrap
-from tests.kind.cluster import NODE_PORTS, Cluster
-from tests.kind.images import ENVOY
-from tests.kind.release import Release
-from tests.kind.tools import eventually
-from tests.kind.traffic import Conversation
+from tests.support.kind.cluster import NODE_PORTS, Cluster
+from tests.support.kind.images import ENVOY
+from tests.support.kind.release import Release
+from tests.support.kind.tools import eventually
+from tests.support.kind.traffic import Conversation
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800)]
 

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from tests.kind.figures import Figures
-from tests.kind.release import Release, is_ready
-from tests.kind.tools import eventually
-from tests.kind.traffic import Conversation, steady_load
+from tests.support.kind.figures import Figures
+from tests.support.kind.release import Release, is_ready
+from tests.support.kind.tools import eventually
+from tests.support.kind.traffic import Conversation, steady_load
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800)]
 

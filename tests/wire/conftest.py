@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.wire.h2_support import Served, serving
-from tests.wire.raw_h2_support import RawClient
-from tests.wire.router_wire_support import INLINE, served_by
+from tests.support.router.doors import INLINE, served_by
+from tests.support.router.h2 import Served, serving
+from tests.support.router.raw_h2 import RawClient
 
 
 @pytest.fixture(scope="module", params=sorted(INLINE))

@@ -12,7 +12,7 @@ from numba import carray  # type: ignore[attr-defined]  # numba lists no names t
 from numpy.typing import NDArray
 
 from common.jit import callback, inlined
-from model_server.attention.cpu_kernel.decodes import SCORES, TILE_TOKENS, Job
+from model_server.attention.cpu_kernel.job import SCORES, TILE_TOKENS, Job
 from model_server.attention.cpu_kernel.simd import (
     LANES,
     PART,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.kube.apiserver import ApiServer, missing
-from tests.integration.kube.kube_support import Namespace
-from tests.loopback import free_port
+from tests.support.kube.apiserver import ApiServer, missing
+from tests.support.kube.cluster_objects import Namespace
+from tests.support.loopback import free_port
 
 
 @pytest.fixture(scope="session")

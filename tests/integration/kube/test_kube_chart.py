@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.chart.helm import CHART, EVERYTHING, FULLNAME, RELEASE, text
-from tests.integration.kube.apiserver import ApiServer
+from tests.support.chart.helm import CHART, EVERYTHING, FULLNAME, RELEASE, text
+from tests.support.kube.apiserver import ApiServer
 
 # Kinds of the Prometheus operator, whose CRDs are not installed here.
 _MONITORING = "monitoring.coreos.com"

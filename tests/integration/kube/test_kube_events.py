@@ -9,7 +9,7 @@ from typing import Any
 from router.errors import ClusterError
 from router.pods.kube.client import KubeClient
 from router.pods.kube.problems import EventPoster, Reason
-from tests.integration.kube.kube_support import Namespace, eventually
+from tests.support.kube.cluster_objects import Namespace, eventually
 
 
 class FailingClient(KubeClient):

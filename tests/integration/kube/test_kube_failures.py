@@ -16,7 +16,7 @@ import router.pods.kube.source
 from router.app.server import RouterServer
 from router.pods.kube.client import Kind, KubeClient, WatchStream
 from router.pods.kube.problems import Reason
-from tests.integration.kube.kube_support import (
+from tests.support.kube.cluster_objects import (
     Namespace,
     Picker,
     eventually,
@@ -24,8 +24,8 @@ from tests.integration.kube.kube_support import (
     kube_router,
     problems,
 )
-from tests.integration.kube.tap import Tap
-from tests.integration.router_server_support import get
+from tests.support.kube.tap import Tap
+from tests.support.router.server import get
 
 _AGE = 'kvroute_discovery_contact_age_seconds{kind="pods"}'
 # The API server accepts a token for a minute beyond its lifetime; 1 s is soon over.

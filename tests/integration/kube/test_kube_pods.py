@@ -8,10 +8,10 @@ from contextlib import closing
 import numpy as np
 
 from router.app.server import RouterServer
-from tests.integration.kube.kube_support import Namespace, Picker, eventually_picked, kube_router
-from tests.integration.router_server_support import FakePod, get
-from tests.wire.engine_publisher import EnginePublisher, stored
-from tests.wire.router_wire_support import wait_until
+from tests.support.indexer.engine_publisher import EnginePublisher, stored
+from tests.support.kube.cluster_objects import Namespace, Picker, eventually_picked, kube_router
+from tests.support.router.doors import wait_until
+from tests.support.router.server import FakePod, get
 
 BLOCK_TOKENS = 16
 TOKENS = list(range(1000, 1000 + 4 * BLOCK_TOKENS))

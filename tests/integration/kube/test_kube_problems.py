@@ -14,7 +14,7 @@ from router.app.server import RouterServer
 from router.config.kube import OLD_GROUP, POOL_GROUP
 from router.pods.kube import problems as problems_module
 from router.pods.kube.problems import Reason
-from tests.integration.kube.kube_support import (
+from tests.support.kube.cluster_objects import (
     POOL,
     Namespace,
     Picker,
@@ -23,7 +23,7 @@ from tests.integration.kube.kube_support import (
     kube_router,
     next_address,
 )
-from tests.integration.router_server_support import FakePod, get
+from tests.support.router.server import FakePod, get
 
 
 @pytest.fixture(autouse=True)

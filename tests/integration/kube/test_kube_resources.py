@@ -14,9 +14,9 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 from router.app.server import RouterServer
 from router.config.kube import LLMD_GROUP, OLD_GROUP
 from router.pods.kube import reflector as watch
-from tests.integration.kube.kube_support import Namespace, Picker, eventually, kube_router
-from tests.integration.router_server_support import METRICS
-from tests.wire.router_wire_support import Stream, body, headers, streamed_bytes
+from tests.support.kube.cluster_objects import Namespace, Picker, eventually, kube_router
+from tests.support.router.doors import Stream, body, headers, streamed_bytes
+from tests.support.router.server import METRICS
 
 OBJECTIVE = "x-llm-d-inference-objective"
 SATURATED = METRICS.replace('waiting{engine="0"} 0.0', 'waiting{engine="0"} 50.0')
