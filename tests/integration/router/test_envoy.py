@@ -26,7 +26,7 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Gateway]:
 
 
 def latest_end(served: Gateway) -> dict[str, Any]:
-    """How the latest request ended, which is recorded a moment after it has left the ledger."""
+    """Return how the latest request ended, recorded a moment after its ledger entry is removed."""
     wait_until(lambda: served.router.decision_log.latest(1)[0]["end"], "the record of its end")
     end: dict[str, Any] = served.router.decision_log.latest(1)[0]["end"]
     return end
