@@ -94,7 +94,7 @@ class EngineStream:
     def close(self) -> None:
         self.stop()
 
-    def reset(self, now_s: float) -> None:  # noqa: ARG002 (whoever connects needs it)
+    def reset(self, now_s: float) -> None:  # noqa: ARG002 (subclasses use it)
         """Drop the view and restart the stream, after an error in our own code."""
         self.restart()
 

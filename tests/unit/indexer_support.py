@@ -43,8 +43,8 @@ class OnePod:
 
     Args:
         block_tokens: Tokens of an index block.
-        flat: Whether the index is the flat one.
-        settings: Of the indexer.
+        flat: Whether to use the flat index.
+        settings: Settings of the indexer.
     """
 
     def __init__(self, block_tokens: int = 4, *, flat: bool = False, **settings: Any) -> None:

@@ -59,9 +59,9 @@ class EnginePublisher:
     """Publisher of one engine process.
 
     Args:
-        ports: Where to listen, as (events, replay); None: on any free ports.
+        ports: Ports to listen on, as (events, replay); None: any free ports.
         replay: Whether there is a replay socket.
-        history: Most batches that it remembers.
+        history: Most batches of the replay buffer.
         topic_frame: Whether replay answers carry the topic, as since vLLM 0.28.
     """
 
@@ -124,12 +124,12 @@ class EnginePublisher:
         """Publish a batch.
 
         Args:
-            events: What is in it.
-            lost: Subscribers do not get it.
-            forgotten: Replays do not have it.
+            events: Events of the batch.
+            lost: Whether subscribers do not receive it.
+            forgotten: Whether replays do not have it.
 
         Returns:
-            Its sequence number.
+            The batch's sequence number.
         """
         return self.publish_payload(batch(*events), lost=lost, forgotten=forgotten)
 

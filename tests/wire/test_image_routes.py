@@ -1,7 +1,7 @@
-"""Requests with images, from a renderer's answer to the pick, where two pods have told of their caches.
+"""Requests with images, from a renderer's answer to the pick, with the caches of two pods.
 
-The renderer speaks HTTP, the pods speak ZMQ; both say what vLLM's own classes make of the prompts. Without a
-renderer the images have names, and the model's files tell the rest.
+The renderer uses HTTP and the pods use ZMQ; both send what vLLM's own classes produce for the prompts. Without
+a renderer the images have names, and the tokens follow from the model's files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.wire.router_wire_support import body, doors, headers
 from tests.wire.subscribe_support import OTHER, POD, Watched, stream
 
 MODEL = "qwen2-vl"
-# What each pod has computed.
+# Prompts that each pod has computed.
 HELD = {POD: ("one_image", "salted"), OTHER: ("another_image", "sound_and_image")}
 
 
@@ -67,9 +67,9 @@ def pick(name: str, renderer: Renderer, watched: Watched) -> Decision:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "adapter"])
 def test_a_prompt_goes_where_its_images_were_seen(name: str, renderer: Renderer, watched: Watched) -> None:
-    """Of two pods with equal token ids the one that saw this very image is picked, and its blocks count.
+    """Of two pods with equal token ids the one with the same image is picked, and its blocks count.
 
-    Also those behind the image: what the decision says is cached is what vLLM would take from there.
+    Blocks behind the image count too: the decision's cached tokens equal vLLM's.
     """
     decision = pick(name, renderer, watched)
     assert (decision.degraded, decision.partial) == (None, None)
@@ -83,9 +83,9 @@ def test_a_prompt_goes_where_its_images_were_seen(name: str, renderer: Renderer,
 
 
 def test_an_image_is_found_by_its_name_without_a_renderer(tmp_path: Path) -> None:
-    """Through the door: of two pods the one that stored the named image is picked, to the last full block.
+    """Of two pods the one that stored the named image is picked, with all full blocks.
 
-    The same image without a name is known up to where it stands, with the whole prompt's length.
+    The same image without a name gives a match up to the image, with the whole prompt's length.
     """
     tokenizers = TokenizerRegistry.load({MODEL: write_model(tmp_path, "qwen")}, TokenizeOptions(300))
     said = {"type": "text", "text": "What is it, and where? " * 9}

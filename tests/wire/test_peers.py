@@ -52,7 +52,7 @@ def publish_from_the_start(engine: EnginePublisher, peer: Watched) -> None:
     """Let a peer receive all batches of the engine, more than its buffer has room for."""
     peer.follow(stream(engine))
     if engine.replay_endpoint is not None:
-        # What is said before the replay is answered would be missing.
+        # Batches published before the replay's answer would be missing.
         peer.settled(0)
     engine.wait_for_subscriber()
     for number in (1, 2, 3, 4, 5):
@@ -88,7 +88,7 @@ def test_an_engine_that_restarted_meanwhile_is_not_taken_for_the_old_one(engine:
         with EnginePublisher() as restarted:
             restarted.publish(block(1))
             with serving(first) as address, indexer(address) as second:
-                # The peer listens to the old process, we to the new one.
+                # The peer follows the old process, we follow the new one.
                 second.follow(stream(restarted))
                 second.settled(1)
                 assert asked(second, "completed") >= 1
