@@ -87,9 +87,7 @@ class IndexerMetrics:
 
     def _add_stream_metrics(self) -> None:
         counter, gauge = partial(self._counter, _OURS), self._gauge
-        self.stream_state = gauge(
-            _OURS + "stream_state", "1 for the present state of a stream.", "pod", "state"
-        )
+        self.stream_state = gauge(_OURS + "stream_state", "1 for a stream's present state.", "pod", "state")
         self.gaps = counter("gaps", "Gaps in the sequence numbers of a stream.", "pod")
         self.replays = counter("replays", "Replays, by outcome.", "outcome")
         self.snapshots = counter("snapshots", "Snapshots requested from engines, by outcome.", "outcome")
@@ -97,14 +95,12 @@ class IndexerMetrics:
             "parity_mismatches", "Requests whose tokens differ from the engine's.", "pod", "model"
         )
         self.parity_never_hit = gauge(
-            _OURS + "parity_never_hit", "1 for a pod whose stored blocks never match ours.", "pod"
+            _OURS + "parity_never_hit", "1 for a pod whose blocks never match ours.", "pod"
         )
         self.findings = counter("findings", "Views found wrong by the engine's metrics.", "finding")
         self.clears = counter("pod_clears", "Views cleared, by reason.", "reason")
         self.rejected = counter("rejected", "Malformed frames, batches and events.", "reason")
-        self.orphans = gauge(
-            _OURS + "orphans", "Stores that wait for their parent block to be stored.", "pod"
-        )
+        self.orphans = gauge(_OURS + "orphans", "Stores that wait for their parent block.", "pod")
         self.events = self._applied.counter(
             _OURS + "events", "Decoded events, by type, applied or not.", ["type"]
         )
@@ -116,17 +112,11 @@ class IndexerMetrics:
         histogram = partial(Histogram, registry=self._registry, buckets=_SNAPSHOT_BUCKETS_S)
         self.bootstraps = counter("bootstraps", "Views built, by source.", "source")
         self.snapshot_bytes = counter("snapshot_bytes", "Bytes of snapshots applied.", "source")
-        self.snapshot_s = histogram(
-            _OURS + "snapshot_seconds",
-            "Time from the request of a snapshot to its last block applied.",
-            ["source"],
-        )
+        self.snapshot_s = histogram(_OURS + "snapshot_seconds", "Time from request to applied.", ["source"])
         self.peers_asked = counter("peer_snapshots", "Snapshots requested from peers, by outcome.", "outcome")
         self.exports = counter("told_snapshots", "Snapshots requested by peers, by outcome.", "outcome")
         self.export_bytes = counter("told_snapshot_bytes", "Bytes of snapshots sent to peers.")
-        self.export_s = histogram(
-            _OURS + "told_snapshot_seconds", "Time from a peer's request to the last message sent."
-        )
+        self.export_s = histogram(_OURS + "told_snapshot_seconds", "Time from request to last message.")
 
     def _counter(self, prefix: str, name: str, text: str, *labels: str) -> Counter:
         return Counter(prefix + name, text, labels, registry=self._registry)
@@ -148,15 +138,9 @@ class _Sizes(Collector):
 
     def _metrics(self, stats: IndexStats, speculative: int) -> Iterator[Metric]:
         yield GaugeMetricFamily(_OURS + "blocks", "Unique blocks in the index.", stats.blocks)
-        yield GaugeMetricFamily(
-            _OURS + "capacity_blocks", "Most unique blocks in the index.", stats.capacity_blocks
-        )
+        yield GaugeMetricFamily(_OURS + "capacity_blocks", "Most unique blocks.", stats.capacity_blocks)
         yield GaugeMetricFamily(_OURS + "holdings", "Pairs of (block, pod) in the index.", stats.holdings)
         yield CounterMetricFamily(
             _OURS + "evicted_blocks", "Blocks evicted because of the capacity.", stats.evicted_blocks
         )
-        yield GaugeMetricFamily(
-            _OURS + "speculative_entries",
-            "Speculative entries: triples of (request, pod, block).",
-            speculative,
-        )
+        yield GaugeMetricFamily(_OURS + "speculative_entries", "Triples (request, pod, block).", speculative)

@@ -23,6 +23,7 @@ class StreamState(StrEnum):
     STALE = "STALE"
 
 
+NOT_FOLLOWED = StreamState.STALE, "not_followed"
 _ALL_ONE = np.zeros(0, np.int32)
 _NO_STATES: Mapping[str, StreamState] = MappingProxyType({})
 
@@ -136,8 +137,7 @@ def explain_prefix(
     held: NDArray[np.uint8],
     tiers: Tiers,
     *,
-    state: StreamState,
-    reason: str,
+    status: tuple[StreamState, str],
     usable_blocks: int,
     stride: int = 1,
 ) -> Prefix:
@@ -145,6 +145,7 @@ def explain_prefix(
 
     Args:
         held: uint8 [blocks], see `Index.held`.
+        status: State of the engine's stream and its reason.
         stride: Index blocks per block of the engine, which holds an engine block of the prompt or does not.
     """
     missing = np.flatnonzero(held == 0)
@@ -157,8 +158,8 @@ def explain_prefix(
         end = PrefixEnd.HOLE if first_missing < len(held) else PrefixEnd.PROMPT
     return Prefix(
         engine=engine,
-        state=state,
-        reason=reason,
+        state=status[0],
+        reason=status[1],
         cached_blocks=usable_blocks,
         end=end,
         held_blocks=length,

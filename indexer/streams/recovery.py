@@ -140,8 +140,6 @@ class EngineStream:
     def export(self, future: Future[ViewSnapshot], now_s: float, feed: Feed | None) -> None:
         """Start an export of the view for a peer, or for the relay, whose feed receives all later changes.
 
-        The future receives the snapshot, or a PeerError, after some turns.
-
         Raises:
             PeerError: The view cannot be exported now.
         """

@@ -1,6 +1,6 @@
 """Requests with images, from a renderer's answer to the pick, with the caches of two pods.
 
-The renderer uses HTTP and the pods use ZMQ; both send what vLLM's own classes produce for the prompts. Without
+The renderer uses HTTP and the pods use ZMQ; both send what vLLM's classes produce for the prompts. Without
 a renderer the images have names, and the tokens follow from the model's files.
 """
 
