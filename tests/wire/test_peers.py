@@ -312,8 +312,8 @@ def test_a_view_that_changes_while_it_is_listed_is_not_told(
     """A view that is invalidated during its export is not sent."""
     with indexer() as first:
         publish_from_the_start(engine, first)
-        doubt = partial(first.indexer.doubt, POD, "cleared_by_hand")
-        while_listed(monkeypatch, doubt, lambda _: False)
+        invalidate = partial(first.indexer.invalidate, POD, "cleared_by_hand")
+        while_listed(monkeypatch, invalidate, lambda _: False)
         with serving(first) as address, indexer(address) as second:
             second.follow(stream(engine))
             wait_until("it was refused", lambda: asked(second, "changed") >= 1)
