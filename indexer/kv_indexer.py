@@ -245,7 +245,8 @@ class KvIndexer:
         if (mismatch := self._mismatches.settle(request_id, now_s)) is not None:
             self._ingest.reconsider(mismatch.pod)
 
-    def dropped(self, request_id: Hashable) -> None:
+    def cancel_expectation(self, request_id: Hashable) -> None:
+        """Stop comparing a request with its pod's events, because it failed or was sent elsewhere."""
         self._mismatches.drop(request_id)
 
     def check_mismatches(self) -> None:

@@ -104,7 +104,7 @@ class RouterServer:
             self.explain,
             self._metrics,
             lambda request, now_s: self.index.settle(request, now_s),
-            lambda request: self.index.dropped(request),
+            lambda request: self.index.cancel_expectation(request),
         )
         self._reconciler = Reconciler(self.outcomes)
         self.health = Health()
