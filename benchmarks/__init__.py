@@ -1,4 +1,4 @@
-"""Benchmarks; each prints one JSON object a line."""
+"""Benchmarks; each prints one JSON object per line."""
 
 import os
 

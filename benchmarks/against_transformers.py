@@ -1,7 +1,7 @@
-"""The engine beside transformers: the same 91-million-parameter Llama in bf16, the same prompts, in turns.
+"""The engine compared with transformers: the same 91-million-parameter Llama in bf16 and prompts, in turns.
 
-Ours is whole engine steps: scheduling, block hashing, events, forward and sampling. Theirs is the forward
-pass with a DynamicCache, and argmax.
+Our figures are whole engine steps: scheduling, block hashing, events, forward pass and sampling. Those of
+transformers are the forward pass with a DynamicCache, and argmax.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
-from model_server.engine.core import Engine
-from model_server.kv_events.events import NullSink
-from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
+from model_server.engine.core import EngineCore
+from model_server.kv_events.events import NullEventPublisher
+from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingParams
 
-# Wall-clock seconds, or CPU seconds of the process's threads (which spin while they wait for each other).
+# Wall-clock seconds, or CPU seconds of the process's threads, which spin while they wait for each other.
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 _PROMPT_TOKENS = 256
-# Decode steps of one round by batch size; the total is about a second of each side.
+# Decode steps of one round by batch size; about a second in total for each engine.
 _STEPS = {1: 24, 8: 12, 32: 6}
 SHAPE = {
     "vocab_size": 10_000,
@@ -45,10 +45,10 @@ class Figure:
     """One measured number.
 
     Attributes:
-        name: What it is.
-        unit: Of the value; "x" is a ratio.
+        name: Name of the figure.
+        unit: Unit of the value; "x" is a ratio.
         value: Median over rounds.
-        setting: What it was measured with.
+        setting: Parameters of the measurement.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Figure:
 
 
 def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
-    """Measure prefill at batch 1 and decode at 1, 8 and 32; ratios are their time by ours."""
+    """Measure prefill at batch 1 and decode at 1, 8 and 32; ratios are transformers' time divided by ours."""
     torch.manual_seed(0)
     reference = LlamaForCausalLM(LlamaConfig(**SHAPE)).to(torch.bfloat16).eval()
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as directory:
@@ -116,18 +116,20 @@ class _OurEngine:
             max_num_seqs=batch,
             max_num_batched_tokens=batch * _PROMPT_TOKENS,
         )
-        self._engine: Engine = build_engine(config, NullSink())
+        self._engine: EngineCore = build_engine(config, NullEventPublisher())
         self._clock = clock
         self._round = 0
 
     def prefill(self, prompts: list[list[int]]) -> float:
         """Return the seconds until the first token."""
         for number in range(len(prompts)):
-            self._engine.abort(f"{self._round}.{number}")
+            self._engine.abort_request(f"{self._round}.{number}")
         self._round += 1
         sampling = SamplingParams(max_tokens=_PROMPT_TOKENS, temperature=0.0, ignore_eos=True)
         for number, prompt in enumerate(prompts):
-            self._engine.submit(GenerationRequest(f"{self._round}.{number}", tuple(prompt), sampling), _drop)
+            self._engine.add_request(
+                EngineCoreRequest(f"{self._round}.{number}", tuple(prompt), sampling), _drop
+            )
         return self.decode(1)
 
     def decode(self, steps: int) -> float:
@@ -152,5 +154,5 @@ def _figures(
     yield Figure(f"{name}_ratio_to_transformers", "x", round(statistics.median(ratios), 3), setting)
 
 
-def _drop(_: TokenOutput) -> None:
+def _drop(_: EngineCoreOutput) -> None:
     pass

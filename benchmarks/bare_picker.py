@@ -1,6 +1,6 @@
-"""Floor of the pick benchmark: the router's servers with services that always answer the same pod.
+"""Floor of the pick benchmark: the router's servers with services that always return the same pod.
 
-`python -m benchmarks.bare_picker GRPC_PORT POD skip|full`; the router's cost above it is its own work.
+`python -m benchmarks.bare_picker GRPC_PORT POD skip|full`. The router's CPU above this floor is routing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import grpc
 from envoy.service.auth.v3 import external_auth_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from router.doors.ext_authz import ok_answer
-from router.doors.ext_proc_messages import response_headers_answer, routed_answer, streamed_answers
+from router.doors.ext_authz import ok_response
+from router.doors.ext_proc_messages import response_headers_reply, routing_response, streamed_body_responses
 from router.doors.health import CHECK_SERVICE, EXT_PROC_SERVICE
 from router.h2 import GrpcServer
 from router.h2.exchange_call import ExchangeMethod
@@ -26,7 +26,7 @@ _INLINE_BYTES = 64 << 10
 
 class _BareExtProc:
     def __init__(self, pod: str, responses: str) -> None:
-        self._answer = routed_answer("request_headers", pod, {})
+        self._answer = routing_response("request_headers", pod, {})
         self._is_full = responses == "full"
 
     def exchange(self, _stream: object = None) -> _BareExchange:
@@ -47,12 +47,14 @@ class _BareExchange:
                 if message.request_body.end_of_stream:
                     self.is_routed, self.finished = True, not self._is_full
                     yield self._answer
-                    yield from streamed_answers("request_body", self._body, end_of_stream=True)
+                    yield from streamed_body_responses("request_body", self._body, end_of_stream=True)
             case "response_headers":
-                yield response_headers_answer({})
+                yield response_headers_reply({})
             case "response_body":
                 body = message.response_body
-                yield from streamed_answers("response_body", body.body, end_of_stream=body.end_of_stream)
+                yield from streamed_body_responses(
+                    "response_body", body.body, end_of_stream=body.end_of_stream
+                )
 
     def last(self) -> tuple[()]:
         return ()
@@ -63,7 +65,7 @@ class _BareExchange:
 
 def main(port: int, pod: str, responses: str) -> None:
     """Serve until the process is killed."""
-    answer = ok_answer(pod, None, ())
+    answer = ok_response(pod, None, ())
 
     def check(_message: external_auth_pb2.CheckRequest, _context: grpc.ServicerContext) -> bytes:
         return answer

@@ -1,7 +1,7 @@
 """Floor of the streaming benchmark: a uvicorn server that streams constant chunks, woken by another thread.
 
-In: chat completions that stream, of which only max_tokens counts. Out: that many chunks, written alone. It
-has neither router nor engine nor JSON to make; the HTTP server is the model server's own.
+A streamed chat completion gets max_tokens chunks, each in a write of its own. There is no router, engine or
+JSON encoding; the HTTP server is the model server's own.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ END = b"data: [DONE]\n\n"
 
 
 class BareStream:
-    """ASGI application, and the thread that stands for an engine.
+    """ASGI application with a thread in place of an engine.
 
     Args:
-        loop: Where it is served.
+        loop: Event loop that serves the application.
         step_s: Seconds from one chunk to the next.
     """
 
@@ -79,10 +79,10 @@ class Ticker:
     """Thread that schedules a callback on an event loop at every step while a request waits.
 
     Args:
-        loop: The loop.
+        loop: The event loop.
         step_s: Seconds from one call to the next.
-        waiting: Who waits.
-        call: What is called.
+        waiting: Requests that wait for chunks.
+        call: Callback to schedule.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Floor of the streaming benchmark without an HTTP server: one loop wake-up and one socket write per chunk.
 
-In: requests as `benchmarks.stream_client` sends them, of which only max_tokens counts. Out: that many chunks,
-each written by the callback that another thread has the loop call: no task, no parser, no ASGI.
+A request of `benchmarks.stream_client` gets max_tokens chunks. Each is written by a callback that another
+thread schedules on the loop: no task, no parser, no ASGI.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _FRAMED_END = b"%x\r\n%b\r\n0\r\n\r\n" % (len(END), END)
 
 
 class BareWakeup:
-    """Server, and the thread that stands for an engine.
+    """Server with a thread in place of an engine.
 
     Args:
-        loop: Where it is served.
+        loop: Event loop that serves the connections.
         step_s: Seconds from one chunk to the next.
     """
 
@@ -62,7 +62,7 @@ class _Stream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._received += data
         _, _, body = self._received.partition(b"\r\n\r\n")
-        if body.endswith(b"}"):  # so short a body comes whole
+        if body.endswith(b"}"):  # a body this short arrives in one read
             self._left = json.loads(body)["max_tokens"]
             self._transport.write(_HEAD)
             self._streams[self] = None

@@ -1,6 +1,6 @@
-"""Chats of given sizes that share only their system prompt, and the model for them.
+"""Chats of given sizes that share only their system prompt, and a tokenizer for them.
 
-The messages are English prose. The model has Qwen3's chat template and 130,000 tokens, as users' models have.
+Messages are English prose. The tokenizer has Qwen3's chat template and 130,000 tokens, like current models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from benchmarks.fake_pod import CHUNKS, CHUNKS_FEW, MODEL, model_directory
 from benchmarks.next_turns import prose
 from tokenization import TINY_DIRECTORY
 
-# Name -> (bytes of one body, different chats).
+# By name of a size: (bytes of one body, number of different chats).
 SIZES = {"small": (2_000, 64), "40kb": (40_000, 32), "400kb": (400_000, 4)}
 _SYSTEM = "You are a careful assistant. Answer in one sentence, and say so when you do not know. " * 5
 _TURN_WORDS = 60
@@ -23,12 +23,12 @@ _TEMPLATE = Path(__file__).with_name("qwen3_template.jinja")
 
 
 def write_bodies(directory: Path, *, tiny: bool = False) -> dict[str, Path]:
-    """Write one file per size, one chat a line, and small chats that request long and short streams.
+    """Write one file per size with one chat per line, and small chats that request long and short streams.
 
-    Beside them, as the folder that `model_directory` names, lies the model's tokenizer.
+    The tokenizer is written next to them, to the folder of `model_directory`.
 
     Args:
-        tiny: It is the product's small one, which loads at once, instead of one as users have.
+        tiny: Use the built-in small tokenizer, which loads at once, instead of a large one.
     """
     words = prose().decode().split()
     paths = {}
@@ -60,7 +60,7 @@ def _write_model(directory: Path, *, tiny: bool) -> None:
 
 
 def _chat(prose_words: Sequence[str], size_bytes: int, seed: int) -> dict[str, object]:
-    """Return a conversation of many turns that ends with the user's."""
+    """Return a conversation of many turns that ends with a user message."""
     random = Random(seed)
     messages = [{"role": "system", "content": _SYSTEM}]
     written = len(_SYSTEM)

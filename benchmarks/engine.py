@@ -1,7 +1,7 @@
 """Throughput of the engine: `python -m benchmarks.engine [--json] [--threads N] [--clock cpu]`.
 
-Prints medians over rounds, as a table or as one JSON object a line. Each part is a module of its own; what a
-figure is compared with runs in the same process and in turns, so that noise meets both sides.
+Prints medians over rounds, as a table or as one JSON object per line. Each part is a module of its own.
+Compared programs run in the same process and in turns, so that noise affects both.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""CPU of one more streamed token in the HTTP server, without the model's arithmetic.
+"""CPU per streamed token in the HTTP server, without the model's arithmetic.
 
-In: how many rounds. Out: CPU time of the event loop's thread per token, the clients being another process;
-and beside it, in turns, that of two servers whose chunks are constant: uvicorn, and a bare loop that is woken
-and writes. Steps are paced, so that each token is decoded, encoded and written alone, as it is behind a real
-model, with caches that have gone cold; what a request costs once is not in it.
+Measures CPU time of the event loop's thread per token, with clients in another process. In turns with it run
+two floors with constant chunks: uvicorn, and a bare event loop that is woken and writes. Steps are paced, so
+that each token is decoded, encoded and written by itself with cold caches, as behind a real model. Costs per
+request are excluded.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from benchmarks.bare_stream import BareStream
 from benchmarks.bare_wakeup import BareWakeup
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.engine.build import build_engine
-from model_server.engine.scheduler import Chunk
-from model_server.kv_events.events import NullSink
+from model_server.kv_cache.request import ScheduledRequest
+from model_server.kv_events.events import NullEventPublisher
+from model_server.openai.api_server import ServeOptions, Server, load_tokenizer, reserve
 from model_server.requests import ChosenToken
-from model_server.serve import ServeOptions, Server, load_tokenizer, reserve
 
 _STREAMS = (1, 4, 32)
 _TOKENS = 100
@@ -52,12 +52,12 @@ def measure(rounds: int, _: Callable[[], float]) -> Iterator[Figure]:
     """Yield `http_token_cpu_us` and its two floors for one stream and for several at once.
 
     Args:
-        rounds: The figures are their medians.
-        _: The other parts' clock; here it is always the thread's CPU time.
+        rounds: Number of rounds; the figures are medians.
+        _: Clock of the other parts; here it is always the thread's CPU time.
     """
     options = ServeOptions(EngineConfig(), "127.0.0.1", 0, (TINY_MODEL,), None, 1 << 20)
-    engine = build_engine(options.engine, NullSink())
-    engine.executor.run = _paced_tokens  # type: ignore[method-assign]
+    engine = build_engine(options.engine, NullEventPublisher())
+    engine.executor.execute_model = _paced_tokens  # type: ignore[method-assign]
     engine.start()
     server = Server(options, engine, None, load_tokenizer(TINY_MODEL))
     try:
@@ -103,14 +103,16 @@ def _serving(
             thread.join()
 
 
-def _paced_tokens(chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
+def _paced_tokens(chunks: Sequence[ScheduledRequest]) -> dict[str, ChosenToken]:
     time.sleep(_STEP_S)
-    sampling = [chunk.live for chunk in chunks if chunk.samples]
-    return {live.request_id: ChosenToken(_FIRST_TOKEN_ID + live.num_generated) for live in sampling}
+    sampling = [chunk.request for chunk in chunks if chunk.samples]
+    return {
+        request.request_id: ChosenToken(_FIRST_TOKEN_ID + request.num_output_tokens) for request in sampling
+    }
 
 
 def _token_s(port: int, loop: asyncio.AbstractEventLoop, streams: int) -> float:
-    """Return the CPU seconds of one more token of a stream."""
+    """Return the CPU seconds per additional token of a stream."""
     short_s, long_s = (
         _stream_all_s(port, loop, streams, tokens) for tokens in (_SHORT_TOKENS, _SHORT_TOKENS + _TOKENS)
     )

@@ -1,9 +1,9 @@
-"""Step overhead beside the model's arithmetic, and the cost of publishing events.
+"""Step overhead without the model's arithmetic, and the cost of publishing events.
 
-The engine is the one of `against_transformers`, at batch 32. For the overhead the decoder's forward pass is
-replaced by ready-made logits: what is left is scheduling, block hashing, laying out the batch, sampling,
-events and delivery. Publishing is real, over ZMQ to a subscriber; its cost is CPU time of all threads, the
-publisher's own too, beside the time that the same work takes with the arithmetic.
+The engine is that of `against_transformers`, at batch 32. For the overhead the forward pass is replaced by
+prepared logits, which leaves scheduling, block hashing, batch layout, sampling, events and delivery. Events
+are published over ZMQ to a subscriber. Their cost is the CPU time of all threads, including the publisher's,
+relative to the time of the same work with the arithmetic.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.against_transformers import SHAPE, Figure
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
-from model_server.engine.core import Engine
-from model_server.kv_events.events import EventSink, KVEvent, NullSink
-from model_server.kv_events.publisher import KVEventPublisher, KVEventsConfig
-from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
+from model_server.engine.core import EngineCore
+from model_server.kv_events.events import EventPublisher, KVEvent, NullEventPublisher
+from model_server.kv_events.publisher import KVEventsConfig, ZmqEventPublisher
+from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingParams
 
 _BATCH = 32
 _PROMPT_TOKENS = 256
 _DECODE_STEPS = 64
-# By the name of their figure.
+# Sampling parameters by the figure's name.
 _SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=_DECODE_STEPS, temperature=0.0, ignore_eos=True),
     "top_p": SamplingParams(max_tokens=_DECODE_STEPS, temperature=0.8, top_p=0.95, ignore_eos=True),
@@ -52,7 +52,7 @@ def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
                 setting = {"batch": _BATCH, "vocabulary": SHAPE["vocab_size"]}
                 milliseconds = round(1000 * statistics.median(times), 4)
                 yield Figure(f"step_overhead_{name}_b32_ms", "ms", milliseconds, setting)
-            quiet = _engine(Path(directory), NullSink())
+            quiet = _engine(Path(directory), NullEventPublisher())
             _take_arithmetic_out(quiet)
             yield _publish_cost(engine, quiet, sink, whole_s, rounds)
 
@@ -60,7 +60,7 @@ def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
 class _CountingPublisher:
     """Publisher, and the number of batches handed to it."""
 
-    def __init__(self, publisher: KVEventPublisher) -> None:
+    def __init__(self, publisher: ZmqEventPublisher) -> None:
         self._publisher = publisher
         self._given = 0
 
@@ -77,7 +77,7 @@ class _CountingPublisher:
 
 @contextmanager
 def _publishing() -> Iterator[_CountingPublisher]:
-    publisher = KVEventPublisher(KVEventsConfig(endpoint="tcp://127.0.0.1:*", topic="kv@bench"))
+    publisher = ZmqEventPublisher(KVEventsConfig(endpoint="tcp://127.0.0.1:*", topic="kv@bench"))
     context = zmq.Context()
     try:
         subscriber = context.socket(zmq.SUB)
@@ -90,7 +90,7 @@ def _publishing() -> Iterator[_CountingPublisher]:
         context.destroy(linger=0)
 
 
-def _engine(directory: Path, sink: EventSink) -> Engine:
+def _engine(directory: Path, sink: EventPublisher) -> EngineCore:
     config = EngineConfig(
         model=str(directory),
         gpu_blocks=2 * _BATCH * (_PROMPT_TOKENS + _DECODE_STEPS) // 16,
@@ -101,8 +101,8 @@ def _engine(directory: Path, sink: EventSink) -> Engine:
     return build_engine(config, sink)
 
 
-def _take_arithmetic_out(engine: Engine) -> None:
-    # Logits are spread as a model's: flat logits would make top-p keep thousands of tokens.
+def _take_arithmetic_out(engine: EngineCore) -> None:
+    # Logits have a model's spread: with flat logits top-p would keep thousands of tokens.
     logits = 4 * torch.randn((_BATCH, SHAPE["vocab_size"]))
 
     made = torch.empty_like(logits)
@@ -114,22 +114,22 @@ def _take_arithmetic_out(engine: Engine) -> None:
     engine.executor.runner.model.forward = ready_made  # type: ignore[attr-defined]
 
 
-def _submit(engine: Engine, sampling: SamplingParams) -> None:
+def _submit(engine: EngineCore, sampling: SamplingParams) -> None:
     prompts = torch.randint(3, SHAPE["vocab_size"], (_BATCH, _PROMPT_TOKENS)).tolist()
     for number, prompt in enumerate(prompts):
-        engine.submit(GenerationRequest(f"{number}", tuple(prompt), sampling), _drop)
+        engine.add_request(EngineCoreRequest(f"{number}", tuple(prompt), sampling), _drop)
 
 
 def _step_s(
-    engine: Engine, sink: _CountingPublisher, sampling: SamplingParams, clock: Callable[[], float]
+    engine: EngineCore, sink: _CountingPublisher, sampling: SamplingParams, clock: Callable[[], float]
 ) -> float:
-    """Return the seconds of one decode step of all requests together, its events sent."""
+    """Return the seconds of one decode step of all requests, including its events."""
     _submit(engine, sampling)
     while len(engine.scheduler.running) < _BATCH or any(
-        live.pending > 1 for live in engine.scheduler.running
+        request.num_pending_tokens > 1 for request in engine.scheduler.running
     ):
         engine.step()
-    sink.wait()  # the prefill's events are no part of it
+    sink.wait()  # excludes the prefill's events
     steps, started_s = engine.stats().steps, clock()
     while engine.step():
         pass
@@ -137,8 +137,8 @@ def _step_s(
     return (clock() - started_s) / (engine.stats().steps - steps)
 
 
-def _whole_s(engine: Engine) -> float:
-    """Return the seconds of prefill and decode of all requests, as this process alone would take them."""
+def _whole_s(engine: EngineCore) -> float:
+    """Return the seconds of prefill and decode of all requests: CPU time divided by torch's threads."""
     _submit(engine, _SAMPLINGS["greedy"])
     started_s = time.process_time()
     while engine.step():
@@ -147,7 +147,7 @@ def _whole_s(engine: Engine) -> float:
 
 
 def _publish_cost(
-    engine: Engine, quiet: Engine, sink: _CountingPublisher, whole_s: float, rounds: int
+    engine: EngineCore, quiet: EngineCore, sink: _CountingPublisher, whole_s: float, rounds: int
 ) -> Figure:
     costs_s = []
     for _ in range(rounds + 1):
@@ -169,5 +169,5 @@ def _nothing() -> None:
     pass
 
 
-def _drop(_: TokenOutput) -> None:
+def _drop(_: EngineCoreOutput) -> None:
     pass

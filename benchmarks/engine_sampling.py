@@ -1,7 +1,7 @@
 """Time to sample a batch from a large vocabulary, compared with one sort of it.
 
-In: how many rounds. Out: milliseconds for 32 rows of 151,936 logits, of a model that knows what it wants and
-of one that does not. The sort is what a top-p draw would begin with otherwise.
+Measures milliseconds for 32 rows of 151,936 logits, with a peaked and with a flat distribution. A sort is the
+first step of a naive top-p draw.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Payloads as vLLM publishes them, and the indexer's path from their bytes to the index."""
+"""Event payloads in vLLM's format, and the indexer's path from their bytes to the index."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Shape:
     """Shape of the events.
 
     Attributes:
-        blocks_per_event: 32 is a chunk of prefill, 1 a sequence that decodes.
-        events_per_payload: Sequences that run together: a step of the engine is one payload.
-        layout: "map" as of vLLM 0.32, "array" as of 0.16-0.23.
-        lora_name: The adapter of all of them.
+        blocks_per_event: 32 for a chunk of prefill, 1 for a decoding sequence.
+        events_per_payload: Number of sequences in a batch; each engine step publishes one payload.
+        layout: "map" as in vLLM 0.32, "array" as in 0.16-0.23.
+        lora_name: Adapter of all events.
     """
 
     blocks_per_event: int
@@ -50,7 +50,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Payloads:
-    """Stores of prompts, and the removals of all their blocks, tails first as engines evict."""
+    """Payloads that store prompts, and payloads that remove their blocks, tails first as engines evict."""
 
     stores: Sequence[bytes]
     removals: Sequence[bytes]
@@ -86,7 +86,7 @@ def ingest(index: FlatIndex, pods: Sequence[str]) -> Ingest:
 
 
 def in_calls(payloads: Sequence[bytes], per_call: int) -> Iterator[Sequence[bytes]]:
-    """Yield groups of as many payloads as the subscriber reads at once."""
+    """Yield groups of payloads of the subscriber's read size."""
     for start in range(0, len(payloads), per_call):
         yield payloads[start : start + per_call]
 

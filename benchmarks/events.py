@@ -1,9 +1,8 @@
 """Blocks per second that one core applies: `python -m benchmarks.events [--json] [--quick] [--rivals]`.
 
-From the bytes of ZMQ payloads to blocks in the index, by the subscriber's own sink, metrics included, without
-the socket. Blocks per second of CPU time, medians over rounds. A round stores prompts and removes all their
-blocks again, so the index's memory exists already; `*_first_fill` is a new index, whose memory the system
-hands out page by page meanwhile.
+Measures the path from the bytes of ZMQ payloads to blocks in the index, including metrics, without the
+socket: blocks per second of CPU time, medians over rounds. A round stores prompts and removes all their
+blocks, so the index's memory is already allocated; `*_first_fill` is a new index with page faults.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from indexer.views.applier import warm_kernels
 _POD = PODS[0]
 _BLOCKS = {32: 262_144, 1: 65_536}
 
-# Applies some payloads at once.
+# Applies a list of payloads.
 Apply = Callable[[Sequence[bytes]], object]
 
 

@@ -1,10 +1,10 @@
-"""Event publishers of the fake pods, on one thread: they announce blocks that were never computed.
+"""Event publishers of the fake pods, on one thread: they publish blocks that were never computed.
 
-`python -m benchmarks.fake_events EVENTS_PORT REPLAY_PORT COUNT BODIES`. Every second pod holds the prompts of
-BODIES (a file with one chat body a line) from the start. Each line on stdin is a number of blocks per second
-that all pods together store from then on, in runs of 32; as engines do, a pod sends what a step of 20 ms
-stored as one batch. Wire and replay are the model server's; what its engines do beside them is left out,
-because it would take the CPU that is shared with whom we measure.
+`python -m benchmarks.fake_events EVENTS_PORT REPLAY_PORT COUNT BODIES`. Every second pod has the prompts of
+BODIES (a file with one chat body per line) cached from the start. Each line on stdin is the number of blocks
+per second that all pods together store from then on, in runs of 32. Like engines, a pod publishes the blocks
+of each 20 ms step as one batch. Wire format and replay are the model server's. Engines are left out, because
+they would use CPU of the measured machine.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from random import Random
 import zmq
 
 from benchmarks.fake_pod import model_directory
-from model_server.kv_events.events import MEDIUM_GPU, BlockHash, BlockStored
-from model_server.kv_events.replay import ReplayServer, StepRing
+from model_server.kv_events.events import MEDIUM_GPU, BlockStored, ExternalBlockHash
+from model_server.kv_events.replay import ReplayBuffer, ReplayServer
 from tokenization import PromptTokenizer
 from tokenization.prompts import chat_prompt
 
 BLOCK_TOKENS = 16
 _RUN_BLOCKS = 32
 _STEP_S = 0.02
-# Steps are staggered: a quarter of the pods ends a step at a time.
+# Steps are staggered: a quarter of the pods ends a step at the same time.
 _PHASES = 4
 _BATCHES_KEPT = 10_000
 # Same length on the wire as a real model's token ids.
@@ -41,10 +41,10 @@ _HASH_FACTOR, _HASH_MASK = 0x9E37_79B9_7F4A_7C15, (1 << 64) - 1
 
 
 class _Pod:
-    """One pod's sockets; the blocks of its steps are all of one chain."""
+    """Sockets of one pod; the blocks of all its steps form one chain."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], events_port: int, replay_port: int) -> None:
-        self._ring = StepRing(_BATCHES_KEPT)
+        self._ring = ReplayBuffer(_BATCHES_KEPT)
         self._events = context.socket(zmq.PUB)
         self._events.set_hwm(_BATCHES_KEPT)
         self._events.bind(f"tcp://127.0.0.1:{events_port}")
@@ -53,7 +53,7 @@ class _Pod:
         replay.bind(f"tcp://127.0.0.1:{replay_port}")
         self.replay = ReplayServer(replay, b"", self._ring)
         self._stored = 0
-        self._parent: BlockHash | None = None
+        self._parent: ExternalBlockHash | None = None
 
     def holds(self, token_ids: list[int]) -> None:
         """Store all full blocks of a prompt."""
@@ -68,7 +68,7 @@ class _Pod:
             self._parent = stored[-1].block_hashes[-1]
         self._publish(stored)
 
-    def _store(self, parent: BlockHash | None, token_ids: list[int], blocks: int) -> BlockStored:
+    def _store(self, parent: ExternalBlockHash | None, token_ids: list[int], blocks: int) -> BlockStored:
         numbers = range(self._stored + 1, self._stored + blocks + 1)
         self._stored += blocks
         hashes = [number * _HASH_FACTOR & _HASH_MASK for number in numbers]
@@ -137,7 +137,7 @@ class _Replays:
 def _read_rates(rate: list[float]) -> None:
     for line in sys.stdin:
         rate[0] = float(line)
-    # The parent is gone, perhaps killed: no other index should follow these pods.
+    # The parent has ended: exit, so that no later index follows these pods.
     signal.raise_signal(signal.SIGTERM)
 
 

@@ -1,8 +1,8 @@
 """Minimal Kubernetes API from which a picker discovers its pods.
 
-`python -m benchmarks.fake_kube_api PORT PODS POD_PORT`. Lists and watches in; out an InferencePool and its
-pods, `pod_host(0)` and further, which are ready from the start and never change. No request that is measured
-comes here.
+`python -m benchmarks.fake_kube_api PORT PODS POD_PORT`. Serves lists and watches of an InferencePool and its
+pods, `pod_host(0)` and following, which are Ready from the start and never change. No measured request
+reaches it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main(port: int, pods: int, pod_port: int) -> None:
             self.send_header("content-type", "application/json")
             self.send_header("connection", "close")
             self.end_headers()
-            for event in _told(told) if told else ():
+            for event in _initial_events(told) if told else ():
                 self.wfile.write(json.dumps(event).encode() + b"\n")
             threading.Event().wait()
 
@@ -97,7 +97,7 @@ def _listed(objects: list[dict[str, Any]]) -> dict[str, Any]:
     return {**of, "metadata": {"resourceVersion": _VERSION}, "items": objects}
 
 
-def _told(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _initial_events(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the initial events of a watch, ending with the bookmark."""
     known = {"resourceVersion": _VERSION, "annotations": {"k8s.io/initial-events-end": "true"}}
     bookmark = {"apiVersion": objects[0]["apiVersion"], "kind": objects[0]["kind"], "metadata": known}

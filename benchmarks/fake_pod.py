@@ -1,8 +1,8 @@
 """Model servers that compute nothing, so that only the gateway is measured.
 
-`python -m benchmarks.fake_pod FIRST_PORT COUNT [HOST...]`; one process on COUNT ports of each host
-(127.0.0.1), which speaks just enough HTTP/1.1 for Envoy, other routers and probes. A chat that asks for a
-stream gets `max_tokens` events, one a write, which take the same time however many they are.
+`python -m benchmarks.fake_pod FIRST_PORT COUNT [HOST...]`: one process on COUNT ports of each host (default:
+127.0.0.1), with just enough HTTP/1.1 for Envoy, other routers and probes. A streamed chat gets `max_tokens`
+events, one per write; the stream's duration does not depend on their number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_MODEL_LEN = 1_048_576
 
 
 def model_directory(bodies: Path) -> Path:
-    """Return the folder that `write_bodies` makes for the model beside a file of bodies, named as served."""
+    """Return the folder of the tokenizer next to a file of bodies, named like the served model."""
     return bodies.with_name(MODEL)
 
 
@@ -66,7 +66,7 @@ _PAGES = {
 _NOT_FOUND = _answer(b"{}", status=b"404 Not Found")
 _STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _TICK_S = 0.001
-# Fields of a body: one spelling of clients, one of pickers that rewrite bodies.
+# Fields of a body, with the clients' whitespace and with that of pickers that rewrite bodies.
 _STREAMED = (b'"stream": true', b'"stream":true')
 _MAX_TOKENS = re.compile(rb'"max_tokens": ?(\d+)')
 _LAST_CHUNK = b"0\r\n\r\n"
@@ -107,7 +107,7 @@ class _Pod(asyncio.Protocol):
             self._transport.write(_PAGES.get(path, _NOT_FOUND))
 
     def _stream(self, left: int, ticks: int) -> None:
-        # One event every few turns of the loop, so that the gateway receives them one by one.
+        # One event every few iterations of the loop, so that the gateway receives them one by one.
         if left:
             if left % ticks == 0:
                 self._transport.write(_STREAM_EVENT)
@@ -127,7 +127,7 @@ def _request_end(received: bytearray) -> int:
         end = head_end + int(rest.split(b"\r\n", 1)[0])
         return end if len(received) >= end else 0
     if b"\r\ntransfer-encoding: chunked" in head:
-        # No body here contains the bytes of the last chunk.
+        # No body here contains the bytes of a last chunk.
         return received.find(_LAST_CHUNK, head_end - 2) + 5 if received.endswith(_LAST_CHUNK) else 0
     return head_end
 

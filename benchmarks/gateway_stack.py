@@ -1,7 +1,7 @@
 """A gateway under load: a real Envoy and the router (or another picker) in front of fake pods.
 
-Settings in, processes and what they cost per request out. CPU is read from the processes' own accounts
-(Linux), messages between Envoy and its ext_proc door from Envoy's.
+Starts the processes and measures their CPU per request, read from /proc (Linux). Messages between Envoy and
+its ext_proc service are counted by Envoy.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kvroute.supervisor import Supervisor, check_ports
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _LOAD_TIMEOUT_S = 120.0
-# The access log's last flush belongs to the requests of a stretch.
+# The access log's last flush belongs to the period's requests.
 _SETTLE_S = 0.3
-# The initial blocks are announced and applied when no process works on them any more.
+# The initial blocks are applied once no process uses CPU any more.
 _CALM_CORES, _CALM_LOOKS, _CALM_TIMEOUT_S = 0.15, 3, 120.0
-# Relative to the base port: the gateway's, and that of Envoy's own pages.
+# Offsets from the base port: of the gateway, and of Envoy's admin API.
 _GATEWAY_PORT, _ADMIN_PORT = 50, 51
 _ANSWERS = "http.gateway.ext_proc.stream_msgs_received"
 _ADMITTED = "llm_d_epp_kv_cache_index_admissions_total"
@@ -42,7 +42,7 @@ class Effort:
     """Number of rounds, and seconds of each.
 
     Attributes:
-        quick: Whether it is enough that everything runs: nothing is warmed.
+        quick: Only check that everything runs, without warm-up.
     """
 
     rounds: int
@@ -52,12 +52,12 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class PickerPlace:
-    """Another picker in the router's place.
+    """Arguments of another picker that replaces the router.
 
     Attributes:
-        base_port: Its gRPC port; further ones until `base_port` + 50 are its own, but the third is Envoy's.
-        first_pod_port: The pods' ports on 127.0.0.1 begin here.
-        responses: Whether Envoy streams responses to it.
+        base_port: gRPC port; ports up to `base_port` + 50 are reserved for it, except the third, Envoy's.
+        first_pod_port: First of the pods' ports on 127.0.0.1.
+        responses: Whether Envoy streams responses to the picker.
     """
 
     base_port: int
@@ -75,8 +75,8 @@ class StackSetting:
     """Configuration of a measured stack.
 
     Attributes:
-        picker: What stands in the router's place; None: the router.
-        with_events: Whether the pods announce what they hold, and hold the bodies' prompts.
+        picker: Picker that replaces the router; None: the router.
+        with_events: Whether the pods publish events and have the bodies' prompts cached.
     """
 
     door: Door = "check_grpc"
@@ -93,9 +93,9 @@ class Stretch:
     """Result of one period of load.
 
     Attributes:
-        seen: What the clients saw.
+        seen: Results as reported by the clients.
         cpu_ms: CPU milliseconds per request of each process.
-        answers: Messages per request that Envoy had from its ext_proc door, with it alone.
+        answers: Messages per request that Envoy received by ext_proc; only for that service.
     """
 
     seen: dict[str, float]
@@ -124,7 +124,7 @@ class GatewayStack:
         return self._stretch("benchmarks.pick_load", address, bodies, callers, seconds, repeated=repeated)
 
     def store_blocks(self, per_s: int) -> None:
-        """Set the number of blocks that the pods announce per second."""
+        """Set the number of blocks that the pods store per second."""
         self._events.stdin.write(f"{per_s}\n".encode())
         self._events.stdin.flush()
 

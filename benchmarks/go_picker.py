@@ -1,10 +1,9 @@
-"""The Gateway API Inference Extension's endpoint picker, in Go, in the router's place behind the same Envoy.
+"""The Gateway API Inference Extension's endpoint picker (in Go) in place of the router behind the same Envoy.
 
-Its module comes from the Go proxy and is compiled on demand into the user's cache directory, where it is
-kept: that needs `go`, and some minutes once. It runs with its own default configuration and flags, but
-without TLS and traces, and scrapes the pods each second, as the router does; of Kubernetes it sees
-`fake_kube_api`. It tokenizes nothing and follows no events: what a pod holds, it guesses from what it has
-sent there.
+Its module comes from the Go proxy and is compiled once into the user's cache directory, which needs `go` and
+some minutes. It runs with its default configuration and flags, but without TLS and traces, and scrapes the
+pods each second, as the router does. `fake_kube_api` is its Kubernetes. It does not tokenize and follows no
+events: it estimates a pod's cache from the requests that it sent there.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ def go_picker(directory: Path) -> Picker:
     """The compiled picker.
 
     Args:
-        directory: Where its kubeconfig goes.
+        directory: Folder for its kubeconfig.
 
     Raises:
-        OSError: There is no `go`.
-        subprocess.SubprocessError: The module cannot be had, or not compiled.
+        OSError: `go` is not installed.
+        subprocess.SubprocessError: The module cannot be downloaded or compiled.
     """
     program = _program()
 
@@ -82,7 +81,7 @@ def _program() -> Path:
         shutil.rmtree(source, ignore_errors=True)
         command = [go, "mod", "download", "-json", f"{MODULE}@{VERSION}"]
         told = subprocess.run(command, cwd=home, stdout=subprocess.PIPE, timeout=_BUILD_TIMEOUT_S, check=True)
-        # Its own lock holds for a build in its own tree alone, which the module cache does not let write.
+        # The module's go.sum applies only to builds in its own tree, and the module cache is read-only.
         shutil.copytree(json.loads(told.stdout)["Dir"], source, copy_function=shutil.copyfile)
         command = [go, "build", "-o", str(program), "./cmd/epp"]
         subprocess.run(

@@ -18,10 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.against_transformers import SHAPE, Figure
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
-from model_server.engine.core import Engine
-from model_server.kv_cache.copies import CpuCopies
-from model_server.kv_events.events import NullSink
-from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
+from model_server.engine.core import EngineCore
+from model_server.kv_events.events import NullEventPublisher
+from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingParams
+from model_server.worker.block_copies import CpuCopies
 
 _PREFIX_TOKENS = 4096
 _BLOCK_TOKENS = 16
@@ -30,7 +30,7 @@ _COPIED_BLOCKS = 256
 
 
 def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
-    """Measure the time to first token behind a prefix, restored by recomputed; and copies by memcpy."""
+    """Measure the ratio of restored to recomputed time to first token, and of block copies to memcpy."""
     torch.manual_seed(0)
     shape = {**SHAPE, "max_position_embeddings": 2 * _PREFIX_TOKENS}
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as directory:
@@ -43,13 +43,13 @@ def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
             cpu_blocks=3 * blocks,
             max_num_batched_tokens=_PREFIX_TOKENS,
         )
-        engine = build_engine(config, NullSink())
+        engine = build_engine(config, NullEventPublisher())
         yield _restored_by_recomputed(engine, rounds, clock)
         tensors = [tensor.clone() for tensor in engine.executor.runner.attention.block_tensors()]  # type: ignore[attr-defined]
     yield _copy_by_memcpy(tensors, rounds, clock)
 
 
-def _restored_by_recomputed(engine: Engine, rounds: int, clock: Callable[[], float]) -> Figure:
+def _restored_by_recomputed(engine: EngineCore, rounds: int, clock: Callable[[], float]) -> Figure:
     draw = random.Random(0)
     ratios = []
     first = draw.choices(range(3, 1000), k=_PREFIX_TOKENS)
@@ -64,13 +64,13 @@ def _restored_by_recomputed(engine: Engine, rounds: int, clock: Callable[[], flo
 
 
 def _first_token_s(
-    engine: Engine, name: str, prefix: list[int], clock: Callable[[], float], *, cached: int = 0
+    engine: EngineCore, name: str, prefix: list[int], clock: Callable[[], float], *, cached: int = 0
 ) -> float:
     prompt = (*prefix, *random.Random(name).choices(range(3, 1000), k=_QUESTION_TOKENS))
-    outputs: list[TokenOutput] = []
+    outputs: list[EngineCoreOutput] = []
     sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     started_s = clock()
-    engine.submit(GenerationRequest(name, prompt, sampling), outputs.append)
+    engine.add_request(EngineCoreRequest(name, prompt, sampling), outputs.append)
     while not outputs:
         engine.step()
     taken_s = clock() - started_s
@@ -81,7 +81,7 @@ def _first_token_s(
 
 
 def _copy_by_memcpy(tensors: list[torch.Tensor], rounds: int, clock: Callable[[], float]) -> Figure:
-    """Return how fast scattered blocks are copied, as a share of the speed of one plain copy per plane."""
+    """Return the speed of copying scattered blocks relative to one plain copy per plane."""
     blocks = tensors[0].shape[1]
     copies = CpuCopies(tensors, blocks)
     rows = [plane.view(torch.uint8).flatten(1).numpy() for tensor in tensors for plane in tensor]

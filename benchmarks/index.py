@@ -1,11 +1,11 @@
 """Time of a match, and memory of a block: `python -m benchmarks.index [--json] [--quick] [--rivals]`.
 
-A match finds how many blocks of a 1,000-block prompt each of 256 pods holds, per tier. Wall time of single
-calls, medians. Two pods hold each chain, unless the name says otherwise. "hot": the same chain again and
-again; "cold": a random chain each time, after 128 MB of other memory were read and one other chain matched,
-so that code is warm and blocks are not; "cold_code" is without that match; "scattered": as cold, but blocks
-were stored in no order, so that each lies elsewhere; its floor is as many independent random reads of memory
-as a block needs, two. Resident memory is measured in child processes, engine hashes included.
+A match finds, for each of 256 pods and per tier, the cached blocks of a 1,000-block prompt. Figures are
+medians of the wall time of single calls. Each chain is cached by two pods unless the name says otherwise.
+"hot": the same chain repeatedly. "cold": a random chain after reading 128 MB of other memory and matching
+another chain, so that code is warm and blocks are not; "cold_code" omits that match. "scattered": cold, with
+blocks stored in random order; its floor is two independent random reads of memory per block. Resident memory
+is measured in child processes and includes engine hashes.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _cold(
         chill()
         if warm_code:
             filled.match(int(number) + 1)
-        # The prompt's keys were just computed, and are hot.
+        # The prompt's keys have just been computed, so they are in the CPU's caches.
         chain.sum()
         times += each_us([partial(filled.index.match, chain, filled.pods)])
     options.report.figure(name, "us", times, state="cold", pods=len(PODS), **setting)

@@ -1,4 +1,4 @@
-"""Filled indexes for matches: chains of blocks, and how much of each 256 pods hold."""
+"""Filled indexes for matches: chains of blocks and their cached lengths at 256 pods."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from indexer.tiers import GPU_TIER, Tiers
 
 PODS = tuple(f"10.0.{number // 250}.{number % 250}:8000" for number in range(256))
 CHAIN_BLOCKS = 1000
-# A chain is stored in chunks of prefill, interleaved with those of other pods.
+# Chains are stored in chunks of prefill, interleaved between pods.
 RUN_BLOCKS = 32
 
-# From a chain's number to the pods that hold it, and how many of its blocks.
+# Returns, for a chain's number, the pods with cached blocks of it and the number of blocks.
 Depths = Callable[[int], dict[str, int]]
 
 
@@ -25,8 +25,8 @@ class Filled:
     """An index that contains chains.
 
     Attributes:
-        pods: All pods, to be asked for.
-        chains: The keys of each chain.
+        pods: All pods, the candidates of a match.
+        chains: Keys of each chain.
     """
 
     index: FlatIndex
@@ -62,7 +62,7 @@ def fill(index: FlatIndex, blocks: int, depths: Depths, *, scattered: bool = Fal
     """Store chains, run by run, interleaved between pods.
 
     Args:
-        scattered: Block by block instead, in no order: what nothing in the index can foresee.
+        scattered: Store single blocks in random order instead, which no prefetch can predict.
     """
     rng = np.random.default_rng(blocks)
     count = max(1, blocks // CHAIN_BLOCKS)

@@ -1,8 +1,8 @@
 """Resident memory of a flat index, each case in a process of its own.
 
-What counts is what the system says that the process takes, before and after, with everything that events
-bring along: names of engine hashes, tables, the parser's arrays. A case's process is this module, called with
-its blocks, its holders, and its ceiling in bytes or 0.
+Measured is the growth of the process's resident memory, including everything that events need: engine
+hashes, tables, the parser's arrays. Each case runs this module with its blocks, its holders, and its ceiling
+in bytes or 0.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def measure_resident(options: Options) -> None:
 
 
 def main() -> int:
-    """Run one case; print by how many bytes the process grew."""
+    """Run one case; print the growth of resident memory in bytes."""
     blocks, holders, capacity_bytes = map(int, sys.argv[1:4])
     warm_kernels()
     pool = make_payloads(Shape(32), min(_POOL_BLOCKS, blocks))
@@ -59,7 +59,7 @@ def main() -> int:
     index = FlatIndex(capacity_bytes or 256 * (blocks + 4096), Tiers())
     done = 0
     while done < blocks:
-        # The same payloads under the name of another model are other blocks with other engine hashes.
+        # Under another model's name the same payloads give other blocks with other engine hashes.
         _apply(index, pool.stores, f"model-{done}", PODS[:holders])
         done += pool.blocks
     grown = _resident_bytes() - before

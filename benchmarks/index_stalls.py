@@ -1,4 +1,4 @@
-"""Time that readers of the index wait for writers: events arrive, a pod is cleared, tables grow."""
+"""Time that readers of the index wait for writers: while events arrive, a pod is cleared, tables grow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from indexer.index.update import store_blocks
 
 _EVENTS_PER_S = 100_000
 _PAYLOADS_PER_CALL = 16
-# A router matches once for each request, a few of them waiting, and does other things in between.
+# A router matches once per request, with some concurrency, and does other work in between.
 _PAUSE_S = 0.0005
 _TOGETHER = 8
 
@@ -50,7 +50,7 @@ def measure_under_events(options: Options) -> None:
 
 
 def measure_clear(options: Options, filled: Filled) -> None:
-    """Print the longest match while one pod's blocks are cleared and swept out of the index."""
+    """Print the longest match while one pod is cleared and its blocks are removed from the index."""
     worst = []
     for number in range(options.rounds):
         calls = [partial(filled.match, chain) for chain in range(options.of_size(2_000, 5))]
@@ -69,7 +69,7 @@ def measure_clear(options: Options, filled: Filled) -> None:
 
 
 def measure_growth(options: Options) -> None:
-    """Print the most CPU time under the lock to make room for a run of blocks while an index fills."""
+    """Print the maximum CPU time under the lock to grow the tables for a run of blocks."""
     blocks = options.of_size(4_000_000, 8 * TURN_BLOCKS)
     rng = np.random.default_rng(5)
     worst, all_us = [], []

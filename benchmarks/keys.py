@@ -1,9 +1,8 @@
 """Time to compute a prompt's block keys: `python -m benchmarks.keys [--json] [--quick] [--rivals]`.
 
-A prompt's token ids come as a uint32 buffer, as the tokenizer hands them over; one chained key per block goes
-out. Beside it, in the same run: the same prompt as a Python list, the keys with extras in every block, and
-the least that any chain over these bytes could cost here, one pass over them by a hash of 8 bytes a step.
-Medians of single calls, hot.
+The input is a uint32 buffer of token ids, as from the tokenizer; the output is one chained key per block. The
+same run measures the prompt as a Python list, keys with extras in every block, and a floor: one pass over
+these bytes by a hash of 8 bytes per step. Figures are medians of single calls with warm caches.
 """
 
 from __future__ import annotations

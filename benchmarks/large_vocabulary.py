@@ -1,6 +1,6 @@
-"""Tokenizers as large as those of today's models: byte-level, with mistral-common's 130,000 tokens.
+"""Tokenizers of current size: byte-level BPE with mistral-common's 130,000 tokens.
 
-How a text is cut into words is another family's affair, whose regex comes in. Nothing is downloaded.
+The pre-tokenizer's regex is a parameter, so that other model families are covered. Nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Closed-loop HTTP load from a process of its own: a URL and request bodies in, one JSON object out.
 
-`python -m benchmarks.load URL BODIES CLIENTS SECONDS [repeated]`; BODIES is a file with one chat a line. The
-clients send them in turn, each over one kept connection: with a new turn at the end each time, or as they
-are. Cheap on purpose: it shares the machine with what it measures.
+`python -m benchmarks.load URL BODIES CLIENTS SECONDS [repeated]`; BODIES is a file with one chat per line.
+Clients send the chats in turn, each over one persistent connection: with a new turn appended each time, or
+unchanged (`repeated`). It uses little CPU, because it shares the machine with the measured programs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PATH = "/v1/chat/completions"
 
 
 class _Client(asyncio.Protocol):
-    """One connection in a closed loop: it sends the next request when the last answer is complete."""
+    """One connection in a closed loop: it sends the next request once the previous response is complete."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -63,10 +63,10 @@ class Load:
     """One period of load.
 
     Attributes:
-        requests: Complete requests to be sent, for ever.
-        is_over: Whether clients are to stop.
-        errors: Answers other than 200, and connections lost.
-        reads: Pieces in which answers came.
+        requests: Endless iterator of complete requests.
+        is_over: Whether clients stop.
+        errors: Responses other than 200, and lost connections.
+        reads: Number of reads in which responses arrived.
     """
 
     def __init__(self, url: str, bodies: Iterator[bytes], clients: int) -> None:
@@ -108,7 +108,7 @@ class Load:
         }
 
     def answered(self, answer: bytes, took_s: float) -> None:
-        """Record a complete answer."""
+        """Record a complete response."""
         self._times_s.append(took_s)
         self._bytes += len(answer)
         self.errors += answer[9:12] != b"200"

@@ -1,12 +1,12 @@
 """Multiply-accumulates that one generation executes with and without a KV cache.
 
-The engine's decoder writes the same text twice: with a KV pool, one token a step, and without, the whole text
-anew in every step. torch counts the operations that run, by the sizes of the tensors that reach its kernels:
-blocks are gathered, for it cannot see into the compiled kernel that attends to them where they lie.
-Attention is the four projections of each layer and the products of queries with keys and of weights with
-values; beside it stand the closed forms for s tokens and width D: 4sD^2 + 2s^2D a layer without the cache,
-4D^2 + 2sD with it. They hold for plain multi-head attention: the model has a KV head for each query head. The
-rest of the model (MLP, output head for every token of the step) is counted apart.
+The engine's decoder generates the same text twice: with a KV cache, one token per step, and without, the
+whole text in every step. torch counts the operations by the sizes of its kernels' tensors. Blocks are
+gathered, because torch cannot count inside the compiled paged attention kernel. Attention is the four
+projections of each layer and the products of queries with keys and of weights with values. The closed forms
+for s tokens and width D are printed with it: 4sD^2 + 2s^2D per layer without the cache, 4D^2 + 2sD with it.
+They hold for multi-head attention with one KV head per query head. The rest of the model (MLP, output head
+for every token of the step) is counted separately.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.report import Report, read_options
 from model_server.attention import Attention, KvLayout, SdpaAttention, Span, StepMeta
 from model_server.model.decoder import Decoder
 from model_server.model.weights import load_checkpoint
-from model_server.shapes import undivided
+from model_server.shapes import single_group
 
 _LAYERS = 4
 _HEADS = 4
@@ -42,10 +42,10 @@ class Step:
     """Operations that one step executed.
 
     Attributes:
-        tokens: Length of the text, the last one known.
-        next_token: What the step chose.
-        attention_macs: Multiply-accumulates of the attention of all layers, projections included.
-        other_macs: Those of everything else.
+        tokens: Length of the text before the step.
+        next_token: Sampled token.
+        attention_macs: Multiply-accumulates of the attention of all layers, including projections.
+        other_macs: Multiply-accumulates of everything else.
     """
 
     tokens: int
@@ -83,17 +83,17 @@ def new_model(width: int) -> Decoder:
 def generate(
     model: Decoder, prompt: Sequence[int], steps: int, block_tokens: int, *, cached: bool
 ) -> list[Step]:
-    """Continue a prompt greedily, counting.
+    """Continue a prompt greedily and count each step's operations.
 
     Args:
-        model: With plain multi-head attention.
+        model: Model with multi-head attention.
         prompt: Token ids.
         steps: Tokens to generate.
-        block_tokens: Of the KV pool; a decode reads whole blocks.
-        cached: Keep the KV of all tokens; without, each step computes them anew.
+        block_tokens: Block size of the KV cache; a decode step reads whole blocks.
+        cached: Keep the KV of all tokens; otherwise each step recomputes them.
     """
     blocks = -(-(len(prompt) + steps) // block_tokens)
-    layout = KvLayout(undivided(model.shape.layers), blocks, block_tokens)
+    layout = KvLayout(single_group(model.shape.layers), blocks, block_tokens)
     text, done = list(prompt), 0
     pool = SdpaAttention(model.shape.attention, layout, model.dtype, model.device)
     taken = []
@@ -108,9 +108,9 @@ def generate(
 
 @torch.inference_mode()
 def _forward(model: Decoder, pool: Attention, text: Sequence[int], span: Span) -> tuple[Tensor, Counter[str]]:
-    """Return the last token's logits, and what was executed for the logits of all tokens of the span."""
+    """Return the last token's logits, and the operations executed for all tokens of the span."""
     counted = _CountedAttention(pool)
-    # All rows, since the last layer would skip what only other tokens' logits need.
+    # Request logits of all rows: otherwise the last layer computes only the last token's.
     rows = torch.arange(span.length)
     with _CountedLinears(model.shape.hidden, counted.macs):
         logits = model.forward(
@@ -120,7 +120,7 @@ def _forward(model: Decoder, pool: Attention, text: Sequence[int], span: Span) -
 
 
 class _CountedAttention:
-    """A KV pool that counts what attending executes."""
+    """KV cache that counts the operations of attention."""
 
     def __init__(self, pool: Attention) -> None:
         self._pool = pool
@@ -139,12 +139,12 @@ class _CountedAttention:
         return _counted(self.macs, "attention", lambda: self._pool.attend(query, layer, meta))
 
     def block_tensors(self) -> Sequence[Tensor]:
-        """Return what the pool keeps."""
+        """Return the tensors of the blocks."""
         return self._pool.block_tensors()
 
 
 class _CountedLinears(TorchFunctionMode):
-    """Counter of linear layers; those of attention have the model's width on both sides, or 3 x."""
+    """Counter of linear layers; attention's have the model's width on both sides, or 3x on one."""
 
     def __init__(self, width: int, macs: Counter[str]) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class _CountedLinears(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        """Run a function of torch."""
+        """Run a torch function and count it."""
         kwargs = kwargs or {}
         if func is not functional.linear:
             return func(*args, **kwargs)
@@ -170,7 +170,7 @@ def _counted(macs: Counter[str], part: str, work: Callable[[], Tensor]) -> Tenso
     sums = {torch.ops.aten._embedding_bag_forward_only: _weighted_sum_flops}
     with FlopCounterMode(display=False, custom_mapping=sums) as counter:
         result = work()
-    macs[part] += counter.get_total_flops() // 2  # a multiplication and an addition each
+    macs[part] += counter.get_total_flops() // 2  # FLOPs count a multiplication and an addition each
     return result
 
 

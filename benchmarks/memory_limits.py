@@ -1,4 +1,4 @@
-"""Limits of the machine's memory, measured in the same run as the figures."""
+"""Latency and bandwidth of the machine's memory, measured in the same run as the figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def measure_memory(options: Options) -> float:
     """Print latency, the cost of a random read among many independent ones, and bandwidth.
 
     Returns:
-        Nanoseconds of one independent random read: the least that a block far from the last one can cost.
+        Nanoseconds of one independent random read: the lower limit for a block that is not in a cache.
     """
     words = options.of_size(_FAR_BYTES, 1 << 16) // 8
     rng = np.random.default_rng(1)
@@ -43,7 +43,7 @@ def measure_memory(options: Options) -> float:
 
 
 class Chill:
-    """Memory whose reading evicts everything else from the caches."""
+    """Buffer that evicts everything else from the CPU's caches when read."""
 
     def __init__(self, options: Options) -> None:
         self._far = np.ones(options.of_size(_CHILL_BYTES, 1 << 16) // 8, np.uint64)

@@ -1,7 +1,7 @@
-"""Conversations that go on, each request by a turn that nobody has seen: chats in, request bodies out.
+"""Requests that continue conversations, each by a new turn: chats in, request bodies out.
 
-What is in front of the new turn is the same each time, and so known to router and pods; the turn is English
-prose, an answer of about 200 characters and a question of about 100.
+The prefix before the new turn is the same each time, so it is known to router and pods. The turn is English
+prose: an assistant message of about 200 characters and a question of about 100.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from random import Random
 
 ANSWER_CHARS, QUESTION_CHARS = 200, 100
 _TURN = b'}, {"role": "assistant", "content": "%b"}, {"role": "user", "content": "%b"}]'
-# From one turn's place in the prose to the next one's.
+# Distance between successive turns in the prose.
 _STRIDE_CHARS = 97
 
 
@@ -22,8 +22,8 @@ def next_turns(chats: Sequence[bytes], *, seed: int | None = None) -> Iterator[b
     """Yield the chats in turn without end, each time with a new last turn.
 
     Args:
-        chats: JSON objects whose last list of objects is that of the messages.
-        seed: Of where in the prose the turns begin; None: somewhere else each time.
+        chats: JSON objects whose last list of objects is `messages`.
+        seed: Seed of the turns' offset in the prose; None: random.
     """
     text = prose()
     last = len(text) - 2 * (ANSWER_CHARS + QUESTION_CHARS)
@@ -39,6 +39,6 @@ def next_turns(chats: Sequence[bytes], *, seed: int | None = None) -> Iterator[b
 
 @cache
 def prose() -> bytes:
-    """Return the Python manual's words, without those that JSON would escape."""
+    """Return the words of the Python manual, except those that JSON would escape."""
     words = " ".join(" ".join(topics.values()).split())
     return words.replace("\\", "").replace('"', "'").encode("ascii", "ignore")

@@ -1,10 +1,9 @@
 """CPU of a pick behind a real Envoy, per service.
 
-`python -m benchmarks.pick [--json] [--quick] [--rivals]`. 16 pods of which 8 hold each warm conversation,
-tokenization and prefix match included. CPU is read from the processes' own accounts (Linux) and is the median
-over rounds; `*_floor_*` is the same server with doors that do nothing, in the same run. `check_grpc` is
-Envoy's ext_authz, `extproc` ext_proc. `route_*` and `end_*` are the router's own code alone, see
-`pick_inside`.
+`python -m benchmarks.pick [--json] [--quick] [--rivals]`. 16 pods, of which 8 have each warm conversation
+cached; tokenization and prefix match are included. CPU is read from /proc (Linux); figures are medians over
+rounds. `*_floor_*` is the same server with services that do nothing, in the same run. `check_grpc` is Envoy's
+ext_authz, `extproc` ext_proc. `route_*` and `end_*` are only the router's own code, see `pick_inside`.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ from kvroute.envoy_config import Door
 
 EVENT_BLOCKS_PER_S = 50_000
 _CLIENTS = 32
-# Few streams at a time, so that Envoy forwards every chunk separately.
+# Few concurrent streams, so that Envoy forwards every chunk separately.
 _STREAM_CLIENTS = 4
 _IDLE_PODS = 100
-# Periods of load until the words of new turns have occurred once, as in a router that has served for a while.
+# Warm-up periods, until the tokenizer's caches contain the words of new turns, as in a long-running router.
 _STRETCHES_OF_WORDS = 12
-# Requests of one period that show that each chat is known; maximum periods until then.
+# Requests per period that imply that every chat was sent, and the maximum number of periods until then.
 _WARM_REQUESTS = 2 * max(chats for _, chats in SIZES.values())
 _WARM_STRETCHES = 10
-# Seconds that --quick measures; longer for streams, since some have to end.
+# Seconds that --quick measures; longer for streams, because some must end.
 _QUICK_S, _QUICK_STREAMS_S = 0.1, 0.5
 _DOORS: dict[str, Door] = {"check_grpc": "check_grpc", "extproc": "ext_proc"}
 
@@ -102,7 +101,7 @@ def _door(name: str, bodies: dict[str, Path], directory: Path, effort: Effort, r
         stack.load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)
         _door_figures(name, stack, setting, bodies, effort, report)
     if name == "check_grpc":
-        # The ledger expires these picks soon: no end is reported for them.
+        # No ends are reported for these picks, so the ledger must expire them soon.
         flags = ("--request-lifetime", "2s")
         with gateway_stack(replace(setting, router_flags=flags), bodies["all"], directory) as stack:
             stack.pick_load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)
@@ -145,7 +144,7 @@ def _unary_figure(
 def _under_events(
     name: str, stack: GatewayStack, bodies: Path, setting: StackSetting, effort: Effort, report: Report
 ) -> None:
-    """Repeat the load of small chats while pods announce blocks; the setting has how many arrived."""
+    """Repeat the load of small chats while pods publish blocks; the setting has the number applied."""
     stack.store_blocks(EVENT_BLOCKS_PER_S)
     begun_s, admitted = time.monotonic(), stack.admitted_blocks()
     rounds = _rounds(effort, partial(stack.load, bodies, _CLIENTS, effort.seconds))
@@ -159,7 +158,7 @@ def _under_events(
 
 
 def _full(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
-    """Print the CPU of both phases of ext_proc, and of one more chunk of a stream."""
+    """Print the CPU of both phases of ext_proc, and per additional chunk of a stream."""
     setting = StackSetting(door="ext_proc", responses="full")
     with gateway_stack(setting, bodies["all"], directory) as stack:
         stack.load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)
@@ -186,13 +185,11 @@ def _chunks(
     effort: Effort,
     report: Report,
 ) -> None:
-    """Print the CPU of one more chunk, from streams of many and of few chunks that take the same time.
+    """Print the CPU per additional chunk, from streams of equal duration with many and with few chunks.
 
-    So both have the same requests per second, equally cold caches, and as much that goes on beside them. A
-    chunk is a message that the door has answered, by Envoy's count. The setting tells the figure as it was
-    counted before, `by_reads_us`: against answers in one piece, of which there are ten times as many per
-    second, and with the pieces that clients read for chunks, of which there are fewer, for several may be
-    read at once.
+    Equal durations give equal request rates, cache conditions and background work. Chunks are ext_proc
+    messages as counted by Envoy. For comparison with older results, the setting `by_reads_us` has the figure
+    relative to non-streamed responses and with chunks counted by clients' reads, which may join several.
     """
     seconds = max(effort.seconds, _QUICK_STREAMS_S)
 
@@ -246,7 +243,7 @@ def _idle_figure(stack: GatewayStack, setting: StackSetting, effort: Effort, rep
 
 
 def _rounds(effort: Effort, stretch: Callable[..., Stretch]) -> list[Stretch]:
-    """Run periods of load after a warm-up in which every chat was sent once."""
+    """Run periods of load after a warm-up that sends every chat once."""
     if effort.quick:
         return [stretch()]
     for _ in range(_WARM_STRETCHES):

@@ -1,9 +1,9 @@
 """Instructions and cache misses of a pick, counted by valgrind.
 
-`python -m benchmarks.pick_counts [--json] [--quick]`. The requests of `pick_inside`, small ones with a new
-turn each, from their bytes to the answers' and to their ends, on a simulated processor with the caches of one
-core of a server (Zen 3: 32 KiB, 32 KiB and 512 KiB). Two runs of the same code are within 2 %, whatever else
-the machine does; what a miss costs is for the machine to say.
+`python -m benchmarks.pick_counts [--json] [--quick]`. Runs the small requests of `pick_inside`, with a new
+turn each, from request bytes to response bytes and to their ends, on a simulated CPU with the caches of one
+Zen 3 core (32 KiB, 32 KiB and 512 KiB). Two runs of the same code agree within 2 %, whatever the load of the
+machine. The cost of a miss depends on the machine.
 Needs valgrind (Debian: `apt-get install valgrind`).
 """
 
@@ -30,7 +30,7 @@ from benchmarks.report import Report, read_options
 
 _INSIDE, _BEFORE = "inside", "before"
 _BURST = 32
-# Bytes, ways, bytes of a line.
+# Cache size in bytes, associativity, line size in bytes.
 _CACHES = ("--I1=32768,8,64", "--D1=32768,8,64", "--LL=524288,8,64")
 _VALGRIND = (
     "valgrind",
@@ -39,7 +39,7 @@ _VALGRIND = (
     "--cache-sim=yes",
     "--smc-check=all-non-file",
 )
-# Names of callgrind's events; reads and writes.
+# Names of callgrind's events for reads and writes.
 _FIGURES = {
     "instructions": ("Ir",),
     "l1i_misses": ("I1mr",),
@@ -52,9 +52,9 @@ class Load(NamedTuple):
     """Requests to serve.
 
     Attributes:
-        warm_bursts: Before anything is counted, so that most words of the prose have come once.
-        bursts: Counted.
-        held: The chats that the pods hold, see `write_bodies`.
+        warm_bursts: Bursts before counting, so that the tokenizer's caches contain most words of the prose.
+        bursts: Counted bursts.
+        held: Chats that are cached at pods, see `write_bodies`.
     """
 
     warm_bursts: int
@@ -66,13 +66,13 @@ _FULL, _QUICK = Load(150, 6, "all"), Load(0, 1, "small")
 
 
 def serve(load: Load, callgrind: Callable[[str], None]) -> None:
-    """The requests.
+    """Serve the requests.
 
     Args:
-        callgrind: Tells valgrind when to count.
+        callgrind: Switches valgrind's counting on and off.
     """
     with tempfile.TemporaryDirectory(prefix="kvroute-bench-") as name:
-        # A large vocabulary would load for minutes here.
+        # Loading a large vocabulary would take minutes under valgrind.
         bodies = write_bodies(Path(name), tiny=True)
         inside = Inside(bodies[load.held])
         try:
@@ -82,7 +82,7 @@ def serve(load: Load, callgrind: Callable[[str], None]) -> None:
             for _ in range(load.warm_bursts):
                 _burst(inside, inside.requests(lines, _BURST))
             counted = [inside.requests(lines, _BURST) for _ in range(load.bursts)]
-            # The router, too, freezes permanent objects for the garbage collector.
+            # As the router does at start.
             gc.collect()
             gc.freeze()
             callgrind("--instr=on")
@@ -106,10 +106,10 @@ def _callgrind(command: str) -> None:
 
 
 def measure(report: Report, load: Load) -> None:
-    """Count, and print the figures.
+    """Count and print the figures.
 
     Raises:
-        SystemExit: There is no valgrind, or what it ran failed.
+        SystemExit: valgrind is not installed, or the program under it failed.
     """
     if shutil.which(_VALGRIND[0]) is None:
         raise SystemExit("there is no valgrind; on Debian and Ubuntu: apt-get install valgrind")

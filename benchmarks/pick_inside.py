@@ -1,11 +1,11 @@
 """CPU of a pick inside the router, by step: the service's code on whole requests, without sockets.
 
 `python -m benchmarks.pick_inside [--json] [--quick] [--rounds N]`; also the last part of `benchmarks.pick`.
-16 pods of which 8 hold each warm conversation, told by real events; each request adds a turn to one. CPU of
-the calling thread, medians over rounds: `route_SIZE_us` is a request from its bytes to the answer's,
-`end_SIZE_us` what its end costs, `pick_SIZE_us` the same request through PickEndpoint and `expire_SIZE_us`
-its end by the clock alone, `route_SIZE_STEP_us` the steps, from rounds of their own, in which each also pays
-for a look at the clock.
+16 pods, of which 8 have each warm conversation cached, as published by real events; each request adds a turn
+to one. Figures are CPU of the calling thread, medians over rounds. `route_SIZE_us` is a request from its
+bytes to the response's, `end_SIZE_us` its end, `pick_SIZE_us` the same request through PickEndpoint and
+`expire_SIZE_us` its expiry. `route_SIZE_STEP_us` are the steps, from separate rounds in which each step
+includes reading the clock.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from benchmarks.report import Options, read_options
 from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.pod_entry import PodEntry
 from router._pb import endpoint_picker_pb2 as pb
-from router.doors.ext_authz import CheckDoor
+from router.doors.ext_authz import ExtAuthzService
 from router.doors.health import CHECK_SERVICE, PICK_SERVICE
-from router.doors.pick import PickDoor
-from router.feedback.lifecycle import ACCESS_LOG, Outcomes
+from router.doors.pick import EndpointPickerService
+from router.feedback.lifecycle import ACCESS_LOG, Lifecycle
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
-from router.observe.decision_log import Explain
+from router.observe.decision_log import DecisionLog
 from router.observe.metrics import RouterMetrics
+from router.observe.requests import ObservedRouter, RequestRecorder
 from router.picking.admission import Admission, UtilizationDetector
 from router.picking.route import Router
 from router.picking.scheduler import Scheduler
@@ -59,9 +60,9 @@ _WAIT_S = 120.0
 _DEADLINE_S = 30.0
 _BODY_BYTES_MAX = 8 << 20
 _DECISIONS_KEPT = 1000
-# Beyond the ledger's.
+# After the ledger's request lifetime.
 _LIFETIME_S = 1e6
-# Requests in flight at once, as with so many clients.
+# Number of concurrent requests in flight.
 _CLIENTS = 32
 _BURSTS = {"small": 32, "40kb": 16, "400kb": 4}
 _PATH = "/v1/chat/completions"
@@ -76,10 +77,10 @@ _HEADERS = {
 
 
 class Inside:
-    """One router without sockets, with pods that it knows from their events.
+    """One router without listeners, with views built from real events.
 
     Args:
-        bodies: A file with one chat body a line, which every second pod holds.
+        bodies: File with one chat body per line, cached at every second pod.
     """
 
     def __init__(self, bodies: Path) -> None:
@@ -87,30 +88,33 @@ class Inside:
         pods = PodSet()
         ledger = Ledger(LedgerParameters(), pods.board)
         metrics = RouterMetrics(registry)
-        explain = Explain(_DECISIONS_KEPT, lambda address: address)
+        decision_log = DecisionLog(_DECISIONS_KEPT, lambda address: address)
         rates = PrefillRates(RateParameters(), pods.board)
         self.index = KvIndexer(IndexerConfig(block_tokens=BLOCK_TOKENS), registry=registry)
-        self.outcomes = Outcomes(ledger, rates, explain, metrics, self.index.settle, self.index.dropped)
+        self.lifecycle = Lifecycle(
+            ledger, rates, RequestRecorder(decision_log, metrics), self.index.settle, self.index.dropped
+        )
         self.tokenizers = TokenizerRegistry.load(
             {MODEL: model_directory(bodies)}, TokenizeOptions(deadline_s=_DEADLINE_S)
         )
         self.scheduler = Scheduler(
             pods.board, ledger, np.random.default_rng(7), block_tokens=self.index.block_tokens
         )
-        self.router = Router(
+        routed = Router(
             pods=pods,
             tokenizers=self.tokenizers,
             index=self.index,
             admission=Admission({}, UtilizationDetector(load_age_max_s=5.0), pods.board),
             scheduler=self.scheduler,
-            sink=self.outcomes,
+            dispatched=self.lifecycle.decided,
         )
-        check = CheckDoor(self.router, BodyGuard(), metrics, _BODY_BYTES_MAX)
+        self.router = ObservedRouter(routed, metrics)
+        check = ExtAuthzService(self.router, BodyGuard(), metrics, _BODY_BYTES_MAX)
         self.answer = _served(_handler(check, f"/{CHECK_SERVICE}/Check"))
-        picks = PickDoor(self.router, self.outcomes, metrics, pods)
+        picks = EndpointPickerService(self.router, self.lifecycle, metrics, pods)
         self.pick_endpoint = _served(_handler(picks, f"/{PICK_SERVICE}/PickEndpoint"))
         self._numbers = count()
-        # Keep the publisher alive as long as the router: a view without one counts less.
+        # Keep the publisher alive as long as the router: a view without one is not EXACT.
         argv = [sys.executable, "-m", "benchmarks.fake_events", str(_EVENTS_PORT), str(_REPLAY_PORT)]
         self._events = subprocess.Popen([*argv, str(_PODS), str(bodies)], stdin=subprocess.PIPE)
         entries = [PodEntry(f"pod-{at}", "bench", f"10.0.0.{at}", 8000) for at in range(_PODS)]
@@ -133,7 +137,7 @@ class Inside:
 
     def end(self, request_id: str) -> None:
         """Report the end of a request as an access log entry."""
-        self.outcomes.ended(request_id, ACCESS_LOG, time.monotonic(), late_s=0.01)
+        self.lifecycle.ended(request_id, ACCESS_LOG, time.monotonic(), late_s=0.01)
 
     def close(self) -> None:
         """Stop the router's threads and the pods."""
@@ -162,7 +166,7 @@ class Inside:
             before = self.index.stats().holdings
             time.sleep(1.0)
         if self._events.poll() is not None:
-            # Another run's pods may have answered in their place.
+            # Pods of an earlier run may still use these ports.
             raise RuntimeError("the pods ended at once: is another benchmark running?")
 
     def _is_exact(self, pods: list[str]) -> bool:
@@ -199,7 +203,7 @@ def measure(bodies: dict[str, Path], options: Options) -> None:
 
 
 def _round(inside: Inside, lines: Iterator[bytes], burst: int, bursts: int) -> tuple[float, float]:
-    """Return CPU microseconds of a request, and of its end."""
+    """Return the CPU microseconds of a request, and of its end."""
     route_ns = end_ns = 0
     for _ in range(bursts):
         requests = inside.requests(lines, burst)
@@ -218,7 +222,7 @@ def _round(inside: Inside, lines: Iterator[bytes], burst: int, bursts: int) -> t
 def _picks(
     inside: Inside, lines: Iterator[bytes], burst: int, bursts: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Return CPU microseconds of a PickEndpoint call, and of its expiry."""
+    """Return the CPU microseconds of a PickEndpoint call, and of its expiry."""
     values: dict[str, list[float]] = {"pick": [], "expire": []}
     for at in range(rounds + 1):
         pick_ns = expire_ns = 0
@@ -228,7 +232,7 @@ def _picks(
             for call in calls:
                 inside.pick_endpoint(call)
             picked_ns = time.thread_time_ns()
-            inside.outcomes.expire(time.monotonic() + _LIFETIME_S)
+            inside.lifecycle.expire(time.monotonic() + _LIFETIME_S)
             pick_ns += picked_ns - then_ns
             expire_ns += time.thread_time_ns() - picked_ns
         if at:  # the first warms caches
@@ -244,7 +248,7 @@ def _pick_request(body: bytes) -> bytes:
     return request.SerializeToString()
 
 
-def _handler(door: CheckDoor | PickDoor, path: str) -> Any:
+def _handler(door: ExtAuthzService | EndpointPickerService, path: str) -> Any:
     """Return the service's method, as a gRPC server looks it up."""
     found: dict[str, Any] = {}
 
@@ -285,7 +289,7 @@ def _watched(inside: Inside) -> Iterator[dict[str, int]]:
         (inside.index, "match", "match"),
         (inside.scheduler, "schedule", "schedule"),
         (inside.index, "speculate", "speculate"),
-        (type(inside.outcomes), "decided", "decided"),
+        (inside.router.router, "dispatched", "decided"),
         (type(inside.router), "route", "whole"),
     ]
     kept = [(owner, method, getattr(owner, method)) for owner, method, _ in steps]

@@ -1,6 +1,6 @@
 """Closed-loop PickEndpoint load from a process of its own: an address and chat bodies in, one JSON line out.
 
-`python -m benchmarks.pick_load ADDRESS BODIES CALLERS SECONDS [repeated]`: the twin of benchmarks.load.
+`python -m benchmarks.pick_load ADDRESS BODIES CALLERS SECONDS [repeated]`; arguments as of benchmarks.load.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """kvroute and the Gateway API Inference Extension's picker, in turns behind the same Envoy.
 
-`python -m benchmarks.pickers [--json] [--quick]`. Both get the same chats, which go on by a new turn each,
-through ext_proc with both phases streamed, as Gateway API gateways do; 16 pods. Out come CPU of the picker
-per request at each prompt size, of picker and Envoy as `*_path_*`, its requests per second, and as `*_ratio`
-kvroute's CPU over the other's in stretches that follow each other. See `go_picker` for what the other does
-and what it leaves out.
+`python -m benchmarks.pickers [--json] [--quick]`. Both get the same chats with a new turn each, through
+ext_proc with both phases streamed, as by Gateway API gateways; 16 pods. Figures are the picker's CPU per
+request at each prompt size, the CPU of picker and Envoy (`*_path_*`), requests per second, and kvroute's CPU
+relative to the other's in successive periods (`*_ratio`). `go_picker` describes the other picker.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from benchmarks.report import Report, options_of, options_parser
 _OURS, _OTHER = "kvroute", "gie_epp"
 _CLIENTS, _STREAM_CLIENTS = 32, 4
 _OTHER_BASE_PORT = BASE_PORT + 3000
-# Periods of load until the words of new turns have occurred once, as in a router that has served for a while.
+# Warm-up periods, until the tokenizer's caches contain the words of new turns, as in a long-running router.
 _STRETCHES_OF_WORDS = 12
 _WARM_STRETCHES = 3
-# Seconds of each period with --quick: streams have to end.
+# Seconds of each period with --quick, long enough for streams to end.
 _QUICK_S = 0.5
 
 Turn = dict[str, Stretch]
@@ -75,7 +74,7 @@ def measure_pickers(bodies: dict[str, Path], directory: Path, effort: Effort, re
 
 
 def _turns(pair: dict[str, GatewayStack], bodies: Path, clients: int, effort: Effort) -> list[Turn]:
-    """Run both in turns, after a warm-up that sent each chat once."""
+    """Run both in turns, after a warm-up that sends each chat once."""
     for stack in pair.values():
         for _ in range(0 if effort.quick else _WARM_STRETCHES):
             stack.load(bodies, clients, effort.seconds, repeated=True)
@@ -100,7 +99,7 @@ def _report(turns: list[Turn], size: str, report: Report) -> None:
 
 
 def _chunks(pair: dict[str, GatewayStack], bodies: dict[str, Path], effort: Effort, report: Report) -> None:
-    """Print the CPU of one more chunk of a response, see `pick`."""
+    """Print the CPU per additional chunk of a response, see `pick`."""
     few = _turns(pair, bodies["sparse"], _STREAM_CLIENTS, effort)
     many = _turns(pair, bodies["stream"], _STREAM_CLIENTS, effort)
     for name in (_OURS, _OTHER):

@@ -1,10 +1,10 @@
 """Time to first token in virtual time, by routing policy.
 
-`python -m benchmarks.queues [--json] [--quick] [--rounds N]`. The pods are the model server's own schedulers
-in its default order, whose steps take a time by their tokens instead of being computed; the router's board
-and price decide. Requests come at random times and begin with one of 20 prompts, other ones in each round.
-`ttft_*_ms` is the mean until the first token: `fifo` as the router prices queues, beside `least_requests` and
-`round_robin`, on the same requests and pods. Nothing depends on the machine.
+`python -m benchmarks.queues [--json] [--quick] [--rounds N]`. The pods are the engine's own schedulers
+in its default order, whose steps take a time by their tokens instead of being computed; the router's load
+table and cost model decide. Requests arrive at random times and begin with one of 20 prompts, new ones per
+round. `ttft_*_ms` is the mean time to first token: `fifo` with the router's cost of a queue, beside
+`least_requests` and `round_robin`, on the same requests and pods. Nothing depends on the machine.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ import numpy as np
 import torch
 
 from benchmarks.report import read_options
-from model_server.engine.scheduler import Chunk, Scheduler
+from model_server.engine.scheduler import Scheduler
 from model_server.kv_cache.block_pool import BlockPool
-from model_server.kv_cache.copies import CpuCopies
-from model_server.kv_cache.host_tier import HostTier, Offload
-from model_server.kv_cache.manager import BlockManager
-from model_server.kv_events.events import Announcer
-from model_server.requests import GenerationRequest, LiveRequest, SamplingParams
-from model_server.shapes import undivided
-from router.picking.cost import CREDIT, CostParameters, RequestFacts, price
+from model_server.kv_cache.host_tier import HostTier, OffloadingManager
+from model_server.kv_cache.manager import KVCacheManager
+from model_server.kv_cache.request import Request, ScheduledRequest
+from model_server.kv_events.events import KVEventBuilder
+from model_server.requests import EngineCoreRequest, SamplingParams
+from model_server.shapes import single_group
+from model_server.worker.block_copies import CpuCopies
+from router.picking.cost import CACHE_HIT, CostInputs, CostParameters, cost_breakdowns
 from router.pods.engine_load import EngineLoad
 from router.pods.load_table import PodBoard
 
@@ -38,9 +39,9 @@ _POOL_BLOCKS = 65_536
 _STEP_TOKENS = 2048
 _PROMPTS, _SHARED_TOKENS, _TOKENS_MAX = 20, 512, 30_000
 _TOKENS_PER_S, _STEP_S = 15_000.0, 0.003
-# By name: the mean and the spread of the logarithm of a request's own tokens.
+# Distributions of uncached tokens by name: mean and standard deviation of the logarithm.
 _SIZES = {"short": (5.5, 1.0), "mixed": (7.0, 1.2)}
-# Pods, and the share of their time that all prompts would take if nothing was cached.
+# Number of pods, and their load if nothing was cached.
 _LOADS = ((4, 0.5), (4, 0.8), (8, 0.9))
 _REQUESTS = 700
 _ROUNDS = 5
@@ -61,42 +62,42 @@ class Pod:
     """A scheduler in virtual time."""
 
     def __init__(self, pool_blocks: int = _POOL_BLOCKS) -> None:
-        announcer = Announcer(undivided(1), _BLOCK_TOKENS)
-        pool = BlockPool(pool_blocks, announcer)
+        event_builder = KVEventBuilder(single_group(1), _BLOCK_TOKENS)
+        pool = BlockPool(pool_blocks, event_builder)
         copies = CpuCopies([torch.zeros(1, pool_blocks, 1)], 0)
-        offload = Offload(pool, HostTier(0, announcer, pool.announce), copies)
-        manager = BlockManager(
-            pool, offload, undivided(1), block_tokens=_BLOCK_TOKENS, chunk_tokens=_STEP_TOKENS
+        offload = OffloadingManager(pool, HostTier(0, event_builder, pool.add_event), copies)
+        manager = KVCacheManager(
+            pool, offload, single_group(1), block_tokens=_BLOCK_TOKENS, chunk_tokens=_STEP_TOKENS
         )
         self._scheduler = Scheduler(
             manager, max_num_seqs=256, max_num_batched_tokens=_STEP_TOKENS, policy="aged"
         )
-        self._step: list[Chunk] = []
+        self._step: list[ScheduledRequest] = []
 
     def add(self, arrival: Arrival) -> None:
         """Queue a request."""
         shared = range(arrival.prompt * _SHARED_TOKENS, (arrival.prompt + 1) * _SHARED_TOKENS)
         own = [10**6 + arrival.number] * (arrival.tokens - _SHARED_TOKENS)
-        request = GenerationRequest(str(arrival.number), (*shared, *own), SamplingParams(max_tokens=1))
-        live = LiveRequest(request, 0, arrived_s=arrival.arrived_s, serial=arrival.number)
-        self._scheduler.add(live)
+        core_request = EngineCoreRequest(str(arrival.number), (*shared, *own), SamplingParams(max_tokens=1))
+        request = Request(core_request, 0, arrived_s=arrival.arrived_s, arrival_index=arrival.number)
+        self._scheduler.add_request(request)
 
     def begin_step(self) -> float | None:
         """Return the duration of the next step in seconds, or None if one runs or nothing is queued."""
         if self._step:
             return None
         self._step = self._scheduler.schedule(1 / _TOKENS_PER_S)
-        tokens = sum(chunk.length for chunk in self._step)
+        tokens = sum(chunk.num_tokens for chunk in self._step)
         return _STEP_S + tokens / _TOKENS_PER_S if tokens else None
 
     def end_step(self) -> list[int]:
         """Return the requests that got their first tokens."""
         done = []
         for chunk in self._step:
-            chunk.live.computed = chunk.stop
+            chunk.request.num_computed_tokens = chunk.stop
             if chunk.samples:
-                done.append(int(chunk.live.request_id))
-                self._scheduler.remove(chunk.live)
+                done.append(int(chunk.request.request_id))
+                self._scheduler.remove_request(chunk.request)
         self._step = []
         return done
 
@@ -120,9 +121,9 @@ class Router:
         self._board.declare(self._names)
         self.scraped([0] * pods, 0.0)
         self._rows = self._board.rows(self._names)
-        self._credits = np.zeros(pods, CREDIT)
+        self._hits = np.zeros(pods, CACHE_HIT)
         self._sent: set[tuple[int, int]] = set()
-        # By request: its pod, and its ticket on the board.
+        # Pod and load table ticket by request.
         self._sent_to: dict[int, tuple[str, int]] = {}
         self._random = random.Random(seed)
 
@@ -134,15 +135,14 @@ class Router:
             self._board.scraped(name, load)
 
     def pick(self, arrival: Arrival) -> int:
-        """See `Policy`."""
         pods = range(len(self._names))
         cached = [_SHARED_TOKENS if (pod, arrival.prompt) in self._sent else 0 for pod in pods]
-        self._credits["cached_tokens"] = cached
+        self._hits["cached_tokens"] = cached
         board, now_s = self._board, arrival.arrived_s
-        facts = RequestFacts(float(arrival.tokens), now_s, board.fleet_tokens_per_s, board.mean_tokens)
-        prices = price(board.pods, self._rows, self._credits, np.zeros(0), facts, _PARAMETERS)
-        least = prices["cost_s"].min()
-        pod = self._random.choice([pod for pod in pods if prices["cost_s"][pod] == least])
+        inputs = CostInputs(float(arrival.tokens), now_s, board.fleet_tokens_per_s, board.mean_tokens)
+        breakdowns = cost_breakdowns(board.pods, self._rows, self._hits, np.zeros(0), inputs, _PARAMETERS)
+        least = breakdowns["cost_s"].min()
+        pod = self._random.choice([pod for pod in pods if breakdowns["cost_s"][pod] == least])
         self.send(arrival, pod, now_s)
         return pod
 
@@ -158,7 +158,6 @@ class Router:
         self._sent.add((pod, prompt))
 
     def first_token(self, number: int, now_s: float) -> None:
-        """See `Policy`."""
         self._board.end_prefill(*self._sent_to.pop(number), now_s)
 
 
@@ -170,14 +169,12 @@ class LeastRequests:
         self._pods: dict[int, int] = {}
 
     def pick(self, arrival: Arrival) -> int:
-        """See `Policy`."""
         pod = self._waiting.index(min(self._waiting))
         self._waiting[pod] += 1
         self._pods[arrival.number] = pod
         return pod
 
     def first_token(self, number: int, _now_s: float) -> None:
-        """See `Policy`."""
         self._waiting[self._pods.pop(number)] -= 1
 
 
@@ -188,14 +185,13 @@ class RoundRobin:
         self._count = pods
 
     def pick(self, arrival: Arrival) -> int:
-        """See `Policy`."""
         return arrival.number % self._count
 
     def first_token(self, _number: int, _now_s: float) -> None:
         """Do nothing; this policy ignores load."""
 
 
-# By name: made of the number of pods and a seed.
+# Policies by name; each is built from the number of pods and a seed.
 _POLICIES: dict[str, Callable[[int, int], Policy]] = {
     "fifo": Router,
     "least_requests": LeastRequests,
@@ -205,11 +201,11 @@ _POLICIES: dict[str, Callable[[int, int], Policy]] = {
 
 def run(arrivals: Sequence[Arrival], pods: int, policy: Policy) -> list[float]:
     """Return seconds until the first token of each request."""
-    # Few requests need few blocks, and many blocks take long to make.
+    # The pool is sized by the number of requests, because building a large one is slow.
     blocks = sum(arrival.tokens // _BLOCK_TOKENS + 1 for arrival in arrivals)
     engines = [Pod(min(_POOL_BLOCKS, blocks)) for _ in range(pods)]
     ttft_s = [0.0] * len(arrivals)
-    # (when, whose step is over or -1, which request comes)
+    # (time, pod whose step ends or -1, request that arrives)
     events = [(arrival.arrived_s, -1, arrival.number) for arrival in arrivals]
     while events:
         now_s, pod, number = heapq.heappop(events)

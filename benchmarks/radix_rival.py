@@ -1,8 +1,8 @@
 """Dynamo's `RadixTree` (`ai-dynamo-runtime` from PyPI) on the load of the flat index, in the same run.
 
-It lives in an environment of its own, see `rival_environment`; `radix_rival_child` runs there. Its events
-come as JSON with the hash of each block's tokens already made, so that it neither reads msgpack nor hashes
-tokens, which our figures include. CPU of its whole process, the tree's thread included.
+It runs in a virtual environment of its own (`rival_environment`), by `radix_rival_child`. Its events are JSON
+with precomputed hashes of each block's tokens, so it neither parses msgpack nor hashes tokens, which our
+figures include. CPU is that of its whole process, including the tree's thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def measure_rival(options: Options, what: str) -> None:
     """Print the rival's figures, or that it is unavailable.
 
     Args:
-        what: "events", "match" or "keys".
+        what: Benchmark to run: "events", "match" or "keys".
     """
     try:
         python = environment(_PACKAGE)

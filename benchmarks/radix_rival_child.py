@@ -1,6 +1,6 @@
-"""Measures Dynamo's `RadixTree` where it is installed: `python radix_rival_child.py WHAT ROUNDS QUICK`.
+"""Benchmark of Dynamo's `RadixTree` where it is installed: `python radix_rival_child.py WHAT ROUNDS QUICK`.
 
-Prints a JSON object a line: name, unit, values, setting. Uses nothing but the rival and the standard library.
+Prints one JSON object per line: name, unit, values, setting. Uses only the rival and the standard library.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _apply(tree: RadixTree, events: Sequence[bytes]) -> float:
     started_s = time.process_time()
     for event in events:
         tree.apply_event(0, event)
-    # Queued behind all events of the tree's own thread.
+    # Processed by the tree's thread after all events, so its return means that they are applied.
     tree.find_matches([0])
     return time.process_time() - started_s
 

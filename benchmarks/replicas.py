@@ -1,12 +1,12 @@
 """Time to first token behind several routers with and without shared ledgers, and the CPU of sharing.
 
 `python -m benchmarks.replicas [--json] [--quick] [--rounds N]`. First in virtual time, as in `queues`: the
-same requests and pods behind one router, and behind several, each of which gets any request with the same
-chance. `alone`: of each other's work they know what the pods tell, cache events at once and their queues once
-a second. `shared`: they are told of it, so many milliseconds late. `ttft_*_ms` is the mean until the first
-token; nothing of it depends on the machine. Then `share_*_cpu_us`, CPU for one request from its dispatch to
-its end: of the ledger with nobody told, of a router that tells, and of one that takes it, with prompts of
-which 512 tokens are new. Last `share_late_ms`, from a dispatch until another router has it, over gRPC.
+same requests and pods behind one router and behind several, with each request at a random router. `alone`:
+routers know each other's requests only through the pods' cache events and, once a second, queue lengths.
+`shared`: routers exchange their requests in flight, with a delay of some milliseconds. `ttft_*_ms` is the
+mean time to first token and independent of the machine. `share_*_cpu_us` is the CPU per request from dispatch
+to end, with 512 uncached tokens: of the ledger without peers, of a sending and of a receiving router.
+`share_late_ms` is the time from a dispatch until another router has it, over gRPC.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from indexer import IndexerConfig, KvIndexer
 from indexer.peers.service import PeerIdentity
 from indexer.pod_entry import PodEntry
 from kvroute.stack import HOST
-from router.feedback.change_log import Journal, LedgerDoor
-from router.feedback.fleet import OthersWork
-from router.feedback.follower import Followers
-from router.feedback.messages import News, read_news
+from router.feedback.change_log import ChangeLog, LedgerService
+from router.feedback.fleet import RemoteLoad
+from router.feedback.follower import LedgerFollower
+from router.feedback.messages import LedgerChanges, decode_changes
 from router.h2 import GrpcServer
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger, LedgerParameters
-from router.inflight.rates import Lesson
+from router.inflight.rates import RateSample
 from router.pods.pod_set import PodSet
 
 _LOADS = ((4, 0.5), (4, 0.8), (8, 0.9))
@@ -55,8 +55,8 @@ class Fleet:
     """Several routers; a request reaches any of them.
 
     Args:
-        routers: How many.
-        late_s: How late one is told what another does; None: never.
+        routers: Number of routers.
+        late_s: Delay of messages between routers; None: they send none.
     """
 
     def __init__(self, pods: int, seed: int, *, routers: int, late_s: float | None) -> None:
@@ -66,11 +66,10 @@ class Fleet:
         self._pods = pods
         self._scraped_s = [0.0] * routers
         self._sent: dict[int, tuple[int, Arrival, int]] = {}
-        # Of each router: what it will be told, and when, the earliest first.
+        # Messages to each router with their arrival times, the earliest first.
         self._told: list[list[tuple[float, Callable[[Router, float], None]]]] = [[] for _ in range(routers)]
 
     def pick(self, arrival: Arrival) -> int:
-        """See `Policy`."""
         now_s = arrival.arrived_s
         at = self._random.randrange(len(self._routers))
         self._catch_up(at, now_s)
@@ -84,7 +83,6 @@ class Fleet:
         return pod
 
     def first_token(self, number: int, now_s: float) -> None:
-        """See `Policy`."""
         at, arrival, pod = self._sent.pop(number)
         self._routers[at].first_token(number, now_s)
         for router in self._routers:
@@ -138,11 +136,11 @@ class Costs:
         pods = PodSet()
         pods.declare(self.entries)
         self._ledger = Ledger(LedgerParameters(), pods.board)
-        self._journal = Journal(self._ledger)
+        self._change_log = ChangeLog(self._ledger)
         other = PodSet()
         other.declare(self.entries)
         index = KvIndexer(IndexerConfig(hash_seed=7), registry=CollectorRegistry())
-        self._work = OthersWork(Ledger(LedgerParameters(), other.board), index, other)
+        self._work = RemoteLoad(Ledger(LedgerParameters(), other.board), index, other)
         self._numbers = count()
         self._keys = np.random.default_rng(7).integers(0, 1 << 63, (64, _BLOCKS)).astype(np.uint64)
 
@@ -152,26 +150,26 @@ class Costs:
 
     def shared(self, requests: int) -> tuple[float, float]:
         """Return the same for sending, and for receiving, including encoding and decoding."""
-        reader = self._journal.join()
+        follower = self._change_log.subscribe()
         messages: list[bytes] = []
 
         def tell() -> None:
             for _ in range(requests // _BATCH):
                 numbers = self._begin(_BATCH)
-                self._journal.tell()
-                messages.append(reader.take(0))
+                self._change_log.flush()
+                messages.append(follower.get(0))
                 self._end(numbers)
-                self._journal.tell()
-                messages.append(reader.take(0))
+                self._change_log.flush()
+                messages.append(follower.get(0))
 
         def take() -> None:
             for message in messages:
-                self._work.take("peer", read_news(message), 0.0)
+                self._work.apply("peer", decode_changes(message), 0.0)
 
         try:
             return 1e6 * cpu_s(tell) / requests, 1e6 * cpu_s(take) / requests
         finally:
-            self._journal.leave(reader)
+            self._change_log.unsubscribe(follower)
 
     def _serve(self, requests: int) -> None:
         for _ in range(requests // _BATCH):
@@ -183,7 +181,7 @@ class Costs:
             number = next(self._numbers)
             name, pod = f"{number:032x}", self.entries[number % _PODS].pod
             names.append(name)
-            dispatch = Dispatch(name, pod, 16 * _NEW_BLOCKS, 0.0, 0.1, None, Lesson.RATE, 0.0)
+            dispatch = Dispatch(name, pod, 16 * _NEW_BLOCKS, 0.0, 0.1, None, RateSample.EXACT, 0.0)
             self._ledger.dispatch(dispatch, self._keys[number % 64, _BLOCKS - _NEW_BLOCKS :])
         return names
 
@@ -196,13 +194,13 @@ class Costs:
 def _late_ms(requests: int) -> list[float]:
     """Return milliseconds until another router has a request, one at a time, over loopback."""
     ledger = Ledger(LedgerParameters())
-    journal = Journal(ledger)
+    change_log = ChangeLog(ledger)
     ours, theirs = (PeerIdentity(fingerprint=7, tiers=("gpu",)) for _ in range(2))
     taken_ms: list[float] = []
     taken = threading.Event()
 
-    def take(_address: str, news: News, now_s: float) -> None:
-        if news.sent:
+    def take(_address: str, changes: LedgerChanges, now_s: float) -> None:
+        if changes.sent:
             taken_ms.append(1000 * (now_s - sent_s))
             taken.set()
 
@@ -211,24 +209,25 @@ def _late_ms(requests: int) -> list[float]:
         threads=4,
         requests_max=8,
         message_bytes_max=0,
-        services=(LedgerDoor(journal, ours).add_to,),
+        services=(LedgerService(change_log, ours).add_to,),
         inline={},
     )
     server.start()
-    journal.start()
+    change_log.start()
     peers = (f"{HOST}:{server.port}",)
-    followers = Followers(IndexerConfig(hash_seed=7, peers=peers), theirs, take, lambda _address, _now_s: 0)
-    followers.start()
-    while not journal.readers:
+    config = IndexerConfig(hash_seed=7, peers=peers)
+    following = LedgerFollower(config, theirs, take, lambda _address, _now_s: 0)
+    following.start()
+    while not change_log.follower_count:
         time.sleep(_PAUSE_S)
     for number in range(requests):
         time.sleep(_PAUSE_S)
         taken.clear()
         sent_s = time.monotonic()
-        ledger.dispatch(Dispatch(str(number), "10.0.0.1:8000", 1, 0.0, 0.1, None, Lesson.RATE, sent_s))
+        ledger.dispatch(Dispatch(str(number), "10.0.0.1:8000", 1, 0.0, 0.1, None, RateSample.EXACT, sent_s))
         taken.wait()
-    followers.close()
-    journal.close()
+    following.close()
+    change_log.close()
     server.close()
     return taken_ms
 

@@ -21,9 +21,9 @@ class Options:
     """Options of the command line.
 
     Attributes:
-        quick: Tiny sizes: does it run, not how fast.
-        rounds: How often each figure is measured.
-        rivals: Others on the same load, too.
+        quick: Use tiny sizes, only to check that the benchmark runs.
+        rounds: Number of measurements of each figure.
+        rivals: Also measure other programs on the same load.
     """
 
     report: Report
@@ -78,9 +78,9 @@ def options_parser(doc: str | None, *, rivals: bool = False, rounds: int = 7) ->
     """Return the argument parser of a benchmark.
 
     Args:
-        doc: What its module says of itself.
-        rivals: Whether it measures others, too.
-        rounds: How many there are by default.
+        doc: Docstring of the benchmark's module.
+        rivals: Whether it can measure other programs too.
+        rounds: Default number of rounds.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
@@ -110,7 +110,7 @@ def each_us(calls: Sequence[Callable[[], object]]) -> list[float]:
 
 
 def cpu_s(work: Callable[[], object]) -> float:
-    """Return this process's CPU time for some work; other load on the machine does not count."""
+    """Return this process's CPU time for some work, which excludes other load on the machine."""
     started_s = time.process_time()
     work()
     return time.process_time() - started_s

@@ -1,4 +1,4 @@
-"""Virtual environments of rivals, in the user's cache directory."""
+"""Virtual environments of programs to compare with, in the user's cache directory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Other routers on the same load as kvroute: `sglang-router` and `smg` from PyPI.
 
-Each lives in an environment of its own, made on demand in the user's cache directory and kept. Per router:
-requests per second, latency added to the pods' own, and CPU of the whole path per request (ours: Envoy and
-router), whatever the outcome.
+Each has a virtual environment, created on demand in the user's cache directory and kept. Figures per router
+are requests per second, latency added to the pods' own, and CPU of the whole path per request (ours: Envoy
+and router), including failed requests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Rival:
     """A router from PyPI.
 
     Attributes:
-        argv: Its command line behind the environment's python, without workers and ports.
+        argv: Arguments after the environment's python, without workers and ports.
     """
 
     package: str
@@ -50,7 +50,7 @@ def measure_rivals(bodies: Path, directory: Path, effort: Effort, report: Any) -
     direct = _direct(bodies, effort)
     base_p50_ms = sorted(one["p50_ms"] for one in direct)[len(direct) // 2]
     with gateway_stack(StackSetting(), bodies, directory) as stack:
-        # Send each chat once before it continues, here and at the rivals.
+        # Send each chat once before it continues, here and with the other routers.
         stack.load(bodies, _CLIENTS, effort.seconds, repeated=True)
         rounds = [stack.load(bodies, _CLIENTS, effort.seconds) for _ in range(effort.rounds + 1)][1:]
         alone = [stack.load(bodies, 1, effort.seconds).seen for _ in range(effort.rounds)]
@@ -84,7 +84,7 @@ def _report(
 
 
 def _direct(bodies: Path, effort: Effort) -> list[dict[str, float]]:
-    """Return the latency of one client at one pod, which every path includes."""
+    """Return the latency of one client at one pod without a router, which every path includes."""
     with _pods():
         url = f"http://{HOST}:{_PODS_PORT}"
         return [run_load("benchmarks.load", url, bodies, 1, effort.seconds) for _ in range(effort.rounds)]
@@ -99,7 +99,7 @@ def _measure(
     url = f"http://{HOST}:{_PORT}"
     with _pods(), _running(argv) as process:
         _await_port(_PORT, process)
-        time.sleep(5.0)  # until it has asked all workers
+        time.sleep(5.0)  # until it has probed all workers
         run_load("benchmarks.load", url, bodies, _CLIENTS, effort.seconds, repeated=True)
         seen, cpu_ms = [], []
         for _ in range(effort.rounds + 1):

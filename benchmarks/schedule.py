@@ -1,8 +1,8 @@
 """CPU of a scheduling cycle, from a request's matches to its decision: 5, 25, 100 and 400 pods.
 
-`python -m benchmarks.schedule [--json] [--quick] [--rounds N]`. Measured are the credit of every candidate's
-cache, its price, the ranking, the ledger's entry and the decision, in CPU time of this process; every pod has
-waiting and decoding requests and a fresh account of its load. Medians over rounds of many cycles.
+`python -m benchmarks.schedule [--json] [--quick] [--rounds N]`. Measures cache hits and costs of all
+candidates, the ranking, the ledger entry and the decision, in CPU time of this process. Every pod has waiting
+and decoding requests and fresh engine metrics. Medians over rounds of many cycles.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from indexer import PodMatches, StreamState
 from indexer.pod_entry import PodEntry
 from indexer.tiers import Tiers
 from router.inflight.ledger import Ledger, LedgerParameters
-from router.picking.candidates import Lineups
-from router.picking.scheduler import Prompted, Scheduler
+from router.picking.candidates import CandidateCache
+from router.picking.scheduler import Scheduler, TokenizedRequest
 from router.pods.engine_load import EngineLoad
 from router.pods.pod_set import Pod, PodSet, ServedModels
 from router.prompts.prompt_tokens import known
@@ -30,7 +30,7 @@ _CYCLES = 500
 
 
 class Fleet:
-    """Busy pods that hold prefixes of different lengths of one prompt."""
+    """Busy pods that have prefixes of one prompt of different lengths cached."""
 
     def __init__(self, pods: int) -> None:
         self._pods = PodSet()
@@ -44,27 +44,27 @@ class Fleet:
             self._pods.put(_pod(entry, number))
         keys = np.arange(_PROMPT_TOKENS // _BLOCK_TOKENS, dtype=np.uint64)
         request = RouteRequest("", RequestKind.CHAT, "m")
-        self._lineup = Lineups(self._pods).of(request)
-        self._matches = [_matches(self._lineup.addresses, len(keys))]
+        self._candidates = CandidateCache(self._pods).get(request)
+        self._matches = [_matches(self._candidates.addresses, len(keys))]
         prompt = np.zeros(_PROMPT_TOKENS, np.uint32)
-        self._prompted = Prompted(request, known((prompt,)), [keys], None)
+        self._tokenized = TokenizedRequest(request, known((prompt,)), [keys], None)
         self._number = 0
         self.run(self.requests(4 * pods))
         for number in range(2 * pods):
             self._ledger.first_token(str(number + 1), 1.0)
 
-    def requests(self, count: int) -> list[Prompted]:
+    def requests(self, count: int) -> list[TokenizedRequest]:
         """Return requests to schedule, each once."""
         first, self._number = self._number + 1, self._number + count
         requests = (
-            replace(self._prompted.request, request_id=str(number)) for number in range(first, first + count)
+            replace(self._tokenized.request, request_id=str(number)) for number in range(first, first + count)
         )
-        return [msgspec.structs.replace(self._prompted, request=request) for request in requests]
+        return [msgspec.structs.replace(self._tokenized, request=request) for request in requests]
 
-    def run(self, requests: list[Prompted]) -> None:
+    def run(self, requests: list[TokenizedRequest]) -> None:
         """Schedule requests one after the other."""
-        for prompted in requests:
-            self._scheduler.schedule(prompted, self._lineup, self._pods.snapshot(), self._matches, 1.0)
+        for tokenized in requests:
+            self._scheduler.schedule(tokenized, self._candidates, self._pods.snapshot(), self._matches, 1.0)
 
     def end_newest(self, count: int) -> None:
         """End the requests that were scheduled last."""
@@ -96,7 +96,7 @@ def measure(options: Options) -> None:
 
 
 def _measure(fleet: Fleet, rounds: int, cycles: int) -> list[float]:
-    """Return CPU microseconds of a cycle per round, after a warm-up round."""
+    """Return the CPU microseconds of a cycle, one value per round, after a warm-up round."""
     return [_round_us(fleet, cycles) for _ in range(rounds + 1)][1:]
 
 

@@ -1,10 +1,10 @@
-"""Time from the router's start until it is ready, with kernels compiled before.
+"""Time from the router's start until it is ready, with compiled kernels.
 
-`python -m benchmarks.startup [--json] [--quick] [--rounds N]`. A process with index and tokenizer inside, and
-16 pods that answer its probes and tell it, when asked, what their caches hold. `ready_s` is the time until
-the gRPC health service that the chart's readiness probe asks says that it serves (asked every 10 ms),
-`ready_cpu_s` the CPU that the process has used by then (Linux). `imports_s` and `imports_cpu_s`, in turns
-with them: a bare interpreter that imports the libraries the router cannot do without, and ends.
+`python -m benchmarks.startup [--json] [--quick] [--rounds N]`. The router has index and tokenizer in its
+process; 16 pods answer its probes and replay their events. `ready_s` is the time until the gRPC health
+service of the chart's readiness probe reports SERVING (called every 10 ms), `ready_cpu_s` the process's CPU
+until then (Linux). `imports_s` and `imports_cpu_s`, measured in turns, are those of an interpreter that only
+imports the router's required libraries.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Taken:
     """Time and CPU of one start.
 
     Attributes:
-        wall_s: Time, from before the process was there.
+        wall_s: Wall time since just before the process was started.
         cpu_s: User and system time of the process.
     """
 
@@ -115,7 +115,7 @@ def _await_ready(router: ChildPlan, process: subprocess.Popen[bytes]) -> None:
     _await(lambda: _listens(health_port), [process], "the router")
     with grpc.insecure_channel(f"{HOST}:{health_port}") as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
-        # As the chart's readiness probe asks.
+        # The service of the chart's readiness probe.
         request = health_pb2.HealthCheckRequest(service="readiness")
         serving = health_pb2.HealthCheckResponse.SERVING
         _await(lambda: check(request, timeout=_TIMEOUT_S).status == serving, [process], "the router")
@@ -123,7 +123,7 @@ def _await_ready(router: ChildPlan, process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _fake_pods(plan: StackPlan, number: int, bodies: Path) -> Iterator[None]:
-    """Start pods that compute nothing; every second one holds the bodies' prompts."""
+    """Start pods that compute nothing; every second one has the bodies' prompts cached."""
     http, events, replay = first_pod_ports(plan)[:3]
     check_ports(plan.ports)
     commands = (

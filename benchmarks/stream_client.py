@@ -1,7 +1,7 @@
 """Clients that read streamed chats: `python -m benchmarks.stream_client PORT STREAMS TOKENS`.
 
-A process of its own, so that what the clients cost is not taken for the server's. Fails unless every stream
-is whole and its tokens came one by one.
+Runs in a process of its own, so that the clients' CPU is not counted as the server's. Fails unless every
+stream is complete and its tokens arrive one by one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _read_stream(port: int, tokens: int) -> None:
     answer = connection.getresponse().read()
     connection.close()
     assert answer.endswith(b"data: [DONE]\n\n"), answer[-200:]
-    # A token that is only part of a character is shown with the next one.
+    # A token that is only a part of a character arrives with the next one.
     assert answer.count(b'"content":"') > 0.9 * tokens, "the tokens did not come one by one"
 
 

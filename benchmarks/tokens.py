@@ -1,20 +1,20 @@
 """CPU of a prompt's token ids in the router, compared with the bare tokenizer library.
 
-`python -m benchmarks.tokens [--json] [--quick] [--tokenizer DIR] [--rounds N]`. Texts are English prose,
-never seen before but for what a conversation repeats. CPU of the whole process, medians over rounds:
+`python -m benchmarks.tokens [--json] [--quick] [--tokenizer DIR] [--rounds N]`. Texts are English prose, and
+new except for what a conversation repeats. Figures are CPU of the whole process, medians over rounds:
 
-- `next_turn_16k_ms`: a conversation of about 16,000 tokens goes on by 300 characters, from the body's bytes
-  to the ids; `next_turn_library_ms` those 300 characters alone through the tokenizer library.
-- `first_turn_16k_qwen3_ms`, `next_turn_16k_qwen3_ms`: such a conversation that was never seen before, and its
-  next turn, with a vocabulary of 130,000 tokens and a template that asks what Qwen3's does
-  (qwen3_template.jinja); `next_turn_16k_fallback_ms` the next turn where the tokenizer library has to encode.
-- `other_question_16k_ms`: another question of 100 characters behind all but the last of these messages.
-- `next_turn_16k_reasoning_ms`: the same with a template that looks around as those of reasoning models with
-  tools do (reasoning_template.jinja), with the default tokenizer alone; `render_16k_reasoning_ms` what the
-  rendering of all its messages costs by itself.
+- `next_turn_16k_ms`: a conversation of about 16,000 tokens continues by 300 characters, from the body's bytes
+  to the ids; `next_turn_library_ms` is those 300 characters through the tokenizer library.
+- `first_turn_16k_qwen3_ms`, `next_turn_16k_qwen3_ms`: a new conversation of this size, and its next turn,
+  with a vocabulary of 130,000 tokens and a template like Qwen3's (qwen3_template.jinja);
+  `next_turn_16k_fallback_ms`: the next turn where the tokenizer library has to encode.
+- `other_question_16k_ms`: another question of 100 characters after all but the last of these messages.
+- `next_turn_16k_reasoning_ms`: the next turn with a template that inspects other messages, like those of
+  reasoning models with tools (reasoning_template.jinja), with the default tokenizer only;
+  `render_16k_reasoning_ms`: rendering all its messages.
 - `next_turn_16k_anthropic_ms`, `next_turn_16k_responses_ms`: the next turn through these APIs.
-- `next_turn_of_many_ms`: of 500 such conversations that go on in turn, each by two turns.
-- `cold_16k_ms`: a text of 16,000 tokens; `cold_16k_library_ms` the same text through the library alone.
+- `next_turn_of_many_ms`: the next turn of 500 such conversations that continue in turn, by two turns each.
+- `cold_16k_ms`: a text of 16,000 tokens; `cold_16k_library_ms`: the same text through the library.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Bench:
     """One tokenizer and a supply of texts.
 
     Args:
-        directory: Holds a tokenizer.json and a chat template.
-        is_quick: Takes the vocabulary of `directory` for the large one, which takes seconds to load.
+        directory: Folder with a tokenizer.json and a chat template.
+        is_quick: Use the vocabulary of `directory` instead of the large one, which takes seconds to load.
 
     Attributes:
         prompt_tokens: Median length of the next turns' prompts.
@@ -144,7 +144,7 @@ class Bench:
             round_s["next_turn_16k_reasoning_ms"] = self._next_turn_s(_REASONING, messages, longer)
             round_s["render_16k_reasoning_ms"] = cpu_s(lambda: reasoning.render_chat(longer))
         for api in ("anthropic", "responses"):
-            # Without the system's message, for which Anthropic's form has another place.
+            # Without the system message, which Anthropic's API has in another field.
             talk = self._conversation()[1:]
             round_s[f"next_turn_16k_{api}_ms"] = self._next_turn_s(_MODEL, talk, self._longer(talk), api)
         other = [*messages[:-1], {"role": "user", "content": self._prose(_NEW_QUESTION_CHARS)}]
@@ -211,7 +211,7 @@ def _body(messages: list[Message], api: str) -> bytes:
 
 
 def _prose() -> Iterator[str]:
-    """Yield the Python manual's paragraphs without end, each with different words in front."""
+    """Yield the Python manual's paragraphs endlessly, each with different words at its start."""
     paragraphs = [part for topic in topics.values() for part in topic.split("\n\n") if len(part) > 200]
     turn = 0
     while True:

@@ -1,1 +1,1 @@
-"""Parts that all programs share: flags, compiled kernels, counters, limited logs, HTTP pages, TLS files."""
+"""Code shared by all programs: flags, compiled kernels, counters, rate-limited logs, HTTP pages, TLS."""

@@ -1,7 +1,7 @@
-"""Counters and histograms for what every request is counted in: numbers in, samples when they are scraped.
+"""Prometheus counters and histograms for the request path: plain numbers that become samples when scraped.
 
-Plain numbers under one lock: the library's own take one and check themselves at each step, and cost a pick
-more than its choice does.
+All metrics of a `BatchedMetrics` share one lock. The metrics of prometheus_client lock and validate at every
+increment, which costs a pick more CPU than choosing the pod.
 """
 
 from __future__ import annotations
@@ -17,35 +17,37 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-# Values of a series' labels, in the order of their names.
+# Label values of a series, in the order of the label names.
 Labels = tuple[str, ...]
 
 
-class Tallies:
-    """Makes counters and histograms of one registry that share a lock."""
+class BatchedMetrics:
+    """Factory of counters and histograms of one registry that share a lock."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.lock = Lock()  # held by whoever counts, once for all that is counted together
+        self.lock = Lock()  # callers hold it while they update metrics
         self._registry = registry
 
-    def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Tally:
-        """A counter; one without labels begins with 0, others' series when they are first counted."""
-        tally = Tally(self, name, text, labels)
-        self._registry.register(tally)
-        return tally
+    def counter(self, name: str, text: str, labels: Sequence[str] = ()) -> BatchedCounter:
+        """Register a counter. Without labels it starts at 0; labelled series start when first incremented."""
+        counter = BatchedCounter(self, name, text, labels)
+        self._registry.register(counter)
+        return counter
 
-    def histogram(self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str] = ()) -> Spread:
-        """A histogram; `bounds` are its buckets' upper ones, without the infinite last."""
-        spread = Spread(self, name, text, bounds, labels)
-        self._registry.register(spread)
-        return spread
+    def histogram(
+        self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str] = ()
+    ) -> BatchedHistogram:
+        """Register a histogram. `bounds` are the upper bounds of all buckets but the infinite last one."""
+        histogram = BatchedHistogram(self, name, text, bounds, labels)
+        self._registry.register(histogram)
+        return histogram
 
 
-class Tally(Collector):
-    """A counter's series. Who counts or drops holds the lock."""
+class BatchedCounter(Collector):
+    """Counter with its series. Callers of `add` and `drop` hold the lock."""
 
-    def __init__(self, tallies: Tallies, name: str, text: str, labels: Sequence[str]) -> None:
-        self._tallies = tallies
+    def __init__(self, metrics: BatchedMetrics, name: str, text: str, labels: Sequence[str]) -> None:
+        self._metrics = metrics
         self._head = name, text
         self._names = tuple(labels)
         self._counts: dict[Labels, float] = {} if labels else {(): 0.0}
@@ -65,32 +67,32 @@ class Tally(Collector):
 
     def collect(self) -> Iterable[Metric]:
         family = CounterMetricFamily(*self._head, labels=self._names)
-        with self._tallies.lock:
+        with self._metrics.lock:
             counts = list(self._counts.items())
         for labels, count in counts:
             family.add_metric(labels, count)
         return (family,)
 
 
-class Spread(Collector):
-    """A histogram's series. Who observes holds the lock."""
+class BatchedHistogram(Collector):
+    """Histogram with its series. Callers of `observe` hold the lock."""
 
     def __init__(
-        self, tallies: Tallies, name: str, text: str, bounds: Sequence[float], labels: Sequence[str]
+        self, metrics: BatchedMetrics, name: str, text: str, bounds: Sequence[float], labels: Sequence[str]
     ) -> None:
-        self._tallies = tallies
+        self._metrics = metrics
         self._head = name, text
         self._names = tuple(labels)
         self._bounds = tuple(map(float, bounds))
-        spelled: Callable[[float], str] = floatToGoString
-        self._bucket_names = [spelled(bound) for bound in (*self._bounds, math.inf)]
-        # By labels: the values in each bucket alone, and behind them their sum.
-        self._counts: dict[Labels, list[float]] = {} if labels else {(): self._nothing()}
+        to_text: Callable[[float], str] = floatToGoString
+        self._bucket_names = [to_text(bound) for bound in (*self._bounds, math.inf)]
+        # By labels: the count of each bucket (not cumulative), then the sum of all values.
+        self._counts: dict[Labels, list[float]] = {} if labels else {(): self._zeros()}
 
     def observe(self, value: float, labels: Labels = ()) -> None:
         counts = self._counts.get(labels)
         if counts is None:
-            counts = self._counts[labels] = self._nothing()
+            counts = self._counts[labels] = self._zeros()
         counts[bisect_left(self._bounds, value)] += 1.0
         counts[-1] += value
 
@@ -99,11 +101,11 @@ class Spread(Collector):
 
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(*self._head, labels=self._names)
-        with self._tallies.lock:
+        with self._metrics.lock:
             counts = [(labels, list(values)) for labels, values in self._counts.items()]
         for labels, (*buckets, total) in counts:
             family.add_metric(labels, list(zip(self._bucket_names, accumulate(buckets), strict=True)), total)
         return (family,)
 
-    def _nothing(self) -> list[float]:
+    def _zeros(self) -> list[float]:
         return [0.0] * (len(self._bounds) + 2)

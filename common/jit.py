@@ -1,6 +1,6 @@
-"""How kernels are compiled: by numba, kept on disk.
+"""Decorators that compile kernels with numba and cache them on disk.
 
-With NUMBA_DISABLE_JIT=1 the very same functions run as plain Python, for debugging and for coverage.
+With NUMBA_DISABLE_JIT=1 the same functions run as plain Python, for debugging and coverage.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ _Kernel = TypeVar("_Kernel", bound=Callable[..., object])
 
 
 def kernel(function: _Kernel) -> _Kernel:
-    """Compiles a function, which makes no arrays, when it is first called with arguments of new types.
+    """Compile a function that allocates no arrays, at the first call with new argument types.
 
-    The GIL is kept: a kernel of a few microseconds that gave it up could wait milliseconds to have it back,
-    with the lock that it runs under.
+    The kernel keeps the GIL. If a kernel of a few microseconds released it, getting it back could take
+    milliseconds, while the caller holds a lock.
     """
     return _compiled(function, {})
 
 
 def kernel_with_arrays(function: _Kernel) -> _Kernel:
-    """As `kernel`, for one that makes arrays or gives one back; it counts references."""
+    """Compile like `kernel`, for a function that allocates or returns arrays (with reference counting)."""
     return _compiled(function, {"_nrt": True})
 
 
 def kernel_without_gil(function: _Kernel) -> _Kernel:
-    """As `kernel`, for long work under no lock."""
+    """Compile like `kernel`, but release the GIL: for long work that runs under no lock."""
     return _compiled(function, {"nogil": True})
 
 
-def kernel_of_sums(function: _Kernel) -> _Kernel:
-    """Compiles as `kernel_without_gil`, with float sums in any order, as vector instructions take them."""
+def fastmath_kernel(function: _Kernel) -> _Kernel:
+    """Compile like `kernel_without_gil`, and allow float sums in any order, as vector instructions need."""
     return _compiled(function, {"nogil": True, "fastmath": {"reassoc", "nsz", "contract"}})
 
 
 def inlined(function: _Kernel) -> _Kernel:
-    """Compiles a small function into its callers: handing arrays over costs more than its work."""
+    """Compile a small function into its callers, where passing arrays would cost more than the work."""
     return _compiled(function, {"forceinline": True})
 
 
 def callback(signature: Any) -> Callable[[_Kernel], Any]:
-    """Compiles a function, which may make arrays, for C to call at its `address`; it needs no GIL."""
+    """Compile a function that C code calls at its `address`, without the GIL. It may allocate arrays."""
 
     def compiled(function: _Kernel) -> Any:
         config: Any = numba.config
@@ -63,7 +63,7 @@ def _compiled(function: _Kernel, options: dict[str, bool | set[str]]) -> _Kernel
     config: Any = numba.config
     if not config.DISABLE_JIT:
         directory = cache_directory(config.CACHE_DIR)
-        # Without reference counts, which cost more than most kernels' work.
+        # No reference counting: it costs more than the work of most kernels.
         options = {"cache": directory is not None, "_nrt": False, **options}
         with _cached_in(directory):
             compiled: Any = numba.njit(function, error_model="numpy", **options)  # type: ignore[call-overload]
@@ -71,7 +71,7 @@ def _compiled(function: _Kernel, options: dict[str, bool | set[str]]) -> _Kernel
 
     @wraps(function)
     def interpreted(*args: object) -> object:
-        # Kernels count on unsigned numbers that wrap; numpy's scalars warn where compiled code does not.
+        # Kernels rely on wrapping unsigned arithmetic. numpy scalars warn about it, compiled code does not.
         with np.errstate(over="ignore"):
             return function(*args)
 
@@ -80,7 +80,7 @@ def _compiled(function: _Kernel, options: dict[str, bool | set[str]]) -> _Kernel
 
 @contextmanager
 def _cached_in(directory: str | None) -> Iterator[None]:
-    """Has numba keep what is compiled meanwhile in a directory."""
+    """Set numba's cache directory for functions that are decorated within the block."""
     config: Any = numba.config
     before, config.CACHE_DIR = config.CACHE_DIR, directory or config.CACHE_DIR
     try:

@@ -1,7 +1,7 @@
-"""Where compiled kernels are kept: what NUMBA_CACHE_DIR says in; a directory that numba can use out.
+"""Cache directory of compiled kernels.
 
-numba reads no cache that it cannot write. A container image brings its kernels on a read-only root: they are
-copied to the temporary directory, where a processor unlike the one they were compiled for adds its own.
+numba does not read a cache that it cannot write. The kernels of a container image lie on a read-only root, so
+they are copied to the temporary directory. There, kernels for another processor can be added.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ _NAME = "kvroute-kernels"
 
 @cache
 def cache_directory(chosen: str) -> str | None:
-    """A directory for each state of the kernels' sources.
+    """Return a cache directory for the present state of the kernel sources.
 
-    numba looks at the file of a kernel only, and would not see that one changed which is compiled into it.
+    numba checks only the file of the kernel itself. It would miss a change in a function that is inlined
+    from another file, so the directory's name is a digest of all sources.
 
     Args:
-        chosen: What NUMBA_CACHE_DIR says; empty: below the user's cache directory.
+        chosen: Value of NUMBA_CACHE_DIR; empty: below the user's cache directory.
 
     Returns:
-        Its path; None if there is none that can be written: kernels are compiled at each start then.
+        The path, or None if no directory is writable. Kernels are then compiled at each start.
     """
     digest = sources_digest(Path(__file__).parents[1])
     try:
         below = chosen or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         directory = Path(below) / _NAME / digest
-    except RuntimeError:  # there is no home
+    except RuntimeError:  # no home directory
         return None
     if _is_writable(directory):
         return str(directory)
@@ -45,7 +46,7 @@ def cache_directory(chosen: str) -> str | None:
 
 
 def sources_digest(root: Path) -> str:
-    """Return a digest of the files with kernels and of those whose constants are compiled into them."""
+    """Return a digest of all files with kernels, and of files whose constants are compiled into kernels."""
     texts = {path: path.read_bytes() for package in _PACKAGES for path in (root / package).rglob("*.py")}
     used = {path for path, text in texts.items() if b"jit import" in text}
     for path in tuple(used):
@@ -67,19 +68,19 @@ def _is_writable(directory: Path) -> bool:
 
 
 def _copied(directory: Path) -> str | None:
-    """Copies kernels to this user's part of the temporary directory, unless a start before did."""
+    """Copy kernels to the user's part of the temporary directory, unless an earlier start did."""
     below = Path(gettempdir()) / f"{_NAME}-{os.geteuid()}"
     copy = below / directory.name
     try:
         below.mkdir(mode=0o700, exist_ok=True)
         status = below.lstat()
-        # Kernels are code: nobody else may have put them there.
+        # Kernels are executable code: only this user may have written them.
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             return None
         if not copy.exists():
             with TemporaryDirectory(dir=below) as name:
                 shutil.copytree(directory, Path(name) / "kernels", copy_function=shutil.copyfile)
                 Path(name, "kernels").rename(copy)
-    except OSError:  # also where another process was faster
+    except OSError:  # includes a concurrent copy by another process
         pass
     return str(copy) if _is_writable(copy) else None

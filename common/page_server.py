@@ -1,7 +1,7 @@
-"""HTTP/1.1 server for pages: a listening socket and a coroutine that answers in, bounded connections out.
+"""HTTP/1.1 server for small pages such as /metrics, with bounded connections.
 
-One event loop on a thread of its own holds all connections, so idle and slow ones delay nobody. Each serves
-one GET or HEAD, bounded in size and time. Knows nothing of what pages show.
+One event loop on its own thread serves all connections, so idle and slow clients delay nobody. A connection
+serves one GET or HEAD request, bounded in size and time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Connection = asyncio.Task[None]
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """Answer to a request."""
+    """HTTP response."""
 
     status: int
     body: bytes
@@ -51,7 +51,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """GET or HEAD of a page; header names are in lower case."""
+    """GET or HEAD request. Header names are in lower case."""
 
     path: str
     query: Mapping[str, str]
@@ -59,21 +59,21 @@ class Request:
 
 
 class BusyError(Exception):
-    """Too many requests wait; the server answers 503."""
+    """The queue of a `BoundedExecutor` is full; the server answers 503."""
 
 
-class Lane:
-    """Threads for one kind of work that may block, with a bounded queue."""
+class BoundedExecutor:
+    """Thread pool with a bounded queue, for one kind of blocking work."""
 
     def __init__(self, name: str) -> None:
         self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=name)
         self._waiting = 0
 
     async def run(self, work: Callable[[], _T]) -> _T:
-        """Run `work` on a thread.
+        """Run `work` on a thread of the pool.
 
         Raises:
-            BusyError: Too much waits already.
+            BusyError: The queue is full.
         """
         if self._waiting >= _WAITING_MAX:
             raise BusyError
@@ -88,12 +88,13 @@ class Lane:
 
 
 class PageServer:
-    """Serves from `start` on.
+    """HTTP server that accepts connections after `start`.
 
     Args:
-        listener: Listening socket, closed with the server.
-        answer: Runs on the event loop, so blocking work belongs into a `Lane`.
-        tls: Gives the context for a new connection; None: plaintext.
+        listener: Listening socket; the server closes it.
+        answer: Coroutine that answers a request. It runs on the event loop: run blocking work in a
+            `BoundedExecutor`.
+        tls: Returns the TLS context of a new connection; None: plaintext.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class PageServer:
         self.port: int = listener.getsockname()[1]
         self._listener, self._answer, self._tls = listener, answer, tls
         self._connections: set[_Connection] = set()
-        # Oldest first: connections whose request is not complete, and those that are sent a response.
+        # Oldest first: connections with an incomplete request, and connections that receive a response.
         self._asking: dict[_Connection, None] = {}
         self._sending: dict[_Connection, None] = {}
         self._failures = RepeatedLog(_log)
@@ -117,7 +118,7 @@ class PageServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End serving and free the port. Idempotent."""
+        """Stop the server and free the port. Idempotent."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -125,7 +126,7 @@ class PageServer:
         self._loop.close()
 
     def _run(self) -> None:
-        # Errors of a connection outside of `_serve` are its client's doing.
+        # Connection errors outside of `_serve` are caused by clients.
         self._loop.set_exception_handler(lambda _loop, context: _log.debug("%s", context))
         self._loop.add_reader(self._listener, self._accept)
         self._loop.run_forever()
@@ -142,9 +143,9 @@ class PageServer:
             except (BlockingIOError, ConnectionError):
                 return
             except OSError as error:
-                # Out of file descriptors, say: clients that wait are served when some are free again.
+                # For example, no free file descriptor. Waiting clients are served once there is one again.
                 self._failures.event(
-                    "accept_failed", "accept", "port %d: cannot accept a connection: %s", self.port, error
+                    "accept_failed", "accept", "accept failed: port=%d error=%s", self.port, error
                 )
                 self._loop.remove_reader(self._listener)
                 self._loop.call_later(_RETRY_S, self._loop.add_reader, self._listener, self._accept)
@@ -168,7 +169,7 @@ class PageServer:
         reader = asyncio.StreamReader(_HEAD_BYTES_MAX)
         protocol = asyncio.StreamReaderProtocol(reader)
         transport: Any = None
-        # Clients that went away, are too slow, or show no certificate.
+        # The client disconnected, is too slow, or has no certificate.
         with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
             try:
                 async with asyncio.timeout(_HEAD_S):
@@ -204,7 +205,7 @@ class PageServer:
         except Exception as error:
             path = read.request.path[:100]
             self._failures.event(
-                "page_failed", path, "page %s failed", path, level=logging.ERROR, error=error
+                "page_failed", path, "page failed: path=%s", path, level=logging.ERROR, error=error
             )
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR)
 
@@ -218,7 +219,7 @@ class _Reading:
         self._is_whole = False
         parser = httptools.HttpRequestParser(self)
         try:
-            # An offer to speak another protocol is not taken.
+            # Ignore an offer to upgrade the protocol.
             with suppress(httptools.HttpParserUpgrade):
                 parser.feed_data(head)
             url = urlsplit(self._url.decode("latin-1"))

@@ -1,7 +1,4 @@
-"""Log lines that peers can cause at will: few a minute and source, with the number of the rest; a metric.
-
-Knows nothing of the events. The number of sources is bounded; time comes from a clock that is passed in.
-"""
+"""Rate-limited log lines for events that clients can repeat at will, counted by a metric."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _SWEEP_EVERY_S = 1.0
 # Events of all `RepeatedLog`s of the process, logged or not.
 REPEATED_EVENTS = Counter(
     "kvroute_repeated_events",
-    "Events that peers can repeat at will; the log has few of them a minute and source.",
+    "Events that clients can repeat at will, whether logged or suppressed.",
     ["event"],
     registry=None,
 )
@@ -35,9 +32,9 @@ class _Source:
 
 
 class RepeatedLog:
-    """Log the first events of each source at once, and further ones as a number once a minute.
+    """Logger of the first events of each source per minute; the number of further ones is logged later.
 
-    Numbers that wait are logged with the next event of any source. Safe to share between threads.
+    The numbers are logged with the next event of any source. Thread-safe; the number of sources is bounded.
     """
 
     def __init__(
@@ -49,8 +46,8 @@ class RepeatedLog:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._log = log
-        self._lines = lines  # a minute and source
-        self._sources_max = sources_max  # those beyond share one number of lines
+        self._lines = lines  # per minute and source
+        self._sources_max = sources_max  # further sources share one limit
         self._clock = clock
         self._lock = threading.Lock()
         self._sources: dict[str, _Source] = {}
@@ -65,12 +62,12 @@ class RepeatedLog:
         level: int = logging.WARNING,
         error: BaseException | None = None,
     ) -> None:
-        """Count an event, and log it unless its source has had its lines within the last minute.
+        """Count an event, and log it unless its source has used up its lines of the last minute.
 
         Args:
-            kind: Label of `kvroute_repeated_events_total`, one of few.
-            source: Name without anything that a peer chooses anew each time, such as a client's port.
-            error: Logged with its traceback.
+            kind: Label of `kvroute_repeated_events_total`; one of a fixed set.
+            source: Source name without parts that change with each connection, such as a client's port.
+            error: Exception to log with its traceback.
         """
         REPEATED_EVENTS.labels(kind).inc()
         now_s = self._clock()
@@ -83,7 +80,7 @@ class RepeatedLog:
             known.lines += is_logged
             known.unlogged += not is_logged
         for name, number in late:
-            self._log.warning("%s: %d more log lines like the last ones were left out", name, number)
+            self._log.warning("log lines suppressed: source=%s count=%d", name, number)
         if is_logged:
             self._log.log(level, message, *values, exc_info=error)
 
@@ -94,6 +91,6 @@ class RepeatedLog:
         over = [name for name, source in self._sources.items() if now_s - source.began_s >= EVERY_S]
         late = [(name, number) for name in over if (number := self._sources.pop(name).unlogged)]
         for name, _ in late:
-            # Its number was this minute's line.
+            # The line with the number counts as a line of the new minute.
             self._sources[name] = _Source(now_s, lines=1)
         return late

@@ -1,4 +1,4 @@
-"""Objects made of TLS files, and made anew when the files change."""
+"""Values built from TLS files, rebuilt when the files change."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _repeated = RepeatedLog(_log)
 _Made = TypeVar("_Made")
 
 
-class FollowedFiles(Generic[_Made]):
-    """A value made of files, looked at with each new connection, so that a renewed one needs no restart.
+class FileReloader(Generic[_Made]):
+    """Value built from files, checked for changes at each new connection, so renewal needs no restart.
 
     Args:
-        port: The port's name in the log.
-        make: Reads the files; what it raises at first is raised here.
-        errors: What it raises, besides OSError, for files that are not as they should be.
+        port: Name of the port in log lines.
+        files: Files whose modification times are watched.
+        make: Builds the value from the files. The constructor raises what the first call raises.
+        errors: Exceptions of `make` for invalid files, besides OSError.
     """
 
     def __init__(
@@ -37,23 +38,23 @@ class FollowedFiles(Generic[_Made]):
         self._make = make
         self._errors: tuple[type[Exception], ...] = (OSError, *errors)
         self._stamps: tuple[int, ...] = ()
-        # Before the files are read, so that a change meanwhile shows; which file lacks is for `make` to say.
+        # Read before the files, so that a change meanwhile is noticed. `make` reports missing files.
         with suppress(OSError):
             self._stamps = self._read_stamps()
         self._made = make()
 
     def current(self) -> _Made:
-        """Return the value of the files as they are; while they cannot be read, the last one."""
+        """Return the value of the present files, or the last value while the files cannot be read."""
         try:
             stamps = self._read_stamps()
             if stamps != self._stamps:
                 self._made, self._stamps = self._make(), stamps
-                _log.info("certificate was read anew: port=%s", self._port)
+                _log.info("certificate reloaded: port=%s", self._port)
         except self._errors as error:
             _repeated.event(
                 "certificate_unreadable",
                 self._port,
-                "the certificate stays as it was: port=%s error=%s",
+                "certificate not reloaded, keeping the last one: port=%s error=%s",
                 self._port,
                 error,
             )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from common.flags import file_flag, flag, pair, said
+from common.flags import ADMIN_TOKEN_VARIABLE, admin_token, file_flag, flag, flag_values, pair
 from indexer.errors import ConfigError
 from indexer.tiers import DEFAULT_TIERS, DEFAULT_WEIGHTS
 
@@ -26,8 +25,6 @@ _PORT_MAX = 65_535
 _MAY_BE_ZERO = frozenset({"hash_seed", "undeclared_pods", "first_sequence", "speculative_entries"})
 
 BACKENDS = ("flat", "redis")
-_ADMIN_TOKEN_VARIABLE = "KVROUTE_ADMIN_TOKEN"
-_ADMIN_TOKEN_CHARS_MAX = 4096
 _flag = partial(flag, "index")
 _secret = partial(_flag, repr=False)
 
@@ -121,7 +118,7 @@ class IndexerConfig:
         "index",
         "--admin-token-file",
         "file with the token for pods' administration ports (label kvroute.io/admin-port); it is sent to no "
-        f"other port (default: ${_ADMIN_TOKEN_VARIABLE})",
+        f"other port (default: ${ADMIN_TOKEN_VARIABLE})",
         repr=False,
     )
     backend: str = _flag(
@@ -275,31 +272,19 @@ def index_config(flags: argparse.Namespace) -> IndexerConfig:
     Raises:
         ConfigError: A value is out of range or contradicts another.
     """
-    values = said(IndexerConfig, flags)
+    values = flag_values(IndexerConfig, flags)
+    try:
+        token = admin_token(values.get("admin_token"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     return IndexerConfig(
         **values
         | {
-            "admin_token": _admin_token(values.get("admin_token")),
+            "admin_token": token,
             "tier_weights": {**DEFAULT_WEIGHTS, **dict(values.get("tier_weights", ()))},
             "tier_by_medium": {**DEFAULT_TIERS, **dict(values.get("tier_by_medium", ()))},
         }
     )
-
-
-def _admin_token(path: Path | None) -> str | None:
-    source = f"${_ADMIN_TOKEN_VARIABLE}" if path is None else f"--admin-token-file {path}"
-    try:
-        text = os.environ.get(_ADMIN_TOKEN_VARIABLE, "") if path is None else path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source}: cannot be read: {error}") from error
-    token = text.strip()
-    if not token and path is None:
-        return None
-    if not (token.isascii() and token.isprintable() and 0 < len(token) <= _ADMIN_TOKEN_CHARS_MAX):
-        raise ConfigError(
-            f"{source}: expected one line of 1 to {_ADMIN_TOKEN_CHARS_MAX} printable ASCII characters"
-        )
-    return token
 
 
 def _rank_endpoint(stream: PodStream, endpoint: str | None, rank: int) -> str | None:

@@ -1,10 +1,11 @@
-"""Token ids, and what else blocks depend on, to chained 64-bit block keys: the one hash function of kvroute.
+"""Block keys: chained 64-bit hashes of token ids and extra keys, the only prefix hash function of kvroute.
 
-Every kind of extra key has its own typed form, so that an adapter's name can never be taken for an image or a
-salt. A request's multimodal items give the same bytes (`extras_of_prompt`), whatever the engine's block size.
+Each full block of a prompt has one key. Keys depend on a seed, so that clients cannot prepare prompts whose
+keys collide. Engines' own hashes are unrelated to them.
 
-Tokens of a prompt come in, one key per full block goes out. Keys depend on a seed, so that no client can
-prepare prompts that collide. Engines are not known here: their hashes are foreign handles.
+Each kind of extra key is packed in a typed form, so that an adapter's name cannot be mistaken for an image or
+a salt. A request's multimodal items are packed to the same bytes as the extra keys of an engine's events,
+for any engine block size.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from indexer.wire.events import BlockStored
 
 # Block keys in the order of the prompt: uint64 [blocks].
 Keys: TypeAlias = NDArray[np.uint64]
-# Token ids as they come: a uint32 array is taken as it is, anything else is checked number by number.
+# Token ids: a uint32 array is used without checks, in any other sequence each number is checked.
 Tokens: TypeAlias = Sequence[int] | NDArray[np.uint32]
 
 _NO_EXTRAS = np.empty(0, np.uint64)
-# Multipliers: of the constant 1, of the parent's two words, of the extras' two words, then of each token.
+# Multipliers before those of the tokens: of the constant 1, the parent's two words, the extras' two words.
 HEAD_WORDS = 5
 _USUAL_TOKENS = 16
 
@@ -38,16 +39,16 @@ _HALF = np.uint64(32)
 
 
 class BlockHasher:
-    """Makes block keys.
+    """Hasher of blocks to keys.
 
     A key hashes the parent's key, the block's extras and its token ids. The first block's parent is a root
-    made of what the whole prompt depends on. A key is two multilinear hashes of the block's 32-bit words, the
-    upper 32 bits of each. Every such hash of a block of fixed length is strongly universal (Lemire and Kaser,
-    "Strongly universal string hashing is fast", 2014): whoever does not know the random multipliers finds two
-    blocks of one key with a chance of 2**-64.
+    key, made of the model, adapter and salt. A key consists of the upper 32 bits of two multilinear hashes of
+    the block's 32-bit words. Such a hash of a block of fixed length is strongly universal (Lemire and Kaser,
+    "Strongly universal string hashing is fast", 2014): without the random multipliers, two blocks collide
+    with a probability of 2**-64.
 
     Args:
-        seed: Unsigned 64-bit number; keys of different seeds have nothing in common.
+        seed: Unsigned 64-bit number; keys of different seeds are independent.
     """
 
     def __init__(self, block_tokens: int, seed: int) -> None:
@@ -60,29 +61,28 @@ class BlockHasher:
         self.multipliers = np.array(numbers, np.uint64).reshape(2, words)
 
     def fingerprint(self) -> int:
-        """Tells hashers of different seeds or block sizes apart, without giving the seed away."""
+        """Return a number that identifies the seed and block size without revealing the seed."""
         return int(xxh3_64_intdigest(self.multipliers.tobytes(), self._extras_seed))
 
     def root(self, model: str, lora_name: str | None = None, cache_salt: str | None = None) -> int:
-        """The key in front of a prompt's first block.
+        """Return the parent key of a prompt's first block.
 
         Args:
-            cache_salt: Keeps a tenant's blocks apart from others'; None for none.
+            cache_salt: Separates one tenant's blocks from others'; None for no salt.
         """
         packed = _model_text(model, lora_name) + _optional_text(cache_salt)
         return int(xxh3_64_intdigest(packed, self._root_seed))
 
     def chain(self, parent: int, token_ids: Tokens, extras: Sequence[bytes] = ()) -> Keys:
-        """Keys of the full blocks in `token_ids`; a partial block at the end has none.
+        """Return the keys of the full blocks in `token_ids`; a partial block at the end has none.
 
         Args:
-            parent: Key of the block before, or a root.
-            token_ids: Whole numbers of 0..2**32-1.
-            extras: What each block depends on besides tokens (see `pack`), b"" for nothing; empty for a run
-                of blocks that depend on tokens alone.
+            parent: Key of the previous block, or a root.
+            token_ids: Integers in 0..2**32-1.
+            extras: Packed extra keys of each block (see `pack`), b"" for none; empty if no block has any.
 
         Raises:
-            TokenError: A token id is out of range or no whole number.
+            TokenError: A token id is out of range or not an integer.
         """
         tokens = token_words(token_ids)
         blocks = len(tokens) // self.block_tokens
@@ -98,26 +98,26 @@ class BlockHasher:
 
 
 def token_words(token_ids: Tokens) -> NDArray[np.uint32]:
-    """Token ids as uint32 words, the form in which they are hashed.
+    """Return token ids as uint32 words, the form in which they are hashed.
 
     Raises:
-        TokenError: A token id is out of range or no whole number.
+        TokenError: A token id is out of range or not an integer.
     """
     if isinstance(token_ids, np.ndarray) and token_ids.dtype == np.uint32 and token_ids.ndim == 1:
         return token_ids
     try:
         return np.frombuffer(array("I", token_ids), np.uint32)
     except (OverflowError, TypeError, ValueError) as error:
-        raise TokenError(f"token ids must be whole numbers of 0..2**32-1: {error}") from None
+        raise TokenError(f"token ids must be integers in 0..2**32-1: {error}") from None
 
 
 def length_prefixed(data: bytes) -> bytes:
-    """`data` behind its length, so that neighbouring fields cannot be taken for one another."""
+    """Return `data` preceded by its length, so that concatenated fields are unambiguous."""
     return len(data).to_bytes(4, "little") + data
 
 
 def utf8(text: str) -> bytes:
-    """Bytes of any text, also of the lone surrogates that JSON lets through."""
+    """Encode any text, including lone surrogates, which JSON allows."""
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -138,18 +138,18 @@ def chain_keys(
     multipliers: NDArray[np.uint64],
     keys: NDArray[np.uint64],
 ) -> None:
-    """Writes the keys of consecutive blocks.
+    """Write the keys of consecutive blocks.
 
     Args:
         parent: Key of the block before the first.
-        tokens: uint32 [blocks * block_tokens or more]; what is over at the end is not read.
+        tokens: uint32 [blocks * block_tokens or more]; further tokens are ignored.
         extras: uint64 [blocks], or empty where no block has any.
         multipliers: uint64 [2, HEAD_WORDS + block_tokens].
         keys: uint64 [blocks], written.
     """
     block_tokens = multipliers.shape[1] - HEAD_WORDS
     if block_tokens == _USUAL_TOKENS:
-        # The same with a length that the compiler knows: a sixth faster.
+        # A constant length lets the compiler unroll the loop, which is a sixth faster.
         _chain_blocks(parent, tokens, extras, multipliers, keys, _USUAL_TOKENS)
     else:
         _chain_blocks(parent, tokens, extras, multipliers, keys, block_tokens)
@@ -162,9 +162,9 @@ def chain_behind(
     multipliers: NDArray[np.uint64],
     keys: NDArray[np.uint64],
 ) -> None:
-    """As `chain_keys`, with the parent in front of the keys: uint64 [1 + blocks].
+    """Write the keys of consecutive blocks after their parent: `keys` is uint64 [1 + blocks].
 
-    To make a number for a kernel costs Python as much as the call.
+    Passing the parent as a scalar would double the cost of the call from Python.
     """
     chain_keys(keys[0], tokens, extras, multipliers, keys[1:])
 
@@ -192,7 +192,7 @@ def _chain_blocks(
             next_word = extras[block] >> _HALF
             high += multipliers[0, 3] * word + multipliers[0, 4] * next_word
             low += multipliers[1, 3] * word + multipliers[1, 4] * next_word
-        # The parent comes last: all above is computed while the key before is still under way.
+        # The parent comes last, so that the sums above do not wait for the previous key.
         word = key & _LOW
         next_word = key >> _HALF
         high += multipliers[0, 1] * word + multipliers[0, 2] * next_word
@@ -206,41 +206,41 @@ _MAX_OFFSET = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class MultimodalItem:
-    """One image, video or sound of a prompt."""
+    """Image, video or audio item of a prompt."""
 
-    identifier: str  # the hash of its content, as the engine names it in its events
-    offset: int  # the prompt's token at which its placeholders begin
-    length: int  # how many placeholder tokens it has
+    identifier: str  # hash of its content, as in the engine's events
+    offset: int  # position of its first placeholder token in the prompt
+    length: int  # number of placeholder tokens
 
 
 @dataclass(frozen=True, slots=True)
 class RunExtras:
-    """Extras of one run of engine blocks."""
+    """Extra keys of one run of engine blocks."""
 
-    cache_salt: str | None  # the salt of the prompt that the run begins; None where it continues one
-    # For each engine block what else it depends on; empty when none depends on anything.
+    cache_salt: str | None  # salt of the prompt that the run begins; None if it continues one
+    # Extra keys of each engine block; empty if no block has any.
     entries: Sequence[Sequence[Any]]
 
     def of_index_blocks(self, split: int, block_tokens: int) -> Sequence[bytes]:
-        """One entry for each index block, see `BlockHasher.chain`; each engine block is `split` of them."""
+        """Return packed extra keys per index block, see `BlockHasher.chain`; `split` per engine block."""
         starts = range(0, -split * block_tokens, -block_tokens)
         return [pack(entry, start, block_tokens) for entry in self.entries for start in starts]
 
 
 def read_extras(event: BlockStored, *, starts_prompt: bool) -> RunExtras:
-    """Reads the extra keys of a store that carries tokens.
+    """Parse the extra keys of a store that carries tokens.
 
-    An engine writes, per block and in this order: the LoRA name (already known from `lora_name`, and part
-    of the root), [multimodal id, offset in the block] pairs, the cache salt (first block of a prompt only),
-    a digest of prompt embeddings. A multimodal id may come without its offset; in a first block it looks like
-    a salt and is taken for one: such a block is never found, but nothing else is found in its place.
+    An engine writes, per block and in this order: the LoRA name (also in `lora_name`, and part of the root),
+    [multimodal id, offset in the block] pairs, the cache salt (first block of a prompt only), a digest of
+    prompt embeddings. Some engines write a multimodal id without its offset. In a prompt's first block such
+    an id is mistaken for a salt: the block is then never matched, which is safe.
 
     Args:
         starts_prompt: Whether the run has no parent.
 
     Raises:
-        TokenError: An extra key is of no known kind, an item begins in front of the prompt, or the number of
-            entries is not that of the blocks.
+        TokenError: An extra key is of an unknown kind, an item begins before the prompt, or the numbers of
+            entries and blocks differ.
     """
     salt = event.cache_salt if starts_prompt else None
     if event.extra_keys is None:
@@ -259,14 +259,14 @@ def read_extras(event: BlockStored, *, starts_prompt: bool) -> RunExtras:
 
 
 def pack(items: Sequence[Any], start: int, block_tokens: int) -> bytes:
-    """Pack what one index block depends on besides tokens into bytes; b"" for nothing.
+    """Pack the extra keys of one index block into bytes; b"" for none.
 
-    A multimodal item counts where it begins: all blocks behind depend on that one through their chain, and an
-    event does not tell where the item ends. So the bytes do not depend on the engine's block size.
+    A multimodal item counts only in the block where it begins. Later blocks depend on that one through their
+    chain, and events do not report where an item ends. So the engine's block size does not matter.
 
     Args:
-        items: Extras of an engine block that overlaps the index block, checked by `read_extras`.
-        start: Where the engine block begins in the index block, in tokens; negative in front of it.
+        items: Extra keys of an engine block that overlaps the index block, checked by `read_extras`.
+        start: Start of the engine block relative to the index block, in tokens; may be negative.
     """
     return b"".join(_pack(item, start, block_tokens) for item in items)
 
@@ -274,23 +274,23 @@ def pack(items: Sequence[Any], start: int, block_tokens: int) -> bytes:
 def extras_of_prompt(
     items: Sequence[MultimodalItem], block_tokens: int, prompt_tokens: int
 ) -> Sequence[bytes]:
-    """Extras of a prompt's full blocks, byte for byte those that an engine's events give.
+    """Return packed extra keys of a prompt's full blocks, equal to those packed from an engine's events.
 
     Args:
         prompt_tokens: Tokens of the prompt, placeholders included.
 
     Returns:
-        One entry for each full block, see `BlockHasher.chain`; empty when no block depends on an item.
+        One entry per full block, see `BlockHasher.chain`; empty if no block has an item.
 
     Raises:
-        TokenError: An item begins in front of the prompt.
+        TokenError: An item begins before the prompt.
     """
     blocks = [b""] * (prompt_tokens // block_tokens)
     for item in sorted(items, key=lambda item: item.offset):
         if not 0 <= item.offset < _MAX_OFFSET:
             raise TokenError(f"multimodal item: offset must be within 0..2**31-1, is {item.offset}")
         block, offset = divmod(item.offset, block_tokens)
-        # An item without tokens that lies between two blocks is in none.
+        # An item without tokens at a block boundary belongs to no block.
         if block < len(blocks) and (item.length or offset):
             blocks[block] += _pack([item.identifier, offset], 0, block_tokens)
     return blocks if any(blocks) else ()
@@ -307,15 +307,17 @@ def _without_salt(items: list[Any], salt: str | None) -> tuple[list[Any], str | 
     return items, salt
 
 
-def _check(item: object, tokens_in_front: int) -> None:
+def _check(item: object, tokens_before: int) -> None:
     match item:
         case bytes() | str():
             return
         case [str(), int(offset)] if not isinstance(offset, bool) and abs(offset) < _MAX_OFFSET:
-            if offset < -tokens_in_front:
-                raise TokenError(f"multimodal item begins {offset + tokens_in_front} tokens into its prompt")
+            if offset < -tokens_before:
+                raise TokenError(
+                    f"multimodal item begins at token {offset + tokens_before} of its prompt, before 0"
+                )
         case _:
-            raise TokenError(f"extra key of unknown form: {type(item).__name__}")
+            raise TokenError(f"extra key of unknown type: {type(item).__name__}")
 
 
 def _pack(item: Any, start: int, block_tokens: int) -> bytes:

@@ -62,7 +62,7 @@ class KvIndexer:
         identity = PeerIdentity(self._hasher.fingerprint(), self._index.tiers.names)
         peers = PeerClient(config, identity, self._metrics) if config.peers else None
         self._relay = _relay(config, identity, registry)
-        self._subscriber = Subscriber(ingest, peers, self._relay)
+        self._subscriber = Subscriber(ingest, peers, self._relay.reader if self._relay is not None else None)
         self.exports = PeerService(
             identity, self._subscriber.export, self._metrics, total_s=config.snapshot_total_s
         )

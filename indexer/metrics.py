@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.counters import Tallies
+from common.counters import BatchedMetrics
 from common.repeated_log import REPEATED_EVENTS
 from indexer.index.contract import IndexStats
 
@@ -33,7 +33,7 @@ class IndexerMetrics:
         self, registry: CollectorRegistry, *, stats: Callable[[], IndexStats], speculative: Callable[[], int]
     ) -> None:
         self._registry = registry
-        self._applied = Tallies(registry)
+        self._applied = BatchedMetrics(registry)
         # Callers hold it when they change `messages`, `events`, `lag_s`, admissions and removals.
         self.lock = self._applied.lock
         self._add_event_metrics()
@@ -62,7 +62,7 @@ class IndexerMetrics:
 
     def _add_event_metrics(self) -> None:
         counter, tally, by_pod = partial(self._counter, _EVENTS), self._applied.counter, "pod_identifier"
-        lookups = Tallies(self._registry)
+        lookups = BatchedMetrics(self._registry)
         self._lookups_lock = lookups.lock
         self.admissions = tally(_INDEX + "admissions", "Blocks announced and added to the index.")
         self.evictions = tally(_INDEX + "evictions", "Engine blocks removed by events.")

@@ -1,4 +1,4 @@
-"""Storage tiers of cached blocks: from an event's medium to a tier, from a tier to its credit."""
+"""Storage tiers of cached blocks: mapping from an event's medium to a tier, and weight of each tier."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from indexer.errors import ConfigError
 
 GPU_TIER = "gpu"
 CPU_TIER = "cpu"
-# Where a request was just sent: blocks that the pod will soon hold in its device memory (see `speculate`).
+# Blocks of a request just sent to a pod, which will soon be in its device memory (see `speculation`).
 SPECULATIVE_TIER = "speculative"
-# One name for all media that we do not know, so that a pod cannot make up any number of tiers.
+# All unknown media share one tier, so that a pod's events cannot create any number of tiers.
 OTHER_TIER = "other"
 
 TIERS_MAX = 8
 
-# vLLM names GPU, CPU and STORAGE, SGLang GPU, CPU_PINNED, DISK and EXTERNAL; older releases name none.
+# vLLM reports GPU, CPU and STORAGE, SGLang GPU, CPU_PINNED, DISK and EXTERNAL; older releases none.
 DEFAULT_TIERS: Mapping[str, str] = MappingProxyType(
     {
         "GPU": GPU_TIER,
@@ -31,16 +31,16 @@ DEFAULT_WEIGHTS: Mapping[str, float] = MappingProxyType({GPU_TIER: 1.0, CPU_TIER
 
 
 class Tiers:
-    """The tiers of one index, best first, and the credit of one cached block in each.
+    """Tiers of one index, best first, with the weight of a cached block in each.
 
-    A tier without a weight, and every unknown medium, is credited as the slowest tier that has one.
+    A tier without a weight, and every unknown medium, has the weight of the slowest tier that has one.
 
     Args:
-        weights: Credit by tier, 0..1; names at least "gpu".
-        tier_by_medium: From an event's medium, upper case, to its tier.
+        weights: Weight by tier, 0..1; includes "gpu".
+        tier_by_medium: Tier by an event's medium in upper case.
 
     Raises:
-        ConfigError: There are more tiers than an index can tell apart.
+        ConfigError: There are more than TIERS_MAX tiers.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class Tiers:
         if len(credit) > TIERS_MAX:
             raise ConfigError(f"tiers: {len(credit)} named ({', '.join(credit)}), at most {TIERS_MAX}")
         order = {tier: place for place, tier in enumerate(credit)}
-        # All tiers, the highest weight first; among equals those that were given a weight, "gpu" and
-        # "speculative" before others. A tier's number is its place here.
+        # All tiers by descending weight; among equals, tiers with a configured weight and "speculative" come
+        # first. A tier's number is its place here.
         self.names: tuple[str, ...] = tuple(
             sorted(
                 credit,
                 key=lambda tier: (-credit[tier], tier not in (*weights, SPECULATIVE_TIER), order[tier]),
             )
         )
-        # Credit of one block, for each of `names`.
+        # Weight of one block, for each of `names`.
         self.weights: tuple[float, ...] = tuple(credit[tier] for tier in self.names)
         self._numbers = {tier: number for number, tier in enumerate(self.names)}
         self._tier_by_medium = {medium.upper(): tier for medium, tier in tier_by_medium.items()}
@@ -73,9 +73,9 @@ class Tiers:
         return self._numbers.get(tier, self._numbers[OTHER_TIER])
 
     def of_medium(self, medium: str | None) -> str:
-        """The tier of an event's medium, upper or lower case; engines that name none mean device memory."""
+        """Return the tier of an event's medium, in any case; no medium means device memory."""
         return self._tier_by_medium.get((medium or "").upper(), OTHER_TIER)
 
     def weighted(self, blocks_by_tier: Sequence[int]) -> float:
-        """Credit of so many blocks in each tier of `names`; never rounded."""
+        """Return the weighted sum of the blocks in each tier of `names`; never rounded."""
         return sum(blocks * weight for blocks, weight in zip(blocks_by_tier, self.weights, strict=True))

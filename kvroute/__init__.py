@@ -1,1 +1,1 @@
-"""The `kvroute` command, and the local stack: model servers, the router and a real Envoy as processes."""
+"""The `kvroute` command, and the local stack of model servers, router and Envoy processes."""

@@ -1,4 +1,4 @@
-"""The `kvroute` command: picks the program and hands it the rest of the command line; loads nothing else."""
+"""The `kvroute` command: runs one of the programs, and imports nothing of the others."""
 
 from __future__ import annotations
 
@@ -9,39 +9,42 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-# Command -> the module whose main(argv) runs it, and what it is for.
+# Command -> the module whose main(argv) runs it, and its purpose.
 _COMMANDS = {
     "up": ("kvroute.up", "start model servers, router and Envoy on this machine and show what they do"),
-    "router": ("router.app.server", "run the endpoint picker: Envoy or any gateway asks it which pod to use"),
+    "router": (
+        "router.app.server",
+        "run the endpoint picker, which Envoy or another gateway calls for each request",
+    ),
     "tokenizer": (
         "router.prompts.tokenizer_server",
-        "tokenize for routers on this machine, in a process of its own",
+        "tokenize for the routers of this machine in a separate process",
     ),
     "indexer": (
         "indexer.service.cli",
-        "run the index of what every model server's KV cache holds on its own",
+        "run the index of all KV caches as a service",
     ),
     "model-server": (
         "model_server.cli",
-        "run a model behind an OpenAI-compatible API, telling what its cache holds",
+        "serve a model over an OpenAI-compatible API and publish its KV cache events",
     ),
-    "plan": ("planning.cli", "tell what a model can hold and how fast it can be on some GPUs"),
-    "bench": ("", "measure keys, index, events, tokens, picks or the engine; needs a checkout"),
+    "plan": ("planning.cli", "compute memory, concurrency and speed of a model on GPUs"),
+    "bench": ("", "run a benchmark of a checkout"),
 }
 _BENCHMARKS = {
     "keys": "block keys of a prompt",
-    "index": "a match against 256 pods, memory of a block, stalls of readers",
+    "index": "a match against 256 pods, memory per block, stalls of readers",
     "events": "blocks per second from published payloads to the index",
     "tokens": "token ids of a prompt",
-    "pick": "a pick behind a real Envoy, door by door",
-    "pickers": "the same picks beside the Go reference's, in turns",
-    "pick_inside": "the router's own part of a pick, step by step",
-    "pick_counts": "its instructions and cache misses, counted by valgrind",
+    "pick": "a pick behind a real Envoy, by protocol",
+    "pickers": "the same picks, alternating with the Go reference picker",
+    "pick_inside": "the router's part of a pick, by step",
+    "pick_counts": "instructions and cache misses of a pick, counted by valgrind",
     "schedule": "a scheduling cycle, from matches to the pod",
-    "queues": "first tokens behind each way to price a queue, in virtual time",
-    "replicas": "what several routers lose alone, and what sharing their ledgers brings and costs",
-    "startup": "the router's start until it is ready",
-    "engine": "the model server's engine beside transformers",
+    "queues": "time to first token with each queue pricing, in simulated time",
+    "replicas": "gain and cost of sharing in-flight requests among routers",
+    "startup": "start of the router until it is ready",
+    "engine": "the model server's engine compared with transformers",
     "macs": "multiply-accumulates of a generation with and without a KV cache",
 }
 _ROOT = Path(__file__).parents[1]
@@ -53,23 +56,23 @@ Routes each LLM request to the model server that will answer it first.
 commands:
 {lines}
 
-  kvroute COMMAND --help   tells a command's options
-  kvroute --version        tells the version
+  kvroute COMMAND --help   lists the options of a command
+  kvroute --version        prints the version
 """
 _BENCH_HELP = """\
 usage: kvroute bench NAME [--json] [OPTION ...]
 
-Measures a part of kvroute; needs a checkout. --json prints one JSON object a line.
+Measures a part of kvroute; needs a checkout. --json prints one JSON object per line.
 
 benchmarks:
 {lines}
 
-  kvroute bench NAME --help   tells a benchmark's options
+  kvroute bench NAME --help   lists the options of a benchmark
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Run a command line; return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help", "help"):
@@ -78,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvroute {version('kvroute')}")
         return 0
     if name not in _COMMANDS:
-        print(f"kvroute: no such command: {name}; there are {', '.join(_COMMANDS)}", file=sys.stderr)
+        print(f"kvroute: unknown command {name}; use one of {', '.join(_COMMANDS)}", file=sys.stderr)
         return 2
     if name == "bench":
         return bench(arguments[1:])
@@ -87,19 +90,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def bench(argv: Sequence[str]) -> int:
-    """Runs a benchmark of a checkout with the rest of the command line; returns its exit status.
+    """Run a benchmark; return the exit status.
 
-    They are for who changes kvroute, and no part of an installed one.
+    Benchmarks are part of a checkout, not of an installed kvroute.
     """
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
         return _print_help(_BENCH_HELP, _BENCHMARKS)
     if name not in _BENCHMARKS:
         known = ", ".join(_BENCHMARKS)
-        print(f"kvroute bench: no such benchmark: {name}; there are {known}", file=sys.stderr)
+        print(f"kvroute bench: unknown benchmark {name}; use one of {known}", file=sys.stderr)
         return 2
     if not (_ROOT / "benchmarks" / f"{name}.py").is_file():
-        print("kvroute bench: needs a checkout of kvroute: benchmarks are not installed", file=sys.stderr)
+        print(
+            "kvroute bench: benchmarks are not installed; run this in a checkout of kvroute", file=sys.stderr
+        )
         return 1
     sys.path.insert(0, str(_ROOT))
     sys.argv = [f"kvroute bench {name}", *argv[1:]]

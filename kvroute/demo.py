@@ -1,8 +1,8 @@
-"""The demonstration: a running stack in, two tables out: kvroute, and round-robin on the same requests.
+"""Demonstration of a running stack: the same requests through kvroute and through round-robin, as two tables.
 
-First a conversation (does it stay with the pod that remembers it?), then a burst of requests that share a
-system prompt (do they spread by cost?). Speaks only HTTP, as any client would. The model's answers mean
-nothing (its weights are random); only lengths and shared beginnings matter here.
+A conversation shows whether turns stay with the pod that cached it. A burst of requests with one system
+prompt shows whether load is spread by cost. The answers are meaningless, because the model's weights are
+random.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from kvroute.stack import LocalStackError, StackPlan, await_events, decision, em
 _TIMEOUT = urllib3.Timeout(connect=5.0, read=60.0)
 _CONNECTIONS = 32
 _ANSWER_TOKENS = 32
-# A person reads an answer before the next question. The last block's event needs a few milliseconds of that,
-# or, where the machine has much else to do, some more.
-_THINK_S = 0.25
+# Pause of a user between two turns, in which the events of the last blocks arrive.
+_PAUSE_S = 0.25
 _BURST_PER_POD = 4
 
 _SYSTEM_PROMPT = """You are the assistant of a team that runs language models for many users. You answer
@@ -66,49 +65,53 @@ _CONVERSATION_SENTENCES = 110
 
 @dataclass(slots=True)
 class Answer:
-    """One answered request."""
+    """Result of one request."""
 
-    request_id: str  # Envoy's
+    request_id: str  # from Envoy
     pod: str  # "ip:port"
     text: str
     prompt_tokens: int
-    cached_tokens: int  # as delivered, from `usage.prompt_tokens_details`
-    ttft_s: float  # from sending the request to the first token's arrival
-    decision: Mapping[str, Any] = field(default_factory=dict)  # as the router explains it; empty: nobody does
+    cached_tokens: int  # reported by the engine in `usage.prompt_tokens_details`
+    ttft_s: float  # seconds from the request to the first token
+    decision: Mapping[str, Any] = field(default_factory=dict)  # of the router; empty with round-robin
 
 
-# Answers of the conversation ("turn") and of the burst.
+# Answers by kind of request: "turn" of the conversation, or "burst".
 _Run = Mapping[str, Sequence[Answer]]
 
 
 def run_demo(plan: StackPlan, check: Callable[[], None]) -> None:
-    """Runs and prints the demonstration; `check` raises when a process of the stack has died.
+    """Run the demonstration and print its tables.
+
+    Args:
+        plan: Running stack.
+        check: Raises a LocalStackError if a process of the stack has died.
 
     Raises:
-        LocalStackError: A request failed, the conversation left its cache, or the burst herded.
+        LocalStackError: A request failed, a turn missed its cache, or one pod got the whole burst.
     """
     _warm_up(plan)
     routed = _scenario(plan, plan.gateway_url, explain=True)
     check()
-    _forget(plan)
-    blind = _scenario(plan, plan.round_robin_url, explain=False)
+    _reset_caches(plan)
+    round_robin = _scenario(plan, plan.round_robin_url, explain=False)
     check()
-    _forget(plan)
-    print("\nkvroute: picked by what each pod's cache holds and by the work it has\n")
+    _reset_caches(plan)
+    print("\nkvroute: pods picked by cache content and load\n")
     print(_table(routed, explained=True))
-    print("\nround-robin: the same requests, the same pods, caches emptied before\n")
-    print(_table(blind, explained=False))
-    print(f"\n{_summary(routed, blind)}", flush=True)
-    _judge(routed, len(plan.pod_urls))
+    print("\nround-robin: the same requests and pods, after a cache reset\n")
+    print(_table(round_robin, explained=False))
+    print(f"\n{_summary(routed, round_robin)}", flush=True)
+    _verify(routed, len(plan.pod_urls))
 
 
 def first_messages() -> list[dict[str, str]]:
-    """How the conversation begins: what the assistant is to do, and the long report that it is about."""
+    """Return the first messages of the conversation: the system prompt with a long report."""
     return [{"role": "system", "content": f"{_SYSTEM_PROMPT}\n\n{_report(0, _CONVERSATION_SENTENCES)}"}]
 
 
 def burst_messages(number: int) -> list[dict[str, str]]:
-    """Messages of the burst's request `number`: one system prompt for all, a report of its own."""
+    """Return the messages of a burst request: the common system prompt and the report `number`."""
     return [
         {"role": "system", "content": _BURST_PROMPT},
         {"role": "user", "content": _report(number, _BURST_SENTENCES[number % len(_BURST_SENTENCES)])},
@@ -138,12 +141,12 @@ def _converse(plan: StackPlan, client: _ChatClient) -> list[Answer]:
         messages.append({"role": "user", "content": question})
         answers.append(client.chat(messages, max_tokens=_ANSWER_TOKENS))
         messages.append({"role": "assistant", "content": answers[-1].text})
-        _think(plan)
+        _pause(plan)
     return answers
 
 
-def _think(plan: StackPlan) -> None:
-    time.sleep(_THINK_S)
+def _pause(plan: StackPlan) -> None:
+    time.sleep(_PAUSE_S)
     await_events(plan)
 
 
@@ -156,17 +159,17 @@ def _burst(client: _ChatClient, count: int) -> list[Answer]:
 
 
 def _warm_up(plan: StackPlan) -> None:
-    """Lets every pod run its code paths once, so that the tables compare caches and not first calls."""
+    """Run every pod's code paths once, so that the tables do not measure first calls."""
     for url in plan.pod_urls.values():
         client = _ChatClient(url, plan.model_name)
         for number in range(2):
             client.chat(burst_messages(1000 + number), max_tokens=4)
-    _forget(plan)
+    _reset_caches(plan)
 
 
-def _forget(plan: StackPlan) -> None:
+def _reset_caches(plan: StackPlan) -> None:
     empty_caches(plan)
-    _think(plan)
+    _pause(plan)
 
 
 def _table(run: _Run, *, explained: bool) -> str:
@@ -185,7 +188,7 @@ def _table(run: _Run, *, explained: bool) -> str:
         for number, answer in enumerate(answers, 1)
     ]
     widths = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
-    # Numbers to the right, words to the left.
+    # Numbers are right-aligned, words left-aligned.
     return "\n".join(
         "  ".join(
             text.rjust(width) if 2 <= at <= 5 else text.ljust(width)
@@ -195,7 +198,7 @@ def _table(run: _Run, *, explained: bool) -> str:
     )
 
 
-def _summary(routed: _Run, blind: _Run) -> str:
+def _summary(routed: _Run, round_robin: _Run) -> str:
     pods = {answer.pod for answer in routed["turn"]}
     spread = Counter(answer.pod for answer in routed["burst"])
     answers = [*routed["turn"], *routed["burst"]]
@@ -207,17 +210,17 @@ def _summary(routed: _Run, blind: _Run) -> str:
             f"on {len(spread)} pods",
             f"prediction:   cached tokens predicted = delivered in {exact} of {len(answers)} requests",
             f"from cache:   {_cached_share(routed):.0%} of all prompt tokens, "
-            f"round-robin {_cached_share(blind):.0%}",
+            f"round-robin {_cached_share(round_robin):.0%}",
             f"TTFT, turns:  {_mean_ttft_ms(routed['turn'][1:]):.0f} ms in the mean from the second on, "
-            f"round-robin {_mean_ttft_ms(blind['turn'][1:]):.0f} ms",
+            f"round-robin {_mean_ttft_ms(round_robin['turn'][1:]):.0f} ms",
             f"TTFT, burst:  {_mean_ttft_ms(routed['burst']):.0f} ms in the mean, "
-            f"round-robin {_mean_ttft_ms(blind['burst']):.0f} ms",
+            f"round-robin {_mean_ttft_ms(round_robin['burst']):.0f} ms",
         ]
     )
 
 
-def _judge(run: _Run, pods: int) -> None:
-    """Fails the demonstration when a conversation lost its cache or a burst herded: something is broken."""
+def _verify(run: _Run, pods: int) -> None:
+    """Raise a LocalStackError if a turn missed its cache or one pod got the whole burst."""
     if pods > 1 and len({answer.pod for answer in run["burst"]}) == 1:
         raise LocalStackError("all requests of the burst went to one pod")
     first, *others = run["turn"]
@@ -242,7 +245,7 @@ def _mean_ttft_ms(answers: Sequence[Answer]) -> float:
 
 
 class _ChatClient:
-    """Sends chats to one gateway; safe to share between threads."""
+    """Client that sends chats to one gateway; thread-safe."""
 
     def __init__(self, base_url: str, model: str) -> None:
         self._url = f"{base_url}/v1/chat/completions"
@@ -250,10 +253,10 @@ class _ChatClient:
         self._pool = urllib3.PoolManager(maxsize=_CONNECTIONS, block=True, timeout=_TIMEOUT, retries=False)
 
     def chat(self, messages: Sequence[Mapping[str, str]], *, max_tokens: int) -> Answer:
-        """Sends one streaming request (greedy, no early end) and reads it to its end.
+        """Send one streaming request (greedy, exactly `max_tokens` tokens) and read the whole answer.
 
         Raises:
-            LocalStackError: The request failed; the message holds the status and the body.
+            LocalStackError: The request failed; the message contains status and body.
         """
         body = {
             "model": self._model,
@@ -277,7 +280,7 @@ class _ChatClient:
 
 def _read(response: urllib3.BaseHTTPResponse, started_s: float) -> Answer:
     ttft_s, pieces, usage = None, [], None
-    # Each line as soon as it arrives.
+    # The response yields each line as soon as it arrives.
     for line in response:
         if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
             continue
@@ -290,7 +293,7 @@ def _read(response: urllib3.BaseHTTPResponse, started_s: float) -> Answer:
         usage = event.get("usage") or usage
     response.release_conn()
     if ttft_s is None or usage is None:
-        raise LocalStackError("the answer's stream ended before its first token or without usage")
+        raise LocalStackError("the answer ended before its first token or without usage")
     return Answer(
         request_id=response.headers.get("x-request-id", ""),
         pod=response.headers.get(POD_HEADER, "?"),

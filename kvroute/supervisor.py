@@ -1,7 +1,4 @@
-"""A small process supervisor: plans in, running children out; none outlives it, whatever happens.
-
-Knows processes, ports and log files; knows nothing of what the children do.
-"""
+"""Process supervisor: starts, watches, restarts and stops child processes. No child outlives it."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from kvroute.stack import HOST, ChildPlan, LocalStackError
 
 READY_TIMEOUT_S = 120.0
 BACK_OFF_S = (0.0, 0.5, 1.0, 2.0, 4.0)
-"""Delay before each restart of a child within `RESTARTS_WITHIN_S`; one more death ends the stack."""
+"""Delays in seconds before restarts within `RESTARTS_WITHIN_S`; one more exit ends the stack."""
 RESTARTS_WITHIN_S = 60.0
 _POLL_S = 0.05
 _LAST_LINES, _LAST_BYTES = 3, 4096
@@ -31,37 +28,41 @@ _LAST_LINES, _LAST_BYTES = 3, 4096
 
 @dataclass(slots=True)
 class Child:
-    """A process of the plan."""
+    """Running process of a plan."""
 
     plan: ChildPlan
     process: subprocess.Popen[bytes]
     log_path: Path
     log_start: int  # size of the log file before this process wrote to it
-    deaths_s: list[float] = field(default_factory=list)  # those that led to a restart, the latest last
-    restart_at_s: float | None = None  # time of the next start; None while none is due
+    deaths_s: list[float] = field(default_factory=list)  # times of exits that led to a restart, oldest first
+    restart_at_s: float | None = None  # None: no restart is scheduled
     ready: bool = False
 
 
 def check_ports(ports: Iterable[int]) -> None:
-    """Makes sure that each port can be bound.
+    """Check that each port can be bound.
 
     Raises:
-        LocalStackError: Naming the first that cannot.
+        LocalStackError: A port is in use.
     """
     for port in ports:
         try:
             socket.create_server((HOST, port)).close()
         except OSError as error:
             raise LocalStackError(
-                f"port {port} is in use ({error.strerror}); stop what holds it, or choose others with "
+                f"port {port} is in use ({error.strerror}); stop its owner, or choose others with "
                 "--port n or make's PORT=n (gateway), --base-port n or BASE_PORT=n (the rest)"
             ) from error
 
 
 class Supervisor:
-    """Starts children in order, watches them, and stops them all in reverse order.
+    """Supervisor of child processes, which are stopped in reverse order.
 
-    Log files go to `directory`; a child has `stop_timeout_s` to end after SIGTERM.
+    Args:
+        directory: Directory of the log files.
+        say: Prints a progress line.
+        stop_timeout_s: Time for a child to exit after SIGTERM, before SIGKILL.
+        back_off_s: See `BACK_OFF_S`.
     """
 
     def __init__(
@@ -78,13 +79,13 @@ class Supervisor:
         self._back_off_s = back_off_s
         self.children: list[Child] = []
         self.restarted: list[str] = []
-        """Names of the children that died while they should have run, one for each restart."""
+        """Names of children that exited unexpectedly, one for each restart."""
 
     def start(self, plans: Sequence[ChildPlan]) -> None:
-        """Starts all plans at once, then waits until every one is ready, in order.
+        """Start all plans at once, then wait until each is ready.
 
         Raises:
-            LocalStackError: One ended before it was ready, or is not ready after `READY_TIMEOUT_S`.
+            LocalStackError: A child exited before it was ready, or is not ready after `READY_TIMEOUT_S`.
         """
         for plan in plans:
             self.children.append(self._spawn(plan))
@@ -93,10 +94,10 @@ class Supervisor:
             self._mark_ready(child)
 
     def check(self) -> None:
-        """Restart children that died and whose delay has passed; call it several times a second.
+        """Restart exited children whose delay has passed. Call it several times per second.
 
         Raises:
-            LocalStackError: A child died too often.
+            LocalStackError: A child exited too often.
         """
         for at, child in enumerate(self.children):
             if child.process.poll() is None:
@@ -110,7 +111,7 @@ class Supervisor:
                 self.children[at] = self._spawn(child.plan, child.deaths_s)
 
     def stop(self) -> None:
-        """Ends every child: SIGTERM in reverse order, SIGKILL for those that stay."""
+        """Stop every child: SIGTERM in reverse order, SIGKILL after the timeout."""
         alive = [child for child in reversed(self.children) if child.process.poll() is None]
         for child in alive:
             with contextlib.suppress(ProcessLookupError):
@@ -120,7 +121,7 @@ class Supervisor:
             try:
                 child.process.wait(max(0.0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._say(f"{child.plan.name} does not stop; killing it")
+                self._say(f"{child.plan.name} does not stop; sending SIGKILL")
                 child.process.kill()
                 child.process.wait()
         self.children.clear()
@@ -130,12 +131,12 @@ class Supervisor:
         restarts = len(child.deaths_s)
         if restarts == len(self._back_off_s):
             raise LocalStackError(
-                f"{_obituary(child)}; it was restarted {restarts} times within {RESTARTS_WITHIN_S:.0f} s"
+                f"{_exit_text(child)}; it was restarted {restarts} times within {RESTARTS_WITHIN_S:.0f} s"
             )
         child.deaths_s.append(now_s)
         self.restarted.append(child.plan.name)
         delay_s = self._back_off_s[restarts]
-        self._say(f"{_obituary(child)}; restarting it on the same ports in {delay_s:g} s, the others go on")
+        self._say(f"{_exit_text(child)}; restarting it on the same ports in {delay_s:g} s")
         return delay_s
 
     def _mark_ready(self, child: Child) -> None:
@@ -151,7 +152,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # A session of its own: Ctrl-C reaches only us, and we stop the children in order.
+                # In its own session a child does not receive Ctrl-C; `stop` ends children in order.
                 start_new_session=True,
             )
         return Child(plan, process, log_path, log_start, deaths_s or [])
@@ -161,10 +162,10 @@ class Supervisor:
         while not _is_ready(child.plan):
             for other in self.children:
                 if other.process.poll() is not None:
-                    raise LocalStackError(_obituary(other))
+                    raise LocalStackError(_exit_text(other))
             if time.monotonic() > deadline_s:
                 raise LocalStackError(
-                    f"{child.plan.name} is not ready after {READY_TIMEOUT_S:.0f} s; {_last_words(child)}"
+                    f"{child.plan.name} is not ready after {READY_TIMEOUT_S:.0f} s; {_log_text(child)}"
                 )
             time.sleep(_POLL_S)
 
@@ -179,19 +180,19 @@ def _is_ready(plan: ChildPlan) -> bool:
         return False
 
 
-def _obituary(child: Child) -> str:
+def _exit_text(child: Child) -> str:
     code = child.process.poll()
     how = (
         f"was killed by {signal.Signals(-code).name}"
         if code is not None and code < 0
         else f"exited with {code}"
     )
-    return f"{child.plan.name} {how}; {_last_words(child)}"
+    return f"{child.plan.name} {how}; {_log_text(child)}"
 
 
-def _last_words(child: Child) -> str:
+def _log_text(child: Child) -> str:
     with child.log_path.open("rb") as log:
         size = log.seek(0, os.SEEK_END)
         log.seek(max(child.log_start, size - _LAST_BYTES))
         lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-    return f"it last said: {' | '.join(lines[-_LAST_LINES:])[-900:]}" if lines else "it said nothing"
+    return f"last log lines: {' | '.join(lines[-_LAST_LINES:])[-900:]}" if lines else "its log is empty"

@@ -1,7 +1,4 @@
-"""`kvroute up`: starts the local stack, shows what it does, and leaves nothing behind but a failure's logs.
-
-Options in; a running stack, a printed demonstration and an exit status out.
-"""
+"""The `kvroute up` command: starts and demonstrates the local stack; keeps logs only after a failure."""
 
 from __future__ import annotations
 
@@ -14,28 +11,28 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from common.flags import CommandParser, add_flags, said
+from common.flags import CommandParser, add_flags, flag_values
 from kvroute.demo import run_demo
 from kvroute.stack import LocalStackError, StackOptions, StackPlan, await_pods, plan_stack
 from kvroute.supervisor import Supervisor, check_ports
 
 _WATCH_S = 0.2
-# What model servers need and the router does not.
-_NEEDED = ("torch", "starlette", "uvicorn", "safetensors")
+# Libraries of model servers that the router does not need.
+_LIBRARIES = ("torch", "starlette", "uvicorn", "safetensors")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command; return the exit status."""
     parser = CommandParser(
         prog="kvroute up",
-        description="Start model servers, the router and a real Envoy here, and show what is routed where.",
+        description="Start model servers, the router and Envoy on this machine and show the routing.",
     )
     add_flags(parser, StackOptions)
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--demo-only", action="store_true", help="end after the demonstration")
     only.add_argument("--no-demo", action="store_true", help="start and stay up without the demonstration")
     arguments = parser.parse_args(argv)
-    options = StackOptions(**said(StackOptions, arguments))
+    options = StackOptions(**flag_values(StackOptions, arguments))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     try:
@@ -61,18 +58,17 @@ def _run(options: StackOptions, *, demo: bool, stay: bool) -> int:
     except (LocalStackError, ValueError, OSError) as error:
         raise LocalStackError(f"{error}{_logs(directory)}") from error
     finally:
-        # A second Ctrl-C must not leave children behind.
+        # A second Ctrl-C must not interrupt the shutdown of children.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         supervisor.stop()
-        # Logs are kept for whoever looks for the reason of a failure.
+        # Keep the logs of a failure.
         if not (failed and _logs(directory)):
             shutil.rmtree(directory)
     if failed:
         names = ", ".join(dict.fromkeys(supervisor.restarted))
         print(
-            f"kvroute up: exit status 1 because of programs that died and were restarted: {names}"
-            f"{_logs(directory)}",
+            f"kvroute up: exit status 1: programs exited and were restarted: {names}{_logs(directory)}",
             file=sys.stderr,
         )
     return int(failed)
@@ -95,16 +91,16 @@ def _run_in(
 
 
 def _logs(directory: Path) -> str:
-    """Return where the logs are as the end of a message, empty if no program was started."""
+    """Return the log directory as the end of a message; empty if no program was started."""
     return f"; logs: {directory}" if any(directory.glob("*.log")) else ""
 
 
 def _stay(plan: StackPlan, supervisor: Supervisor, directory: Path) -> None:
     print(
         f"\nkvroute is up: {plan.gateway_url} (Envoy); pods {', '.join(plan.pod_urls)}\n"
-        f"  picks explained:  {plan.router_debug_url}/debug/decisions\n"
+        f"  decisions:        {plan.router_debug_url}/debug/decisions\n"
         f"  metrics:          {plan.router_debug_url}/metrics\n"
-        f"  round-robin door: {plan.round_robin_url}\n"
+        f"  round-robin:      {plan.round_robin_url}\n"
         f"  logs:             {directory}\n\n"
         f"  curl -sD- {plan.gateway_url}/v1/chat/completions -H 'content-type: application/json' \\\n"
         f'    -d \'{{"model": "{plan.model_name}", "max_tokens": 16, '
@@ -131,7 +127,7 @@ def _progress() -> Callable[[str], None]:
 
 
 def _check_libraries() -> None:
-    for module in _NEEDED:
+    for module in _LIBRARIES:
         if importlib.util.find_spec(module) is None:
             raise LocalStackError(
                 f"the library {module} is missing; install it with: pip install 'kvroute[model-server]'"

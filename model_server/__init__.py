@@ -1,1 +1,1 @@
-"""A torch engine with a paged, prefix-sharing KV cache behind OpenAI's API; publishes vLLM's KV events."""
+"""Model server: torch engine with a paged KV cache and prefix caching, OpenAI API, and vLLM's KV events."""

@@ -1,4 +1,4 @@
-"""``python -m model_server``: see ``cli``."""
+"""Entry point of ``python -m model_server``; see ``cli``."""
 
 import sys
 

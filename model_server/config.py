@@ -1,83 +1,112 @@
-"""The settings of a model server, each declared once: its default, its flag, its meaning; checked when made.
+"""Settings of a model server with their flags, named as in vLLM where vLLM has the same setting."""
 
-The names and defaults follow vLLM's flags where it has the same thing. Nothing here loads a model.
-"""
-
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Literal
 
+from common.flags import ADMIN_TOKEN_VARIABLE, file_flag, flag, positive
+from common.flags import port as tcp_port
 from model_server.errors import ConfigError
-from model_server.flags import check, flag, positive, tcp_port
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KvCacheDType = Literal["auto", "fp8"]
 SchedulingPolicy = Literal["fcfs", "priority", "aged"]
 PreemptionMode = Literal["recompute", "swap"]
 TINY_MODEL = "kvroute-tiny"
+API_KEY_VARIABLE = "KVROUTE_API_KEY"
+REPLAY_ENDPOINT = "tcp://*:5558"
 
-_MAX_BODY_BYTES = 16 << 20
+EVENTS_GROUP = "KV cache events (ZMQ, as vLLM's)"  # heading in `--help`
+_server_flag = partial(flag, "server")
+_engine_flag = partial(flag, "engine")
+_events_flag = partial(flag, EVENTS_GROUP)
+_ZERO_OR_MORE = frozenset({"max_loras", "cpu_blocks"})
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of one engine."""
 
-    model: str = flag(TINY_MODEL, "a Hugging Face checkpoint directory, or the built-in tiny model")
-    dtype: DType = flag("auto", "type of weights and KV cache; auto: the checkpoint's own")
-    kv_cache_dtype: KvCacheDType = flag(
-        "auto", "type of the KV cache, if not --dtype: fp8 takes half the bytes of a 16-bit type"
+    model: str = _engine_flag(
+        "--model", str, TINY_MODEL, "Hugging Face checkpoint directory, or the built-in tiny model"
     )
-    device: str = flag("cpu", "torch device")
-    tensor_parallel_size: int = flag(
-        1,
-        "processes that compute the model together, on CUDA each on a GPU of its own, from --device on",
+    dtype: DType = _engine_flag(
+        "--dtype", DType, "auto", "type of weights and KV cache; auto: that of the checkpoint"
+    )
+    kv_cache_dtype: KvCacheDType = _engine_flag(
+        "--kv-cache-dtype",
+        KvCacheDType,
+        "auto",
+        "type of the KV cache; auto: that of --dtype; fp8: half the bytes of a 16-bit type",
+    )
+    device: str = _engine_flag("--device", str, "cpu", "torch device")
+    tensor_parallel_size: int = _engine_flag(
         "--tensor-parallel-size -tp",
-        least=1,
+        int,
+        1,
+        "processes that compute the model together; on CUDA each uses one GPU, counted from --device",
     )
-    max_loras: int = flag(4, "most LoRA adapters loaded at once; 0 for none", least=0)
-    block_tokens: int = flag(16, "tokens per KV block", "--block-size", least=1)
-    gpu_blocks: int = flag(
-        1024,
-        "KV blocks in the pool, on the device, also where that is a CPU",
+    max_loras: int = _engine_flag("--max-loras", int, 4, "maximum of loaded LoRA adapters; 0: none")
+    block_tokens: int = _engine_flag("--block-size", int, 16, "tokens per KV block")
+    gpu_blocks: int = _engine_flag(
         "--num-gpu-blocks --gpu-blocks --num-gpu-blocks-override",
-        least=1,
+        int,
+        1024,
+        "KV blocks of the device pool, also on a CPU",
     )
-    cpu_blocks: int = flag(0, "KV blocks in the host tier; 0 for none", least=0)
-    cpu_gib: float | None = flag(None, "the same as GiB of host memory")
-    max_model_len: int | None = flag(
-        None, "most tokens of prompt and answer together", default_text="the model's own", least=1
+    cpu_blocks: int = _engine_flag("--cpu-blocks", int, 0, "KV blocks of the host tier; 0: no host tier")
+    cpu_gib: float | None = _engine_flag(
+        "--cpu-gib", float, None, "size of the host tier in GiB, instead of --cpu-blocks", metavar="GIB"
     )
-    enable_prefix_caching: bool = flag(
-        True, "reuse blocks between requests, and announce them", default_text="they are"
+    max_model_len: int | None = _engine_flag(
+        "--max-model-len", int, None, "maximum of prompt and output tokens (default: that of the model)"
     )
-    max_num_seqs: int = flag(64, "most requests running at once", least=1)
-    max_num_batched_tokens: int = flag(2048, "token budget of one step", least=1)
-    max_waiting: int = flag(
-        1024, "most requests waiting; one more is refused", "--max-num-queued-reqs", least=1
+    enable_prefix_caching: bool = _engine_flag(
+        "--enable-prefix-caching",
+        bool,
+        True,
+        "reuse blocks across requests, and publish events about them (default: on)",
     )
-    scheduling_policy: SchedulingPolicy = flag(
+    max_num_seqs: int = _engine_flag("--max-num-seqs", int, 64, "maximum of running requests")
+    max_num_batched_tokens: int = _engine_flag(
+        "--max-num-batched-tokens", int, 2048, "token budget of one step"
+    )
+    max_waiting: int = _engine_flag(
+        "--max-num-queued-reqs", int, 1024, "maximum of waiting requests; further requests are rejected"
+    )
+    scheduling_policy: SchedulingPolicy = _engine_flag(
+        "--scheduling-policy",
+        SchedulingPolicy,
         "aged",
-        "order of prefills: by arrival, by the request's priority, or by arrival plus ten times the "
-        "prefill's own seconds",
+        "order of prefills: by arrival, by the priority of the request, or by arrival plus ten times the "
+        "estimated prefill time",
     )
-    preemption_mode: PreemptionMode = flag(
+    preemption_mode: PreemptionMode = _engine_flag(
+        "--preemption-mode",
+        PreemptionMode,
         "recompute",
-        "what a preempted request does to go on: compute again what is cached no more, or fetch its full "
-        "blocks from the host tier, which holds them for it",
+        "how a preempted request resumes: recompute tokens that are no longer cached, or swap its full "
+        "blocks to the host tier and back",
     )
-    torch_threads: int | None = flag(
-        None, "threads of one CPU operation", default_text="torch's choice", least=1
+    torch_threads: int | None = _engine_flag(
+        "--torch-threads", int, None, "threads of one CPU operation (default: chosen by torch)"
     )
-    seed: int = flag(0, "seeds requests that bring no seed")
+    seed: int = _engine_flag("--seed", int, 0, "seed of requests without a seed of their own")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work by a ConfigError."""
-        check(self)
+        """Check the settings; raises a ConfigError."""
+        for setting in fields(self):
+            name, value, options = setting.name, getattr(self, setting.name), setting.metadata["options"]
+            choices, least = options.get("choices"), int(name not in _ZERO_OR_MORE)
+            if choices and value not in choices:
+                raise ConfigError(f"{name} is {value!r}; use one of {', '.join(choices)}")
+            if options.get("type") is int and name != "seed" and value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}")
         self._check_tiers()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than max_num_seqs "
-                f"({self.max_num_seqs}): not every running request could decode in one step; raise the first"
+                f"({self.max_num_seqs}): one step could not decode every running request; raise the former"
             )
 
     def _check_tiers(self) -> None:
@@ -91,46 +120,52 @@ class EngineConfig:
             )
         if self.preemption_mode == "swap" and not self.enable_prefix_caching:
             raise ConfigError(
-                "preemption_mode is 'swap', but enable_prefix_caching is off, by which swapped blocks are "
-                "found again; leave one out"
+                "preemption_mode is 'swap', but enable_prefix_caching is off, which finds swapped blocks "
+                "again; turn it on, or use 'recompute'"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class KVEventsConfig:
-    """Where and how events are published; names and defaults are those of vLLM's KVEventsConfig."""
+    """Settings of the KV event publisher; names and defaults follow vLLM's KVEventsConfig."""
 
-    endpoint: str = flag(
-        "tcp://*:5557",
-        "PUB socket: bound if it holds * or ::, or is ipc or inproc; otherwise connected",
+    endpoint: str = _events_flag(
         "--kv-events-endpoint",
+        str,
+        "tcp://*:5557",
+        "PUB socket: bound if the address contains * or ::, or is ipc or inproc; otherwise connected",
         metavar="ENDPOINT",
     )
-    replay_endpoint: str | None = flag(
-        None,
-        "ROUTER socket for replays, always bound; empty turns replay off",
+    replay_endpoint: str | None = _events_flag(
         "--kv-replay-endpoint",
+        str,
+        None,
+        f"ROUTER socket for replays, always bound; empty: no replays (default: {REPLAY_ENDPOINT})",
         metavar="ENDPOINT",
     )
     buffer_steps: int = 10_000  # batches kept for replay
-    hwm: int = 100_000  # batches that wait for one slow subscriber before its newest are dropped
-    max_queue_size: int = 100_000  # batches that wait for the thread that sends before the oldest are dropped
-    topic: str = flag(
-        "", "first frame", "--kv-events-topic", default_text="kv@HOST:PORT@MODEL", metavar="TOPIC"
+    hwm: int = 100_000  # batches queued for a slow subscriber; further batches to it are dropped
+    max_queue_size: int = 100_000  # batches queued for the publisher thread; the oldest are dropped
+    topic: str = _events_flag(
+        "--kv-events-topic",
+        str,
+        "",
+        "first frame of a message (default: kv@HOST:PORT@MODEL)",
+        metavar="TOPIC",
     )
-    # Not vLLM's, but without it nothing can be published on a loopback address alone.
-    always_bind: bool = flag(
-        False, "bind --kv-events-endpoint whatever it is, a loopback address too", "--kv-events-bind"
+    # Not a setting of vLLM. Without it, a publisher cannot bind to a loopback address alone.
+    always_bind: bool = _events_flag(
+        "--kv-events-bind", bool, False, "always bind --kv-events-endpoint, also to a loopback address"
     )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work by a ConfigError."""
+        """Check the settings; raises a ConfigError."""
         for name in ("buffer_steps", "hwm", "max_queue_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"KV events: {name} is {getattr(self, name)}; it must be at least 1")
 
-    def announced(self) -> dict[str, object]:
-        """Return the settings as vLLM's /kv_event_sources shows them."""
+    def as_vllm(self) -> dict[str, object]:
+        """Return the settings in the form of vLLM's /kv_event_sources."""
         settings = asdict(self)
         del settings["always_bind"]
         return {"enable_kv_cache_events": True, "publisher": "zmq", **settings}
@@ -138,35 +173,55 @@ class KVEventsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How to run one model server."""
+    """Settings of one model server."""
 
-    engine: EngineConfig  # the engine's settings
-    host: str = flag("127.0.0.1", "address to listen on")
-    port: int = flag(8000, "port to listen on; 0 lets the system choose", read=tcp_port)
-    served_names: tuple[str, ...] = flag(
-        (),
-        "names the API knows the model by, the main one first",
+    engine: EngineConfig
+    host: str = _server_flag("--host", str, "127.0.0.1", "address to listen on")
+    port: int = _server_flag("--port", tcp_port, 8000, "port to listen on; 0: any free port")
+    served_names: tuple[str, ...] = _server_flag(
         "--served-model-name",
-        default_text="the tiny model's name, or the directory's",
+        str,
+        (),
+        "model names of the API, the main one first (default: the tiny model's name, or the directory's)",
+        nargs="+",
         metavar="NAME",
     )
-    # Where KV events go; None for no events. An empty topic becomes ``kv@host:port@model``.
+    # None publishes no events. An empty topic becomes ``kv@host:port@model``.
     events: KVEventsConfig | None = None
-    max_body_bytes: int = flag(_MAX_BODY_BYTES, "refuse larger HTTP bodies", read=positive)
-    api_key: str | None = flag(None, "refuse API requests without it", metavar="KEY", repr=False)
-    admin_port: int | None = flag(
+    max_body_bytes: int = _server_flag(
+        "--max-body-bytes",
+        positive,
+        16 << 20,
+        "maximum size of HTTP request bodies; larger ones are rejected",
+    )
+    api_key: str | None = _server_flag(
+        "--api-key",
+        str,
         None,
-        "port of administration (sleep, cache reset, adapters) and snapshots, none of which the serving "
-        "port answers; 0 lets the system choose",
-        default_text="they are not served",
-        read=tcp_port,
+        f"bearer token that API requests must carry (default: ${API_KEY_VARIABLE}, which other users of "
+        "the machine cannot read)",
+        metavar="KEY",
+        repr=False,
+    )
+    admin_port: int | None = _server_flag(
+        "--admin-port",
+        tcp_port,
+        None,
+        "port for administration (sleep, cache reset, adapters) and snapshots, which the serving port never "
+        "answers; 0: any free port (default: not served)",
         metavar="PORT",
     )
-    # What must be sent to the administration port; None lets everybody in who reaches it.
-    admin_token: str | None = field(default=None, repr=False)
-    runtime_loras: bool = flag(
-        False,
-        "let operators load adapters from this machine's directories at --admin-port",
+    # The command reads the file. None accepts every client that reaches the port.
+    admin_token: str | None = file_flag(
+        "server",
+        "--admin-token-file",
+        "file with the secret that requests to --admin-port must carry as Authorization: Bearer SECRET "
+        f"(default: ${ADMIN_TOKEN_VARIABLE}; without either, every client that reaches the port is accepted)",
+        repr=False,
+    )
+    runtime_loras: bool = _server_flag(
         "--allow-runtime-lora-updating",
-        default_text="they may not",
+        bool,
+        False,
+        "let --admin-port load adapters from directories of this machine (default: off)",
     )

@@ -1,45 +1,45 @@
-"""Errors of the model server: one tree, each message says what was wrong, where, and what to do."""
+"""Exceptions of the model server. Each message states the fault, its place and the fix."""
 
 
 class ModelServerError(Exception):
-    """Base of everything that this package raises on purpose."""
+    """Base class of the package's exceptions."""
 
 
 class ConfigError(ModelServerError):
-    """A setting of the engine is out of range or contradicts another."""
+    """A setting is out of range or contradicts another."""
 
 
 class CapacityError(ModelServerError):
-    """A model, a context or a batch does not fit into the memory that is planned with."""
+    """A model, context or batch does not fit into the planned memory."""
 
 
 class ModelError(ModelServerError):
-    """A checkpoint directory is missing, of an unknown architecture, or its tensors do not fit."""
+    """A checkpoint is missing, has an unsupported architecture, or has unexpected tensors."""
 
 
 class AdapterError(ModelServerError):
-    """A LoRA adapter does not fit the model, is not supported, or there is no room or no such name for it."""
+    """A LoRA adapter does not fit the model, is unsupported or unknown, or exceeds the limit of adapters."""
 
 
 class StartError(ModelServerError):
-    """The server cannot start: an address is in use, or a file cannot be read."""
+    """The server cannot start: an address is in use or a file cannot be read."""
 
 
 class WorkerError(ModelServerError):
-    """A process that computes a part of the model has ended or failed; the others cannot go on without it."""
+    """A tensor-parallel rank or its device has failed; the engine cannot continue."""
 
 
 class RequestError(ModelServerError):
-    """The engine can never run this request as asked."""
+    """The engine can never run this request."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.param = param  # name of the request field at fault in the OpenAI API, or None
+        self.param = param  # invalid field of the OpenAI API request, or None
 
 
 class QueueFullError(RequestError):
-    """The waiting queue is at its cap; the same request may be taken later."""
+    """The waiting queue is full; the request may succeed later."""
 
 
 class EngineClosedError(RequestError):
-    """The engine is closed, or its step loop has died; it takes nothing more."""
+    """The engine is closed or its loop has died; it accepts no requests."""

@@ -1,53 +1,47 @@
-"""Inputs and outputs of the engine, a request's state while it lives there, and counters.
+"""Inputs, outputs and counters of the engine: token ids only, no text and no HTTP."""
 
-Nothing here knows text or HTTP. A live request is plain state that the scheduler and the block manager share.
-"""
-
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from pathlib import Path
+from typing import Literal, Protocol
 
 import msgspec
 
 from model_server.errors import RequestError
-from model_server.kv_events.hashing import ROOT_DIGEST, ExtraKeys, hash_block
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-# Below this, dividing by the temperature overflows; it is greedy for all practical purposes.
+# Lower temperatures are greedy: dividing by them overflows.
 GREEDY_BELOW = 1e-5
 _SALT_CHARACTERS_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen and when generation ends."""
+    """Parameters of sampling and of the end of generation."""
 
-    max_tokens: int  # most tokens to generate; at least 1
+    max_tokens: int  # maximum tokens to generate; at least 1
     temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0  # keep the smallest set of tokens with at least this probability; 1 keeps all
-    top_k: int = 0  # keep this many of the most probable tokens; 0 (or less) keeps all
-    min_p: float = 0.0  # drop tokens less probable than this share of the most probable one; 0 drops none
-    seed: int | None = None  # makes the sampled tokens repeatable, whatever else is in the batch
-    # Tokens that end generation besides the model's own end of sequence.
+    top_p: float = 1.0  # keep the most probable tokens up to this total probability; 1 keeps all
+    top_k: int = 0  # keep this many most probable tokens; 0 or less keeps all
+    min_p: float = 0.0  # drop tokens below this fraction of the largest probability; 0 drops none
+    seed: int | None = None  # makes sampling reproducible, independent of the batch
+    # Tokens that end generation besides the end-of-sequence tokens.
     stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False  # do not end at the model's end of sequence (`stop_token_ids` still end it)
-    min_tokens: int = 0  # no stop token may be chosen before this many tokens
-    frequency_penalty: float = 0.0  # taken from a token's logit for each time it was generated; -2 to 2
-    presence_penalty: float = 0.0  # taken from the logit of each token that was generated; -2 to 2
-    # Divides positive and multiplies negative logits of the prompt's and the generated tokens; above 0, and 1
-    # changes nothing.
+    ignore_eos: bool = False  # do not stop at end-of-sequence tokens (`stop_token_ids` still apply)
+    min_tokens: int = 0  # stop tokens are banned before this many tokens
+    frequency_penalty: float = 0.0  # subtracted per occurrence in the output; -2 to 2
+    presence_penalty: float = 0.0  # subtracted once per generated token id; -2 to 2
+    # Divides positive and multiplies negative logits of prompt and output tokens; above 0; 1 disables it.
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of single tokens
-    allowed_token_ids: frozenset[int] | None = None  # only these may be chosen; None allows all
-    # Tell the log probability of each chosen token and of this many most probable ones; None tells nothing.
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these token ids
+    allowed_token_ids: frozenset[int] | None = None  # only these may be sampled; None allows all
+    # Return the log probability of each sampled token and of this many most probable ones; None: neither.
     logprobs: int | None = None
 
     @property
-    def takes_best(self) -> bool:
-        """Whether the token with the largest logit is always chosen, and nothing is told about it."""
+    def is_greedy(self) -> bool:
+        """True if argmax suffices: temperature 0, no change of logits, no log probabilities."""
         return (
             self.temperature < GREEDY_BELOW
             and self.repetition_penalty == 1.0
@@ -58,63 +52,73 @@ class SamplingParams:
 
 
 class TokenConstraint(Protocol):
-    """Says which tokens may come next; it follows one generation from its beginning to its end."""
+    """Constraint on the next token of one generation, for structured output."""
 
     def allowed_bits(self) -> bytes:
-        """Return one bit a token, the first token in the lowest bit; tokens beyond the end may not come."""
+        """Return the allowed tokens as a bit mask, lowest bit first; tokens beyond its end are banned."""
 
     def accept(self, token_id: int) -> None: ...
 
     @property
     def error(self) -> str | None:
-        """Why it had to give up, so that the answer is not what was asked for; None while all is well."""
+        """Why the constraint was abandoned, so that the output may violate it; None if it holds."""
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """One prompt to continue."""
+class EngineCoreRequest:
+    """Request for the engine: one prompt to continue."""
 
-    request_id: str  # unique among the live requests
-    prompt_token_ids: tuple[int, ...]  # the prompt; at least one token
-    sampling: SamplingParams  # how to continue it
-    cache_salt: str | None = None  # prefix blocks are shared only between requests of the same salt
-    lora_name: str | None = None  # a loaded adapter; None is the base model
-    constraint: TokenConstraint | None = None  # what the answer must be like; used by this request alone
-    priority: int = 0  # lower numbers run first where the engine schedules by priority
+    request_id: str  # unique among live requests
+    prompt_token_ids: tuple[int, ...]  # at least one token
+    sampling: SamplingParams
+    cache_salt: str | None = None  # cached blocks are shared only between requests with equal salts
+    lora_name: str | None = None  # loaded LoRA adapter; None for the base model
+    constraint: TokenConstraint | None = None  # not shared with other requests
+    priority: int = 0  # with the "priority" policy, lower runs first
+
+
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class LoraRequest:
+    """Identity of a loaded LoRA adapter. The ranks that compute have its weights."""
+
+    name: str  # model name in requests
+    lora_id: int  # from 1; unique per load, never reused
+    content_hash: str  # hexadecimal SHA-256 of its files, which determines its KV
+    directory: Path = Path()  # source of the files
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How probable a chosen token was; natural logarithms, before penalties, temperature and bans."""
+    """Natural log probabilities of one position, before penalties, temperature and bans."""
 
-    chosen: float  # of the token that was chosen
-    top: tuple[tuple[int, float], ...]  # the most probable tokens and theirs, best first
+    chosen: float  # of the sampled token
+    top: tuple[tuple[int, float], ...]  # most probable tokens with theirs, best first
 
 
 class ChosenToken(msgspec.Struct, frozen=True, gc=False):
-    """A sampled token, with its log probabilities where they were asked for."""
+    """Sampled token, with its log probabilities if requested."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
 
 
-class TokenOutput(msgspec.Struct, frozen=True, gc=False):
-    """What one step brought to one request; the last one carries `finish_reason`."""
+class EngineCoreOutput(msgspec.Struct, frozen=True, gc=False):
+    """Output of one step for one request; the last one has a `finish_reason`."""
 
-    request_id: str  # the request it belongs to
-    token_ids: tuple[int, ...]  # new tokens, the stop token included; may be empty on the last output
-    finish_reason: FinishReason | None  # none while more will come
-    cached_tokens: int  # prompt tokens that were served from the cache instead of computed
-    error: str | None = None  # what went wrong when `finish_reason` is "error"
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one entry per token where they were asked for, else empty
-    started_s: float | None = None  # when the request's first step began, by `time.monotonic`; None before
+    request_id: str
+    token_ids: tuple[int, ...]  # new tokens with the stop token; may be empty in the last output
+    finish_reason: FinishReason | None  # None if more outputs follow
+    cached_tokens: int  # prompt tokens found in the cache
+    error: str | None = None  # set if `finish_reason` is "error"
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token if requested, else empty
+    started_s: float | None = None  # start of the request's first step (`time.monotonic`)
 
 
-def check_request(request: GenerationRequest, *, vocab_size: int, max_model_len: int) -> None:
-    """Refuse what could never run by a RequestError that names the field."""
+def check_request(request: EngineCoreRequest, *, vocab_size: int, max_model_len: int) -> None:
+    """Raise a RequestError, naming the field, for a request that can never run."""
     prompt = request.prompt_token_ids
     if not prompt:
-        raise RequestError("the prompt is empty; give at least one token", "prompt")
+        raise RequestError("the prompt is empty; send at least one token", "prompt")
     if len(prompt) + 1 > max_model_len:
         raise RequestError(
             f"the prompt has {len(prompt)} tokens; prompt and answer together must fit into the "
@@ -122,7 +126,7 @@ def check_request(request: GenerationRequest, *, vocab_size: int, max_model_len:
             "prompt",
         )
     if min(prompt) < 0 or max(prompt) >= vocab_size:
-        raise RequestError(f"the prompt holds a token id outside 0..{vocab_size - 1}", "prompt")
+        raise RequestError(f"the prompt contains a token id outside 0..{vocab_size - 1}", "prompt")
     _check_salt(request.cache_salt)
     _check_sampling(request.sampling, vocab_size)
 
@@ -135,7 +139,7 @@ def _check_salt(salt: str | None) -> None:
     try:
         salt.encode()
     except UnicodeEncodeError:
-        raise RequestError("cache_salt holds half of a surrogate pair", "cache_salt") from None
+        raise RequestError("cache_salt contains half of a surrogate pair", "cache_salt") from None
 
 
 def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
@@ -166,35 +170,35 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
             f"token ids within 0..{vocab_size - 1}",
         ),
     }
-    for param, (holds, wanted) in rules.items():
-        if not holds:
+    for param, (valid, wanted) in rules.items():
+        if not valid:
             raise RequestError(f"{param} is {getattr(sampling, param)}; it must be {wanted}", param)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine at one moment; counters are totals since its start."""
+    """Engine statistics at one moment; counters are totals since start."""
 
-    running: int  # requests that hold KV blocks now
-    waiting: int  # requests that wait to run now
-    kv_usage: float  # share of the pool's blocks that requests hold now, 0 to 1
-    total_blocks: int  # in the pool
-    prefix_queries_tokens: int  # prompt tokens looked up in the cache
-    prefix_hits_tokens: int  # those found there
-    preemptions: int  # times that a running request was pushed back to waiting
-    prompt_tokens: int  # of the requests that began to run
+    running: int  # requests with KV blocks
+    waiting: int  # requests waiting to run
+    kv_usage: float  # fraction of the pool's blocks in use, 0 to 1
+    total_blocks: int  # blocks of the pool
+    prefix_queries_tokens: int  # prompt tokens looked up in the prefix cache
+    prefix_hits_tokens: int  # prompt tokens found, in either tier
+    preemptions: int  # times a running request returned to waiting
+    prompt_tokens: int  # of admitted requests
     generated_tokens: int
-    steps: int  # that ran the model
-    last_step_monotonic_s: float  # `time.monotonic()` when the loop last turned; an idle loop turns too
-    healthy: bool  # False once the loop has died
-    host_hits_tokens: int = 0  # those of `prefix_hits_tokens` that had to be restored from the host tier
-    host_blocks: int = 0  # in the host tier
-    host_usage: float = 0.0  # share of them that hold something, 0 to 1
+    steps: int  # model steps run
+    last_step_monotonic_s: float  # last turn of the loop, idle or not (`time.monotonic`)
+    healthy: bool  # False once the engine loop has died
+    host_hits_tokens: int = 0  # part of `prefix_hits_tokens` restored from the host tier
+    host_blocks: int = 0  # slots of the host tier
+    host_usage: float = 0.0  # fraction of the slots in use, 0 to 1
     swapped_in_blocks: int = 0  # restored from the host tier
     swapped_out_blocks: int = 0  # stored in the host tier
-    block_bytes: int = 0  # of one block, for bytes moved and held
-    restores: int = 0  # times that a request waited for a restore
-    prefill_tokens_per_s: float = 0.0  # measured speed of prefills; 0 before the first
+    block_bytes: int = 0  # bytes of one block
+    restores: int = 0  # times a request waited for a restore
+    prefill_tokens_per_s: float = 0.0  # measured; 0 before the first sample
     asleep: bool = False
 
     @property
@@ -203,7 +207,7 @@ class EngineStats:
 
     @property
     def host_queries_tokens(self) -> int:
-        """Prompt tokens looked up in the host tier: what the device does not have."""
+        """Prompt tokens looked up in the host tier: those not found on the device."""
         return self.prefix_queries_tokens - self.device_hits_tokens if self.host_blocks else 0
 
     @property
@@ -213,120 +217,3 @@ class EngineStats:
     @property
     def swapped_out_bytes(self) -> int:
         return self.swapped_out_blocks * self.block_bytes
-
-
-if TYPE_CHECKING:
-    from model_server.kv_cache.block_pool import Block
-    from model_server.kv_cache.host_tier import HostBlock, Restore
-    from model_server.model.lora import LoraRequest
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class BlockTable:
-    """A request's blocks in one KV cache group."""
-
-    # In chain order; None where a block has rolled out of the group's window.
-    blocks: "list[Block | None]" = field(default_factory=list)
-    # The same as numbers, for building tensors; 0 for what has rolled out.
-    block_ids: "array[int]" = field(default_factory=partial(array, "i"))
-    rolled: int = 0  # how many have rolled out, all at the start
-    registered: int = 0  # how many of the first blocks were looked at for being made findable
-
-    def extend(self, blocks: "Sequence[Block | None]") -> None:
-        self.blocks.extend(blocks)
-        self.block_ids.extend(0 if block is None else block.block_id for block in blocks)
-
-    def replace(self, index: int, block: "Block | None") -> None:
-        self.blocks[index] = block
-        self.block_ids[index] = 0 if block is None else block.block_id
-
-    def held(self) -> "list[Block]":
-        return [block for block in self.blocks if block is not None]
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class LiveRequest:
-    """A request between submission and its last token."""
-
-    request: GenerationRequest  # as it was submitted
-    sampling_seed: int  # base of its random draws
-    adapter: "LoraRequest | None" = None  # what changes the model for it; None is the base model
-    arrived_s: float = 0.0  # when it came, on the engine's clock
-    serial: int = 0  # rises from request to request
-    started_s: float | None = None  # when its first step began, on the same clock; None before
-    takes_best: bool = field(init=False)  # whether the largest logit alone decides on each of its tokens
-    token_ids: list[int] = field(init=False)  # prompt and generated tokens
-    computed: int = 0  # how many of them have their KV in its blocks
-    tables: list[BlockTable] = field(default_factory=list)  # one per KV cache group; empty without blocks
-    restore: "Restore | None" = None  # its blocks that come from the host tier; None when all are there
-    # Blocks of the host tier that are held for it since it was preempted, until they are back.
-    swapped: "list[HostBlock]" = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
-    # Lengths in blocks at which groups with a window keep what a later request needs to resume there.
-    retained_ends: set[int] = field(default_factory=set)
-    expected_blocks: int = 0  # of its prefix that were cached when it was last looked at, while it waits
-    expected_tokens: int = 0  # those it will not have to compute, as far as that is known while it waits
-    cached_tokens: int | None = None  # of its prompt, found in the cache when it first ran; None before
-
-    def __post_init__(self) -> None:
-        self.takes_best = self.request.constraint is None and self.request.sampling.takes_best
-        self.token_ids = list(self.request.prompt_token_ids)
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
-
-    @property
-    def pending(self) -> int:
-        """Known tokens without KV: 1 while decoding, more while prefilling."""
-        return len(self.token_ids) - self.computed
-
-    @property
-    def uncached(self) -> int:
-        """Tokens that it will have to compute until its next one; an estimate while it waits."""
-        return self.pending if self.tables else len(self.token_ids) - self.expected_tokens
-
-    @property
-    def block_ids(self) -> "list[array[int]]":
-        return [table.block_ids for table in self.tables]
-
-    def extra_keys(self, block_index: int) -> ExtraKeys | None:
-        """Return what enters the hash of one of its blocks beside the tokens; a salt only the first.
-
-        vLLM has the adapter's path in the third place. Its content tells more: another adapter loaded from
-        the same path under the same name must not find the first one's blocks.
-        """
-        adapter, salt = self.adapter, self.request.cache_salt if block_index == 0 else None
-        of_adapter = () if adapter is None else (("lora", adapter.name, adapter.content_hash),)
-        return of_adapter + (() if salt is None else (("cache_salt", salt),)) or None
-
-    def digest(self, index: int, block_tokens: int) -> bytes:
-        """Return the hash of one of its full blocks, all of whose tokens are known."""
-        for number in range(len(self.digests), index + 1):
-            parent = self.digests[number - 1] if number else ROOT_DIGEST
-            tokens = self.token_ids[number * block_tokens : (number + 1) * block_tokens]
-            assert len(tokens) == block_tokens, "only full blocks have a hash"
-            self.digests.append(hash_block(parent, tokens, self.extra_keys(number)))
-        return self.digests[index]
-
-    def output(
-        self, token: ChosenToken | None, reason: FinishReason | None = None, error: str | None = None
-    ) -> TokenOutput:
-        """Return what its sink is told of a step, or of its end."""
-        return TokenOutput(
-            request_id=self.request_id,
-            token_ids=() if token is None else (token.token_id,),
-            finish_reason=reason,
-            cached_tokens=self.cached_tokens or 0,
-            error=error,
-            logprobs=() if token is None or token.logprobs is None else (token.logprobs,),
-            started_s=self.started_s,
-        )

@@ -1,4 +1,4 @@
-"""The `kvroute plan` command: flags in, a page of text or one JSON object out; GB are decimal."""
+"""The `kvroute plan` command: prints a plan as text or as one JSON object. GB are 10^9 bytes."""
 
 import argparse
 import contextlib
@@ -6,11 +6,11 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, replace
-from typing import Literal
+from functools import partial
 
+from common.flags import CommandParser, add_flags, flag, positive
 from model_server.config import DType, KvCacheDType
 from model_server.errors import CapacityError, ConfigError, ModelError
-from model_server.flags import OneLineParser, add_flags, flag, positive
 from model_server.shapes import DTYPE_BYTES, KvGroupSpec, computed_dtype, decoder_shape
 from model_server.shapes.deployment import (
     DEFAULT_RESERVE_BYTES,
@@ -25,17 +25,20 @@ from planning.presets import CUSTOM, GPUS, PRESETS, Gpu, find_model
 _EXIT_REFUSED = 2
 _CONTEXT_TOKENS = 8192
 _GB = 10**9
-_OVERRIDES = "; instead of the data sheet's"
+_OVERRIDES = "; replaces the figure of the data sheet"
+
+_model_flag = partial(flag, "model")
+_gpu_flag = partial(flag, "GPUs")
 
 
-def _amount(text: str) -> float:
-    number = _rest(text)
+def _above_zero(text: str) -> float:
+    number = _zero_or_more(text)
     if not number:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return number
 
 
-def _rest(text: str) -> float:
+def _zero_or_more(text: str) -> float:
     number = float(text)
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
@@ -44,58 +47,78 @@ def _rest(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _ModelFlags:
-    """Which model, and how it is served."""
-
-    model: str = flag(
+    model: str = _model_flag(
+        "--model",
+        str,
         MISSING,
-        f"a checkpoint directory (its config.json is enough), or one of {', '.join(PRESETS)}",
+        f"checkpoint directory (its config.json is enough), or one of {', '.join(PRESETS)}",
         metavar="DIR|NAME",
     )
-    context: int | None = flag(
-        None, "tokens of a sequence, prompt and answer", default_text=f"{_CONTEXT_TOKENS}", read=positive
+    context: int | None = _model_flag(
+        "--context",
+        positive,
+        None,
+        f"tokens of a sequence, prompt and output together (default: {_CONTEXT_TOKENS})",
     )
-    batch: int | None = flag(None, "refuse unless so many sequences fit", read=positive)
-    dtype: DType = flag("auto", "type of the weights")
-    kv_cache_dtype: KvCacheDType = flag(
-        "auto", "type of the KV cache, if not the weights'", "--kv-cache-dtype --kv-dtype"
+    batch: int | None = _model_flag("--batch", positive, None, "fail unless this many sequences fit")
+    dtype: DType = _model_flag("--dtype", DType, "auto", "type of the weights")
+    kv_cache_dtype: KvCacheDType = _model_flag(
+        "--kv-cache-dtype --kv-dtype", KvCacheDType, "auto", "type of the KV cache; auto: that of --dtype"
     )
-    block_size: int = flag(16, "tokens per KV block", read=positive)
-    max_num_batched_tokens: int = flag(
-        2048, "token budget of one step, which bounds what sliding windows keep", read=positive
+    block_size: int = _model_flag("--block-size", positive, 16, "tokens per KV block")
+    max_num_batched_tokens: int = _model_flag(
+        "--max-num-batched-tokens",
+        positive,
+        2048,
+        "token budget of one step, which bounds the KV of sliding windows",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _GpuFlags:
-    """Which GPUs, how many, and how much of them may be used."""
-
-    gpu: Literal[(*GPUS, CUSTOM.name)] = flag("h100", "kind of GPU")  # type: ignore[valid-type]
-    tensor_parallel_size: int = flag(
-        1, "GPUs that share the model", "--tensor-parallel-size --tp", read=positive
+    gpu: str = _gpu_flag("--gpu", str, "h100", "GPU model", choices=(*GPUS, CUSTOM.name))
+    tensor_parallel_size: int = _gpu_flag(
+        "--tensor-parallel-size --tp", positive, 1, "GPUs that share the model"
     )
-    gpu_memory_utilization: float = flag(
-        DEFAULT_UTILIZATION, "of the memory, for weights, reserve and KV", metavar="SHARE"
+    gpu_memory_utilization: float = _gpu_flag(
+        "--gpu-memory-utilization",
+        float,
+        DEFAULT_UTILIZATION,
+        "share of the memory for weights, reserve and KV",
+        metavar="SHARE",
     )
-    reserve_gb: float = flag(
+    reserve_gb: float = _gpu_flag(
+        "--reserve-gb",
+        _zero_or_more,
         DEFAULT_RESERVE_BYTES / _GB,
-        "of each GPU, for activations and the CUDA context",
-        read=_rest,
+        "memory of each GPU for activations and the CUDA context",
         metavar="GB",
     )
-    efficiency: float = flag(
-        1.0, "of all peak speeds that is reached", default_text="%(default)s, the roof", metavar="SHARE"
+    efficiency: float = _gpu_flag(
+        "--efficiency",
+        float,
+        1.0,
+        "reached share of all peak speeds (default: 1, the upper bound)",
+        metavar="SHARE",
     )
-    hbm_gib: float | None = flag(None, f"memory{_OVERRIDES}", read=_amount)
-    hbm_gb_per_s: float | None = flag(None, f"speed of the memory{_OVERRIDES}", read=_amount, metavar="GB")
-    tflops: float | None = flag(None, f"dense 16-bit arithmetic{_OVERRIDES}", read=_amount, metavar="N")
-    link_gb_per_s: float | None = flag(None, f"link to the host{_OVERRIDES}", read=_amount, metavar="GB")
+    hbm_gib: float | None = _gpu_flag("--hbm-gib", _above_zero, None, f"memory{_OVERRIDES}", metavar="GIB")
+    hbm_gb_per_s: float | None = _gpu_flag(
+        "--hbm-gb-per-s", _above_zero, None, f"memory bandwidth{_OVERRIDES}", metavar="GB"
+    )
+    tflops: float | None = _gpu_flag("--tflops", _above_zero, None, f"dense 16-bit arithmetic{_OVERRIDES}")
+    link_gb_per_s: float | None = _gpu_flag(
+        "--link-gb-per-s", _above_zero, None, f"bandwidth to the host{_OVERRIDES}", metavar="GB"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a plan; without arguments the process's own are taken.
+    """Run the command.
+
+    Args:
+        argv: Arguments after the command's name; None uses those of the process.
 
     Returns:
-        0, or 2 for wrong flags, an unusable model, or a plan for more than the memory holds.
+        Exit status: 0, or 2 for invalid flags, an unusable model, or a plan above the capacity.
     """
     args = _parser().parse_args(argv)
     try:
@@ -104,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvroute plan: error: {error}", file=sys.stderr)
         return _EXIT_REFUSED
     lines = [json.dumps(plan.record())] if args.json else plan_lines(plan)
-    # A reader that has seen enough, such as head, may close the pipe.
+    # A reader such as head may close the pipe early.
     with contextlib.suppress(BrokenPipeError):
         print("\n".join(lines), flush=True)
     return 0
@@ -125,7 +148,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         chunk_tokens=args.max_num_batched_tokens,
     )
     return make_plan(
-        config.where,
+        config.source,
         deployment,
         gpu.at(args.efficiency),
         Budget(gpu.memory_bytes, args.gpu_memory_utilization, int(args.reserve_gb * _GB)),
@@ -135,36 +158,35 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def _gpu(args: argparse.Namespace) -> Gpu:
-    """Return the preset, with whatever the flags say of it instead."""
+    """Return the preset with the overrides of the flags."""
     if args.gpu == CUSTOM.name:
         needed = {"--hbm-gib": args.hbm_gib, "--hbm-gb-per-s": args.hbm_gb_per_s, "--tflops": args.tflops}
         if absent := [flag for flag, value in needed.items() if value is None]:
             raise ConfigError(f"--gpu {CUSTOM.name} needs {', '.join(absent)}")
-    told = {
+    overrides = {
         "memory_bytes": (args.hbm_gib, 2**30),
         "memory_bytes_per_s": (args.hbm_gb_per_s, _GB),
         "flops_per_s": (args.tflops, 10**12),
         "link_bytes_per_s": (args.link_gb_per_s, _GB),
     }
-    given = {name: value * unit for name, (value, unit) in told.items() if value is not None}
+    given = {name: value * unit for name, (value, unit) in overrides.items() if value is not None}
     if "memory_bytes" in given:
         given["memory_bytes"] = int(given["memory_bytes"])
     return replace(CUSTOM if args.gpu == CUSTOM.name else GPUS[args.gpu], **given)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
+    parser = CommandParser(
         prog="kvroute plan",
-        description="Tell how many sequences a model holds on GPUs, how fast it decodes, what to choose.",
+        description="Compute how many sequences of a model fit on GPUs, and how fast they decode.",
     )
-    add_flags(parser.add_argument_group("model"), _ModelFlags)
-    add_flags(parser.add_argument_group("GPUs"), _GpuFlags)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a page of text")
+    add_flags(parser, _ModelFlags, _GpuFlags)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield the page."""
+    """Yield the lines of the text report."""
     deployment = plan.pool.deployment
     kv_bits = 8 if deployment.fp8_kv else 8 * deployment.weight_bytes
     yield (
@@ -178,8 +200,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 
 def _capacity(plan: Plan) -> Iterator[str]:
     yield (
-        f"At once: {plan.sequences:,} sequences of {plan.context_tokens:,} tokens. "
-        f"Longest text alone: {plan.longest_context:,} tokens."
+        f"Concurrency: {plan.sequences:,} sequences of {plan.context_tokens:,} tokens. "
+        f"Longest single sequence: {plan.longest_context:,} tokens."
     )
 
 
@@ -212,15 +234,15 @@ def _kv_groups(plan: Plan) -> Iterator[str]:
         )
         for window, groups in groups_of.items()
     ]
-    yield f"KV of a sequence: {deployment.token_bytes:,.0f} bytes for each further token"
-    yield from _table(("layers", "groups", "keep", "bytes/token", "in all"), rows, ">><>>")
+    yield f"KV of a sequence: {deployment.token_bytes:,.0f} bytes per further token"
+    yield from _table(("layers", "groups", "keep", "bytes/token", "total"), rows, ">><>>")
 
 
 def _decode(plan: Plan) -> Iterator[str]:
     gpu = plan.gpu
     yield (
-        f"Decode at {gpu.memory_bytes_per_s / _GB:,.0f} GB/s and {gpu.flops_per_s / 1e12:,.0f} TFLOP/s a GPU "
-        "(a roof, not a forecast)"
+        f"Decode at {gpu.memory_bytes_per_s / _GB:,.0f} GB/s and {gpu.flops_per_s / 1e12:,.0f} TFLOP/s each "
+        "(an upper bound, not a forecast)"
     )
     rows = [
         (
@@ -258,8 +280,8 @@ def _reason(plan: Plan) -> str:
     assert plan.advised is not None
     share = f"{plan.advised.headroom:.0%} of the memory left for KV"
     if plan.advised == next(option for option in plan.options if option.max_sequences):
-        return f"the least that holds the model, with {share}"
-    return f"the least with enough room, {share}; with less each GPU mostly repeats weights"
+        return f"the smallest that fits, with {share}"
+    return f"the smallest with enough room, {share}; with fewer GPUs most memory holds weights"
 
 
 def _preemption(plan: Plan) -> Iterator[str]:
@@ -272,13 +294,13 @@ def _preemption(plan: Plan) -> Iterator[str]:
     rows = [(name, f"{1000 * seconds:,.1f}", note) for name, seconds, note in ways]
     yield from _table(("", "ms", ""), rows, "<><")
     yield (
-        f"Advice: --preemption-mode {weighed.mode}; both are even at "
+        f"Advice: --preemption-mode {weighed.mode}; both take equally long at "
         f"{weighed.even_link_bytes_per_s / _GB:,.1f} GB/s to the host."
     )
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], sides: str) -> Iterator[str]:
-    """Yield aligned lines: "<" puts a column to the left, ">" to the right. Empty heads get no line."""
+    """Yield aligned lines; `sides` has "<" or ">" per column. If all heads are empty, they are left out."""
     lines = [heads, *rows] if any(heads) else [*rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(sides))]
     for line in lines:

@@ -1,7 +1,7 @@
-"""The whole plan of one model on one kind of GPU, or why there can be none.
+"""Capacity plan of one model on one GPU model.
 
-A roof, not a forecast: it counts what must be read and computed, all weights once a step, and leaves out what
-GPUs of one model say to each other.
+Speeds are upper bounds (roofline), not forecasts: a step reads all weights once and computes at peak speed.
+Communication between GPUs is not included.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,9 @@ from model_server.shapes import divides
 from model_server.shapes.deployment import Budget, Deployment, Pool
 from planning.presets import Gpu
 
-PARALLEL_SIZES = (1, 2, 4, 8)  # a node's
-# With a share h left for KV, twice the GPUs have (1 + h) / h times the pool: at a third four times, twice for
-# each GPU. Below it the GPUs mostly repeat weights.
+PARALLEL_SIZES = (1, 2, 4, 8)  # GPUs of one node
+# Minimum share h of the memory left for KV. Twice the GPUs give (1 + h) / h times the pool: 4 times at h =
+# 1/3, so 2 times per GPU. Below it, most memory holds copies of weights.
 ENOUGH_HEADROOM = 1 / 3
 
 _GB = 1e9
@@ -25,56 +25,56 @@ _GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """One step in which every sequence of a batch gets a token."""
+    """Decode step: one token for each sequence of a batch."""
 
     batch: int  # sequences
-    step_s: float  # seconds of the step
-    weights_s: float  # reading the weights
-    kv_s: float  # reading the KV of all sequences
-    compute_s: float  # the arithmetic, which goes on meanwhile
-    tokens_per_s: float  # tokens a second, of all sequences
-    bound: Literal["weights bandwidth", "KV bandwidth", "compute"]  # what to have more of to be faster
+    step_s: float  # duration in seconds
+    weights_s: float  # time to read the weights
+    kv_s: float  # time to read the KV of all sequences
+    compute_s: float  # time of the arithmetic, which overlaps with reading
+    tokens_per_s: float  # of all sequences together
+    bound: Literal["weights bandwidth", "KV bandwidth", "compute"]  # the bottleneck
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelOption:
-    """A model on so many GPUs."""
+    """Figures of a model at one tensor parallel size."""
 
-    tensor_parallel: int  # the GPUs
-    gpu_weights_bytes: int  # weights on each
-    gpu_pool_bytes: int  # what is left for KV on each; below 0 if the weights do not fit
-    headroom: float  # that as a share of what weights and KV have together
-    max_sequences: int  # held at once, on all of them together; 0 if there is no room for the weights and one
+    tensor_parallel: int  # number of GPUs
+    gpu_weights_bytes: int  # weights per GPU
+    gpu_pool_bytes: int  # memory left for KV per GPU; negative if the weights do not fit
+    headroom: float  # KV memory as a share of the memory for weights and KV
+    max_sequences: int  # concurrent sequences on all GPUs; 0 if not one fits
 
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """What it takes until a preempted sequence can go on."""
+    """Time until a preempted sequence can resume, by recomputing or swapping."""
 
-    recompute_s: float  # computing its KV again
-    swap_s: float  # copying it to the host and back
-    even_link_bytes_per_s: float  # speed of the link to the host at which both take equally long
-    mode: Literal["recompute", "swap"]  # the one that takes less time; as the engine's --preemption-mode
+    recompute_s: float  # seconds to recompute its KV
+    swap_s: float  # seconds to copy its KV to the host and back
+    even_link_bytes_per_s: float  # host link speed at which both take equally long
+    mode: Literal["recompute", "swap"]  # the faster one, for --preemption-mode
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a model does on some GPUs."""
+    """Capacity plan of a model on GPUs."""
 
-    name: str  # of the model
-    gpu: Gpu  # each of them, at the speeds that the plan counts with
-    pool: Pool  # its KV cache, with the deployment and the budget it comes from
-    context_tokens: int  # length of the sequences that are planned for
-    sequences: int  # held at once; the concurrency ceiling
-    longest_context: int  # what one sequence alone can have, in tokens
-    steps: tuple[DecodeStep, ...]  # decode steps over batches up to the ceiling
-    prefill_s: float  # time of a prompt of the context's length, alone and uncached
-    options: tuple[ParallelOption, ...]  # numbers of GPUs beside each other
-    advised: ParallelOption | None  # the one to take
-    preemption: Preemption  # recompute or swap
+    name: str  # name of the model
+    gpu: Gpu  # GPU with the speeds used by the plan
+    pool: Pool  # KV cache, with its deployment and budget
+    context_tokens: int  # length of the planned sequences
+    sequences: int  # concurrent sequences, prefix sharing aside
+    longest_context: int  # tokens of the longest single sequence
+    steps: tuple[DecodeStep, ...]  # decode steps by batch size, up to `sequences`
+    prefill_s: float  # seconds to prefill one uncached prompt of `context_tokens`
+    options: tuple[ParallelOption, ...]  # comparison of tensor parallel sizes
+    advised: ParallelOption | None  # recommended option; None if none fits
+    preemption: Preemption  # comparison of recompute and swap
 
     def record(self) -> dict[str, object]:
-        """Return the plan as one JSON object, units in the names; for charts and scripts."""
+        """Return the plan as a JSON object with units in the field names."""
         deployment, budget = self.pool.deployment, self.pool.budget
         return {
             "model": self.name,
@@ -110,16 +110,25 @@ class Plan:
 def make_plan(
     name: str, deployment: Deployment, gpu: Gpu, budget: Budget, context_tokens: int, batch: int | None = None
 ) -> Plan:
-    """Plan for sequences of one length; `batch` are wanted at once, or as many as there is room for.
+    """Make a plan for sequences of `context_tokens` tokens.
 
-    A ConfigError where the model was not made for such a context or the batch is none, a CapacityError where
-    model, context or batch do not fit.
+    Args:
+        name: Name of the model.
+        deployment: Model and its settings.
+        gpu: GPU model.
+        budget: Memory of each GPU.
+        context_tokens: Tokens of a sequence.
+        batch: Required number of concurrent sequences; None: as many as fit.
+
+    Raises:
+        ConfigError: The context exceeds that of the model, or `batch` is below 1.
+        CapacityError: Model, context or batch do not fit.
     """
     most_tokens = deployment.shape.max_positions
     if not 0 < context_tokens <= most_tokens:
-        raise ConfigError(f"a context of {context_tokens:,} tokens: {name} was made for 1 to {most_tokens:,}")
+        raise ConfigError(f"--context is {context_tokens:,}; {name} supports 1 to {most_tokens:,} tokens")
     if batch is not None and batch < 1:
-        raise ConfigError(f"a batch of {batch}; it must be at least 1")
+        raise ConfigError(f"--batch is {batch}; it must be at least 1")
     pool = Pool(deployment, budget)
     options = _parallel_options(deployment, budget, context_tokens)
     _check_capacity(name, pool, context_tokens, batch, options)
@@ -142,7 +151,7 @@ def make_plan(
 
 
 def _decode_step(deployment: Deployment, gpu: Gpu, batch: int, context_tokens: int) -> DecodeStep:
-    """Return the step of a batch whose sequences all have this many tokens."""
+    """Return the decode step of a batch of sequences with `context_tokens` tokens each."""
     weights_s = deployment.gpu_weights_bytes / gpu.memory_bytes_per_s
     kv_s = batch * deployment.gpu_kv_read_bytes(context_tokens) / gpu.memory_bytes_per_s
     flops = batch * deployment.decode_flops(context_tokens) / deployment.tensor_parallel
@@ -157,13 +166,13 @@ def _decode_step(deployment: Deployment, gpu: Gpu, batch: int, context_tokens: i
 
 
 def _batches(most: int, asked: int | None) -> Iterator[int]:
-    """Yield powers of two up to `most`, and `most` itself; in order, with the batch that was asked for."""
+    """Yield the powers of two up to `most`, `most`, and the requested batch, in ascending order."""
     sizes = {1 << power for power in range(most.bit_length())} | {most}
     yield from sorted(sizes if asked is None else sizes | {asked})
 
 
 def _prefill_s(deployment: Deployment, gpu: Gpu, tokens: int) -> float:
-    """Return the seconds of computing a prompt of which nothing is cached."""
+    """Return the seconds to prefill an uncached prompt."""
     compute_s = deployment.prefill_flops(tokens) / deployment.tensor_parallel / gpu.flops_per_s
     return max(compute_s, deployment.gpu_weights_bytes / gpu.memory_bytes_per_s)
 
@@ -171,7 +180,7 @@ def _prefill_s(deployment: Deployment, gpu: Gpu, tokens: int) -> float:
 def _parallel_options(
     deployment: Deployment, budget: Budget, context_tokens: int
 ) -> tuple[ParallelOption, ...]:
-    """Return what each number of GPUs gives that the model can be divided among."""
+    """Return the figures of each tensor parallel size that the model supports."""
     sizes = sorted({*PARALLEL_SIZES, deployment.tensor_parallel})
     deployments = [
         replace(deployment, tensor_parallel=size) for size in sizes if divides(deployment.shape, size)
@@ -189,7 +198,7 @@ def _parallel_options(
 
 
 def _advised(options: Sequence[ParallelOption]) -> ParallelOption | None:
-    """Return the least number of GPUs with enough headroom, else the largest that fits, else None."""
+    """Return the smallest option with enough headroom, else the largest that fits, else None."""
     fitting = [option for option in options if option.max_sequences]
     return next(
         (option for option in fitting if option.headroom >= ENOUGH_HEADROOM), fitting[-1] if fitting else None
@@ -197,7 +206,7 @@ def _advised(options: Sequence[ParallelOption]) -> ParallelOption | None:
 
 
 def _preemption(deployment: Deployment, gpu: Gpu, context_tokens: int) -> Preemption:
-    """Weigh recomputing a sequence of this length against swapping it, each GPU over a link of its own."""
+    """Compare recomputing with swapping a sequence; each GPU has its own host link."""
     recompute_s = _prefill_s(deployment, gpu, context_tokens)
     copied = deployment.decoding_blocks(context_tokens) * deployment.gpu_block_bytes
     swap_s = 2 * (copied / gpu.link_bytes_per_s)
@@ -211,9 +220,7 @@ def _check_capacity(
     deployment, budget = pool.deployment, pool.budget
     size = deployment.tensor_parallel
     fitting = next((option.tensor_parallel for option in options if option.max_sequences), None)
-    way_out = (
-        f"it fits from tensor parallel {fitting} on" if fitting is not None else "take GPUs with more memory"
-    )
+    way_out = f"it fits from --tp {fitting}" if fitting is not None else "use GPUs with more memory"
     if pool.gpu_bytes < deployment.gpu_block_bytes:
         raise CapacityError(
             f"{name} does not fit at tensor parallel {size}: its weights take "
@@ -228,11 +235,11 @@ def _check_capacity(
         raise CapacityError(
             f"no sequence of {context_tokens:,} tokens fits: it needs {needed / _GB:.2f} GB of KV on each "
             f"GPU, but the pool has {pool.gpu_bytes / _GB:.2f} GB, enough for "
-            f"{pool.longest_context(context_tokens):,} tokens; {way_out}, or take a shorter --context"
+            f"{pool.longest_context(context_tokens):,} tokens; {way_out}, or use a shorter --context"
         )
     if batch is not None and batch > sequences:
         fp8 = "" if deployment.fp8_kv else ", --kv-dtype fp8"
         raise CapacityError(
-            f"a batch of {batch:,} is over capacity: the pool holds {sequences:,} sequences of "
-            f"{context_tokens:,} tokens; take a smaller --batch, a shorter --context{fp8} or more GPUs (--tp)"
+            f"a batch of {batch:,} exceeds the capacity: the pool holds {sequences:,} sequences of "
+            f"{context_tokens:,} tokens; use a smaller --batch, a shorter --context{fp8} or more GPUs (--tp)"
         )

@@ -1,8 +1,8 @@
-"""GPUs and models by name, for planning without either at hand.
+"""Preset GPUs and models for planning.
 
-Peaks are those of the vendors' data sheets as of 2026-11: dense 16-bit tensor operations, one direction of
-the link, decimal gigabytes (a board may hold a few per cent more memory than its name says; none holds less).
-Models are as their config.json files on Hugging Face tell.
+GPU figures are peaks of the vendors' data sheets as of 2026-11: dense 16-bit tensor operations, one direction
+of the host link, gigabytes of 10^9 bytes (a board may have a few per cent more memory than its name says,
+none has less). Model figures are those of the config.json files on Hugging Face.
 """
 
 from dataclasses import dataclass, replace
@@ -19,16 +19,16 @@ _PCIE_4, _PCIE_5 = 32, 64
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU."""
+    """Memory and peak speeds of a GPU."""
 
-    name: str  # as people call it
-    memory_bytes: int  # of its own memory
-    memory_bytes_per_s: float  # speed of that memory
-    flops_per_s: float  # dense 16-bit multiplications and additions, each counted
-    link_bytes_per_s: float  # speed to or from host memory
+    name: str  # common name
+    memory_bytes: int  # size of its memory
+    memory_bytes_per_s: float  # memory bandwidth
+    flops_per_s: float  # dense 16-bit operations; a multiply-add counts as two
+    link_bytes_per_s: float  # bandwidth to or from host memory
 
     def at(self, efficiency: float) -> "Gpu":
-        """Return the same GPU reaching only this share of its peaks."""
+        """Return a GPU that reaches only this share (0..1) of its peak speeds."""
         return replace(
             self,
             memory_bytes_per_s=self.memory_bytes_per_s * efficiency,
@@ -55,7 +55,7 @@ GPUS: dict[str, Gpu] = {
     "rtx4090": _gpu("RTX 4090", 24, 1008, 165, _PCIE_4),
 }
 
-# Where flags give the rest: the link of a current host.
+# GPU described by flags, with the host link of current machines.
 CUSTOM = _gpu("custom", 0, 0, 0, _PCIE_5)
 
 
@@ -75,7 +75,7 @@ _SIZES = (
     "num_attention_heads",
     "num_key_value_heads",
 )
-# Name, family, sizes in the order of _SIZES, and what else differs from the family.
+# Name, family, sizes in the order of _SIZES, and differences from the family.
 _MODELS: tuple[tuple[str, str, tuple[int, ...], dict[str, object]], ...] = (
     ("Gemma-3-1B", "Gemma3", (1152, 6912, 26, 4, 1), {"max_position_embeddings": 32_768}),
     ("Llama-3.2-1B", "Llama", (2048, 8192, 16, 32, 8), {"head_dim": 64, **_TIED}),
@@ -95,7 +95,7 @@ _MODELS: tuple[tuple[str, str, tuple[int, ...], dict[str, object]], ...] = (
 
 
 def find_model(name: str) -> HfConfig:
-    """Return the configuration of a checkpoint directory or a preset; a ModelError where it is neither."""
+    """Return the configuration of a checkpoint directory or a preset; raises a ModelError for other names."""
     directory = Path(name)
     if directory.is_dir():
         return read_config(directory / "config.json")

@@ -1,8 +1,8 @@
-"""Text to token ids, exactly as the `tokenizers` library encodes it; knows no chat templates.
+"""Encoder from text to token ids, with the same ids as the `tokenizers` library that engines use.
 
-Engines encode with that library, which takes 10 to 40 times as long as `fastokens`. Any difference would
-route prompts by keys that no engine has. So both encode hard texts at load, and a sample of the prompts is
-compared behind their answers. What differs is left to the library.
+`fastokens` is 10 to 40 times as fast as that library. A different id would give keys that no engine has.
+Therefore both encode hard texts at load, and a sample of prompts is compared in the background. Texts with
+different ids are encoded by the library.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
 
 _log = logging.getLogger(__name__)
 
-# The library reads it at each call. Its threads take part in every call, also in those of a few words, and
-# cost more than these do; whoever has set it otherwise means it.
+# Read by the library at each call. Its threads take part even in calls of a few words, for which they cost
+# more than they save. A value set by the user is kept.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Token ids of a prompt or a part of one: uint32 [tokens].
 TokenIds: TypeAlias = NDArray[np.uint32]
 
-CHECK_EVERY = 256  # one prompt in so many is compared with the library
-# So many distinct texts with other ids, and the tokenizer's every text is left to the library.
+CHECK_EVERY = 256  # one of this many prompts is compared with the library
+# Number of distinct texts with different ids after which the library encodes all texts.
 MISMATCHES_MAX = 3
 
-# For text between special tokens that comes again in a conversation's next turn.
+# Cache of text between special tokens, which the next turn of a conversation repeats.
 _SEGMENT_CACHE_BYTES = 64 << 20
-# The library encodes some 3 million characters a second: comparing takes 2 % of a core at most.
+# The library encodes about 3 million characters per second, so comparing takes at most 2 % of a core.
 _CHECKED_CHARS_PER_S = 64 << 10
 _CHECKED_CHARS_MAX = 1 << 20
-# By then a prompt is most likely on its way to a pod.
+# Delays the comparison until the prompt has most likely been sent to a pod.
 _CHECK_DELAY_S = 0.05
 _HARD_TEXTS = 300
 _HARD_PARTS_MAX = 80
 _ADDED_TOKENS_MAX = 60
-# What the families' regexes and normalizers treat apart.
+# Characters that regexes and normalizers of the model families treat specially.
 _HARD_PARTS = (
     *"aAbBzZeE019 _-'/.,!?\n\r\t<>|[]{}\0\x85\xa0\u1680\u2028\u3000\u200b\ufeff\u2026\u2581",
     *"\xe9\xdf\xaa\xb2\xbd\u0130\u017f\u01c5\u2177\u212a\u0301\u0416\u044f\u05d0\u0639\u0663\u0903\u0e53\u20dd",
@@ -60,15 +60,15 @@ _HARD_PARTS = (
 
 
 class EncodingFacts(NamedTuple):
-    """How a tokenizer's texts are encoded."""
+    """State of a tokenizer's fast encoder."""
 
-    is_fast: bool  # whether by `fastokens`; else all of them by the library
-    checks: int  # texts that both have encoded, to compare the ids
-    mismatches: int  # distinct texts that `fastokens` encoded otherwise, or failed on
+    is_fast: bool  # whether `fastokens` is used; else the library encodes all texts
+    checks: int  # texts compared so far
+    mismatches: int  # distinct texts that `fastokens` encoded differently or failed on
 
 
 class FastEncoder:
-    """Encodes with `fastokens` and compares it with the library; safe to share between threads."""
+    """Encoder with `fastokens`, compared with the library on samples. Thread-safe."""
 
     def __init__(
         self, fast: fastokens.Tokenizer, library: Callable[[str], TokenIds], check_every: int = CHECK_EVERY
@@ -77,7 +77,7 @@ class FastEncoder:
         self._library = library
         self._check_every = check_every
         self._encoded = self._checks = 0
-        # Digests, not texts: a prompt may be long, and is nobody else's affair.
+        # Digests instead of texts, because prompts may be long and are private.
         self._differing: frozenset[bytes] = frozenset()
         self._lock = threading.Lock()
         self._is_checking = threading.Lock()
@@ -85,14 +85,14 @@ class FastEncoder:
         self._allowed_at_s = time.monotonic()
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, library: Callable[[str], TokenIds]) -> FastEncoder | None:
-        """Load `fastokens` for a tokenizer and compare hard texts; None where it refuses the tokenizer."""
+    def create(cls, tokenizer: Tokenizer, library: Callable[[str], TokenIds]) -> FastEncoder | None:
+        """Load `fastokens` for a tokenizer and compare hard texts; None if it rejects the tokenizer."""
         try:
             fast = fastokens.Tokenizer.from_json_str(tokenizer.to_str())
-        except Exception as error:  # ValueError, but it is a young library
+        except Exception as error:  # documented: ValueError; the library is new, so any other as well
             _log.warning(
-                "fastokens refuses a tokenizer, encoding its texts with the tokenizers library, which takes "
-                "10 to 40 times as long: error=%s",
+                "tokenizer not supported by fastokens, using the tokenizers library, which takes 10 to 40 "
+                "times as long: error=%s",
                 error,
             )
             return None
@@ -111,10 +111,10 @@ class FastEncoder:
         """Encode a text without special tokens around it.
 
         Returns:
-            Its ids, which may be written to; None where the library has to encode it.
+            Its ids, in a writable array; None if the library has to encode the text.
 
         Raises:
-            UnsupportedPromptError: The text holds half of a surrogate pair.
+            UnsupportedPromptError: The text contains a lone surrogate.
         """
         differing = self._differing
         if differing and (len(differing) >= MISMATCHES_MAX or _digest(text) in differing):
@@ -126,7 +126,7 @@ class FastEncoder:
         return ids
 
     def compare(self, texts: Sequence[str]) -> None:
-        """Compare texts' ids with the library's, at once."""
+        """Compare the ids of texts with the library's, in this thread."""
         for text in texts:
             ids = self._encode(text)
             if ids is not None:
@@ -137,20 +137,20 @@ class FastEncoder:
             ids, _ = self._fast.encode_batch_flat([text])
         except UnicodeEncodeError as error:
             raise UnsupportedPromptError(
-                f"the prompt holds half of a surrogate pair at character {error.start}, which no text has",
+                f"the prompt contains a lone surrogate at character {error.start}, which is not valid text",
                 "prompt",
             ) from error
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in native code is no Exception
-            # Not what it says, which may be the prompt's words.
+            # Without the error's text, which may quote the prompt.
             self._mismatch(text, f"it raised {type(error).__name__}")
             return None
-        # A copy that may be written to: kernels are compiled anew for arrays that may not.
+        # A writable copy, because kernels would be compiled separately for read-only arrays.
         return np.frombuffer(bytearray(ids), np.uint32)
 
     def _check_later(self, text: str, ids: TokenIds) -> None:
-        """Compare a prompt on another thread, unless one is being compared or enough were of late."""
+        """Compare a prompt in a background thread, unless one is being compared or the rate is too high."""
         if not self._is_checking.acquire(blocking=False):
             return
         now_s = time.monotonic()
@@ -163,7 +163,7 @@ class FastEncoder:
         thread = threading.Thread(target=self._check, args=(text, ids), name="encoding-check", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # there are too many threads
+        except RuntimeError:  # the thread limit is reached
             self._is_checking.release()
 
     def _check(self, text: str, ids: TokenIds) -> None:
@@ -176,7 +176,7 @@ class FastEncoder:
     def _compare(self, text: str, ids: TokenIds) -> None:
         expected = self._library(text)
         if not np.array_equal(ids, expected):
-            self._mismatch(text, f"{len(ids)} ids unlike the library's {len(expected)}")
+            self._mismatch(text, f"{len(ids)} ids, the library has {len(expected)}")
         self._checks += 1
 
     def _mismatch(self, text: str, what: str) -> None:
@@ -186,17 +186,17 @@ class FastEncoder:
                 return
             self._differing |= {digest}
             is_fast, _, mismatches = self.facts
-        if mismatches > MISMATCHES_MAX:  # of the hard texts at load; all was said
+        if mismatches > MISMATCHES_MAX:  # further hard texts at load; already logged
             return
         _log.warning(
-            "fastokens encodes a text unlike the tokenizers library, which will encode %s from now on; "
-            "please report this: chars=%d difference=%s mismatches=%d",
+            "fastokens and the tokenizers library disagree, the library encodes %s from now on; please "
+            "report this: chars=%d difference=%s mismatches=%d",
             *("this text" if is_fast else "all texts of this tokenizer", len(text), what, mismatches),
         )
 
 
 def hard_texts(added_tokens: Sequence[str]) -> list[str]:
-    """Return texts of whatever tokenizers treat apart; the same ones at every start."""
+    """Return texts of characters that tokenizers treat specially; the same ones at every start."""
     random = Random(0)
     added = random.sample(added_tokens, min(len(added_tokens), _ADDED_TOKENS_MAX))
     parts = (*_HARD_PARTS, *filter(None, added))
@@ -210,27 +210,27 @@ def _digest(text: str) -> bytes:
 
 
 class TextEncoder:
-    """Encodes as the tokenizer does; safe to share between threads.
+    """Encoder with the same ids as a tokenizer. Thread-safe.
 
     Raises:
-        TokenizerLoadError: Post-processing is of a kind that is not known.
+        TokenizerLoadError: The tokenizer's post-processing is not supported.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._head, self._tail = _affixes(tokenizer)
-        cutting = _cutting(tokenizer) if is_segmentable(tokenizer) else []
-        longest_first = sorted(cutting, key=len, reverse=True)
-        self._special_tokens = re.compile("|".join(map(re.escape, longest_first))) if cutting else None
-        # Those that what follows may turn into another, longer one.
+        splitting = _splitting_tokens(tokenizer) if splits_at_special_tokens(tokenizer) else []
+        longest_first = sorted(splitting, key=len, reverse=True)
+        self._special_tokens = re.compile("|".join(map(re.escape, longest_first))) if splitting else None
+        # Special tokens that are a prefix of another one, so that following text may change them.
         self._extensible = {
-            token for token in cutting for other in cutting if other != token and other.startswith(token)
+            token for token in splitting for other in splitting if other != token and other.startswith(token)
         }
-        self._fast = FastEncoder.of(tokenizer, self._by_library)
+        self._fast = FastEncoder.create(tokenizer, self._by_library)
 
     @property
     def affix_tokens(self) -> tuple[int, int]:
-        """How many tokens `add_special_tokens` adds before and behind a text."""
+        """Return the numbers of tokens that `add_special_tokens` adds before and after a text."""
         return len(self._head), len(self._tail)
 
     @property
@@ -242,18 +242,18 @@ class TextEncoder:
         """Encode a text.
 
         Raises:
-            UnsupportedPromptError: The text holds half of a surrogate pair.
+            UnsupportedPromptError: The text contains a lone surrogate.
         """
         ids = None if self._fast is None else self._fast.encode(text)
         if ids is None:
             ids = self._by_library(text)
         if not add_special_tokens:
             return ids
-        # Not np.concatenate, which gives up the GIL: to have it back may take longer than to copy.
+        # Not np.concatenate, which releases the GIL; to acquire it again may take longer than the copy.
         return np.frombuffer(bytearray().join((self._head, ids, self._tail)), np.uint32)  # type: ignore[arg-type]
 
-    def closed_prefix(self, text: str) -> str:
-        """The part of `text` whose ids are the same whatever follows: up to its last special token."""
+    def stable_prefix(self, text: str) -> str:
+        """Return the prefix of `text` up to its last special token; its ids are the same whatever follows."""
         finder = self._special_tokens
         if finder is None:
             return ""
@@ -262,22 +262,22 @@ class TextEncoder:
 
     def _by_library(self, text: str) -> TokenIds:
         try:
-            # As a batch: one text alone it encodes with the GIL held.
+            # As a batch, because the library holds the GIL while it encodes a single text.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        except TypeError as error:  # of a text, what has no UTF-8 form
-            raise UnsupportedPromptError("the prompt holds half of a surrogate pair", "prompt") from error
+        except TypeError as error:  # the text has no UTF-8 form
+            raise UnsupportedPromptError("the prompt contains a lone surrogate", "prompt") from error
         return _array(encoding.ids)
 
 
-def is_segmentable(tokenizer: Tokenizer) -> bool:
-    """Whether cutting at special tokens is exact for this tokenizer; False where that is in doubt."""
-    cutting = _cutting(tokenizer)
+def splits_at_special_tokens(tokenizer: Tokenizer) -> bool:
+    """Return whether splitting at special tokens is exact for this tokenizer; False if in doubt."""
+    splitting = _splitting_tokens(tokenizer)
     others = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-    return bool(cutting) and not _depends_on_place(tokenizer) and not _overlap(cutting, others)
+    return bool(splitting) and not _depends_on_position(tokenizer) and not _overlap(splitting, others)
 
 
-def _cutting(tokenizer: Tokenizer) -> list[str]:
-    """Added tokens that are found in the raw text, whatever stands around them."""
+def _splitting_tokens(tokenizer: Tokenizer) -> list[str]:
+    """Return the added tokens that are matched in the raw text, independent of the text around them."""
     return [
         token.content
         for token in tokenizer.get_added_tokens_decoder().values()
@@ -286,14 +286,14 @@ def _cutting(tokenizer: Tokenizer) -> list[str]:
 
 
 def _affixes(tokenizer: Tokenizer) -> tuple[TokenIds, TokenIds]:
-    """What post-processing puts before and behind every text."""
+    """Return the tokens that post-processing adds before and after every text."""
     whole = tokenizer.encode("a", add_special_tokens=True)
     added = whole.special_tokens_mask
     head = next((at for at, mark in enumerate(added) if not mark), len(added))
     tail = next((at for at, mark in enumerate(reversed(added)) if not mark), 0)
     if whole.ids[head : len(added) - tail] != tokenizer.encode("a", add_special_tokens=False).ids:
         raise TokenizerLoadError(
-            "post_processor: does more than to put tokens before and behind a text, which is not supported"
+            "post_processor: unsupported, does more than add tokens before and after a text"
         )
     return _array(whole.ids[:head]), _array(whole.ids[len(added) - tail :])
 
@@ -302,10 +302,10 @@ def _array(ids: list[int]) -> TokenIds:
     return np.frombuffer(array("I", ids), np.uint32)
 
 
-def _depends_on_place(tokenizer: Tokenizer) -> bool:
-    """Whether a piece's ids depend on its standing first in the text."""
+def _depends_on_position(tokenizer: Tokenizer) -> bool:
+    """Return whether a piece's ids depend on its being the first of the text."""
     part = tokenizer.pre_tokenizer
-    # As tokenizer.json writes them; those of a sequence come behind it.
+    # In the form of tokenizer.json; members of a sequence are appended after it.
     nodes = [] if part is None else [json.loads(part.__getstate__())]
     for node in nodes:
         if node.get("type") == "Metaspace" and node.get("prepend_scheme") == "first":
@@ -314,13 +314,13 @@ def _depends_on_place(tokenizer: Tokenizer) -> bool:
     return False
 
 
-def _overlap(cutting: Sequence[str], others: Sequence[str]) -> bool:
-    """Whether some text could be cut in two ways: one token's end is another's beginning, or lies within."""
-    beginnings = {token[:length] for token in cutting for length in range(1, len(token))}
+def _overlap(splitting: Sequence[str], others: Sequence[str]) -> bool:
+    """Return whether some text could be split in two ways, because one token overlaps or contains another."""
+    beginnings = {token[:length] for token in splitting for length in range(1, len(token))}
     beginnings_of_others = {token[:length] for token in others for length in range(1, len(token))}
     ends = {token[-length:] for token in others for length in range(1, len(token))}
-    ends_of_cutting = {token[-length:] for token in cutting for length in range(1, len(token))}
+    ends_of_cutting = {token[-length:] for token in splitting for length in range(1, len(token))}
     if beginnings & ends or beginnings_of_others & ends_of_cutting:
         return True
-    within = re.compile("|".join(map(re.escape, sorted(cutting, key=len, reverse=True))))
+    within = re.compile("|".join(map(re.escape, sorted(splitting, key=len, reverse=True))))
     return any((found := within.search(token)) and found.group() != token for token in others)

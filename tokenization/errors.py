@@ -1,18 +1,18 @@
-"""What can go wrong between a request's text and its token ids.
+"""Errors of tokenization.
 
 TokenizationError
 ├── TokenizerLoadError       a tokenizer directory cannot be used
-└── PromptError              the request's prompt is not what the API allows; names the field
-    ├── PromptTooLongError       refused before it is encoded
-    └── UnsupportedPromptError   allowed by the API, but not something this tokenizer can turn into ids
-        └── MediaPromptError         it holds an image, sound or film
+└── PromptError              the request's prompt is invalid; names the field
+    ├── PromptTooLongError       rejected before it is encoded
+    └── UnsupportedPromptError   valid, but this tokenizer cannot turn it into ids
+        └── MediaPromptError         it contains an image, audio or video
 """
 
 from __future__ import annotations
 
 
 class TokenizationError(Exception):
-    """Root of this package's errors."""
+    """Base class of this package's errors."""
 
 
 class TokenizerLoadError(TokenizationError):
@@ -24,7 +24,7 @@ class PromptError(TokenizationError):
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
-        self.param = param  # the request's field that is wrong, as in OpenAI's error body
+        self.param = param  # the invalid field of the request, as in OpenAI's error body
 
 
 class PromptTooLongError(PromptError):
@@ -36,8 +36,8 @@ class PromptTooLongError(PromptError):
 
 
 class UnsupportedPromptError(PromptError):
-    """The prompt is well-formed, but holds something that has no token ids here."""
+    """The prompt is valid, but part of it cannot be turned into token ids here."""
 
 
 class MediaPromptError(UnsupportedPromptError):
-    """A message holds an image, sound or film; what stands in front of it is known all the same."""
+    """A message contains an image, audio or video; the prompt is known up to it."""

@@ -1,7 +1,6 @@
-"""An OpenAI request's prompt: a decoded JSON body in, token ids out, by the rules vLLM's server follows.
+"""Prompts of OpenAI requests: decoded JSON body to token ids, by the rules of vLLM's server.
 
-Both the router and the model server call this, so what the router predicts is what the engine sees. Knows
-nothing of HTTP.
+The router and the model server share this code, so that the router's token ids are those of the engine.
 """
 
 from __future__ import annotations
@@ -20,35 +19,35 @@ from tokenization.apis.chat import (
     MediaForm,
     chat_messages,
     chat_tools,
+    count_items,
     decoded,
-    items_of,
     objects,
 )
 from tokenization.encoder import TokenIds
 from tokenization.errors import PromptError, PromptTooLongError, UnsupportedPromptError
-from tokenization.images.prompts import ExpandedPrompt, expanded, image_parts
+from tokenization.images.prompts import ExpandedPrompt, expand_images, image_parts
 from tokenization.tokenizer import PromptTokenizer
 
 Body = Mapping[str, Any]
 
-# The API's default length of a completion.
+# Default of `max_tokens` in the completions API.
 _COMPLETION_OUTPUT_TOKENS = 16
-# What a chat's body may say of how its images are read and processed.
+# Fields of a chat that change how its images are loaded and processed.
 _PROCESSING = ("mm_processor_kwargs", "media_io_kwargs")
-# What vLLM's server takes for true or false as well.
-_READ_AS_FLAGS = frozenset(
+# Values that vLLM's server accepts as booleans as well.
+_LENIENT_FLAGS = frozenset(
     {"0", "0.0", "off", "f", "false", "n", "no", "1", "1.0", "on", "t", "true", "y", "yes"}
 )
 
 
 class PromptLimits(msgspec.Struct, frozen=True):
-    """Limits that the caller sets."""
+    """Limits set by the caller."""
 
-    chars_max: int | None = None  # longer text is refused without the work of encoding it; None takes any
-    context_tokens: int | None = None  # the model's, for requests that want to be cut to it; None: not known
-    items_max: int | None = None  # of a chat's messages and parts, more are not rendered; None: any number is
-    # Token ids that a prompt is given as are below it; None: below the tokenizer's vocabulary. A model's own
-    # vocabulary may be greater, where its embeddings are padded.
+    chars_max: int | None = None  # longer texts are rejected before they are encoded; None: no limit
+    context_tokens: int | None = None  # the model's context, for truncation to it; None: unknown
+    items_max: int | None = None  # maximum of a chat's messages and parts; None: no limit
+    # Exclusive maximum of token ids in a prompt; None: size of the tokenizer's vocabulary. The model's own
+    # vocabulary may be larger if its embeddings are padded.
     ids_below: int | None = None
 
 
@@ -58,21 +57,24 @@ NO_LIMITS = PromptLimits()
 def completion_prompts(
     body: Body, tokenizer: PromptTokenizer, limits: PromptLimits = NO_LIMITS
 ) -> list[TokenIds]:
-    """Token ids of every prompt of a /v1/completions body (`prompt`: text, ids, or a list of either).
+    """Return the token ids of each prompt of a /v1/completions body.
+
+    Args:
+        body: Its `prompt` is a text, a list of token ids, or a list of either.
 
     Raises:
         PromptError: A field has the wrong type, or an id is outside the vocabulary.
         PromptTooLongError: A text is longer than `limits.chars_max`.
-        UnsupportedPromptError: The prompt is to be cut in a way that is not known, or has a suffix.
+        UnsupportedPromptError: The truncation is not supported, or there is a suffix.
     """
     if body.get("suffix"):
-        raise UnsupportedPromptError("where a suffix goes is the engine's own affair", "suffix")
+        raise UnsupportedPromptError("suffix: its place in the prompt depends on the engine", "suffix")
     prompt = body.get("prompt")
     special = _flag(body, "add_special_tokens", True)
     output_tokens = _count(body, "max_tokens") if "max_tokens" in body else _COMPLETION_OUTPUT_TOKENS
     truncation = truncation_of(body, limits.context_tokens, output_tokens)
-    if truncation is not WHOLE and not tokenizer.is_library_known:
-        raise UnsupportedPromptError("which side mistral-common cuts is not known", "truncate_prompt_tokens")
+    if truncation is not NO_TRUNCATION and not tokenizer.uses_tokenizer_json:
+        raise UnsupportedPromptError("truncation is not supported with mistral-common", _TRUNCATE)
     if isinstance(prompt, str):
         return [_encoded(prompt, tokenizer, "prompt", special, truncation, limits)]
     if not isinstance(prompt, list) or not prompt:
@@ -87,16 +89,16 @@ def completion_prompts(
 
 
 def chat_prompt(body: Body, tokenizer: PromptTokenizer, limits: PromptLimits = NO_LIMITS) -> TokenIds:
-    """Token ids of a /v1/chat/completions body.
+    """Return the token ids of a /v1/chat/completions body.
 
     Args:
-        body: Its `messages` may be JSON text still: those that are known from earlier requests need no check.
+        body: Its `messages` may be `msgspec.Raw` JSON, which saves checking messages of earlier requests.
 
     Raises:
-        PromptError: A field has the wrong type, or the template refuses the messages.
-        MediaPromptError: A message holds an image, sound or film.
+        PromptError: A field has the wrong type, or the template rejects the messages.
+        MediaPromptError: A message contains an image, audio or video.
         PromptTooLongError: The rendered text is longer than `limits.chars_max`.
-        UnsupportedPromptError: The request brings its own template, or the model has no chat template.
+        UnsupportedPromptError: The request has its own template, or the model has no chat template.
         ManyItemsError: There are more messages and parts than `limits.items_max`.
     """
     given = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
@@ -108,7 +110,7 @@ def chat_prompt(body: Body, tokenizer: PromptTokenizer, limits: PromptLimits = N
         known: Sequence[Mapping[str, Any]] = template.messages.checked(messages, limits.items_max)
     else:
         messages = decoded(messages)
-        if limits.items_max is not None and items_of(messages) > limits.items_max:
+        if limits.items_max is not None and count_items(messages) > limits.items_max:
             raise ManyItemsError
         known = chat_messages(messages, wants_parts=template is not None and template.wants_parts)
     text = tokenizer.render_chat(known, **options)
@@ -116,16 +118,16 @@ def chat_prompt(body: Body, tokenizer: PromptTokenizer, limits: PromptLimits = N
 
 
 def chat_prefix(body: Body, tokenizer: PromptTokenizer) -> TokenIds:
-    """Token ids of what stands in front of a chat's first image, sound or film: they are the engine's own.
+    """Return the token ids of a chat before its first image, audio or video.
 
     Raises:
-        PromptError: As for `chat_prompt`.
+        PromptError: See `chat_prompt`.
         UnsupportedPromptError: The prompt's beginning depends on its end.
     """
-    # No text holds it by chance, so where it is first seen the first media part stands.
+    # Random, so that its first occurrence in the text is the first media part.
     mark = secrets.token_hex(16)
     rendered, special = _rendered_media(body, decoded(body.get("messages")), tokenizer, MediaForm(mark, mark))
-    text = tokenizer.encoder.closed_prefix(rendered.partition(mark)[0])
+    text = tokenizer.encoder.stable_prefix(rendered.partition(mark)[0])
     if special and tokenizer.encoder.affix_tokens[1]:
         raise UnsupportedPromptError("this model's prompts end with a special token", "add_special_tokens")
     return tokenizer.token_ids(text, add_special_tokens=special)
@@ -134,13 +136,13 @@ def chat_prefix(body: Body, tokenizer: PromptTokenizer) -> TokenIds:
 def image_chat(
     body: Body, tokenizer: PromptTokenizer, limits: PromptLimits = NO_LIMITS
 ) -> ExpandedPrompt | None:
-    """A chat with images and what becomes of these; None where that is the engine's own affair.
+    """Return a chat's token ids with its images expanded, or None if the expansion is unknown.
 
-    That is so for other media, models without a rule, texts with other places for images than the images',
-    and where the request says how to process images.
+    It is unknown for other media, for models without a rule, if the numbers of images and of placeholders
+    differ, and if the request has options for processing images.
 
     Raises:
-        PromptError: As for `chat_prompt`.
+        PromptError: See `chat_prompt`.
     """
     rule = tokenizer.image_rule
     if rule is None or any(body.get(name) for name in _PROCESSING):
@@ -150,16 +152,16 @@ def image_chat(
     if parts is None:
         return None
     text, special = _rendered_media(body, messages, tokenizer, MediaForm(rule.placeholder_text))
-    _check_length(len(text), "messages", WHOLE, limits)
-    return expanded(rule, tokenizer.token_ids(text, add_special_tokens=special), parts)
+    _check_length(len(text), "messages", NO_TRUNCATION, limits)
+    return expand_images(rule, tokenizer.token_ids(text, add_special_tokens=special), parts)
 
 
 def _rendered_media(
     body: Body, messages: object, tokenizer: PromptTokenizer, media: MediaForm
 ) -> tuple[str, bool]:
-    """The text of a chat with media, and whether special tokens are added to it."""
-    if truncation_of(body, None, 0) is not WHOLE:
-        raise UnsupportedPromptError("a prompt with media is not cut here", "truncate_prompt_tokens")
+    """Render a chat with media; return the text and whether special tokens are added."""
+    if truncation_of(body, None, 0) is not NO_TRUNCATION:
+        raise UnsupportedPromptError("prompts with media cannot be truncated", "truncate_prompt_tokens")
     options = _template_options(body)
     template = tokenizer.template_for(options["tools"])
     wants_parts = template is not None and template.wants_parts
@@ -168,7 +170,7 @@ def _rendered_media(
 
 
 def _template_options(body: Body) -> dict[str, Any]:
-    """What a request says of how its messages are to be rendered; arguments of `render_chat`."""
+    """Return the arguments of `render_chat` that a request sets."""
     if body.get("chat_template") is not None:
         raise UnsupportedPromptError("a chat template in the request is not accepted", "chat_template")
     kwargs = _template_kwargs(body)
@@ -190,7 +192,7 @@ def _template_kwargs(body: Body) -> dict[str, Any]:
     if kwargs is not None and not isinstance(kwargs, dict):
         raise PromptError("chat_template_kwargs must be an object", "chat_template_kwargs")
     given = kwargs or {}
-    # To vLLM's server these say that the template is to choose.
+    # vLLM's server leaves these values to the template.
     kwargs = {name: value for name, value in given.items() if value not in (None, "auto")}
     if "chat_template" in kwargs:
         raise UnsupportedPromptError("a chat template in the request is not accepted", "chat_template_kwargs")
@@ -205,11 +207,11 @@ def _template_kwargs(body: Body) -> dict[str, Any]:
 
 
 def _given_tools(tools: object) -> Sequence[Mapping[str, Any]] | None:
-    """Tools among the template's variables, which go before the request's own, and reach it as they are."""
+    """Return tools of `chat_template_kwargs`, which replace the request's tools and are not checked."""
     if tools is None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UnsupportedPromptError("the template's tools are no list of objects", "chat_template_kwargs")
+        raise UnsupportedPromptError("the template's tools are not a list of objects", "chat_template_kwargs")
     return tools
 
 
@@ -228,12 +230,12 @@ def _encoded(
 
 def _check_length(chars: int, param: str, truncation: Truncation, limits: PromptLimits) -> None:
     chars_max = limits.chars_max
-    if chars_max is not None and chars > chars_max and truncation is WHOLE:
+    if chars_max is not None and chars > chars_max and truncation is NO_TRUNCATION:
         raise PromptTooLongError(chars, chars_max, param)
 
 
 def _count(body: Body, name: str) -> int:
-    """An answer's length; what is wrong with it is for the engine to say."""
+    """Return a field's positive integer, or 0; the engine rejects invalid values."""
     value = body.get(name)
     return value if type(value) is int and value > 0 else 0
 
@@ -244,8 +246,8 @@ def _flag(body: Body, name: str, default: bool) -> bool:
         return default
     if isinstance(value, bool):
         return value
-    if isinstance(value, str | int | float) and str(value).lower() in _READ_AS_FLAGS:
-        # Engines are not as strict.
+    if isinstance(value, str | int | float) and str(value).lower() in _LENIENT_FLAGS:
+        # Unsupported rather than invalid, because engines accept these values.
         raise UnsupportedPromptError(f"{name} must be true or false", name)
     raise PromptError(f"{name} must be true or false", name)
 
@@ -253,28 +255,28 @@ def _flag(body: Body, name: str, default: bool) -> bool:
 def _checked_ids(ids: list[object], below: int) -> TokenIds:
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < below:
-            # Not shown: it may be anything, and nested too deeply to be shown.
+            # The message does not show the value, which may be too deeply nested.
             raise PromptError(f"token ids must be integers from 0 to {below - 1}", "prompt")
     return np.frombuffer(array("I", cast("list[int]", ids)), np.uint32)
 
 
 _TRUNCATE = "truncate_prompt_tokens"
-_TO_CONTEXT = -1
+_WHOLE_CONTEXT = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Which tokens stay where `truncate_prompt_tokens` wants a prompt cut, as vLLM's server grants it."""
+    """Truncation by `truncate_prompt_tokens`, as in vLLM's server."""
 
-    tokens_max: int | None = None  # most tokens; None keeps all
-    keeps_end: bool = True  # whether the last ones stay; else the first
-    keeps_affixes: bool = True  # whether what post-processing adds stays in any case
+    tokens_max: int | None = None  # maximum of tokens; None: no truncation
+    keeps_end: bool = True  # whether to keep the last tokens; else the first
+    keeps_affixes: bool = True  # whether to always keep the tokens that post-processing adds
 
     def apply(self, ids: TokenIds, head_tokens: int, tail_tokens: int) -> TokenIds:
-        """Cuts a prompt of which so many tokens at either end come from post-processing.
+        """Truncate a prompt, whose first and last tokens may come from post-processing.
 
         Raises:
-            PromptError: What post-processing adds is alone longer than the limit.
+            PromptError: The tokens of post-processing alone exceed the limit.
         """
         if self.tokens_max is None or len(ids) <= self.tokens_max:
             return ids
@@ -290,33 +292,33 @@ class Truncation:
         return np.concatenate((ids[:head_tokens], kept, ids[end:]))
 
 
-WHOLE = Truncation()
+NO_TRUNCATION = Truncation()
 
 
 def truncation_of(body: Mapping[str, Any], context_tokens: int | None, output_tokens: int) -> Truncation:
-    """Reads the fields of a request.
+    """Return the truncation that a request asks for.
 
     Args:
-        context_tokens: The most that may be asked for; -1 leaves one of them to the answer. None: not known.
-        output_tokens: The most that the answer may have; 0 where none is asked for.
+        context_tokens: Length of the model's context, which a request selects by -1; None: unknown.
+        output_tokens: Maximum of generated tokens; unless it is 0, -1 leaves room for one of them.
 
     Raises:
         PromptError: A field has the wrong type or is out of range.
-        UnsupportedPromptError: The prompt is to be cut to a context that is not known.
+        UnsupportedPromptError: The request selects a context of unknown length.
     """
     wanted = body.get(_TRUNCATE)
     if wanted is None:
-        return WHOLE
-    if type(wanted) is not int or wanted < _TO_CONTEXT:
-        raise PromptError(f"{_TRUNCATE} must be a whole number of at least {_TO_CONTEXT}", _TRUNCATE)
+        return NO_TRUNCATION
+    if type(wanted) is not int or wanted < _WHOLE_CONTEXT:
+        raise PromptError(f"{_TRUNCATE} must be an integer of at least {_WHOLE_CONTEXT}", _TRUNCATE)
     side = body.get("truncation_side")
     if side not in (None, "left", "right"):
         raise PromptError("truncation_side must be left or right", "truncation_side")
     if context_tokens is None:
-        if wanted == _TO_CONTEXT:
-            raise UnsupportedPromptError("the model's context is not known", _TRUNCATE)
+        if wanted == _WHOLE_CONTEXT:
+            raise UnsupportedPromptError("the model's context length is unknown", _TRUNCATE)
     elif wanted > context_tokens:
         raise PromptError(f"{_TRUNCATE} is more than the {context_tokens} tokens of the context", _TRUNCATE)
-    elif wanted == _TO_CONTEXT:
+    elif wanted == _WHOLE_CONTEXT:
         wanted = context_tokens - (1 if output_tokens else 0)
     return Truncation(wanted, keeps_end=side != "right", keeps_affixes=side is None)

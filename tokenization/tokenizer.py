@@ -1,6 +1,6 @@
-"""A model's tokenizer: text or messages in, the engine's own token ids out, and back.
+"""Tokenizer of one model, loaded from a Hugging Face directory: encodes, decodes and renders chats.
 
-Reads a Hugging Face directory: tokenizer.json and what lies beside it. Knows no models, pods or HTTP.
+Its token ids and rendered chats equal those of the model's engines.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from tokenizers.decoders import ByteLevel
 from tokenization.encoder import TextEncoder, TokenIds
 from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
 from tokenization.images.rules import ImageFiles, ImageRule, image_rule
-from tokenization.incremental import OwnTexts
 from tokenization.templates.chat_template import ChatTemplate, Message
 from tokenization.templates.files import (
     TemplateSources,
-    read_by_mistral,
+    mistral_pattern,
     read_json,
     template_sources,
     token_text_of,
@@ -29,11 +28,35 @@ from tokenization.templates.files import (
 # Tokenizer of the packaged model `kvroute-tiny`: byte-level BPE, 4,096 tokens, a ChatML-like template.
 TINY_DIRECTORY = Path(__file__).parent / "tiny"
 
+# Decoded text of bytes that are not (yet) a UTF-8 character.
+REPLACEMENT = "\ufffd"
+
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
+class TokenTexts(dict[int, str | None]):
+    """Texts of single ids, independent of their neighbours; None for an id that may be part of a character.
+
+    A cache, because generation needs one per token; it has at most one entry per id of the vocabulary.
+
+    Args:
+        tokenizer: A tokenizer with a `ByteLevel` decoder.
+        skip_special_tokens: Whether special tokens have no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+
+    def __missing__(self, token_id: int) -> str | None:
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=self._skip_special_tokens)
+        own = self[token_id] = None if REPLACEMENT in text else text
+        return own
+
+
 class PromptTokenizer:
-    """Encodes, renders and decodes for one model; safe to share between threads."""
+    """Tokenizer of one model with its chat templates and image rule. Thread-safe."""
 
     def __init__(
         self,
@@ -41,38 +64,38 @@ class PromptTokenizer:
         chat_template: ChatTemplate | None,
         eos_token_ids: frozenset[int],
         tool_template: ChatTemplate | None = None,
-        read_otherwise: re.Pattern[str] | None = None,
+        mistral_text: re.Pattern[str] | None = None,
         image_files: ImageFiles | None = None,
     ) -> None:
-        # Engines cut and pad for themselves; a setting left in tokenizer.json must not change the ids.
+        # Engines truncate and pad by themselves; settings in tokenizer.json must not change the ids.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self.chat_template = chat_template  # None: the model has none, or its engines use none
+        self.chat_template = chat_template  # None if the model has none, or its engines do not use it
         self._tool_template = tool_template
-        self._read_otherwise = read_otherwise
-        self.image_rule: ImageRule | None = None  # what images become in prompts; None: not known
+        self._mistral_text = mistral_text
+        self.image_rule: ImageRule | None = None  # expansion of images in prompts; None if unknown
         if image_files is not None:
             self.image_rule = image_rule(image_files, tokenizer)
-        self.eos_token_ids = eos_token_ids  # they end a generation
+        self.eos_token_ids = eos_token_ids  # ids that end a generation
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
-        # No text has fewer tokens than its length by this.
+        # Characters of the longest token; a text has at least (its length / this) tokens.
         self.token_chars_max = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
         added = tokenizer.get_added_tokens_decoder()
-        # Decoding leaves them out unless it is told not to.
+        # Skipped by decoding unless `skip_special_tokens` is False.
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._own_texts: dict[bool, OwnTexts] = {}
+        self._token_texts: dict[bool, TokenTexts] = {}
         if isinstance(tokenizer.decoder, ByteLevel):
-            self._own_texts = {skip: OwnTexts(tokenizer, skip_special_tokens=skip) for skip in (True, False)}
+            self._token_texts = {s: TokenTexts(tokenizer, skip_special_tokens=s) for s in (True, False)}
         self.encoder = TextEncoder(tokenizer)
 
     @classmethod
     def from_directory(cls, directory: Path | str, *, mistral_common: bool = True) -> PromptTokenizer:
-        """Loads tokenizer.json, chat templates, and what config.json and the files like it say.
+        """Load a tokenizer from tokenizer.json, chat templates, config.json and processor files.
 
         Args:
-            mistral_common: Whether its engines take that library where vLLM does. What it does otherwise than
-                `tokenizer.json` and the chat template is then not supported.
+            mistral_common: Whether the engines use the library mistral-common for the same models as vLLM.
+                Prompts for which it differs from `tokenizer.json` and the chat template are then unsupported.
 
         Raises:
             TokenizerLoadError: A file is missing or broken.
@@ -80,81 +103,82 @@ class PromptTokenizer:
         directory = Path(directory)
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise TokenizerLoadError(f"{path}: no such file; a tokenizer directory holds a tokenizer.json")
+            raise TokenizerLoadError(f"{path}: no such file; a tokenizer directory must contain it")
         try:
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for every kind of broken file
+        except Exception as error:  # the library raises Exception itself for every kind of broken file
             raise TokenizerLoadError(f"{path}: {error}") from error
         settings = read_json(directory / "tokenizer_config.json")
         special = {
             name: text for name in _SPECIAL_TOKENS if (text := token_text_of(settings.get(name))) is not None
         }
-        sources, read_otherwise, images = TemplateSources(None, None), None, None
+        sources, mistral_text, images = TemplateSources(None, None), None, None
         if mistral_common:
             added = tokenizer.get_added_tokens_decoder().values()
-            read_otherwise = read_by_mistral(directory, [token.content for token in added])
-        if read_otherwise is None:
+            mistral_text = mistral_pattern(directory, [token.content for token in added])
+        if mistral_text is None:
             images = _image_files(directory, settings)
             sources = template_sources(directory, settings, images.config)
         known = special | _extra_tokens(settings)
         default, tools = (ChatTemplate(source, known) if source is not None else None for source in sources)
         try:
             eos_token_ids = _eos_token_ids(directory, tokenizer, special)
-            return cls(tokenizer, default, eos_token_ids, tools, read_otherwise, images)
+            return cls(tokenizer, default, eos_token_ids, tools, mistral_text, images)
         except TokenizerLoadError as error:
             raise TokenizerLoadError(f"{path}: {error}") from error
 
     @property
-    def is_library_known(self) -> bool:
-        """Whether engines read every text by `tokenizer.json`, and cut prompts as its library does."""
-        return self._read_otherwise is None
+    def uses_tokenizer_json(self) -> bool:
+        """Return whether engines encode and truncate every prompt by `tokenizer.json`."""
+        return self._mistral_text is None
 
     def template_for(self, tools: object) -> ChatTemplate | None:
-        """The template of chats with these tools (None: without any); None where there is none."""
+        """Return the template of chats with these tools (None: without tools), or None if there is none."""
         return self.chat_template if tools is None else self._tool_template or self.chat_template
 
     def token_ids(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-        """Encodes text.
+        """Encode a text.
 
         Args:
-            add_special_tokens: Adds what the model expects around it (a BOS token, say).
+            add_special_tokens: Whether to add the model's tokens around a text, such as BOS.
 
         Raises:
-            UnsupportedPromptError: The engines do not read this text by `tokenizer.json`, or it is none.
+            UnsupportedPromptError: The engines do not encode this text by `tokenizer.json`, or it contains a
+                lone surrogate.
         """
-        if self._read_otherwise is not None and self._read_otherwise.search(text):
-            raise UnsupportedPromptError("this model's engines read this text by mistral-common", "prompt")
+        if self._mistral_text is not None and self._mistral_text.search(text):
+            raise UnsupportedPromptError("this model's engines encode this text by mistral-common", "prompt")
         return self.encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encodes text to a list; as `token_ids`."""
+        """Encode a text to a list, see `token_ids`."""
         ids: list[int] = self.token_ids(text, add_special_tokens=add_special_tokens).tolist()
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Decodes ids; bytes that are not UTF-8 become U+FFFD."""
+        """Decode ids to a text; bytes that are not UTF-8 become U+FFFD."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def own_texts(self, *, skip_special_tokens: bool = True) -> OwnTexts | None:
-        """The texts of single ids; None where they depend on the ids around them."""
-        return self._own_texts.get(skip_special_tokens)
+    def token_texts(self, *, skip_special_tokens: bool = True) -> TokenTexts | None:
+        """Return the texts of single ids, or None if they depend on the ids around them."""
+        return self._token_texts.get(skip_special_tokens)
 
     def to_json(self) -> str:
         text: str = self._tokenizer.to_str()
         return text
 
     def token_text(self, token_id: int) -> str:
-        """The vocabulary's own spelling of one id; empty for an id outside it."""
+        """Return the vocabulary's spelling of an id; empty for an id outside of it."""
         return self._tokenizer.id_to_token(token_id) or ""
 
     def render_chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> str:
-        """Renders messages with the model's template; arguments as for `ChatTemplate.render`.
+        """Render messages with the model's template; for options see `ChatTemplate.render`.
 
         Raises:
-            PromptError: The template refuses the messages, or there is none.
+            PromptError: The template rejects the messages, or there is none.
         """
         template = self.template_for(tools)
         if template is None:
@@ -169,14 +193,14 @@ def _image_files(directory: Path, settings: Mapping[str, Any]) -> ImageFiles:
 
 
 def _extra_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens of a model's own, by the names under which its template knows them."""
+    """Return a model's extra special tokens by their names in the template."""
     extra = settings.get("extra_special_tokens")
     named = extra.items() if isinstance(extra, dict) else ()
     return {name: text for name, value in named if (text := token_text_of(value)) is not None}
 
 
 def _eos_token_ids(directory: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> frozenset[int]:
-    """generation_config.json's ids (may be several), else config.json's; always the tokenizer's own too."""
+    """Return the EOS ids of generation_config.json, else of config.json, plus the tokenizer's own."""
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         value = read_json(directory / name).get("eos_token_id")

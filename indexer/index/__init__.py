@@ -1,1 +1,1 @@
-"""Index of block to pods: layout, copies, engine hashes, match, update."""
+"""Index from blocks to pods: memory layout, holders, engine hashes, match, update."""

@@ -1,4 +1,4 @@
-"""Answers of an index: how far pods hold a prompt and why, how far that can be trusted, and its size."""
+"""Results of index queries: cached prefix per pod, its explanation, stream state and index size."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _NO_STATES: Mapping[str, StreamState] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class PodMatch:
-    """How much of a prompt one pod holds."""
+    """Cached prefix of a prompt at one pod."""
 
     pod: str  # "ip:port"
-    # Length of the longest unbroken prefix in any tier, speculative blocks included; whole blocks of the
-    # pod's engine. An engine computes at least a prompt's last token, so of a whole prompt it may serve one
-    # of its blocks less.
+    # Length of the longest unbroken prefix in any tier, in index blocks, speculative blocks included; cut to
+    # whole blocks of the pod's engine. If a whole prompt is cached, the engine may serve one of its blocks
+    # less, because it computes at least the last token.
     cached_blocks: int
-    # How many of these are best held in which tier, none of them 0; what was only just sent there counts as
-    # "speculative".
+    # Blocks of this prefix by their best tier, without zeros. Blocks of a request that was only just sent to
+    # the pod count as "speculative".
     blocks_by_tier: Mapping[str, int]
-    weighted_blocks: float  # sum of the best tiers' weights over these blocks; never rounded
+    weighted_blocks: float  # sum over these blocks of their best tier's weight; never rounded
     state: StreamState  # state of the pod's event stream; STALE for a pod that is not followed
 
 
 class PodMatches(Mapping[str, PodMatch]):
-    """Matches of many pods, as arrays; read as a mapping it makes one `PodMatch` for each pod asked for.
+    """Matches of many pods, as arrays; as a mapping, it creates the `PodMatch` of a pod when it is read.
 
-    No dataclass: one is made for each request, and a frozen one costs a microsecond.
+    Not a dataclass: one is created per request, and a frozen dataclass costs a microsecond more.
     """
 
     __slots__ = "blocks_by_tier", "cached_blocks", "followed", "longest", "rows", "states", "strides", "tiers"
@@ -71,16 +71,16 @@ class PodMatches(Mapping[str, PodMatch]):
         self.longest = int(cached_blocks.max(initial=0)) if longest is None else longest  # of `cached_blocks`
         # int32 [pods]: index blocks per block of the pod's engine; empty: 1 for all.
         self.strides = strides
-        self.states = states  # of each stream that was opened
+        self.states = states  # of each stream that was opened, by pod
         self.followed = followed  # all pods that are followed
 
     def state(self, pod: str) -> StreamState:
-        # Before the subscriber has come to a new pod, it is on its way to a view.
+        # A new pod has no stream until the subscriber reaches it; its view is about to be built.
         unknown = StreamState.RECOVERING if pod in self.followed else StreamState.STALE
         return self.states.get(pod, unknown)
 
     def whole_blocks(self, pod: str, keys: Keys) -> Keys:
-        """Return the keys of a prompt's blocks that fill blocks of the pod's engine."""
+        """Return the leading keys that fill whole blocks of the pod's engine."""
         stride = int(self.strides[self.rows[pod]]) if len(self.strides) else 1
         return keys if stride == 1 else keys[: len(keys) - len(keys) % stride]
 
@@ -103,33 +103,33 @@ class IndexStats:
     """Size of an index."""
 
     blocks: int  # unique blocks held
-    capacity_blocks: int  # most that it may hold
-    holdings: int  # pairs of (block, pod) held
-    evicted_blocks: int  # blocks dropped so far because the capacity was reached
-    used_bytes: int = 0  # memory that it takes for them
-    capacity_bytes: int = 0  # most that it may take
+    capacity_blocks: int  # maximum of `blocks`
+    holdings: int  # (block, pod) pairs held
+    evicted_blocks: int  # blocks evicted so far because the capacity was reached
+    used_bytes: int = 0  # memory used for these blocks
+    capacity_bytes: int = 0  # maximum of `used_bytes`
 
 
 class PrefixEnd(Enum):
-    """Why a prefix is as long as it is."""
+    """Reason why a cached prefix ends where it does."""
 
-    PROMPT = "prompt"
-    HOLE = "hole"
-    OTHER_ATTENTION = "other_attention"
+    PROMPT = "prompt"  # all blocks are cached
+    HOLE = "hole"  # the next block is missing
+    OTHER_ATTENTION = "other_attention"  # another KV cache group lacks blocks that are needed to resume
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The part of a prompt that one engine holds."""
+    """Cached prefix of a prompt at one engine, with its explanation."""
 
     engine: str
     state: StreamState  # state of its stream; STALE if it is not followed
-    reason: str
-    cached_blocks: int  # length of the prefix that is of use
+    reason: str  # of the state
+    cached_blocks: int  # length of the prefix that the engine can resume from
     end: PrefixEnd
-    held_blocks: int  # length of the prefix that is held, of use or not
-    held_beyond: int  # blocks that are held behind the first one missing
-    tiers: tuple[tuple[str, int], ...]  # best tier and length of each stretch of the held prefix
+    held_blocks: int  # length of the unbroken prefix that it holds, usable or not
+    held_beyond: int  # blocks held after the first missing one
+    tiers: tuple[tuple[str, int], ...]  # best tier and length in blocks of each stretch of the held prefix
 
 
 def explain_prefix(
@@ -141,12 +141,13 @@ def explain_prefix(
     usable_blocks: int,
     stride: int = 1,
 ) -> Prefix:
-    """Tells the story.
+    """Explain how long an engine's cached prefix is and why it ends there.
 
     Args:
-        held: uint8 [blocks], see `Index.held`.
+        engine: Name of the engine, `PodStream.holder`.
+        held: uint8 [blocks], see `FlatIndex.held`.
         status: State of the engine's stream and its reason.
-        stride: Index blocks per block of the engine, which holds an engine block of the prompt or does not.
+        stride: Index blocks per engine block; the held prefix is cut to whole engine blocks.
     """
     missing = np.flatnonzero(held == 0)
     first_missing = int(missing[0]) if len(missing) else len(held)
@@ -169,5 +170,5 @@ def explain_prefix(
 
 
 def _best_tier(bits: int, tiers: Tiers) -> str:
-    # The lowest bit is the best tier's.
+    # Tiers are numbered from the best one, so the lowest bit is the best tier.
     return tiers.names[(bits & -bits).bit_length() - 1]

@@ -1,9 +1,9 @@
-"""Kernels of the flat index: the engines' hashes of blocks ("names"), one map for all pods.
+"""Kernels of the flat index: map from engines' block hashes to slots, shared by all pods.
 
-Pods whose engines agree on a hash share its entry. A name may stand for several blocks (two models, two
-seeds, two lives): of these a pod means the one that it holds, so that lives never meet, and nothing is kept
-per pod. Names of blocks that went are remembered, as many as there is room for, of all pods together: a
-child, or a copy in another tier, may still be told by such a name.
+A scoped hash mixes an engine's hash with a scope (such as the model) and a part of the engine's block.
+Pods whose engines agree on a hash share its entry. One scoped hash may stand for several blocks (two seeds,
+two epochs). A pod then refers to the block that it holds, so epochs stay separate without entries per pod.
+Hashes of recently removed blocks are kept in a table of fixed size, because later events may refer to them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ _STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
 
 
 @inlined
-def name_of(handle: np.uint64, scope: np.uint64, part: int) -> np.uint64:
-    """The name of one index block, never 0.
+def scoped_hash(handle: np.uint64, scope: np.uint64, part: int) -> np.uint64:
+    """Return the scoped hash of one index block, never 0.
 
     Args:
-        scope: Names of different scopes have nothing in common.
-        part: Which index block of the engine's block.
+        handle: The engine's hash.
+        scope: Hashes of different scopes are independent.
+        part: Index of the index block within the engine's block.
     """
     mixed = (handle ^ scope) * _ODD
     mixed = (mixed ^ (mixed >> HALF)) + np.uint64(part) * _STEP
@@ -35,60 +36,60 @@ def name_of(handle: np.uint64, scope: np.uint64, part: int) -> np.uint64:
 
 
 @inlined
-def name_blocks(handles: NDArray[np.uint64], scope: np.uint64, split: int, names: NDArray[np.uint64]) -> None:
-    """Write the names of the `split` index blocks of each engine block: uint64 [len(handles) * split]."""
+def scope_hashes(handles: NDArray[np.uint64], scope: np.uint64, split: int, out: NDArray[np.uint64]) -> None:
+    """Write the scoped hashes of the `split` index blocks of each engine block: [len(handles) * split]."""
     for block in range(len(handles)):
         for part in range(split):
-            names[block * split + part] = name_of(handles[block], scope, part)
+            out[block * split + part] = scoped_hash(handles[block], scope, part)
 
 
-_LIFE_ODD = np.uint64(0xD6E8_FEB8_6659_FD93)
+_EPOCH_ODD = np.uint64(0xD6E8_FEB8_6659_FD93)
 _SET_STEP = np.uint64(0xA076_1D64_78BD_642F)
 
 
 @inlined
-def _of_life(arrays: FlatArrays, name: np.uint64, pod: int) -> np.uint64:
-    """The name mixed with the life of the pod that used it."""
-    mixed = (name ^ (arrays.lives[pod] * _LIFE_ODD)) * _LIFE_ODD
+def _with_epoch(arrays: FlatArrays, scoped: np.uint64, pod: int) -> np.uint64:
+    """Mix a scoped hash with the epoch of the pod that used it."""
+    mixed = (scoped ^ (arrays.epochs[pod] * _EPOCH_ODD)) * _EPOCH_ODD
     return mixed ^ (mixed >> HALF)
 
 
 @inlined
-def _released_set(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
-    """Where in `released` a name is remembered, if it is."""
-    bits = hash_bits(name + arrays.lives[pod] * _SET_STEP)
-    return np.int64((bits * np.uint64(len(arrays.released))) >> HALF)
+def _removed_set(arrays: FlatArrays, scoped: np.uint64, pod: int) -> int:
+    """Return the set of `removed` that may contain a scoped hash."""
+    bits = hash_bits(scoped + arrays.epochs[pod] * _SET_STEP)
+    return np.int64((bits * np.uint64(len(arrays.removed))) >> HALF)
 
 
 @inlined
-def remember_released(arrays: FlatArrays, name: np.uint64, pod: int, key: np.uint64) -> None:
-    """Remembers for a while which block a name meant for a pod that holds it no more."""
-    mixed = _of_life(arrays, name, pod)
-    ways = arrays.released[_released_set(arrays, name, pod)]
-    turn = arrays.counters[layout.RELEASE_TURN]
-    arrays.counters[layout.RELEASE_TURN] = turn + 1
-    place = turn % layout.RELEASED_WAYS
-    # All of them, the first one last: where to stop nobody could foresee.
-    for way in range(layout.RELEASED_WAYS - 1, -1, -1):
-        remembered = ways[layout.RELEASED_NAME, way]
+def remember_removed(arrays: FlatArrays, scoped: np.uint64, pod: int, key: np.uint64) -> None:
+    """Record the key of a block that a pod removed, until newer entries overwrite it."""
+    mixed = _with_epoch(arrays, scoped, pod)
+    ways = arrays.removed[_removed_set(arrays, scoped, pod)]
+    turn = arrays.counters[layout.REMOVED_TURN]
+    arrays.counters[layout.REMOVED_TURN] = turn + 1
+    place = turn % layout.REMOVED_WAYS
+    # No early exit: its branch would be mispredicted. Runs backwards, so that the first match wins.
+    for way in range(layout.REMOVED_WAYS - 1, -1, -1):
+        remembered = ways[layout.REMOVED_HASH, way]
         place = way if remembered in (mixed, NOTHING) else place
-    ways[layout.RELEASED_NAME, place] = mixed
-    ways[layout.RELEASED_KEY, place] = key
+    ways[layout.REMOVED_HASH, place] = mixed
+    ways[layout.REMOVED_KEY, place] = key
 
 
 @kernel
-def _released_key(arrays: FlatArrays, name: np.uint64, pod: int, keys: NDArray[np.uint64]) -> bool:
-    """Find the block that a name lately meant for a pod; writes its key."""
-    mixed = _of_life(arrays, name, pod)
-    ways = arrays.released[_released_set(arrays, name, pod)]
-    for way in range(layout.RELEASED_WAYS):
-        if ways[layout.RELEASED_NAME, way] == mixed:
-            keys[0] = ways[layout.RELEASED_KEY, way]
+def _removed_key(arrays: FlatArrays, scoped: np.uint64, pod: int, keys: NDArray[np.uint64]) -> bool:
+    """Write the key of the block that a pod recently removed under this hash; return whether it is known."""
+    mixed = _with_epoch(arrays, scoped, pod)
+    ways = arrays.removed[_removed_set(arrays, scoped, pod)]
+    for way in range(layout.REMOVED_WAYS):
+        if ways[layout.REMOVED_HASH, way] == mixed:
+            keys[0] = ways[layout.REMOVED_KEY, way]
             return True
     return False
 
 
-# More names than this for one block, and the oldest further one is forgotten.
+# Maximum of aliases per block; one more replaces the oldest.
 ALIASES_MAX = 64
 
 _ALIAS_BIT = 0x8000_0000
@@ -96,48 +97,48 @@ _NUMBER = 0x7FFF_FFFF
 
 
 @inlined
-def find_named(arrays: FlatArrays, name: np.uint64, pod: int) -> int:
-    """The slot that a pod holds under this name; -1: none."""
-    bits = hash_bits(name)
-    place = home_of(bits, arrays.name_buckets)
+def find_by_hash(arrays: FlatArrays, scoped: np.uint64, pod: int) -> int:
+    """Return the slot of the block that a pod holds under this hash, or -1."""
+    bits = hash_bits(scoped)
+    place = home_of(bits, arrays.hash_buckets)
     while True:
-        entry = arrays.name_buckets[place]
+        entry = arrays.hash_buckets[place]
         if entry == NOTHING:
             return -1
         if entry >> HALF == bits:
-            slot = _slot_named(arrays, np.int64(entry & LOW), name)
+            slot = _slot_with_hash(arrays, np.int64(entry & LOW), scoped)
             if slot >= 0 and held_tiers(arrays, slot, pod):
                 return slot
-        place = behind(place, arrays.name_buckets)
+        place = behind(place, arrays.hash_buckets)
 
 
 @inlined
-def _slot_named(arrays: FlatArrays, number: int, name: np.uint64) -> int:
-    """The slot of a bucket's entry, if it is one of this name."""
+def _slot_with_hash(arrays: FlatArrays, number: int, scoped: np.uint64) -> int:
+    """Return the slot that a bucket's number refers to if it has this hash, else -1."""
     if number & _ALIAS_BIT:
-        if arrays.aliases[(number & _NUMBER) - 1, 0] == name:
+        if arrays.aliases[(number & _NUMBER) - 1, 0] == scoped:
             return np.int64(arrays.aliases[(number & _NUMBER) - 1, 1] >> HALF)
-    elif arrays.names[number - 1] == name:
+    elif arrays.hashes[number - 1] == scoped:
         return number - 1
     return -1
 
 
 @inlined
-def give_name(arrays: FlatArrays, slot: int, name: np.uint64) -> None:
-    """Lets a slot be found by this name, also; there must be room for one more bucket and alias."""
-    if arrays.names[slot] == name:
+def add_hash(arrays: FlatArrays, slot: int, scoped: np.uint64) -> None:
+    """Add a hash to a slot. The caller ensures room for one more bucket and alias."""
+    if arrays.hashes[slot] == scoped:
         return
-    if arrays.names[slot] == NOTHING:
-        arrays.names[slot] = name
-        insert(arrays.name_buckets, hash_bits(name), slot + 1)
-        arrays.counters[layout.NAMES] += 1
+    if arrays.hashes[slot] == NOTHING:
+        arrays.hashes[slot] = scoped
+        insert(arrays.hash_buckets, hash_bits(scoped), slot + 1)
+        arrays.counters[layout.HASHES] += 1
         return
     aliases = 0
     last = np.int64(layout.NO_SLOT)
     before_last = last
     alias = np.int64(arrays.first_alias[slot])
     while alias != layout.NO_SLOT:
-        if arrays.aliases[alias, 0] == name:
+        if arrays.aliases[alias, 0] == scoped:
             return
         aliases += 1
         before_last = last
@@ -145,12 +146,12 @@ def give_name(arrays: FlatArrays, slot: int, name: np.uint64) -> None:
         alias = np.int64(arrays.aliases[alias, 1] & LOW)
     if aliases >= ALIASES_MAX:
         arrays.aliases[before_last, 1] |= LOW
-        _give_alias(arrays, last)
-    _add_alias(arrays, slot, name)
+        _free_alias(arrays, last)
+    _add_alias(arrays, slot, scoped)
 
 
 @kernel
-def _add_alias(arrays: FlatArrays, slot: int, name: np.uint64) -> None:
+def _add_alias(arrays: FlatArrays, slot: int, scoped: np.uint64) -> None:
     counters = arrays.counters
     alias = counters[layout.ALIAS_FREE]
     if alias == layout.NO_SLOT:
@@ -158,61 +159,61 @@ def _add_alias(arrays: FlatArrays, slot: int, name: np.uint64) -> None:
         counters[layout.ALIASES_USED] = alias + 1
     else:
         counters[layout.ALIAS_FREE] = np.int64(arrays.aliases[alias, 1])
-    arrays.aliases[alias, 0] = name
+    arrays.aliases[alias, 0] = scoped
     arrays.aliases[alias, 1] = (np.uint64(slot) << HALF) | np.uint64(arrays.first_alias[slot])
     arrays.first_alias[slot] = np.uint32(alias)
-    insert(arrays.name_buckets, hash_bits(name), _ALIAS_BIT | (alias + 1))
+    insert(arrays.hash_buckets, hash_bits(scoped), _ALIAS_BIT | (alias + 1))
     counters[layout.ALIASES] += 1
-    counters[layout.NAMES] += 1
+    counters[layout.HASHES] += 1
 
 
 @kernel
-def _give_alias(arrays: FlatArrays, alias: int) -> None:
-    """Forgets an alias that its slot's list does not lead to any more."""
-    delete(arrays.name_buckets, hash_bits(arrays.aliases[alias, 0]), _ALIAS_BIT | (alias + 1))
+def _free_alias(arrays: FlatArrays, alias: int) -> None:
+    """Free an alias that is no longer in its slot's list."""
+    delete(arrays.hash_buckets, hash_bits(arrays.aliases[alias, 0]), _ALIAS_BIT | (alias + 1))
     arrays.aliases[alias, 1] = np.uint64(arrays.counters[layout.ALIAS_FREE])
     arrays.counters[layout.ALIAS_FREE] = alias
     arrays.counters[layout.ALIASES] -= 1
-    arrays.counters[layout.NAMES] -= 1
+    arrays.counters[layout.HASHES] -= 1
 
 
 @inlined
-def forget_names(arrays: FlatArrays, slot: int) -> None:
-    """Forgets all names of a slot."""
-    if arrays.names[slot] == NOTHING:
+def delete_hashes(arrays: FlatArrays, slot: int) -> None:
+    """Delete all hashes of a slot."""
+    if arrays.hashes[slot] == NOTHING:
         return
-    delete(arrays.name_buckets, hash_bits(arrays.names[slot]), slot + 1)
-    arrays.names[slot] = NOTHING
-    arrays.counters[layout.NAMES] -= 1
+    delete(arrays.hash_buckets, hash_bits(arrays.hashes[slot]), slot + 1)
+    arrays.hashes[slot] = NOTHING
+    arrays.counters[layout.HASHES] -= 1
     if arrays.first_alias[slot] != np.uint32(layout.NO_SLOT):
-        _forget_aliases(arrays, slot)
+        _free_aliases(arrays, slot)
 
 
 @kernel
-def _forget_aliases(arrays: FlatArrays, slot: int) -> None:
-    """Forgets all names of a slot but the first."""
+def _free_aliases(arrays: FlatArrays, slot: int) -> None:
+    """Delete all hashes of a slot except the first."""
     alias = np.int64(arrays.first_alias[slot])
     while alias != layout.NO_SLOT:
         following = np.int64(arrays.aliases[alias, 1] & LOW)
-        _give_alias(arrays, alias)
+        _free_alias(arrays, alias)
         alias = following
     arrays.first_alias[slot] = np.uint32(layout.NO_SLOT)
 
 
 @kernel
-def key_named(arrays: FlatArrays, name: np.uint64, pod: int, keys: NDArray[np.uint64]) -> bool:
-    """Finds the block that a name means, or lately meant, for a pod; writes its key."""
-    slot = find_named(arrays, name, pod)
+def key_by_hash(arrays: FlatArrays, scoped: np.uint64, pod: int, keys: NDArray[np.uint64]) -> bool:
+    """Write the key of the block that a pod holds, or recently held, under this hash; False if unknown."""
+    slot = find_by_hash(arrays, scoped, pod)
     if slot >= 0:
         keys[0] = arrays.keys[slot, 0]
         return True
-    return _released_key(arrays, name, pod, keys)
+    return _removed_key(arrays, scoped, pod, keys)
 
 
 @kernel
-def keys_named(arrays: FlatArrays, pod: int, names: NDArray[np.uint64], keys: NDArray[np.uint64]) -> bool:
-    """As `key_named`, for several names; whether all of them are known."""
+def keys_by_hash(arrays: FlatArrays, pod: int, hashes: NDArray[np.uint64], keys: NDArray[np.uint64]) -> bool:
+    """Write the keys of several hashes as `key_by_hash` does; return whether all of them are known."""
     known = 0
-    for place in range(len(names)):
-        known += key_named(arrays, names[place], pod, keys[place:])
-    return known == len(names)
+    for place in range(len(hashes)):
+        known += key_by_hash(arrays, hashes[place], pod, keys[place:])
+    return known == len(hashes)

@@ -1,12 +1,11 @@
-"""Kernels of the flat index: find the slot of a key, and keep slots in the order of their use.
+"""Kernels of the flat index: hash table from keys to slots, and the LRU list of slots.
 
-Slots are found by open-addressed buckets of (32 bits of hash, number), in the order of the hash.
-
-A table is one array: a few words that say how long it is, then its buckets, then what is reserved for more.
-Linear probing with a home that grows with the hash: entries lie sorted but for their displacement. So a
-deletion closes its gap without tombstones, and a table grows where it is, from its end and bit by bit: hashes
-from a frontier on have their homes in the longer table, those below still in the shorter one. The memory is
-outside the heap, which would keep what once was used.
+A table is one array: a header with its length, its buckets, and reserved space for more. A bucket holds 32
+bits of a hash and a number (a slot, say). Probing is linear, and a hash's home bucket is proportional to the
+hash, so entries lie sorted by hash except for their displacement. Hence a deletion closes its gap without
+tombstones, and a table grows in place, incrementally and from its end: hashes from a frontier on have their
+homes in the longer table, those below it still in the shorter one. The memory is mapped outside the heap,
+which would not return it to the system.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from indexer.index.layout import HALF, LOW, NOTHING, FlatArrays
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
-# From here on in 2 MiB pages: far reads find them faster, but an array's last one is half empty on average.
+# Arrays above this size use 2 MiB pages: fewer TLB misses, but an array's last page is half empty on average.
 _HUGE_FROM_BYTES = 16 << 20
 
 
 def reserved(shape: tuple[int, ...], dtype: type[_Scalar], *, huge_pages: bool = True) -> NDArray[_Scalar]:
-    """An array of zeros that takes memory page by page when it is written to, and gives it back when it goes.
+    """Return an array of zeros whose pages are allocated on first write, and unmapped with the array.
 
     Args:
-        huge_pages: Let the system take it in pages of 2 MiB, each of which takes 0.1 ms to some milliseconds.
+        huge_pages: Allow pages of 2 MiB; allocating one takes 0.1 ms to a few milliseconds.
 
     Raises:
-        OSError: There is no address space for it.
+        OSError: There is not enough address space.
     """
     count = math.prod(shape)
     size_bytes = count * np.dtype(dtype).itemsize
@@ -47,24 +46,24 @@ def reserved(shape: tuple[int, ...], dtype: type[_Scalar], *, huge_pages: bool =
 
 GOLDEN = np.uint64(0x9E37_79B9_7F4A_7C15)
 
-# The first words of a table: its length in buckets, the one from before it grew, and the frontier.
+# Header words of a table: length in buckets, length before it grew, frontier.
 _LENGTH = 0
 _SHORTER = 1
 _FRONTIER = 2
-# A line of the processor's cache.
+# In words: one cache line.
 _HEADER = 8
 
 _FIRST_LENGTH = 1024
-# So many buckets are looked through at a time when a table grows.
+# Buckets that are moved per step while a table grows.
 _TURN = 512
 
 _HASHES = 1 << 32
 
 
 def empty_table(entries: int) -> NDArray[np.uint64]:
-    """A table that can grow until so many entries fit (see `room_for`); its memory is taken as it grows."""
+    """Return an empty table with memory reserved to grow to this many entries, see `grow_table`."""
     buckets = max(_FIRST_LENGTH, 4 * entries // 3 + 1)
-    # In small pages: it touches new ones while others wait for it to grow.
+    # Small pages: growth touches new pages under the lock, and a huge page takes longer to allocate.
     table = reserved((_HEADER + buckets,), np.uint64, huge_pages=False)
     table[[_LENGTH, _SHORTER]] = _FIRST_LENGTH
     return table
@@ -72,26 +71,26 @@ def empty_table(entries: int) -> NDArray[np.uint64]:
 
 @inlined
 def hash_bits(value: np.uint64) -> np.uint64:
-    """32 bits of a hash of `value`."""
+    """Return a 32-bit hash of `value`."""
     return (value * GOLDEN) >> HALF
 
 
 @inlined
 def home_of(bits: np.uint64, table: NDArray[np.uint64]) -> int:
-    """Where entries with these hash bits begin."""
+    """Return the home bucket of these hash bits."""
     length = table[_LENGTH] if bits >= table[_FRONTIER] else table[_SHORTER]
     return _HEADER + np.int64((bits * length) >> HALF)
 
 
 @inlined
 def behind(place: int, table: NDArray[np.uint64]) -> int:
-    """The place of the next bucket; behind the last comes the first."""
+    """Return the place of the next bucket; the first one follows the last."""
     return place + 1 if place + 1 < _HEADER + np.int64(table[_LENGTH]) else _HEADER
 
 
 @inlined
 def insert(table: NDArray[np.uint64], bits: np.uint64, number: int) -> None:
-    """Enters `number` (> 0, 32 bits); there must be room."""
+    """Insert `number` (> 0, 32 bits). The caller ensures an empty bucket."""
     place = home_of(bits, table)
     while table[place] != NOTHING:
         place = behind(place, table)
@@ -100,8 +99,8 @@ def insert(table: NDArray[np.uint64], bits: np.uint64, number: int) -> None:
 
 @kernel
 def delete(table: NDArray[np.uint64], bits: np.uint64, number: int) -> None:
-    """Takes an entry out, and closes the gap; it must be there."""
-    # Read once: the compiler cannot know that no entry is written to these words.
+    """Delete an entry, which must exist, and close the gap."""
+    # Read once: the compiler cannot prove that writes to entries leave the header unchanged.
     length, shorter, frontier = table[_LENGTH], table[_SHORTER], table[_FRONTIER]
     size = np.int64(length)
     wanted = (bits << HALF) | np.uint64(number)
@@ -114,7 +113,7 @@ def delete(table: NDArray[np.uint64], bits: np.uint64, number: int) -> None:
         entry = table[place]
         if entry == NOTHING:
             break
-        # It may move to the gap if its home does not lie behind the gap, seen around the table.
+        # The entry may move to the gap unless its home lies after the gap, in cyclic order.
         hashed = entry >> HALF
         home = _HEADER + np.int64((hashed * (length if hashed >= frontier else shorter)) >> HALF)
         distance = place - home
@@ -123,22 +122,22 @@ def delete(table: NDArray[np.uint64], bits: np.uint64, number: int) -> None:
         room = place - gap
         if room < 0:
             room += size
-        # Without a branch, which nobody could foresee: what lies in the gap is overwritten at last.
+        # No branch, because it would be mispredicted: the last value in the gap is overwritten in the end.
         table[gap] = entry
         gap = place if distance >= room else gap
     table[gap] = NOTHING
 
 
 @kernel
-def room_for(table: NDArray[np.uint64], entries: int, usual: int) -> None:
-    """Lets a table grow as far as it must for so many entries.
+def grow_table(table: NDArray[np.uint64], entries: int, usual: int) -> None:
+    """Grow a table incrementally so that it has room for this many entries.
 
-    It begins to when two thirds are full, and has a quarter more buckets when three quarters would be. In
-    between as much of it has moved as entries have come: about ten for each one.
+    Growth by a quarter starts at a load of two thirds and is complete before three quarters. In between, the
+    moved share follows the number of entries: about ten moves per new entry.
 
     Args:
-        entries: No more than it was made for.
-        usual: There will mostly be no more entries than this: it does not grow beyond what they need.
+        entries: At most the number that the table was created for.
+        usual: Usual maximum of entries; up to it the table does not grow beyond what they need.
     """
     while True:
         shorter = np.int64(table[_SHORTER])
@@ -162,10 +161,10 @@ def room_for(table: NDArray[np.uint64], entries: int, usual: int) -> None:
 
 @kernel_with_arrays
 def _move(table: NDArray[np.uint64], length: int) -> None:
-    """Moves some entries in front of the frontier to their homes in a table of this length.
+    """Move some entries before the frontier to their homes in a table of this length.
 
-    From there to the next empty bucket, which may lie around the table's end, all is taken out and entered
-    again: so it does not matter which of these entries are in front of their homes.
+    All entries from the first of them to the next empty bucket, across the table's end if need be, are taken
+    out and inserted again. Hence their displacement does not matter.
     """
     size = np.int64(table[_LENGTH])
     shorter = table[_SHORTER]
@@ -186,7 +185,7 @@ def _move(table: NDArray[np.uint64], length: int) -> None:
             count += 1
         place = behind(place, table)
     table[_LENGTH] = np.uint64(length)
-    # The least hash that has its home there or behind.
+    # The lowest hash whose home is at `first` or later.
     table[_FRONTIER] = ((np.uint64(first) << HALF) + shorter - np.uint64(1)) // shorter
     if first == 0:
         table[_SHORTER] = np.uint64(length)
@@ -196,11 +195,11 @@ def _move(table: NDArray[np.uint64], length: int) -> None:
 
 @inlined
 def find(arrays: FlatArrays, key: np.uint64, guess: int) -> int:
-    """The slot of a key; -1 if it has none.
+    """Return the slot of a key, or -1.
 
     Args:
-        guess: A slot to try first. Blocks of a chain mostly lie side by side, and a guess that is right saves
-            the way through the buckets.
+        guess: Slot to try first. Blocks of a chain mostly have consecutive slots, and a correct guess saves
+            the lookup in the buckets.
     """
     if (
         0 <= guess < arrays.counters[layout.SLOTS_USED]
@@ -222,8 +221,8 @@ def find(arrays: FlatArrays, key: np.uint64, guess: int) -> int:
 
 
 @inlined
-def take_slot(arrays: FlatArrays) -> int:
-    """A free slot, out of the order of use; there must be one."""
+def allocate_slot(arrays: FlatArrays) -> int:
+    """Return a free slot, which is not in the LRU list. The caller ensures that there is one."""
     counters = arrays.counters
     slot = counters[layout.FREE]
     if slot == layout.NO_SLOT:
@@ -235,8 +234,8 @@ def take_slot(arrays: FlatArrays) -> int:
 
 
 @inlined
-def give_slot(arrays: FlatArrays, slot: int) -> None:
-    """Frees a slot that is out of the order of use."""
+def free_slot(arrays: FlatArrays, slot: int) -> None:
+    """Free a slot that is not in the LRU list."""
     arrays.slots[slot, layout.PREVIOUS] = np.uint32(layout.FREE_SLOT)
     arrays.slots[slot, layout.NEXT] = np.uint32(arrays.counters[layout.FREE])
     arrays.counters[layout.FREE] = slot
@@ -244,7 +243,7 @@ def give_slot(arrays: FlatArrays, slot: int) -> None:
 
 @inlined
 def unlink(arrays: FlatArrays, slot: int) -> None:
-    """Takes a slot out of the order of use."""
+    """Remove a slot from the LRU list."""
     slots = arrays.slots
     before = np.int64(slots[slot, layout.PREVIOUS])
     after = np.int64(slots[slot, layout.NEXT])
@@ -260,10 +259,10 @@ def unlink(arrays: FlatArrays, slot: int) -> None:
 
 @inlined
 def link(arrays: FlatArrays, first: int, last: int, before: int) -> None:
-    """Puts slots that are linked with each other, from `first` to `last`, behind `before`.
+    """Insert the linked slots from `first` to `last` into the LRU list, after `before`.
 
     Args:
-        before: A slot in the order of use; NO_SLOT: they become the most recently used.
+        before: A slot in the list; NO_SLOT to make them the most recently used.
     """
     slots = arrays.slots
     after = (
@@ -283,12 +282,12 @@ def link(arrays: FlatArrays, first: int, last: int, before: int) -> None:
 
 @kernel
 def use(arrays: FlatArrays, chain: np.ndarray, length: int) -> None:
-    """Makes the slots of a chain the most recently used ones, its first the very most.
+    """Make the slots of a chain the most recently used ones, its first slot the most recent.
 
-    Mostly they follow one another already, and are moved together; -1 is passed over.
+    Slots that are adjacent in the LRU list, which is the usual case, are moved together.
 
     Args:
-        chain: int64 [length or more], slots.
+        chain: int64 [length or more], slots; -1 is skipped.
     """
     slots = arrays.slots
     end = length

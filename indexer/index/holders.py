@@ -1,7 +1,7 @@
-"""Kernels of the flat index: who holds a block, in which tiers, in how many copies.
+"""Kernels of the flat index: pods that hold a block, their tiers and numbers of copies.
 
-A slot has room for four holders; with the fifth they move to a row of bitsets, one for each tier. Copies of a
-block beyond the first are counted apart, by (slot, pod, tier): few have any.
+A slot has room for four holders. The fifth moves them to a row of bitsets of pods, one per tier. Copies
+beyond the first are counted in a separate table by (slot, pod, tier), because few blocks have any.
 """
 
 from __future__ import annotations
@@ -15,95 +15,95 @@ from indexer.index.layout import HALF, LOW, NOTHING, ONE, FlatArrays
 
 
 @inlined
-def _which(slot: int, pod: int, tier: int) -> np.uint64:
+def _copy_id(slot: int, pod: int, tier: int) -> np.uint64:
     return (np.uint64(slot) << np.uint64(20)) | (np.uint64(pod) << np.uint64(4)) | np.uint64(tier)
 
 
 @inlined
-def _find(arrays: FlatArrays, which: np.uint64) -> int:
-    """Return the place of an entry in `further`; -1: there is none."""
-    buckets = arrays.further_buckets
-    bits = hash_bits(which)
+def _find_entry(arrays: FlatArrays, copy_id: np.uint64) -> int:
+    """Return the place of an entry in `extra_copies`, or -1."""
+    buckets = arrays.extra_copy_buckets
+    bits = hash_bits(copy_id)
     place = home_of(bits, buckets)
     while buckets[place] != NOTHING:
         if buckets[place] >> HALF == bits:
             entry = np.int64(buckets[place] & LOW) - 1
-            if arrays.further[entry, 0] == which:
+            if arrays.extra_copies[entry, 0] == copy_id:
                 return entry
         place = behind(place, buckets)
     return -1
 
 
 @inlined
-def count_further(arrays: FlatArrays, slot: int, pod: int, tier: int) -> int:
-    """How many copies beyond the first there are."""
-    if arrays.counters[layout.FURTHER] == 0:
+def count_extra_copies(arrays: FlatArrays, slot: int, pod: int, tier: int) -> int:
+    """Return the number of copies beyond the first."""
+    if arrays.counters[layout.EXTRA_COPIES] == 0:
         return 0
-    entry = _find(arrays, _which(slot, pod, tier))
-    return np.int64(arrays.further[entry, 1]) if entry >= 0 else 0
+    entry = _find_entry(arrays, _copy_id(slot, pod, tier))
+    return np.int64(arrays.extra_copies[entry, 1]) if entry >= 0 else 0
 
 
 @inlined
-def add_further(arrays: FlatArrays, slot: int, pod: int, tier: int, copies: int) -> None:
-    """Counts copies more; there must be room for one more entry."""
-    which = _which(slot, pod, tier)
-    entry = _find(arrays, which)
+def add_extra_copies(arrays: FlatArrays, slot: int, pod: int, tier: int, copies: int) -> None:
+    """Add copies beyond the first. The caller ensures room for one more entry."""
+    copy_id = _copy_id(slot, pod, tier)
+    entry = _find_entry(arrays, copy_id)
     if entry < 0:
-        entry = _take_entry(arrays)
-        arrays.further[entry, 0] = which
-        arrays.further[entry, 1] = NOTHING
-        insert(arrays.further_buckets, hash_bits(which), entry + 1)
-    arrays.further[entry, 1] += np.uint64(copies)
+        entry = _allocate_entry(arrays)
+        arrays.extra_copies[entry, 0] = copy_id
+        arrays.extra_copies[entry, 1] = NOTHING
+        insert(arrays.extra_copy_buckets, hash_bits(copy_id), entry + 1)
+    arrays.extra_copies[entry, 1] += np.uint64(copies)
 
 
 @inlined
-def drop_further(arrays: FlatArrays, slot: int, pod: int, tier: int) -> int:
-    """Counts a copy less; tells how many are left beyond the first, -1 if there were none."""
-    if arrays.counters[layout.FURTHER] == 0:
+def drop_extra_copy(arrays: FlatArrays, slot: int, pod: int, tier: int) -> int:
+    """Remove one copy beyond the first; return how many of them are left, or -1 if there were none."""
+    if arrays.counters[layout.EXTRA_COPIES] == 0:
         return -1
-    entry = _find(arrays, _which(slot, pod, tier))
+    entry = _find_entry(arrays, _copy_id(slot, pod, tier))
     if entry < 0:
         return -1
-    left = np.int64(arrays.further[entry, 1]) - 1
-    arrays.further[entry, 1] = np.uint64(left)
+    left = np.int64(arrays.extra_copies[entry, 1]) - 1
+    arrays.extra_copies[entry, 1] = np.uint64(left)
     if left == 0:
-        _give_entry(arrays, entry)
+        _free_entry(arrays, entry)
     return left
 
 
 @kernel
-def forget_further(arrays: FlatArrays, slot: int, pod: int, tier: int) -> None:
-    """Drops all copies beyond the first."""
-    if arrays.counters[layout.FURTHER]:
-        entry = _find(arrays, _which(slot, pod, tier))
+def clear_extra_copies(arrays: FlatArrays, slot: int, pod: int, tier: int) -> None:
+    """Remove all copies beyond the first."""
+    if arrays.counters[layout.EXTRA_COPIES]:
+        entry = _find_entry(arrays, _copy_id(slot, pod, tier))
         if entry >= 0:
-            _give_entry(arrays, entry)
+            _free_entry(arrays, entry)
 
 
 @inlined
-def _take_entry(arrays: FlatArrays) -> int:
+def _allocate_entry(arrays: FlatArrays) -> int:
     counters = arrays.counters
-    counters[layout.FURTHER] += 1
-    entry = counters[layout.FURTHER_FREE]
+    counters[layout.EXTRA_COPIES] += 1
+    entry = counters[layout.EXTRA_FREE]
     if entry == layout.NO_SLOT:
-        entry = counters[layout.FURTHER_USED]
-        counters[layout.FURTHER_USED] = entry + 1
+        entry = counters[layout.EXTRA_USED]
+        counters[layout.EXTRA_USED] = entry + 1
     else:
-        counters[layout.FURTHER_FREE] = np.int64(arrays.further[entry, 1])
+        counters[layout.EXTRA_FREE] = np.int64(arrays.extra_copies[entry, 1])
     return entry
 
 
 @kernel
-def _give_entry(arrays: FlatArrays, entry: int) -> None:
-    delete(arrays.further_buckets, hash_bits(arrays.further[entry, 0]), entry + 1)
-    arrays.further[entry, 1] = np.uint64(arrays.counters[layout.FURTHER_FREE])
-    arrays.counters[layout.FURTHER_FREE] = entry
-    arrays.counters[layout.FURTHER] -= 1
+def _free_entry(arrays: FlatArrays, entry: int) -> None:
+    delete(arrays.extra_copy_buckets, hash_bits(arrays.extra_copies[entry, 0]), entry + 1)
+    arrays.extra_copies[entry, 1] = np.uint64(arrays.counters[layout.EXTRA_FREE])
+    arrays.counters[layout.EXTRA_FREE] = entry
+    arrays.counters[layout.EXTRA_COPIES] -= 1
 
 
 _WORD_BITS = np.uint64(63)
-# Each six bits in a row of this number are different, so that the upper six of a shifted one tell the shift
-# (Leiserson, Prokop, Randall: "Using de Bruijn sequences to index a 1 in a computer word", 1998).
+# A de Bruijn sequence: any six consecutive bits are unique, so the upper six bits after a shift identify the
+# shift (Leiserson, Prokop, Randall: "Using de Bruijn sequences to index a 1 in a computer word", 1998).
 _DE_BRUIJN = np.uint64(0x03F7_9D71_B4CB_0A89)
 _PLACES = np.zeros(64, np.int64)
 for _place in range(64):
@@ -112,19 +112,19 @@ for _place in range(64):
 
 @inlined
 def in_row(arrays: FlatArrays, slot: int) -> bool:
-    """Whether a slot's holders have moved to a row."""
+    """Return whether a slot's holders are in a row."""
     return arrays.slots[slot, layout.LAST_HOLDER] == np.uint32(layout.IN_ROW)
 
 
 @inlined
 def lowest_bit(bits: np.uint64) -> int:
-    """Place of the lowest bit set; `bits` is not 0."""
+    """Return the place of the lowest set bit of `bits`, which is not 0."""
     return _PLACES[((bits & (~bits + ONE)) * _DE_BRUIJN) >> np.uint64(58)]
 
 
 @inlined
 def held_tiers(arrays: FlatArrays, slot: int, pod: int) -> int:
-    """A bit for each tier in which a pod holds the block."""
+    """Return a bit for each tier in which a pod holds the block."""
     slots = arrays.slots
     if in_row(arrays, slot):
         row = np.int64(slots[slot, layout.HOLDER])
@@ -142,8 +142,8 @@ def held_tiers(arrays: FlatArrays, slot: int, pod: int) -> int:
 
 
 @inlined
-def hold(arrays: FlatArrays, slot: int, pod: int, tier: int, copies: int) -> None:
-    """Counts copies more of a block that has a slot."""
+def add_holder(arrays: FlatArrays, slot: int, pod: int, tier: int, copies: int) -> None:
+    """Add a pod's copies of a block in one tier."""
     slots = arrays.slots
     if tier >= arrays.counters[layout.TIERS_USED]:
         arrays.counters[layout.TIERS_USED] = tier + 1
@@ -155,13 +155,13 @@ def hold(arrays: FlatArrays, slot: int, pod: int, tier: int, copies: int) -> Non
                 if empty < 0:
                     empty = column
             elif holder & layout.POD_MASK == pod:
-                _hold_again(arrays, slot, column, pod, tier, copies)
+                _add_to_holder(arrays, slot, column, pod, tier, copies)
                 return
         if empty >= 0:
             holder = pod | (1 << (layout.TIER_SHIFT + tier))
             if copies > 1:
-                holder |= 1 << (layout.FURTHER_SHIFT + tier)
-                add_further(arrays, slot, pod, tier, copies - 1)
+                holder |= 1 << (layout.EXTRA_SHIFT + tier)
+                add_extra_copies(arrays, slot, pod, tier, copies - 1)
             slots[slot, empty] = np.uint32(holder)
             arrays.pod_blocks[pod] += 1
             return
@@ -171,24 +171,24 @@ def hold(arrays: FlatArrays, slot: int, pod: int, tier: int, copies: int) -> Non
     row = np.int64(slots[slot, layout.HOLDER])
     bit = ONE << (np.uint64(pod) & _WORD_BITS)
     if arrays.rows[tier, row, pod >> 6] & bit != NOTHING:
-        add_further(arrays, slot, pod, tier, copies)
+        add_extra_copies(arrays, slot, pod, tier, copies)
     else:
         arrays.rows[tier, row, pod >> 6] |= bit
         if copies > 1:
-            add_further(arrays, slot, pod, tier, copies - 1)
+            add_extra_copies(arrays, slot, pod, tier, copies - 1)
 
 
 @inlined
-def _hold_again(arrays: FlatArrays, slot: int, column: int, pod: int, tier: int, copies: int) -> None:
-    """Counts copies more for a pod that is among a slot's holders."""
+def _add_to_holder(arrays: FlatArrays, slot: int, column: int, pod: int, tier: int, copies: int) -> None:
+    """Add copies for a pod that is already among a slot's holders."""
     holder = np.int64(arrays.slots[slot, column])
     beyond_first = copies - 1
     if (holder >> (layout.TIER_SHIFT + tier)) & 1:
         beyond_first = copies
     holder |= 1 << (layout.TIER_SHIFT + tier)
     if beyond_first:
-        holder |= 1 << (layout.FURTHER_SHIFT + tier)
-        add_further(arrays, slot, pod, tier, beyond_first)
+        holder |= 1 << (layout.EXTRA_SHIFT + tier)
+        add_extra_copies(arrays, slot, pod, tier, beyond_first)
     arrays.slots[slot, column] = np.uint32(holder)
 
 
@@ -215,17 +215,17 @@ def _move_to_row(arrays: FlatArrays, slot: int) -> None:
 
 
 @inlined
-def release(arrays: FlatArrays, slot: int, pod: int, tier: int) -> int:
-    """Counts a copy less.
+def remove_copy(arrays: FlatArrays, slot: int, pod: int, tier: int) -> int:
+    """Remove one of a pod's copies of a block in one tier.
 
     Returns:
-        -1: none was held; 0: further copies stay; 1: it was the last in this tier; 2: the slot has no holder
-        any more.
+        -1: the pod held none; 0: other copies remain; 1: it was the pod's last copy in this tier; 2: the slot
+            has no holder left.
     """
     if (held_tiers(arrays, slot, pod) >> tier) & 1 == 0:
         return -1
     if in_row(arrays, slot):
-        if drop_further(arrays, slot, pod, tier) >= 0:
+        if drop_extra_copy(arrays, slot, pod, tier) >= 0:
             return 0
         row = np.int64(arrays.slots[slot, layout.HOLDER])
         arrays.rows[tier, row, pod >> 6] &= ~(ONE << (np.uint64(pod) & _WORD_BITS))
@@ -237,9 +237,9 @@ def release(arrays: FlatArrays, slot: int, pod: int, tier: int) -> int:
         holder = np.int64(arrays.slots[slot, column])
         if holder & layout.POD_MASK != pod or holder >> layout.TIER_SHIFT == 0:
             continue
-        if (holder >> (layout.FURTHER_SHIFT + tier)) & 1:
-            if drop_further(arrays, slot, pod, tier) == 0:
-                arrays.slots[slot, column] = np.uint32(holder & ~(1 << (layout.FURTHER_SHIFT + tier)))
+        if (holder >> (layout.EXTRA_SHIFT + tier)) & 1:
+            if drop_extra_copy(arrays, slot, pod, tier) == 0:
+                arrays.slots[slot, column] = np.uint32(holder & ~(1 << (layout.EXTRA_SHIFT + tier)))
             return 0
         holder &= ~(1 << (layout.TIER_SHIFT + tier))
         if (holder >> layout.TIER_SHIFT) & layout.TIER_MASK:
@@ -253,7 +253,7 @@ def release(arrays: FlatArrays, slot: int, pod: int, tier: int) -> int:
 
 @inlined
 def is_unheld(arrays: FlatArrays, slot: int) -> bool:
-    """Whether a slot that has no row has no holder."""
+    """Return whether a slot without a row has no holder."""
     held = np.uint32(0)
     for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
         held |= arrays.slots[slot, column]
@@ -262,18 +262,18 @@ def is_unheld(arrays: FlatArrays, slot: int) -> bool:
 
 @kernel
 def drop_empty_row(arrays: FlatArrays, slot: int) -> bool:
-    """Gives a row back if it has no holder."""
+    """Free a slot's row if it has no holder; return whether it was freed."""
     row = np.int64(arrays.slots[slot, layout.HOLDER])
     for tier in range(arrays.counters[layout.TIERS_USED]):
         for word in range(arrays.rows.shape[2]):
             if arrays.rows[tier, row, word] != NOTHING:
                 return False
-    _give_row(arrays, slot)
+    _free_row(arrays, slot)
     return True
 
 
 @kernel
-def _give_row(arrays: FlatArrays, slot: int) -> None:
+def _free_row(arrays: FlatArrays, slot: int) -> None:
     row = np.int64(arrays.slots[slot, layout.HOLDER])
     arrays.rows[0, row, 0] = np.uint64(arrays.counters[layout.ROW_FREE])
     arrays.counters[layout.ROW_FREE] = row
@@ -284,7 +284,7 @@ def _give_row(arrays: FlatArrays, slot: int) -> None:
 
 @kernel
 def drop_holders(arrays: FlatArrays, slot: int, only_gone: bool) -> bool:
-    """Takes away all holders, or those whose pods are gone; tells whether none is left."""
+    """Remove all holders, or only those whose pods are gone; return whether none is left."""
     if in_row(arrays, slot):
         row = np.int64(arrays.slots[slot, layout.HOLDER])
         for word in range(arrays.rows.shape[2]):
@@ -303,8 +303,8 @@ def drop_holders(arrays: FlatArrays, slot: int, only_gone: bool) -> bool:
         pod = holder & layout.POD_MASK
         if holder >> layout.TIER_SHIFT and (not only_gone or arrays.gone[pod]):
             for tier in range(arrays.counters[layout.TIERS_USED]):
-                if (holder >> (layout.FURTHER_SHIFT + tier)) & 1:
-                    forget_further(arrays, slot, pod, tier)
+                if (holder >> (layout.EXTRA_SHIFT + tier)) & 1:
+                    clear_extra_copies(arrays, slot, pod, tier)
             arrays.slots[slot, column] = np.uint32(0)
             arrays.pod_blocks[pod] -= 1
     return is_unheld(arrays, slot)
@@ -315,5 +315,5 @@ def _drop_from_row(arrays: FlatArrays, slot: int, row: int, pod: int, bit: np.ui
     for tier in range(arrays.counters[layout.TIERS_USED]):
         if arrays.rows[tier, row, pod >> 6] & bit != NOTHING:
             arrays.rows[tier, row, pod >> 6] &= ~bit
-            forget_further(arrays, slot, pod, tier)
+            clear_extra_copies(arrays, slot, pod, tier)
     arrays.pod_blocks[pod] -= 1

@@ -1,9 +1,8 @@
-"""The default index: flat arrays and compiled kernels, exact pod sets, a hard ceiling of bytes.
+"""In-memory index of exact pod sets per block, in flat arrays under a hard memory limit.
 
-Block keys come in (see `keys`), longest unbroken prefixes per pod go out; it knows no tokens and no engine
-hashes. See `flat_layout` for what lies where. One lock guards it all. Readers and writers pass each other:
-events hold it for a few thousand blocks at a time, a match for its own prompt. Only a pod for which rows have
-no bit left takes longer.
+Input: block keys (see `indexer.keys`). Output: the longest cached prefix per pod. The arrays are described in
+`indexer.index.layout`. One lock guards all of them. It is held for at most a thousand blocks of an event, or
+for one prompt of a match. Only a new pod that needs longer bitsets holds it for longer.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from indexer.index.layout import FlatArrays
 from indexer.index.match import cut_to_strides, held_blocks, match_blocks, scratch
 from indexer.index.update import (
     count_blocks,
-    for_blocks,
+    ensure_room,
     remove_blocks,
     store_with_room,
     sweep,
@@ -33,21 +32,21 @@ from indexer.index.update import (
 from indexer.keys import Keys
 from indexer.tiers import Tiers
 
-# What one turn under the lock may take: about 0.2 ms.
+# Blocks per turn under the lock, about 0.2 ms.
 TURN_BLOCKS = 1024
-# Slots that are looked at in one turn.
+# Slots that are examined per turn under the lock.
 SWEEP_SLOTS = 16_384
-# So many turns of sweeping for one run of blocks that wants room: a few milliseconds.
+# Maximum of sweep turns before a run of blocks is stored: a few milliseconds.
 _SWEEPS_FOR_ROOM = 8
-# Between turns: a lock that is taken again at once is never had by those who wait for it.
+# Pause between turns: a lock that is taken again at once starves the threads that wait for it.
 _PAUSE_S = 0.0001
 _POD_SETS_MAX = 64
-_NO_NAMES = np.empty(0, np.uint64)
+_NO_HASHES = np.empty(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PodSet:
-    """A set of pods that was asked for, by their numbers of that time."""
+    """Set of queried pods with their numbers as of `version`."""
 
     version: int
     rows: dict[str, int]
@@ -56,26 +55,26 @@ class _PodSet:
 
 
 class FlatIndex:
-    """Who holds which block, in flat arrays. Thread-safe; what a method did is visible when it returns.
+    """Index of the pods that hold each block. Thread-safe; effects are visible when a method returns.
 
-    References are counted per (key, pod, tier): an engine may keep several physical copies of one block,
-    announces each, and removes each. A holding ends when as many were removed as were added.
+    References are counted per (key, pod, tier): an engine may keep several physical copies of one block, and
+    reports each when it is stored and when it is removed. A pod holds the block until all are removed.
 
-    When the capacity is reached, the least recently used block leaves with all its holders; removing it
-    afterwards is a no-op. Blocks are used by `add` and by `match`, and within one call the earlier keys count
-    as the more recent ones: a chain is of use only from its start, so it must lose its tail first. Blocks of
-    one call never evict one another: of a call longer than the capacity only the first blocks are kept.
+    When the capacity is reached, the least recently used block is evicted with all its holders; removing it
+    afterwards is a no-op. `add` and `match` use blocks. Within one call, earlier keys count as more recent: a
+    chain is usable only from its start, so it must lose its tail first. Blocks of one call never evict one
+    another; of a call longer than the capacity only the first blocks are kept.
 
-    A pod is any text that names one holder; a KV cache group that is indexed apart is a holder of its own.
-    Keys are given as `keys.Keys` arrays; a tier that `tiers` does not name is taken for "other".
+    A pod is any text that names one holder; a separately indexed KV cache group is a holder of its own.
+    A tier that `tiers` does not name counts as "other".
 
     Args:
-        capacity_bytes: Most memory for blocks; the least recently used make room.
-        capacity_blocks: Most unique blocks; None: as many as fit.
-        released_names: Engine hashes that are remembered after their block went, all pods together.
+        capacity_bytes: Maximum memory for blocks; beyond it the least recently used ones are evicted.
+        capacity_blocks: Maximum of unique blocks; None for as many as fit into `capacity_bytes`.
+        removed_hashes: Engine hashes that are kept after their blocks were removed, of all pods together.
 
     Raises:
-        ConfigError: Not even one block fits.
+        ConfigError: The capacity is less than one block, or more than 2**31 - 1.
     """
 
     def __init__(
@@ -84,55 +83,55 @@ class FlatIndex:
         tiers: Tiers,
         *,
         capacity_blocks: int | None = None,
-        released_names: int = 262_144,
+        removed_hashes: int = 262_144,
     ) -> None:
         fitting = capacity_bytes // layout.BLOCK_BYTES
         blocks = fitting if capacity_blocks is None else min(fitting, capacity_blocks)
         if not 0 < blocks < 1 << 31:
-            raise ConfigError(f"index: room for {blocks} blocks, must be for 1..{(1 << 31) - 1}")
+            raise ConfigError(f"index: capacity of {blocks} blocks, must be 1..{(1 << 31) - 1}")
         self.tiers = tiers
         self.lock = threading.Lock()
-        self._take(_allocate(blocks, capacity_bytes, len(tiers.names), released_names))
+        self._set_arrays(_allocate(blocks, capacity_bytes, len(tiers.names), removed_hashes))
         self._capacity_bytes = capacity_bytes
         self._numbers: dict[str, int] = {}
         self._free_numbers: list[int] = []
         self._numbers_used = 0
-        self._lives = 0
+        self._epochs = 0
         self._version = 0
         self._pod_sets: dict[frozenset[str], _PodSet] = {}
         self._strides: dict[str, int] = {}  # index blocks per block of the pod's engine, where not 1
-        # Slots of the blocks at hand, under the lock.
+        # Scratch memory under the lock: slots of the blocks that are being stored or matched.
         self.chain = np.empty(TURN_BLOCKS, np.int64)
-        # Numbers of pods that are gone, and how far their holdings have been swept out.
+        # Numbers of removed pods: not yet being swept, being swept, and the first slot not yet swept.
         self._gone: list[int] = []
         self._sweeping: list[int] = []
         self._swept = 0
 
     def add(self, pod: str, tier: str, keys: Keys) -> None:
-        """Adds one reference for each key; a key named twice counts twice.
+        """Add one reference per key; a repeated key counts twice.
 
-        Never sleeps: callers may hold locks of their own.
+        Does not sleep, so callers may hold locks of their own.
         """
         self.store(pod, self.tiers.number(tier), keys)
 
-    def store(self, pod: str, tier: int, keys: Keys, names: NDArray[np.uint64] = _NO_NAMES) -> int:
-        """As `add`, for blocks that the pod names; returns how many names meant other blocks before."""
+    def store(self, pod: str, tier: int, keys: Keys, hashes: NDArray[np.uint64] = _NO_HASHES) -> int:
+        """Add references under scoped hashes; return how many of these stood for other blocks before."""
         kept = min(len(keys), int(self.arrays.counters[layout.CAPACITY]))
         reused = 0
-        # From the end: within one call the earlier keys shall be the more recent ones.
+        # Backwards, because within one call earlier keys count as more recent.
         for end in range(kept, 0, -TURN_BLOCKS):
             turn = slice(max(0, end - TURN_BLOCKS), end)
             with self.lock:
                 number = self.number(pod)
-                self.sweep_for(len(keys[turn]))
-                reused += store_with_room(self.arrays, number, tier, keys[turn], names[turn], self.chain)
+                self.sweep_to_fit(len(keys[turn]))
+                reused += store_with_room(self.arrays, number, tier, keys[turn], hashes[turn], self.chain)
         if kept < len(keys):
             with self.lock:
                 self.arrays.counters[layout.EVICTED] += len(keys) - kept
         return reused
 
     def remove(self, pod: str, tier: str, keys: Keys) -> int:
-        """Takes one reference away for each key that is held; tells how many holdings ended with it."""
+        """Remove one reference per key that is held; return how many were the pod's last in this tier."""
         number = self.tiers.number(tier)
         ended = 0
         for start in range(0, len(keys), TURN_BLOCKS):
@@ -144,7 +143,7 @@ class FlatIndex:
         return ended
 
     def clear_pod(self, pod: str) -> int:
-        """Drops all blocks of the pod, and tells how many; its holdings are swept out turn by turn."""
+        """Remove all blocks of a pod and return their number. Its references are swept later."""
         with self.lock:
             number = self._numbers.pop(pod, None)
             if number is None:
@@ -154,11 +153,11 @@ class FlatIndex:
             self._gone.append(number)
             return int(self.arrays.pod_blocks[number])
 
-    def learn_stride(self, pod: str, stride: int) -> None:
-        """Record how many index blocks a block of the pod's engine has; matches are cut to whole ones.
+    def set_stride(self, pod: str, stride: int) -> None:
+        """Set the index blocks per block of the pod's engine; matches are cut to multiples of it.
 
-        An engine serves whole blocks of its own only: an index block may match although the rest of the
-        engine's differs.
+        An engine serves only whole blocks of its own, of which a first index block may match although the
+        rest differs.
         """
         if self._strides.get(pod, 1) != stride:
             with self.lock:
@@ -168,14 +167,14 @@ class FlatIndex:
                     del self._strides[pod]
 
     def match(self, keys: Keys, pods: Collection[str]) -> PodMatches:
-        """Finds how far each pod holds the chain `keys`, from its start, without a hole.
+        """Return, per pod, the length of the longest cached prefix of `keys`.
 
         Args:
             keys: Chained keys of a prompt, first block first.
-            pods: The pods asked for; each is in the answer. A frozenset that is asked again is fastest.
+            pods: The pods to match. Repeated frozensets are fastest, because their numbers are cached.
 
         Returns:
-            One match for each pod. The blocks of the longest match become the most recently used ones.
+            One match per pod. The blocks of the longest match become the most recently used ones.
         """
         wanted = pods if isinstance(pods, frozenset) else frozenset(pods)
         with self.lock:
@@ -193,10 +192,10 @@ class FlatIndex:
         return PodMatches(pod_set.rows, self.tiers, blocks, counts, longest, strides=strides)
 
     def held(self, keys: Keys, pod: str) -> NDArray[np.uint8]:
-        """Tells which of `keys` the pod holds, holes or not, without using them.
+        """Return which of `keys` the pod holds, also after holes, without marking them as used.
 
         Returns:
-            uint8 [keys], a bit for each tier that holds it: 1 << its place in `tiers.names`; 0: not held.
+            uint8 [keys], the bit 1 << (place in `tiers.names`) for each tier that holds it; 0: not held.
         """
         tiers = np.zeros(len(keys), np.uint8)
         with self.lock:
@@ -205,7 +204,7 @@ class FlatIndex:
         return tiers
 
     def stats(self) -> IndexStats:
-        """Tells the index's size. Sweeps first, so that nothing of cleared pods is counted."""
+        """Return the index's size. Sweeps first, so that blocks of cleared pods do not count."""
         self.sweep()
         with self.lock:
             counters = self.arrays.counters
@@ -230,9 +229,9 @@ class FlatIndex:
             return 0 if number is None else int(self.arrays.pod_blocks[number])
 
     def tier_blocks(self, pod: str, tier: str) -> int:
-        """How many blocks a pod holds in one tier; what comes and goes meanwhile counts or not.
+        """Count a pod's blocks in one tier. Concurrent changes may or may not be included.
 
-        Looks at all blocks of all pods, turn by turn.
+        Scans the blocks of all pods, turn by turn.
         """
         found = start = 0
         while True:
@@ -247,17 +246,17 @@ class FlatIndex:
             time.sleep(_PAUSE_S)
 
     def sweep(self) -> None:
-        """Takes all holdings of cleared pods out, turn by turn."""
+        """Remove all references of cleared pods, turn by turn."""
         while self._is_unswept:
             with self.lock:
                 self._sweep_turn()
             time.sleep(_PAUSE_S)
 
     def number(self, pod: str) -> int:
-        """The number of a pod's present life, a new one if it has none. Call it under the lock.
+        """Return the number of a pod's current epoch, assigning one if needed. Call it under the lock.
 
         Raises:
-            ConfigError: There are more pods than numbers.
+            ConfigError: There are more than PODS_MAX pods.
         """
         number = self._numbers.get(pod)
         if number is None:
@@ -270,17 +269,17 @@ class FlatIndex:
                 self._numbers_used += 1
             else:
                 raise ConfigError(f"index: more than {layout.PODS_MAX} pods")
-            self._lives += 1
-            self.arrays.lives[number] = self._lives
+            self._epochs += 1
+            self.arrays.epochs[number] = self._epochs
             self._numbers[pod] = number
             self._version += 1
-            self._take(_for_pods(self.arrays, self._numbers_used))
+            self._set_arrays(_for_pods(self.arrays, self._numbers_used))
         return number
 
-    def sweep_for(self, blocks: int) -> None:
-        """Makes room for a run of so many blocks, as far as nobody holds others any more: those go first.
+    def sweep_to_fit(self, blocks: int) -> None:
+        """Sweep until a run of this many blocks fits, so that blocks of cleared pods leave first.
 
-        Call it under the lock, before each run that is not `prepare`d.
+        Gives up after a few turns. Call it under the lock, before each run without a call of `prepare`.
         """
         if not self._is_unswept:
             return
@@ -291,17 +290,17 @@ class FlatIndex:
             self._sweep_turn()
 
     def prepare(self, blocks: int) -> FlatArrays:
-        """The arrays, with room for a run of RUN_MAX blocks at most. Call under the lock, before each run."""
+        """Ensure room for a run of at most RUN_MAX blocks; return the arrays. Call it under the lock."""
         assert blocks <= layout.RUN_MAX
-        self.sweep_for(blocks)
-        for_blocks(self.arrays, blocks)
+        self.sweep_to_fit(blocks)
+        ensure_room(self.arrays, blocks)
         return self.arrays
 
     @property
     def _is_unswept(self) -> bool:
         return bool(self._gone or self._sweeping)
 
-    def _take(self, arrays: FlatArrays) -> None:
+    def _set_arrays(self, arrays: FlatArrays) -> None:
         self.arrays = arrays
         self._scratch = scratch(arrays.rows)
 
@@ -318,7 +317,7 @@ class FlatIndex:
         return known
 
     def _sweep_turn(self) -> None:
-        """Sweeps a part of the slots; after the last, the numbers of pods that were gone before are free."""
+        """Sweep one part of the slots. After the last part, free the numbers of the pods that were swept."""
         if not self._sweeping:
             self._sweeping, self._gone, self._swept = self._gone, [], 0
         sweep(self.arrays, self._swept, self._swept + SWEEP_SLOTS)
@@ -330,45 +329,45 @@ class FlatIndex:
             self._sweeping = []
 
 
-def _allocate(capacity_blocks: int, capacity_bytes: int, tiers: int, released_names: int) -> FlatArrays:
-    """Memory for so many blocks. What is not used yet is reserved only, and takes none."""
+def _allocate(capacity_blocks: int, capacity_bytes: int, tiers: int, removed_hashes: int) -> FlatArrays:
+    """Reserve arrays for this many blocks; pages take memory when they are first used."""
     slots = reserved((capacity_blocks, 8), np.uint32)
     counters = np.zeros(layout.COUNTERS, np.int64)
-    lists = layout.NEWEST, layout.OLDEST, layout.FREE, layout.ROW_FREE, layout.ALIAS_FREE, layout.FURTHER_FREE
+    lists = layout.NEWEST, layout.OLDEST, layout.FREE, layout.ROW_FREE, layout.ALIAS_FREE, layout.EXTRA_FREE
     counters[list(lists)] = layout.NO_SLOT
     counters[layout.CAPACITY] = capacity_blocks
     counters[layout.BYTES_MAX] = capacity_bytes
-    sets = max(1, released_names // layout.RELEASED_WAYS)
-    # When a call begins, the ceiling holds (see `flat_update`).
+    sets = max(1, removed_hashes // layout.REMOVED_WAYS)
+    # The byte limit holds before each run (see `ensure_room`), and a run adds at most RUN_MAX entries.
     aliases = capacity_bytes // layout.ALIAS_BYTES + layout.RUN_MAX
-    further = capacity_bytes // layout.FURTHER_BYTES + layout.RUN_MAX
+    extra_copies = capacity_bytes // layout.EXTRA_BYTES + layout.RUN_MAX
     return FlatArrays(
         slots=slots,
         keys=slots.view(np.uint64),
         buckets=empty_table(capacity_blocks),
         rows=_empty_rows(capacity_blocks, capacity_bytes, tiers, 1),
-        names=reserved((capacity_blocks,), np.uint64),
+        hashes=reserved((capacity_blocks,), np.uint64),
         first_alias=reserved((capacity_blocks,), np.uint32),
-        name_buckets=empty_table(capacity_blocks + aliases),
+        hash_buckets=empty_table(capacity_blocks + aliases),
         aliases=reserved((aliases, 2), np.uint64),
-        further=reserved((further, 2), np.uint64),
-        further_buckets=empty_table(further),
-        released=reserved((sets, 2, layout.RELEASED_WAYS), np.uint64),
+        extra_copies=reserved((extra_copies, 2), np.uint64),
+        extra_copy_buckets=empty_table(extra_copies),
+        removed=reserved((sets, 2, layout.REMOVED_WAYS), np.uint64),
         pod_blocks=reserved((layout.PODS_MAX + 1,), np.int64),
         gone=reserved((layout.PODS_MAX + 1,), np.uint8),
-        lives=reserved((layout.PODS_MAX + 1,), np.uint64),
+        epochs=reserved((layout.PODS_MAX + 1,), np.uint64),
         counters=counters,
     )
 
 
 def _empty_rows(capacity_blocks: int, capacity_bytes: int, tiers: int, words: int) -> NDArray[np.uint64]:
-    """Rows of so many words for each tier, as many as there can be."""
+    """Reserve bitsets of `words` words per tier, as many as fit into the byte limit."""
     rows = min(capacity_blocks, capacity_bytes // (layout.BLOCK_BYTES + words * 8) + layout.RUN_MAX)
     return reserved((tiers, rows, words), np.uint64)
 
 
 def _for_pods(arrays: FlatArrays, pods: int) -> FlatArrays:
-    """Arrays whose rows have a bit for each of so many pods; all rows are copied where they had not."""
+    """Return arrays whose rows have a bit for each pod; copies all rows if they must become longer."""
     tiers, _, words = arrays.rows.shape
     if pods <= words * 64:
         return arrays

@@ -1,12 +1,12 @@
-"""Memory of the flat index: a few plain arrays, and what lies where in them.
+"""Memory layout of the flat index: its arrays and the constants that describe them.
 
-Slots: one block each, 32 bytes: its key, its neighbours in order of use, four holders. A holder is a pod's
-number, a bit for each tier that holds the block, and a bit for each tier with more than one copy. A fifth
-holder moves all of them to a row: one bitset of pods for each tier. Copies beyond the first are counted
-apart. Buckets find the slot of a key, name buckets the slot of an engine's hash ("name"), further buckets a
-count of copies; all are open-addressed, and an entry is 32 bits of a hash beside a number, so that they move
-without looking at a slot. A slot keeps one name; further ones, of engines that hash otherwise, are aliases.
-Each array is reserved for the most that the ceiling of bytes allows, and takes the memory that is used.
+A slot is one block in 32 bytes: key, LRU neighbours and four holders. A holder is a pod's number, a bit per
+tier that holds the block, and a bit per tier with more than one copy. A fifth holder moves all of them to a
+row: one bitset of pods per tier. Copies beyond the first are counted in a separate table. Three hash tables
+find the slot of a key, the slot of a scoped engine hash, and a count of extra copies. Their buckets hold 32
+bits of a hash and a number, so they can be moved without reading a slot. A slot keeps one engine hash; hashes
+of engines that hash differently are aliases. Each array is reserved for the maximum that the byte limit
+allows, but takes only the memory that is used.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ HOLDER = 4
 HOLDERS = 4
 LAST_HOLDER = HOLDER + HOLDERS - 1
 
-# Of a holder: pod's number, then a bit per tier, then a bit per tier that has further copies.
+# Bits of a holder: pod's number, one bit per tier, one bit per tier with extra copies.
 POD_MASK = 0xFFFF
 TIER_SHIFT = 16
 TIER_MASK = 0xFF
-FURTHER_SHIFT = 24
-# In the last holder of a slot whose first one is the number of a row.
+EXTRA_SHIFT = 24
+# Value of the last holder if the holders are in a row, whose number is the first holder.
 IN_ROW = 0xFFFF_FFFF
-# As the previous slot: no slot comes before; the slot is free.
+# Values of PREVIOUS: no previous slot; the slot is free.
 NO_SLOT = 0xFFFF_FFFF
 FREE_SLOT = 0xFFFF_FFFE
 PODS_MAX = 0xFFFF
@@ -50,61 +50,61 @@ EVICTED = 5
 ROW_FREE = 6
 ROWS_USED = 7
 ROWS = 8
-FURTHER = 9
+EXTRA_COPIES = 9
 ALIAS_FREE = 10
 ALIASES_USED = 11
 ALIASES = 12
-NAMES = 13
+HASHES = 13
 CAPACITY = 14
 BYTES_MAX = 15
-RELEASE_TURN = 16
-# So many tiers, the best ones, hold anything, or have done so.
+REMOVED_TURN = 16
+# Number of leading tiers that have ever held a block.
 TIERS_USED = 17
-FURTHER_FREE = 18
-FURTHER_USED = 19
+EXTRA_FREE = 18
+EXTRA_USED = 19
 COUNTERS = 20
 
-# A slot, its first name, its first alias, and its share of the two kinds of buckets at their usual load.
+# A slot, its first hash, its first alias, and its share of both hash tables at their usual load.
 BLOCK_BYTES = 32 + 8 + 4 + 2 * 12
 ALIAS_BYTES = 16 + 12
-FURTHER_BYTES = 16 + 12
+EXTRA_BYTES = 16 + 12
 
-# A set of released names: a line of the processor's cache each for names and keys.
-RELEASED_WAYS = 8
-RELEASED_NAME = 0
-RELEASED_KEY = 1
-# Most blocks, names or further copies that one run may bring.
+# A set of removed hashes: one cache line of hashes and one of keys.
+REMOVED_WAYS = 8
+REMOVED_HASH = 0
+REMOVED_KEY = 1
+# Maximum of blocks, hashes or extra copies that one run may add.
 RUN_MAX = 1 << 15
-# Most blocks of one part of a list: applying or listing them takes less than a millisecond.
+# Maximum of blocks per part of an exported view: exporting or restoring it takes less than a millisecond.
 PART_BLOCKS = 2048
 
 
 class FlatArrays(NamedTuple):
-    """All arrays of one index."""
+    """Arrays of one index."""
 
     slots: NDArray[np.uint32]  # [capacity, 8]
-    keys: NDArray[np.uint64]  # [capacity, 4], the same memory: column 0 is the key
-    buckets: NDArray[np.uint64]  # see `flat_buckets`: by a key's hash, slot + 1
+    keys: NDArray[np.uint64]  # [capacity, 4], view of `slots`: column 0 is the key
+    buckets: NDArray[np.uint64]  # table (see `hash_table`): key -> slot + 1
     rows: NDArray[np.uint64]  # [tiers, rows, words]: bitsets of pods; an unused tier takes no memory
-    names: NDArray[np.uint64]  # [capacity]: the first name of each slot; 0: none
-    first_alias: NDArray[np.uint32]  # [capacity]: further names of each slot; NO_SLOT: none
-    name_buckets: NDArray[np.uint64]  # by a name's hash, slot + 1 or ALIAS_BIT | alias + 1
-    aliases: NDArray[np.uint64]  # [n, 2]: a name, and its slot << 32 | the slot's next alias
-    further: NDArray[np.uint64]  # [n, 2]: which (slot, pod, tier), and how many copies beyond the first
-    further_buckets: NDArray[np.uint64]  # by the hash of (slot, pod, tier), the place in `further` + 1
-    # [sets, 2, RELEASED_WAYS]: names mixed with lives of pods' blocks that went, and keys
-    released: NDArray[np.uint64]
+    hashes: NDArray[np.uint64]  # [capacity]: first scoped hash of each slot; 0: none
+    first_alias: NDArray[np.uint32]  # [capacity]: first alias of each slot; NO_SLOT: none
+    hash_buckets: NDArray[np.uint64]  # table: scoped hash -> slot + 1 or ALIAS_BIT | alias + 1
+    aliases: NDArray[np.uint64]  # [n, 2]: scoped hash, slot << 32 | the slot's next alias
+    extra_copies: NDArray[np.uint64]  # [n, 2]: (slot, pod, tier), number of copies beyond the first
+    extra_copy_buckets: NDArray[np.uint64]  # table: (slot, pod, tier) -> place in `extra_copies` + 1
+    # [sets, 2, REMOVED_WAYS]: scoped hashes of removed blocks, mixed with their pod's epoch, and their keys
+    removed: NDArray[np.uint64]
     pod_blocks: NDArray[np.int64]  # [PODS_MAX + 1]: blocks that each pod holds
-    gone: NDArray[np.uint8]  # [PODS_MAX + 1]: 1 where a pod's holdings are void, but not yet swept out
-    lives: NDArray[np.uint64]  # [PODS_MAX + 1]: which life each pod's number stands for
+    gone: NDArray[np.uint8]  # [PODS_MAX + 1]: 1 where a pod was removed but not yet swept
+    epochs: NDArray[np.uint64]  # [PODS_MAX + 1]: epoch of the pod that has this number
     counters: NDArray[np.int64]  # [COUNTERS]
 
 
 class HeldBlocks(NamedTuple):
-    """Blocks that one KV cache group of a pod holds, as columns."""
+    """Blocks held by one KV cache group of a pod, as columns."""
 
     keys: NDArray[np.uint64]  # [blocks]
-    tiers: NDArray[np.uint8]  # [blocks]: a bit for each tier that holds it
-    name_counts: NDArray[np.uint8]  # [blocks]: how many of `names` are its
-    names: NDArray[np.uint64]  # [names], block after block
-    copies: NDArray[np.int64]  # [copies, 3]: place of a block, tier, and copies beyond the first
+    tiers: NDArray[np.uint8]  # [blocks]: a bit per tier that holds the block
+    hash_counts: NDArray[np.uint8]  # [blocks]: how many of `hashes` belong to the block
+    hashes: NDArray[np.uint64]  # [hashes], scoped, block after block
+    copies: NDArray[np.int64]  # [copies, 3]: place of a block, tier, number of copies beyond the first

@@ -1,8 +1,8 @@
-"""Kernels of the flat index: how far each of many pods holds a chain, in one pass over its blocks.
+"""Kernels of the flat index: longest cached prefix of many pods, in one pass over the prompt's blocks.
 
-A pod's blocks are counted in intervals: it enters a tier at one block and leaves it at a later one, so that
-blocks where nothing changes cost nothing per pod. While many pods are in the race they are bitsets; when a
-block has no row, four at most are left, and followed one by one.
+A pod's blocks are counted in intervals: it enters a tier at one block and leaves it at a later one, so blocks
+at which nothing changes cost nothing per pod. As long as blocks have rows, the remaining pods are bitsets. At
+the first block without a row at most four pods remain, and are followed one by one.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _WORD_BITS = np.uint64(63)
 
 
 class Scratch(NamedTuple):
-    """Memory of one match, made once; see `scratch`."""
+    """Scratch memory of a match, reused by all; see `scratch`."""
 
-    racing: NDArray[np.uint64]  # uint64 [words]: the pods that hold all blocks so far
-    current: NDArray[np.uint64]  # uint64 [tiers, words]: those of them that are in this tier since some block
-    since: NDArray[np.int64]  # int64 [pods]: that block
-    sums: NDArray[np.int32]  # int32 [pods, tiers]: blocks counted so far
-    # int64 [HOLDERS, 3]: pods that are followed one by one, their tier, and since when.
+    racing: NDArray[np.uint64]  # [words]: bitset of the pods that hold all blocks so far
+    current: NDArray[np.uint64]  # [tiers, words]: those of `racing` whose best tier is this one
+    since: NDArray[np.int64]  # [pods]: block at which the pod entered that tier
+    sums: NDArray[np.int32]  # [pods, tiers]: blocks counted so far
+    # [HOLDERS, 3]: pods that are followed one by one, their best tier, block at which they entered it.
     followed: NDArray[np.int64]
 
 
 def scratch(rows: NDArray[np.uint64]) -> Scratch:
-    """Memory for matches on an index with such rows."""
+    """Allocate scratch memory for an index with these rows."""
     tiers, _, words = rows.shape
     return Scratch(
         racing=np.zeros(words, np.uint64),
@@ -59,22 +59,22 @@ def match_blocks(
     counts: NDArray[np.int32],
     blocks: NDArray[np.int32],
 ) -> int:
-    """Counts the blocks of each pod's longest unbroken prefix, and uses those of the longest.
+    """Count each pod's longest cached prefix, and mark the blocks of the longest one as used.
 
     Args:
         keys: uint64 [blocks].
-        pods: int64 [pods], their numbers; -1 for one that holds nothing.
+        pods: int64 [pods], numbers; -1 for a pod that holds nothing.
         chain: int64 [blocks or more], written: slots.
-        counts: int32 [pods, tiers], zeros, written: blocks by the best tier that holds them.
+        counts: int32 [pods, tiers], zeros, written: blocks of the prefix by their best tier.
         blocks: int32 [pods], written: their sums.
 
     Returns:
-        Length of the longest prefix.
+        Length of the longest prefix in blocks.
     """
     tiers = arrays.counters[layout.TIERS_USED]
-    # Nobody asked for uses no block.
-    longest = len(keys) if _line_up(memory, pods, tiers) else 0
-    # -1: the race is run in bitsets.
+    # Without pods no block counts as used.
+    longest = len(keys) if _start_race(memory, pods, tiers) else 0
+    # Number of followed pods; -1 while the pods are bitsets.
     followers = -1
     guess = np.int64(-1)
     for place in range(longest):
@@ -107,7 +107,7 @@ def _write_sums(
     counts: NDArray[np.int32],
     blocks: NDArray[np.int32],
 ) -> None:
-    """Writes what was counted of each pod that was asked for."""
+    """Write the counts of each queried pod."""
     for place in range(len(pods)):
         total = np.int32(0)
         for tier in range(tiers):
@@ -118,8 +118,8 @@ def _write_sums(
 
 
 @inlined
-def _line_up(memory: Scratch, pods: NDArray[np.int64], tiers: int) -> bool:
-    """Begins a race; tells whether anybody takes part."""
+def _start_race(memory: Scratch, pods: NDArray[np.int64], tiers: int) -> bool:
+    """Reset the scratch memory for these pods; return whether any of them has a number."""
     anybody = False
     for word in range(len(memory.racing)):
         memory.racing[word] = NOTHING
@@ -137,7 +137,7 @@ def _line_up(memory: Scratch, pods: NDArray[np.int64], tiers: int) -> bool:
 
 @inlined
 def _all_in_best(arrays: FlatArrays, slot: int, memory: Scratch) -> bool:
-    """Whether all pods in the race held the last block in the best tier, and hold this one there."""
+    """Return whether all racing pods hold this block and the one before in the best tier."""
     row = np.int64(arrays.slots[slot, layout.HOLDER])
     others = NOTHING
     for word in range(len(memory.racing)):
@@ -148,11 +148,7 @@ def _all_in_best(arrays: FlatArrays, slot: int, memory: Scratch) -> bool:
 
 @inlined
 def _race(arrays: FlatArrays, slot: int, place: int, memory: Scratch, tiers: int) -> bool:
-    """Notes which pods leave the race at this block, and which of the others hold it in another tier.
-
-    Returns:
-        Whether any is left.
-    """
+    """Drop pods that lack this block, record tier changes of the others; return whether any is left."""
     row = np.int64(arrays.slots[slot, layout.HOLDER])
     left_any = NOTHING
     for word in range(len(memory.racing)):
@@ -167,7 +163,7 @@ def _race(arrays: FlatArrays, slot: int, place: int, memory: Scratch, tiers: int
 def _change_tiers(
     arrays: FlatArrays, row: int, word: int, place: int, memory: Scratch, tiers: int
 ) -> np.uint64:
-    """Of 64 pods not all of which hold the last block and this one in the best tier: tells who is left."""
+    """Record the tier changes of 64 pods at this block; return the bitset of those that hold it."""
     racing = memory.racing[word]
     held = NOTHING
     for tier in range(tiers):
@@ -176,14 +172,14 @@ def _change_tiers(
         old = memory.current[tier, word]
         memory.current[tier, word] = here
         _leave(memory, tier, word, old & ~here, place)
-        _come(memory, tier, tiers, word, here & ~old, place)
+        _enter(memory, tier, tiers, word, here & ~old, place)
     memory.racing[word] = held
     return held
 
 
 @inlined
 def _leave(memory: Scratch, tier: int, word: int, bits: np.uint64, place: int) -> None:
-    """Counts the intervals of pods that are in this tier no more."""
+    """Count the intervals of pods that leave this tier."""
     while bits != NOTHING:
         pod = (word << 6) + lowest_bit(bits)
         bits &= bits - ONE
@@ -191,10 +187,10 @@ def _leave(memory: Scratch, tier: int, word: int, bits: np.uint64, place: int) -
 
 
 @inlined
-def _come(memory: Scratch, tier: int, tiers: int, word: int, bits: np.uint64, place: int) -> None:
-    """Begins the intervals of pods that are in this tier from now on."""
+def _enter(memory: Scratch, tier: int, tiers: int, word: int, bits: np.uint64, place: int) -> None:
+    """Start the intervals of pods that enter this tier."""
     for slower in range(tier + 1, tiers):
-        # Who comes from a slower tier has not been counted there yet.
+        # A pod that moves up from a slower tier has not been counted there yet.
         moved = memory.current[slower, word] & bits
         memory.current[slower, word] ^= moved
         _leave(memory, slower, word, moved, place)
@@ -205,7 +201,7 @@ def _come(memory: Scratch, tier: int, tiers: int, word: int, bits: np.uint64, pl
 
 @inlined
 def _begin_following(arrays: FlatArrays, slot: int, place: int, memory: Scratch, tiers: int) -> int:
-    """Turns from bitsets to the few pods that hold this block; tells how many."""
+    """Switch from bitsets to following the pods that hold this block; return their number."""
     followed = memory.followed
     followers = 0
     for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
@@ -233,7 +229,7 @@ def _begin_following(arrays: FlatArrays, slot: int, place: int, memory: Scratch,
 
 @inlined
 def _end_intervals(memory: Scratch, place: int, tiers: int) -> None:
-    """Counts the intervals of all pods that are still in bitsets up to this block."""
+    """Count the open intervals of all bitset pods up to this block."""
     for word in range(len(memory.racing)):
         for tier in range(tiers):
             _leave(memory, tier, word, memory.current[tier, word], place)
@@ -241,7 +237,7 @@ def _end_intervals(memory: Scratch, place: int, tiers: int) -> None:
 
 @inlined
 def _follow(arrays: FlatArrays, slot: int, place: int, memory: Scratch, followers: int) -> int:
-    """Looks for the followed pods in this block; tells how many are left."""
+    """Update the followed pods at this block; return how many of them hold it."""
     followed = memory.followed
     follower = 0
     while follower < followers:
@@ -265,7 +261,7 @@ def _follow(arrays: FlatArrays, slot: int, place: int, memory: Scratch, follower
 
 @inlined
 def _finish(longest: int, memory: Scratch, followers: int, tiers: int) -> None:
-    """Counts the intervals that last to the end."""
+    """Count the intervals that are open at the end."""
     if followers < 0:
         _end_intervals(memory, longest, tiers)
     for follower in range(max(0, followers)):
@@ -275,7 +271,7 @@ def _finish(longest: int, memory: Scratch, followers: int, tiers: int) -> None:
 
 @kernel
 def held_blocks(arrays: FlatArrays, keys: NDArray[np.uint64], pod: int, tiers: NDArray[np.uint8]) -> None:
-    """Writes, for each key, a bit for each tier in which the pod holds it."""
+    """Write, per key, a bit for each tier in which the pod holds it."""
     guess = np.int64(-1)
     for place in range(len(keys)):
         slot = find(arrays, keys[place], guess)
@@ -290,7 +286,7 @@ def cut_to_strides(
 ) -> None:
     """Round each row's blocks down to a multiple of its stride.
 
-    An engine drops the end of a chain first, so what is cut off lies in the slowest tier that holds any.
+    Engines evict the end of a chain first, so the blocks cut off are taken from the slowest tiers.
     """
     for row in range(len(blocks)):
         over = blocks[row] % strides[row]

@@ -1,4 +1,4 @@
-"""Kernels of the flat index: blocks in, blocks out, and the least recently used out when there is no room."""
+"""Kernels of the flat index: store and remove blocks, evict the least recently used ones."""
 
 from __future__ import annotations
 
@@ -7,68 +7,68 @@ from numpy.typing import NDArray
 
 from common.jit import inlined, kernel
 from indexer.index import layout
-from indexer.index.engine_hashes import find_named, forget_names, give_name, remember_released
+from indexer.index.engine_hashes import add_hash, delete_hashes, find_by_hash, remember_removed
 from indexer.index.hash_table import (
+    allocate_slot,
     delete,
     find,
-    give_slot,
+    free_slot,
+    grow_table,
     hash_bits,
     insert,
     link,
-    room_for,
-    take_slot,
     unlink,
     use,
 )
-from indexer.index.holders import drop_holders, held_tiers, hold, release
+from indexer.index.holders import add_holder, drop_holders, held_tiers, remove_copy
 from indexer.index.layout import NOTHING, FlatArrays
 
 
 @inlined
 def used_bytes(arrays: FlatArrays) -> int:
-    """Memory of what is held."""
+    """Return the memory of all blocks, rows, aliases and extra copies in bytes."""
     counters = arrays.counters
     row_bytes = counters[layout.TIERS_USED] * arrays.rows.shape[2] * 8
     return (
         counters[layout.BLOCKS] * layout.BLOCK_BYTES
         + counters[layout.ROWS] * row_bytes
         + counters[layout.ALIASES] * layout.ALIAS_BYTES
-        + counters[layout.FURTHER] * layout.FURTHER_BYTES
+        + counters[layout.EXTRA_COPIES] * layout.EXTRA_BYTES
     )
 
 
 @kernel
-def drop_slot(arrays: FlatArrays, slot: int) -> None:
-    """As `forget_slot`, compiled by itself: for where it is rarely called."""
-    forget_slot(arrays, slot)
+def free_block_out_of_line(arrays: FlatArrays, slot: int) -> None:
+    """Call `free_block`, compiled as a function of its own for callers that rarely need it."""
+    free_block(arrays, slot)
 
 
 @inlined
-def forget_slot(arrays: FlatArrays, slot: int) -> None:
-    """Forgets a block that nobody holds."""
-    forget_names(arrays, slot)
+def free_block(arrays: FlatArrays, slot: int) -> None:
+    """Delete a block that has no holder."""
+    delete_hashes(arrays, slot)
     delete(arrays.buckets, hash_bits(arrays.keys[slot, 0]), slot + 1)
     unlink(arrays, slot)
-    give_slot(arrays, slot)
+    free_slot(arrays, slot)
     arrays.counters[layout.BLOCKS] -= 1
 
 
 @kernel
 def evict_oldest(arrays: FlatArrays, blocks: int) -> int:
-    """Drops so many of the least recently used blocks with all their holders; tells how many there were."""
+    """Evict the least recently used blocks, at most `blocks`; return how many were evicted."""
     for dropped in range(blocks):
         slot = arrays.counters[layout.OLDEST]
         if slot == layout.NO_SLOT:
             return dropped
         drop_holders(arrays, slot, False)
-        drop_slot(arrays, slot)
+        free_block_out_of_line(arrays, slot)
         arrays.counters[layout.EVICTED] += 1
     return blocks
 
 
 @inlined
 def make_room(arrays: FlatArrays, blocks: int, spared: int) -> None:
-    """Evicts until so many more blocks fit in the bytes, but spares the most recently used ones."""
+    """Evict until this many new blocks fit into the byte limit, but keep the `spared` most recently used."""
     counters = arrays.counters
     while (
         counters[layout.BLOCKS] > spared
@@ -79,14 +79,14 @@ def make_room(arrays: FlatArrays, blocks: int, spared: int) -> None:
 
 @inlined
 def insert_block(arrays: FlatArrays, key: np.uint64, before: int) -> int:
-    """Makes a slot for a new block, behind `before` in the order of use; it must be given a holder."""
+    """Create a slot for a new block after `before` in the LRU list. The caller adds a holder."""
     if arrays.counters[layout.BLOCKS] >= arrays.counters[layout.CAPACITY]:
         evict_oldest(arrays, 1)
-    slot = take_slot(arrays)
+    slot = allocate_slot(arrays)
     arrays.keys[slot, 0] = key
     for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
         arrays.slots[slot, column] = np.uint32(0)
-    arrays.names[slot] = NOTHING
+    arrays.hashes[slot] = NOTHING
     arrays.first_alias[slot] = np.uint32(layout.NO_SLOT)
     insert(arrays.buckets, hash_bits(key), slot + 1)
     link(arrays, slot, slot, before)
@@ -96,10 +96,10 @@ def insert_block(arrays: FlatArrays, key: np.uint64, before: int) -> int:
 
 @inlined
 def place_blocks(arrays: FlatArrays, keys: NDArray[np.uint64], chain: NDArray[np.int64]) -> None:
-    """Finds or makes the slots of a run of blocks, and makes them the most recently used, the first the most.
+    """Find or create the slots of a run of blocks and make them the most recently used, the first the most.
 
     Args:
-        keys: uint64 [blocks], no more than the capacity: those of the run never evict one another.
+        keys: uint64 [blocks], at most the capacity, so that blocks of the run never evict one another.
         chain: int64 [blocks], written: their slots.
     """
     blocks = len(keys)
@@ -120,7 +120,7 @@ def place_blocks(arrays: FlatArrays, keys: NDArray[np.uint64], chain: NDArray[np
     for place in range(blocks):
         slot = chain[place]
         if slot < 0:
-            # The call itself may name a key twice.
+            # An earlier place of this run may have the same key.
             slot = find(arrays, keys[place], -1) if place else -1
             if slot < 0:
                 slot = insert_block(arrays, keys[place], before)
@@ -134,29 +134,29 @@ def store_blocks(
     pod: int,
     tier: int,
     keys: NDArray[np.uint64],
-    names: NDArray[np.uint64],
+    hashes: NDArray[np.uint64],
     chain: NDArray[np.int64],
 ) -> int:
-    """Count one copy of each block, found by its name from now on.
+    """Add one copy of each block under its scoped hash.
 
     Args:
-        names: uint64 [blocks], or empty: the blocks get no names.
+        hashes: uint64 [blocks]; empty for blocks without hashes.
         chain: int64 [blocks], written.
 
     Returns:
-        How many names meant other blocks.
+        How many hashes stood for other blocks; these are removed.
     """
     reused = 0
-    for place in range(len(names)):
-        slot = find_named(arrays, names[place], pod)
+    for place in range(len(hashes)):
+        slot = find_by_hash(arrays, hashes[place], pod)
         if slot >= 0 and arrays.keys[slot, 0] != keys[place]:
-            forget_pod(arrays, slot, pod)
+            remove_pod(arrays, slot, pod)
             reused += 1
     place_blocks(arrays, keys, chain)
     for place in range(len(keys)):
-        hold(arrays, chain[place], pod, tier, 1)
-        if len(names):
-            give_name(arrays, chain[place], names[place])
+        add_holder(arrays, chain[place], pod, tier, 1)
+        if len(hashes):
+            add_hash(arrays, chain[place], hashes[place])
     return reused
 
 
@@ -166,29 +166,29 @@ def store_with_room(
     pod: int,
     tier: int,
     keys: NDArray[np.uint64],
-    names: NDArray[np.uint64],
+    hashes: NDArray[np.uint64],
     chain: NDArray[np.int64],
 ) -> int:
-    """`for_blocks` and `store_blocks` in one call: to hand the arrays over costs as much as a few blocks."""
-    for_blocks(arrays, len(keys))
-    return store_blocks(arrays, pod, tier, keys, names, chain)
+    """Call `ensure_room` and `store_blocks` at once: passing the arrays costs as much as a few blocks."""
+    ensure_room(arrays, len(keys))
+    return store_blocks(arrays, pod, tier, keys, hashes, chain)
 
 
 @kernel
-def forget_pod(arrays: FlatArrays, slot: int, pod: int) -> None:
-    """Takes all of a pod's copies of a block away."""
+def remove_pod(arrays: FlatArrays, slot: int, pod: int) -> None:
+    """Remove all of a pod's copies of a block."""
     for tier in range(arrays.counters[layout.TIERS_USED]):
         left = 0
         while left == 0:
-            left = release(arrays, slot, pod, tier)
+            left = remove_copy(arrays, slot, pod, tier)
         if left == 2:
-            drop_slot(arrays, slot)
+            free_block_out_of_line(arrays, slot)
             return
 
 
 @kernel
 def remove_blocks(arrays: FlatArrays, pod: int, tier: int, keys: NDArray[np.uint64]) -> int:
-    """Counts a copy less of each block; tells how many holdings ended with it."""
+    """Remove one copy of each block; return how many were the pod's last in this tier."""
     ended = 0
     guess = np.int64(-1)
     for place in range(len(keys)):
@@ -196,45 +196,45 @@ def remove_blocks(arrays: FlatArrays, pod: int, tier: int, keys: NDArray[np.uint
         if slot < 0:
             continue
         guess = slot + 1
-        outcome = release(arrays, slot, pod, tier)
+        outcome = remove_copy(arrays, slot, pod, tier)
         if outcome > 0:
             ended += 1
         if outcome == 2:
-            drop_slot(arrays, slot)
+            free_block_out_of_line(arrays, slot)
     return ended
 
 
 @inlined
-def remove_named(arrays: FlatArrays, pod: int, tier: int, names: NDArray[np.uint64]) -> int:
-    """Count one copy less of the blocks that a pod holds under these names; answers as `release` at most."""
+def remove_by_hash(arrays: FlatArrays, pod: int, tier: int, hashes: NDArray[np.uint64]) -> int:
+    """Remove one copy of the blocks that a pod holds under these hashes; return the highest `remove_copy`."""
     most = -1
-    for place in range(len(names)):
-        slot = find_named(arrays, names[place], pod)
+    for place in range(len(hashes)):
+        slot = find_by_hash(arrays, hashes[place], pod)
         if slot < 0:
             continue
         key = arrays.keys[slot, 0]
-        outcome = release(arrays, slot, pod, tier)
+        outcome = remove_copy(arrays, slot, pod, tier)
         most = max(most, outcome)
         if outcome > 0 and (outcome == 2 or held_tiers(arrays, slot, pod) == 0):
-            remember_released(arrays, names[place], pod, key)
+            remember_removed(arrays, hashes[place], pod, key)
         if outcome == 2:
-            forget_slot(arrays, slot)
+            free_block(arrays, slot)
     return most
 
 
 @kernel
 def sweep(arrays: FlatArrays, start: int, stop: int) -> None:
-    """Takes the holdings of pods that are gone out of these slots."""
+    """Remove the holders of these slots whose pods are gone."""
     for slot in range(start, min(stop, arrays.counters[layout.SLOTS_USED])):
         if arrays.slots[slot, layout.PREVIOUS] != np.uint32(layout.FREE_SLOT) and drop_holders(
             arrays, slot, True
         ):
-            drop_slot(arrays, slot)
+            free_block_out_of_line(arrays, slot)
 
 
 @kernel
 def count_blocks(arrays: FlatArrays, pod: int, tier: int, start: int, stop: int) -> int:
-    """Counts the blocks that a pod holds in one tier in these slots."""
+    """Count the blocks of these slots that a pod holds in one tier."""
     found = 0
     for slot in range(start, min(stop, arrays.counters[layout.SLOTS_USED])):
         if arrays.slots[slot, layout.PREVIOUS] != np.uint32(layout.FREE_SLOT):
@@ -243,16 +243,16 @@ def count_blocks(arrays: FlatArrays, pod: int, tier: int, start: int, stop: int)
 
 
 @kernel
-def for_blocks(arrays: FlatArrays, blocks: int) -> None:
-    """Makes room for a run of so many blocks, each with a name and further copies.
+def ensure_room(arrays: FlatArrays, blocks: int) -> None:
+    """Ensure room in all tables for a run of this many blocks, each with a hash and extra copies.
 
-    What runs before this one brought for blocks that were known already (names, holders, copies) may have
-    gone beyond the ceiling: the least recently used blocks leave for it.
+    Earlier runs may have exceeded the byte limit by adding hashes, holders and copies to existing blocks;
+    the least recently used blocks are evicted for it.
     """
     counters = arrays.counters
     while used_bytes(arrays) > counters[layout.BYTES_MAX] and evict_oldest(arrays, 1):
         pass
     capacity = counters[layout.CAPACITY]
-    room_for(arrays.buckets, min(counters[layout.BLOCKS] + blocks, capacity), capacity)
-    room_for(arrays.name_buckets, counters[layout.NAMES] + blocks, capacity + layout.RUN_MAX)
-    room_for(arrays.further_buckets, counters[layout.FURTHER] + blocks, capacity + layout.RUN_MAX)
+    grow_table(arrays.buckets, min(counters[layout.BLOCKS] + blocks, capacity), capacity)
+    grow_table(arrays.hash_buckets, counters[layout.HASHES] + blocks, capacity + layout.RUN_MAX)
+    grow_table(arrays.extra_copy_buckets, counters[layout.EXTRA_COPIES] + blocks, capacity + layout.RUN_MAX)

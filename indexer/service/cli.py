@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from common.flags import CommandParser, add_flags, file_flag, flag, pair, port
-from common.page_server import Lane, PageServer, Request, Response
+from common.page_server import BoundedExecutor, PageServer, Request, Response
 from indexer.config import IndexerConfig, PodStream, index_config
 from indexer.errors import ConfigError, IndexerError, ListenError
 from indexer.kv_indexer import KvIndexer
@@ -168,7 +168,7 @@ def _metrics_server(host: str, port: int, registry: CollectorRegistry) -> PageSe
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise ListenError(f"--metrics-port {port}: cannot listen: {error.strerror}") from error
-    lane = Lane("metrics")
+    lane = BoundedExecutor("metrics")
 
     async def answer(request: Request) -> Response:
         if request.path != "/metrics":

@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from common.tls import FollowedFiles
+from common.tls import FileReloader
 from indexer._pb import indexer_pb2 as pb
 from indexer._pb import indexer_pb2_grpc as pb_grpc
 from indexer.config import PodStream
@@ -247,7 +247,7 @@ def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.Se
 
     try:
         files = [path for path in (cert, key, client_ca) if path is not None]
-        followed = FollowedFiles("grpc", files, load)
+        followed = FileReloader("grpc", files, load)
     except OSError as error:
         raise ConfigError(f"TLS: {error.filename}: cannot be read: {error.strerror}") from error
     used = [followed.current()]

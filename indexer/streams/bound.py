@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -21,10 +21,7 @@ from indexer.config import PodStream
 from indexer.errors import ListenError, PayloadError
 from indexer.streams.actions import Batch
 from indexer.streams.dialled import ReplayingStream, close_subscription, parse_live, subscription
-from indexer.streams.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES
-
-if TYPE_CHECKING:
-    from indexer.streams.subscriber import Subscriber
+from indexer.streams.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES, StreamThread
 
 _NOBODY = "inbox"
 # With the limit of pods reached, undeclared pods are rejected without a check for this time.
@@ -108,7 +105,7 @@ class BoundSocket:
         ListenError: The address is in use or not local.
     """
 
-    def __init__(self, subscriber: Subscriber) -> None:
+    def __init__(self, subscriber: StreamThread) -> None:
         config = subscriber.config
         assert config.events_bind is not None
         self.name = _NOBODY

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -21,10 +20,7 @@ from indexer.config import PodStream
 from indexer.errors import PayloadError
 from indexer.index.contract import StreamState
 from indexer.streams.actions import Action, Batch, Fetch, Purpose, Replay
-from indexer.streams.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES, EngineStream
-
-if TYPE_CHECKING:
-    from indexer.streams.subscriber import Subscriber
+from indexer.streams.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES, EngineStream, StreamThread
 
 _RETRY_S, RETRY_MAX_S = 0.1, 5.0
 _REOPEN_S = 0.1
@@ -228,7 +224,7 @@ class ReplayingStream(EngineStream):
 class DialledStream(ReplayingStream):
     """Stream of an engine whose publisher we connect to."""
 
-    def __init__(self, stream: PodStream, subscriber: Subscriber) -> None:
+    def __init__(self, stream: PodStream, subscriber: StreamThread) -> None:
         super().__init__(stream, subscriber)
         # The subscription and its monitor socket.
         self._link: tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None = None

@@ -27,7 +27,7 @@ from indexer.metrics import IndexerMetrics
 from indexer.streams.engine_registry import EngineRegistry
 from indexer.streams.snapshot import Fetched, Snapshot
 from indexer.tiers import GPU_TIER, Tiers
-from indexer.views.applier import FlatApplier, FlatEngine
+from indexer.views.applier import ApplierContext, EventApplier
 from indexer.views.hybrid import HybridMatcher
 from indexer.views.pod_view import PodView
 from indexer.views.view_parts import Entry, Outcome, ViewContent, ViewFacts, ViewPart, decode_entry
@@ -76,8 +76,8 @@ class Ingest:
         self.metrics = IndexerMetrics(registry, stats=self.index.stats, speculative=self._speculative_entries)
         self.mismatches = MismatchWatch(self.metrics)
         self.engine_registry = EngineRegistry()
-        self._engine = FlatEngine(self.config, self.index, self.hasher)
-        self._pods: dict[str, FlatApplier] = {}
+        self._engine = ApplierContext(self.config, self.index, self.hasher)
+        self._pods: dict[str, EventApplier] = {}
         # Pending stores by engine, as last written to the metrics.
         self._orphans: dict[str, int] = {}
 
@@ -99,15 +99,15 @@ class Ingest:
         return (held - held // _COUNT_MARGIN) // split
 
     def opened(self, stream: PodStream) -> None:
-        self._pods[stream.holder] = FlatApplier(self._engine, stream)
+        self._pods[stream.holder] = EventApplier(self._engine, stream)
         self.engine_registry.add(stream)
         at = stream.events_endpoint or self.config.events_bind
         _note("stream_opened", stream.holder, "stream opened: pod=%s model=%s endpoint=%s", stream.model, at)
 
     def closed(self, pod: str) -> None:
         self._pods.pop(pod).view.clear()
-        self.hybrid.learn(pod, None)
-        self.index.learn_stride(pod, 1)
+        self.hybrid.set_groups(pod, None)
+        self.index.set_stride(pod, 1)
         self.speculation.drop_pod(self.engine_registry.pod(pod))
         self.mismatches.forget_pod(self.engine_registry.pod(pod))
         self.engine_registry.remove(pod)
@@ -124,7 +124,7 @@ class Ingest:
         self._count(pod, outcome)
         keys = _joined(outcome.stored)
         key_list = keys.tolist()
-        self._set_invalid(pod, "events", state.view.doubt)
+        self._set_invalid(pod, "events", state.view.invalid_reason)
         if outcome.runs:
             self.mismatches.stored(serving, outcome.runs, key_list)
             self.reconsider(serving)
@@ -138,10 +138,10 @@ class Ingest:
         view, outcome = self._pods[pod].view, Outcome()
         for data in entries:
             try:
-                stored, damage = view.take(decode_entry(data, len(self.index.tiers.names)))
+                stored, damage = view.apply_entry(decode_entry(data, len(self.index.tiers.names)))
             except PayloadError as error:
                 self.rejected(pod, error.reason)
-                outcome.doubt(error.reason)
+                outcome.invalidate(error.reason)
             else:
                 outcome.stored += stored
                 outcome.damage = outcome.damage or damage
@@ -151,13 +151,13 @@ class Ingest:
             self._notify_stored(self.engine_registry.pod(pod), keys, keys.tolist())
         return outcome
 
-    def state_of(self, pod: str) -> FlatApplier:
+    def state_of(self, pod: str) -> EventApplier:
         return self._pods[pod]
 
     def clear(self, pod: str, reason: str) -> None:
         self._pods[pod].view.clear()
         self._set_invalid(pod, "events", None)
-        self.hybrid.learn(pod, None)
+        self.hybrid.set_groups(pod, None)
         self.speculation.drop_pod(self.engine_registry.pod(pod))
         self.metrics.clears.labels(reason).inc()
         _repeated.event("view_dropped", pod, "view dropped: pod=%s reason=%s", pod, reason)
@@ -215,8 +215,8 @@ class Ingest:
             PeerError: The view holds state that an export cannot carry.
         """
         view = self._pods[pod].view
-        if view.unlisted is not None:
-            raise PeerError(view.unlisted, "the view cannot be exported in its present state")
+        if view.unexportable is not None:
+            raise PeerError(view.unexportable, "the view cannot be exported in its present state")
         return ViewContent(view.facts(), self.index.evicted_blocks, view.parts())
 
     def restore_facts(self, pod: str, facts: ViewFacts) -> None:
@@ -226,7 +226,7 @@ class Ingest:
     def restore(self, pod: str, part: ViewPart | Entry) -> None:
         """Add a part of another router's view, or apply changes recorded since it was exported."""
         if isinstance(part, Entry):
-            self._pods[pod].view.take(part)
+            self._pods[pod].view.apply_entry(part)
             self._learn(pod, self._pods[pod].view)
             return
         self._pods[pod].view.restore(part)
@@ -262,10 +262,10 @@ class Ingest:
         _repeated.event("socket_error", pod, "socket error: operation=%s pod=%s", operation, pod)
 
     def _learn(self, pod: str, view: PodView) -> None:
-        self.hybrid.learn(pod, view.groups)
+        self.hybrid.set_groups(pod, view.groups)
         # A cleared view has no block size; the engine's next process most likely has the same one.
         if (block_tokens := view.block_tokens) is not None:
-            self.index.learn_stride(pod, max(1, block_tokens // self.hasher.block_tokens))
+            self.index.set_stride(pod, max(1, block_tokens // self.hasher.block_tokens))
 
     def _notify_stored(self, serving: str, keys: Keys, key_list: Sequence[int]) -> None:
         now_s = self.clock()

@@ -12,18 +12,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from indexer.config import PodStream
+import zmq
+
+from indexer.config import IndexerConfig, PodStream
 from indexer.index.contract import StreamState
 from indexer.streams.actions import Action, Apply, Batch, Clear, Fetch, Replay
-from indexer.streams.snapshot import Fetched, Snapshot
+from indexer.streams.ingest import Ingest
+from indexer.streams.snapshot import Fetched, Snapshot, SnapshotFetcher
 from indexer.streams.state_machine import StreamMachine
 from indexer.streams.view_export import Feed, ViewExports, exportable_batch
 from indexer.views.view_parts import Entry, Outcome, ViewPart, ViewSnapshot
-
-if TYPE_CHECKING:
-    from indexer.streams.subscriber import Subscriber
 
 # Limits of one stream's turn on the thread, before the other streams have theirs.
 TURN_MESSAGES = 64
@@ -43,10 +43,39 @@ _FETCH_SPACING_S = 1.0
 REPAIR_FIRST_S, _REPAIR_LAST_S = 30.0, 600.0
 
 
+class PolledSource(Protocol):
+    """Owner of sockets that the subscriber thread polls."""
+
+    @property
+    def name(self) -> str: ...
+
+    def reset(self, now_s: float) -> None: ...
+
+
+class StreamThread(Protocol):
+    """Thread on which streams run, and what they share; see `Subscriber`."""
+
+    config: IndexerConfig
+    ingest: Ingest
+    clock: Callable[[], float]
+    context: zmq.Context[zmq.Socket[bytes]]
+    fetcher: SnapshotFetcher
+    free_replays: int
+    has_peers: bool
+
+    def call(self, act: Callable[[], None]) -> None: ...
+    def guarded(self, owner: PolledSource, step: Callable[[float], object]) -> None: ...
+    def watch(
+        self, owner: PolledSource, watched: zmq.Socket[bytes], on_readable: Callable[[float], None]
+    ) -> None: ...
+    def unwatch(self, watched: zmq.Socket[bytes]) -> None: ...
+    def end_relay(self, engine: str) -> None: ...
+
+
 class EngineStream:
     """Stream of one engine and the recovery of its view. An error drops this view and no other."""
 
-    def __init__(self, stream: PodStream, subscriber: Subscriber) -> None:
+    def __init__(self, stream: PodStream, subscriber: StreamThread) -> None:
         self.stream, self.name, self._subscriber = stream, stream.holder, subscriber
         self._config, self._ingest = subscriber.config, subscriber.ingest
         self._machine = self._new_machine()

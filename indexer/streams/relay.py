@@ -18,51 +18,27 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge
-from redis import ConnectionPool, Redis
-from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    BusyLoadingError,
-    NoPermissionError,
-    RedisError,
-    ResponseError,
-)
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
-from redis.retry import Retry
+from prometheus_client import CollectorRegistry
 
 from indexer.config import IndexerConfig
-from indexer.errors import ConfigError, PeerError, UnavailableError
+from indexer.errors import PeerError, UnavailableError
 from indexer.index.contract import StreamState
 from indexer.keys import utf8
 from indexer.peers.messages import SCHEMA, snapshot_messages
+from indexer.streams.redis_link import BEAT_S, RedisLink, RedisMetrics
 from indexer.streams.relayed import RelayReader
+from indexer.streams.subscriber import Subscriber
 from indexer.streams.view_export import FIRST, Feed
 from indexer.views.view_parts import ViewSnapshot
 
 if TYPE_CHECKING:
     from indexer.streams.engine_registry import EngineRegistry
-    from indexer.streams.subscriber import Subscriber
 
 _log = logging.getLogger(__name__)
 
-_SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss", "unix": "unix"}
-# Metric labels by exception; the first match counts.
-_REASONS = {
-    AuthenticationError: "auth",
-    NoPermissionError: "auth",
-    RedisTimeoutError: "timeout",
-    BusyLoadingError: "loading",
-    RedisConnectionError: "connection",
-    ResponseError: "refused",
-}
-_TIMEOUT_S = 2.0
-_BEAT_S = 0.5
 # Interval at which entries of followed engines are read.
 _READ_S = 0.05
 _BEATS_PER_LEASE = 4
@@ -95,80 +71,6 @@ return 1
 """
 
 
-class RedisMetrics:
-    """Metrics of the connections to the Redis server."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.failures = Counter(
-            "kvroute_indexer_redis_failures",
-            "Failed calls of the Redis server, by reason.",
-            ("link", "reason"),
-            registry=registry,
-        )
-        self.up = Gauge(
-            "kvroute_indexer_redis_up",
-            "1 while the Redis server answers in time.",
-            ("link",),
-            registry=registry,
-        )
-
-
-class RedisLink:
-    """Connection pool with a timeout per call and a circuit breaker. Thread-safe.
-
-    After a failure of the connection one call every half second tries the server, and all others fail
-    immediately, so that a hung server costs one timeout and not one per call.
-
-    Args:
-        url: redis://, rediss://, valkey://, valkeys:// or unix://, with user, password and database. Never
-            logged and never part of an error.
-
-    Raises:
-        ConfigError: The URL is wrong.
-    """
-
-    def __init__(self, url: str, name: str, metrics: RedisMetrics) -> None:
-        self._name = name
-        self._metrics = metrics
-        # For preparing scripts; commands go through `call`.
-        self.client = Redis(connection_pool=_pool(url))
-        self._up = True
-        self._try_s = 0.0  # calls before this time fail immediately
-        metrics.up.labels(name).set(1)
-
-    def call(self, command: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Return the server's answer to a command of `client`.
-
-        Raises:
-            UnavailableError: The call failed, or the circuit breaker is open.
-        """
-        if (now_s := time.monotonic()) < self._try_s:
-            raise UnavailableError("down")
-        if not self._up:
-            self._try_s = now_s + _BEAT_S
-        try:
-            answer = command(*arguments, **options)
-        except RedisError as error:
-            reason = next((label for kind, label in _REASONS.items() if isinstance(error, kind)), "protocol")
-            self._metrics.failures.labels(self._name, reason).inc()
-            # A rejected command does not mean that the next one fails.
-            if reason != "refused":
-                self._try_s = time.monotonic() + _BEAT_S
-                self._set_up(
-                    False, "redis unavailable: link=%s reason=%s error=%s", self._name, reason, error
-                )
-            raise UnavailableError(reason) from error
-        self._try_s = 0.0
-        self._set_up(True, "redis available: link=%s", self._name)
-        return answer
-
-    def _set_up(self, up: bool, message: str, *values: object) -> None:
-        if up is not self._up:
-            self._up = up
-            self._metrics.up.labels(self._name).set(up)
-            _log.log(logging.INFO if up else logging.WARNING, message, *values)
-
-
 class Relay:
     """Writer of this router's views to the Redis server, and owner of the reader. Thread-safe.
 
@@ -196,7 +98,7 @@ class Relay:
         self._thread = threading.Thread(target=self._run, name="kvroute-relay", daemon=True)
         # Used by the relay's thread only. Engines whose lease this router holds.
         self._feeds: dict[str, Feed] = {}
-        self._beaten_s = -_BEAT_S
+        self._beaten_s = -BEAT_S
 
     def key(self, holder: str, what: str) -> bytes:
         """Return the Redis key of an engine's "lease", "stream" or "view"; all have one cluster hash slot."""
@@ -221,7 +123,7 @@ class Relay:
     def _run(self) -> None:
         while not self._closing.is_set():
             if not self.reader.has_more:
-                self.wake.wait(_READ_S if self.reader.follows else _BEAT_S)
+                self.wake.wait(_READ_S if self.reader.follows else BEAT_S)
             self.wake.clear()
             self._guarded(self._turn, self._end_all)
             self._guarded(self.reader.turn, self.reader.leave_all)
@@ -244,7 +146,7 @@ class Relay:
             except PeerError as error:
                 _log.info("relay ended: engine=%s error=%s", feed.holder, error)
                 self._end(feed)
-        if (now_s := time.monotonic()) - self._beaten_s >= _BEAT_S:
+        if (now_s := time.monotonic()) - self._beaten_s >= BEAT_S:
             self._beaten_s = now_s
             self._claim()
 
@@ -331,30 +233,3 @@ class Relay:
     def _end_all(self) -> None:
         for feed in tuple(self._feeds.values()):
             self._end(feed)
-
-
-def _pool(url: str) -> ConnectionPool:
-    scheme, found, rest = url.partition("://")
-    if not found or scheme not in _SCHEMES:
-        known = ", ".join(f"{each}://" for each in _SCHEMES)
-        raise ConfigError(f"IndexerConfig.redis_url: must begin with one of {known}")
-    try:
-        # Reading the port checks it.
-        _ = urlsplit(url).port
-        pool = ConnectionPool.from_url(f"{_SCHEMES[scheme]}://{rest}")
-    except (TypeError, ValueError):
-        # The library's message may contain a part of the password.
-        raise ConfigError(
-            f"IndexerConfig.redis_url: no {scheme}:// URL of the form "
-            f"{scheme}://[user:password@]host:port/database, or unix://path"
-        ) from None
-    # Options that the relay depends on override those of the URL.
-    pool.connection_kwargs.update(
-        socket_timeout=_TIMEOUT_S,
-        socket_connect_timeout=_TIMEOUT_S,
-        # Retry after a broken connection, never after a timeout; the server rejects an entry written twice.
-        retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
-        protocol=2,
-        decode_responses=False,
-    )
-    return pool

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from xxhash import xxh3_128_digest
@@ -21,14 +21,13 @@ from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError, PeerError, UnavailableError
 from indexer.peers.messages import SnapshotReader
 from indexer.streams.actions import Batch
-from indexer.streams.recovery import EngineStream
+from indexer.streams.recovery import EngineStream, StreamThread
+from indexer.streams.redis_link import RedisLink
 from indexer.streams.snapshot import Fetched
 from indexer.views.view_parts import Entry, Outcome, ViewSnapshot, decode_entry
 
 if TYPE_CHECKING:
     from indexer.streams.engine_registry import EngineRegistry
-    from indexer.streams.relay import RedisLink
-    from indexer.streams.subscriber import Subscriber
 
 _log = logging.getLogger(__name__)
 
@@ -40,10 +39,21 @@ _ENTRIES_AT_ONCE = 64
 _MESSAGES = msgspec.msgpack.Decoder(list[bytes])
 
 
+class RelayThread(StreamThread, Protocol):
+    """Thread on which relayed streams run; see `Subscriber`."""
+
+    def relay(
+        self,
+        engine: str,
+        step: Callable[[RelayedStream, float], object],
+        reader: RelayReader | None = None,
+    ) -> None: ...
+
+
 class RelayedStream(EngineStream):
     """Stream of one engine that is followed through the relay. Runs on the subscriber's thread only."""
 
-    def __init__(self, stream: PodStream, subscriber: Subscriber, reader: RelayReader) -> None:
+    def __init__(self, stream: PodStream, subscriber: StreamThread, reader: RelayReader) -> None:
         # Snapshots come from the server, not from the engine; entry numbers have a start of their own.
         there = replace(stream, replay_endpoint=None, snapshot_url=None, first_sequence=0)
         super().__init__(there, subscriber)
@@ -107,7 +117,7 @@ class RelayReader:
     def follows(self) -> bool:
         return bool(self._at)
 
-    def begin(self, subscriber: Subscriber, engine_registry: EngineRegistry) -> None:
+    def begin(self, subscriber: RelayThread, engine_registry: EngineRegistry) -> None:
         self._subscriber, self._engine_registry = subscriber, engine_registry
 
     def forget(self, holder: str) -> None:

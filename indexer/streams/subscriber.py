@@ -29,17 +29,15 @@ from indexer.peers.service import PeerClient
 from indexer.streams.bound import BoundSocket, BoundStream
 from indexer.streams.dialled import DialledStream
 from indexer.streams.ingest import Ingest
-from indexer.streams.recovery import EngineStream
+from indexer.streams.recovery import EngineStream, PolledSource
 from indexer.streams.relayed import RelayedStream, RelayReader
 from indexer.streams.snapshot import SnapshotFetcher
 from indexer.views.view_parts import ViewSnapshot
 
 if TYPE_CHECKING:
-    from indexer.streams.relay import Relay
     from indexer.streams.view_export import Feed
 
 # Owner of polled sockets; an owner that fails is reset.
-PolledSource = EngineStream | BoundSocket
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
@@ -75,7 +73,9 @@ class Subscriber:
         ListenError: `IndexerConfig.events_bind` cannot be bound.
     """
 
-    def __init__(self, ingest: Ingest, peers: PeerClient | None = None, relay: Relay | None = None) -> None:
+    def __init__(
+        self, ingest: Ingest, peers: PeerClient | None = None, relay: RelayReader | None = None
+    ) -> None:
         self.config, self.ingest, self.clock = ingest.config, ingest, ingest.clock
         self._closing = False
         self._wake_in, self._wake_out = socket.socketpair()
@@ -83,7 +83,7 @@ class Subscriber:
         self._wake_out.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="kvroute-events", daemon=True)
         others = {} if peers is None else {"peer": peers.ask}
-        others |= {} if relay is None else {"redis": relay.reader.ask}
+        others |= {} if relay is None else {"redis": relay.ask}
         self.has_peers = bool(others)
         self.fetcher = SnapshotFetcher(self.config, others)
         self._peers = peers

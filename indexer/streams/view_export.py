@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -26,8 +27,7 @@ from indexer.streams.state_machine import StreamMachine
 from indexer.views.view_parts import Entry, ViewContent, ViewFacts, ViewPart, ViewSnapshot
 
 if TYPE_CHECKING:
-    from indexer.streams.relay import Relay
-    from indexer.views.applier import FlatApplier
+    from indexer.views.applier import EventApplier
 
 _log = logging.getLogger(__name__)
 
@@ -148,6 +148,14 @@ def exportable_batch(machine: StreamMachine) -> tuple[int, bytes]:
     raise PeerError(state.lower(), f"the view is {state} ({machine.reason})")
 
 
+class FeedQueue(Protocol):
+    """Unwritten entries of all feeds; see `Relay`."""
+
+    lock: threading.Lock
+    waiting_bytes: int
+    wake: threading.Event
+
+
 @dataclass(slots=True, eq=False)
 class Feed:
     """Change-log entries of one engine in one epoch, recorded by the subscriber, written by the relay."""
@@ -155,14 +163,14 @@ class Feed:
     holder: str
     epoch: str
     token: bytes
-    relay: Relay
+    relay: FeedQueue
     # Guarded by the relay's lock.
     has_ended: bool = False
     entries: list[bytes] = field(default_factory=list)  # not written yet
     last_number: int = FIRST - 1
     # Used by the subscriber's thread.
     listed_at: int = FIRST - 1  # number of the last entry before the latest export
-    _state: FlatApplier | None = None
+    _state: EventApplier | None = None
     _facts: ViewFacts | None = None
     # Used by the relay's thread.
     written_s: float = 0.0
@@ -171,7 +179,7 @@ class Feed:
     view_bytes: int = 0
     bytes_since: int = 0  # size of the entries written since that snapshot
 
-    def list_from(self, state: FlatApplier, machine: StreamMachine, last_batch: tuple[int, bytes]) -> None:
+    def list_from(self, state: EventApplier, machine: StreamMachine, last_batch: tuple[int, bytes]) -> None:
         """Start or continue the epoch at the view's present state; `last_batch`: see `exportable_batch`."""
         if self._state is None:
             state.change_log.begin()
@@ -186,7 +194,7 @@ class Feed:
         state = self._state
         if state is None:
             return
-        if self.has_ended or machine.state is not StreamState.EXACT or state.view.unlisted == "part_runs":
+        if self.has_ended or machine.state is not StreamState.EXACT or state.view.unexportable == "part_runs":
             self.end()
         elif (last_batch := machine.last_batch) is not None:
             changes, facts = state.change_log.take(), state.view.facts()

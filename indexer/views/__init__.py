@@ -1,1 +1,1 @@
-"""Views: events of one engine, applied to its blocks in the index."""
+"""Pod views: apply the events of one engine to its blocks in the index."""

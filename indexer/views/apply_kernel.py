@@ -1,8 +1,8 @@
-"""Kernel of the flat index: applies plain events of one pod, row by row, as long as they are plain.
+"""Kernel that applies plain events of one pod to the flat index, row by row.
 
-Rows of parsed events come in (see `event_columns`); an event that needs more than the index to be understood
-ends the run of the kernel, and is left to `apply.PodView`, as are its neighbours' meanings: this file knows
-the plain cases of what `PodView` does, and nothing else.
+Input: rows of parsed events (see `indexer.wire.columns`). A plain event needs no state but the index. At any
+other event the kernel stops, and `PodView` applies that event. The kernel implements only the plain cases of
+`PodView`, with the same result.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.jit import inlined, kernel
-from indexer.index.engine_hashes import find_named, key_named, keys_named, name_blocks, name_of
+from indexer.index.engine_hashes import find_by_hash, key_by_hash, keys_by_hash, scope_hashes, scoped_hash
 from indexer.index.layout import FlatArrays
-from indexer.index.update import for_blocks, remove_named, store_blocks
+from indexer.index.update import ensure_room, remove_by_hash, store_blocks
 from indexer.keys import chain_keys
 from indexer.views.hybrid import FULL_ATTENTION
 from indexer.wire import columns as rows
 
-# Whether all blocks of a group are needed, by the place of its kind in `event_columns.SPEC_KINDS`.
+# Whether a prefix needs all blocks of a group, by the place of the group's kind in `columns.SPEC_KINDS`.
 _ALL_NEEDED = np.array([kind in FULL_ATTENTION for kind in rows.SPEC_KINDS])
 
-# Why a run of the kernel ended.
+# Reasons why a run of the kernel ended.
 ALL_DONE = 0
 NOT_PLAIN = 1
 NO_ROOM = 2
 
 # Places in `Progress.counts`.
 (
-    ROW,  # to go on with
-    HASHES_DONE,  # so many of its hashes are copied or removed already
-    # From here on: sums of what the last call did.
+    ROW,  # next row
+    HASHES_DONE,  # hashes of that row that are already copied or removed
+    # Totals of the last call:
     STORED_BLOCKS,
-    REUSED_NAMES,
+    REUSED_HASHES,
     LAST_COPIES,
-    FURTHER_COPIES,
+    EXTRA_COPIES,
     RUNS,
     BLOCKS_DONE,  # stored, copied or removed
 ) = range(8)
@@ -46,31 +46,31 @@ COUNTS = 8
 class PlainPod(NamedTuple):
     """Facts about a pod that the kernel needs."""
 
-    number: int  # its number in the index
+    number: int  # number of the pod in the index
     block_tokens: int  # tokens of an engine block
-    split: int  # index blocks of an engine block
-    group: int  # the KV cache group whose blocks these are; -1: the engine names none
-    root: np.uint64  # key in front of a prompt's first block, without adapter and salt
-    scope: np.uint64  # see `flat_names.name_of`
+    split: int  # index blocks per engine block
+    group: int  # the lead KV cache group; -1: the engine names no groups
+    root: np.uint64  # parent key of a prompt's first block, without adapter and salt
+    scope: np.uint64  # see `engine_hashes.scoped_hash`
 
 
 class Progress(NamedTuple):
-    """Arrays that the kernel writes."""
+    """Arrays written by the kernel."""
 
     counts: NDArray[np.int64]  # [COUNTS]
-    keys: NDArray[np.uint64]  # [room]: keys of all blocks stored, then overwritten
-    names: NDArray[np.uint64]  # [room], overwritten
-    chain: NDArray[np.int64]  # [room], overwritten
-    runs: NDArray[np.int64]  # [room, 2]: places of the first token and of the first key of each run
-    parents: NDArray[np.uint64]  # [room]: the key in front of each run
+    keys: NDArray[np.uint64]  # [room]: keys of all blocks stored, then scratch
+    scoped: NDArray[np.uint64]  # [room], scratch: scoped hashes
+    chain: NDArray[np.int64]  # [room], scratch: slots
+    runs: NDArray[np.int64]  # [room, 2]: start of each run in the tokens and in `keys`
+    parents: NDArray[np.uint64]  # [room]: parent key of each run
 
 
 def progress(room: int) -> Progress:
-    """Memory for calls that store, copy or remove so many blocks at most."""
+    """Allocate memory for calls that store, copy or remove at most `room` blocks."""
     return Progress(
         counts=np.zeros(COUNTS, np.int64),
         keys=np.empty(room, np.uint64),
-        names=np.empty(room, np.uint64),
+        scoped=np.empty(room, np.uint64),
         chain=np.empty(room, np.int64),
         runs=np.empty((room, 2), np.int64),
         parents=np.empty(room, np.uint64),
@@ -90,20 +90,19 @@ def apply_rows(
     awaited: NDArray[np.uint64],
     done: Progress,
 ) -> int:
-    """Applies events from row `done.counts[ROW]` on, up to row `last`.
+    """Apply plain events from row `done.counts[ROW]` to row `last`, exclusive.
 
-    A run may end within a copy or a removal: its hashes do not depend on one another.
+    A run of the kernel may end within a copy or a removal, whose hashes are independent of one another.
 
     Args:
-        arrays: Room is made for `len(done.keys)` more blocks, and as many further copies.
-        tiers: int64 [media]: the tier of each place in `event_columns.MEDIA`.
-        awaited: uint64 [any]: hashes that other runs wait for; a store of one of them is not plain.
+        arrays: Evicts blocks as needed for `len(done.keys)` more blocks, and as many extra copies.
+        tiers: int64 [media]: the tier of each place in `columns.MEDIA`.
+        awaited: uint64 [any]: hashes of blocks that orphans wait for; storing one of them is not plain.
 
     Returns:
-        ALL_DONE, NOT_PLAIN or NO_ROOM: this run has stored, copied or removed as many blocks as there was
-            room for.
+        ALL_DONE; NOT_PLAIN if the next row is not plain; NO_ROOM if `done` is full.
     """
-    for_blocks(arrays, len(done.keys))
+    ensure_room(arrays, len(done.keys))
     counts = done.counts
     counts[STORED_BLOCKS:] = 0
     while counts[ROW] < last:
@@ -113,20 +112,20 @@ def apply_rows(
             return NOT_PLAIN
         tier = tiers[event[rows.MEDIUM]]
         first = event[rows.HASH_START]
-        named = hashes[first : first + event[rows.HASH_COUNT]]
+        handles = hashes[first : first + event[rows.HASH_COUNT]]
         if kind == rows.REMOVED or event[rows.TOKEN_COUNT] == 0:
-            ended = _change(arrays, pod, tier, kind == rows.REMOVED, named, done)
+            ended = _change(arrays, pod, tier, kind == rows.REMOVED, handles, done)
             if ended != ALL_DONE:
                 return ended
             counts[HASHES_DONE] = 0
         else:
-            if counts[BLOCKS_DONE] + len(named) * pod.split > len(done.keys):
+            if counts[BLOCKS_DONE] + len(handles) * pod.split > len(done.keys):
                 return NO_ROOM if counts[BLOCKS_DONE] else NOT_PLAIN
-            if not _is_plain_run(event, pod, named, awaited):
+            if not _is_plain_run(event, pod, handles, awaited):
                 return NOT_PLAIN
             start = event[rows.TOKEN_START]
             run = tokens[start : start + event[rows.TOKEN_COUNT]]
-            if not _store(arrays, pod, tier, event, named, run, multipliers, done):
+            if not _store(arrays, pod, tier, event, handles, run, multipliers, done):
                 return NOT_PLAIN
         counts[ROW] += 1
     return ALL_DONE
@@ -134,11 +133,11 @@ def apply_rows(
 
 @inlined
 def _is_plain_run(
-    event: NDArray[np.int64], pod: PlainPod, named: NDArray[np.uint64], awaited: NDArray[np.uint64]
+    event: NDArray[np.int64], pod: PlainPod, handles: NDArray[np.uint64], awaited: NDArray[np.uint64]
 ) -> bool:
-    if event[rows.BLOCK_SIZE] != pod.block_tokens or len(named) == 0:
+    if event[rows.BLOCK_SIZE] != pod.block_tokens or len(handles) == 0:
         return False
-    if event[rows.TOKEN_COUNT] != len(named) * pod.block_tokens:
+    if event[rows.TOKEN_COUNT] != len(handles) * pod.block_tokens:
         return False
     if event[rows.HAS_PARENT]:
         if event[rows.PARENT] == 0:
@@ -148,8 +147,8 @@ def _is_plain_run(
     if pod.group < 0 and event[rows.SPEC_KIND] >= 0 and not _ALL_NEEDED[event[rows.SPEC_KIND]]:
         return False
     for place in range(len(awaited)):
-        for other in range(len(named)):
-            if named[other] == awaited[place]:
+        for other in range(len(handles)):
+            if handles[other] == awaited[place]:
                 return False
     return True
 
@@ -160,30 +159,30 @@ def _store(
     pod: PlainPod,
     tier: int,
     event: NDArray[np.int64],
-    named: NDArray[np.uint64],
+    handles: NDArray[np.uint64],
     run: NDArray[np.uint32],
     multipliers: NDArray[np.uint64],
     done: Progress,
 ) -> bool:
-    """Stores a run; False, and nothing done, if its parent is unknown or it may have been told before."""
+    """Store a run; False without effect if its parent is unknown or the run may be a repeated report."""
     number = done.counts[RUNS]
     done.parents[number] = pod.root
     if event[rows.HAS_PARENT]:
-        parent = name_of(np.uint64(event[rows.PARENT]), pod.scope, pod.split - 1)
-        if not key_named(arrays, parent, pod.number, done.parents[number:]):
+        parent = scoped_hash(np.uint64(event[rows.PARENT]), pod.scope, pod.split - 1)
+        if not key_by_hash(arrays, parent, pod.number, done.parents[number:]):
             return False
-    blocks = len(named) * pod.split
+    blocks = len(handles) * pod.split
     start = done.counts[STORED_BLOCKS]
     keys = done.keys[start : start + blocks]
-    names = done.names[:blocks]
-    name_blocks(named, pod.scope, pod.split, names)
+    scoped = done.scoped[:blocks]
+    scope_hashes(handles, pod.scope, pod.split, scoped)
     no_extras = keys[:0]
     chain_keys(done.parents[number], run, no_extras, multipliers, keys)
     if not event[rows.HAS_PARENT]:
-        slot = find_named(arrays, names[0], pod.number)
+        slot = find_by_hash(arrays, scoped[0], pod.number)
         if slot >= 0 and arrays.keys[slot, 0] == keys[0]:
             return False
-    done.counts[REUSED_NAMES] += store_blocks(arrays, pod.number, tier, keys, names, done.chain)
+    done.counts[REUSED_HASHES] += store_blocks(arrays, pod.number, tier, keys, scoped, done.chain)
     done.counts[STORED_BLOCKS] += blocks
     done.counts[BLOCKS_DONE] += blocks
     done.runs[number, 0] = event[rows.TOKEN_START]
@@ -198,27 +197,27 @@ def _change(
     pod: PlainPod,
     tier: int,
     is_removal: bool,
-    named: NDArray[np.uint64],
+    handles: NDArray[np.uint64],
     done: Progress,
 ) -> int:
-    """Count one copy less, or more, of each block that the row has left, up to one that is unknown."""
+    """Remove or add one copy of each remaining block of the row, up to the first unknown block."""
     counts = done.counts
-    names = done.names[: pod.split]
-    for number in range(counts[HASHES_DONE], len(named)):
+    scoped = done.scoped[: pod.split]
+    for number in range(counts[HASHES_DONE], len(handles)):
         if counts[BLOCKS_DONE] + pod.split > len(done.keys):
             return NO_ROOM if counts[BLOCKS_DONE] else NOT_PLAIN
-        name_blocks(named[number : number + 1], pod.scope, pod.split, names)
+        scope_hashes(handles[number : number + 1], pod.scope, pod.split, scoped)
         if is_removal:
-            outcome = remove_named(arrays, pod.number, tier, names)
+            outcome = remove_by_hash(arrays, pod.number, tier, scoped)
             if outcome < 0:
                 return NOT_PLAIN
-            counts[LAST_COPIES if outcome > 0 else FURTHER_COPIES] += 1
+            counts[LAST_COPIES if outcome > 0 else EXTRA_COPIES] += 1
         else:
             start = counts[STORED_BLOCKS]
             keys = done.keys[start : start + pod.split]
-            if not keys_named(arrays, pod.number, names, keys):
+            if not keys_by_hash(arrays, pod.number, scoped, keys):
                 return NOT_PLAIN
-            store_blocks(arrays, pod.number, tier, keys, names, done.chain)
+            store_blocks(arrays, pod.number, tier, keys, scoped, done.chain)
         counts[BLOCKS_DONE] += pod.split
         counts[HASHES_DONE] += 1
     return ALL_DONE

@@ -1,7 +1,7 @@
-"""A pod's blocks by engine hash, on the flat index: one map of hashes for all pods, see `flat_names`.
+"""Blocks of one pod by engine hash, on top of the flat index, see `indexer.index.engine_hashes`.
 
-Hashes become names: 64 bits, mixed with the model, and with
-the place of an index block in a larger engine block.
+Engine hashes are scoped: mixed with the model and, if an engine block has several index blocks, with the
+place of the index block in it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from xxhash import xxh3_64_intdigest
 
 from common.jit import inlined, kernel
 from indexer.index import layout
-from indexer.index.engine_hashes import ALIASES_MAX, give_name, keys_named, name_blocks
-from indexer.index.holders import count_further, held_tiers, hold
+from indexer.index.engine_hashes import ALIASES_MAX, add_hash, keys_by_hash, scope_hashes
+from indexer.index.holders import add_holder, count_extra_copies, held_tiers
 from indexer.index.index import SWEEP_SLOTS, FlatIndex
 from indexer.index.layout import LOW, NOTHING, PART_BLOCKS, FlatArrays, HeldBlocks
-from indexer.index.update import place_blocks, remove_named
+from indexer.index.update import place_blocks, remove_by_hash
 from indexer.keys import Keys
 from indexer.tiers import SPECULATIVE_TIER, TIERS_MAX
 from indexer.views.view_parts import Change, ChangeLog, Kind
@@ -27,23 +27,23 @@ from indexer.wire.columns import hash_to_uint64
 from indexer.wire.events import EngineHash
 
 _SPLITS_MAX = 16
-_NAMES_MAX = 1 + ALIASES_MAX
-# Places in what `_list_held` counts.
-_BLOCKS, _NAMES, _COPIES = range(3)
+_HASHES_MAX = 1 + ALIASES_MAX
+# Places in the counts of `_list_blocks`.
+_BLOCKS, _HASHES, _COPIES = range(3)
 
 
 class Dropped(StrEnum):
-    """What removing one copy of a block did."""
+    """Effect of removing one copy of a block: the last in its tier, or one of several."""
 
     LAST = "last"
     COPY = "copy"
 
 
-class FlatCache:
-    """Blocks of one pod life in one KV cache group, by the engine's hashes.
+class BlockCache:
+    """Blocks of one pod epoch in one KV cache group, by the engine's hashes.
 
-    Engine hashes and the block keys they stand for come in; references in the index are counted. Hashes of
-    two pods, models, groups or lives never meet.
+    Adds and removes references in the index. Hashes of different pods, models, groups and epochs are
+    independent of one another.
     """
 
     def __init__(
@@ -54,172 +54,172 @@ class FlatCache:
         group: int | None = None,
         change_log: ChangeLog | None = None,
     ) -> None:
-        # Number that the engine's hashes are mixed with.
+        # Scope of the engine's hashes.
         self.scope = xxh3_64_intdigest(model.encode("utf-8", "surrogatepass"))
         self._index = index
         self._holder = holder
         self._group = group
         self.change_log = change_log or ChangeLog()  # where changes are recorded
-        # Index blocks of one engine block: an engine has one block size, so this is one number, 1 in groups
-        # other than the lead.
+        # Index blocks per engine block, as seen so far: one number, as an engine has one block size.
+        # It is 1 in groups other than the lead group.
         self._splits: tuple[int, ...] = () if group is None else (1,)
 
-    def expect(self, split: int) -> None:
-        """Engine blocks of so many index blocks may have been stored."""
+    def add_split(self, split: int) -> None:
+        """Record that engine blocks may have `split` index blocks."""
         if split not in self._splits:
             self._splits = (split, *self._splits)[:_SPLITS_MAX]
 
     def store(self, hashes: Sequence[EngineHash], keys: Keys, tier: str) -> int:
-        """Counts one copy of each block. Nothing is given up for room: the index itself evicts.
+        """Add one copy of each block; the index evicts other blocks as needed.
 
         Args:
-            hashes: Of consecutive engine blocks.
-            keys: Their index blocks, the same number for each hash.
+            hashes: Hashes of consecutive engine blocks.
+            keys: Keys of their index blocks, the same number for each hash.
 
         Returns:
-            How many hashes stood for other blocks before; these are given up.
+            How many hashes stood for other blocks before; those blocks are removed.
         """
         split = len(keys) // len(hashes)
-        self.expect(split)
-        reused = self._store(self._names(hashes, split), keys, self._index.tiers.number(tier))
+        self.add_split(split)
+        reused = self._store(self._scoped(hashes, split), keys, self._index.tiers.number(tier))
         return -(-reused // split)
 
-    def _store(self, names: NDArray[np.uint64], keys: Keys, tier: int) -> int:
-        reused = self._index.store(self._holder, tier, keys, names)
-        self.record(Kind.STORED, tier, names, keys)
+    def _store(self, scoped: NDArray[np.uint64], keys: Keys, tier: int) -> int:
+        reused = self._index.store(self._holder, tier, keys, scoped)
+        self.record(Kind.STORED, tier, scoped, keys)
         return reused
 
     def copy(self, engine_hash: EngineHash, tier: str) -> bool:
-        """Counts one copy more of a block that was stored before; False if it is not known (any more)."""
+        """Add one copy of a block that was stored before; return False if it is unknown."""
         number = self._index.tiers.number(tier)
-        return any(self._copy(self._names((engine_hash,), split), number) for split in self._splits)
+        return any(self._copy(self._scoped((engine_hash,), split), number) for split in self._splits)
 
-    def _copy(self, names: NDArray[np.uint64], tier: int) -> bool:
-        if not len(keys := self._keys(names)):
+    def _copy(self, scoped: NDArray[np.uint64], tier: int) -> bool:
+        if not len(keys := self._keys(scoped)):
             return False
-        self._index.store(self._holder, tier, keys, names)
-        self.record(Kind.COPIED, tier, names)
+        self._index.store(self._holder, tier, keys, scoped)
+        self.record(Kind.COPIED, tier, scoped)
         return True
 
     def drop(self, engine_hash: EngineHash, tier: str) -> Dropped | None:
-        """Counts one copy less of a block; None if none is held in this tier."""
+        """Remove one copy of a block; return None if the pod holds none in this tier."""
         number = self._index.tiers.number(tier)
         for split in self._splits:
-            if (outcome := self._drop(self._names((engine_hash,), split), number)) >= 0:
+            if (outcome := self._drop(self._scoped((engine_hash,), split), number)) >= 0:
                 return Dropped.LAST if outcome > 0 else Dropped.COPY
         return None
 
-    def _drop(self, names: NDArray[np.uint64], tier: int) -> int:
+    def _drop(self, scoped: NDArray[np.uint64], tier: int) -> int:
         with self._index.lock:
             pod = self._index.number(self._holder)
-            outcome: int = remove_named(self._index.arrays, pod, tier, names)
+            outcome: int = remove_by_hash(self._index.arrays, pod, tier, scoped)
         if outcome >= 0:
-            self.record(Kind.REMOVED, tier, names)
+            self.record(Kind.REMOVED, tier, scoped)
         return outcome
 
     def holds_all(self, hashes: Sequence[EngineHash], keys: Keys, tier: str) -> bool:
-        """Whether each hash stands for its keys and has a copy in this tier."""
-        known = self._keys(self._names(hashes, len(keys) // len(hashes)))
+        """Return whether each hash stands for its keys and has a copy in this tier."""
+        known = self._keys(self._scoped(hashes, len(keys) // len(hashes)))
         bit = np.uint8(1 << self._index.tiers.number(tier))
         return np.array_equal(known, keys) and bool((self._index.held(keys, self._holder) & bit).all())
 
     def tail_key(self, engine_hash: EngineHash) -> int | None:
-        """Key of the block's last index block; None if it is not known (any more)."""
+        """Return the key of the block's last index block, or None if the block is unknown."""
         for split in self._splits:
-            if len(keys := self._keys(self._names((engine_hash,), split)[-1:])):
+            if len(keys := self._keys(self._scoped((engine_hash,), split)[-1:])):
                 return int(keys[0])
         return None
 
-    def _keys(self, names: NDArray[np.uint64]) -> Keys:
-        """Return the keys of the blocks that names mean, or lately meant; empty if one is unknown."""
-        keys = np.empty(len(names), np.uint64)
+    def _keys(self, scoped: NDArray[np.uint64]) -> Keys:
+        """Return the keys of blocks by scoped hashes, removed ones included; empty if one is unknown."""
+        keys = np.empty(len(scoped), np.uint64)
         with self._index.lock:
             pod = self._index.number(self._holder)
-            return keys if keys_named(self._index.arrays, pod, names, keys) else keys[:0]
+            return keys if keys_by_hash(self._index.arrays, pod, scoped, keys) else keys[:0]
 
     def clear(self) -> None:
-        """Begins a new life: drops all, in the index too."""
+        """Start a new epoch: remove all blocks, also from the index."""
         self._index.clear_pod(self._holder)
         self.change_log.add(self._group, Kind.CLEARED)
 
-    def change(self, change: Change) -> Keys:
+    def apply_change(self, change: Change) -> Keys:
         """Apply a change that another router recorded; return the keys of what it stored."""
-        names, keys = change.name_array, change.key_array
+        scoped, keys = change.name_array, change.key_array
         match change.kind:
             case Kind.STORED:
-                self._store(names, keys, change.tier)
+                self._store(scoped, keys, change.tier)
             case Kind.COPIED:
-                # A full index may have lost some of them.
-                for place in range(len(names)):
-                    self._copy(names[place : place + 1], change.tier)
+                # One by one, because a full index may have evicted some of them.
+                for place in range(len(scoped)):
+                    self._copy(scoped[place : place + 1], change.tier)
             case Kind.REMOVED:
-                self._drop(names, change.tier)
+                self._drop(scoped, change.tier)
             case Kind.CLEARED:
                 raise ValueError("a group is cleared with its view")
         return keys
 
-    def names_of(self, handles: NDArray[np.uint64], split: int) -> NDArray[np.uint64]:
-        """Return the names of engine blocks of so many index blocks."""
-        names = np.empty(len(handles) * split, np.uint64)
-        name_blocks(handles, np.uint64(self.scope), split, names)
-        return names
+    def scoped(self, handles: NDArray[np.uint64], split: int) -> NDArray[np.uint64]:
+        """Return the scoped hashes of the index blocks of engine blocks with `split` index blocks each."""
+        scoped = np.empty(len(handles) * split, np.uint64)
+        scope_hashes(handles, np.uint64(self.scope), split, scoped)
+        return scoped
 
-    def record(self, kind: Kind, tier: int, names: NDArray[np.uint64], keys: Keys | None = None) -> None:
-        """Record a change that somebody else made to the index."""
-        self.change_log.add(self._group, kind, tier, names, keys)
+    def record(self, kind: Kind, tier: int, scoped: NDArray[np.uint64], keys: Keys | None = None) -> None:
+        """Record in the change_log a change that was made directly in the index."""
+        self.change_log.add(self._group, kind, tier, scoped, keys)
 
     def export(self) -> Iterator[HeldBlocks | None]:
-        """Lists all that is held; see `ViewContent.parts`."""
+        """List all blocks in parts; see `ViewContent.parts`."""
         index, start, used, counts = self._index, 0, 1, np.zeros(3, np.int64)
         left_out = index.tiers.number(SPECULATIVE_TIER)
         room = HeldBlocks(
             keys=np.empty(PART_BLOCKS, np.uint64),
             tiers=np.empty(PART_BLOCKS, np.uint8),
-            name_counts=np.empty(PART_BLOCKS, np.uint8),
-            names=np.empty(PART_BLOCKS + _NAMES_MAX, np.uint64),
+            hash_counts=np.empty(PART_BLOCKS, np.uint8),
+            hashes=np.empty(PART_BLOCKS + _HASHES_MAX, np.uint64),
             copies=np.empty((PART_BLOCKS + TIERS_MAX, 3), np.int64),
         )
         while start < used:
             with index.lock:
-                pod = index.number(self._holder)  # first: a new number may replace the arrays
+                pod = index.number(self._holder)  # before using the arrays, which it may replace
                 used = int(index.arrays.counters[layout.SLOTS_USED])
-                start = _list_held(index.arrays, pod, left_out, start, start + SWEEP_SLOTS, room, counts)
-            blocks, names, copies = map(int, counts)
+                start = _list_blocks(index.arrays, pod, left_out, start, start + SWEEP_SLOTS, room, counts)
+            blocks, scoped, copies = map(int, counts)
             part = HeldBlocks(
                 keys=room.keys[:blocks].copy(),
                 tiers=room.tiers[:blocks].copy(),
-                name_counts=room.name_counts[:blocks].copy(),
-                names=room.names[:names].copy(),
+                hash_counts=room.hash_counts[:blocks].copy(),
+                hashes=room.hashes[:scoped].copy(),
                 copies=room.copies[:copies].copy(),
             )
             yield part if blocks else None
 
     def restore(self, part: HeldBlocks) -> None:
-        """Adds a part that another cache listed, to a life in which nothing was stored."""
+        """Add a part that another cache exported. This epoch has stored nothing itself."""
         index = self._index
-        # What one call adds must fit.
+        # One call can add at most the capacity.
         kept = min(len(part.keys), int(index.arrays.counters[layout.CAPACITY]))
         held = HeldBlocks(
             keys=part.keys[:kept],
             tiers=part.tiers[:kept],
-            name_counts=part.name_counts[:kept],
-            names=part.names[: int(part.name_counts[:kept].sum())],
+            hash_counts=part.hash_counts[:kept],
+            hashes=part.hashes[: int(part.hash_counts[:kept].sum())],
             copies=part.copies[part.copies[:, 0] < kept],
         )
         with index.lock:
             pod = index.number(self._holder)
-            # What the pod holds already gains a copy in each tier.
-            most = max(len(held.names), len(held.copies) + kept * len(index.tiers.names))
-            _take_held(index.prepare(most), pod, held, np.empty(kept, np.int64))
+            # Blocks that the pod already holds gain an extra copy in each tier.
+            most = max(len(held.hashes), len(held.copies) + kept * len(index.tiers.names))
+            _restore_blocks(index.prepare(most), pod, held, np.empty(kept, np.int64))
 
-    def _names(self, hashes: Sequence[EngineHash], split: int) -> NDArray[np.uint64]:
-        return self.names_of(
+    def _scoped(self, hashes: Sequence[EngineHash], split: int) -> NDArray[np.uint64]:
+        return self.scoped(
             np.array([hash_to_uint64(engine_hash) for engine_hash in hashes], np.uint64), split
         )
 
 
 @kernel
-def _list_held(
+def _list_blocks(
     arrays: FlatArrays,
     pod: int,
     left_out: int,
@@ -228,15 +228,15 @@ def _list_held(
     found: HeldBlocks,
     counts: NDArray[np.int64],
 ) -> int:
-    """Writes what a pod holds in these slots, until there is no more room.
+    """Write the blocks that a pod holds in these slots, until `found` is full.
 
     Args:
-        left_out: A tier that does not count.
-        found: Overwritten.
-        counts: int64 [3], written: blocks, names and further copies.
+        left_out: Number of a tier to ignore.
+        found: Written.
+        counts: int64 [3], written: numbers of blocks, hashes and extra copies.
 
     Returns:
-        The slot to go on with.
+        The first slot that was not examined.
     """
     counts[:] = 0
     end: int = min(stop, arrays.counters[layout.SLOTS_USED])
@@ -248,7 +248,7 @@ def _list_held(
             continue
         if (
             counts[_BLOCKS] == len(found.keys)
-            or counts[_NAMES] + _NAMES_MAX > len(found.names)
+            or counts[_HASHES] + _HASHES_MAX > len(found.hashes)
             or counts[_COPIES] + TIERS_MAX > len(found.copies)
         ):
             return slot
@@ -263,45 +263,45 @@ def _list_slot(
     place = counts[_BLOCKS]
     found.keys[place] = arrays.keys[slot, 0]
     found.tiers[place] = np.uint8(tiers)
-    first = counts[_NAMES]
-    name = first
-    if arrays.names[slot] != NOTHING:
-        found.names[name] = arrays.names[slot]
-        name += 1
+    first = counts[_HASHES]
+    place_of_hash = first
+    if arrays.hashes[slot] != NOTHING:
+        found.hashes[place_of_hash] = arrays.hashes[slot]
+        place_of_hash += 1
         alias = np.int64(arrays.first_alias[slot])
         while alias != layout.NO_SLOT:
-            found.names[name] = arrays.aliases[alias, 0]
-            name += 1
+            found.hashes[place_of_hash] = arrays.aliases[alias, 0]
+            place_of_hash += 1
             alias = np.int64(arrays.aliases[alias, 1] & LOW)
-    found.name_counts[place] = np.uint8(name - first)
+    found.hash_counts[place] = np.uint8(place_of_hash - first)
     for tier in range(arrays.counters[layout.TIERS_USED]):
-        further = count_further(arrays, slot, pod, tier) if (tiers >> tier) & 1 else 0
-        if further > 0:
+        extra = count_extra_copies(arrays, slot, pod, tier) if (tiers >> tier) & 1 else 0
+        if extra > 0:
             copy = counts[_COPIES]
             found.copies[copy, 0] = place
             found.copies[copy, 1] = tier
-            found.copies[copy, 2] = further
+            found.copies[copy, 2] = extra
             counts[_COPIES] = copy + 1
-    counts[_NAMES] = name
+    counts[_HASHES] = place_of_hash
     counts[_BLOCKS] = place + 1
 
 
 @kernel
-def _take_held(arrays: FlatArrays, pod: int, held: HeldBlocks, chain: NDArray[np.int64]) -> None:
-    """Adds what `_list_held` wrote of another index; there must be room for so many blocks and names.
+def _restore_blocks(arrays: FlatArrays, pod: int, held: HeldBlocks, chain: NDArray[np.int64]) -> None:
+    """Add blocks that `_list_blocks` read from another index. The caller ensures room.
 
     Args:
         chain: int64 [blocks], written.
     """
     place_blocks(arrays, held.keys, chain)
-    name = 0
+    place_of_hash = 0
     for place in range(len(held.keys)):
         slot = chain[place]
         for tier in range(arrays.rows.shape[0]):
             if (held.tiers[place] >> tier) & 1:
-                hold(arrays, slot, pod, tier, 1)
-        for _ in range(held.name_counts[place]):
-            give_name(arrays, slot, held.names[name])
-            name += 1
+                add_holder(arrays, slot, pod, tier, 1)
+        for _ in range(held.hash_counts[place]):
+            add_hash(arrays, slot, held.hashes[place_of_hash])
+            place_of_hash += 1
     for copy in range(len(held.copies)):
-        hold(arrays, chain[held.copies[copy, 0]], pod, held.copies[copy, 1], held.copies[copy, 2])
+        add_holder(arrays, chain[held.copies[copy, 0]], pod, held.copies[copy, 1], held.copies[copy, 2])

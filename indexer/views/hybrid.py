@@ -1,8 +1,8 @@
-"""Matches cut to what engines with hybrid attention can resume, and what their stores tell of their groups.
+"""Hybrid attention: KV cache groups of a pod, and matches cut to prefixes that its engine can resume.
 
-A model whose layers differ in their attention keeps a group of blocks for each kind, and announces each
-group's apart. The first full-attention group leads: its runs tell tokens and positions, the blocks of the
-others are known by the same hashes; each is a holder of its own in the index.
+A model with several kinds of attention layers keeps one group of blocks per kind and reports each group
+separately. The first full-attention group is the lead group: its stores carry tokens and positions. Blocks of
+other groups are identified by the same hashes. Each group is a holder of its own in the index.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from indexer.index.contract import PodMatches
 from indexer.index.index import FlatIndex
 from indexer.keys import Keys
 from indexer.tiers import SPECULATIVE_TIER
-from indexer.views.view_parts import GROUPS_MAX, GroupFact
+from indexer.views.view_parts import GROUPS_MAX, GroupRule
 from indexer.wire.events import BlockStored
 
 
 @dataclass(frozen=True, slots=True)
 class PodGroups:
-    """The KV cache groups of a hybrid pod."""
+    """KV cache groups of a hybrid pod."""
 
-    stride: int  # index blocks of one block of the lead group, whose blocks are the pod's own in the index
-    rules: Mapping[int, GroupFact]  # the other groups' rules
+    stride: int  # index blocks per block of the lead group, whose holder is the pod itself
+    rules: Mapping[int, GroupRule]  # rules of the other groups, by number
 
 
 def group_holder(pod: str, group: int) -> str:
-    """The name in the index of a group other than the pod's lead."""
+    """Return the index's holder name of a group other than the lead group."""
     return f"{pod}#{group}"
 
 
-def usable_blocks(depth: int, stride: int, groups: Sequence[tuple[GroupFact, NDArray[np.uint8]]]) -> int:
-    """The longest prefix that can be resumed.
+def usable_blocks(depth: int, stride: int, groups: Sequence[tuple[GroupRule, NDArray[np.uint8]]]) -> int:
+    """Return the length of the longest prefix that the engine can resume.
 
     Args:
-        depth: Unbroken prefix that the full attention of the lead group holds, in index blocks.
-        groups: Each other group's rule and, uint8 [depth or more], at the last index block of each of its
-            blocks anything but 0 if it is held.
+        depth: Unbroken prefix held by the lead group, in index blocks.
+        groups: Rule of each other group with uint8 [depth or more]: non-zero at the last index block of each
+            of its blocks that is held.
 
     Returns:
-        Its length in index blocks, a multiple of `stride`.
+        Length in index blocks, a multiple of `stride`.
     """
     usable = -1
     while usable != depth:
@@ -57,20 +57,20 @@ def usable_blocks(depth: int, stride: int, groups: Sequence[tuple[GroupFact, NDA
 
 
 class HybridMatcher:
-    """Cuts the matches of hybrid pods to what their engines can resume. Thread-safe."""
+    """Matcher that cuts hybrid pods' matches to prefixes that their engines can resume. Thread-safe."""
 
     def __init__(self, index: FlatIndex, block_tokens: int) -> None:
         self._index = index
         self._block_tokens = block_tokens
         self._speculative_bit = np.uint8(1 << index.tiers.number(SPECULATIVE_TIER))
         self._lock = threading.Lock()
-        # Read by other threads; replaced as a whole.
+        # Read by other threads without the lock, so it is replaced as a whole.
         self._pods: Mapping[str, PodGroups] = {}
-        # Compiled here, not while a first request waits.
-        usable_blocks(1, 1, [(GroupFact(1, usable=True, leads=False), np.zeros(1, np.uint8))])
+        # Compiles the kernel now rather than during the first request.
+        usable_blocks(1, 1, [(GroupRule(1, usable=True, leads=False), np.zeros(1, np.uint8))])
 
-    def learn(self, pod: str, groups: PodGroups | None) -> None:
-        """Takes over what a pod's events tell of its groups; None for a pod with one group, or none."""
+    def set_groups(self, pod: str, groups: PodGroups | None) -> None:
+        """Set a pod's groups as learned from its events; None for a pod with at most one group."""
         if self._pods.get(pod) is groups:
             return
         with self._lock:
@@ -78,18 +78,18 @@ class HybridMatcher:
             self._pods = others if groups is None else {**others, pod: groups}
 
     def refine(self, keys: Keys, table: PodMatches, prompt_tokens: int | None = None) -> PodMatches:
-        """Shortens the matches of hybrid pods.
+        """Shorten the matches of hybrid pods.
 
-        A block that is only assumed to come to a pod is assumed in all its groups: what a request will leave
-        in a window is not known before.
+        A speculative block counts as held in all groups of its pod, because the blocks that a request will
+        leave in a sliding window are not known in advance.
 
         Args:
-            table: The index's answer for `keys`; the lead groups' unbroken prefixes.
-            prompt_tokens: Length of the prompt. An engine computes at least its last token, so of a prompt
-                that ends with a block it looks for the end of an earlier one. None: longer than `keys`.
+            table: The index's matches of `keys`: prefixes held by the lead groups.
+            prompt_tokens: Length of the prompt. An engine computes at least the last token, so a prompt that
+                ends with a full block resumes at an earlier block. None: the prompt is longer than `keys`.
 
         Returns:
-            `table` itself if nothing is to be changed.
+            The matches; `table` itself if none changes.
         """
         pods = self._pods
         if not pods:
@@ -124,7 +124,7 @@ class HybridMatcher:
 
 @kernel
 def _resumable(held: NDArray[np.uint8], limit: int, stride: int, last_blocks: int, chunk: int) -> int:
-    """The longest prefix within `limit` index blocks that one group can resume, see `GroupFact`."""
+    """Return the longest prefix within `limit` index blocks that a group can resume, see `GroupRule`."""
     end = limit // stride
     while end > 0:
         first = 0
@@ -137,7 +137,7 @@ def _resumable(held: NDArray[np.uint8], limit: int, stride: int, last_blocks: in
             hole -= 1
         if hole < first:
             break
-        # All ends between need the block that is missing, too: the first one needed never comes before.
+        # All ends in between need the missing block as well, because `first` never decreases with `end`.
         end = hole
     return end * stride
 
@@ -146,67 +146,67 @@ FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attent
 _SLIDING_WINDOW = frozenset({"sliding_window", "sliding_window_mla"})
 
 
-# Facts of an engine that names no groups, and of a group of which nothing is indexed.
-_ONLY = GroupFact(0, usable=True, leads=True)
-_UNUSABLE = GroupFact(0, usable=False, leads=False)
+# Rules of an engine that names no groups, and of a group that is not indexed.
+_ONLY = GroupRule(0, usable=True, leads=True)
+_UNUSABLE = GroupRule(0, usable=False, leads=False)
 
 
 class CacheGroups:
-    """Facts known of one pod life's groups."""
+    """KV cache groups of one pod epoch, learned from its stores."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._groups: dict[int, GroupFact] = {}
-        # For the matcher, a new object whenever something was learnt; None while only one group is used.
+        self._groups: dict[int, GroupRule] = {}
+        # Input of `HybridMatcher`, a new object after each change; None while at most one group is usable.
         self.rules: PodGroups | None = None
 
     @property
     def lead(self) -> int | None:
-        """The lead group's number; None where the engine names no groups, or none of full attention yet."""
+        """Return the lead group's number, or None if no full-attention group was seen yet."""
         return next((group for group, fact in self._groups.items() if fact.leads), None)
 
-    def of_store(self, event: BlockStored) -> GroupFact:
-        """Return what is known of a store's group, learnt if it is new."""
+    def rule_of_store(self, event: BlockStored) -> GroupRule:
+        """Return the rule of a store's group, which is derived from the store if the group is new."""
         group, kind = event.group_idx, event.kv_cache_spec_kind
         if group is None:
-            # An engine that tells no groups has one, and tells its kind or not.
+            # An engine that names no groups has one, of which it may report the kind.
             return _ONLY if kind is None or kind in FULL_ATTENTION else _UNUSABLE
         if group not in self._groups and event.block_size and len(self._groups) < GROUPS_MAX:
-            self._groups[group] = self._fact(group, event)
-            self._tell_rules()
+            self._groups[group] = self._new_rule(group, event)
+            self._update_rules()
         return self._groups.get(group, _UNUSABLE)
 
-    def of(self, group: int | None) -> GroupFact:
-        """Return what is known of a group.
+    def rule_of(self, group: int | None) -> GroupRule:
+        """Return the rule of a group.
 
         Raises:
             KeyError: No store of this group was seen.
         """
         return _ONLY if group is None else self._groups[group]
 
-    def facts(self) -> tuple[GroupFact, ...]:
-        """All groups, in the order in which they were learnt."""
+    def facts(self) -> tuple[GroupRule, ...]:
+        """Return the rules of all groups in the order in which they were learned."""
         return tuple(self._groups.values())
 
-    def restore(self, facts: Sequence[GroupFact]) -> None:
-        """Take over what another view knows of this life, instead of what was learnt here."""
+    def restore(self, facts: Sequence[GroupRule]) -> None:
+        """Replace all rules by those that another view learned of this epoch."""
         self._groups = {fact.group: fact for fact in facts}
         self.rules = None
-        self._tell_rules()
+        self._update_rules()
 
-    def _tell_rules(self) -> None:
+    def _update_rules(self) -> None:
         used = {group: fact for group, fact in self._groups.items() if fact.usable and not fact.leads}
         if used and (lead := self.lead) is not None:
             self.rules = PodGroups(self._groups[lead].stride, used)
 
-    def _fact(self, group: int, event: BlockStored) -> GroupFact:
+    def _new_rule(self, group: int, event: BlockStored) -> GroupRule:
         kind, window_tokens = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window or 0
         stride, rest = divmod(event.block_size, self._block_tokens)
         needs_all = kind is None or kind in FULL_ATTENTION
         if needs_all and self.lead is None:
-            return GroupFact(group, usable=True, leads=True, stride=max(1, stride))
-        rule = GroupFact(group, usable=True, leads=False, stride=stride)
-        # Only a group that tells its kind may be a second one whose blocks are all needed.
+            return GroupRule(group, usable=True, leads=True, stride=max(1, stride))
+        rule = GroupRule(group, usable=True, leads=False, stride=stride)
+        # A second group that needs all blocks must report its kind.
         if rest == 0 and needs_all and kind is not None:
             return rule
         if rest == 0 and kind == "mamba":
@@ -216,4 +216,4 @@ class CacheGroups:
         is_chunked = kind == "chunked_local_attention" and window_tokens > 0
         if rest == 0 and is_chunked and window_tokens % event.block_size == 0:
             return replace(rule, chunk=window_tokens // self._block_tokens)
-        return GroupFact(group, usable=False, leads=False)
+        return GroupRule(group, usable=False, leads=False)

@@ -1,7 +1,7 @@
-"""Events of one pod life to index operations.
+"""Pod view: applies the typed events of one pod epoch to the index.
 
-Typed events come in, additions to and removals from the index go out, and a count of what could not be used.
-Knows neither sockets nor sequences: events must come in order and belong to one life (see `stream`).
+Events must arrive in order and belong to one epoch; sequence numbers are checked in `indexer.streams`. Events
+that cannot be used are counted in an `Outcome`.
 """
 
 from __future__ import annotations
@@ -14,58 +14,58 @@ from indexer.config import IndexerConfig
 from indexer.errors import TokenError
 from indexer.keys import BlockHasher, Keys
 from indexer.tiers import Tiers
-from indexer.views.block_cache import Dropped, FlatCache
-from indexer.views.full_reports import Ahead, Reannouncements, UncertainCopies
+from indexer.views.block_cache import BlockCache, Dropped
+from indexer.views.full_reports import FullReports, LaterEvents, UncertainCopies
 from indexer.views.hybrid import CacheGroups, PodGroups
 from indexer.views.runs import CopyChange, Orphan, Orphans, PlainRuns, Runs
 from indexer.views.view_parts import Entry, Kind, Outcome, ViewFacts, ViewPart
 from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, KVEvent
 
-# An event was counted, or a block counts, of which nobody can tell whether it was a further physical copy.
+# Reason: a store may have been a further physical copy or a repeated report.
 AMBIGUOUS_COPIES = "ambiguous_copies"
 
 
 class PodView:
-    """The index's view of one pod, kept up by its events."""
+    """View of one pod's cache, updated by the pod's events."""
 
     def __init__(
         self,
         model: str,
         *,
-        cache_of: Callable[[int | None], FlatCache],
+        cache_of: Callable[[int | None], BlockCache],
         tiers: Tiers,
         hasher: BlockHasher,
         config: IndexerConfig,
     ) -> None:
-        # Makes the place of a KV cache group's blocks, once for each; None: the lead group's, the pod's own.
+        # Creates the block cache of a KV cache group, once per group; None stands for the lead group.
         self._cache_of = cache_of
         self._tiers = tiers
         self._hasher = hasher
         self._groups = CacheGroups(hasher.block_tokens)
         self._orphans = Orphans(config.orphan_tokens_per_pod)
         self._lead_cache = cache_of(None)
-        self._runs = Runs(model, self._lead_cache, hasher, tiers, max_heads=config.engine_hashes_per_pod)
-        self._caches: dict[int, FlatCache] = {}
+        self._runs = Runs(model, self._lead_cache, hasher, tiers, max_partials=config.engine_hashes_per_pod)
+        self._caches: dict[int, BlockCache] = {}
         self._zero_is_a_hash = False
-        self._reannouncements = Reannouncements()
+        self._full_reports = FullReports()
         self._uncertain = UncertainCopies()
-        # Copies of this batch in groups whose lead group was not seen.
+        # Copies of this batch in groups other than the lead group that wait for their block.
         self._leaderless = 0
 
     @property
     def orphans(self) -> int:
-        """Runs that wait for their parent, and copies that wait for their block."""
+        """Return the number of runs that wait for their parent and of copies that wait for their block."""
         return len(self._orphans)
 
     @property
     def groups(self) -> PodGroups | None:
-        """The pod's KV cache groups, a new object whenever something was learnt; None while it uses one."""
+        """Return the pod's KV cache groups, a new object after each change; None while one is usable."""
         return self._groups.rules
 
-    def apply_event(self, event: KVEvent, ahead: Ahead, outcome: Outcome) -> None:
+    def apply_event(self, event: KVEvent, later: LaterEvents, outcome: Outcome) -> None:
         match event:
             case BlockStored():
-                self._store(event, ahead, outcome)
+                self._store(event, later, outcome)
             case BlockRemoved():
                 self._change_all(event, outcome)
             case AllBlocksCleared():
@@ -79,14 +79,9 @@ class PodView:
 
     @property
     def plain(self) -> PlainRuns | None:
-        """What a run must be to need nothing of what is known here; None while no run is plain."""
+        """Return the conditions under which runs need no state but the index; None if none do."""
         block_tokens = self._runs.block_tokens
-        if (
-            block_tokens is None
-            or self._runs.are_short
-            or self._uncertain
-            or self._reannouncements.in_episode
-        ):
+        if block_tokens is None or self._runs.are_partial or self._uncertain or self._full_reports.in_episode:
             return None
         return PlainRuns(block_tokens, self._groups.lead, self._orphans.awaited)
 
@@ -95,35 +90,35 @@ class PodView:
         return self._runs.block_tokens
 
     def clear(self) -> None:
-        """Begins a new life: forgets the old one, its groups and its blocks in the index."""
+        """Start a new epoch: delete the old one's groups and its blocks in the index."""
         self._empty()
         self._groups.restore(())
         self._caches.clear()
         self._runs.block_tokens = None
         self._zero_is_a_hash = False
-        self._reannouncements.forget()
+        self._full_reports.reset()
 
     @property
-    def unlisted(self) -> str | None:
-        """Why a list of its parts would not be all that it is; None if it would."""
+    def unexportable(self) -> str | None:
+        """Return why `parts` would not describe the whole view, or None if they would."""
         if len(self._orphans):
             return "orphans"
         if self._uncertain:
             return AMBIGUOUS_COPIES
-        return "part_runs" if self._runs.are_short else None
+        return "part_runs" if self._runs.are_partial else None
 
     @property
-    def doubt(self) -> str | None:
-        """Why the view, with all its events applied, may not be what the engine holds now; None if it is."""
+    def invalid_reason(self) -> str | None:
+        """Return why the view may differ from the engine's cache after all events, or None."""
         uncertain = self._uncertain
-        has_inferred = uncertain.has_inferred and self._reannouncements.in_episode
-        return AMBIGUOUS_COPIES if uncertain.in_doubt or has_inferred else None
+        has_inferred = uncertain.has_inferred and self._full_reports.in_episode
+        return AMBIGUOUS_COPIES if uncertain.has_doubtful or has_inferred else None
 
     def facts(self) -> ViewFacts:
         return ViewFacts(
             run_tokens=self._runs.block_tokens,
             zero_is_a_hash=self._zero_is_a_hash,
-            reannounces=self._reannouncements.in_episode,
+            reannounces=self._full_reports.in_episode,
             groups=self._groups.facts(),
         )
 
@@ -134,41 +129,41 @@ class PodView:
 
     def restore_facts(self, facts: ViewFacts) -> None:
         self.clear()
-        self._learn(facts)
+        self._set_facts(facts)
 
-    def _learn(self, facts: ViewFacts) -> None:
+    def _set_facts(self, facts: ViewFacts) -> None:
         self._runs.block_tokens = facts.run_tokens
         if facts.run_tokens is not None:
-            self._lead_cache.expect(max(1, facts.run_tokens // self._hasher.block_tokens))
+            self._lead_cache.add_split(max(1, facts.run_tokens // self._hasher.block_tokens))
         self._zero_is_a_hash = facts.zero_is_a_hash
-        self._reannouncements.forget(in_episode=facts.reannounces)
+        self._full_reports.reset(in_episode=facts.reannounces)
         self._groups.restore(facts.groups)
 
     def restore(self, part: ViewPart) -> None:
-        """Adds blocks that another view of this life held; nothing was stored here."""
+        """Add blocks that another view of this epoch exported. This view has stored nothing itself."""
         cache = self._lead_cache if part.group is None else self._cache(part.group)
         cache.restore(part.blocks)
 
-    def take(self, entry: Entry) -> tuple[list[Keys], str | None]:
-        """Apply what another router recorded of this life.
+    def apply_entry(self, entry: Entry) -> tuple[list[Keys], str | None]:
+        """Apply changes that another router recorded of this epoch.
 
         Returns:
-            The keys of what was stored, and why not all of it could be applied; None if it was.
+            Keys of the stored blocks, and why some changes could not be applied (None if all were).
         """
         if entry.facts is not None:
-            self._learn(entry.facts)
+            self._set_facts(entry.facts)
         usable = {fact.group for fact in self._groups.facts() if fact.usable and not fact.leads}
         stored: list[Keys] = []
         for change in entry.changes:
             if change.kind is Kind.CLEARED:
-                # Groups are cleared with the lead group only; the facts may have forgotten them.
+                # Clears all groups: only the lead group's clear is recorded, and the facts may lack groups.
                 self._empty()
             elif change.group is None:
-                keys = self._lead_cache.change(change)
+                keys = self._lead_cache.apply_change(change)
                 if len(keys):
                     stored.append(keys)
             elif change.group in usable:
-                self._cache(change.group).change(change)
+                self._cache(change.group).apply_change(change)
             else:
                 return stored, "unknown_group"
         return stored, None
@@ -180,41 +175,41 @@ class PodView:
         for cache in self._caches.values():
             cache.clear()
 
-    def _store(self, event: BlockStored, ahead: Ahead, outcome: Outcome) -> None:
+    def _store(self, event: BlockStored, later: LaterEvents, outcome: Outcome) -> None:
         if not event.block_hashes:
-            # Groups that keep few blocks announce runs of which they keep none.
+            # Groups that keep few blocks publish runs of which they keep none.
             return
         if not event.token_ids:
-            # Offloading connectors name only the hash; its tokens came with the store in device memory.
+            # Offloading connectors report only hashes; the tokens came with the store in device memory.
             self._change_all(event, outcome)
             return
-        rule = self._groups.of_store(event)
+        rule = self._groups.rule_of_store(event)
         if not rule.usable:
             outcome.skip("BlockStored", "unsupported_cache_kind")
         elif event.lora_id and not event.lora_name:
             outcome.skip("BlockStored", "lora_without_name")
         elif not rule.leads:
-            self._store_in_group(event, rule.group, ahead, outcome)
+            self._store_in_group(event, rule.group, later, outcome)
         elif reason := self._unusable(event):
             outcome.skip("BlockStored", reason)
         else:
-            self._store_lead_run(event, ahead, outcome)
+            self._store_lead_run(event, later, outcome)
 
-    def _store_lead_run(self, event: BlockStored, ahead: Ahead, outcome: Outcome) -> None:
-        told_again = self._reannouncements.of_lead(event, ahead, self._lead_holds)
+    def _store_lead_run(self, event: BlockStored, later: LaterEvents, outcome: Outcome) -> None:
+        is_repeat = self._full_reports.repeats_lead_run(event, later, self._lead_holds)
         tier = self._tiers.of_medium(event.medium)
-        if told_again is not False:
-            self._uncertain.present(event.block_hashes, tier)
-        if told_again:
+        if is_repeat is not False:
+            self._uncertain.confirm(event.block_hashes, tier)
+        if is_repeat:
             return
         self._store_run(event, outcome)
-        if told_again is None:
+        if is_repeat is None:
             if self._uncertain.add(event.block_hashes, tier):
-                self._discount(event.block_hashes, tier)
+                self._remove_copies(event.block_hashes, tier)
             else:
                 outcome.skip("BlockStored", AMBIGUOUS_COPIES)
 
-    def _discount(self, hashes: Sequence[EngineHash], tier: str) -> None:
+    def _remove_copies(self, hashes: Sequence[EngineHash], tier: str) -> None:
         for engine_hash in hashes:
             self._runs.drop(engine_hash, tier)
 
@@ -235,14 +230,14 @@ class PodView:
             for change in later:
                 self._change(change, outcome)
             for engine_hash in run.block_hashes if run is not None else ():
-                ready.extend((orphan.run, orphan.later) for orphan in self._orphans.take(engine_hash))
+                ready.extend((orphan.run, orphan.later) for orphan in self._orphans.pop(engine_hash))
 
     def _index_run(self, run: BlockStored, outcome: Outcome) -> bool:
-        """Stores a run or lets it wait; tells whether it was stored."""
+        """Store a run or add it to the orphans; return whether it was stored."""
         parent_hash = run.parent_block_hash
         starts_prompt = self._starts_prompt(parent_hash)
         if parent_hash is not None and not starts_prompt and not self._runs.knows(parent_hash):
-            outcome.skip("BlockStored", "orphan_dropped", self._orphans.hold(Orphan(parent_hash, run)))
+            outcome.skip("BlockStored", "orphan_dropped", self._orphans.add(Orphan(parent_hash, run)))
             return False
         tier = self._tiers.of_medium(run.medium)
         try:
@@ -252,23 +247,23 @@ class PodView:
             return False
         if self._uncertain:
             if parent_hash is not None:
-                # A request that goes on behind a block has that block.
-                self._uncertain.present((parent_hash,), tier)
-            self._discount(self._uncertain.stored(run.block_hashes, tier), tier)
+                # A request that continues a block has that block.
+                self._uncertain.confirm((parent_hash,), tier)
+            self._remove_copies(self._uncertain.on_stored(run.block_hashes, tier), tier)
         self._zero_is_a_hash |= 0 in run.block_hashes
         return True
 
     def _starts_prompt(self, parent_hash: EngineHash | None) -> bool:
         # llm-d's simulator writes 0 for "no parent". A real hash is 0 once in 2**64 blocks; an engine that
-        # numbers its blocks from 0 has told of block 0 before it names it as a parent.
+        # numbers its blocks from 0 stores block 0 before it refers to it as a parent.
         return parent_hash is None or (parent_hash == 0 and not self._zero_is_a_hash)
 
-    def _store_in_group(self, event: BlockStored, group: int, ahead: Ahead, outcome: Outcome) -> None:
-        """Stores blocks of a group other than the lead: by their hashes, for their positions are not told."""
-        told_again = self._reannouncements.of_group(event, ahead, self._lead_holds)
-        if told_again is None:
+    def _store_in_group(self, event: BlockStored, group: int, later: LaterEvents, outcome: Outcome) -> None:
+        """Store blocks of a group other than the lead group, by hashes, because positions are unknown."""
+        is_repeat = self._full_reports.repeats_group_run(event, later, self._lead_holds)
+        if is_repeat is None:
             outcome.skip("BlockStored", AMBIGUOUS_COPIES)
-        if told_again is not False:
+        if is_repeat is not False:
             return
         tier = self._tiers.of_medium(event.medium)
         keys = {engine_hash: self._runs.tail_key(engine_hash) for engine_hash in event.block_hashes}
@@ -279,9 +274,9 @@ class PodView:
         for engine_hash in event.block_hashes:
             if keys[engine_hash] is None:
                 change = CopyChange(group, engine_hash, tier, stored=True)
-                dropped = self._orphans.follow_up(change)
+                dropped = self._orphans.add_change(change)
                 if dropped is None:
-                    dropped = self._orphans.hold(Orphan(engine_hash, None, [change]))
+                    dropped = self._orphans.add(Orphan(engine_hash, None, [change]))
                 outcome.skip("BlockStored", "orphan_dropped", dropped)
                 self._leaderless += 1
 
@@ -294,10 +289,10 @@ class PodView:
         )
 
     def _change_all(self, event: BlockStored | BlockRemoved, outcome: Outcome) -> None:
-        """One copy more, or one less, of blocks that the event names by their hashes only."""
+        """Add or remove one copy of each block of an event that carries only hashes."""
         stored, tag = isinstance(event, BlockStored), type(event).__name__
         try:
-            rule = self._groups.of(event.group_idx)
+            rule = self._groups.rule_of(event.group_idx)
         except KeyError:
             outcome.skip(tag, "unknown_hash" if stored else "unknown_group")
             return
@@ -316,7 +311,7 @@ class PodView:
         elif dropped := self._drop_copy(change):
             outcome.removals[dropped] += 1
             return
-        lost = self._orphans.follow_up(change)
+        lost = self._orphans.add_change(change)
         if lost is None:
             outcome.skip("BlockStored" if change.stored else "BlockRemoved", "unknown_hash")
         else:
@@ -339,13 +334,13 @@ class PodView:
         if change.group is None:
             dropped = self._runs.drop(engine_hash, tier)
             if dropped is Dropped.LAST and self._uncertain:
-                if self._uncertain.replaces_last(engine_hash, tier):
+                if self._uncertain.replace_last(engine_hash, tier):
                     return Dropped.COPY if self._runs.copy(engine_hash, tier) else dropped
-                self._discount(self._uncertain.outlived(engine_hash, tier), tier)
+                self._remove_copies(self._uncertain.on_evicted(engine_hash, tier), tier)
             return dropped
         return self._cache(change.group).drop(change.engine_hash, change.tier)
 
-    def _cache(self, group: int) -> FlatCache:
+    def _cache(self, group: int) -> BlockCache:
         if group not in self._caches:
             self._caches[group] = self._cache_of(group)
         return self._caches[group]

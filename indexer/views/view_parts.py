@@ -1,7 +1,8 @@
-"""Values of one pod's view: snapshots and recorded changes for other routers, and outcomes of events.
+"""Value types of a pod's view: its exported content, recorded changes, and the outcome of applying events.
 
-Snapshots and changes name blocks by keys and by engine hashes, never by tokens, so that they may leave the
-process. Tiers are numbers, see `Tiers.names`. The wire format of snapshots is in `peers.messages`.
+Content and changes name blocks by keys and engine hashes, never by tokens: they may leave the process.
+Peers continue a view from its exported content; the wire format is in `indexer.peers.messages`. Tiers are
+numbers, see `Tiers.names`.
 """
 
 from __future__ import annotations
@@ -27,50 +28,50 @@ GROUPS_MAX = 32
 # Entries above this size are neither written nor read.
 ENTRY_BYTES_MAX = 32 << 20
 _CHANGES_MAX = 1 << 20
-# Skipped for these reasons, a store leaves the view as it should be.
+# Skipping a store for these reasons leaves the view valid.
 _HARMLESS = frozenset({"unknown_hash"})
 
 
-class GroupFact(Struct, frozen=True):
-    """Facts about one KV cache group, and which of its blocks an engine needs to resume behind a prefix.
+class GroupRule(Struct, frozen=True):
+    """Properties of one KV cache group, and the blocks of it that an engine needs to resume after a prefix.
 
     These are the rules of vLLM's cache managers: full attention needs all blocks, a sliding window those that
-    cover `window - 1` tokens before the prefix's end, a linear layer the one that holds the state at the end,
-    chunked attention those of the chunk that the end lies in.
+    cover `window - 1` tokens before the prefix's end, a linear layer the block with the state at the end,
+    chunked attention the blocks of the chunk in which the prefix ends.
     """
 
     group: Annotated[int, Meta(ge=0, le=65_535)]
-    usable: bool  # whether it is indexed: its rule is known, and there are not too many groups
-    leads: bool  # whether its blocks are the pod's own in the index
-    stride: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 1  # index blocks of one of the group's blocks
-    # How many of its blocks in front of the prefix's end; -1: all.
+    usable: bool  # whether it is indexed: its rule is known, and there are at most GROUPS_MAX groups
+    leads: bool  # whether it is the lead group, whose holder in the index is the pod itself
+    stride: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 1  # index blocks per block of the group
+    # Number of its blocks needed before the prefix's end; -1: all.
     last_blocks: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
-    # Index blocks of a chunk, in front of which nothing is needed; 0: there are no chunks.
+    # Index blocks per chunk, before which no block is needed; 0: not chunked.
     chunk: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
 
     def __post_init__(self) -> None:
         if self.leads and not self.usable:
-            raise ValueError("a group leads, but is not usable")
+            raise ValueError("groups: the lead group must be usable")
 
 
 class ViewFacts(Struct, frozen=True):
-    """Facts that later events of a pod need to be understood, besides its blocks."""
+    """State of a view, besides its blocks, that is needed to interpret the pod's later events."""
 
-    run_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None  # of an engine block; None before the first
-    zero_is_a_hash: bool  # whether the engine told of a block with the hash 0
-    reannounces: bool  # whether it announces again what is there, see `reannounce`
-    groups: Annotated[tuple[GroupFact, ...], Meta(max_length=GROUPS_MAX)]  # in the order they were learnt
+    run_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None  # per engine block; None before the first
+    zero_is_a_hash: bool  # whether the engine stored a block with the hash 0
+    reannounces: bool  # whether an episode of full reports is under way, see `full_reports`
+    groups: Annotated[tuple[GroupRule, ...], Meta(max_length=GROUPS_MAX)]  # in the order they were learned
 
     def __post_init__(self) -> None:
         if len({fact.group for fact in self.groups}) < len(self.groups):
-            raise ValueError("a group is told twice")
+            raise ValueError("groups: numbers must be unique")
         if sum(fact.leads for fact in self.groups) > 1:
-            raise ValueError("several groups lead")
+            raise ValueError("groups: at most one may lead")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ViewPart:
-    """A part of what one KV cache group holds; None stands for the lead group."""
+    """Part of the blocks of one KV cache group; None stands for the lead group."""
 
     group: int | None
     blocks: HeldBlocks
@@ -78,24 +79,24 @@ class ViewPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ViewContent:
-    """A view that is about to be listed."""
+    """Content of a view, listed lazily."""
 
     facts: ViewFacts
-    evicted_blocks: int  # lost by the index to its capacity, of whatever pod; some of them may lack
-    # Its blocks, part by part; None: a turn's share was looked at, and the list goes on. The view must not
-    # change before the last.
+    evicted_blocks: int  # evicted by the index so far, of any pod; the view may lack some of them
+    # Blocks of the view. None marks a turn in which no block was found. The view must not change before the
+    # last part.
     parts: Iterator[ViewPart | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ViewSnapshot:
-    """A view, all of it, at one place of its stream."""
+    """Complete view as of one batch of its stream."""
 
-    sequence: int  # of the last batch in it
+    sequence: int  # of the last batch applied
     digest: bytes  # 16 bytes: XXH3-128 of that batch's payload
     facts: ViewFacts
     evicted_blocks: int  # see `ViewContent`
-    parts: Sequence[ViewPart | Entry]  # its blocks, and what changed since they were listed
+    parts: Sequence[ViewPart | Entry]  # blocks, then changes since they were listed
 
 
 class Kind(IntEnum):
@@ -169,52 +170,53 @@ class ChangeLog:
 
 
 class StoredRun(Struct, frozen=True):
-    """A run of new blocks."""
+    """Run of blocks that was stored with its tokens."""
 
-    parent: int  # key of the block before it, or the prompt's root
+    parent: int  # key of the previous block, or the prompt's root
     keys: Keys
-    # uint32: token ids of its first index block, at least; valid until the next batch of any pod is applied.
+    # uint32: token ids of at least the first index block; valid until the next batch of any pod is applied.
     tokens: NDArray[np.uint32]
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Effects of applying events or whole payloads, and which of them could not be used."""
+    """Effects of applying events or payloads, and counts of those that could not be used."""
 
-    # Keys of the blocks that were announced with their tokens, run by run, parents first.
+    # Keys of the blocks that were stored with their tokens, run by run, parents first.
     stored: list[Keys] = field(default_factory=list)
-    runs: list[StoredRun] | None = None  # the same with parents and tokens; only if somebody asked for them
-    removals: Counter[str] = field(default_factory=Counter)  # hashes: a tier's "last", or a "copy" stays
+    runs: list[StoredRun] | None = None  # the same with parents and tokens; None unless requested
+    removals: Counter[str] = field(default_factory=Counter)  # hashes: a tier's "last" copy, or another "copy"
     skipped: Counter[tuple[str, str]] = field(default_factory=Counter)  # events or hashes, by (type, reason)
-    events: Counter[str] = field(default_factory=Counter)  # events read, by type
+    events: Counter[str] = field(default_factory=Counter)  # events parsed, by type
     rejected: Counter[str] = field(default_factory=Counter)  # unreadable payloads and events, by reason
-    published_s: list[float] = field(default_factory=list)  # the batches' time stamps, by the engine's clock
-    emptied: bool = False  # the engine said that its cache is empty
-    stored_before_clear: int = 0  # runs in `stored` that came before it said so the last time
-    damage: str | None = None  # why the view is not what the engine holds, after that; None if it is
+    published_s: list[float] = field(default_factory=list)  # timestamps of the batches, by the engine's clock
+    emptied: bool = False  # the engine reported that its cache is empty
+    stored_before_clear: int = 0  # runs in `stored` before the last such report
+    damage: str | None = None  # why the view no longer matches the engine's cache; None if it does
 
     @property
     def ends_empty(self) -> bool:
         return self.emptied and len(self.stored) == self.stored_before_clear
 
     def clear(self) -> None:
-        """Record that the engine's cache is empty: what lacked before lacks no more."""
+        """Record that the engine's cache is empty, which also repairs earlier damage."""
         self.emptied, self.damage, self.stored_before_clear = True, None, len(self.stored)
 
     def skip(self, event_type: str, reason: str, number: int = 1) -> None:
-        """Count events or hashes that cannot be used; a store that is skipped mostly damages the view."""
+        """Count events or hashes that cannot be used. Most skipped stores invalidate the view."""
         if number:
             self.skipped[event_type, reason] += number
             if event_type == "BlockStored" and reason not in _HARMLESS:
-                self.doubt(reason)
+                self.invalidate(reason)
 
     def reject(self, reason: str) -> None:
-        """Count what could not be read; kinds of events that we do not know harm nothing."""
+        """Count an unreadable payload or event. Unknown kinds of events leave the view valid."""
         self.rejected[reason] += 1
         if reason != UNKNOWN_EVENT:
-            self.doubt(reason)
+            self.invalidate(reason)
 
-    def doubt(self, reason: str) -> None:
+    def invalidate(self, reason: str) -> None:
+        """Mark the view as invalid: it no longer matches the engine's cache."""
         self.damage = self.damage or reason
 
 

@@ -1,4 +1,4 @@
-"""Attention over the paged KV pool: one interface, two backends; another joins by a file beside `sdpa`."""
+"""Attention over the paged KV pool: one interface, and the backends `sdpa` and `varlen`."""
 
 import logging
 from functools import cache
@@ -9,13 +9,13 @@ from torch import Tensor
 from model_server.attention.cpu_kernel.decodes import paged_fault
 from model_server.attention.kv_pool import Attention, KvLayout, Span, StepMeta
 from model_server.attention.sdpa import SdpaAttention
-from model_server.shapes import AttentionShape, undivided
+from model_server.shapes import AttentionShape, single_group
 
 __all__ = ["Attention", "KvLayout", "SdpaAttention", "Span", "StepMeta", "new_attention"]
 
 logger = logging.getLogger(__name__)
 
-# Heads of several parts, tokens that are no whole number of fours: all of the kernel runs.
+# A small case that reaches every branch of the kernel: several parts per head, tokens not a multiple of 4.
 _TRIAL_SHAPE = AttentionShape(heads=6, kv_heads=2, head_dim=64, scale=64**-0.5, windows=(None,))
 _TRIAL_TABLES, _TRIAL_CONTEXTS, _TRIAL_BLOCK_TOKENS = ([4, 1], [2, 0, 3]), (7, 13), 5
 _ROUNDING = {torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7, torch.float32: 1e-4}
@@ -24,38 +24,38 @@ _ROUNDING = {torch.bfloat16: 2.0**-4, torch.float16: 2.0**-7, torch.float32: 1e-
 def new_attention(
     shape: AttentionShape, layout: KvLayout, dtype: torch.dtype, device: torch.device, *, fp8: bool = False
 ) -> Attention:
-    """Make the KV pool and choose what attends over it."""
+    """Create the KV pool with the best attention backend for the device."""
     if fp8:
         return SdpaAttention(shape, layout, dtype, device, fp8=True)
     if device.type != "cuda":
         if (fault := paged_fault(shape, dtype, device) or _trial_fault(dtype)) is not None:
-            logger.warning("attention gathers blocks, because the compiled kernel cannot be used: %s", fault)
+            logger.warning("attention falls back to gathering blocks: backend=cpu_kernel error=%s", fault)
         return SdpaAttention(shape, layout, dtype, device, paged=fault is None)
-    # Not before it is needed: torch's module brings its compiler, which takes longer to import than the rest.
+    # Imported late: torch's module imports its compiler, which takes longer than everything else.
     from model_server.attention.varlen import VarlenAttention, varlen_fault
 
     if (fault := varlen_fault(shape, layout.block_tokens, dtype, device)) is not None:
-        logger.warning("attention gathers blocks, because torch's paged kernel cannot be used: %s", fault)
+        logger.warning("attention falls back to gathering blocks: backend=varlen error=%s", fault)
         return SdpaAttention(shape, layout, dtype, device)
     return VarlenAttention(shape, layout, dtype, device)
 
 
 @cache
 def _trial_fault(dtype: torch.dtype) -> str | None:
-    """Return why the kernel for single tokens does not compute what torch does, or None if it does."""
+    """Return why the compiled kernel fails its self-test against torch, or None if it passes."""
     try:
         paged, gathered = (_attended(dtype, paged) for paged in (True, False))
-    except Exception as error:  # of numba, of LLVM, or of what lies in the cache
+    except Exception as error:  # from numba, LLVM or a damaged cache
         return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     if not torch.allclose(paged, gathered, rtol=_ROUNDING[dtype], atol=_ROUNDING[dtype]):
-        return "its numbers are not those that torch computes"
+        return "its results differ from those of torch"
     return None
 
 
 def _attended(dtype: torch.dtype, paged: bool) -> Tensor:
-    """Attend the last tokens of two sequences of random numbers."""
+    """Return the attention outputs of the last tokens of two random sequences."""
     generator = torch.Generator().manual_seed(0)
-    layout = KvLayout(undivided(1), sum(map(len, _TRIAL_TABLES)), _TRIAL_BLOCK_TOKENS)
+    layout = KvLayout(single_group(1), sum(map(len, _TRIAL_TABLES)), _TRIAL_BLOCK_TOKENS)
     attention = SdpaAttention(_TRIAL_SHAPE, layout, dtype, torch.device("cpu"), paged=paged)
     size = _TRIAL_SHAPE.kv_heads, _TRIAL_SHAPE.head_dim
     for context, table in zip(_TRIAL_CONTEXTS, _TRIAL_TABLES, strict=True):

@@ -1,7 +1,7 @@
-"""The KV pool, and the plain descriptions of a step that engine, models and attention backends share.
+"""Paged KV pool, and the interface of attention backends.
 
-The pool has keys and values by plane, block, head, token and element; as they are, or as 8-bit floats. A slot
-is block * block_tokens + offset; a plane serves one layer of each group.
+The pool stores keys and values by plane, block, head, token and element, in the model's type or as 8-bit
+floats. A slot is block * block_tokens + offset. A plane stores one layer of each KV cache group.
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ Numbers: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Memory for the KV of all layers."""
+    """Layout of the KV pool."""
 
-    groups: tuple[KvGroupSpec, ...]  # of the layers; each has a block table of its own in every span
-    num_blocks: int  # blocks in the pool, shared by all groups
-    block_tokens: int  # tokens in one block
+    groups: tuple[KvGroupSpec, ...]  # KV cache groups; spans have a block table per group
+    num_blocks: int  # blocks of the pool, shared by all groups
+    block_tokens: int  # tokens per block
 
     @property
     def num_planes(self) -> int:
-        """Layers that one block holds."""
+        """Number of layers that one block stores."""
         return max(len(group.layers) for group in self.groups)
 
     def places(self) -> dict[int, tuple[int, int]]:
-        """Return (group, plane) of each layer."""
+        """Return (group, plane) by layer."""
         return {
             layer: (index, plane)
             for index, group in enumerate(self.groups)
@@ -42,59 +42,57 @@ class KvLayout:
 
 
 class Span(msgspec.Struct, frozen=True, gc=False):
-    """One sequence's part of a flat token batch."""
+    """Consecutive tokens of one sequence in a token batch."""
 
-    start: int  # tokens of the sequence whose KV is in the pool already
-    length: int  # tokens in this batch, the next ones of the sequence
-    # Per KV group, the sequence's blocks, long enough for all of its tokens.
-    block_tables: Sequence[Sequence[int]]
+    start: int  # tokens before the span, whose KV is in the pool
+    length: int  # tokens of the span
+    block_tables: Sequence[Sequence[int]]  # blocks of all its tokens, per KV cache group
 
     @property
     def stop(self) -> int:
-        """Tokens of the sequence once the batch is computed."""
+        """Position after the last token of the span."""
         return self.start + self.length
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Inputs that the layers of one group and one window share: they read the same blocks."""
+    """Group and window of layers that read the same blocks."""
 
     group: int
     window: int | None
 
     def first_position(self, position: int) -> int:
-        """Return the first position that a token sees."""
+        """Return the first position that the token at `position` attends to."""
         return 0 if self.window is None else max(0, position + 1 - self.window)
 
 
 @dataclass(frozen=True, slots=True)
 class StepMeta:
-    """One step as a backend has laid it out; the same for all layers."""
+    """Layout of one step, shared by all layers."""
 
-    positions: Tensor  # int64 [tokens], each token's place in its sequence
+    positions: Tensor  # int64 [tokens], positions in their sequences
 
 
 class Attention(Protocol):
-    """The KV pool of all layers, and attention over it."""
+    """KV pool of all layers, with attention over it."""
 
     def prepare(self, spans: Sequence[Span]) -> StepMeta:
-        """Lay out one step.
+        """Return the layout of one step.
 
         Args:
-            spans: In the order of the flat batch. Single tokens that follow one another are attended
-                together: put them first, by rising context length.
+            spans: Spans in batch order. For speed, put single tokens first, by ascending context length.
         """
 
     def store(self, layer: int, key: Tensor, value: Tensor, meta: StepMeta) -> None:
-        """Write the KV of all tokens of the step; must come before `attend` of the same layer.
+        """Write the KV of all tokens of the step. Call it before `attend` of the same layer.
 
         Args:
             key: [tokens, kv_heads, head_dim], rotated.
-            value: The same shape.
+            value: [tokens, kv_heads, head_dim].
         """
 
     def attend(self, query: Tensor, layer: int, meta: StepMeta) -> Tensor:
-        """Attend causally, each token to its own sequence and within the layer's window.
+        """Return causal attention of each token over its sequence, within the layer's window.
 
         Args:
             query: [tokens, heads, head_dim], rotated.
@@ -104,16 +102,16 @@ class Attention(Protocol):
         """
 
     def block_tensors(self) -> Sequence[Tensor]:
-        """Return all that the pool keeps, [planes, num_blocks, ...] each; a block is a row of each plane."""
+        """Return the tensors of the pool, [planes, num_blocks, ...] each."""
 
 
 def positions_of(spans: Sequence[Span]) -> Numbers:
-    """Return the place of each token in its sequence, int64 [tokens]."""
+    """Return the position of each token in its sequence, int64 [tokens]."""
     return np.array([position for span in spans for position in range(span.start, span.stop)], np.int64)
 
 
 def slots_of(spans: Sequence[Span], positions: Numbers, group: int, block_tokens: int) -> Numbers:
-    """Return where the KV of each token goes: block * block_tokens + offset, int64 [tokens]."""
+    """Return the slot of each token, int64 [tokens]."""
     blocks: list[int] = []
     for span in spans:
         table = span.block_tables[group]
@@ -125,34 +123,35 @@ def slots_of(spans: Sequence[Span], positions: Numbers, group: int, block_tokens
 
 
 def reads_of(view: View, spans: Sequence[Span], block_tokens: int) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the blocks that spans of one token read, [spans, most blocks] padded with block 0, and bounds.
+    """Return the blocks and positions that spans of one token attend to.
 
-    The bounds are the first position that each sees and the one behind its last, [spans], counted from its
-    first block.
+    Returns:
+        Block ids [spans, blocks], padded with block 0; first position and end position, [spans] each, counted
+        from the start of the first block.
     """
-    first_seen = [view.first_position(span.start) for span in spans]
-    first = [position // block_tokens for position in first_seen]
+    first_read = [view.first_position(span.start) for span in spans]
+    first = [position // block_tokens for position in first_read]
     last = [span.start // block_tokens + 1 for span in spans]
     table = np.zeros((len(spans), max(map(int.__sub__, last, first))), np.int64)
     for row, span, begin, end in zip(table, spans, first, last, strict=True):
         row[: end - begin] = span.block_tables[view.group][begin:end]
     skipped = np.array(first, np.int64) * block_tokens
-    return table, np.array(first_seen) - skipped, np.array([span.stop for span in spans]) - skipped
+    return table, np.array(first_read) - skipped, np.array([span.stop for span in spans]) - skipped
 
 
 def to_device(numbers: object, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Make an index tensor from Python numbers or a numpy array."""
+    """Return a tensor of numbers on a device."""
     return torch.as_tensor(numbers, dtype=dtype).to(device)
 
 
 _FP8 = torch.float8_e4m3fn  # 4 bits of exponent, 3 of mantissa
 _LARGEST = 448.0
-_SMALLEST_SCALE = 2.0**-60  # of blocks that hold zeros alone
+_SMALLEST_SCALE = 2.0**-60  # of blocks with zeros only
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Where the tokens of one step go."""
+    """Destinations of the tokens of one step."""
 
     # int64 [tokens * kv_heads], rows of a plane seen as [blocks * kv_heads * block_tokens, head_dim].
     rows: Tensor
@@ -160,17 +159,17 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Write(Write):
-    """The same, with what scales depend on."""
+    """Destinations of the tokens of one step, with the blocks whose scales may change."""
 
-    blocks: Tensor  # int64 [touched], the blocks that are written to
-    touched: Tensor  # int64 [tokens], the place in `blocks` of each token's block
-    continued: Tensor  # int64, places in `blocks` of those that hold earlier tokens of their sequence
+    blocks: Tensor  # int64 [touched], written blocks
+    touched: Tensor  # int64 [tokens], index in `blocks` of each token's block
+    continued: Tensor  # int64, indices in `blocks` of blocks that keep earlier tokens
 
 
 class KvPool:
-    """Keys and values in the type that the model computes in."""
+    """Pool of keys and values in the model's type."""
 
-    stored_dtype: torch.dtype | None = None  # None: the model's
+    stored_dtype: torch.dtype | None = None  # None: the model's type
 
     def __init__(
         self, shape: AttentionShape, layout: KvLayout, dtype: torch.dtype, device: torch.device
@@ -181,12 +180,12 @@ class KvPool:
         self._block_tokens = layout.block_tokens
         self._dtype = dtype
         self._device = device
-        # Zeros, not garbage: masked positions are multiplied by 0, which a NaN would survive.
+        # Initialized with zeros: masked positions are multiplied by 0, and NaN * 0 is NaN.
         size = *self._size, layout.block_tokens, shape.head_dim
         self._content = torch.zeros(size, dtype=self.stored_dtype or dtype, device=device)
 
     def plane(self, plane: int) -> tuple[Tensor, Tensor]:
-        """Return a plane's keys and values as they are stored, [blocks, kv_heads, block_tokens, head_dim]."""
+        """Return stored keys and values of a plane, [blocks, kv_heads, block_tokens, head_dim] each."""
         return self._content[plane], self._content[self._num_planes + plane]
 
     def plan_write(self, slots: Numbers) -> Write:
@@ -195,17 +194,17 @@ class KvPool:
         return Write(to_device((rows + offset[:, None]).ravel(), self._device))
 
     def write(self, plane: int, key: Tensor, value: Tensor, plan: Write) -> None:
-        """Write [tokens, kv_heads, head_dim] of keys and values."""
+        """Write keys and values, [tokens, kv_heads, head_dim] each, to a plane."""
         self._write(plane, key, plan)
         self._write(self._num_planes + plane, value, plan)
 
     def plan_read(self, block_ids: Numbers) -> Tensor:
-        """Return the rows that reading [sequences, blocks] block ids takes: head by head, blocks in order."""
+        """Return the rows that `read` needs for block ids [sequences, blocks], by sequence and head."""
         heads = np.arange(self._kv_heads)[:, None]
         return to_device((block_ids[:, None, :] * self._kv_heads + heads).ravel(), self._device)
 
     def read(self, plane: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy blocks of keys and of values: [rows, block_tokens, head_dim] each, in the model's type."""
+        """Return copies of keys and values, [rows, block_tokens, head_dim] each, in the model's type."""
         return self._read(plane, rows), self._read(self._num_planes + plane, rows)
 
     def block_tensors(self) -> list[Tensor]:
@@ -215,16 +214,16 @@ class KvPool:
         self._content[row].view(-1, new.shape[-1]).index_copy_(0, plan.rows, new.reshape(-1, new.shape[-1]))
 
     def _read(self, row: int, rows: Tensor) -> Tensor:
-        # Whole blocks by index_select: advanced indexing takes twenty times as long on a CPU.
+        # On a CPU index_select is 20 times as fast as advanced indexing.
         return self._content[row].flatten(0, 1).index_select(0, rows)
 
 
 class Fp8KvPool(KvPool):
-    """Keys and values as scaled 8-bit floats, half the bytes of 16-bit ones.
+    """Pool of keys and values as scaled 8-bit floats (e4m3).
 
-    Each block has, per head, a scale for its keys and one for its values; a number is content * scale.
-    Scales are powers of two: one that has to grow while its block fills moves exponents, and rounds nothing
-    again but numbers too small for the new range.
+    Each block has, per head, one scale for keys and one for values; a value is content * scale. Scales are
+    powers of two, so when a scale grows while its block fills, only numbers below the new range are rounded
+    again.
     """
 
     stored_dtype = _FP8
@@ -236,12 +235,12 @@ class Fp8KvPool(KvPool):
         self._scales = torch.full(self._size, _SMALLEST_SCALE, dtype=torch.float32, device=device)
 
     def plan_write(self, slots: Numbers) -> Fp8Write:
-        """Lay out the writes of one step; a block written from its first slot on forgets what it held."""
+        """Plan the writes of one step. A block written from its first slot is treated as empty."""
         block, offset = np.divmod(slots, self._block_tokens)
         blocks, touched = np.unique(block, return_inverse=True)
         continued = np.flatnonzero(~np.isin(blocks, block[offset == 0]))
-        places = [to_device(numbers, self._device) for numbers in (blocks, touched, continued)]
-        return Fp8Write(super().plan_write(slots).rows, *places)
+        indices = [to_device(numbers, self._device) for numbers in (blocks, touched, continued)]
+        return Fp8Write(super().plan_write(slots).rows, *indices)
 
     def block_tensors(self) -> list[Tensor]:
         return [self._content, self._scales]
@@ -256,12 +255,12 @@ class Fp8KvPool(KvPool):
             self._rescale(row, wanted, plan)
         self._scales[row].index_copy_(0, plan.blocks, wanted)
         scaled = (new / wanted.index_select(0, plan.touched)[..., None]).to(_FP8)
-        # Copied as bytes: indexing is not defined for 8-bit floats on every device.
+        # Copied as bytes: not every device can index 8-bit floats.
         flat = self._content[row].view(torch.uint8).view(-1, new.shape[-1])
         flat.index_copy_(0, plan.rows, scaled.view(torch.uint8).view(-1, new.shape[-1]))
 
     def _rescale(self, row: int, wanted: Tensor, plan: Fp8Write) -> None:
-        """Raise `wanted` to the scales that the continued blocks have, or bring their content to `wanted`."""
+        """Rescale the content of continued blocks to the larger of their old scale and `wanted`."""
         blocks = plan.blocks.index_select(0, plan.continued)
         old = self._scales[row].index_select(0, blocks)
         new = torch.maximum(old, wanted.index_select(0, plan.continued))
@@ -278,5 +277,5 @@ class Fp8KvPool(KvPool):
 
 
 def _scale_of(largest: Tensor) -> Tensor:
-    """Return the least power of two that brings numbers up to `largest` into the range."""
+    """Return the smallest power-of-two scale with which numbers up to `largest` fit the range."""
     return torch.exp2(torch.ceil(torch.log2(largest / _LARGEST))).clamp_(min=_SMALLEST_SCALE)

@@ -1,6 +1,6 @@
-"""Attention with plain torch on any device: gather blocks, mask, softmax.
+"""Attention with torch operators on any device: gather blocks, mask, softmax.
 
-On a CPU single tokens can be left to a compiled kernel, which must compute what this does.
+On a CPU, single tokens (decodes) can use a compiled kernel instead.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,54 +28,54 @@ from model_server.attention.kv_pool import (
 )
 from model_server.shapes import AttentionShape
 
-# Query rows per call: few enough that little of the masked half is computed, many enough to fill the cores.
+# Query rows per call: a small number wastes less on masked positions, a large number uses all cores.
 _TILE_ROWS = 256
-# Keys that are gathered in one call for single tokens that no kernel reads: on a CPU they should still be in
-# its cache when they are read, on a GPU calls should be few.
+# Bytes of keys gathered per call: on a CPU they should stay in its cache, on a GPU calls should be few.
 _GATHERED_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-_HIDDEN, _SEEN = np.float32("-inf"), np.float32(0.0)
+_MASKED, _VISIBLE = np.float32("-inf"), np.float32(0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Singles:
-    """Sequences with one token whose blocks are gathered in one call."""
+    """Single tokens whose blocks are gathered in one call."""
 
-    rows: Tensor  # int64, their tokens in the flat batch
-    blocks: Tensor  # what the pool reads for them; padded with block 0
-    mask: Tensor  # float32 [sequences, 1, 1, tokens read]; 0 where a token attends, else -inf
+    rows: Tensor  # int64, rows of the tokens in the batch
+    blocks: Tensor  # pool rows to read; padded with block 0
+    mask: Tensor  # float32 [sequences, 1, 1, tokens read]; 0 or -inf
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """A sequence with several tokens."""
+    """Span of several tokens."""
 
-    rows: slice  # its tokens in the flat batch
-    blocks: Tensor  # what the pool reads for it
-    start: int  # position of its first token in the batch
-    base: int  # position of the first token that is read
+    rows: slice  # rows of the tokens in the batch
+    blocks: Tensor  # pool rows to read
+    start: int  # position of the first token
+    base: int  # position of the first token read
 
 
 @dataclass(frozen=True, slots=True)
 class _Reads:
-    """What one view's layers read."""
+    """Reads of the layers of one view."""
 
-    kernel: PagedPlan | None  # what the compiled kernel reads for single tokens; None where they are gathered
-    singles: Sequence[_Singles]  # the calls for them else
-    prefills: Sequence[_Prefill]  # the other sequences
+    kernel: PagedPlan | None  # single tokens of the compiled kernel; None: gathered
+    singles: Sequence[_Singles]  # gathered single tokens
+    prefills: Sequence[_Prefill]  # spans of several tokens
 
 
 @dataclass(frozen=True, slots=True)
 class SdpaMeta(StepMeta):
-    """Where the tokens of one step are."""
+    """Layout of one step."""
 
-    writes: Sequence[Write]  # per group, where the KV goes
+    writes: Sequence[Write]  # per group
     reads: Sequence[_Reads]  # per view
 
 
 class SdpaAttention:
-    """The KV pool of all layers, and attention over it; see `Attention` for the methods.
+    """Attention with torch operators; see `Attention`.
 
-    With `paged` blocks of single tokens are read where they lie; a ValueError tells why they cannot be.
+    With `paged`, the compiled kernel computes single tokens; raises a ValueError if it does not support the
+    model.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class SdpaAttention:
         paged: bool = False,
     ) -> None:
         if paged and fp8:
-            raise ValueError("8-bit pools are gathered: the kernel does not read them")
+            raise ValueError("the compiled kernel does not support 8-bit pools")
         self._pool = (Fp8KvPool if fp8 else KvPool)(shape, layout, dtype, device)
         self.kernel = PagedDecodes(shape, layout, dtype, self._pool) if paged else None
         self._shape = shape
         self._layout = layout
         self._device = device
-        # On a CPU torch multiplies float16 so slowly that making float32 of it first takes less time.
+        # On a CPU, converting float16 to float32 is faster than torch's float16 products.
         is_slow = dtype == torch.float16 and device.type == "cpu"
         self._multiplied_dtype = torch.float32 if is_slow else dtype
         block_bytes = shape.kv_heads * layout.block_tokens * shape.head_dim * self._multiplied_dtype.itemsize
@@ -141,7 +141,7 @@ class SdpaAttention:
 
     def _attend_singles(self, query: Tensor, plane: int, call: _Singles, output: Tensor) -> None:
         kv_heads, head_dim = self._shape.kv_heads, self._shape.head_dim
-        # Heads that share a KV head become rows of one query: expanding K and V takes ten times as long.
+        # Query heads of a KV head become rows of one query, 10 times as fast as expanding K and V.
         rows = query.index_select(0, call.rows).reshape(len(call.rows) * kv_heads, -1, head_dim)
         rows, key, value = (
             part.view(len(rows), -1, head_dim).to(self._multiplied_dtype)
@@ -160,15 +160,15 @@ class SdpaAttention:
         for start in range(call.rows.start, call.rows.stop, _TILE_ROWS):
             stop = min(start + _TILE_ROWS, call.rows.stop)
             first, last = (call.start + row - call.rows.start for row in (start, stop - 1))
-            seen_from = 0 if window is None else max(0, first + 1 - window)
-            columns = slice(seen_from - call.base, last + 1 - call.base)
-            # [group, kv_heads, rows, head_dim]: all heads of a group see one K and V, without a copy.
+            first_read = 0 if window is None else max(0, first + 1 - window)
+            columns = slice(first_read - call.base, last + 1 - call.base)
+            # [group, kv_heads, rows, head_dim]: the query heads of a KV head share K and V without a copy.
             tile = query[start:stop].unflatten(1, (kv_heads, -1)).permute(2, 1, 0, 3)
             attended = functional.scaled_dot_product_attention(
                 tile,
                 key[:, columns].expand(tile.shape[0], -1, -1, -1),
                 value[:, columns].expand(tile.shape[0], -1, -1, -1),
-                attn_mask=_causal_mask(query, range(first, last + 1), range(seen_from, last + 1), window),
+                attn_mask=_causal_mask(query, range(first, last + 1), range(first_read, last + 1), window),
                 scale=self._shape.scale,
             )
             output[start:stop] = attended.permute(2, 1, 0, 3).flatten(1, 2)
@@ -188,14 +188,14 @@ class SdpaAttention:
         blocks = [-(-span.stop // block_tokens) for span in spans]
         first = 0
         while first < len(spans):
-            # As many as one call has room for; they come by rising context, so that little is padded.
+            # As many as fit into one call. Ascending contexts need little padding.
             stop = first + 1
             while stop < len(spans) and (stop + 1 - first) * blocks[stop] <= self._gathered_blocks:
                 stop += 1
             table, begins, stops = reads_of(view, spans[first:stop], block_tokens)
             read = np.arange(table.shape[1] * block_tokens)
             hidden = (read >= stops[:, None]) | (read < begins[:, None])
-            mask = np.where(hidden, _HIDDEN, _SEEN)
+            mask = np.where(hidden, _MASKED, _VISIBLE)
             yield _Singles(
                 to_device(rows[first:stop], self._device),
                 self._pool.plan_read(table),
@@ -217,7 +217,7 @@ class SdpaAttention:
 
 
 def _causal_mask(like: Tensor, rows: range, columns: range, window: int | None) -> Tensor:
-    """Return 0 where the token at a row's position sees that at a column's, else -inf."""
+    """Return a mask [rows, columns]: 0 where the row's position attends to the column's, else -inf."""
     row = torch.arange(rows.start, rows.stop, device=like.device)[:, None]
     column = torch.arange(columns.start, columns.stop, device=like.device)
     hidden = column > row

@@ -1,6 +1,6 @@
-"""Attention on CUDA through torch's variable-length kernel, which reads the blocks where they lie.
+"""Attention on CUDA by torch's variable-length kernel, which reads blocks in place.
 
-One call a layer for prefills and decodes together.
+One call per layer computes prefills and decodes together.
 """
 
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from model_server.attention.kv_pool import KvLayout, Span, StepMeta, positions_of, slots_of, to_device
-from model_server.shapes import AttentionShape, undivided
+from model_server.shapes import AttentionShape, single_group
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenMeta(StepMeta):
-    """Where the tokens of one step are."""
+    """Layout of one step."""
 
     slots: Sequence[Tensor]  # per group, int64 [tokens]: block * block_tokens + offset
     block_tables: Sequence[Tensor]  # per group, int32 [sequences, blocks], padded with block 0
-    query_starts: Tensor  # int32 [sequences + 1], first row of each sequence, and the end
-    contexts: Tensor  # int32 [sequences], tokens of each sequence up to its last one here
-    max_query: int  # most rows of a sequence
-    max_context: int  # most tokens of a sequence
+    query_starts: Tensor  # int32 [sequences + 1], first row of each sequence, then the end
+    contexts: Tensor  # int32 [sequences], context length of each sequence
+    max_query: int  # maximum of rows per sequence
+    max_context: int  # maximum of `contexts`
 
 
 class VarlenAttention:
-    """The KV pool of all layers, and attention over it; see `Attention` for the methods."""
+    """Attention by torch's variable-length kernel; see `Attention`."""
 
     def __init__(
         self, shape: AttentionShape, layout: KvLayout, dtype: torch.dtype, device: torch.device
@@ -86,7 +86,7 @@ class VarlenAttention:
             meta.max_query,
             meta.max_context,
             scale=self._shape.scale,
-            # The kernel counts the tokens before the query's own.
+            # The kernel's window excludes the query's own token.
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=self._shape.heads != self._shape.kv_heads,
             seqused_k=meta.contexts,
@@ -105,15 +105,15 @@ class VarlenAttention:
 def varlen_fault(
     shape: AttentionShape, block_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return why the kernel cannot serve a model here, or None if it can; runs it once to know.
+    """Return why the kernel cannot be used for a model, or None if it can; runs a trial.
 
-    Some versions of the kernel take blocks of multiples of 256 tokens alone.
+    Some versions of the kernel support only block sizes that are multiples of 256 tokens.
     """
     if device.type != "cuda":
-        return f"it runs on CUDA alone, not on {device.type}"
+        return f"it needs CUDA, not {device.type}"
     if dtype not in _DTYPES:
-        return f"it computes in 16-bit floats, not in {dtype}"
-    layout = KvLayout(undivided(len(shape.windows)), num_blocks=2, block_tokens=block_tokens)
+        return f"it needs 16-bit floats, not {dtype}"
+    layout = KvLayout(single_group(len(shape.windows)), num_blocks=2, block_tokens=block_tokens)
     try:
         trial = VarlenAttention(shape, layout, dtype, device)
         for length in (block_tokens + 1, 1):

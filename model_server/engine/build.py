@@ -1,4 +1,4 @@
-"""Makes an engine: loads the model, takes memory for its KV, and logs what that memory holds."""
+"""Construction of an engine: loads the model, allocates KV memory, and logs its size."""
 
 import logging
 from bisect import bisect_right
@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from model_server.config import TINY_MODEL, EngineConfig
-from model_server.engine.core import Engine
+from model_server.engine.core import EngineCore
 from model_server.errors import ConfigError
-from model_server.kv_events.events import EventSink
+from model_server.kv_events.events import EventPublisher
 from model_server.model.lora import LoraRegistry
 from model_server.shapes import (
     DTYPE_BYTES,
@@ -28,24 +28,20 @@ from model_server.worker.executor import Executor
 logger = logging.getLogger(__name__)
 
 
-def build_engine(config: EngineConfig, sink: EventSink) -> Engine:
-    """Load the model and make an engine for it, not yet started.
-
-    A ModelError where the checkpoint cannot be loaded, a ConfigError where a setting does not fit it or the
-    machine, a WorkerError where a process that should compute a part of the model does not start.
-    """
+def build_engine(config: EngineConfig, publisher: EventPublisher) -> EngineCore:
+    """Load the model and return an engine, not started; may raise any ModelServerError."""
     executor = Executor(config)
     try:
         max_model_len = _max_model_len(config, executor.max_positions, executor.kv_groups)
         loras = LoraRegistry(executor.load_adapter, config.max_loras)
-        return Engine(config, executor, sink, max_model_len, loras)
+        return EngineCore(config, executor, publisher, max_model_len, loras)
     except BaseException:
         executor.close()
         raise
 
 
-def most_tokens(config: EngineConfig, max_positions: int, groups: Sequence[KvGroupSpec]) -> int:
-    """Return how long a text fits into the pool when it is alone there."""
+def max_request_tokens(config: EngineConfig, max_positions: int, groups: Sequence[KvGroupSpec]) -> int:
+    """Return the most tokens of one request that fit into the pool."""
     needs = [blocks_behind(group.window_tokens, config.block_tokens) for group in groups]
 
     def blocks(num_tokens: int) -> int:
@@ -56,16 +52,16 @@ def most_tokens(config: EngineConfig, max_positions: int, groups: Sequence[KvGro
 
 def _max_model_len(config: EngineConfig, max_positions: int, groups: Sequence[KvGroupSpec]) -> int:
     if config.max_model_len is None:
-        return most_tokens(config, max_positions, groups)
+        return max_request_tokens(config, max_positions, groups)
     if config.max_model_len > max_positions:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but the model was made for {max_positions} positions"
+            f"max_model_len is {config.max_model_len}, but the model has only {max_positions} positions"
         )
     return config.max_model_len
 
 
-def log_pool(engine: Engine, config: EngineConfig) -> None:
-    """Log how much the pool holds."""
+def log_pool(engine: EngineCore, config: EngineConfig) -> None:
+    """Log the size of the KV cache, measured and planned."""
     device = torch.device(config.device)
     blocks = engine.stats().total_blocks
     tokens, longest = blocks * engine.block_tokens, engine.max_model_len
@@ -76,7 +72,7 @@ def log_pool(engine: Engine, config: EngineConfig) -> None:
         f"{longest:,}",
         tokens / longest,
     )
-    deployment = served(config)
+    deployment = deployment_of(config)
     logger.info("KV pool: %s", deployment.pool_line(blocks, longest))
     if device.type == "cuda":
         budget = Budget(torch.cuda.get_device_properties(device).total_memory)
@@ -84,8 +80,8 @@ def log_pool(engine: Engine, config: EngineConfig) -> None:
         logger.info("kvroute plan, %g of this device's memory: %s", budget.utilization, planned)
 
 
-def served(config: EngineConfig) -> Deployment:
-    """Return the deployment that an engine's settings describe; a ModelError where there is no such model."""
+def deployment_of(config: EngineConfig) -> Deployment:
+    """Return the deployment that an engine's settings describe, or raise a ModelError."""
     is_tiny = config.model == TINY_MODEL
     model = TINY_CONFIG if is_tiny else read_config(Path(config.model) / "config.json")
     return Deployment(

@@ -1,7 +1,7 @@
-"""The engine: takes requests from any thread, runs them step by step on its own, hands out tokens.
+"""Engine core: accepts requests from any thread and runs them step by step on its own thread.
 
-One step is drain the inbox -> schedule -> run the model -> publish cache events -> deliver tokens. It knows
-no text and no HTTP; the model is behind `Executor`, the listeners behind two callables.
+One step: drain the inbox, schedule, run the model, publish cache events, deliver tokens. The engine works on
+token ids, without text or HTTP. The model is behind `Executor`; outputs and events go to callbacks.
 """
 
 import itertools
@@ -15,18 +15,18 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from model_server.config import EngineConfig
-from model_server.engine.scheduler import Chunk, PrefillRate, Scheduler
+from model_server.engine.scheduler import PrefillRate, Scheduler
 from model_server.errors import EngineClosedError, QueueFullError, RequestError, WorkerError
-from model_server.kv_cache.manager import KvCache
-from model_server.kv_events.events import EventSink
+from model_server.kv_cache.manager import KVCache
+from model_server.kv_cache.request import Request, ScheduledRequest
+from model_server.kv_events.events import EventPublisher
 from model_server.model.lora import LoraRegistry
 from model_server.requests import (
     ChosenToken,
+    EngineCoreOutput,
+    EngineCoreRequest,
     EngineStats,
     FinishReason,
-    GenerationRequest,
-    LiveRequest,
-    TokenOutput,
     check_request,
 )
 from model_server.worker.executor import Executor
@@ -35,133 +35,131 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-OutputSink = Callable[[TokenOutput], None]
+OutputCallback = Callable[[EngineCoreOutput], None]
 
-_HEARTBEAT_S = 1.0  # how often an idle loop shows that it lives
+_HEARTBEAT_S = 1.0  # longest wait of an idle loop, so that its health can be observed
 
 
-class Engine:
+class EngineCore:
     """Continuous batching over one model.
 
-    Other threads only append to the inbox; everything else belongs to the thread that steps: the engine's
-    own after `start`, or the caller's of `step`.
+    Other threads only append to the inbox. Everything else belongs to the stepping thread: the engine's own
+    thread after `start`, or the thread that calls `step`.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         executor: Executor,
-        events: EventSink,
+        events: EventPublisher,
         max_model_len: int,
         loras: LoraRegistry | None = None,
     ) -> None:
         self.vocab_size = executor.vocab_size  # token ids are below this
-        self.max_model_len = max_model_len  # most tokens of prompt and answer together
+        self.max_model_len = max_model_len  # maximum tokens of prompt and output together
         self.block_tokens = config.block_tokens  # tokens in one KV block
-        self.loras = loras  # the adapters that requests can name; None where there can be none
+        self.loras = loras  # LoRA adapters that requests can name; None if disabled
         self._max_waiting = config.max_waiting
         self._caching = config.enable_prefix_caching
         self.executor = executor
         self._events = events
-        self.cache = KvCache(config, executor, max_model_len)
+        self.kv_cache = KVCache(config, executor, max_model_len)
         self.scheduler = Scheduler(
-            self.cache.manager,
+            self.kv_cache.manager,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.scheduling_policy,
         )
         self._rate = PrefillRate()
-        self.is_sleeping = False  # whether it has given its memory back and runs nothing
-        self._serials = itertools.count()
+        self.is_sleeping = False  # whether KV memory is released and no step runs
+        self._arrival_indices = itertools.count()
         self._seeds = random.Random(config.seed)
-        self._wake = threading.Condition()  # guards the next four
+        self._wake = threading.Condition()  # guards the next four fields
         self._inbox: deque[Callable[[], None]] = deque()
-        self._live: dict[str, tuple[LiveRequest, OutputSink]] = {}
+        self._requests: dict[str, tuple[Request, OutputCallback]] = {}
         self._aborting: set[str] = set()
         self._closing = False
         self._thread: threading.Thread | None = None
         self._healthy = True
         self._steps = 0
         self._generated_tokens = 0
-        self._turned_s = time.monotonic()
+        self._last_turn_s = time.monotonic()
 
-    def submit(self, request: GenerationRequest, sink: OutputSink) -> None:
+    def add_request(self, core_request: EngineCoreRequest, on_output: OutputCallback) -> None:
         """Queue a request.
 
         Args:
-            sink: Called on the engine's thread with each output; must not block. If it raises, the request
-                is aborted.
+            core_request: Request to run; its id must not be in use.
+            on_output: Called on the engine's thread with each output. Must not block. If it raises, the
+                request is aborted.
 
         Raises:
-            RequestError: It can never run as asked.
-            QueueFullError: Too many requests wait already.
-            EngineClosedError: The engine takes nothing more.
+            RequestError: The request can never run.
+            QueueFullError: The waiting queue is full.
+            EngineClosedError: The engine is closed.
         """
-        check_request(request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
+        check_request(core_request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
         adapter = None
-        if request.lora_name is not None:
+        if core_request.lora_name is not None:
             if self.loras is None:
-                raise RequestError("this engine takes no adapters", "model")
-            adapter = self.loras.find(request.lora_name)
+                raise RequestError("LoRA adapters are disabled on this engine", "model")
+            adapter = self.loras.find(core_request.lora_name)
         with self._wake:
             if self._closing:
                 raise EngineClosedError("the engine is closed")
-            if request.request_id in self._live:
-                raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
-            if len(self._live) - len(self.scheduler.running) >= self._max_waiting:
+            if core_request.request_id in self._requests:
+                raise RequestError(f"request id {core_request.request_id!r} is in use", "request_id")
+            if len(self._requests) - len(self.scheduler.running) >= self._max_waiting:
                 raise QueueFullError(f"{self._max_waiting} requests are waiting already; try again later")
-            seed = request.sampling.seed
-            live = LiveRequest(
-                request,
+            seed = core_request.sampling.seed
+            request = Request(
+                core_request,
                 self._seeds.getrandbits(63) if seed is None else seed,
                 adapter,
                 arrived_s=time.monotonic(),
-                serial=next(self._serials),
+                arrival_index=next(self._arrival_indices),
             )
-            self._live[request.request_id] = (live, sink)
-            self._post(lambda: self.scheduler.add(live))
+            self._requests[request.request_id] = (request, on_output)
+            self._post(lambda: self.scheduler.add_request(request))
 
-    def abort(self, request_id: str) -> None:
-        """End a request; its blocks are free before the next step. Unknown ids are ignored."""
+    def abort_request(self, request_id: str) -> None:
+        """Abort a request and free its blocks before the next step. Unknown ids are ignored."""
         with self._wake:
-            if request_id in self._live and request_id not in self._aborting:
-                live, _ = self._live[request_id]
+            if request_id in self._requests and request_id not in self._aborting:
+                request, _ = self._requests[request_id]
                 self._aborting.add(request_id)
-                self._post(lambda: self._finish(live, "abort"))
+                self._post(lambda: self._finish(request, "abort"))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks and announce it; False, with nothing done, while requests hold blocks."""
-        return self._ask(self._reset_pool)
+        """Clear the prefix cache. Return False, and change nothing, while requests use blocks."""
+        return self._run_between_steps(self._reset_kv_cache)
 
     def sleep(self) -> bool:
-        """Forget all cached blocks, announce it, and give the memory of both tiers back.
-
-        Returns False, with nothing done, while requests hold blocks. Those that come wait until `wake_up`.
-        """
-        return self._ask(self._fall_asleep)
+        """Clear the cache and free its memory until `wake_up`; return False while blocks are in use."""
+        return self._run_between_steps(self._sleep)
 
     def wake_up(self) -> bool:
-        """Take the memory again and go on; returns False if the engine did not sleep."""
-        return self._ask(self._wake_up)
+        """Allocate KV memory again and resume; return False if the engine was not asleep."""
+        return self._run_between_steps(self._wake_up)
 
     def stats(self) -> EngineStats:
         scheduler, running = self.scheduler, len(self.scheduler.running)
-        pool, host, offload = self.cache.pool, self.cache.host, self.cache.offload
+        pool, host, offload = self.kv_cache.block_pool, self.kv_cache.host_tier, self.kv_cache.offloading
         return EngineStats(
             running=running,
-            waiting=max(len(self._live) - running, 0),
+            waiting=max(len(self._requests) - running, 0),
             prefix_queries_tokens=scheduler.prompt_tokens if self._caching else 0,
             prefix_hits_tokens=scheduler.cached_prompt_tokens,
             preemptions=scheduler.preemptions,
             prompt_tokens=scheduler.prompt_tokens,
             generated_tokens=self._generated_tokens,
             steps=self._steps,
-            last_step_monotonic_s=self._turned_s,
+            last_step_monotonic_s=self._last_turn_s,
             healthy=self._healthy,
             host_hits_tokens=scheduler.host_prompt_tokens,
             prefill_tokens_per_s=self._rate.tokens_per_s,
             asleep=self.is_sleeping,
-            kv_usage=1.0 - pool.num_free / pool.num_blocks,
+            kv_usage=1.0 - pool.num_free_blocks / pool.num_blocks,
             total_blocks=pool.num_blocks,
             host_blocks=host.num_blocks,
             host_usage=host.num_used / max(1, host.num_blocks),
@@ -172,13 +170,12 @@ class Engine:
         )
 
     def start(self) -> None:
-        """Begin to step on a thread of the engine's own."""
         assert self._thread is None, "the engine runs already"
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Abort everything and stop; may be called twice."""
+        """Abort all requests and stop. Idempotent."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -189,81 +186,75 @@ class Engine:
         self.executor.close()
 
     def step(self) -> bool:
-        """Run one step on the caller's thread. Returns False when there was nothing to compute."""
+        """Run one step on the caller's thread. Return False when there was nothing to compute."""
         self._drain_inbox()
         if self.is_sleeping:
             return False
-        chunks: list[Chunk] = []
+        scheduled: list[ScheduledRequest] = []
         try:
-            chunks = self.scheduler.schedule(self._rate.seconds_per_token)
-            if not chunks:
+            scheduled = self.scheduler.schedule(self._rate.seconds_per_token)
+            if not scheduled:
                 return self._idle()
-            tokens = self._compute(chunks)
+            tokens = self._compute(scheduled)
         except WorkerError:
             raise
         except Exception as error:
-            self._fail([chunk.live for chunk in chunks], error)
+            self._fail([item.request for item in scheduled], error)
         else:
             self._publish()
-            self._deliver(chunks, tokens)
-        self._publish()  # what requests that ended leave in windowed groups
+            self._deliver(scheduled, tokens)
+        self._publish()  # events of blocks cached when requests were freed
         return True
 
     def _loop(self) -> None:
         try:
             while not self._closing:
-                self._turned_s = time.monotonic()
-                self.executor.check()
+                self._last_turn_s = time.monotonic()
+                self.executor.check_health()
                 if not self.step():
                     with self._wake:
                         if not self._inbox and not self._closing:
                             self._wake.wait(_HEARTBEAT_S)
         except Exception:
-            logger.critical("the engine loop died", exc_info=True)
+            logger.critical("engine loop died", exc_info=True)
             self._healthy = False
             self._end_all("error", "the engine failed")
         else:
             self._end_all("abort", None)
 
     def _idle(self) -> bool:
-        """Settle copies when there is nothing to compute; returns whether there may be something now."""
-        waits = self.cache.offload.restoring
+        """Wait for a running restore when no request can run; return whether there was one."""
+        waits = self.kv_cache.offloading.is_restoring
         if waits:
-            self.cache.offload.wait()
+            self.kv_cache.offloading.wait_for_restore()
         self._publish()
         return waits
 
-    def _fail(self, computed: Sequence[LiveRequest], error: Exception) -> None:
-        """End the requests that a failed step was for; what it was to compute is cached nowhere.
-
-        These are `computed`, those that were scheduled; none if scheduling failed, for whichever of them.
-        """
+    def _fail(self, computed: Sequence[Request], error: Exception) -> None:
+        """End a failed step's requests (`computed` is empty if scheduling failed) and uncache its blocks."""
         scheduler = self.scheduler
-        # Some end in any case, so that an error that always comes again does not come for ever.
+        # Always end at least one request, so that a persistent error does not repeat forever.
         failed = computed or list(scheduler.running) or list(scheduler.waiting)
         logger.error("step failed: step=%d requests=%d", self._steps, len(failed), exc_info=error)
-        scheduler.distrust(self.cache.pool.forget_registered(), failed)
+        scheduler.invalidate_blocks(self.kv_cache.block_pool.uncache_uncomputed(), failed)
         self._publish()
         what = "the model failed" if computed else "the step could not be scheduled"
-        for live in failed:
-            self._finish(live, "error", f"{what}: {error}")
+        for request in failed:
+            self._finish(request, "error", f"{what}: {error}")
 
-    def _compute(self, chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
+    def _compute(self, scheduled: Sequence[ScheduledRequest]) -> dict[str, ChosenToken]:
         self._steps += 1
-        decodes = sum(chunk.length == 1 for chunk in chunks)
+        decodes = sum(item.num_tokens == 1 for item in scheduled)
         started_s = time.monotonic()
-        for chunk in chunks:
-            chunk.live.started_s = chunk.live.started_s or started_s
-        tokens = self.executor.run(chunks)
-        prefills = sum(chunk.length for chunk in chunks) - decodes
+        for item in scheduled:
+            item.request.started_s = item.request.started_s or started_s
+        tokens = self.executor.execute_model(scheduled)
+        prefills = sum(item.num_tokens for item in scheduled) - decodes
         self._rate.observe(prefills, decodes, time.monotonic() - started_s)
         return tokens
 
     def between_steps(self, action: Callable[[], T]) -> T:
-        """Have the stepping thread do something between two steps, all events of the first published.
-
-        An EngineClosedError where the engine closes.
-        """
+        """Run `action` between two steps, after pending events are published, or raise EngineClosedError."""
         answer: Future[T] = Future()
 
         def act() -> None:
@@ -281,92 +272,91 @@ class Engine:
             self._drain_inbox()
         return answer.result()
 
-    def _ask(self, action: Callable[[], bool]) -> bool:
-        """Have the stepping thread change something; returns False once the engine closes."""
+    def _run_between_steps(self, action: Callable[[], bool]) -> bool:
         try:
             return self.between_steps(action)
         except EngineClosedError:
             return False
 
     def _post(self, action: Callable[[], None]) -> None:
-        """Leave work for the stepping thread; the caller holds the lock."""
+        """Queue an action for the stepping thread. The caller holds the lock."""
         self._inbox.append(action)
         self._wake.notify()
 
     def _drain_inbox(self) -> None:
-        while self._inbox:  # only this thread takes from it
+        while self._inbox:  # only this thread removes entries
             self._inbox.popleft()()
 
-    def _deliver(self, chunks: Sequence[Chunk], tokens: dict[str, ChosenToken]) -> None:
-        for chunk in chunks:
-            live = chunk.live
-            live.computed = chunk.stop
-            if not chunk.samples:
+    def _deliver(self, scheduled: Sequence[ScheduledRequest], tokens: dict[str, ChosenToken]) -> None:
+        for item in scheduled:
+            request = item.request
+            request.num_computed_tokens = item.stop
+            if not item.samples:
                 continue
-            token = tokens[live.request_id]
-            live.token_ids.append(token.token_id)
+            token = tokens[request.request_id]
+            request.token_ids.append(token.token_id)
             self._generated_tokens += 1
-            reason = self._finish_reason(live, token.token_id)
+            reason = self._finish_reason(request, token.token_id)
             if reason is not None:
-                self._finish(live, reason, token=token)
+                self._finish(request, reason, token=token)
             else:
-                self._emit(live, live.output(token))
+                self._send_output(request, request.make_output(token))
 
-    def _finish_reason(self, live: LiveRequest, token: int) -> FinishReason | None:
-        sampling = live.request.sampling
+    def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
+        sampling = request.core_request.sampling
         is_eos = token in self.executor.eos_token_ids and not sampling.ignore_eos
         if is_eos or token in sampling.stop_token_ids:
             return "stop"
-        if live.num_generated >= sampling.max_tokens or live.num_tokens >= self.max_model_len:
+        if request.num_output_tokens >= sampling.max_tokens or request.num_tokens >= self.max_model_len:
             return "length"
         return None
 
     def _finish(
         self,
-        live: LiveRequest,
+        request: Request,
         reason: FinishReason,
         error: str | None = None,
         token: ChosenToken | None = None,
     ) -> None:
-        """Take a request out, free its blocks, and tell its sink. One that has ended already is ignored."""
+        """Remove a request, free its blocks and send its last output. Ignore one that has ended already."""
         with self._wake:
-            current, sink = self._live.get(live.request_id, (None, None))
-            if current is not live or sink is None:
+            current, on_output = self._requests.get(request.request_id, (None, None))
+            if current is not request or on_output is None:
                 return
-            del self._live[live.request_id]
-            self._aborting.discard(live.request_id)
+            del self._requests[request.request_id]
+            self._aborting.discard(request.request_id)
         try:
-            self.scheduler.remove(live)
+            self.scheduler.remove_request(request)
         finally:
             try:
-                sink(live.output(token, reason, error))
+                on_output(request.make_output(token, reason, error))
             except Exception:
-                logger.warning("the sink of request %s raised at its end", live.request_id, exc_info=True)
+                logger.warning("output callback failed: request=%s", request.request_id, exc_info=True)
 
-    def _emit(self, live: LiveRequest, output: TokenOutput) -> None:
-        _, sink = self._live[live.request_id]
+    def _send_output(self, request: Request, output: EngineCoreOutput) -> None:
+        _, on_output = self._requests[request.request_id]
         try:
-            sink(output)
+            on_output(output)
         except Exception:
-            logger.warning("the sink of request %s raised; aborting it", live.request_id, exc_info=True)
-            self._finish(live, "abort")
+            logger.warning("output callback failed, aborting: request=%s", request.request_id, exc_info=True)
+            self._finish(request, "abort")
 
     def _publish(self) -> None:
-        events = self.cache.pool.take_events()
+        events = self.kv_cache.block_pool.take_events()
         if not events:
             return
         try:
             self._events.publish(events)
         except Exception:
-            logger.exception("the event sink raised; %d cache events are lost", len(events))
+            logger.exception("event publisher failed, cache events lost: events=%d", len(events))
 
-    def _reset_pool(self) -> bool:
-        done = self.cache.reset()
+    def _reset_kv_cache(self) -> bool:
+        done = self.kv_cache.reset()
         self._publish()
         return done
 
-    def _fall_asleep(self) -> bool:
-        if self.is_sleeping or not self._reset_pool():
+    def _sleep(self) -> bool:
+        if self.is_sleeping or not self._reset_kv_cache():
             return self.is_sleeping
         self.is_sleeping = True
         self.executor.free()
@@ -375,17 +365,16 @@ class Engine:
     def _wake_up(self) -> bool:
         if not self.is_sleeping:
             return False
-        self.executor.allocate(self.cache.host.num_blocks)
+        self.executor.allocate(self.kv_cache.host_tier.num_blocks)
         self.is_sleeping = False
         return True
 
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
-        """Refuse new requests, then end those there are."""
         with self._wake:
             self._closing = True
         self._drain_inbox()
-        for live, _ in list(self._live.values()):
+        for request, _ in list(self._requests.values()):
             try:
-                self._finish(live, reason, error)
+                self._finish(request, reason, error)
             except Exception:
-                logger.exception("request %s could not be taken out of the scheduler", live.request_id)
+                logger.exception("cannot remove request: request=%s", request.request_id)

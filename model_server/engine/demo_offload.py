@@ -1,6 +1,6 @@
-"""`kvroute model-server demo-offload`: one prompt three times, computed, from the device and from the host.
+"""`kvroute model-server demo-offload`: time to first token cold, and cached on device or host.
 
-The prompt is pushed out of the device's pool by others, as traffic would do it.
+Other prompts evict the measured prompt from the device's pool, as traffic does.
 """
 
 import random
@@ -8,18 +8,18 @@ import time
 
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
-from model_server.engine.core import Engine
-from model_server.kv_events.events import NullSink
-from model_server.requests import GenerationRequest, SamplingParams, TokenOutput
+from model_server.engine.core import EngineCore
+from model_server.kv_events.events import NullEventPublisher
+from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingParams
 
 _SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 _ROUNDS = 3
 
 
 def demonstrate(config: EngineConfig, prompt_tokens: int) -> list[str]:
-    """Measure the three ways; a ModelServerError where the model cannot load or the prompt is too long."""
-    engine = build_engine(config, NullSink())
-    # The prompt's blocks are the oldest: as many new ones as the pool has take them all.
+    """Return the lines of the report; raise a ModelServerError if the model or prompt does not fit."""
+    engine = build_engine(config, NullEventPublisher())
+    # The prompt's blocks are the oldest, so allocating the whole pool once evicts them all.
     others = -(-engine.stats().total_blocks // max(1, prompt_tokens // config.block_tokens))
     draw = random.Random(0)
     rounds = [_one_round(engine, draw, prompt_tokens, others, number) for number in range(_ROUNDS + 1)][1:]
@@ -40,9 +40,9 @@ def demonstrate(config: EngineConfig, prompt_tokens: int) -> list[str]:
 
 
 def _one_round(
-    engine: Engine, draw: random.Random, prompt_tokens: int, others: int, number: int
+    engine: EngineCore, draw: random.Random, prompt_tokens: int, others: int, number: int
 ) -> list[tuple[float, int]]:
-    """Return seconds and cached tokens of the prompt cold, again, and after others took its blocks."""
+    """Return (seconds, cached tokens) of the prompt: cold, repeated, and after its eviction."""
     prompt, *rest = (tuple(draw.choices(range(3, 1000), k=prompt_tokens)) for _ in range(1 + others))
     taken = [first_token(engine, f"{number}.{turn}", prompt) for turn in range(2)]
     for at, other in enumerate(rest):
@@ -50,14 +50,14 @@ def _one_round(
     return [*taken, first_token(engine, f"{number}.2", prompt)]
 
 
-def first_token(engine: Engine, name: str, prompt: tuple[int, ...]) -> tuple[float, int]:
-    """Run a prompt alone; returns the seconds to its first token and its cached tokens."""
-    outputs: list[TokenOutput] = []
+def first_token(engine: EngineCore, name: str, prompt: tuple[int, ...]) -> tuple[float, int]:
+    """Run one prompt; return the seconds to its first token and its cached tokens."""
+    outputs: list[EngineCoreOutput] = []
     started_s = time.perf_counter()
-    engine.submit(GenerationRequest(name, prompt, _SAMPLING), outputs.append)
+    engine.add_request(EngineCoreRequest(name, prompt, _SAMPLING), outputs.append)
     while not outputs:
         engine.step()
     taken_s = time.perf_counter() - started_s
-    while engine.step():  # stores what the request leaves
+    while engine.step():  # completes the stores to the host tier
         pass
     return taken_s, outputs[-1].cached_tokens

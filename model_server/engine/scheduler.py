@@ -1,6 +1,6 @@
-"""Decides what each step computes: continuous batching under one token budget, decodes first.
+"""Scheduler of the engine's steps: continuous batching under one token budget, decodes first.
 
-Knows tokens and blocks, not tensors or threads; times are arguments.
+Works on tokens and blocks, without tensors, threads or clocks; times are arguments.
 """
 
 from collections import deque
@@ -9,59 +9,57 @@ from dataclasses import KW_ONLY, dataclass, field
 from statistics import median
 from typing import TypeAlias
 
-import msgspec
-
 from model_server.config import SchedulingPolicy
-from model_server.kv_cache.block_pool import Block
+from model_server.kv_cache.block_pool import KVCacheBlock
 from model_server.kv_cache.host_tier import HostBlock
-from model_server.kv_cache.manager import BlockManager
-from model_server.requests import LiveRequest
+from model_server.kv_cache.manager import KVCacheManager
+from model_server.kv_cache.request import Request, ScheduledRequest
 
 AGE_FACTOR = 10.0
 PARTIAL_PROMPTS_MAX = 2
 
-# Least first; of equals the one that was submitted first.
+# Sort key, least first; the last element breaks ties by order of submission.
 OrderKey: TypeAlias = tuple[float, float, int]
 
-# A shorter prefill takes as long as any step: its speed would make an engine that has had nothing else look
-# many times slower than its equals, and routers would send it nothing that could tell otherwise.
+# Ignore shorter prefills: a step's fixed cost dominates their time. An engine that has had no others would
+# look many times slower than its peers, and routers would send it no prompt that corrects the estimate.
 _RATE_TOKENS_MIN = 128
 _RATE_STEPS = 64
 _RATE_STEPS_MIN = 4
-# Blocks of waiting prompts that are looked up in a step, most of them hashed for it: 4 ms at the most.
+# Blocks of waiting prompts looked up per step. Most of them must be hashed first; this takes at most 4 ms.
 _LOOKUPS_PER_STEP = 512
 
 
-def order_key(policy: SchedulingPolicy, seconds_per_token: float) -> Callable[[LiveRequest], OrderKey]:
-    """Return the key of a policy, where a prompt token takes so many seconds; 0 while that is unknown.
+def order_key(policy: SchedulingPolicy, seconds_per_token: float) -> Callable[[Request], OrderKey]:
+    """Return the sort key of a scheduling policy; `seconds_per_token` is 0 while unknown.
 
-    "fcfs" is by arrival; "priority" by the request's priority, then arrival; "aged" by arrival plus ten times
-    the seconds that its own prefill still takes, so that short prompts overtake long ones and whoever waits
-    long enough is overtaken no more.
+    "fcfs" sorts by arrival; "priority" by the request's priority, then arrival; "aged" by arrival plus ten
+    times the seconds that the request's prefill still takes. So short prompts overtake long ones, but a
+    request that has waited long enough is not overtaken any more.
     """
     age_s = AGE_FACTOR * seconds_per_token if policy == "aged" else 0.0
 
-    def key(live: LiveRequest) -> OrderKey:
-        first = live.request.priority if policy == "priority" else 0
-        return first, live.arrived_s + age_s * live.uncached, live.serial
+    def key(request: Request) -> OrderKey:
+        first = request.core_request.priority if policy == "priority" else 0
+        return first, request.arrived_s + age_s * request.estimated_prefill_tokens, request.arrival_index
 
     return key
 
 
 class PrefillRate:
-    """The speed of prefills: the median of the last steps, which a slow start or a stall does not move."""
+    """Prefill throughput: the median of the last 64 steps, robust against a slow start or a stall."""
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=_RATE_STEPS)
-        self.seconds_per_token = 0.0  # 0 before there were enough prefills to tell
+        self.seconds_per_token = 0.0  # 0 until there are enough samples
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompt tokens a second; 0 before there were enough prefills to tell."""
+        """Prompt tokens per second; 0 until there are enough samples."""
         return 1.0 / self.seconds_per_token if self.seconds_per_token else 0.0
 
     def observe(self, prefill_tokens: int, decode_tokens: int, seconds: float) -> None:
-        """Take one step; one of few prompt tokens, or of mostly decodes, tells nothing of prefills."""
+        """Record one step. Steps with few prompt tokens, or with mostly decodes, are ignored."""
         if prefill_tokens < _RATE_TOKENS_MIN or prefill_tokens <= decode_tokens or seconds <= 0.0:
             return
         self._steps.append(seconds / prefill_tokens)
@@ -69,209 +67,192 @@ class PrefillRate:
             self.seconds_per_token = median(self._steps)
 
 
-class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """The next `length` tokens of one request, to be computed in this step."""
-
-    live: LiveRequest  # the request; its tokens before `start` have their KV
-    start: int  # position of the chunk's first token
-    length: int  # tokens in the chunk; 1 for a decode
-    samples: bool  # whether it reaches the last known token, so that the next one is sampled
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.length
-
-
 @dataclass(eq=False)
 class Scheduler:
-    """Decodes first, then prefills in the policy's order, in chunks; preemption of whoever is last in it.
+    """Schedules decodes first, then chunked prefills in the policy's order; preempts the last in that order.
 
-    The queue of waiting requests is bounded by the engine, which refuses requests before they come here.
+    The engine bounds the waiting queue: it rejects requests before they reach the scheduler.
     """
 
-    manager: BlockManager
+    kv_cache_manager: KVCacheManager
     _: KW_ONLY
     max_num_seqs: int
     max_num_batched_tokens: int
     policy: SchedulingPolicy = "fcfs"
-    running: list[LiveRequest] = field(default_factory=list)  # they hold blocks; in the order of admission
-    waiting: deque[LiveRequest] = field(default_factory=deque)  # they hold none; preempted ones first
-    preemptions: int = 0  # requests pushed back to waiting since the start
-    prompt_tokens: int = 0  # prompt tokens of admitted requests since the start
-    cached_prompt_tokens: int = 0  # those of them that were found in the cache, in either tier
-    host_prompt_tokens: int = 0  # those that had to be restored from the host tier
-    _looked_up_to: int = 0
+    running: list[Request] = field(default_factory=list)  # in order of admission
+    waiting: deque[Request] = field(default_factory=deque)  # preempted requests first
+    preemptions: int = 0  # since start
+    prompt_tokens: int = 0  # of admitted requests since start
+    cached_prompt_tokens: int = 0  # those found in the cache, in either tier
+    host_prompt_tokens: int = 0  # those restored from the host tier
+    _next_lookup: int = 0
 
     def __post_init__(self) -> None:
         assert self.max_num_batched_tokens >= self.max_num_seqs, "all running requests must be able to decode"
         self._key = order_key(self.policy, 0.0)
 
-    def add(self, live: LiveRequest) -> None:
-        self.waiting.append(live)
+    def add_request(self, request: Request) -> None:
+        self.waiting.append(request)
 
-    def remove(self, live: LiveRequest) -> None:
-        """Drop a request wherever it is; its blocks are free at once."""
-        (self.running if live.tables else self.waiting).remove(live)
-        self.manager.release(live)
-        self.manager.let_go(live)
+    def remove_request(self, request: Request) -> None:
+        """Remove a running or waiting request and free its blocks."""
+        (self.running if request.block_tables else self.waiting).remove(request)
+        self.kv_cache_manager.free(request)
+        self.kv_cache_manager.unpin_swapped_blocks(request)
 
-    def schedule(self, seconds_per_token: float = 0.0) -> list[Chunk]:
-        """Choose the next step: decodes, then prefills, begun or waiting, in their order.
+    def schedule(self, seconds_per_token: float = 0.0) -> list[ScheduledRequest]:
+        """Schedule the next step: decodes, then running and waiting prefills in the policy's order.
 
-        Blocks for the chosen tokens are allocated, and full ones registered, when this returns. Requests
-        whose blocks are on their way from the host tier are not chosen before these are there. A prompt
-        token takes `seconds_per_token`; 0 while that is unknown.
+        On return, blocks for the scheduled tokens are allocated and full ones are in the prefix cache.
+        Requests with a running restore are not scheduled. `seconds_per_token` is 0 while unknown.
         """
         self._key = order_key(self.policy, seconds_per_token)
-        self._take_restored()
-        chunks = self._continue_decodes()
-        # Only now, when nobody who decodes can be preempted any more: what is registered must be computed.
-        for chunk in chunks:
-            self.manager.register(chunk.live, chunk.stop)
+        self._resume_restored()
+        scheduled = self._schedule_decodes()
+        # Cache blocks only now, when no decode can be preempted any more: cached blocks must be computed.
+        for item in scheduled:
+            self.kv_cache_manager.cache_blocks(item.request, item.stop)
         more = True
-        while more:  # copies that take effect at once let their requests run in the same step
-            self._prefill(chunks)
-            self.manager.offload.flush()
-            more = self._take_restored()
-        return chunks
+        while more:  # requests whose restore is synchronous run in the same step
+            self._schedule_prefills(scheduled)
+            self.kv_cache_manager.offloading.start_transfers()
+            more = self._resume_restored()
+        return scheduled
 
-    def distrust(self, never_computed: Iterable[Block], failed: Iterable[LiveRequest]) -> None:
-        """After a failed step: whoever shares a block that was never computed has nothing.
+    def invalidate_blocks(self, uncomputed: Iterable[KVCacheBlock], failed: Iterable[Request]) -> None:
+        """Restart requests that share an uncomputed block of a failed step; `failed` are its own requests."""
+        invalid, ending = set(map(id, uncomputed)), set(map(id, failed))
+        for request in list(self.running):
+            if any(id(block) in invalid for table in request.block_tables for block in table.blocks):
+                request.num_computed_tokens = 0
+                if id(request) not in ending:
+                    self._preempt(request)
 
-        The requests that the step was for, `failed`, are about to be removed; others begin again.
-        """
-        never, ending = set(map(id, never_computed)), set(map(id, failed))
-        for live in list(self.running):
-            if any(id(block) in never for table in live.tables for block in table.blocks):
-                live.computed = 0
-                if id(live) not in ending:
-                    self._preempt(live)
-
-    def _take_restored(self) -> bool:
-        """Let requests go on whose blocks have come back; returns whether there were any."""
-        self.manager.offload.poll()
-        restored = [live for live in self.running if live.restore is not None and live.restore.done]
-        for live in restored:
-            self.manager.finish_restore(live)
+    def _resume_restored(self) -> bool:
+        """Resume requests whose restore has completed; return whether there were any."""
+        self.kv_cache_manager.offloading.poll_transfers()
+        restored = [req for req in self.running if req.restore is not None and req.restore.done]
+        for request in restored:
+            self.kv_cache_manager.finish_restore(request)
         return bool(restored)
 
-    def _continue_decodes(self) -> list[Chunk]:
-        """Give every decoding request its next token, taking blocks from whoever is last if need be."""
-        decodes = [live for live in self.running if live.pending == 1 and live.restore is None]
+    def _schedule_decodes(self) -> list[ScheduledRequest]:
+        """Schedule one token of every decoding request, preempting the last request if blocks run out."""
+        decodes = [req for req in self.running if req.num_pending_tokens == 1 and req.restore is None]
         if self.policy == "priority":
             decodes.sort(key=self._key)
-        chunks: list[Chunk] = []
-        for live in decodes:
-            if not live.tables:  # preempted a moment ago
+        scheduled: list[ScheduledRequest] = []
+        for request in decodes:
+            if not request.block_tables:  # preempted by this loop
                 continue
-            while not self.manager.grow(live, live.num_tokens):
-                victim = self._victim(decodes)
+            while not self.kv_cache_manager.allocate_slots(request, request.num_tokens):
+                victim = self._preemption_victim(decodes)
                 self._preempt(victim)
-                if victim is live:
+                if victim is request:
                     break
             else:
-                chunks.append(_next_chunk(live, 1))
-        return chunks
+                scheduled.append(_schedule_tokens(request, 1))
+        return scheduled
 
-    def _victim(self, decodes: list[LiveRequest]) -> LiveRequest:
-        """Return who gives way to a decode: the last prefill, else the last decode."""
-        prefills = [other for other in self.running if other.pending > 1 or other.restore is not None]
+    def _preemption_victim(self, decodes: list[Request]) -> Request:
+        """Return the request to preempt for a decode: the last prefill, else the last decode."""
+        prefills = [req for req in self.running if req.num_pending_tokens > 1 or req.restore is not None]
         if prefills:
             return max(prefills, key=self._key)
-        return [other for other in decodes if other.tables][-1]
+        return [other for other in decodes if other.block_tables][-1]
 
-    def _prefill(self, chunks: list[Chunk]) -> None:
-        if not self.waiting and len(chunks) == len(self.running):  # as in nearly all steps
+    def _schedule_prefills(self, scheduled: list[ScheduledRequest]) -> None:
+        if not self.waiting and len(scheduled) == len(self.running):  # nearly all steps
             return
-        budget = self.max_num_batched_tokens - sum(chunk.length for chunk in chunks)
-        chosen = {chunk.live.request_id for chunk in chunks}
-        queue = self._queue(budget)
+        budget = self.max_num_batched_tokens - sum(item.num_tokens for item in scheduled)
+        chosen = {item.request.request_id for item in scheduled}
+        queue = self._waiting_in_order(budget)
         head = next(queue, None)
         while budget > 0:
-            begun = [
-                live
-                for live in self.running
-                if live.restore is None and live.pending and live.request_id not in chosen
-            ]
-            live = min(begun, key=self._key, default=None)
-            if head is not None and (live is None or self._key(head) < self._key(live)):
-                if not self._admit(head, budget, partial=len(begun)):
-                    head = None  # nobody overtakes it
+            ready = [req for req in self.running if req.restore is None and req.num_pending_tokens]
+            started = [req for req in ready if req.request_id not in chosen]
+            request = min(started, key=self._key, default=None)
+            if head is not None and (request is None or self._key(head) < self._key(request)):
+                if not self._admit(head, budget, partial=len(started)):
+                    head = None  # no waiting request may overtake it
                     continue
-                live, head = head, next(queue, None)
-                if live.restore is not None:
+                request, head = head, next(queue, None)
+                if request.restore is not None:
                     continue
-            if live is None:
+            if request is None:
                 break
-            chosen.add(live.request_id)
-            length = min(live.pending, budget)
-            if not self._make_room(live, live.computed + length, chosen, idle=not chunks):
+            chosen.add(request.request_id)
+            length = min(request.num_pending_tokens, budget)
+            if not self._make_room(request, request.num_computed_tokens + length, chosen, idle=not scheduled):
                 continue
-            chunk = _next_chunk(live, length)
-            self.manager.register(live, chunk.stop)
-            chunks.append(chunk)
+            item = _schedule_tokens(request, length)
+            self.kv_cache_manager.cache_blocks(request, item.stop)
+            scheduled.append(item)
             budget -= length
 
-    def _queue(self, budget: int) -> Iterator[LiveRequest]:
-        """Return waiting requests in their order; none where none could be admitted."""
+    def _waiting_in_order(self, budget: int) -> Iterator[Request]:
+        """Return waiting requests in the policy's order; empty if none can be admitted."""
         if not self.waiting or budget <= 0 or len(self.running) >= self.max_num_seqs:
             return iter(())
         if self.policy == "aged":
-            self._look_up_waiting()
+            self._update_waiting_hits()
         return iter(sorted(self.waiting, key=self._key))
 
-    def _look_up_waiting(self) -> None:
-        """Look again how much of waiting requests is cached, for as long as a step has time for.
+    def _update_waiting_hits(self) -> None:
+        """Update the expected cache hits of waiting requests, up to a limit of lookups per step.
 
-        Where many wait it goes on with the others in the next step.
+        The next step continues where this one stopped.
         """
-        left, first = _LOOKUPS_PER_STEP, self._looked_up_to % len(self.waiting)
+        left, first = _LOOKUPS_PER_STEP, self._next_lookup % len(self.waiting)
         waiting = list(self.waiting)
-        for live in waiting[first:] + waiting[:first]:
+        for request in waiting[first:] + waiting[:first]:
             if left <= 0:
                 break
-            left -= self.manager.expect(live, left)
-            self._looked_up_to += 1
+            left -= self.kv_cache_manager.update_expected_hits(request, left)
+            self._next_lookup += 1
 
-    def _admit(self, live: LiveRequest, budget: int, *, partial: int) -> bool:
-        """Begin a waiting request, if it may and its blocks fit."""
+    def _admit(self, request: Request, budget: int, *, partial: int) -> bool:
+        """Move a waiting request to running if the limits permit and its blocks fit."""
         if len(self.running) >= self.max_num_seqs:
             return False
-        manager = self.manager
-        prefix = manager.find_prefix(live)
-        if partial >= PARTIAL_PROMPTS_MAX and live.num_tokens - prefix.length * manager.block_tokens > budget:
+        manager = self.kv_cache_manager
+        prefix = manager.get_computed_blocks(request)
+        uncached = request.num_tokens - prefix.num_blocks * manager.block_tokens
+        if partial >= PARTIAL_PROMPTS_MAX and uncached > budget:
             return False
-        reserved = sum(manager.still_needed(other) for other in self.running if other.pending > 1)
-        if not manager.can_hold(live, prefix, reserved):
+        prefills = [other for other in self.running if other.num_pending_tokens > 1]
+        reserved = sum(map(manager.num_blocks_to_allocate, prefills))
+        if not manager.can_fit(request, prefix, reserved):
             return False
-        manager.adopt(live, prefix)
-        if live.cached_tokens is None:  # else it comes back from preemption
-            live.cached_tokens = live.computed
-            self.prompt_tokens += live.num_tokens
-            self.cached_prompt_tokens += live.computed
+        manager.attach_prefix(request, prefix)
+        if request.num_cached_tokens is None:  # not None after a preemption
+            request.num_cached_tokens = request.num_computed_tokens
+            self.prompt_tokens += request.num_tokens
+            self.cached_prompt_tokens += request.num_computed_tokens
             by_index = zip(*prefix.entries, strict=True)
             in_host = sum(any(isinstance(entry, HostBlock) for entry in entries) for entries in by_index)
             self.host_prompt_tokens += in_host * manager.block_tokens
-        self.waiting.remove(live)
-        self.running.append(live)
+        self.waiting.remove(request)
+        self.running.append(request)
         return True
 
-    def _make_room(self, live: LiveRequest, num_tokens: int, chosen: set[str], *, idle: bool) -> bool:
-        """Grow a prefill's tables; only where nothing else would run are others preempted for it."""
-        while not self.manager.grow(live, num_tokens):
+    def _make_room(self, request: Request, num_tokens: int, chosen: set[str], *, idle: bool) -> bool:
+        """Allocate blocks for a prefill; preempt others only if the step would otherwise be empty."""
+        while not self.kv_cache_manager.allocate_slots(request, num_tokens):
             others = [other for other in self.running if other.request_id not in chosen]
             if not idle or not others:
                 return False
             self._preempt(max(others, key=self._key))
         return True
 
-    def _preempt(self, victim: LiveRequest) -> None:
-        """Take the blocks of a request; by its arrival it is among the first to run again."""
+    def _preempt(self, victim: Request) -> None:
+        """Free a request's blocks and return it to the front of the waiting queue."""
         self.running.remove(victim)
-        self.manager.preempt(victim)
+        self.kv_cache_manager.preempt(victim)
         self.waiting.appendleft(victim)
         self.preemptions += 1
 
 
-def _next_chunk(live: LiveRequest, length: int) -> Chunk:
-    return Chunk(live, live.computed, length, samples=length == live.pending)
+def _schedule_tokens(request: Request, count: int) -> ScheduledRequest:
+    samples = count == request.num_pending_tokens
+    return ScheduledRequest(request, request.num_computed_tokens, count, samples)

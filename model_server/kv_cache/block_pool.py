@@ -1,4 +1,4 @@
-"""The pool of KV blocks, as numbers: who holds which, which are free, which can be found by their content."""
+"""Pool of KV blocks: reference counts, the free queue, and the prefix cache's map from hash to block."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -7,137 +7,135 @@ from dataclasses import dataclass
 from model_server.kv_events.events import (
     MEDIUM_GPU,
     AllBlocksCleared,
-    Announcer,
     BlockContent,
     BlockStored,
-    ContentKey,
+    CacheKey,
     KVEvent,
+    KVEventBuilder,
 )
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class KVCacheBlock:
     """One physical KV block."""
 
     block_id: int  # row of the KV tensors
-    ref_count: int = 0  # requests that hold it; 0 means that it is free
-    content: BlockContent | None = None  # what it holds once it is full and can be found, else None
+    ref_count: int = 0  # requests that use the block; 0 means free
+    content: BlockContent | None = None  # set while the block is full and in the prefix cache
 
     def __repr__(self) -> str:
-        return f"Block({self.block_id}, ref_count={self.ref_count}, cached={self.content is not None})"
+        return f"KVCacheBlock({self.block_id}, ref_count={self.ref_count}, cached={self.content is not None})"
 
 
 @dataclass(eq=False)
 class BlockPool:
-    """All blocks of one device; the KV cache groups of a model share them.
+    """All KV blocks of one device, shared by the model's KV cache groups.
 
-    Several blocks may hold one content: two requests that compute the same at the same time keep one copy
-    each, and each copy is announced and removed for itself, so listeners must count.
+    Several blocks may have the same content: requests that compute the same tokens at the same time keep one
+    copy each. Each copy is stored and removed by an event of its own, so subscribers must count copies.
     """
 
     num_blocks: int
-    announcer: Announcer
-    # Told of a block that is about to lose its content, while it still has it.
-    on_evict: Callable[[Block], object] | None = None
+    event_builder: KVEventBuilder
+    # Called with a block that is about to be evicted, before its content is cleared.
+    on_evict: Callable[[KVCacheBlock], object] | None = None
 
     def __post_init__(self) -> None:
-        self.blocks = [Block(block_id) for block_id in range(self.num_blocks)]  # by their number
-        # Those that nobody holds, by number, in the order of their reuse; many can still be found, and a
-        # cache hit takes one out of the middle.
-        self.free = OrderedDict((block.block_id, block) for block in self.blocks)
-        self._cached: dict[ContentKey, dict[int, Block]] = {}
+        self.blocks = [KVCacheBlock(block_id) for block_id in range(self.num_blocks)]  # indexed by block id
+        # Blocks with ref_count 0 by id, in eviction order. Many are still in the prefix cache; a cache hit
+        # removes one from the middle.
+        self.free_block_queue = OrderedDict((block.block_id, block) for block in self.blocks)
+        self._cached: dict[CacheKey, dict[int, KVCacheBlock]] = {}
         self._events: list[KVEvent] = []
-        # Since the last take_events: blocks whose content may not be computed yet, by what announced them.
-        self._registered: list[tuple[BlockStored, Sequence[Block]]] = []
+        # Blocks cached since the last take_events whose KV may not be computed yet, by their event.
+        self._uncomputed: list[tuple[BlockStored, Sequence[KVCacheBlock]]] = []
 
     @property
-    def num_free(self) -> int:
-        """Blocks that nobody holds; many of them can still be found."""
-        return len(self.free)
+    def num_free_blocks(self) -> int:
+        """Number of blocks that no request uses; many of them are still in the prefix cache."""
+        return len(self.free_block_queue)
 
-    def find(self, key: ContentKey) -> Block | None:
+    def get_cached_block(self, key: CacheKey) -> KVCacheBlock | None:
         copies = self._cached.get(key)
         return next(iter(copies.values())) if copies else None
 
-    def touch(self, block: Block) -> None:
-        """Hold a block that was found, free or held by others already."""
+    def touch(self, block: KVCacheBlock) -> None:
+        """Add a reference to a cached block, whether it is free or in use."""
         if block.ref_count == 0:
-            del self.free[block.block_id]
+            del self.free_block_queue[block.block_id]
         block.ref_count += 1
 
-    def allocate(self, count: int) -> list[Block]:
-        """Take the blocks that have been free for longest; what they held can no longer be found."""
-        assert count <= len(self.free), f"{count} blocks wanted, {len(self.free)} free"
-        taken = [self.free.popitem(last=False)[1] for _ in range(count)]
+    def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
+        """Allocate the blocks at the head of the free queue and evict their content."""
+        free = self.free_block_queue
+        assert count <= len(free), f"{count} blocks requested, {len(free)} free"
+        taken = [free.popitem(last=False)[1] for _ in range(count)]
         for block in taken:
             self._evict(block)
             block.ref_count = 1
         return taken
 
-    def release(self, blocks: Sequence[Block]) -> None:
-        """Give back the blocks of one request, in chain order.
+    def free_blocks(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Drop one request's reference to each of its blocks, given in chain order.
 
-        The tail becomes free first, so that it is evicted first: a chain without its tail is still of use,
-        one without its head is not. Blocks that cannot be found help nobody and go to the head.
+        The tail is freed first and so evicted first: a chain without its tail is still a usable prefix, a
+        chain without its head is not. Blocks without cached content go to the head of the free queue.
         """
         for block in reversed(blocks):
             assert block.ref_count > 0, f"{block} is free already"
             block.ref_count -= 1
             if block.ref_count == 0:
-                self.free[block.block_id] = block
+                self.free_block_queue[block.block_id] = block
                 if block.content is None:
-                    self.free.move_to_end(block.block_id, last=False)
+                    self.free_block_queue.move_to_end(block.block_id, last=False)
 
-    def register(
+    def cache_full_blocks(
         self,
-        blocks: Sequence[Block],
+        blocks: Sequence[KVCacheBlock],
         contents: Sequence[BlockContent],
         *,
         parent: bytes | None = None,
         token_ids: Sequence[int] | None = None,
         computed: bool = False,
     ) -> None:
-        """Make full blocks of one request and group findable and announce them.
+        """Add full blocks of one request and group to the prefix cache and record their event.
 
-        Args:
-            parent: As `Announcer.stored` takes it, and `token_ids`.
-            computed: The content is there; else it comes with this step, and not if the step fails.
+        `parent` and `token_ids`: see `KVEventBuilder.stored`. Unless `computed`, this step computes the KV.
         """
         for block, content in zip(blocks, contents, strict=True):
-            assert block.content is None, f"{block} is registered already"
+            assert block.content is None, f"{block} is cached already"
             block.content = content
             self._cached.setdefault(content.key, {})[block.block_id] = block
-        event = self.announcer.stored(contents, MEDIUM_GPU, parent=parent, token_ids=token_ids)
+        event = self.event_builder.stored(contents, MEDIUM_GPU, parent=parent, token_ids=token_ids)
         self._events.append(event)
         if not computed:
-            self._registered.append((event, blocks))
+            self._uncomputed.append((event, blocks))
 
-    def announce(self, event: KVEvent) -> None:
-        """Add an event of another tier, in order."""
+    def add_event(self, event: KVEvent) -> None:
         self._events.append(event)
 
     def take_events(self) -> list[KVEvent]:
-        """Return what happened since the last call; what was registered by now counts as computed."""
+        """Return the events since the last call. Blocks cached until now count as computed."""
         events, self._events = self._events, []
-        self._registered.clear()
+        self._uncomputed.clear()
         return events
 
-    def forget_registered(self) -> list[Block]:
-        """Unregister what was to be computed since the last `take_events`, and return it: it never was.
+    def uncache_uncomputed(self) -> list[KVCacheBlock]:
+        """Remove from the prefix cache, and return, blocks whose step failed before `take_events`.
 
-        Evictions of the same time did happen and stay in the events.
+        Their stored events are dropped. Evictions of the same step did happen, so their events stay.
         """
-        never_computed = [block for _, blocks in self._registered for block in blocks]
-        for block in never_computed:
-            self._unmap(block)
-        never = {id(event) for event, _ in self._registered}
-        self._events = [event for event in self._events if id(event) not in never]
-        self._registered.clear()
-        return never_computed
+        uncomputed = [block for _, blocks in self._uncomputed for block in blocks]
+        for block in uncomputed:
+            self._uncache(block)
+        dropped = {id(event) for event, _ in self._uncomputed}
+        self._events = [event for event in self._events if id(event) not in dropped]
+        self._uncomputed.clear()
+        return uncomputed
 
-    def reset(self) -> bool:
-        """Forget all content. Returns False, and does nothing, while any block is held."""
-        if len(self.free) < len(self.blocks):
+    def reset_prefix_cache(self) -> bool:
+        """Clear the prefix cache. Return False, and change nothing, while any block is in use."""
+        if len(self.free_block_queue) < len(self.blocks):
             return False
         for block in self.blocks:
             block.content = None
@@ -145,16 +143,16 @@ class BlockPool:
         self._events.append(AllBlocksCleared())
         return True
 
-    def _evict(self, block: Block) -> None:
+    def _evict(self, block: KVCacheBlock) -> None:
         content = block.content
         if content is None:
             return
         if self.on_evict is not None:
             self.on_evict(block)
-        self._unmap(block)
-        self._events.append(self.announcer.removed(content, MEDIUM_GPU))
+        self._uncache(block)
+        self._events.append(self.event_builder.removed(content, MEDIUM_GPU))
 
-    def _unmap(self, block: Block) -> None:
+    def _uncache(self, block: KVCacheBlock) -> None:
         assert block.content is not None
         key = block.content.key
         copies = self._cached[key]

@@ -1,6 +1,6 @@
-"""The longest prefix that can be resumed, where groups of layers differ in what they must remember.
+"""Longest cached prefix of models whose KV cache groups differ (full attention and sliding windows).
 
-The rule is that of vLLM's hybrid cache managers. Pure.
+Follows the rule of vLLM's hybrid KV cache coordinator. Pure functions.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,11 +10,14 @@ from typing import TypeAlias
 IsCached: TypeAlias = Callable[[int, int], bool]
 
 
-def full_prefix(limit: int, needs: Sequence[int | None], is_cached: IsCached) -> int:
-    """Return the unbroken prefix that all groups with full attention hold, in blocks; at most `limit`."""
+def full_attention_prefix(limit: int, windows: Sequence[int | None], is_cached: IsCached) -> int:
+    """Return the longest gapless prefix of at most `limit` blocks cached in all full-attention groups.
+
+    `windows` has, per group, the blocks needed behind a position; None for full attention.
+    """
     length = limit
-    for group, need in enumerate(needs):
-        if need is None:
+    for group, window in enumerate(windows):
+        if window is None:
             run = 0
             while run < length and is_cached(group, run):
                 run += 1
@@ -22,26 +25,26 @@ def full_prefix(limit: int, needs: Sequence[int | None], is_cached: IsCached) ->
     return length
 
 
-def resumable_prefix(limit: int, needs: Sequence[int | None], is_cached: IsCached) -> int:
-    """Return the longest prefix of at most `limit` blocks whose end every windowed group can resume at."""
+def resumable_prefix(limit: int, windows: Sequence[int | None], is_cached: IsCached) -> int:
+    """Return the longest prefix of at most `limit` blocks at whose end every sliding window is cached."""
     length, checked = limit, -1
     while length != checked:
         checked = length
-        for group, need in enumerate(needs):
-            if need is not None:
-                length = _resumable_in(group, need, length, is_cached)
+        for group, window in enumerate(windows):
+            if window is not None:
+                length = _resumable_in(group, window, length, is_cached)
     return length
 
 
-def _resumable_in(group: int, need: int, limit: int, is_cached: IsCached) -> int:
+def _resumable_in(group: int, window: int, limit: int, is_cached: IsCached) -> int:
     end = limit
     while end > 0:
-        first = max(0, end - need)
+        first = max(0, end - window)
         hole = end - 1
         while hole >= first and is_cached(group, hole):
             hole -= 1
         if hole < first:
             break
-        # Every end that would need the missing block is out, too.
+        # Every end that needs the missing block fails, too.
         end = hole
     return end

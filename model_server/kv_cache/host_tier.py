@@ -1,202 +1,225 @@
-"""The second tier of the KV cache, in host memory, and the traffic between it and the device's pool.
+"""Host-memory tier of the KV cache, and block transfers between it and the device's pool.
 
-It is the same whether copies take effect at once or behind streams: nothing is found, read or announced
-before its copy is done.
+Works with synchronous and asynchronous copies alike: a block can be found, read or announced only after its
+copy has completed.
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from model_server.kv_cache.block_pool import Block, BlockPool
-from model_server.kv_cache.copies import BlockCopies, Transfer
-from model_server.kv_events.events import MEDIUM_CPU, Announcer, BlockContent, ContentKey, KVEvent, runs
+from model_server.kv_cache.block_pool import BlockPool, KVCacheBlock
+from model_server.kv_events.events import MEDIUM_CPU, BlockContent, CacheKey, KVEvent, KVEventBuilder, runs
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class HostBlock:
-    """One slot of host memory."""
+    """One slot of host memory with its content."""
 
     slot: int  # row of the host tensors
-    content: BlockContent  # what can be found in it
-    # Copies under way into or out of it, and requests that are swapped out; it stays while there are any.
-    holders: int = 1
-    ready: bool = False  # whether the copy into it is done
+    content: BlockContent
+    pin_count: int = 1  # running copies and swapped-out requests that use it; evictable at 0
+    ready: bool = False  # whether the copy into the slot has completed
 
 
 @dataclass(eq=False)
 class HostTier:
-    """A fixed number of slots, least recently used first out."""
+    """LRU cache of KV blocks in a fixed number of host memory slots."""
 
     num_blocks: int  # slots
-    announcer: Announcer
-    announce: Callable[[KVEvent], None]
-    # Blocks that are here or on their way here, least recently used first.
-    kept: OrderedDict[ContentKey, HostBlock] = field(default_factory=OrderedDict)
+    event_builder: KVEventBuilder
+    add_event: Callable[[KVEvent], None]
+    # Blocks present or being stored, least recently used first.
+    blocks: OrderedDict[CacheKey, HostBlock] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
-        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._free_slots = list(range(self.num_blocks - 1, -1, -1))
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - len(self._free_slots)
 
     @property
-    def is_held(self) -> bool:
-        """Whether a block is being copied or held for a request."""
-        return any(block.holders for block in self.kept.values())
+    def is_pinned(self) -> bool:
+        """True if any block is being copied or is pinned for a request."""
+        return any(block.pin_count for block in self.blocks.values())
 
-    def find(self, key: ContentKey) -> HostBlock | None:
-        """Return the block with this content if it can be fetched."""
-        block = self.kept.get(key)
+    def get(self, key: CacheKey) -> HostBlock | None:
+        """Return the block with this hash if its content can be restored."""
+        block = self.blocks.get(key)
         return block if block is not None and block.ready else None
 
-    def touch(self, key: ContentKey) -> HostBlock | None:
-        """Mark a content as just used; returns its block, which may be on its way here yet."""
-        if key in self.kept:
-            self.kept.move_to_end(key)
-        return self.kept.get(key)
+    def touch(self, key: CacheKey) -> HostBlock | None:
+        """Mark a block as just used and return it; its content may still be being stored."""
+        if key in self.blocks:
+            self.blocks.move_to_end(key)
+        return self.blocks.get(key)
 
-    def add(self, content: BlockContent) -> HostBlock | None:
-        """Hold a slot for a content that cannot be found before `stored`; None when all are held."""
+    def reserve(self, content: BlockContent) -> HostBlock | None:
+        """Pin a slot for a content until `complete_store`; return None when all slots are pinned."""
         slot = self._take_slot()
         if slot is None:
             return None
-        block = self.kept[content.key] = HostBlock(slot, content)
+        block = self.blocks[content.key] = HostBlock(slot, content)
         return block
 
-    def stored(self, blocks: Sequence[HostBlock]) -> None:
-        """Copies into these blocks, children of a chain first, are done: announce them, parents first."""
+    def complete_store(self, blocks: Sequence[HostBlock]) -> None:
+        """Unpin and announce blocks whose copy is done, given children first; events list parents first."""
         contents = []
         for block in reversed(blocks):
             block.ready = True
-            block.holders -= 1
-            if self.kept.get(block.content.key) is block:
+            block.pin_count -= 1
+            if self.blocks.get(block.content.key) is block:
                 contents.append(block.content)
         for run in runs(contents):
-            self.announce(self.announcer.stored(run, MEDIUM_CPU))
+            self.add_event(self.event_builder.stored(run, MEDIUM_CPU))
 
-    def hold(self, block: HostBlock) -> None:
-        block.holders += 1
+    def pin(self, block: HostBlock) -> None:
+        block.pin_count += 1
 
-    def release(self, block: HostBlock) -> None:
-        assert block.holders > 0, "released more often than held"
-        block.holders -= 1
+    def unpin(self, block: HostBlock) -> None:
+        assert block.pin_count > 0, "unpinned more often than pinned"
+        block.pin_count -= 1
 
     def discard(self, block: HostBlock) -> None:
-        """Free the slot of a block whose copy failed."""
-        if self.kept.get(block.content.key) is block:
-            del self.kept[block.content.key]
-            self._free.append(block.slot)
+        """Free the slot of a block whose store failed."""
+        if self.blocks.get(block.content.key) is block:
+            del self.blocks[block.content.key]
+            self._free_slots.append(block.slot)
 
     def clear(self) -> None:
-        """Forget all contents; no copy may be under way. Announced by whoever clears the pool."""
-        assert not self.is_held, "a block is held"
-        self._free.extend(block.slot for block in self.kept.values())
-        self.kept.clear()
+        """Drop all blocks, none of which may be pinned. The pool's reset announces it for both tiers."""
+        assert not self.is_pinned, "a block is pinned"
+        self._free_slots.extend(block.slot for block in self.blocks.values())
+        self.blocks.clear()
 
     def _take_slot(self) -> int | None:
-        if self._free:
-            return self._free.pop()
-        for key, block in self.kept.items():
-            if not block.holders:
-                del self.kept[key]
-                self.announce(self.announcer.removed(block.content, MEDIUM_CPU))
+        if self._free_slots:
+            return self._free_slots.pop()
+        for key, block in self.blocks.items():
+            if not block.pin_count:
+                del self.blocks[key]
+                self.add_event(self.event_builder.removed(block.content, MEDIUM_CPU))
                 return block.slot
         return None
 
 
+class Transfer(Protocol):
+    """A block copy that may still be running."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+class BlockCopies(Protocol):
+    """Copies of blocks between device and host, ordered with one another and with the model's steps."""
+
+    block_bytes: int  # bytes of one block
+
+    def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
+        """Copy device blocks into host slots. Later steps may overwrite the blocks."""
+
+    def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> Transfer:
+        """Copy host slots into device blocks."""
+
+    def fence(self) -> None:
+        """Make later steps wait, on the device, for the running restores."""
+
+
 @dataclass(slots=True, eq=False)
 class Restore:
-    """Blocks on their way back to the device."""
+    """A request's blocks that are copied from the host tier to the device."""
 
-    pairs: list[tuple[HostBlock, Block]]  # from where to where
-    done: bool = False  # whether all of them are there
+    pairs: list[tuple[HostBlock, KVCacheBlock]]  # source and target of each copy
+    done: bool = False  # whether all copies have completed
 
 
 @dataclass(eq=False)
-class Offload:
-    """The traffic between two tiers."""
+class OffloadingManager:
+    """Stores evicted and freed blocks in the host tier, and restores them to the device's pool."""
 
-    pool: BlockPool
-    host: HostTier
+    block_pool: BlockPool
+    host_tier: HostTier
     copies: BlockCopies
-    swapped_in_blocks: int = 0  # blocks restored since the start
-    swapped_out_blocks: int = 0  # blocks stored since the start
-    restores: int = 0  # times that a request waited for blocks to be restored
+    swapped_in_blocks: int = 0  # blocks restored since start
+    swapped_out_blocks: int = 0  # blocks stored since start
+    restores: int = 0  # times that a request waited for a restore
 
     def __post_init__(self) -> None:
-        # Requests since the last flush: blocks to store, with their places, and restores.
-        self._stores: list[tuple[int, HostBlock]] = []
-        self._restores: list[Restore] = []
-        self._storing: deque[tuple[Transfer, list[HostBlock]]] = deque()
-        self._restoring: deque[tuple[Transfer, list[Restore]]] = deque()
-        self.pool.on_evict = self.keep
+        # Queued until `start_transfers`: (device block id, host block) to store, and restores.
+        self._queued_stores: list[tuple[int, HostBlock]] = []
+        self._queued_restores: list[Restore] = []
+        self._stores: deque[tuple[Transfer, list[HostBlock]]] = deque()
+        self._restores: deque[tuple[Transfer, list[Restore]]] = deque()
+        self.block_pool.on_evict = self.store
 
     @property
-    def restoring(self) -> bool:
-        return bool(self._restoring)
+    def is_restoring(self) -> bool:
+        return bool(self._restores)
 
-    def keep(self, block: Block) -> HostBlock | None:
-        """See that the content of a block is in the host tier; returns its place there, None without room."""
+    def store(self, block: KVCacheBlock) -> HostBlock | None:
+        """Queue a store unless the host tier has the content; return the host block, None without a slot."""
         content = block.content
-        if content is None or not self.host.num_blocks:
+        if content is None or not self.host_tier.num_blocks:
             return None
-        kept = self.host.touch(content.key)
-        if kept is None and (kept := self.host.add(content)) is not None:
-            self._stores.append((block.block_id, kept))
-        return kept
+        stored = self.host_tier.touch(content.key)
+        if stored is None and (stored := self.host_tier.reserve(content)) is not None:
+            self._queued_stores.append((block.block_id, stored))
+        return stored
 
-    def restore(self, pairs: list[tuple[HostBlock, Block]]) -> Restore:
-        """Bring back host blocks, each held by the caller; they are let go when that is done."""
+    def restore(self, pairs: list[tuple[HostBlock, KVCacheBlock]]) -> Restore:
+        """Queue copies to the device. The caller has pinned the host blocks; completion unpins them."""
         restore = Restore(pairs)
-        self._restores.append(restore)
+        self._queued_restores.append(restore)
         self.restores += 1
         return restore
 
-    def abandon(self) -> None:
-        """A request went whose restore is under way: its blocks are reused only behind that."""
+    def fence_restores(self) -> None:
+        """Make later steps wait for running restores, before an ended request's target blocks are reused."""
         self.copies.fence()
 
-    def flush(self) -> None:
-        """Begin all that was asked for: first what reads blocks that are to be overwritten."""
-        stores, self._stores = self._stores, []
-        restores, self._restores = self._restores, []
-        stored = [kept for _, kept in stores]
+    def start_transfers(self) -> None:
+        """Start all queued copies: stores first, because they read blocks that will be overwritten."""
+        stores, self._queued_stores = self._queued_stores, []
+        restores, self._queued_restores = self._queued_restores, []
+        targets = [host_block for _, host_block in stores]
         pairs = [pair for restore in restores for pair in restore.pairs]
         try:
-            if stored:
-                blocks, slots = [block for block, _ in stores], [kept.slot for kept in stored]
-                self._storing.append((self.copies.store(blocks, slots), stored))
-                self.swapped_out_blocks += len(stored)
-            stored = []
+            if targets:
+                blocks, slots = [block_id for block_id, _ in stores], [target.slot for target in targets]
+                self._stores.append((self.copies.store(blocks, slots), targets))
+                self.swapped_out_blocks += len(targets)
+            targets = []
             if pairs:
                 slots, blocks = [source.slot for source, _ in pairs], [target.block_id for _, target in pairs]
-                self._restoring.append((self.copies.restore(slots, blocks), restores))
+                self._restores.append((self.copies.restore(slots, blocks), restores))
                 self.swapped_in_blocks += len(pairs)
         except Exception:
-            for kept in stored:
-                self.host.discard(kept)
+            for target in targets:
+                self.host_tier.discard(target)
             for source, _ in pairs:
-                self.host.release(source)
+                self.host_tier.unpin(source)
             raise
 
-    def poll(self) -> None:
-        while self._storing and self._storing[0][0].done():
-            self.host.stored(self._storing.popleft()[1])
-        while self._restoring and self._restoring[0][0].done():
-            for restore in self._restoring.popleft()[1]:
+    def poll_transfers(self) -> None:
+        """Complete the transfers whose copies are done, in the order of their start."""
+        while self._stores and self._stores[0][0].done():
+            self.host_tier.complete_store(self._stores.popleft()[1])
+        while self._restores and self._restores[0][0].done():
+            for restore in self._restores.popleft()[1]:
                 restore.done = True
                 for source, _ in restore.pairs:
-                    self.host.release(source)
+                    self.host_tier.unpin(source)
 
-    def wait(self) -> None:
-        if self._restoring:
-            self._restoring[0][0].wait()
+    def wait_for_restore(self) -> None:
+        if self._restores:
+            self._restores[0][0].wait()
 
-    def drain(self, *, stores_only: bool = False) -> None:
-        """Block until nothing is under way, or until all that was to be stored can be found."""
-        self.flush()
-        for transfer, _ in (*self._storing, *(() if stores_only else self._restoring)):
+    def wait_for_all(self, *, stores_only: bool = False) -> None:
+        """Start queued copies and block until all of them, or all stores, have completed."""
+        self.start_transfers()
+        for transfer, _ in (*self._stores, *(() if stores_only else self._restores)):
             transfer.wait()
-        self.poll()
+        self.poll_transfers()

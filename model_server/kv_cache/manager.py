@@ -1,253 +1,253 @@
-"""Which blocks a request holds: prefix lookup, growth, registration of full blocks, release."""
+"""KV cache manager: prefix lookup, block allocation, caching of full blocks, and freeing, per request."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from model_server.config import EngineConfig
 from model_server.errors import ConfigError
-from model_server.kv_cache.block_pool import Block, BlockPool
-from model_server.kv_cache.coordinator import full_prefix, resumable_prefix
-from model_server.kv_cache.host_tier import HostBlock, HostTier, Offload
-from model_server.kv_events.events import MEDIUM_CPU, MEDIUM_GPU, Announcer, BlockContent, ContentKey, runs
-from model_server.requests import BlockTable, LiveRequest
+from model_server.kv_cache.block_pool import BlockPool, KVCacheBlock
+from model_server.kv_cache.coordinator import full_attention_prefix, resumable_prefix
+from model_server.kv_cache.host_tier import BlockCopies, HostBlock, HostTier, OffloadingManager
+from model_server.kv_cache.request import BlockTable, Request
+from model_server.kv_events.events import MEDIUM_CPU, MEDIUM_GPU, BlockContent, CacheKey, KVEventBuilder, runs
 from model_server.shapes import KvGroupSpec, blocks_behind, blocks_bound
-
-if TYPE_CHECKING:
-    from model_server.worker.executor import Executor
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
-    """What was found for a request's first tokens."""
+class CachedPrefix:
+    """Cached blocks at the start of a request."""
 
-    length: int  # in blocks
-    # Per group, each block of the prefix: on the device, in the host tier, or not needed.
-    entries: Sequence[Sequence[Block | HostBlock | None]]
-    full_length: int  # what the groups with full attention hold
+    num_blocks: int
+    # Per group, each block of the prefix: device block, host block, or None if the window does not need it.
+    entries: Sequence[Sequence[KVCacheBlock | HostBlock | None]]
+    full_attention_blocks: int  # prefix in blocks that the full-attention groups have cached
 
 
 @dataclass(eq=False)
-class BlockManager:
-    """The only one that moves blocks between the pool and requests."""
+class KVCacheManager:
+    """Sole owner of the assignment of blocks to requests."""
 
-    pool: BlockPool
-    offload: Offload
+    block_pool: BlockPool
+    offloading: OffloadingManager
     groups: Sequence[KvGroupSpec]
     _: KW_ONLY
     block_tokens: int
-    chunk_tokens: int  # most tokens of one request in a step
+    chunk_tokens: int  # maximum tokens of one request in a step
     enable_prefix_caching: bool = True
-    swap: bool = False  # whether a preempted request's full blocks are held in the host tier, with room there
+    swap: bool = False  # whether preemption pins the request's full blocks in the host tier, given room
 
     def __post_init__(self) -> None:
-        self._needs = [blocks_behind(group.window_tokens, self.block_tokens) for group in self.groups]
-        # Without a group that tells where prompts part, what to retain in a window cannot be known: all.
-        self._selective = None in self._needs
+        # Per group, the blocks needed behind a position; None for full attention.
+        self._windows = [blocks_behind(group.window_tokens, self.block_tokens) for group in self.groups]
+        # Only a full-attention group shows where prompts diverge. Without one, windows retain every block.
+        self._selective = None in self._windows
+        self._host_tier = self.offloading.host_tier
 
-    @property
-    def _host(self) -> HostTier:
-        return self.offload.host
+    def max_blocks(self, num_tokens: int) -> int:
+        """Return the most blocks that a request of this many tokens uses at any time."""
+        return blocks_bound(self._windows, num_tokens, self.chunk_tokens, self.block_tokens)
 
-    def blocks_bound(self, num_tokens: int) -> int:
-        """Return the most blocks that a request of this many tokens holds at any time."""
-        return blocks_bound(self._needs, num_tokens, self.chunk_tokens, self.block_tokens)
-
-    def expect(self, live: LiveRequest, most: int) -> int:
-        """Look how much of a waiting request is cached; returns the blocks looked up, `most` at most."""
+    def update_expected_hits(self, request: Request, max_lookups: int) -> int:
+        """Update the expected cache hits of a waiting request; return the number of blocks looked up."""
         if not self.enable_prefix_caching:
             return 0
-        lead = self._needs.index(None) if self._selective else 0
-        limit = (live.num_tokens - 1) // self.block_tokens
-        found, looked_up = live.expected_blocks, 1
-        if found and self._find((lead, live.digests[found - 1])) is None:
+        lead = self._windows.index(None) if self._selective else 0
+        limit = (request.num_tokens - 1) // self.block_tokens
+        found, lookups = request.expected_hit_blocks, 1
+        if found and self._get_cached((lead, request.block_hashes[found - 1])) is None:
             found = 0
-        while found < limit and looked_up < most:
-            looked_up += 1
-            if self._find((lead, live.digest(found, self.block_tokens))) is None:
+        while found < limit and lookups < max_lookups:
+            lookups += 1
+            if self._get_cached((lead, request.block_hash(found, self.block_tokens))) is None:
                 break
             found += 1
-        live.expected_blocks, live.expected_tokens = found, found * self.block_tokens
-        return looked_up
+        request.expected_hit_blocks, request.expected_hit_tokens = found, found * self.block_tokens
+        return lookups
 
-    def find_prefix(self, live: LiveRequest) -> Prefix:
-        """Return the longest run of blocks that hold the request's first tokens already.
+    def get_computed_blocks(self, request: Request) -> CachedPrefix:
+        """Return the longest cached prefix of a request, at most all tokens but the last.
 
-        The last token is never taken from the cache: it must be computed to get the next one. So a fully
-        cached prompt that ends on a block boundary computes its last block anew.
+        The last token must be computed to sample the next one. So a fully cached prompt that ends on a block
+        boundary computes its last block again.
         """
         if not self.enable_prefix_caching:
-            return Prefix(0, [[] for _ in self.groups], 0)
-        if not all(block.ready for block in live.swapped):
-            self.offload.drain(stores_only=True)  # what is on its way would be computed again
+            return CachedPrefix(0, [[] for _ in self.groups], 0)
+        if not all(block.ready for block in request.swapped_blocks):
+            # Blocks still being stored would be computed again.
+            self.offloading.wait_for_all(stores_only=True)
 
-        def find(group: int, index: int) -> Block | HostBlock | None:
-            return self._find((group, live.digest(index, self.block_tokens)))
+        def get(group: int, index: int) -> KVCacheBlock | HostBlock | None:
+            return self._get_cached((group, request.block_hash(index, self.block_tokens)))
 
         def is_cached(group: int, index: int) -> bool:
-            return find(group, index) is not None
+            return get(group, index) is not None
 
-        full = full_prefix((live.num_tokens - 1) // self.block_tokens, self._needs, is_cached)
-        length = resumable_prefix(full, self._needs, is_cached)
+        limit = (request.num_tokens - 1) // self.block_tokens
+        full = full_attention_prefix(limit, self._windows, is_cached)
+        length = resumable_prefix(full, self._windows, is_cached)
         entries = [
             [
-                None if need is not None and index < length - need else find(group, index)
+                None if window is not None and index < length - window else get(group, index)
                 for index in range(length)
             ]
-            for group, need in enumerate(self._needs)
+            for group, window in enumerate(self._windows)
         ]
-        return Prefix(length, entries, full)
+        return CachedPrefix(length, entries, full)
 
-    def can_hold(self, live: LiveRequest, prefix: Prefix, reserved: int) -> bool:
-        """Tell whether a waiting request fits, `prefix` shared, beside `reserved` blocks for others."""
-        found = [entry for entries in prefix.entries for entry in entries if isinstance(entry, Block)]
+    def can_fit(self, request: Request, prefix: CachedPrefix, reserved: int) -> bool:
+        """Return whether a waiting request fits if it shares `prefix` and `reserved` blocks stay free."""
+        found = [entry for entries in prefix.entries for entry in entries if isinstance(entry, KVCacheBlock)]
         revived = sum(block.ref_count == 0 for block in found)
-        wanted = self.blocks_bound(live.num_tokens) - len(found) + revived
-        return wanted + reserved <= self.pool.num_free
+        wanted = self.max_blocks(request.num_tokens) - len(found) + revived
+        return wanted + reserved <= self.block_pool.num_free_blocks
 
-    def still_needed(self, live: LiveRequest) -> int:
-        """Return how many blocks a request's known tokens will need beside those that it holds."""
-        held = sum(len(table.blocks) - table.rolled for table in live.tables)
-        return max(0, self.blocks_bound(live.num_tokens) - held)
+    def num_blocks_to_allocate(self, request: Request) -> int:
+        """Return how many more blocks a running request needs for its known tokens."""
+        used = sum(len(table.blocks) - table.num_skipped for table in request.block_tables)
+        return max(0, self.max_blocks(request.num_tokens) - used)
 
-    def adopt(self, live: LiveRequest, prefix: Prefix) -> None:
-        """Start a request's block tables with what was found for it; host blocks begin their way back."""
-        assert not live.tables
-        live.tables = [BlockTable() for _ in self.groups]
-        live.computed = prefix.length * self.block_tokens
+    def attach_prefix(self, request: Request, prefix: CachedPrefix) -> None:
+        """Create a request's block tables from its cached prefix and queue restores of host blocks."""
+        assert not request.block_tables
+        request.block_tables = [BlockTable() for _ in self.groups]
+        request.num_computed_tokens = prefix.num_blocks * self.block_tokens
         if self._selective:
-            live.retained_ends = {prefix.full_length, (live.num_tokens - 1) // self.block_tokens}
-        self._bring_back(live, prefix.entries)
-        for table, need in zip(live.tables, self._needs, strict=True):
-            table.registered = prefix.length
-            table.rolled = 0 if need is None else max(0, prefix.length - need)
-        if live.restore is None:
-            self.let_go(live)
+            last = (request.num_tokens - 1) // self.block_tokens
+            request.resume_points = {prefix.full_attention_blocks, last}
+        self._fill_tables(request, prefix.entries)
+        for table, window in zip(request.block_tables, self._windows, strict=True):
+            table.num_cached_blocks = prefix.num_blocks
+            table.num_skipped = 0 if window is None else max(0, prefix.num_blocks - window)
+        if request.restore is None:
+            self.unpin_swapped_blocks(request)
 
-    def grow(self, live: LiveRequest, num_tokens: int) -> bool:
-        """Give the request blocks for its first `num_tokens` tokens. Returns False if too few are free."""
-        self._roll(live)
+    def allocate_slots(self, request: Request, num_tokens: int) -> bool:
+        """Allocate blocks for a request's first `num_tokens` tokens; return False if too few are free."""
+        self._free_skipped_blocks(request)
         wanted = -(-num_tokens // self.block_tokens)
-        missing = [max(0, wanted - len(table.blocks)) for table in live.tables]
+        missing = [max(0, wanted - len(table.blocks)) for table in request.block_tables]
         if not any(missing):
             return True
-        if sum(missing) > self.pool.num_free:
+        if sum(missing) > self.block_pool.num_free_blocks:
             return False
-        for table, count in zip(live.tables, missing, strict=True):
+        for table, count in zip(request.block_tables, missing, strict=True):
             if count:
-                table.extend(self.pool.allocate(count))
+                table.extend(self.block_pool.get_new_blocks(count))
         return True
 
-    def register(self, live: LiveRequest, num_tokens: int) -> None:
-        """Make the blocks findable that will be full once the first `num_tokens` tokens are computed.
+    def cache_blocks(self, request: Request, num_tokens: int) -> None:
+        """Cache the blocks that are full once the first `num_tokens` tokens are computed.
 
-        This happens before the forward pass, as in vLLM, so that a request scheduled later in the same step
-        can share them: in each layer all KV of a step is written before anything reads it.
+        As in vLLM, this precedes the forward pass, so that a request scheduled later in the same step can
+        share the blocks: each layer writes all KV of a step before it reads any.
         """
         full = num_tokens // self.block_tokens
         if not self.enable_prefix_caching:
             return
-        for group, table in enumerate(live.tables):
-            if full <= table.registered:
+        for group, table in enumerate(request.block_tables):
+            if full <= table.num_cached_blocks:
                 continue
-            start, table.registered = table.registered, full
-            need = self._needs[group]
-            if need is None or not self._selective:
-                self._register(live, group, range(start, full), start, full)
+            start, table.num_cached_blocks = table.num_cached_blocks, full
+            window = self._windows[group]
+            if window is None or not self._selective:
+                self._cache_range(request, group, range(start, full), start, full)
                 continue
-            ends = [end for end in live.retained_ends if start < end <= full]
-            indices = sorted({index for end in ends for index in range(max(0, end - need), end)})
-            self._register(live, group, indices, start, full)
+            ends = [end for end in request.resume_points if start < end <= full]
+            indices = sorted({index for end in ends for index in range(max(0, end - window), end)})
+            self._cache_range(request, group, indices, start, full)
 
-    def finish_restore(self, live: LiveRequest) -> None:
-        """Make findable what has come back for a request."""
-        assert live.restore is not None
-        targets = {id(source.content): target for source, target in live.restore.pairs}
-        contents = [source.content for source, _ in live.restore.pairs]
-        live.restore = None
+    def finish_restore(self, request: Request) -> None:
+        """Add a request's restored blocks to the prefix cache."""
+        assert request.restore is not None
+        targets = {id(source.content): target for source, target in request.restore.pairs}
+        contents = [source.content for source, _ in request.restore.pairs]
+        request.restore = None
         for run in runs(contents):
-            self.pool.register([targets[id(content)] for content in run], run, computed=True)
-        self.let_go(live)
+            self.block_pool.cache_full_blocks([targets[id(content)] for content in run], run, computed=True)
+        self.unpin_swapped_blocks(request)
 
-    def preempt(self, live: LiveRequest) -> None:
-        """Take all blocks from a request that will run again.
+    def preempt(self, request: Request) -> None:
+        """Free all blocks of a request that will run again.
 
-        With swap what it has computed is held in the host tier until it is back, as far as there is room. So
-        at most what is in a block that is not full is computed again.
+        With `swap`, its computed full blocks are pinned in the host tier until they are restored, as far as
+        there is room. Then at most one partial block is computed again.
         """
-        if self.swap and live.restore is None:
-            self._register_tail(live)
-            for block in (block for table in live.tables for block in table.held()):
-                if (kept := self.offload.keep(block)) is not None:
-                    # At once: the next block may need a slot, and would take one that nobody holds.
-                    self._host.hold(kept)
-                    live.swapped.append(kept)
-        self.release(live)
+        if self.swap and request.restore is None:
+            self._cache_tail(request)
+            for block in (block for table in request.block_tables for block in table.held_blocks()):
+                if (stored := self.offloading.store(block)) is not None:
+                    # Pin it at once: storing the next block may evict an unpinned one.
+                    self._host_tier.pin(stored)
+                    request.swapped_blocks.append(stored)
+        self.free(request)
 
-    def release(self, live: LiveRequest) -> None:
-        """Take all blocks from a request; registered ones can be found until they are reused."""
-        if live.restore is not None:
-            self.offload.abandon()
-            live.restore = None
+    def free(self, request: Request) -> None:
+        """Free all blocks of a request. Cached ones stay in the prefix cache until they are reused."""
+        if request.restore is not None:
+            self.offloading.fence_restores()
+            request.restore = None
         else:
-            self._register_tail(live)
-        for table in live.tables:
-            held = table.held()
+            self._cache_tail(request)
+        for table in request.block_tables:
+            held = table.held_blocks()
             for block in reversed(held):
-                self.offload.keep(block)
-            self.pool.release(held)
-        live.tables = []
-        live.computed = 0
+                self.offloading.store(block)
+            self.block_pool.free_blocks(held)
+        request.block_tables = []
+        request.num_computed_tokens = 0
 
-    def let_go(self, live: LiveRequest) -> None:
-        """Hold nothing more in the host tier for a request that was swapped out."""
-        for block in live.swapped:
-            self._host.release(block)
-        live.swapped.clear()
+    def unpin_swapped_blocks(self, request: Request) -> None:
+        for block in request.swapped_blocks:
+            self._host_tier.unpin(block)
+        request.swapped_blocks.clear()
 
-    def _find(self, key: ContentKey) -> Block | HostBlock | None:
-        return self.pool.find(key) or self._host.find(key)
+    def _get_cached(self, key: CacheKey) -> KVCacheBlock | HostBlock | None:
+        return self.block_pool.get_cached_block(key) or self._host_tier.get(key)
 
-    def _roll(self, live: LiveRequest) -> None:
-        """Free what no token from `computed` on sees any more."""
-        for need, table in zip(self._needs, live.tables, strict=True):
-            if need is None:
+    def _free_skipped_blocks(self, request: Request) -> None:
+        """Free blocks that have left the window of every token still to be computed."""
+        for window, table in zip(self._windows, request.block_tables, strict=True):
+            if window is None:
                 continue
-            # The first block needed to go on here, and to resume at the block that this is in.
-            first = min(max(0, live.computed // self.block_tokens - need), len(table.blocks))
-            gone = [block for block in table.blocks[table.rolled : first] if block is not None]
-            for index in range(table.rolled, first):
+            # Keep what the next token needs, and what resuming at the start of its block needs.
+            first = min(max(0, request.num_computed_tokens // self.block_tokens - window), len(table.blocks))
+            skipped = [block for block in table.blocks[table.num_skipped : first] if block is not None]
+            for index in range(table.num_skipped, first):
                 table.replace(index, None)
-            table.rolled = max(table.rolled, first)
-            self.pool.release(gone)
+            table.num_skipped = max(table.num_skipped, first)
+            self.block_pool.free_blocks(skipped)
 
-    def _bring_back(self, live: LiveRequest, entries: Sequence[Sequence[Block | HostBlock | None]]) -> None:
-        """Fill the tables: device blocks are shared, host blocks restored into new ones."""
+    def _fill_tables(
+        self, request: Request, entries: Sequence[Sequence[KVCacheBlock | HostBlock | None]]
+    ) -> None:
+        """Fill a request's tables: share device blocks, restore host blocks into new ones."""
         everything = [entry for group in entries for entry in group]
         sources = [entry for entry in everything if isinstance(entry, HostBlock)]
         for source in sources:
-            self._host.hold(source)
-            self._host.touch(source.content.key)
+            self._host_tier.pin(source)
+            self._host_tier.touch(source.content.key)
         for entry in everything:
-            if isinstance(entry, Block):
-                self.pool.touch(entry)
-        targets = self.pool.allocate(len(sources))
+            if isinstance(entry, KVCacheBlock):
+                self.block_pool.touch(entry)
+        targets = self.block_pool.get_new_blocks(len(sources))
         if sources:
-            live.restore = self.offload.restore(list(zip(sources, targets, strict=True)))
+            request.restore = self.offloading.restore(list(zip(sources, targets, strict=True)))
         rest = iter(targets)
-        for table, group in zip(live.tables, entries, strict=True):
+        for table, group in zip(request.block_tables, entries, strict=True):
             table.extend([next(rest) if isinstance(entry, HostBlock) else entry for entry in group])
 
-    def _register_tail(self, live: LiveRequest) -> None:
-        """Keep in windowed groups what the next turn of a conversation needs to resume at the end."""
-        full = live.computed // self.block_tokens
-        for group, need in enumerate(self._needs):
-            if need is not None and self._selective and self.enable_prefix_caching and live.tables:
-                self._register(live, group, range(max(0, full - need), full), full, full, computed=True)
+    def _cache_tail(self, request: Request) -> None:
+        """Cache, in sliding-window groups, the last blocks that a conversation's next turn needs."""
+        full = request.num_computed_tokens // self.block_tokens
+        for group, window in enumerate(self._windows):
+            if window is not None and self._selective and self.enable_prefix_caching and request.block_tables:
+                indices = range(max(0, full - window), full)
+                self._cache_range(request, group, indices, full, full, computed=True)
 
-    def _register(
+    def _cache_range(
         self,
-        live: LiveRequest,
+        request: Request,
         group: int,
         indices: Sequence[int],
         start: int,
@@ -255,8 +255,8 @@ class BlockManager:
         *,
         computed: bool = False,
     ) -> None:
-        """Register those of a request's blocks that are there and are not; tell of [start, stop)."""
-        blocks = live.tables[group].blocks
+        """Cache those of a request's blocks that exist and are not cached; the event covers [start, stop)."""
+        blocks = request.block_tables[group].blocks
         fresh = [
             (index, block)
             for index in indices
@@ -265,69 +265,80 @@ class BlockManager:
         if not fresh:
             return
         start = min(start, fresh[0][0])
-        self.pool.register(
+        self.block_pool.cache_full_blocks(
             [block for _, block in fresh],
-            [self._content(live, group, index) for index, _ in fresh],
-            parent=live.digest(start - 1, self.block_tokens) if start else None,
-            token_ids=live.token_ids[start * self.block_tokens : stop * self.block_tokens],
+            [self._content(request, group, index) for index, _ in fresh],
+            parent=request.block_hash(start - 1, self.block_tokens) if start else None,
+            token_ids=request.token_ids[start * self.block_tokens : stop * self.block_tokens],
             computed=computed,
         )
 
-    def _content(self, live: LiveRequest, group: int, index: int) -> BlockContent:
-        start = index * self.block_tokens
+    def _content(self, request: Request, group: int, index: int) -> BlockContent:
+        start, lora = index * self.block_tokens, request.lora_request
         return BlockContent(
             group=group,
-            digest=live.digest(index, self.block_tokens),
-            parent=live.digest(index - 1, self.block_tokens) if index else None,
-            token_ids=tuple(live.token_ids[start : start + self.block_tokens]),
-            extra_keys=live.extra_keys(index),
-            lora=None if live.adapter is None else (live.adapter.lora_id, live.adapter.name),
+            block_hash=request.block_hash(index, self.block_tokens),
+            parent=request.block_hash(index - 1, self.block_tokens) if index else None,
+            token_ids=tuple(request.token_ids[start : start + self.block_tokens]),
+            extra_keys=request.extra_keys(index),
+            lora=None if lora is None else (lora.lora_id, lora.name),
         )
 
 
-class KvCache:
-    """All parts of the cache; a ConfigError where the longest request allowed does not fit."""
+class CacheMemory(BlockCopies, Protocol):
+    """Memory of both cache tiers, on all ranks."""
 
-    def __init__(self, config: EngineConfig, executor: "Executor", max_model_len: int) -> None:
-        self.announcer = announcer = Announcer(executor.kv_groups, config.block_tokens)  # writes the events
-        self.pool = BlockPool(config.gpu_blocks, announcer)  # the device's blocks
-        self.host = HostTier(_host_blocks(config, executor), announcer, self.pool.announce)  # the host tier's
-        self.offload = Offload(self.pool, self.host, executor)  # the traffic between them
-        executor.allocate(self.host.num_blocks)
-        # Gives blocks to requests.
-        self.manager = BlockManager(
-            self.pool,
-            self.offload,
-            executor.kv_groups,
+    @property
+    def kv_groups(self) -> Sequence[KvGroupSpec]:
+        """Groups of layers that share a block table."""
+
+    def allocate(self, host_blocks: int) -> None:
+        """Allocate the device's pool and `host_blocks` host slots, all empty."""
+
+
+class KVCache:
+    """Both tiers of the KV cache with their manager; a ConfigError if the longest request does not fit."""
+
+    def __init__(self, config: EngineConfig, memory: CacheMemory, max_model_len: int) -> None:
+        self.event_builder = KVEventBuilder(memory.kv_groups, config.block_tokens)
+        self.block_pool = BlockPool(config.gpu_blocks, self.event_builder)
+        self.host_tier = HostTier(_host_blocks(config, memory), self.event_builder, self.block_pool.add_event)
+        self.offloading = OffloadingManager(self.block_pool, self.host_tier, memory)
+        memory.allocate(self.host_tier.num_blocks)
+        self.manager = KVCacheManager(
+            self.block_pool,
+            self.offloading,
+            memory.kv_groups,
             block_tokens=config.block_tokens,
             chunk_tokens=config.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
             swap=config.preemption_mode == "swap",
         )
-        if (needed := self.manager.blocks_bound(max_model_len)) > config.gpu_blocks:
-            # With this a request that runs alone always fits, so preemption cannot go round in circles.
+        if (needed := self.manager.max_blocks(max_model_len)) > config.gpu_blocks:
+            # A request that runs alone must always fit; otherwise preemption would never end.
             raise ConfigError(
                 f"max_model_len is {max_model_len}, which takes {needed} blocks of {config.block_tokens} "
                 f"tokens, but there are {config.gpu_blocks}; add blocks or lower max_model_len"
             )
 
     def contents(self) -> dict[str, list[BlockContent]]:
-        """Return what can be found in each tier, by medium; a content once for each copy."""
+        """Return the cached blocks of each tier, by medium, one entry per copy."""
         return {
-            MEDIUM_GPU: [block.content for block in self.pool.blocks if block.content is not None],
-            MEDIUM_CPU: [block.content for block in self.host.kept.values() if block.ready],
+            MEDIUM_GPU: [block.content for block in self.block_pool.blocks if block.content is not None],
+            MEDIUM_CPU: [block.content for block in self.host_tier.blocks.values() if block.ready],
         }
 
     def reset(self) -> bool:
-        """Forget the content of both tiers; returns False, with nothing forgotten, while blocks are held."""
-        self.offload.drain()
-        if self.host.is_held or not self.pool.reset():  # held: by requests that are swapped out
+        """Clear both tiers. Return False, and change nothing, while any block is in use."""
+        self.offloading.wait_for_all()
+        # Swapped-out requests pin host blocks although they use no device block.
+        if self.host_tier.is_pinned or not self.block_pool.reset_prefix_cache():
             return False
-        self.host.clear()
+        self.host_tier.clear()
         return True
 
 
-def _host_blocks(config: EngineConfig, executor: "Executor") -> int:
+def _host_blocks(config: EngineConfig, memory: CacheMemory) -> int:
     if config.cpu_gib is None:
         return config.cpu_blocks
-    return int(config.cpu_gib * 2**30) // executor.block_bytes
+    return int(config.cpu_gib * 2**30) // memory.block_bytes

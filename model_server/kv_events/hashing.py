@@ -1,9 +1,9 @@
 """Chained hashes of full KV blocks: vLLM's `sha256_cbor` with its fixed default seed.
 
-In: parent digest, the block's token ids, its extra keys. Out: a 32-byte digest, and the 64-bit number
-that events carry for it. To everyone outside the engine these are opaque handles.
+Input: the parent's hash, the block's token ids, its extra keys. Output: a 32-byte hash, and the 64-bit number
+that events use for it. Outside the engine both are opaque.
 
-    digest = sha256(cbor([parent, [token ids], extra keys or null]))
+    block hash = sha256(cbor([parent, [token ids], extra keys or null]))
 """
 
 import hashlib
@@ -16,26 +16,26 @@ ExtraKeys: TypeAlias = tuple[tuple[str, ...], ...]
 _UINT, _NEGATIVE, _BYTES, _TEXT, _ARRAY = range(5)
 
 
-def root_digest(seed: str) -> bytes:
-    """Return the parent of every first block."""
+def root_block_hash(seed: str) -> bytes:
+    """Return the parent hash of every first block."""
     return hashlib.sha256(encode_cbor(seed)).digest()
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int], extra_keys: ExtraKeys | None) -> bytes:
-    """Return the digest of one full block, behind one with the digest `parent` or first behind `ROOT_DIGEST`.
+    """Return the hash of a full block; `parent` is the hash of the block before it, or `ROOT_BLOCK_HASH`.
 
-    What else than its tokens its content depends on is in `extra_keys`, tagged as vLLM 0.31+ tags it.
+    `extra_keys` are the other inputs of its KV (adapter, salt), tagged as in vLLM 0.31 and later.
     """
     return hashlib.sha256(encode_cbor((parent, token_ids, extra_keys))).digest()
 
 
-def event_hash(digest: bytes) -> int:
-    """Return the number that stands for the digest in events: its low 64 bits, big-endian."""
-    return int.from_bytes(digest[-8:], "big")
+def event_hash(block_hash: bytes) -> int:
+    """Return the hash that events carry for a block: the last 8 bytes of `block_hash`, big-endian."""
+    return int.from_bytes(block_hash[-8:], "big")
 
 
 def encode_cbor(value: CborValue) -> bytes:
-    """Encode in canonical CBOR (RFC 8949, section 4.2) the few types that block hashes need."""
+    """Encode a value in canonical CBOR (RFC 8949, section 4.2); only the types that block hashes need."""
     if isinstance(value, int):
         return _head(_UINT, value) if value >= 0 else _head(_NEGATIVE, -1 - value)
     if isinstance(value, bytes):
@@ -49,7 +49,7 @@ def encode_cbor(value: CborValue) -> bytes:
 
 
 def _head(major_type: int, number: int) -> bytes:
-    """Encode a type and its length or value in the fewest bytes, as canonical form demands."""
+    """Encode a major type and its length or value in the fewest bytes, as canonical CBOR requires."""
     prefix = major_type << 5
     if number < 24:
         return bytes((prefix | number,))
@@ -62,4 +62,4 @@ def _head(major_type: int, number: int) -> bytes:
     return bytes((prefix | 27,)) + number.to_bytes(8, "big")
 
 
-ROOT_DIGEST = root_digest("vllm-none-hash")
+ROOT_BLOCK_HASH = root_block_hash("vllm-none-hash")

@@ -1,12 +1,13 @@
-"""Publishes KV cache events over ZMQ as vLLM does: PUB frames ``[topic, sequence, payload]``, and replay.
+"""ZMQ publisher of KV cache events, as in vLLM: PUB frames ``[topic, sequence, payload]``, with replay.
 
-Events come on the engine's thread, which is never blocked; a thread of its own owns all sockets. What the
-caches hold, and from which batch on the stream adds to it, is the body of `GET /kv_events/snapshot`: a map
+The engine's thread hands over events and is never blocked; the publisher's own thread owns all sockets.
 
-    schema 1, boot_id (hex, one for each process), sequence, block_size, blocks (copies told), batches
+A snapshot, the body of `GET /kv_events/snapshot`, is a msgpack map of the caches' contents:
 
-of msgpack, whose `batches` are payloads as they are published. Applied in order to an empty view, and
-followed by the stream's batches from `sequence` on, they give what whoever heard every batch holds.
+    schema 1, boot_id (hex, one per process), sequence, block_size, blocks (number of copies), batches
+
+`batches` are payloads in the published form. Applying them in order to an empty view, then the stream's
+batches from `sequence` on, gives the same view as applying every batch since the engine's start.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -27,19 +28,16 @@ import zmq
 from model_server.config import KVEventsConfig
 from model_server.errors import ModelServerError
 from model_server.kv_events.events import (
-    Announcer,
     BlockContent,
     BlockStored,
-    ContentKey,
+    CacheKey,
     KVEvent,
     KVEventBatch,
+    KVEventBuilder,
     encode_batch,
     runs,
 )
-from model_server.kv_events.replay import ReplayServer, Step, StepRing
-
-if TYPE_CHECKING:
-    from model_server.kv_cache.manager import KvCache
+from model_server.kv_events.replay import ReplayBuffer, ReplayServer, SequencedBatch
 
 SCHEMA = 1
 SNAPSHOT_TYPE = "application/msgpack"
@@ -51,19 +49,28 @@ _ARRAY_32 = b"\xdd"
 _encode = msgspec.msgpack.encode
 logger = logging.getLogger(__name__)
 _BATCHES_BETWEEN_REPLAYS = 256
-_RANK = 0  # third element of every batch
+_RANK = 0  # data_parallel_rank, the third element of every batch
 _JOIN_TIMEOUT_S = 5.0
+
+
+class CachedBlocks(Protocol):
+    """Source of a snapshot: the cached blocks of all tiers."""
+
+    event_builder: KVEventBuilder
+
+    def contents(self) -> Mapping[str, Sequence[BlockContent]]:
+        """Return the cached blocks by medium, one entry per copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of the caches between two steps."""
+    """Contents of the caches between two steps."""
 
-    boot_id: str  # names this process
-    sequence: int  # number of the first batch that is not in here
-    rank: int | None  # third element of every batch
-    announcer: Announcer  # writes the events
-    held: Mapping[str, Sequence[BlockContent]]  # by medium, what is held there; a content once for each copy
+    boot_id: str  # unique id of this process
+    sequence: int  # first batch of the stream that the snapshot does not include
+    rank: int | None  # data_parallel_rank of every batch
+    event_builder: KVEventBuilder
+    blocks: Mapping[str, Sequence[BlockContent]]  # cached blocks by medium, one entry per copy
 
     def pieces(self) -> Iterator[bytes]:
         batches: list[list[BlockStored]] = []
@@ -78,10 +85,10 @@ class Snapshot:
             "schema": SCHEMA,
             "boot_id": self.boot_id,
             "sequence": self.sequence,
-            "block_size": self.announcer.block_tokens,
-            "blocks": sum(map(len, self.held.values())),
+            "block_size": self.event_builder.block_tokens,
+            "blocks": sum(map(len, self.blocks.values())),
         }
-        # The map's first byte counts its fields, of which the batches are one more.
+        # The map's first byte is its number of fields; replace it to count `batches`, too.
         yield _FIXMAP_6 + _encode(head)[1:]
         yield _encode("batches") + _ARRAY_32 + len(batches).to_bytes(4, "big")
         now_s = time.time()
@@ -89,31 +96,32 @@ class Snapshot:
             yield _encode(encode_batch(KVEventBatch(now_s, events, self.rank)))
 
     def events(self) -> Iterator[BlockStored]:
-        """Announce all that is held.
+        """Yield stored events for all cached blocks.
 
-        First one copy of each block, parents before children, in runs. Then the other copies, each for itself
-        and children before parents: a run that is continued in the same batch may be taken for one that is
-        only told again.
+        First one copy of each block, parents before children, in runs. Then the other copies, one event each
+        and children before parents: subscribers may take a run continued in the same batch for a repetition
+        of blocks that are already counted.
         """
-        copies = {medium: Counter(content.key for content in held) for medium, held in self.held.items()}
-        order = _parents_first({content.key: content for held in self.held.values() for content in held})
+        copies = {medium: Counter(one.key for one in held) for medium, held in self.blocks.items()}
+        all_contents = (content for contents in self.blocks.values() for content in contents)
+        order = _parents_first({content.key: content for content in all_contents})
         media = {key: medium for medium in reversed(copies) for key in copies[medium]}
         for medium, together in groupby(order, lambda content: media[content.key]):
             for run in runs(list(together)):
                 for first in range(0, len(run), _RUN_BLOCKS):
-                    yield self.announcer.stored(run[first : first + _RUN_BLOCKS], medium)
+                    yield self.event_builder.stored(run[first : first + _RUN_BLOCKS], medium)
         for content in reversed(order):
             for medium, counted in copies.items():
                 for _ in range(counted[content.key] - (medium == media[content.key])):
-                    yield self.announcer.stored([content], medium)
+                    yield self.event_builder.stored([content], medium)
 
 
-def _parents_first(contents: Mapping[ContentKey, BlockContent]) -> list[BlockContent]:
+def _parents_first(contents: Mapping[CacheKey, BlockContent]) -> list[BlockContent]:
     order: list[BlockContent] = []
-    placed: set[ContentKey] = set()
+    placed: set[CacheKey] = set()
     for key in contents:
         chain = []
-        at: ContentKey | None = key
+        at: CacheKey | None = key
         while at is not None and at in contents and at not in placed:
             placed.add(at)
             content = contents[at]
@@ -124,32 +132,32 @@ def _parents_first(contents: Mapping[ContentKey, BlockContent]) -> list[BlockCon
 
 
 class EndpointError(ModelServerError):
-    """A ZMQ endpoint cannot be bound or connected."""
+    """A ZMQ endpoint cannot be bound or connected to."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublisherStats:
-    """Totals since start."""
+    """Counters of the publisher since its start."""
 
     published: int  # batches sent on the PUB socket
-    dropped: int  # batches never sent because the queue was full; a replay still heals them
-    replays: int  # replay requests taken
-    replays_rejected: int  # replay requests that were malformed or too many at once
+    dropped: int  # batches not sent because the queue was full; a replay can still deliver them
+    replays: int  # replay requests accepted
+    replays_rejected: int  # replay requests rejected: malformed, or too many at once
 
 
-class KVEventPublisher:
-    """An EventSink that never blocks its caller.
+class ZmqEventPublisher:
+    """Event publisher over ZMQ that never blocks its caller.
 
-    When the queue to the publisher's thread is full the oldest waiting batch is dropped: the batches behind
-    it then show subscribers the gap in the sequence at once, and the replay buffer still holds it. An
-    EndpointError where an endpoint is malformed or in use.
+    When the queue to the publisher's thread is full, the oldest batch is dropped: the next batches then show
+    subscribers the sequence gap at once, and the replay buffer still has the dropped batch. The constructor
+    raises an EndpointError if an endpoint is malformed or in use.
     """
 
     def __init__(self, config: KVEventsConfig) -> None:
-        self.boot_id = secrets.token_hex(8)  # names this process
+        self.boot_id = secrets.token_hex(8)  # unique id of this process
         self._topic = config.topic.encode()
-        self._ring = StepRing(config.buffer_steps)
-        self._queue: deque[Step] = deque()
+        self._buffer = ReplayBuffer(config.buffer_steps)
+        self._queue: deque[SequencedBatch] = deque()
         self._queue_cap = config.max_queue_size
         self._lock = threading.Lock()
         self._woken = self._stopping = False
@@ -168,33 +176,34 @@ class KVEventPublisher:
                 router = self._context.socket(zmq.ROUTER)
                 ReplayServer.limit(router)
                 bound = _attach(router, bound, bind=True)
-                self._replay = ReplayServer(router, self._topic, self._ring)
+                self._replay = ReplayServer(router, self._topic, self._buffer)
         except EndpointError:
             self.close()
             raise
-        # As given, with the endpoints that were bound.
+        # The given settings with the endpoints actually bound.
         self.config = replace(config, endpoint=endpoint, replay_endpoint=bound)
 
     def start(self) -> None:
-        """Start the thread that sends; until then batches wait in the queue."""
+        """Start the sending thread. Until then batches stay in the queue."""
         self._thread = threading.Thread(target=self._run, name="kv-event-publisher", daemon=True)
         self._thread.start()
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """Give one step's events the next sequence number and hand them over; never blocks."""
+        """Queue one step's events under the next sequence number. Never blocks."""
         with self._lock:
-            step = self._ring.append(time.time(), events, _RANK)
+            batch = self._buffer.append(time.time(), events, _RANK)
             if len(self._queue) >= self._queue_cap:
                 self._queue.popleft()
                 self._dropped += 1
-            self._queue.append(step)
+            self._queue.append(batch)
             must_wake, self._woken = not self._woken, True
         if must_wake:
             self._wake()
 
-    def snapshot(self, cache: "KvCache") -> Snapshot:
-        """Return what the caches hold and which batch comes next; to be called between two steps."""
-        return Snapshot(self.boot_id, self._ring.next_sequence, _RANK, cache.announcer, cache.contents())
+    def snapshot(self, cache: CachedBlocks) -> Snapshot:
+        """Return the caches' contents and the next sequence number. Call between two steps only."""
+        next_sequence = self._buffer.next_sequence
+        return Snapshot(self.boot_id, next_sequence, _RANK, cache.event_builder, cache.contents())
 
     def stats(self) -> PublisherStats:
         replays, rejected = (self._replay.served, self._replay.rejected) if self._replay else (0, 0)
@@ -202,11 +211,11 @@ class KVEventPublisher:
 
     @property
     def healthy(self) -> bool:
-        """False once the thread has died: nobody learns of the cache's changes any more."""
+        """False once the sending thread has died: no event is sent any more."""
         return self._thread is None or self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop the thread and close every socket; batches not yet sent are lost. Idempotent."""
+        """Stop the thread and close all sockets; unsent batches are lost. Idempotent."""
         self._stopping = True
         if self._thread is not None:
             self._wake()
@@ -217,7 +226,7 @@ class KVEventPublisher:
         self._wake_writer.close()
 
     def _wake(self) -> None:
-        # A full pipe already holds a wake-up; a closed one has nobody to wake.
+        # A full pipe already contains a wake-up; a closed one has no reader.
         with contextlib.suppress(OSError):
             self._wake_writer.send(b"\0")
 
@@ -237,24 +246,24 @@ class KVEventPublisher:
                 wait_ms = 0
 
     def _send_queued(self) -> bool:
-        """Send some of the queue; returns whether more is waiting."""
+        """Send queued batches, up to a limit; return whether more are queued."""
         with self._lock:
-            steps = [self._queue.popleft() for _ in range(min(len(self._queue), _BATCHES_BETWEEN_REPLAYS))]
+            batches = [self._queue.popleft() for _ in range(min(len(self._queue), _BATCHES_BETWEEN_REPLAYS))]
             more = self._woken = bool(self._queue)
-        for step in steps:
+        for batch in batches:
             # PUB never blocks: libzmq drops for each subscriber that is at its high-water mark.
-            self._pub.send_multipart((self._topic, step.sequence_frame, step.payload()))
+            self._pub.send_multipart((self._topic, batch.sequence_frame, batch.payload()))
             self._published += 1
         return more
 
 
 def binds(endpoint: str) -> bool:
-    """Whether the PUB socket binds this endpoint (vLLM's rule) rather than connects to it."""
+    """Return whether the PUB socket binds this endpoint (vLLM's rule) instead of connecting to it."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
 def _attach(zmq_socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
-    """Bind or connect; returns the endpoint with the port that the system chose in place of 0 or ``*``."""
+    """Bind or connect a socket; return the endpoint with the actual port instead of 0 or ``*``."""
     zmq_socket.setsockopt(zmq.LINGER, 0)
     zmq_socket.setsockopt(zmq.IPV6, int("[" in endpoint))
     try:

@@ -1,7 +1,7 @@
-"""Replay of past event batches to subscribers that missed some (vLLM's ROUTER protocol, with topic frame).
+"""Replay of past event batches to subscribers with a sequence gap (vLLM's ROUTER protocol plus topic frame).
 
-In: requests ``[b"", start_sequence]``; out: ``[b"", topic, sequence, payload]`` for every kept batch from
-there on, then ``[b"", b"", ff*8, b""]``. Used on the publisher's thread only; knows nothing of live events.
+Request: ``[b"", start_sequence]``. Replies: ``[b"", topic, sequence, payload]`` for every buffered batch from
+there on, then ``[b"", b"", ff*8, b""]``. Runs on the publisher's thread only.
 """
 
 import errno
@@ -20,14 +20,14 @@ _REQUEST_BYTES_MAX = 1024
 _REQUESTS_PER_TURN = 64
 _CLIENTS_MAX = 64
 _BATCHES_PER_TURN = 256
-# Small, so that a client that asks and does not read holds little memory; its replay waits as two numbers.
+# Batches in a client's send queue. Small, to bound the memory of clients that do not read.
 _PIPE_BATCHES = 512
 _BLOCKED_WAIT_MS = 5
 _STALLED_S = 10.0
 
 
-class Step:
-    """One batch with its sequence number; encoded on first need, on the publisher's thread."""
+class SequencedBatch:
+    """Batch with its sequence number, encoded on first use on the publisher's thread."""
 
     __slots__ = ("_batch", "_payload", "sequence")
 
@@ -38,41 +38,41 @@ class Step:
 
     @property
     def sequence_frame(self) -> bytes:
-        """The sequence number as on the wire: 8 bytes, big-endian."""
+        """Sequence number in wire format: 8 bytes, big-endian."""
         return _SEQUENCE.pack(self.sequence)
 
     def payload(self) -> bytes:
-        """The encoded batch; the events themselves are let go once it exists."""
+        """Return the encoded batch; the first call encodes it and drops the events."""
         if self._payload is None:
             assert self._batch is not None
             self._payload, self._batch = encode_batch(self._batch), None
         return self._payload
 
 
-class StepRing:
-    """The last `capacity` steps by sequence number; one thread appends while another reads."""
+class ReplayBuffer:
+    """Ring buffer of the last `capacity` batches; one thread appends while another reads."""
 
     def __init__(self, capacity: int) -> None:
-        self._slots: list[Step | None] = [None] * capacity
+        self._slots: list[SequencedBatch | None] = [None] * capacity
         self.next_sequence = 0
 
-    def append(self, ts: float, events: Sequence[KVEvent], rank: int | None) -> Step:
-        """Keep one step's events under the next sequence number, which starts at 0."""
-        step = Step(self.next_sequence, KVEventBatch(ts, events, rank))
-        self._slots[step.sequence % len(self._slots)] = step
+    def append(self, ts: float, events: Sequence[KVEvent], rank: int | None) -> SequencedBatch:
+        """Store one step's events under the next sequence number; the first is 0."""
+        batch = SequencedBatch(self.next_sequence, KVEventBatch(ts, events, rank))
+        self._slots[batch.sequence % len(self._slots)] = batch
         self.next_sequence += 1
-        return step
+        return batch
 
     def oldest_sequence(self) -> int:
         return max(0, self.next_sequence - len(self._slots))
 
-    def steps(self, start: int, stop: int) -> Iterator[Step]:
-        """Yield those of [start, stop) that are still kept."""
+    def batches(self, start: int, stop: int) -> Iterator[SequencedBatch]:
+        """Yield the batches of [start, stop) that are still buffered."""
         for sequence in range(max(start, self.oldest_sequence()), stop):
-            step = self._slots[sequence % len(self._slots)]
-            # The appending thread may have overwritten the slot meanwhile.
-            if step is not None and step.sequence == sequence:
-                yield step
+            batch = self._slots[sequence % len(self._slots)]
+            # The appending thread may have overwritten the slot.
+            if batch is not None and batch.sequence == sequence:
+                yield batch
 
 
 @dataclass(slots=True)
@@ -84,32 +84,33 @@ class _Replay:
 
 @dataclass(eq=False)
 class ReplayServer:
-    """Answers replay requests without ever blocking, many clients in turn.
+    """Server of replay requests that never blocks and serves its clients round-robin.
 
-    A client at its high-water mark waits without holding the others up, and is given up when it takes nothing
-    for 10 s. A second request of the same client replaces its first.
+    A client at its high-water mark does not delay the others; its replay is cancelled when it reads nothing
+    for 10 s. A second request of the same client replaces the first.
     """
 
     socket: "zmq.Socket[bytes]"  # a bound ROUTER socket, prepared by `limit`
     topic: bytes
-    ring: StepRing
-    served: int = 0  # requests taken
-    rejected: int = 0  # requests that were malformed, or came while 64 clients were being served
+    ring: ReplayBuffer
+    served: int = 0  # requests accepted
+    rejected: int = 0  # requests rejected: malformed, or beyond 64 clients
     _replays: dict[bytes, _Replay] = field(default_factory=dict)
 
     @staticmethod
     def limit(socket: "zmq.Socket[bytes]") -> None:
-        """Cap what a client can make the socket hold; to be called before it is bound."""
+        """Limit the memory that clients can use through the socket. Call before binding it."""
         socket.setsockopt(zmq.MAXMSGSIZE, _REQUEST_BYTES_MAX)
         socket.setsockopt(zmq.RCVHWM, _REQUESTS_PER_TURN)
         socket.setsockopt(zmq.SNDHWM, _PIPE_BATCHES)
-        # Without it a full or vanished client would swallow batches silently, in the middle of a replay.
+        # Without it, batches to a full or disconnected client would be dropped silently during a replay.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
 
     def serve(self, now_s: float) -> int | None:
-        """Take new requests and send the next piece of every open replay.
+        """Accept new requests and send the next batches of every open replay.
 
-        Returns milliseconds until it wants to be called again; None for when a request arrives.
+        Returns:
+            Milliseconds until the next call is due; None to wait for a request.
         """
         more_requests = self._receive(now_s)
         progress = False
@@ -129,7 +130,7 @@ class ReplayServer:
         return True
 
     def _receive_frames(self) -> list[bytes]:
-        """Read one message, keeping no more frames than it takes to see that there are too many."""
+        """Read one message; keep at most 4 frames, one more than a valid request has."""
         frames: list[bytes] = []
         while True:
             frame = self.socket.recv(zmq.NOBLOCK)
@@ -148,15 +149,15 @@ class ReplayServer:
         self.served += 1
 
     def _advance(self, client: bytes, now_s: float) -> bool:
-        """Send one client's next batches; returns whether any went out and more are to come."""
+        """Send one client's next batches; return whether more remain and can be sent at once."""
         replay = self._replays[client]
         begun_at = replay.next_sequence
         first = max(begun_at, self.ring.oldest_sequence())
         turn_end = min(replay.stop_sequence, first + _BATCHES_PER_TURN)
         try:
-            for step in self.ring.steps(first, turn_end):
-                self._send(client, self.topic, step.sequence_frame, step.payload())
-                replay.next_sequence = step.sequence + 1
+            for batch in self.ring.batches(first, turn_end):
+                self._send(client, self.topic, batch.sequence_frame, batch.payload())
+                replay.next_sequence = batch.sequence + 1
             replay.next_sequence = turn_end
             if turn_end < replay.stop_sequence:
                 replay.progress_s = now_s

@@ -1,1 +1,1 @@
-"""The decoder, its weights and adapters."""
+"""Decoder, weights, LoRA adapters and tensor parallel communication."""

@@ -1,9 +1,8 @@
-"""The decoder that all architectures share: attention with rotary positions, RMS norms, gated MLP.
+"""Decoder of all architectures: attention with rotary positions, RMS norms, gated MLP.
 
-It names its weights as Hugging Face checkpoints do; projections that share an input are one matrix. One of
-several ranks owns some heads of every layer, some of the MLP's columns and some tokens of the vocabulary:
-projections that these are the outputs of need nobody else, those that they are the inputs of are summed over
-all ranks.
+Weights have the names of Hugging Face checkpoints. Projections of the same input are fused into one matrix.
+With tensor parallelism a rank has some heads of every layer, some columns of the MLP and some rows of the
+vocabulary; the outputs of "output" and "down" projections are summed over all ranks.
 """
 
 import math
@@ -20,26 +19,26 @@ from model_server.model.lora import LoraBatch
 from model_server.model.ranks import Ranks
 from model_server.shapes import (
     DecoderShape,
-    Division,
     LinearScaling,
     Llama3Scaling,
+    ModelRank,
     Rope,
-    Share,
+    Shard,
     YarnScaling,
 )
 
-# What the packed order is made for; it serves any number of rows. Were it made for few, a single row would be
-# computed by another kernel, which rounds differently.
+# Number of rows that packing optimizes for. Any number of rows works, but after packing for few rows, oneDNN
+# would compute a single row by another kernel, which rounds differently.
 _PACKED_FOR_ROWS = 2048
 
 
 class Linear:
-    """A projection without its bias."""
+    """Linear projection; the bias is passed with each call."""
 
     __slots__ = ("_packed", "weight")
 
     def __init__(self, weight: Tensor) -> None:
-        self.weight = weight  # [outputs, inputs]; of no use once packed
+        self.weight = weight  # [outputs, inputs]; empty once packed
         self._packed: Tensor | None = None
 
     def __call__(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -50,9 +49,9 @@ class Linear:
         return output
 
     def pack(self) -> None:
-        """Let go of the plain weight for one in the order that oneDNN reads, where that helps.
+        """Replace the weight by a copy in oneDNN's memory layout, if the CPU supports it.
 
-        Else oneDNN reorders all of it in every call, which for 8 rows takes as long as the multiplication.
+        Otherwise oneDNN reorders the weight in every call, which for 8 rows takes as long as the product.
         """
         if self.weight.device.type == "cpu" and self.weight.dtype == torch.bfloat16 and can_pack():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR_ROWS)
@@ -61,7 +60,7 @@ class Linear:
 
 @cache
 def can_pack() -> bool:
-    """Tell whether packing works here; runs it once to know, for the operators are private to torch."""
+    """Return whether packing works, by a trial: the operators are not part of torch's public API."""
     inputs, weight = torch.ones((1, 8), dtype=torch.bfloat16), torch.ones((8, 8), dtype=torch.bfloat16)
     trial = Linear(weight)
     try:
@@ -75,53 +74,53 @@ def can_pack() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor of the checkpoint, or the part of it that is kept here."""
+    """Destination of a checkpoint tensor, or of this rank's shard of it."""
 
-    tensor: Tensor  # what is kept
-    shares: tuple[Share, ...]  # per dimension of the checkpoint's tensor, which part that is
+    tensor: Tensor  # memory of the shard
+    shards: tuple[Shard, ...]  # shard per dimension of the checkpoint tensor
 
     @classmethod
     def all_of(cls, tensor: Tensor) -> "Weight":
-        return cls(tensor, tuple(Share.all_of(length) for length in tensor.shape))
+        return cls(tensor, tuple(Shard.all_of(length) for length in tensor.shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the checkpoint's tensor."""
-        return tuple(share.whole for share in self.shares)
+        """Shape of the checkpoint tensor."""
+        return tuple(shard.whole for shard in self.shards)
 
     def write(self, whole: Tensor) -> None:
-        self.tensor.copy_(whole[tuple(share.span for share in self.shares)])
+        self.tensor.copy_(whole[tuple(shard.span for shard in self.shards)])
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectionPart:
-    """A projection of the checkpoint, and its place in one of the model's own."""
+    """Projection of the checkpoint as a part of a fused projection."""
 
-    projection: str  # name of the model's projection
-    first_row: int  # where the part's rows begin there
-    rows: Share  # those of the checkpoint's rows that are kept
-    inputs: Share  # those of its columns
+    projection: str  # name of the fused projection
+    first_row: int  # first row in the fused projection
+    rows: Shard  # this rank's rows of the checkpoint tensor
+    inputs: Shard  # this rank's columns of the checkpoint tensor
 
 
 class DecoderLayer:
-    """One layer; norms that its shape does not have are not read."""
+    """Weights of one decoder layer. Norms that the shape does not have are unused."""
 
     def __init__(
-        self, shape: DecoderShape, division: Division, dtype: torch.dtype, device: torch.device
+        self, shape: DecoderShape, model_rank: ModelRank, dtype: torch.dtype, device: torch.device
     ) -> None:
         def empty(*size: int) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
         self._shape = shape
-        self._parts = projection_parts(shape, division)
-        own = division.part_of(shape)
+        self._parts = projection_parts(shape, model_rank)
+        own = model_rank.part_of(shape)
         query_rows = own.heads * own.head_dim
         qkv_rows = query_rows + 2 * own.kv_heads * own.head_dim
 
         def linear(outputs: int, inputs: int, *, bias: bool = False) -> tuple[Linear, Tensor | None]:
             return Linear(empty(outputs, inputs)), empty(outputs) if bias else None
 
-        # "qkv", "output", "gate_up" and "down", with their biases or None.
+        # Projections "qkv", "output", "gate_up" and "down", each with its bias or None.
         self.projections: dict[str, tuple[Linear, Tensor | None]] = {
             "qkv": linear(qkv_rows, shape.hidden, bias=shape.qkv_bias),
             "output": linear(shape.hidden, query_rows, bias=shape.output_bias),
@@ -129,16 +128,16 @@ class DecoderLayer:
             "down": linear(shape.hidden, own.intermediate),
         }
         self.input_norm, self.mlp_input_norm = empty(shape.hidden), empty(shape.hidden)
-        # Norms of what attention and MLP add, if the shape has output norms.
+        # Norms of the outputs of attention and MLP, if the shape has output norms.
         self.attention_norm, self.mlp_norm = empty(shape.hidden), empty(shape.hidden)
         # Norms of each query and key head, if the shape has head norms.
         self.query_norm, self.key_norm = empty(shape.head_dim), empty(shape.head_dim)
 
     def weights(self) -> dict[str, Weight]:
-        """Return the layer's weights under their checkpoint names."""
+        """Return the layer's weights by checkpoint name."""
         norms = {"input_layernorm": self.input_norm}
         if self._shape.output_norms:
-            # Where what is added has norms too, the name of Llama's second norm means another place.
+            # With output norms, the name of Llama's MLP input norm belongs to the attention output norm.
             norms["post_attention_layernorm"] = self.attention_norm
             norms["pre_feedforward_layernorm"] = self.mlp_input_norm
             norms["post_feedforward_layernorm"] = self.mlp_norm
@@ -157,12 +156,12 @@ class DecoderLayer:
         return named
 
 
-def projection_parts(shape: DecoderShape, division: Division) -> dict[str, ProjectionPart]:
-    """Return the checkpoint's projections, and where what is kept of them lies in the model's own."""
-    query = division.heads(shape).times(shape.head_dim)
-    key = division.kv_heads(shape).times(shape.head_dim)
-    width = division.intermediate(shape)
-    hidden = Share.all_of(shape.hidden)
+def projection_parts(shape: DecoderShape, model_rank: ModelRank) -> dict[str, ProjectionPart]:
+    """Return this rank's parts of the fused projections by checkpoint name."""
+    query = model_rank.heads(shape).times(shape.head_dim)
+    key = model_rank.kv_heads(shape).times(shape.head_dim)
+    width = model_rank.intermediate(shape)
+    hidden = Shard.all_of(shape.hidden)
     return {
         "self_attn.q_proj": ProjectionPart("qkv", 0, query, hidden),
         "self_attn.k_proj": ProjectionPart("qkv", query.count, key, hidden),
@@ -181,45 +180,45 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return the angle per position of each pair, float32 [head_dim / 2]."""
+    """Return the rotation angle per position, float32 [head_dim / 2], in radians."""
     plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     match rope.scaling:
         case LinearScaling(factor):
             return plain / factor
         case Llama3Scaling() as scaling:
-            return _stretch_llama3(plain, scaling)
+            return _scale_llama3(plain, scaling)
         case YarnScaling() as scaling:
-            return _stretch_yarn(plain, scaling)
+            return _scale_yarn(plain, scaling)
     return plain
 
 
 def rotation(
     positions: Tensor, frequencies: Tensor, magnitude: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the cosines and signed sines of one step, each [tokens, 1, head_dim], for `rotate`."""
+    """Return cosines and signed sines of the angles, each [tokens, 1, head_dim], for `rotate`."""
     angles = positions[:, None, None].float() * frequencies
     cosine, sine = angles.cos() * magnitude, angles.sin() * magnitude
     return torch.cat((cosine, cosine), dim=-1).to(dtype), torch.cat((-sine, sine), dim=-1).to(dtype)
 
 
 def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate [tokens, heads, head_dim] by each token's angles."""
+    """Rotate heads, [tokens, heads, head_dim], by the angles of each token."""
     first, second = heads.chunk(2, dim=-1)
     return heads * cosine + torch.cat((second, first), dim=-1) * sine
 
 
-def _stretch_llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
-    turns = scaling.original_context * plain / (2 * math.pi)  # within the original context
-    # 1 keeps a frequency, 0 divides it by the factor, between them it is interpolated.
+def _scale_llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+    turns = scaling.original_context * plain / (2 * math.pi)  # full rotations within the original context
+    # 1 keeps a frequency, 0 divides it by the factor; values between are interpolated.
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return _interpolate(plain, scaling.factor, keep)
 
 
-def _stretch_yarn(plain: Tensor, scaling: YarnScaling) -> Tensor:
+def _scale_yarn(plain: Tensor, scaling: YarnScaling) -> Tensor:
     pairs = len(plain)
 
     def pair_of(turns: float) -> float:
-        """Return the (fractional) pair that turns so often within the original context."""
+        """Return the (fractional) pair index with this many rotations in the original context."""
         return pairs * math.log(scaling.original_context / (turns * 2 * math.pi)) / math.log(scaling.theta)
 
     low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
@@ -231,39 +230,39 @@ def _stretch_yarn(plain: Tensor, scaling: YarnScaling) -> Tensor:
 
 
 def _interpolate(plain: Tensor, factor: float, keep: Tensor) -> Tensor:
-    """Divide frequencies by the factor where `keep` is 0 or less, leave them where it is 1 or more."""
+    """Interpolate from frequencies / factor (`keep` <= 0) to unscaled frequencies (`keep` >= 1)."""
     keep = keep.clamp(0.0, 1.0)
     return keep * plain + (1.0 - keep) * plain / factor
 
 
 class Decoder:
-    """A decoder whose weights are yet to be written into `weights()`."""
+    """Decoder model. After construction its weights must be written into `weights()`."""
 
     def __init__(
         self, shape: DecoderShape, dtype: torch.dtype, device: torch.device, ranks: Ranks | None = None
     ) -> None:
         self._ranks = Ranks() if ranks is None else ranks
-        division = self._ranks.division
-        self.shape = division.part_of(shape)  # what is computed here
+        model_rank = self._ranks.model_rank
+        self.shape = model_rank.part_of(shape)  # this rank's part
         self.dtype = dtype
         self.device = device
-        self._vocabulary = division.vocabulary(shape)
-        # Divided, though each step then has one sum more: where ranks are many, reading the output head is
-        # what takes longest in a step of few tokens. Rows beyond the vocabulary make all ranks' parts equal.
-        vocabulary_rows = division.vocabulary_rows(shape)
+        self._vocabulary = model_rank.vocabulary(shape)
+        # The vocabulary is divided too, although that costs one more all-reduce per step: with many ranks and
+        # few tokens, reading the output head dominates a step. Padding rows give all ranks equal parts.
+        vocabulary_rows = model_rank.vocabulary_rows(shape)
         self._embedding = torch.zeros((vocabulary_rows, shape.hidden), dtype=dtype, device=device)
         self._head = Linear(self._embedding if shape.tied_embeddings else torch.zeros_like(self._embedding))
         self._norm = torch.empty(shape.hidden, dtype=dtype, device=device)
-        self._layers = [DecoderLayer(shape, division, dtype, device) for _ in range(shape.layers)]
+        self._layers = [DecoderLayer(shape, model_rank, dtype, device) for _ in range(shape.layers)]
         self._frequencies = {rope: frequencies(rope, shape.head_dim).to(device) for rope in set(shape.ropes)}
         self._embedding_scale = torch.tensor(shape.embedding_scale, dtype=dtype).item()
         self._activation = _ACTIVATIONS[shape.activation]
-        # Each layer's projections (what adapters can change) by their checkpoint names.
-        self.projection_parts = projection_parts(shape, division)
+        # Projections of each layer by checkpoint name; adapters may change these.
+        self.projection_parts = projection_parts(shape, model_rank)
 
     def weights(self) -> dict[str, Weight]:
-        """Return all weights under their checkpoint names; write into them to load the model."""
-        vocabulary, hidden = self._vocabulary, Share.all_of(self.shape.hidden)
+        """Return all weights by checkpoint name; write into them to load the model."""
+        vocabulary, hidden = self._vocabulary, Shard.all_of(self.shape.hidden)
         named = {
             "model.embed_tokens.weight": Weight(self._embedding[: vocabulary.count], (vocabulary, hidden)),
             "model.norm.weight": Weight.all_of(self._norm),
@@ -275,11 +274,11 @@ class Decoder:
         return named
 
     def pack(self) -> None:
-        """Bring the weights into the processor's order once all are written; `weights()` has no use then."""
+        """Pack all projections after loading. `weights()` must not be written afterwards."""
         for layer in self._layers:
             for linear, _ in layer.projections.values():
                 linear.pack()
-        if not self.shape.tied_embeddings:  # else a second copy of them would be kept
+        if not self.shape.tied_embeddings:  # tied weights would be stored twice
             self._head.pack()
 
     def forward(
@@ -290,35 +289,38 @@ class Decoder:
         meta: StepMeta,
         lora: LoraBatch | None = None,
     ) -> Tensor:
-        """Run the model over one step.
+        """Run the model for one step.
 
         Args:
-            token_ids: int64 [tokens], all sequences one after the other.
-            rows: int64, the tokens whose next one is wanted.
+            token_ids: int64 [tokens], the tokens of all sequences, concatenated.
+            rows: int64 [rows], indices of the tokens for which logits are computed.
+            attention: KV pool, which receives the tokens' keys and values.
+            meta: Layout of the step, from `attention.prepare`.
+            lora: Adapters of the rows; None if no row has one.
 
         Returns:
-            float32 logits [rows, vocab_size]; on ranks but the first, of no use.
+            float32 logits [rows, vocab_size]; valid on rank 0 only.
         """
-        turns = {
+        rotations = {
             rope: rotation(meta.positions, frequencies, rope.magnitude, self.dtype)
             for rope, frequencies in self._frequencies.items()
         }
         hidden = self._embed(token_ids)
         for index in range(len(self._layers)):
-            attended = self._attend(hidden, index, turns, attention, meta, lora)
-            if index == len(self._layers) - 1:  # nothing reads the other rows any more
+            attended = self._attend(hidden, index, rotations, attention, meta, lora)
+            if index == len(self._layers) - 1:  # other rows are not needed after the last attention
                 hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
-                lora = None if lora is None else lora.chosen(rows)
+                lora = None if lora is None else lora.select(rows)
             added = self._project_back(attended, index, "output", lora)
             if self.shape.output_norms:
                 added = self._rms_norm(added, self._layers[index].attention_norm)
             hidden = hidden + added
             hidden = hidden + self._mlp(hidden, index, lora)
         own = self._head(self._rms_norm(hidden, self._norm))
-        return self._ranks.join_columns(own)[:, : self.shape.vocab_size].float()
+        return self._ranks.gather_columns(own)[:, : self.shape.vocab_size].float()
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        """Return the embeddings of tokens, [tokens, hidden]; each is known to one rank."""
+        """Return the embeddings of tokens, [tokens, hidden]. Each token id belongs to one rank."""
         vocabulary = self._vocabulary
         if vocabulary.is_all:
             hidden = functional.embedding(token_ids, self._embedding)
@@ -333,12 +335,12 @@ class Decoder:
         self,
         hidden: Tensor,
         index: int,
-        turns: dict[Rope, tuple[Tensor, Tensor]],
+        rotations: dict[Rope, tuple[Tensor, Tensor]],
         attention: Attention,
         meta: StepMeta,
         lora: LoraBatch | None,
     ) -> Tensor:
-        """Return what a layer's heads have read, [tokens, heads * head_dim]."""
+        """Return the attention output of a layer before its output projection, [tokens, heads * head_dim]."""
         layer, shape = self._layers[index], self.shape
         heads, both = shape.heads, shape.heads + shape.kv_heads
         projected = self._project(self._rms_norm(hidden, layer.input_norm), index, "qkv", lora)
@@ -347,7 +349,7 @@ class Decoder:
         if shape.head_norms:
             query = self._rms_norm(rotated[:, :heads], layer.query_norm)
             rotated = torch.cat((query, self._rms_norm(rotated[:, heads:], layer.key_norm)), dim=1)
-        rotated = rotate(rotated, *turns[shape.ropes[index]])
+        rotated = rotate(rotated, *rotations[shape.ropes[index]])
         attention.store(index, rotated[:, heads:], projected[:, both:], meta)
         return attention.attend(rotated[:, :heads], index, meta)
 
@@ -366,7 +368,7 @@ class Decoder:
         return output
 
     def _project_back(self, inputs: Tensor, index: int, name: str, lora: LoraBatch | None) -> Tensor:
-        """Project what is divided among the ranks to the residual stream, which all of them have."""
+        """Project this rank's inputs to the residual stream, and sum the result over all ranks."""
         linear, bias = self._layers[index].projections[name]
         partial = linear(inputs)
         if lora is not None:
@@ -378,6 +380,6 @@ class Decoder:
         shape = self.shape
         if not shape.norm_offset:
             return functional.rms_norm(hidden, weight.shape, weight, shape.norm_epsilon)
-        # In float32: small weights would be lost beside the offset.
+        # In float32, because 16-bit sums of small weights and the offset would lose the weights.
         weight = weight.float() + shape.norm_offset
         return functional.rms_norm(hidden.float(), weight.shape, weight, shape.norm_epsilon).to(self.dtype)

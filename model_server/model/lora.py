@@ -1,4 +1,4 @@
-"""LoRA adapters: which of them requests can name, and which rows of one step each of them changes."""
+"""LoRA adapters: registry by name, and application to the rows of a batch."""
 
 import itertools
 import threading
@@ -11,45 +11,36 @@ from torch import Tensor
 from torch.nn import functional
 
 from model_server.errors import AdapterError, RequestError
+from model_server.requests import LoraRequest
 
 _NAME_CHARACTERS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
 class LoraFactors:
-    """The change of one projection: y += up @ (down @ x)."""
+    """Low-rank factors of one projection: y += up @ (down @ x)."""
 
     down: Tensor  # [rank, inputs]
-    up: Tensor  # [outputs, rank], with the adapter's scaling in it
-
-
-@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
-class LoraRequest:
-    """What a request with an adapter keeps of it; the factors are with whoever computes."""
-
-    name: str  # what requests call it
-    lora_id: int  # number of this loading, from 1 on; never given twice
-    content_hash: str  # hexadecimal SHA-256 of its files: what it computes depends on nothing else
-    directory: Path = Path()  # where it was loaded from
+    up: Tensor  # [outputs, rank], multiplied by the adapter's scaling
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LoraAdapter:
-    """One loaded adapter, or one rank's part of it."""
+    """Factors of a loaded adapter, or one rank's part of them."""
 
-    content_hash: str  # as `LoraRequest.content_hash`
-    factors: Mapping[tuple[int, str], LoraFactors]  # by layer and projection
+    content_hash: str  # see `LoraRequest.content_hash`
+    factors: Mapping[tuple[int, str], LoraFactors]  # by (layer, fused projection)
 
 
 @dataclass(frozen=True, slots=True)
 class LoraBatch:
-    """The rows of one flat token batch that adapters change."""
+    """Rows of a token batch by adapter."""
 
-    parts: Sequence[tuple[LoraAdapter, Tensor]]  # each adapter with its rows, int64; no row is in two parts
+    parts: Sequence[tuple[LoraAdapter, Tensor]]  # adapters with their rows (int64); rows are disjoint
 
     @classmethod
     def of(cls, rows: Sequence[LoraAdapter | None], device: torch.device) -> "LoraBatch | None":
-        """Group rows by adapter; None if no row has one."""
+        """Group rows by adapter; return None if no row has an adapter."""
         members: dict[LoraAdapter, list[int]] = {}
         for row, adapter in enumerate(rows):
             if adapter is not None:
@@ -58,17 +49,19 @@ class LoraBatch:
             return None
         return cls([(adapter, torch.tensor(rows, device=device)) for adapter, rows in members.items()])
 
-    def chosen(self, rows: Tensor) -> "LoraBatch":
-        """Return the batch of some of the rows, int64, each at most once."""
+    def select(self, rows: Tensor) -> "LoraBatch":
+        """Return the batch restricted to `rows` (int64, without duplicates)."""
         places = [(adapter, torch.isin(rows, own).nonzero().flatten()) for adapter, own in self.parts]
         return LoraBatch([(adapter, own) for adapter, own in places if len(own)])
 
     def add(self, output: Tensor, inputs: Tensor, layer: int, projection: str) -> None:
-        """Add the adapters' part to a projection's output, in place.
+        """Add the output of the adapters to that of a projection, in place.
 
         Args:
             output: [tokens, outputs].
-            inputs: [tokens, inputs], what the base model has projected.
+            inputs: [tokens, inputs], inputs of the projection.
+            layer: Index of the layer.
+            projection: Name of the fused projection.
         """
         for adapter, rows in self.parts:
             factors = adapter.factors.get((layer, projection))
@@ -79,18 +72,22 @@ class LoraBatch:
 
 @dataclass(eq=False)
 class LoraRegistry:
-    """Adapters of one model."""
+    """Registry of the loaded adapters of one model. Thread-safe."""
 
-    load_one: Callable[[Path, str, int], LoraRequest]  # from a directory, with a name and a number
-    max_loras: int  # most adapters loaded at once; 0 refuses all
+    load_one: Callable[[Path, str, int], LoraRequest]  # loads (directory, name, lora_id)
+    max_loras: int  # maximum of loaded adapters
 
     def __post_init__(self) -> None:
         self._adapters: dict[str, LoraRequest] = {}
         self._ids = itertools.count(1)
-        self._lock = threading.Lock()  # also held while a directory is read, so that the bound holds
+        self._lock = threading.Lock()  # held during a load, which keeps the limit exact
 
     def load(self, name: str, directory: Path) -> LoraRequest:
-        """Load an adapter; an AdapterError where it does not fit, its name is taken, or too many are."""
+        """Load an adapter.
+
+        Raises:
+            AdapterError: The name is invalid or in use, the limit is reached, or the adapter does not fit.
+        """
         if not 1 <= len(name) <= _NAME_CHARACTERS_MAX or not name.isprintable():
             raise AdapterError(f"an adapter's name must be 1 to {_NAME_CHARACTERS_MAX} printable characters")
         with self._lock:
@@ -106,18 +103,18 @@ class LoraRegistry:
             return adapter
 
     def unload(self, name: str) -> None:
-        """Forget an adapter; an AdapterError where there is none of that name."""
+        """Unload an adapter; raises an AdapterError if no adapter has the name."""
         with self._lock:
             if self._adapters.pop(name, None) is None:
                 raise AdapterError(f"no adapter {name!r} is loaded")
 
     def find(self, name: str) -> LoraRequest:
-        """Return the adapter of that name; a RequestError where there is none."""
+        """Return the adapter of that name; raises a RequestError if none has it."""
         adapter = self._adapters.get(name)
         if adapter is None:
             raise RequestError(f"no adapter {name!r} is loaded", "model")
         return adapter
 
     def loaded(self) -> dict[str, LoraRequest]:
-        """Return the loaded adapters by name, in the order of their loading."""
+        """Return the loaded adapters by name, in load order."""
         return self._adapters.copy()

@@ -1,6 +1,6 @@
-"""Loads a checkpoint directory (config.json and safetensors), makes the built-in tiny model, loads adapters.
+"""Loading of checkpoints (config.json and safetensors), of the built-in tiny model, and of LoRA adapters.
 
-Adapters are PEFT's: adapter_config.json and adapter_model.safetensors.
+Adapters have PEFT's files: adapter_config.json and adapter_model.safetensors.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from model_server.model.ranks import Ranks
 from model_server.shapes import (
     TINY_CONFIG,
     HfConfig,
-    Share,
+    Shard,
     check_divisible,
     computed_dtype,
     decoder_shape,
@@ -37,7 +37,7 @@ _TINY_SEED = 20260
 _ADAPTER_RANK_MAX = 512
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _ADAPTER_TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d{1,4})\.([\w.]+)\.lora_(A|B)\.weight")
-# Fields that change what an adapter computes in ways that are not supported here, when they are set.
+# Adapter settings that are not supported; they must be absent or false.
 _REFUSED = (
     *("use_dora", "use_qalora", "use_bdlora", "fan_in_fan_out", "lora_bias", "modules_to_save"),
     *("rank_pattern", "alpha_pattern", "trainable_token_indices", "target_parameters"),
@@ -48,19 +48,21 @@ _Pairs = dict[tuple[int, str], dict[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run."""
+    """Loaded model with its limits."""
 
-    model: Decoder  # with its weights
-    eos_token_ids: frozenset[int]  # tokens that end a text
-    max_positions: int  # longest text it was made for, in tokens
+    model: Decoder  # with loaded weights
+    eos_token_ids: frozenset[int]  # end-of-sequence tokens
+    max_positions: int  # context length in tokens
 
 
 def load_checkpoint(
     directory: Path, dtype: DType, device: torch.device, ranks: Ranks | None = None
 ) -> LoadedModel:
-    """Load a model, or one rank's part of it: nothing else is read from the files.
+    """Load a checkpoint, or one rank's part of it, reading only that part of the files.
 
-    A ModelError where anything is missing or does not fit, a ConfigError where it cannot be divided so.
+    Raises:
+        ModelError: A file or tensor is missing, unsupported, or of the wrong shape.
+        ConfigError: The model cannot be divided among so many ranks.
     """
     if not directory.is_dir():
         raise ModelError(f"{directory}: no such model directory")
@@ -70,21 +72,23 @@ def load_checkpoint(
 
 
 def new_model(config: HfConfig, dtype: DType, device: torch.device, ranks: Ranks | None = None) -> Decoder:
-    """Make the model that a configuration describes, its weights not yet written.
+    """Create a model with uninitialized weights.
 
-    A ModelError where it cannot be used or has no memory, a ConfigError where it cannot be divided so.
+    Raises:
+        ModelError: The configuration is unsupported, or there is not enough memory.
+        ConfigError: The model cannot be divided among so many ranks.
     """
     shape, torch_dtype = decoder_shape(config), _DTYPES[computed_dtype(config, dtype)]
     if ranks is not None:
-        check_divisible(shape, ranks.division.size)
+        check_divisible(shape, ranks.model_rank.size)
     try:
         return Decoder(shape, torch_dtype, device, ranks)
     except (RuntimeError, MemoryError) as error:
-        raise ModelError(f"{config.where}: no memory for such a model on {device}: {error}") from error
+        raise ModelError(f"{config.source}: not enough memory on {device}: {error}") from error
 
 
 def torch_device(name: str) -> torch.device:
-    """Return the device of that name, once it has been seen to work, or raise a ConfigError."""
+    """Return a torch device after a test allocation; raises a ConfigError if it is unusable."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -94,7 +98,7 @@ def torch_device(name: str) -> torch.device:
 
 
 def eos_token_ids(directory: Path) -> frozenset[int]:
-    """Return the end-of-sequence tokens: generation_config.json's, else config.json's, else none."""
+    """Return the end-of-sequence tokens of generation_config.json, else of config.json, else none."""
     for path in (directory / "generation_config.json", directory / "config.json"):
         if path.exists() and (ids := read_config(path).token_ids("eos_token_id")):
             return ids
@@ -102,45 +106,45 @@ def eos_token_ids(directory: Path) -> frozenset[int]:
 
 
 def fill(weights: dict[str, Weight], files: Iterable[Path], *, tied: bool) -> None:
-    """Write every tensor of the files into its place; each place must be written."""
+    """Copy the tensors of checkpoint files into `weights`; raises a ModelError unless all are filled."""
     missing = set(weights)
     for path in files:
         try:
-            # A file that is no safetensors file raises at opening, a damaged one may at any tensor.
+            # An invalid file raises when opened, a damaged one possibly at any tensor.
             with safe_open(path, framework="pt", device="cpu") as stored:
                 for name in stored.keys():  # noqa: SIM118 (not a mapping)
                     if name in weights:
-                        weights[name].tensor.copy_(read_tensor(stored, name, weights[name].shares, path))
+                        weights[name].tensor.copy_(read_tensor(stored, name, weights[name].shards, path))
                         missing.discard(name)
-                    # Some checkpoints have these without need.
+                    # Redundant tensors of some checkpoints.
                     elif not (name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")):
                         raise ModelError(
-                            f"{path}: tensor {name!r} has no place in the model that config.json describes"
+                            f"{path}: tensor {name!r} is not part of the model that config.json describes"
                         )
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: cannot be read as safetensors: {error}") from error
     if missing:
         names = sorted(missing)
         raise ModelError(
-            f"the checkpoint lacks {len(names)} tensors that its config.json asks for: "
+            f"the checkpoint lacks {len(names)} tensors that config.json requires: "
             f"{', '.join(names[:_LISTED_MAX])}{', ...' if len(names) > _LISTED_MAX else ''}"
         )
 
 
-def read_tensor(stored: safe_open, name: str, shares: tuple[Share, ...], path: Path) -> Tensor:
-    """Read one tensor of an open file, or what the shares name of it; a ModelError where it does not fit."""
+def read_tensor(stored: safe_open, name: str, shards: tuple[Shard, ...], path: Path) -> Tensor:
+    """Read one tensor of an open file, or its shards; raises a ModelError if shape or type is wrong."""
     view = stored.get_slice(name)  # type: ignore[no-untyped-call]
-    shape, wanted = tuple(view.get_shape()), tuple(share.whole for share in shares)
+    shape, wanted = tuple(view.get_shape()), tuple(shard.whole for shard in shards)
     if shape != wanted:
-        raise ModelError(f"{path}: tensor {name!r} has shape {shape}; config.json asks for {wanted}")
+        raise ModelError(f"{path}: tensor {name!r} has shape {shape}; config.json requires {wanted}")
     if view.get_dtype() not in _STORED:
         raise ModelError(
             f"{path}: tensor {name!r} is stored as {view.get_dtype()}; use {', '.join(sorted(_STORED))}"
         )
-    if all(share.is_all for share in shares):
+    if all(shard.is_all for shard in shards):
         tensor: Tensor = stored.get_tensor(name)  # type: ignore[no-untyped-call]
     else:
-        tensor = view[tuple(share.span for share in shares)]
+        tensor = view[tuple(shard.span for shard in shards)]
     return tensor
 
 
@@ -149,7 +153,7 @@ def _checkpoint_files(directory: Path) -> list[Path]:
     if single.exists():
         return [single]
     if not index.exists():
-        raise ModelError(f"{directory}: has neither {single.name} nor {index.name}")
+        raise ModelError(f"{directory}: contains neither {single.name} nor {index.name}")
     shards = set(read_config(index).section("weight_map").texts())
     if outside := [name for name in shards if Path(name).name != name]:
         raise ModelError(f"{index}: weight_map names {outside[0]!r}; only files beside it are read")
@@ -157,10 +161,10 @@ def _checkpoint_files(directory: Path) -> list[Path]:
 
 
 def load_tiny(dtype: DType, device: torch.device, ranks: Ranks | None = None) -> LoadedModel:
-    """Make the built-in model, or one rank's part of it: a small Llama with random weights, always the same.
+    """Create the built-in model, or one rank's part of it: a small Llama with fixed random weights.
 
-    Its text means nothing, but it is a whole model: it depends on every token of its context, so a wrong or
-    stale KV block shows in what it writes. It speaks the vocabulary of the packaged tiny tokenizer.
+    Its text is meaningless, but depends on every token of the context, so a wrong KV block changes the
+    output. It has the vocabulary of the packaged tiny tokenizer.
     """
     model = new_model(TINY_CONFIG, dtype, device, ranks)
     ends = eos_token_ids(TINY_DIRECTORY)
@@ -171,19 +175,19 @@ def load_tiny(dtype: DType, device: torch.device, ranks: Ranks | None = None) ->
             continue
         whole = torch.randn(weight.shape, generator=generator) * _scale(name, weight.shape[1])
         if name == "lm_head.weight":
-            # Logits of 0 are never the best of thousands: greedy answers have the length that was asked for.
+            # A logit of 0 is never the largest of thousands, so greedy answers have the requested length.
             whole[sorted(ends)] = 0.0
         weight.write(whole)
     return LoadedModel(model, ends, model.shape.max_positions)
 
 
 def _scale(name: str, inputs: int) -> float:
-    """Return the standard deviation of a weight matrix.
+    """Return the standard deviation of a random weight matrix.
 
-    At 1 / sqrt(inputs) all activations keep their size, but random attention is near to an average over the
-    context and no token of it matters. Larger query and key weights make it choose, a larger output
-    makes the choice felt: one changed token 600 back changes every third token of the answer, while rounding
-    stays ten thousand times smaller than the usual distance between the two best tokens.
+    With 1 / sqrt(inputs), activations keep their size, but random attention is nearly an average over the
+    context. Larger query, key and output weights make single tokens matter: one changed token 600 tokens back
+    changes a third of the output tokens. Rounding errors stay 10^4 times below the usual gap of the two best
+    logits.
     """
     if "embed_tokens" in name:
         return 1.0
@@ -192,7 +196,7 @@ def _scale(name: str, inputs: int) -> float:
 
 
 def load_adapter(directory: Path, model: Decoder) -> LoraAdapter:
-    """Load an adapter; an AdapterError where anything is missing, not supported, or does not fit."""
+    """Load an adapter; raises an AdapterError if a file is missing, unsupported or does not fit."""
     path = directory / _ADAPTER_WEIGHTS
     try:
         rank, scaling, targets = _read_adapter_config(read_config(directory / _ADAPTER_CONFIG))
@@ -212,7 +216,7 @@ def load_adapter(directory: Path, model: Decoder) -> LoraAdapter:
 
 
 def _read_adapter_config(config: HfConfig) -> tuple[int, float, list[str]]:
-    """Return the rank, the scaling, and the target modules if they are a list."""
+    """Return rank, scaling and, if they are a list, the target modules."""
     if (kind := config.text("peft_type", "LORA")) != "LORA":
         raise config.error("peft_type", kind, "'LORA'")
     if (bias := config.text("bias", "none")) != "none":
@@ -223,13 +227,13 @@ def _read_adapter_config(config: HfConfig) -> tuple[int, float, list[str]]:
     rank = config.integer("r")
     if rank > _ADAPTER_RANK_MAX:
         raise config.error("r", rank, f"at most {_ADAPTER_RANK_MAX}")
-    rooted = config.boolean("use_rslora", False)
-    scaling = config.number("lora_alpha") / (math.sqrt(rank) if rooted else rank)
+    use_rslora = config.boolean("use_rslora", False)
+    scaling = config.number("lora_alpha") / (math.sqrt(rank) if use_rslora else rank)
     return rank, scaling, [] if config.is_text("target_modules") else config.names("target_modules")
 
 
 def _read_pairs(path: Path, rank: int, model: Decoder) -> _Pairs:
-    """Return the tensors {"A": [rank, inputs], "B": [rows, rank]} by layer and part: what is kept of them."""
+    """Return this rank's {"A": [rank, inputs], "B": [rows, rank]} by layer and projection."""
     parts, layers = model.projection_parts, model.shape.layers
     pairs: _Pairs = {}
     with safe_open(path, framework="pt", device="cpu") as stored:
@@ -237,21 +241,21 @@ def _read_pairs(path: Path, rank: int, model: Decoder) -> _Pairs:
             match = _ADAPTER_TENSOR.fullmatch(name)
             if match is None or match[2] not in parts or int(match[1]) >= layers:
                 raise ModelError(
-                    f"{path}: tensor {name!r} has no place; adapters can change {', '.join(parts)} "
+                    f"{path}: tensor {name!r} is not supported; adapters can change {', '.join(parts)} "
                     f"of the model's {layers} layers"
                 )
             part = parts[match[2]]
-            own_rank = Share.all_of(rank)
-            shares = (own_rank, part.inputs) if match[3] == "A" else (part.rows, own_rank)
+            rank_shard = Shard.all_of(rank)
+            shards = (rank_shard, part.inputs) if match[3] == "A" else (part.rows, rank_shard)
             pairs.setdefault((int(match[1]), match[2]), {})[match[3]] = read_tensor(
-                stored, name, shares, path
+                stored, name, shards, path
             )
     return pairs
 
 
 def _check_complete(path: Path, pairs: _Pairs, targets: list[str]) -> None:
     if not pairs:
-        raise ModelError(f"{path}: has no tensors")
+        raise ModelError(f"{path}: contains no tensors")
     for (layer, part), pair in pairs.items():
         if len(pair) < 2:
             missing = "B" if "A" in pair else "A"
@@ -262,7 +266,7 @@ def _check_complete(path: Path, pairs: _Pairs, targets: list[str]) -> None:
 
 
 def _fused(pairs: _Pairs, layer: int, projection: str, scaling: float, model: Decoder) -> LoraFactors:
-    """Join the factors of a projection's parts: their downs above one another, their ups on a diagonal."""
+    """Return the factors of a fused projection: stacked `down` and block-diagonal `up` of its parts."""
     parts = {name: part for name, part in model.projection_parts.items() if part.projection == projection}
     own = [name for name in parts if (layer, name) in pairs]
     down = torch.cat([pairs[layer, name]["A"].float() for name in own])

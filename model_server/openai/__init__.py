@@ -1,1 +1,1 @@
-"""The OpenAI-compatible API."""
+"""OpenAI-compatible HTTP API of the model server."""

@@ -1,4 +1,4 @@
-"""Shapes of the OpenAI responses: whole answers, log probabilities, events of a stream, usage."""
+"""OpenAI response bodies: whole answers, stream events, log probabilities and usage."""
 
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -15,32 +15,32 @@ from tokenization import PromptTokenizer
 
 Json = dict[str, Any]
 
-# What stands for the logarithm of 0, which JSON has no number for; vLLM's choice.
+# Shown for the logarithm of 0, which JSON cannot express; the same value as in vLLM.
 _LEAST = -9999.0
 _NOT_UTF8 = "\ufffd"
 _DONE = b"data: [DONE]\n\n"
-_SILENCE = Delta("", None)
+_EMPTY_DELTA = Delta("", None)
 
 
 def completion_logprobs(tokens: Sequence[ChosenToken], tokenizer: PromptTokenizer, offset: int) -> Json:
-    """The `logprobs` of a completion's choice, which `offset` characters came before."""
-    told: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    """Return the `logprobs` of a completion's choice, after `offset` characters of text."""
+    result: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
     for token in tokens:
         assert token.logprobs is not None
         text, own = _text(tokenizer, token.token_id), _shown(token.logprobs.chosen)
         best = {_text(tokenizer, other): _shown(logprob) for other, logprob in token.logprobs.top}
-        for values, value in zip(told.values(), (offset, own, text, {text: own, **best}), strict=True):
+        for values, value in zip(result.values(), (offset, own, text, {text: own, **best}), strict=True):
             values.append(value)
         offset += len(text)
-    return told
+    return result
 
 
 def chat_logprobs(tokens: Sequence[ChosenToken], tokenizer: PromptTokenizer) -> Json:
-    """The `logprobs` of a chat's choice."""
+    """Return the `logprobs` of a chat's choice."""
 
     def entry(token_id: int, logprob: float) -> Json:
         text = _text(tokenizer, token_id)
-        # A token that is only a part of a character has no text of its own to take bytes from.
+        # A token with a part of a character has no text to take bytes from.
         own_bytes = None if _NOT_UTF8 in text else list(text.encode())
         return {"token": text, "logprob": _shown(logprob), "bytes": own_bytes}
 
@@ -57,12 +57,12 @@ def _text(tokenizer: PromptTokenizer, token_id: int) -> str:
 
 
 def _shown(logprob: float) -> float:
-    # Written so that NaN, of a model whose logits overflowed, becomes a number too.
+    # NaN, from overflowed logits, is not greater than the minimum and becomes a number too.
     return logprob if logprob > _LEAST else _LEAST
 
 
 class Answer:
-    """All that is sent back for one job, whole or streamed: its generation's deltas in OpenAI's shape."""
+    """Response to one request, whole or streamed: the deltas of its generation in OpenAI's format."""
 
     def __init__(self, job: Job, tokenizer: PromptTokenizer, generation: Generation) -> None:
         self._job = job
@@ -71,24 +71,24 @@ class Answer:
         self._copies = job.fields.n or 1
         self._shown_chars = list(map(len, job.echoed))
         self._chat = job.api == "chat"
-        self._tells_ids = bool(job.fields.return_token_ids)
+        self._returns_ids = bool(job.fields.return_token_ids)
         self._created = int(time.time())
-        # By choice, once it has opened: what stands around the text in an event that tells nothing else.
+        # Prefix and suffix of a text-only event, by choice; set with the choice's first event.
         self._plain: dict[int, tuple[bytes, bytes]] = {}
         options = job.fields.stream_options
         self._usage_last = options is not None and bool(options.include_usage)
         self._usage_always = self._usage_last and options is not None and bool(options.continuous_usage_stats)
 
     async def whole(self) -> Json:
-        """Collect an answer that does not stream."""
-        said: list[list[Delta]] = [[] for _ in self._generation.texts]
+        """Return the body of an answer that is not streamed."""
+        received: list[list[Delta]] = [[] for _ in self._generation.texts]
         async for deltas in self._generation:
             for index, delta in deltas:
-                said[index].append(delta)
-        return self.body([joined(deltas) for deltas in said])
+                received[index].append(delta)
+        return self.body([joined(deltas) for deltas in received])
 
     def body(self, answers: Sequence[Delta]) -> Json:
-        """Return the answer to a request that does not stream; all that was said, per choice."""
+        """Return the body with the complete answer of each choice."""
         choices = []
         for index, answer in enumerate(answers):
             message = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
@@ -100,7 +100,7 @@ class Answer:
         return body
 
     async def pieces(self) -> AsyncGenerator[bytes]:
-        """Make the events; an ApiError before the first piece is raised, later it is an event too."""
+        """Yield stream events. An ApiError before the first event is raised; later it becomes an event."""
         begun = False
         try:
             async for deltas in self._generation:
@@ -117,7 +117,7 @@ class Answer:
         yield _DONE
 
     def write_to(self, connection: ModelServerProtocol) -> None:
-        """From here on write what arrives while the next piece is awaited; the end is still a piece."""
+        """Write events directly to a connection while `pieces` waits; `pieces` still yields the last one."""
 
         def write() -> bool:
             if not connection.writable:
@@ -133,31 +133,31 @@ class Answer:
         return b"".join([self.events(index, delta, usage) for index, delta in deltas])
 
     def events(self, index: int, delta: Delta, usage: Json | None) -> bytes:
-        """The events that carry one choice's delta; later than the first, only if it says something."""
+        """Return the events of a choice's delta: none if it is empty and not the first."""
         plain = self._plain.get(index)
-        ends_or_tells = delta.finish_reason is not None or delta.tokens or delta.token_ids
-        if plain is not None and delta.text and not ends_or_tells and usage is None:
+        has_details = delta.finish_reason is not None or delta.tokens or delta.token_ids
+        if plain is not None and delta.text and not has_details and usage is None:
             return plain[0] + msgspec.json.encode(delta.text) + plain[1]
         chunks, prompt_ids, text = [], None, delta.text
         if plain is None:
-            # The last mark: a model's or a request's name may hold anything, but stands before the text.
-            event = _event(self._chunk(self._choice(index, self._said("\0"), _SILENCE), None))
+            # Split at the last mark: names before the text may contain the mark as well.
+            event = _event(self._chunk(self._choice(index, self._content("\0"), _EMPTY_DELTA), None))
             before, _, after = event.rpartition(msgspec.json.encode("\0"))
             self._plain[index] = before, after
             prompt_ids, text = self._prompt_ids(index), self._job.echoed[index] + text
-            if self._chat:  # the role, whose chunk vLLM lets tell the prompt's ids and no others
-                said = {"delta": {"role": "assistant", "content": ""}}
-                chunk = self._chunk({"index": index, **said, **self._end(index, _SILENCE)}, usage)
+            if self._chat:  # the role's chunk, which alone has the prompt ids, as in vLLM
+                role = {"delta": {"role": "assistant", "content": ""}}
+                chunk = self._chunk({"index": index, **role, **self._end(index, _EMPTY_DELTA)}, usage)
                 chunks.append({**chunk, "prompt_token_ids": prompt_ids})
-        if text or ends_or_tells or (plain is None and not self._chat):
-            chunks.append(self._chunk(self._choice(index, self._said(text), delta, prompt_ids), usage))
+        if text or has_details or (plain is None and not self._chat):
+            chunks.append(self._chunk(self._choice(index, self._content(text), delta, prompt_ids), usage))
         return b"".join(map(_event, chunks))
 
     def usage(self) -> Json:
-        """Count tokens so far: generated ones together, cached ones per choice."""
-        prompt_tokens = sum(map(len, self._job.prompts))  # of all prompts, each counted once
+        """Return the token counts so far."""
+        prompt_tokens = sum(map(len, self._job.prompts))  # each prompt counts once
         completion_tokens = self._generation.completion_tokens
-        # The copies of one prompt share its cached prefix: it counts once, as its tokens do.
+        # Copies of a prompt share its cached prefix, which counts once.
         cached = sum(self._generation.cached_tokens[:: self._copies])
         return {
             "prompt_tokens": prompt_tokens,
@@ -174,14 +174,16 @@ class Answer:
             "model": self._job.model,
         }
 
-    def _said(self, text: str) -> Json:
+    def _content(self, text: str) -> Json:
         if not self._chat:
             return {"text": text}
         return {"delta": {"content": text} if text else {}}
 
-    def _choice(self, index: int, said: Json, delta: Delta, prompt_ids: Sequence[int] | None = None) -> Json:
-        ids = delta.token_ids if self._tells_ids else None
-        choice = {"index": index, **said, **self._end(index, delta), "token_ids": ids}
+    def _choice(
+        self, index: int, content: Json, delta: Delta, prompt_ids: Sequence[int] | None = None
+    ) -> Json:
+        ids = delta.token_ids if self._returns_ids else None
+        choice = {"index": index, **content, **self._end(index, delta), "token_ids": ids}
         return choice if self._chat else {**choice, "prompt_token_ids": prompt_ids}
 
     def _chunk(self, choice: Json, usage: Json | None) -> Json:
@@ -189,7 +191,7 @@ class Answer:
         return {**chunk, "usage": usage} if self._usage_last else chunk
 
     def _prompt_ids(self, index: int) -> Sequence[int] | None:
-        return self._job.prompts[index // self._copies] if self._tells_ids else None
+        return self._job.prompts[index // self._copies] if self._returns_ids else None
 
     def _end(self, index: int, delta: Delta) -> Json:
         return {
@@ -201,9 +203,9 @@ class Answer:
     def _logprobs(self, index: int, tokens: Sequence[ChosenToken]) -> Json:
         if self._chat:
             return chat_logprobs(tokens, self._tokenizer)
-        told = completion_logprobs(tokens, self._tokenizer, self._shown_chars[index])
-        self._shown_chars[index] += sum(map(len, told["tokens"]))
-        return told
+        logprobs = completion_logprobs(tokens, self._tokenizer, self._shown_chars[index])
+        self._shown_chars[index] += sum(map(len, logprobs["tokens"]))
+        return logprobs
 
 
 def _event(chunk: Json) -> bytes:

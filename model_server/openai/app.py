@@ -1,8 +1,4 @@
-"""The HTTP API: OpenAI's completions and chats, and what operators, probes, scrapers and routers ask beside.
-
-It knows the routes of both ports and the order of the steps; reading, preparing, generating and shaping are
-modules of their own.
-"""
+"""Routes and handlers of the serving port (OpenAI API, health, metrics) and of the administration port."""
 
 import asyncio
 import time
@@ -26,9 +22,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from model_server.config import ServeOptions
-from model_server.engine.core import Engine
+from model_server.engine.core import EngineCore
 from model_server.errors import AdapterError, EngineClosedError
-from model_server.kv_events.publisher import SNAPSHOT_TYPE, KVEventPublisher
+from model_server.kv_events.publisher import SNAPSHOT_TYPE, ZmqEventPublisher
 from model_server.model.lora import LoraRegistry
 from model_server.openai.answers import Answer
 from model_server.openai.generation import AsyncEngine, Generation, TextAssembler
@@ -55,7 +51,7 @@ from model_server.openai.types import (
 _PREPARE_THREADS = 2
 _BODIES_AT_ONCE = 16
 _HEADER_ID_CHARS_MAX = 256
-# Each is a copy of the caches' books.
+# A snapshot copies the metadata of all caches.
 _SNAPSHOTS_AT_ONCE = 2
 _PIECES_AT_ONCE = 16
 
@@ -63,8 +59,8 @@ _T = TypeVar("_T")
 
 
 @dataclass(slots=True)
-class _AtMost:
-    """Counts what goes on at once; one more than a bound is refused by an ApiError 503."""
+class _Limit:
+    """Limit of concurrent operations; exceeding it raises an ApiError 503."""
 
     most: int
     what: str
@@ -73,7 +69,7 @@ class _AtMost:
     @contextmanager
     def one(self) -> Iterator[None]:
         if self.now >= self.most:
-            raise ApiError(503, f"{self.most} {self.what} already; try again later")
+            raise ApiError(503, f"{self.most} {self.what}, which is the limit; try again later")
         self.now += 1
         try:
             yield
@@ -83,48 +79,46 @@ class _AtMost:
 
 @dataclass(eq=False)
 class HttpApi:
-    """All routes of one model server."""
+    """HTTP API of one model server."""
 
     options: ServeOptions
     model: ServedModel
-    engine: Engine
+    engine: EngineCore
     async_engine: AsyncEngine
-    publisher: KVEventPublisher | None  # publishes KV events; None where there are none
-    registry: CollectorRegistry  # shown at /metrics
-    healthy: Callable[[], bool]  # answers /health
+    publisher: ZmqEventPublisher | None  # None: no KV events
+    registry: CollectorRegistry  # metrics of /metrics
+    healthy: Callable[[], bool]  # status of /health
 
     def __post_init__(self) -> None:
         options = self.options
         self._bodies = BodyReader(options.max_body_bytes, options.max_body_bytes * _BODIES_AT_ONCE)
         most = options.engine.max_num_seqs + options.engine.max_waiting
-        self._requests = _AtMost(most, "requests are being handled")
-        self._snapshots = _AtMost(_SNAPSHOTS_AT_ONCE, "snapshots are being sent")
+        self._requests = _Limit(most, "requests are being handled")
+        self._snapshots = _Limit(_SNAPSHOTS_AT_ONCE, "snapshots are being sent")
         self._running: dict[str, set[Generation]] = {}
         self._threads = ThreadPoolExecutor(_PREPARE_THREADS, "prepare")
         self._started_s = int(time.time())
 
     def app(self, admin_port: int | None) -> ASGIApp:
-        """Return the ASGI application of both ports, or of one where administration is not served."""
+        """Return the ASGI application of both ports. Without `admin_port` there is no administration."""
         options, model, post = self.options, self.model, partial(Route, methods=["POST"])
-        # Address where this server publishes its KV events.
-        sources = {} if self.publisher is None else {"0": self.publisher.config.announced()}
-        # Both ports serve these, without a secret: they tell nothing of prompts.
+        sources = {} if self.publisher is None else {"0": self.publisher.config.as_vllm()}
+        # Served on both ports without a secret, because they reveal no prompts.
         for_all = [
             Route("/health", self._health),
             Route("/ping", self._health, methods=["GET", "POST"]),
-            Route("/version", _telling(lambda: {"version": version("kvroute")})),
-            Route("/load", _telling(lambda: {"server_load": self._requests.now})),  # requests handled
+            Route("/version", _answering(lambda: {"version": version("kvroute")})),
+            Route("/load", _answering(lambda: {"server_load": self._requests.now})),  # requests handled
             Route("/metrics", self._metrics),
         ]
         serving = [
             post("/v1/completions", partial(self._generate, api="completion")),
             post("/v1/chat/completions", partial(self._generate, api="chat")),
-            # The ids of a completion's prompts or of a chat, as vLLM tells them.
+            # Token ids of a completion's prompts or of a chat, in vLLM's format.
             post(
                 "/v1/completions/render", partial(self._computed, work=partial(render, model, "completion"))
             ),
             post("/v1/chat/completions/render", partial(self._computed, work=partial(render, model, "chat"))),
-            # The ids that a prompt or messages would become; the text of ids, special tokens included.
             post("/tokenize", partial(self._computed, work=partial(tokenize, model))),
             post("/detokenize", partial(self._computed, work=partial(detokenize, model))),
             Route("/v1/requests/{request_id}", self._abort, methods=["DELETE"]),
@@ -133,12 +127,12 @@ class HttpApi:
         admin = [
             post("/v1/load_lora_adapter", self._load_lora_adapter),
             post("/v1/unload_lora_adapter", self._unload_lora_adapter),
-            Route("/kv_event_sources", _telling(lambda: sources)),
+            Route("/kv_event_sources", _answering(lambda: sources)),
             Route("/kv_events/snapshot", self._kv_events_snapshot),
             post("/reset_prefix_cache", self._reset_prefix_cache),
             post("/sleep", self._sleep),
             post("/wake_up", self._wake_up),
-            Route("/is_sleeping", _telling(lambda: {"is_sleeping": self.engine.is_sleeping})),
+            Route("/is_sleeping", _answering(lambda: {"is_sleeping": self.engine.is_sleeping})),
         ]
         handlers = dict.fromkeys((ApiError, HTTPException, Exception), _on_error)
 
@@ -149,7 +143,7 @@ class HttpApi:
 
         app = guarded(serving, options.api_key, "the API key")
         if admin_port is not None:
-            app = by_port(admin_port, guarded(admin, options.admin_token, "the administration's token"), app)
+            app = by_port(admin_port, guarded(admin, options.admin_token, "the administration token"), app)
         return quiet_end(app)
 
     def close(self) -> None:
@@ -168,23 +162,23 @@ class HttpApi:
             observe("request_params_n", job.fields.n or 1)
             observe("request_params_max_tokens", job.requests[0].sampling.max_tokens)
             cleanup.callback(generation.close)
-            cleanup.enter_context(self._named(job.request_id, generation))
+            cleanup.enter_context(self._registered(job.request_id, generation))
             answer = Answer(job, self.model.tokenizer, generation)
             if not job.fields.stream:
                 return json_response(await unless_disconnected(request.receive, answer.whole()))
             pieces = answer.pieces()
-            # Awaited before the status is sent: an early failure is a proper error, and the time to the first
-            # byte is the time to the first token.
+            # Await the first piece before sending the status: an early failure gets an error status, and the
+            # time to first byte is the time to first token.
             first = await unless_disconnected(request.receive, anext(pieces))
             return EventStream(first, pieces, cleanup.pop_all().close, write_to=answer.write_to)
 
     async def _computed(self, request: Request, work: Callable[[bytes], object]) -> Response:
-        """Answer with what a thread makes of the body."""
+        """Answer with the result of `work` on the body, computed in a thread."""
         async with self._bodies.read(request) as raw:
             return json_response(await self._in_thread(work, raw))
 
     async def _abort(self, request: Request) -> Response:
-        """End a running request; its own client is told so."""
+        """End a running request; its client receives an error."""
         request_id = request.path_params["request_id"]
         generations = self._running.get(request_id)
         if not generations:
@@ -194,7 +188,7 @@ class HttpApi:
         return json_response({"id": request_id, "object": "request", "deleted": True})
 
     async def _models(self, _: Request) -> Response:
-        """Tell the model's names, then its adapters with the model as their parent."""
+        """List the model's names, then its adapters with the model as their parent."""
         cards = [self._card(name, self.model.root, None) for name in self.model.names]
         loaded = {} if self.model.adapters is None else self.model.adapters.loaded()
         for name, adapter in loaded.items():
@@ -202,14 +196,14 @@ class HttpApi:
         return json_response({"object": "list", "data": cards})
 
     async def _health(self, _: Request) -> Response:
-        """Answer 200 while the engine's loop turns, else 503; no body."""
+        """Answer 200 while the engine is healthy, else 503, without a body."""
         return Response(status_code=200 if self.healthy() else 503)
 
     async def _metrics(self, _: Request) -> Response:
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _load_lora_adapter(self, request: Request) -> Response:
-        """Read an adapter from a directory of the server's."""
+        """Load an adapter from a directory of this machine."""
         loras = self._changeable_loras()
         async with self._bodies.read(request) as raw:
             body = convert(decode_body(raw), LoadAdapterBody)
@@ -222,7 +216,7 @@ class HttpApi:
         return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def _unload_lora_adapter(self, request: Request) -> Response:
-        """Forget an adapter; requests that use it already go on."""
+        """Unload an adapter. Running requests keep it."""
         loras = self._changeable_loras()
         async with self._bodies.read(request) as raw:
             body = convert(decode_body(raw), UnloadAdapterBody)
@@ -233,12 +227,12 @@ class HttpApi:
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def _kv_events_snapshot(self, _: Request) -> Response:
-        """Tell what the caches hold, see `snapshot`."""
+        """Send a snapshot of the caches; see `ZmqEventPublisher.snapshot`."""
         if self.publisher is None:
             raise ApiError(404, "this server publishes no KV events")
         with ExitStack() as cleanup:
             cleanup.enter_context(self._snapshots.one())
-            take = partial(self.publisher.snapshot, self.engine.cache)
+            take = partial(self.publisher.snapshot, self.engine.kv_cache)
             try:
                 pieces = (await self._in_thread(self.engine.between_steps, take)).pieces()
             except EngineClosedError as error:
@@ -247,17 +241,17 @@ class HttpApi:
             return EventStream(first, self._rest(pieces), cleanup.pop_all().close, SNAPSHOT_TYPE)
 
     async def _reset_prefix_cache(self, _: Request) -> Response:
-        """Empty the cache; `success` is false, and nothing is done, while requests run."""
+        """Reset the prefix cache. While requests run, nothing changes and `success` is false."""
         return json_response({"success": await self._in_thread(self.engine.reset_prefix_cache)})
 
     async def _sleep(self, _: Request) -> Response:
-        """Give the KV pool's memory back."""
+        """Free the memory of the KV pool."""
         if not await self._in_thread(self.engine.sleep):
             raise ApiError(409, "requests are running; the engine sleeps only when it is idle")
         return Response()
 
     async def _wake_up(self, _: Request) -> Response:
-        """Take the memory again, with an empty cache; no harm to an engine that is awake."""
+        """Allocate the KV pool again, empty. Does nothing while the engine is awake."""
         await self._in_thread(self.engine.wake_up)
         return Response()
 
@@ -269,7 +263,7 @@ class HttpApi:
             min_tokens=fields.min_tokens or 0,
             show_stop=bool(fields.include_stop_str_in_output),
             skip_special_tokens=fields.skip_special_tokens is not False,
-            tells_ids=bool(fields.return_token_ids),
+            returns_ids=bool(fields.return_token_ids),
         )
 
     def _card(self, name: str, root: str, parent: str | None) -> dict[str, object]:
@@ -285,11 +279,13 @@ class HttpApi:
 
     def _changeable_loras(self) -> LoraRegistry:
         if not self.options.runtime_loras or self.engine.loras is None:
-            raise ApiError(403, "adapters cannot be changed here; start with --allow-runtime-lora-updating")
+            raise ApiError(
+                403, "adapters cannot be changed; start the server with --allow-runtime-lora-updating"
+            )
         return self.engine.loras
 
     @contextmanager
-    def _named(self, request_id: str, generation: Generation) -> Iterator[None]:
+    def _registered(self, request_id: str, generation: Generation) -> Iterator[None]:
         named = self._running.setdefault(request_id, set())
         named.add(generation)
         try:
@@ -307,17 +303,17 @@ class HttpApi:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
 
-def _telling(value: Callable[[], object]) -> Callable[[Request], Awaitable[Response]]:
-    """Return a handler that answers with a value."""
+def _answering(value: Callable[[], object]) -> Callable[[Request], Awaitable[Response]]:
+    """Return a handler that answers with a value as JSON."""
 
-    async def tell(_: Request) -> Response:
+    async def answer(_: Request) -> Response:
         return json_response(value())
 
-    return tell
+    return answer
 
 
 def _joined(pieces: Iterator[bytes]) -> bytes:
-    """Return the next pieces together: enough that a thread is worth its while."""
+    """Return the next pieces, joined, so that a thread call does enough work."""
     return b"".join(islice(pieces, _PIECES_AT_ONCE))
 
 
@@ -329,7 +325,7 @@ def _header_id(request: Request) -> str | None:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """Answer with an error in the API's shape, whatever it comes from."""
+    """Answer with any exception in the API's error format."""
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         headers |= error.headers or {}
@@ -337,6 +333,6 @@ async def _on_error(request: Request, error: Exception) -> Response:
     elif not isinstance(error, ApiError):
         error = ApiError(500, "internal error; the server's log has the details")
     if error.status in (408, 413):
-        # The rest of a body that was not read to its end must not be taken for the next request.
+        # The unread rest of the body must not be parsed as the next request.
         headers["connection"] = "close"
     return Response(error.body(), error.status, headers, media_type="application/json")

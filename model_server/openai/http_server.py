@@ -1,8 +1,4 @@
-"""HTTP below the API: uvicorn with caps on heads and bodies, bearer secrets, streams, its life until a stop.
-
-What is not HTTP, or lacks its secret, is answered in the shape of the API's other errors. Signals are left to
-the caller.
-"""
+"""HTTP layer of the API: uvicorn with limits on heads and bodies, bearer tokens, streams and shutdown."""
 
 import asyncio
 import hmac
@@ -26,30 +22,30 @@ from model_server.errors import StartError
 from model_server.openai.types import ApiError
 
 HEAD_BYTES_MAX = 256 << 10
-# After a refusal this much more is read and thrown away, so that a client still sending can read the answer.
+# After a rejection this much of the body is read and discarded, so that the client can read the answer.
 _DISCARD_BYTES_MAX = 64 << 20
 _DISCARD_TIMEOUT_S = 5.0
-_DIRECT = "kvroute.direct"  # ASGI extension: the connection's protocol, to write chunks of a body with
+_DIRECT = "kvroute.direct"  # ASGI extension with the connection's protocol
 logger = logging.getLogger(__name__)
-# After `stop`, running requests get this long to finish before they are ended.
+# Time for running requests to finish after `stop`, before they are aborted.
 GRACE_S = 2.0
 _ABORT_S = 1
-# Longer than common proxies keep idle connections, so that it is they who close them.
+# Longer than the idle timeout of common proxies, so that proxies close idle connections first.
 KEEP_ALIVE_S = 120
 _BACKLOG = 2048
-_LOOK_S = 1.0  # also how often answers get a new date
+_TICK_S = 1.0  # also the interval of the Date header
 
 _T = TypeVar("_T")
 
 
 class ModelServerProtocol(HttpToolsProtocol):
-    """Ends a connection whose request head does not end; uvicorn alone would wait for it for ever."""
+    """HTTP protocol with a size limit and a timeout for request heads, which uvicorn lacks."""
 
     _head_bytes = 0
     _head_deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The first head is awaited from here on; later ones from their first byte."""
+        """Start the timeout of the first head. For later heads it starts at their first byte."""
         super().connection_made(transport)
         self._open_head()
 
@@ -58,7 +54,7 @@ class ModelServerProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came; it counts only if the head is still open after it."""
+        """Parse data, and check the size of an unfinished head."""
         super().data_received(data)
         if self._head_deadline is not None:
             self._head_bytes += len(data)
@@ -66,31 +62,31 @@ class ModelServerProtocol(HttpToolsProtocol):
                 self.send_400_response("the request's headers are too large")
 
     def on_message_begin(self) -> None:
-        """The parser's callback: a head begins."""
+        """Start the head timeout (parser callback)."""
         self._open_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """The parser's callback: what follows is the body, which has its own caps."""
+        """Stop the head timeout (parser callback). Bodies have their own limits."""
         self._close_head()
         super().on_headers_complete()
         self.scope["extensions"] = {_DIRECT: {"protocol": self}}
 
     @property
     def writable(self) -> bool:
-        """Whether the client is there and keeps up; if not, ASGI's `send` waits until it does."""
+        """Whether the client is connected and reads fast enough. If not, ASGI's `send` waits."""
         return not (self.flow.write_paused or self.transport.is_closing())
 
     def write_chunk(self, chunk: bytes) -> None:
-        """Write a chunk, not empty, of a body whose head was sent by ASGI and whose end will be.
+        """Write a non-empty chunk of a body whose head and end are sent by ASGI.
 
-        To be called on the loop while it is writable and no `send` runs. ASGI's `send` is awaited, by a task
-        that must be woken first; that costs more than the write.
+        Call it on the loop, while `writable` and while no `send` runs. It is cheaper than ASGI's `send`,
+        which needs a task switch.
         """
         self.transport.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what cannot be parsed, and hang up."""
+        """Answer an unparsable request with an API error, and close the connection."""
         body = ApiError(400, msg).body()
         self.transport.write(
             b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
@@ -110,7 +106,7 @@ class ModelServerProtocol(HttpToolsProtocol):
 
 
 class HttpServer(uvicorn.Server):
-    """Serves one application; `alive` is asked once a second whether to go on."""
+    """Server of one application, which also stops when `alive` returns False (checked every second)."""
 
     def __init__(self, app: ASGIApp, on_ready: Callable[[], None], alive: Callable[[], bool]) -> None:
         config = uvicorn.Config(
@@ -131,12 +127,12 @@ class HttpServer(uvicorn.Server):
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """Accept nothing more, and end once running requests have; called on the loop."""
+        """Stop accepting, and end after the running requests. Call it on the loop."""
         self.should_exit = True
         self._stopping.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen; a StartError where the sockets cannot."""
+        """Listen on the sockets; raises a StartError."""
         try:
             await super().startup(sockets)
         except OSError as error:
@@ -144,28 +140,28 @@ class HttpServer(uvicorn.Server):
         self._on_ready()
 
     async def main_loop(self) -> None:
-        """Wait for the end. uvicorn's own loop wakes ten times a second, which costs as much as tokens do."""
+        """Wait for the stop with one wake-up per second (uvicorn: ten, which cost as much as tokens)."""
         while not await self.on_tick(0) and self._alive():
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), _LOOK_S)
+                await asyncio.wait_for(self._stopping.wait(), _TICK_S)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone: uvicorn's own handling would end the process with the signal's exit code."""
+        """Do not handle signals: uvicorn would end the process with the signal's exit status."""
         yield
 
 
 def stop_by_signals(stop: Callable[[], None]) -> None:
-    """Have the running loop call `stop` on SIGTERM and SIGINT, where this thread may handle signals."""
+    """Call `stop` on SIGTERM and SIGINT, if this is the main thread."""
     try:
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signal_number, stop)
     except (ValueError, RuntimeError):
-        logger.debug("not the main thread: signals are someone else's")
+        logger.debug("signal handlers not installed: not the main thread")
 
 
 def bearer_gate(app: ASGIApp, secret: str, name: str, open_paths: frozenset[str]) -> ASGIApp:
-    """Return an application that wants a secret as `Authorization: Bearer SECRET`, but for open paths."""
+    """Return an application that requires `Authorization: Bearer SECRET`, except on open paths."""
     expected = f"Bearer {secret}".encode()
 
     async def gate(scope: Scope, receive: Receive, send: Send) -> None:
@@ -180,9 +176,9 @@ def bearer_gate(app: ASGIApp, secret: str, name: str, open_paths: frozenset[str]
 
 
 def by_port(number: int, there: ASGIApp, elsewhere: ASGIApp) -> ASGIApp:
-    """Return an application that is `there` for connections to one port, and `elsewhere` for all others.
+    """Return an application that dispatches by local port: `there` for port `number`, else `elsewhere`.
 
-    The port is the accepted socket's own: no header can name another.
+    The port is that of the accepted socket, which clients cannot forge.
     """
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -194,7 +190,7 @@ def by_port(number: int, there: ASGIApp, elsewhere: ASGIApp) -> ASGIApp:
 
 
 async def send_error(send: Send, error: ApiError) -> None:
-    """Answer with an error, and hang up."""
+    """Send an error response, and close the connection."""
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": error.body(), "more_body": False})
@@ -202,7 +198,7 @@ async def send_error(send: Send, error: ApiError) -> None:
 
 @dataclass(eq=False)
 class BodyReader:
-    """Reads request bodies, none larger than a cap, nor all that are held at once larger than another."""
+    """Reader of request bodies with limits per body and for all bodies in memory."""
 
     max_bytes: int
     total_max_bytes: int
@@ -211,9 +207,10 @@ class BodyReader:
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """Read one body; it counts against the total until the caller is done with it.
+        """Read one body, which counts towards the total until the context ends.
 
-        An ApiError where it is too large (413), too slow (408), or too much is held at once (503).
+        Raises:
+            ApiError: The body is too large (413) or too slow (408), or the total limit is reached (503).
         """
         body = bytearray()
         try:
@@ -229,14 +226,14 @@ class BodyReader:
                 raise self._too_large()
             async with asyncio.timeout(self.timeout_s):
                 async for chunk in chunks:
-                    self._take(body, chunk)
+                    self._append(body, chunk)
         except TimeoutError as error:
             raise ApiError(408, f"the body did not arrive within {self.timeout_s:g} s") from error
         except ApiError:
             await _discard(chunks)
             raise
 
-    def _take(self, body: bytearray, chunk: bytes) -> None:
+    def _append(self, body: bytearray, chunk: bytes) -> None:
         if len(body) + len(chunk) > self.max_bytes:
             raise self._too_large()
         if self._total_bytes + len(chunk) > self.total_max_bytes:
@@ -261,7 +258,7 @@ async def _discard(chunks: AsyncIterator[bytes]) -> None:
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[_T]) -> _T:
-    """Run `work` once the body is read; cancel it with a ClientDisconnect if the client goes away first."""
+    """Run `work` after the body is read; cancel it and raise ClientDisconnect if the client disconnects."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -281,10 +278,14 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A body that is sent piece by piece: server-sent events, unless another type is named.
+    """Streamed response: server-sent events, unless `media_type` is given.
 
-    `on_close` is called when it ends, in whatever way; `write_to` gets the connection once the first piece is
-    sent, to write chunks while `rest` is awaited.
+    Args:
+        first: First piece of the body.
+        rest: Further pieces.
+        on_close: Called at the end of the response, also after an error.
+        media_type: Content type.
+        write_to: Called with the connection after the first piece; it may write chunks while `rest` waits.
     """
 
     def __init__(
@@ -322,7 +323,7 @@ class EventStream(Response):
 
 
 def quiet_end(app: ASGIApp) -> ASGIApp:
-    """Return the outermost layer: a client that went away, or the server's stop, is no error to log."""
+    """Return an application without log messages about disconnected clients and server shutdown."""
 
     async def outermost(scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -344,5 +345,5 @@ def quiet_end(app: ASGIApp) -> ASGIApp:
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """An answer in JSON."""
+    """Return a JSON response."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")

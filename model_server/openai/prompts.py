@@ -1,7 +1,6 @@
-"""An OpenAI request's bytes in, the engine's requests out: checked fields, token ids, sampling parameters.
+"""Conversion of OpenAI requests to engine requests: fields, token ids, sampling parameters, grammars.
 
-Runs on a worker thread, because encoding a long prompt takes long. The grammar engine of structured answers
-is llguidance; a constraint follows one answer token by token.
+It runs on a worker thread, because encoding a long prompt is slow. llguidance implements structured outputs.
 """
 
 import json
@@ -25,15 +24,21 @@ from model_server.openai.types import (
     from_exception,
     generation_body,
 )
-from model_server.requests import GenerationRequest, SamplingParams
-from tokenization import PromptError, PromptTokenizer, PromptTooLongError
-from tokenization.prompts import PromptLimits, chat_prompt, completion_prompts
+from model_server.requests import EngineCoreRequest, SamplingParams
+from tokenization import (
+    PromptError,
+    PromptLimits,
+    PromptTokenizer,
+    PromptTooLongError,
+    chat_prompt,
+    completion_prompts,
+)
 
-# Between JSON's words; without a bound a model may write spaces to its last token.
+# Whitespace in JSON outputs, bounded because a model could otherwise generate spaces up to max_tokens.
 _JSON_WHITESPACE = r"[ \n\t]{1,8}"
 _COMPLETION_MAX_TOKENS_DEFAULT = 16
 _CHOICES_MAX = 1024
-# Sampling parameters with the names and meanings of the body's fields.
+# Sampling parameters with the same name and meaning as body fields.
 _COPIED = (
     *("temperature", "top_p", "min_p", "min_tokens", "ignore_eos"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
@@ -43,12 +48,12 @@ _ID_PREFIXES = {"completion": "cmpl", "chat": "chatcmpl"}
 
 @dataclass(eq=False)
 class GrammarTokenizer:
-    """Compiles grammars for the served model's tokenizer."""
+    """Compiler of grammars for the served model's tokenizer."""
 
     tokenizer: PromptTokenizer
 
     def constraint(self, fields: GenerationBody) -> "Constraint | None":
-        """Compile what a request asks its answer to be, if anything; an ApiError where it cannot be had."""
+        """Compile the structured output of a request, or return None; raises an ApiError if it is invalid."""
         formatted = fields.response_format
         param = None if fields.structured_outputs is None else "structured_outputs"
         if formatted is not None and formatted.type != "text":
@@ -62,21 +67,21 @@ class GrammarTokenizer:
                 raise ApiError(400, f"{name} cannot be combined with {param}; leave one out", name)
         try:
             matcher = LLMatcher(self._tokens, _grammar(fields), log_level=0)
-        except ValueError as error:  # no JSON, or half of a surrogate pair
-            raise ApiError(400, f"{param} cannot be used: {error}", param) from error
+        except ValueError as error:  # invalid JSON, or a lone surrogate
+            raise ApiError(400, f"{param} is invalid: {error}", param) from error
         if matcher.is_error():
-            raise ApiError(400, f"{param} cannot be used: {matcher.get_error()}", param)
+            raise ApiError(400, f"{param} is invalid: {matcher.get_error()}", param)
         return Constraint(matcher)
 
     @cached_property
     def _tokens(self) -> LLTokenizer:
-        # Made for the first request that needs it: a large vocabulary takes seconds.
+        # Created by the first request that needs it: a large vocabulary takes seconds.
         return LLTokenizer(self.tokenizer.to_json(), eos_token=sorted(self.tokenizer.eos_token_ids))
 
 
 @dataclass(eq=False)
 class Constraint:
-    """The state of one answer; see `TokenConstraint`."""
+    """Grammar state of one answer; see `TokenConstraint`."""
 
     matcher: LLMatcher
 
@@ -84,7 +89,7 @@ class Constraint:
         return Constraint(self.matcher.deep_copy())
 
     def allowed_bits(self) -> bytes:
-        """Return one bit a token; after an error only the ends of a text are left."""
+        """Return one bit per token; after an error only end-of-sequence tokens are allowed."""
         return self.matcher.compute_bitmask()
 
     def accept(self, token_id: int) -> None:
@@ -92,7 +97,7 @@ class Constraint:
 
     @property
     def error(self) -> str | None:
-        """Why it had to give up: a grammar may prove too complex on the way."""
+        """Reason of a failure, such as a grammar that became too complex; None: no failure."""
         return self.matcher.get_error().partition("\n")[0] or None
 
 
@@ -105,7 +110,10 @@ def _grammar(fields: GenerationBody) -> str:
         if formatted.json_schema is None or formatted.json_schema.schema is None:
             raise ApiError(400, "response_format json_schema needs json_schema.schema", "response_format")
         return _json_grammar(formatted.json_schema.schema)
-    if sum(bool(wish) for wish in (outputs.json, outputs.regex, outputs.choice, outputs.json_object)) != 1:
+    if (
+        sum(bool(option) for option in (outputs.json, outputs.regex, outputs.choice, outputs.json_object))
+        != 1
+    ):
         message = "structured_outputs needs exactly one of json, regex, choice and json_object"
         raise ApiError(400, message, "structured_outputs")
     if outputs.regex:
@@ -122,24 +130,23 @@ def _json_grammar(schema: dict[str, Any] | str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What requests are checked against."""
+    """Served model with its names, limits and adapters."""
 
-    names: tuple[str, ...]  # names it is served under, the main one first
-    root: str  # where it came from: a path, or the name of a built-in model
-    tokenizer: PromptTokenizer  # its tokenizer
-    max_model_len: int  # most tokens of prompt and answer together
-    vocab_size: int  # rows of its embeddings, which may be more than its tokenizer has ids
-    grammars: GrammarTokenizer  # compiles the shapes that answers shall have
-    # Served beside it, each under its own name; None where there can be none.
-    adapters: LoraRegistry | None = None
+    names: tuple[str, ...]  # served names, the main one first
+    root: str  # path, or name of the built-in model
+    tokenizer: PromptTokenizer
+    max_model_len: int  # maximum of prompt and output tokens
+    vocab_size: int  # embedding rows; may exceed the tokenizer's ids
+    grammars: GrammarTokenizer  # compiler of structured outputs
+    adapters: LoraRegistry | None = None  # None: LoRA is disabled
 
     @property
     def ids_below(self) -> int:
-        """The bound of token ids that clients may give: of tokenizer and model, who has more."""
+        """Upper bound (exclusive) of valid token ids."""
         return max(self.tokenizer.vocab_size, self.vocab_size)
 
     def served_name(self, name: str | None) -> str:
-        """Return the name to answer under; an ApiError 404 where this model is not served."""
+        """Return the model name of the response; raises an ApiError 404 for an unknown model."""
         if name is None:
             return self.names[0]
         if name not in self.names and self.adapter_of(name) is None:
@@ -147,28 +154,35 @@ class ServedModel:
         return name
 
     def adapter_of(self, name: str) -> str | None:
-        """The adapter that answers under this name; None is the model itself, or nobody."""
+        """Return the name if it is that of a loaded adapter, else None."""
         is_adapter = name not in self.names and self.adapters is not None and name in self.adapters.loaded()
         return name if is_adapter else None
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One checked HTTP request."""
+    """Validated HTTP request with its engine requests."""
 
-    api: Api  # which of the two it came through
-    request_id: str  # the id shown to the client
-    model: str  # the name to answer under
-    fields: GenerationBody  # the checked body
-    prompts: tuple[tuple[int, ...], ...]  # token ids of each prompt (a chat has one)
-    requests: tuple[GenerationRequest, ...]  # one per choice: `n` for the first prompt, then `n` for the next
-    echoed: tuple[str, ...]  # what each choice's text begins with
+    api: Api  # completion or chat
+    request_id: str  # id in the response
+    model: str  # model name in the response
+    fields: GenerationBody  # validated body
+    prompts: tuple[tuple[int, ...], ...]  # token ids per prompt (a chat has one)
+    requests: tuple[EngineCoreRequest, ...]  # per choice: `n` for each prompt, in order
+    echoed: tuple[str, ...]  # echoed prompt per choice
 
 
 def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> Job:
-    """Check and encode one request; its header's id wins over the body's.
+    """Validate and encode one request.
 
-    An ApiError where it is malformed, for another model, or longer than the context.
+    Args:
+        model: Served model.
+        api: Completion or chat.
+        raw: JSON body.
+        header_id: Request id of the header, which takes precedence over that of the body.
+
+    Raises:
+        ApiError: The request is malformed, for another model, or exceeds the context.
     """
     body = decode_body(raw)
     fields = generation_body(api, body)
@@ -186,10 +200,10 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
         raise ApiError(400, "the prompt has no tokens", "messages" if api == "chat" else "prompt")
     constraint = model.grammars.constraint(fields)
     shown_id = header_id or fields.request_id or secrets.token_hex(8)
-    # A client may use its id twice at once; the engine's ids must differ all the same.
+    # Engine ids must be unique, even if a client reuses its id concurrently.
     own_id = f"{shown_id}-{secrets.token_hex(8)}"
     requests = tuple(
-        GenerationRequest(
+        EngineCoreRequest(
             request_id=f"{own_id}-{at * copies + copy}",
             prompt_token_ids=prompt,
             sampling=_sampling(fields, _answer_tokens(model, api, fields, len(prompt), cut), copy),
@@ -201,8 +215,8 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
         for at, prompt in enumerate(prompts)
         for copy in range(copies)
     )
-    # What is shown is what the model reads, cut and with the template's or tokenizer's own additions.
-    # Where the prompt's ids are told, vLLM does not echo its text.
+    # The echo is the decoded prompt, after truncation and with special tokens. As in vLLM, there is no echo
+    # if token ids are returned.
     shows_text = fields.echoes and not fields.return_token_ids
     texts = [model.tokenizer.decode(prompt) if shows_text else "" for prompt in prompts]
     echoed = tuple(text for text in texts for _ in range(copies))
@@ -211,7 +225,7 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
 
 
 def tokenize(model: ServedModel, raw: bytes) -> dict[str, object]:
-    """Answer a /tokenize request (`prompt`, or `messages` and a template's options), or raise an ApiError."""
+    """Return the answer to a /tokenize request with `prompt` or `messages`; raises an ApiError."""
     body = decode_body(raw)
     fields = convert(body, TokenizeBody)
     model.served_name(fields.model)
@@ -223,7 +237,7 @@ def tokenize(model: ServedModel, raw: bytes) -> dict[str, object]:
 
 
 def render(model: ServedModel, api: Api, raw: bytes) -> object:
-    """Answer a render request, the token ids that a request's prompts become, or raise an ApiError."""
+    """Return the answer to a render request: the token ids of its prompts; raises an ApiError."""
     body = decode_body(raw)
     fields = generation_body(api, body)
     model.served_name(fields.model)
@@ -236,7 +250,7 @@ def render(model: ServedModel, api: Api, raw: bytes) -> object:
 
 
 def detokenize(model: ServedModel, raw: bytes) -> dict[str, object]:
-    """Answer a /detokenize request, or raise an ApiError."""
+    """Return the answer to a /detokenize request; raises an ApiError."""
     fields = convert(decode_body(raw), DetokenizeBody)
     model.served_name(fields.model)
     if any(token_id >= model.ids_below for token_id in fields.tokens):
@@ -245,7 +259,7 @@ def detokenize(model: ServedModel, raw: bytes) -> dict[str, object]:
 
 
 def _prompt_count(api: Api, body: Body) -> int:
-    """How many prompts a body holds, known before any of them is encoded."""
+    """Return the number of prompts of a body, without encoding them."""
     prompt = body.get("prompt")
     if api == "chat" or not isinstance(prompt, list) or isinstance(next(iter(prompt), 0), int):
         return 1
@@ -253,7 +267,7 @@ def _prompt_count(api: Api, body: Body) -> int:
 
 
 def _encoded(model: ServedModel, api: Api, body: Body) -> list[list[int]]:
-    # No token is longer than the longest one: a far too long text is refused without the work of encoding it.
+    # The longest token bounds the text length, so a far too long text is rejected without encoding it.
     chars_max = model.max_model_len * model.tokenizer.token_chars_max - 1
     limits = PromptLimits(chars_max, model.max_model_len, ids_below=model.ids_below)
     try:
@@ -269,7 +283,7 @@ def _encoded(model: ServedModel, api: Api, body: Body) -> list[list[int]]:
 def _answer_tokens(
     model: ServedModel, api: Api, fields: GenerationBody, prompt_tokens: int, cut: bool
 ) -> int:
-    """How many tokens the answer may have; behind a prompt that was cut it takes what is left."""
+    """Return the maximum of output tokens; after a truncated prompt, at most the remaining context."""
     room = model.max_model_len - prompt_tokens
     wanted = (fields.max_completion_tokens if api == "chat" else None) or fields.max_tokens
     if room < 1 or (wanted is not None and wanted > room and not cut):
@@ -293,15 +307,15 @@ def _sampling(fields: GenerationBody, max_tokens: int, copy: int) -> SamplingPar
     min_tokens = fields.min_tokens or 0
     if min_tokens > max_tokens:
         raise ApiError(400, f"min_tokens ({min_tokens}) is more than max_tokens ({max_tokens})", "min_tokens")
-    told = {name: value for name in _COPIED if (value := getattr(fields, name)) is not None}
+    copied = {name: value for name in _COPIED if (value := getattr(fields, name)) is not None}
     return SamplingParams(
         max_tokens=max_tokens,
         top_k=max(0, fields.top_k or 0),
-        # Copies of one prompt must differ, and do so repeatably.
+        # Choices of one prompt must differ reproducibly.
         seed=None if fields.seed is None else fields.seed ^ copy,
         stop_token_ids=frozenset(fields.stop_token_ids or ()),
         logit_bias={int(token): bias for token, bias in (fields.logit_bias or {}).items()},
         allowed_token_ids=None if fields.allowed_token_ids is None else frozenset(fields.allowed_token_ids),
         logprobs=fields.logprob_count,
-        **told,
+        **copied,
     )

@@ -1,7 +1,7 @@
-"""The OpenAI request bodies, JSON bytes in and checked fields out, and the API's errors.
+"""OpenAI request bodies with validation, and the API's errors.
 
-Types and ranges are checked here once; unknown fields are ignored, known ones that would change the answer
-and are not supported are refused. The prompt itself is left to ``tokenization.prompts``.
+Unknown fields are ignored; unsupported fields that would change the answer are rejected.
+``tokenization.prompts`` validates the prompt itself.
 """
 
 import re
@@ -16,7 +16,7 @@ from tokenization import PromptError
 
 _MESSAGE_CHARS_MAX = 1000
 
-# Error types that are not the status's own phrase.
+# Error types that differ from the status phrase.
 _TYPES = {
     401: "AuthenticationError",
     403: "PermissionDeniedError",
@@ -37,7 +37,7 @@ _TokenIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=1024)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Bias = Annotated[float, Meta(ge=-100, le=100)]
 
-# What each known but unsupported field may hold: the values that ask for nothing.
+# Accepted values of unsupported fields: those that have no effect.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "prompt_logprobs": (),
     "suffix": ("",),
@@ -45,7 +45,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "bad_words": ([],),
     "prompt_embeds": (),
-    # A model's calls are not parsed out of its text, so none can be promised.
+    # Tool calls are not parsed from the answer, so they cannot be required.
     "tool_choice": ("none", "auto"),
 }
 
@@ -53,52 +53,52 @@ _T = TypeVar("_T")
 
 
 class ApiError(Exception):
-    """A request that is answered with an error."""
+    """Error response to a request."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
-        self.param = param  # the request's field at fault, if one is
-        # Cut where it quotes too much of the request.
+        self.param = param  # field at fault, or None
+        # Truncated, because it may quote the request.
         self.message = message if len(message) <= _MESSAGE_CHARS_MAX else f"{message[:_MESSAGE_CHARS_MAX]}..."
 
     def body(self) -> bytes:
-        """The JSON body (also the payload of an error event in a stream)."""
+        """Return the JSON body, which is also the payload of a stream's error event."""
         kind = _TYPES.get(self.status) or HTTPStatus(self.status).phrase.title().replace(" ", "") + "Error"
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
         return msgspec.json.encode({"error": error})
 
 
 def from_exception(error: PromptError | RequestError) -> ApiError:
-    """The answer to a prompt that cannot be encoded, or to a request that the engine did not take."""
+    """Return the API error for a prompt error or a rejection by the engine."""
     if isinstance(error, QueueFullError | EngineClosedError):
         return ApiError(503, str(error))
     return ApiError(400, str(error), error.param)
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream tells beside the text."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class JsonSchema(msgspec.Struct):
-    """The `json_schema` of a response format."""
+    """Field `json_schema` of a response format."""
 
     name: str | None = None
     schema: dict[str, Any] | None = None
 
 
 class ResponseFormat(msgspec.Struct):
-    """What the answer must be like, as OpenAI spells it."""
+    """Structured output in OpenAI's form."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """What the answer must be like, as vLLM spells it: one of these."""
+    """Structured output in vLLM's form; exactly one field is set."""
 
     json: str | dict[str, Any] | None = None
     regex: Annotated[str, Meta(min_length=1)] | None = None
@@ -107,7 +107,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerationBody(msgspec.Struct, kw_only=True):
-    """The fields that /v1/completions and /v1/chat/completions share; None means not given."""
+    """Fields common to /v1/completions and /v1/chat/completions; None: not given."""
 
     model: str | None = None
     max_tokens: _Tokens | None = None
@@ -145,17 +145,17 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
     @property
     def echoes(self) -> bool:
-        """Whether the prompt stands before the answer."""
+        """Whether the answer repeats the prompt first."""
         return False
 
     @property
     def logprob_count(self) -> int | None:
-        """How many alternatives to tell for each token; None tells no log probabilities."""
+        """Number of alternatives per token; None: no log probabilities."""
         return None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    """/v1/completions, beside the prompt."""
+    """Body of /v1/completions without the prompt."""
 
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=_LOGPROBS_MAX)] | bool | None = None
@@ -170,7 +170,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 
 
 class ChatBody(GenerationBody, kw_only=True):
-    """/v1/chat/completions, beside the messages."""
+    """Body of /v1/chat/completions without the messages."""
 
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=_LOGPROBS_MAX)] | None = None
@@ -184,33 +184,33 @@ _BODIES: dict[Api, type[GenerationBody]] = {"completion": CompletionBody, "chat"
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """/tokenize, beside the prompt or messages."""
+    """Body of /tokenize without prompt or messages."""
 
     model: str | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
-    """/detokenize."""
+    """Body of /detokenize."""
 
     tokens: list[Annotated[int, Meta(ge=0)]]
     model: str | None = None
 
 
 class UnloadAdapterBody(msgspec.Struct):
-    """/v1/unload_lora_adapter."""
+    """Body of /v1/unload_lora_adapter."""
 
     lora_name: _Text
 
 
 class LoadAdapterBody(UnloadAdapterBody):
-    """/v1/load_lora_adapter."""
+    """Body of /v1/load_lora_adapter."""
 
     lora_path: _Text
 
 
 def decode_body(raw: bytes) -> Body:
-    """Decode a JSON object; an ApiError where it is none."""
+    """Decode a JSON object; raises an ApiError for anything else."""
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -221,7 +221,7 @@ def decode_body(raw: bytes) -> Body:
 
 
 def convert(body: Body, kind: type[_T]) -> _T:
-    """Check the types and ranges of the fields that `kind` knows; an ApiError names the field."""
+    """Validate types and ranges of the fields of `kind`; raises an ApiError with the field."""
     try:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
@@ -229,7 +229,7 @@ def convert(body: Body, kind: type[_T]) -> _T:
 
 
 def generation_body(api: Api, body: Body) -> GenerationBody:
-    """Check the fields of a generation's body, except its prompt; an ApiError names the field."""
+    """Validate a generation's body without its prompt; raises an ApiError with the field."""
     fields = convert(body, _BODIES[api])
     _refuse_unsupported(body)
     if isinstance(fields, ChatBody) and fields.top_logprobs and not fields.logprobs:
@@ -244,7 +244,7 @@ def generation_body(api: Api, body: Body) -> GenerationBody:
 def _refuse_unsupported(body: Body) -> None:
     for name, neutral in _NEUTRAL.items():
         value = body.get(name)
-        # Compared with its type: in Python False equals 0, but logprobs 0 does ask for log probabilities.
+        # Compare types too: False == 0 in Python, but 0 may differ from false in the API.
         if value is not None and (type(value), value) not in [(type(known), known) for known in neutral]:
             raise ApiError(400, f"{name} is not supported by this server yet; leave it out", name)
 

@@ -1,19 +1,16 @@
-"""What a model is, in plain numbers: read from a Hugging Face checkpoint's config.json.
-
-Nothing here needs torch: what plans for a model can do without loading it.
-"""
+"""Model dimensions read from a Hugging Face config.json, without torch."""
 
 from model_server.shapes.architectures import ARCHITECTURES, decoder_shape
 from model_server.shapes.hf_config import DTYPE_BYTES, TINY_CONFIG, HfConfig, computed_dtype, read_config
 from model_server.shapes.shape import (
     AttentionShape,
     DecoderShape,
-    Division,
     KvGroupSpec,
     LinearScaling,
     Llama3Scaling,
+    ModelRank,
     Rope,
-    Share,
+    Shard,
     YarnScaling,
     blocks_behind,
     blocks_bound,
@@ -21,7 +18,7 @@ from model_server.shapes.shape import (
     divides,
     kv_groups,
     pool_groups,
-    undivided,
+    single_group,
 )
 
 __all__ = [
@@ -30,13 +27,13 @@ __all__ = [
     "TINY_CONFIG",
     "AttentionShape",
     "DecoderShape",
-    "Division",
     "HfConfig",
     "KvGroupSpec",
     "LinearScaling",
     "Llama3Scaling",
+    "ModelRank",
     "Rope",
-    "Share",
+    "Shard",
     "YarnScaling",
     "blocks_behind",
     "blocks_bound",
@@ -47,5 +44,5 @@ __all__ = [
     "kv_groups",
     "pool_groups",
     "read_config",
-    "undivided",
+    "single_group",
 ]

@@ -1,6 +1,6 @@
-"""The decoder architectures that the engine can run, by the name that config.json gives them.
+"""Supported decoder architectures, by their name in config.json.
 
-A new architecture joins by a function here and a line in `ARCHITECTURES`.
+To add an architecture, write a function that returns its `DecoderShape` and list it in `ARCHITECTURES`.
 """
 
 import math
@@ -26,11 +26,11 @@ _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def decoder_shape(config: HfConfig) -> DecoderShape:
-    """Read config.json, old keys and new; a ModelError where it asks for something unsupported."""
+    """Return the shape that a config.json describes; raises a ModelError for unsupported features."""
     if config.has("quantization_config"):
         method = config.section("quantization_config").text("quant_method", "an unnamed method")
         raise config.error(
-            "quantization_config", method, "absent: quantized checkpoints cannot be loaded, take the original"
+            "quantization_config", method, "absent: quantized checkpoints are not supported, use the original"
         )
     for architecture in config.names("architectures"):
         if architecture in ARCHITECTURES:
@@ -102,7 +102,7 @@ def _base(
     default_activation: str = "silu",
     default_tied: bool = False,
 ) -> DecoderShape:
-    """Read what all architectures have: a Llama."""
+    """Read the fields that all architectures share (those of Llama)."""
     if config.boolean("mlp_bias", False):
         raise config.error("mlp_bias", True, "false: biases of the MLP are not supported")
     activation = config.text("hidden_activation", config.text("hidden_act", default_activation))
@@ -125,7 +125,7 @@ def _base(
         kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate=config.integer("intermediate_size"),
-        max_positions=_stretched_context(rope, config.integer("max_position_embeddings", 2048)),
+        max_positions=_context_length(rope, config.integer("max_position_embeddings", 2048)),
         norm_epsilon=config.number("rms_norm_eps", 1e-6),
         tied_embeddings=config.boolean("tie_word_embeddings", default_tied),
         windows=(None,) * layers,
@@ -136,7 +136,7 @@ def _base(
 
 
 def _windowed(shape: DecoderShape, config: HfConfig, *, default_kind: Callable[[int], str]) -> DecoderShape:
-    """Give the layers their windows: by `layer_types`, or where that is absent by an older rule."""
+    """Set the sliding window of each layer, by `layer_types` or, without it, by `default_kind`."""
     if not config.has("sliding_window"):
         return shape
     window = config.integer("sliding_window")
@@ -154,7 +154,7 @@ def _qwen_windows(shape: DecoderShape, config: HfConfig) -> DecoderShape:
 
 
 def _gemma_ropes(config: HfConfig) -> tuple[Rope, Rope]:
-    """Return the rotary positions of sliding layers and of full ones."""
+    """Return the rotary embeddings of sliding-window layers and of full-attention layers."""
     thetas = {
         _SLIDING: config.number("rope_local_base_freq", 10_000.0),
         _FULL: config.number("rope_theta", 1_000_000.0),
@@ -167,7 +167,7 @@ def _gemma_ropes(config: HfConfig) -> tuple[Rope, Rope]:
 
 
 def _read_rope(config: HfConfig) -> Rope:
-    """Read `rope_parameters`, or the older `rope_scaling` and `rope_theta`."""
+    """Read `rope_parameters`, or the older fields `rope_scaling` and `rope_theta`."""
     theta = config.number("rope_theta", 10000.0)
     if config.has("rope_parameters"):
         return _rope_of(config.section("rope_parameters"), config, theta)
@@ -175,10 +175,12 @@ def _read_rope(config: HfConfig) -> Rope:
 
 
 def _rope_of(rope: HfConfig, config: HfConfig, theta: float) -> Rope:
-    """Read one object of rotary parameters; `config` has what it leaves out."""
+    """Read one object of rotary parameters, with defaults from `config`."""
     for section in (rope, config):
         if (share := section.number("partial_rotary_factor", 1.0)) != 1.0:
-            raise section.error("partial_rotary_factor", share, "1: rotating part of a head is not supported")
+            raise section.error(
+                "partial_rotary_factor", share, "1: partial rotary embeddings are not supported"
+            )
     theta = rope.number("rope_theta", theta)
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind == "default":
@@ -188,8 +190,8 @@ def _rope_of(rope: HfConfig, config: HfConfig, theta: float) -> Rope:
     return Rope(theta, _scaling(kind, rope, config, theta))
 
 
-def _stretched_context(rope: Rope, max_positions: int) -> int:
-    """Return how many positions a model has, whose config.json may tell them before YaRN's stretching."""
+def _context_length(rope: Rope, max_positions: int) -> int:
+    """Return the context length; config.json may state the length before YaRN scaling."""
     if isinstance(rope.scaling, YarnScaling):
         return max(max_positions, int(rope.scaling.factor * rope.scaling.original_context))
     return max_positions
@@ -199,7 +201,7 @@ def _scaling(kind: str, rope: HfConfig, config: HfConfig, theta: float) -> Scali
     factor = rope.number("factor")
     if kind == "linear":
         return LinearScaling(factor)
-    # Phi and its like have it at the top level, which wins; where it is nowhere, nothing was stretched yet.
+    # The top-level field (Phi) takes precedence. Without any, the model's context is the original one.
     original_context = config.integer(
         "original_max_position_embeddings",
         rope.integer("original_max_position_embeddings", config.integer("max_position_embeddings", 2048)),
@@ -213,9 +215,11 @@ def _scaling(kind: str, rope: HfConfig, config: HfConfig, theta: float) -> Scali
 
 
 def _yarn(rope: HfConfig, theta: float, factor: float, original_context: int) -> YarnScaling:
-    magnitude = _growth(factor, 1.0)
+    magnitude = _attention_factor(factor, 1.0)
     if rope.has("mscale") and rope.has("mscale_all_dim"):
-        magnitude = _growth(factor, rope.number("mscale")) / _growth(factor, rope.number("mscale_all_dim"))
+        magnitude = _attention_factor(factor, rope.number("mscale")) / _attention_factor(
+            factor, rope.number("mscale_all_dim")
+        )
     return YarnScaling(
         theta=theta,
         factor=factor,
@@ -227,6 +231,6 @@ def _yarn(rope: HfConfig, theta: float, factor: float, original_context: int) ->
     )
 
 
-def _growth(factor: float, weight: float) -> float:
-    """Return YaRN's recommended growth of heads: its section 3.4, weighted as DeepSeek does."""
+def _attention_factor(factor: float, weight: float) -> float:
+    """Return YaRN's attention factor (arXiv 2309.00071, section 3.4) with DeepSeek's weight."""
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0

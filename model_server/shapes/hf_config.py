@@ -1,4 +1,4 @@
-"""Typed reading of a checkpoint's config.json; its errors name file and field."""
+"""Typed access to a checkpoint's config.json; errors name the file and the field."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -10,33 +10,33 @@ from model_server.errors import ModelError
 
 
 class HfConfig:
-    """A JSON object that knows which file, and which field of it, it came from."""
+    """JSON object with its source (file and field) for error messages."""
 
-    def __init__(self, values: Mapping[str, object], where: str) -> None:
+    def __init__(self, values: Mapping[str, object], source: str) -> None:
         self.values = values
-        self.where = where
+        self.source = source
 
     def has(self, field: str) -> bool:
-        """Tell whether the field is there and not null."""
+        """Return whether the field is present and not null."""
         return self.values.get(field) is not None
 
     def is_set(self, field: str) -> bool:
-        """Tell whether the field holds anything but null, false, or an empty list, object or string."""
+        """Return whether the field is neither null nor false, 0 or empty."""
         return bool(self.values.get(field))
 
     def is_text(self, field: str) -> bool:
         return isinstance(self.values.get(field), str)
 
     def integer(self, field: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """Read an integer of at least `minimum`, which is 0 or 1."""
+        """Read an integer of at least `minimum` (0 or 1)."""
         wanted = "a positive integer" if minimum else "an integer of at least 0"
         return int(self._read(field, default, lambda value: type(value) is int and value >= minimum, wanted))
 
     def number(self, field: str, default: float | None = None) -> float:
-        def holds(value: Any) -> bool:
+        def is_valid(value: Any) -> bool:
             return type(value) in (int, float) and 0 < value < float("inf")
 
-        return float(self._read(field, default, holds, "a positive number"))
+        return float(self._read(field, default, is_valid, "a positive number"))
 
     def boolean(self, field: str, default: bool) -> bool:
         return bool(self._read(field, default, lambda value: type(value) is bool, "true or false"))
@@ -45,39 +45,39 @@ class HfConfig:
         return str(self._read(field, default, lambda value: isinstance(value, str), "a string"))
 
     def section(self, field: str) -> "HfConfig":
-        """Read an object; a missing one is empty."""
+        """Read an object; a missing field is empty."""
         value = self._read(field, {}, lambda value: isinstance(value, Mapping), "an object")
-        return HfConfig(value, f"{self.where}: {field}")
+        return HfConfig(value, f"{self.source}: {field}")
 
     def names(self, field: str) -> list[str]:
-        """Read a list of strings; a missing one is empty."""
+        """Read a list of strings; a missing field is empty."""
         return list(self._read(field, [], _is_list_of_strings, "a list of strings"))
 
     def token_ids(self, field: str) -> frozenset[int]:
         """Read one token id or a list of them; a missing field is empty."""
 
-        def holds(value: Any) -> bool:
+        def is_valid(value: Any) -> bool:
             ids = value if isinstance(value, list) else [value]
             return all(type(item) is int and item >= 0 for item in ids)
 
-        value = self._read(field, [], holds, "a token id or a list of them")
+        value = self._read(field, [], is_valid, "a token id or a list of them")
         return frozenset(value if isinstance(value, list) else [value])
 
     def texts(self) -> list[str]:
-        """Return the object's values, all of which must be strings."""
+        """Return the values of the object, which must be strings."""
         return [self.text(field, "") for field in self.values]
 
     def error(self, field: str, value: object, wanted: str) -> ModelError:
-        """Return the error for a field that cannot be used."""
-        return ModelError(f"{self.where}: field {field!r} is {value!r}; it must be {wanted}")
+        """Return an error for a field with an unsupported value."""
+        return ModelError(f"{self.source}: field {field!r} is {value!r}; it must be {wanted}")
 
-    def _read(self, field: str, default: object, holds: Callable[[Any], bool], wanted: str) -> Any:
+    def _read(self, field: str, default: object, is_valid: Callable[[Any], bool], wanted: str) -> Any:
         value = self.values.get(field)
         if value is None:
             value = default
         if value is None:
-            raise ModelError(f"{self.where}: field {field!r} is missing")
-        if not holds(value):
+            raise ModelError(f"{self.source}: field {field!r} is missing")
+        if not is_valid(value):
             raise self.error(field, value, wanted)
         return value
 
@@ -87,7 +87,7 @@ def _is_list_of_strings(value: object) -> bool:
 
 
 def read_config(path: Path) -> HfConfig:
-    """Read a JSON file that holds one object, or raise a ModelError."""
+    """Read a JSON file with one object; raises a ModelError."""
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -95,7 +95,7 @@ def read_config(path: Path) -> HfConfig:
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ModelError(f"{path}: holds {type(values).__name__} instead of an object")
+        raise ModelError(f"{path}: expected a JSON object, got {type(values).__name__}")
     return HfConfig(values, str(path))
 
 
@@ -103,12 +103,12 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def computed_dtype(config: HfConfig, dtype: DType) -> str:
-    """Return the type of weights and activations; "auto" takes what config.json names."""
+    """Return the type of weights and activations; "auto" is the type in config.json."""
     if dtype != "auto":
         return dtype
     named = config.text("dtype", config.text("torch_dtype", "float32"))
     if named not in DTYPE_BYTES:
-        raise config.error("dtype", named, f"one of {', '.join(DTYPE_BYTES)} (or choose one by --dtype)")
+        raise config.error("dtype", named, f"one of {', '.join(DTYPE_BYTES)} (or set --dtype)")
     return named
 
 

@@ -1,7 +1,7 @@
-"""What makes one decoder architecture differ from another, as plain numbers, and what one rank has of it.
+"""Dimensions of a decoder, its KV cache groups, and its division among tensor parallel ranks.
 
-Of several ranks (tensor parallelism, arXiv 1909.08053) each has as many query heads, MLP columns and tokens
-of the vocabulary; KV heads too, or repeated where they are fewer than ranks.
+Tensor parallelism follows arXiv 1909.08053: each rank has an equal part of the query heads, MLP columns and
+vocabulary, and of the KV heads, which are replicated if there are more ranks than KV heads.
 """
 
 from collections.abc import Sequence
@@ -12,40 +12,40 @@ from model_server.errors import ConfigError
 
 Activation = Literal["silu", "gelu_tanh"]
 KvGroupKind = Literal["full_attention", "sliding_window"]
-# Groups as long as the longest one where that pads the others by less than this share; as vLLM groups.
+# Groups are as long as the longest one if that pads the others by less than this share, as in vLLM.
 _PADDING_MAX = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """All wavelengths stretched by one factor (position interpolation)."""
+    """Position interpolation: all wavelengths scaled by one factor."""
 
-    factor: float  # by how much
-    magnitude: float = 1.0  # by how much rotated heads grow
+    factor: float  # scale of the wavelengths
+    magnitude: float = 1.0  # scale of rotated heads
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's stretching of long wavelengths."""
+    """Scaling of long wavelengths as in Llama 3.1."""
 
-    factor: float  # by how much the longest wavelengths are stretched
-    low_freq_factor: float  # wavelengths above original context / this are stretched fully
-    high_freq_factor: float  # wavelengths below original context / this are left alone
-    original_context: int  # context length that the model was first trained with, in tokens
-    magnitude: float = 1.0  # by how much rotated heads grow
+    factor: float  # scale of the longest wavelengths
+    low_freq_factor: float  # wavelengths above original_context / this are fully scaled
+    high_freq_factor: float  # wavelengths below original_context / this are unscaled
+    original_context: int  # context length before scaling, in tokens
+    magnitude: float = 1.0  # scale of rotated heads
 
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071, sections 3.2 to 3.4): long wavelengths stretched, attention sharpened."""
+    """YaRN scaling (arXiv 2309.00071, sections 3.2 to 3.4) of long wavelengths and of attention."""
 
     theta: float  # base of the wavelengths
-    factor: float  # by how much the longest wavelengths are stretched
-    original_context: int  # context length that the model was first trained with, in tokens
-    beta_fast: float  # pairs that turn more often than this within the original context are left alone
-    beta_slow: float  # pairs that turn less often than this are stretched fully
-    truncate: bool  # whether the borders between them are rounded outwards to whole pairs
-    magnitude: float  # by how much rotated heads grow
+    factor: float  # scale of the longest wavelengths
+    original_context: int  # context length before scaling, in tokens
+    beta_fast: float  # pairs with more rotations than this in the original context are unscaled
+    beta_slow: float  # pairs with fewer rotations than this are fully scaled
+    truncate: bool  # whether the bounds between them are rounded outwards to whole pairs
+    magnitude: float  # scale of rotated heads
 
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling
@@ -53,10 +53,10 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions of one layer."""
+    """Rotary position embedding of one layer."""
 
     theta: float  # base of the wavelengths
-    scaling: Scaling | None = None  # how they are stretched for a longer context; None leaves them
+    scaling: Scaling | None = None  # scaling for a longer context; None: unscaled
 
     @property
     def magnitude(self) -> float:
@@ -65,19 +65,19 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What attention must know about a model."""
+    """Dimensions of a model's attention."""
 
     heads: int  # query heads
     kv_heads: int  # heads of keys and values; a divisor of `heads`
     head_dim: int  # elements of one head
-    scale: float  # factor of the scores before the softmax
-    # Per layer, how many tokens a token sees, itself included; None is all before it.
+    scale: float  # factor of scores before the softmax
+    # Sliding window per layer in tokens, including the token itself; None: full attention.
     windows: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """Dimensions and options of a decoder; the defaults are Llama's."""
+    """Dimensions and options of a decoder. Defaults are those of Llama."""
 
     vocab_size: int  # token ids are below this
     hidden: int  # width of the residual stream
@@ -85,20 +85,20 @@ class DecoderShape:
     kv_heads: int  # heads of keys and values
     head_dim: int  # elements of one head
     intermediate: int  # width of the MLP
-    max_positions: int  # longest text it was made for, in tokens
-    norm_epsilon: float  # added to the mean square in norms
-    tied_embeddings: bool  # whether the output head is the embedding
-    # Per layer, how many tokens a token sees, itself included; None is all before it.
+    max_positions: int  # context length in tokens
+    norm_epsilon: float  # epsilon of RMS norms
+    tied_embeddings: bool  # whether the output head shares the embedding weights
+    # Sliding window per layer in tokens, including the token itself; None: full attention.
     windows: tuple[int | None, ...]
-    ropes: tuple[Rope, ...]  # rotary positions of each layer
-    attention_scale: float  # factor of the scores before the softmax
+    ropes: tuple[Rope, ...]  # rotary embedding per layer
+    attention_scale: float  # factor of scores before the softmax
     qkv_bias: bool = False  # biases on the query, key and value projections
-    output_bias: bool = False  # A bias on the attention's output projection
+    output_bias: bool = False  # bias on the attention's output projection
     head_norms: bool = False  # RMS norms of each query and key head before rotation
-    output_norms: bool = False  # RMS norms of what attention and MLP add to the residual stream
+    output_norms: bool = False  # RMS norms of the outputs of attention and MLP
     norm_offset: float = 0.0  # added to the weights of norms
     embedding_scale: float = 1.0  # factor of the embeddings
-    activation: Activation = "silu"  # of the MLP's gate
+    activation: Activation = "silu"  # activation of the MLP's gate
 
     @property
     def layers(self) -> int:
@@ -106,27 +106,27 @@ class DecoderShape:
 
     @property
     def attention(self) -> AttentionShape:
-        """What the KV pool and its attention must know."""
+        """Dimensions for the KV pool and attention."""
         return AttentionShape(self.heads, self.kv_heads, self.head_dim, self.attention_scale, self.windows)
 
 
 @dataclass(frozen=True, slots=True)
 class KvGroupSpec:
-    """Layers that read one block table.
+    """KV cache group: layers that share one block table.
 
-    A block holds the KV of one group only: the n-th layer of every group lies in the n-th plane of the pool,
-    so all groups draw blocks from one pool and a block is as large as the longest group.
+    A block contains the KV of one group. The n-th layer of every group uses the n-th plane of the pool, so
+    all groups allocate from one pool, and a block is as large as the longest group needs.
     """
 
-    kind: KvGroupKind  # as KV events name it
-    # A token attends to itself and the `window_tokens - 1` before it; None is all. Whatever lies further back
-    # is never read again: its block may be freed, and its entry in the table may then be any valid block.
+    kind: KvGroupKind  # name in KV events
+    # A token attends to itself and the `window_tokens - 1` tokens before it; None: to all. Blocks before the
+    # window may be freed; their entries in the block table may then be any valid block.
     window_tokens: int | None
-    layers: tuple[int, ...]  # indices of the layers, rising
+    layers: tuple[int, ...]  # layer indices, ascending
 
 
 def kv_groups(windows: Sequence[int | None]) -> tuple[KvGroupSpec, ...]:
-    """Divide layers, by their windows in tokens, into groups of about equal length, in their order."""
+    """Divide layers by their sliding windows into groups of about equal length."""
     layers_of: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
         layers_of.setdefault(window, []).append(layer)
@@ -141,17 +141,17 @@ def kv_groups(windows: Sequence[int | None]) -> tuple[KvGroupSpec, ...]:
 
 
 def pool_groups(windows: Sequence[int | None]) -> tuple[KvGroupSpec, ...]:
-    """Return the groups that the engine keeps for a model, by the attention window of each layer.
+    """Return the KV cache groups of a model, given the sliding window of each layer.
 
-    A model of windows alone keeps everything: where prompts part is told by full attention only, and readers
-    of the events can place blocks of a window by those of full attention only.
+    A model with sliding windows only is one full-attention group: prefix sharing, and readers of KV events,
+    need a group whose blocks form the whole prefix.
     """
     groups = kv_groups(windows)
-    return groups if any(group.window_tokens is None for group in groups) else undivided(len(windows))
+    return groups if any(group.window_tokens is None for group in groups) else single_group(len(windows))
 
 
-def undivided(num_layers: int) -> tuple[KvGroupSpec, ...]:
-    """Return one group of all layers: every layer keeps the whole sequence, whatever its window."""
+def single_group(num_layers: int) -> tuple[KvGroupSpec, ...]:
+    """Return one full-attention group of all layers."""
     return (_group(None, range(num_layers)),)
 
 
@@ -160,15 +160,15 @@ def _group(window: int | None, layers: Sequence[int]) -> KvGroupSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """A contiguous part of one dimension."""
+class Shard:
+    """Contiguous part of one tensor dimension."""
 
-    first: int  # where it begins
-    count: int  # how long it is
-    whole: int  # how long the dimension is
+    first: int  # start index
+    count: int  # length of the part
+    whole: int  # length of the dimension
 
     @classmethod
-    def all_of(cls, whole: int) -> "Share":
+    def all_of(cls, whole: int) -> "Shard":
         return cls(0, whole, whole)
 
     @property
@@ -179,40 +179,40 @@ class Share:
     def span(self) -> slice:
         return slice(self.first, self.first + self.count)
 
-    def times(self, width: int) -> "Share":
-        """Return the share in units of which each of these has `width`."""
-        return Share(self.first * width, self.count * width, self.whole * width)
+    def times(self, width: int) -> "Shard":
+        """Return the shard in elements, if each unit has `width` elements: rows of heads, for example."""
+        return Shard(self.first * width, self.count * width, self.whole * width)
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
-    """One rank of several."""
+class ModelRank:
+    """Rank of one process in tensor parallelism, and the parts of the model that it computes."""
 
     rank: int = 0  # from 0
-    size: int = 1  # how many there are
+    size: int = 1  # number of ranks
 
-    def heads(self, shape: DecoderShape) -> Share:
+    def heads(self, shape: DecoderShape) -> Shard:
         return self._even(shape.heads)
 
-    def kv_heads(self, shape: DecoderShape) -> Share:
-        """Return the KV heads that its query heads read; with fewer heads than ranks, one of them."""
+    def kv_heads(self, shape: DecoderShape) -> Shard:
+        """Return the KV heads of this rank's query heads: one, replicated, if there are fewer than ranks."""
         whole = shape.kv_heads
-        return Share(self.rank * whole // self.size, max(1, whole // self.size), whole)
+        return Shard(self.rank * whole // self.size, max(1, whole // self.size), whole)
 
-    def intermediate(self, shape: DecoderShape) -> Share:
+    def intermediate(self, shape: DecoderShape) -> Shard:
         return self._even(shape.intermediate)
 
-    def vocabulary(self, shape: DecoderShape) -> Share:
-        """Return its tokens: as many as `vocabulary_rows`, the last ranks' fewer or none."""
+    def vocabulary(self, shape: DecoderShape) -> Shard:
+        """Return the token ids of this rank: `vocabulary_rows` of them, fewer or none on the last ranks."""
         first = min(self.rank * self.vocabulary_rows(shape), shape.vocab_size)
-        return Share(first, min(self.vocabulary_rows(shape), shape.vocab_size - first), shape.vocab_size)
+        return Shard(first, min(self.vocabulary_rows(shape), shape.vocab_size - first), shape.vocab_size)
 
     def vocabulary_rows(self, shape: DecoderShape) -> int:
-        """Return how many rows of the embedding each rank has room for, the same for all."""
+        """Return the number of embedding rows per rank, including padding on the last ranks."""
         return -(-shape.vocab_size // self.size)
 
     def part_of(self, shape: DecoderShape) -> DecoderShape:
-        """Return the shape of what the rank computes; its vocabulary is the whole one still."""
+        """Return the dimensions of this rank's part of the model, with the full vocabulary size."""
         return replace(
             shape,
             heads=self.heads(shape).count,
@@ -220,42 +220,46 @@ class Division:
             intermediate=self.intermediate(shape).count,
         )
 
-    def _even(self, whole: int) -> Share:
+    def _even(self, whole: int) -> Shard:
         count = whole // self.size
-        return Share(self.rank * count, count, whole)
+        return Shard(self.rank * count, count, whole)
 
 
 def check_divisible(shape: DecoderShape, size: int) -> None:
-    """Refuse a number of ranks that a model cannot be divided by; the ConfigError names those that do."""
+    """Check that a model can be divided among `size` ranks; raises a ConfigError that lists valid sizes."""
     if divides(shape, size):
         return
     good = [str(number) for number in range(1, shape.heads + 1) if divides(shape, number)]
     raise ConfigError(
         f"tensor_parallel_size is {size}, but the model's {shape.heads} query heads, {shape.kv_heads} KV "
-        f"heads and MLP of width {shape.intermediate} cannot be divided by it; use one of {', '.join(good)}"
+        f"heads and MLP width {shape.intermediate} are not divisible by it; use one of {', '.join(good)}"
     )
 
 
 def divides(shape: DecoderShape, size: int) -> bool:
-    """Tell whether a model can be divided among so many ranks."""
+    """Return whether a model can be divided among `size` ranks."""
     kv_heads = shape.kv_heads % size == 0 or size % shape.kv_heads == 0
     return kv_heads and shape.heads % size == 0 and shape.intermediate % size == 0
 
 
 def blocks_behind(window_tokens: int | None, block_tokens: int) -> int | None:
-    """Return how many blocks in front of a prefix's end a group needs to resume there; None for all.
+    """Return how many blocks before the end of a cached prefix a group needs to resume there; None: all.
 
-    The next token sees the `window_tokens - 1` before it.
+    The next token attends to the `window_tokens - 1` tokens before it.
     """
     return None if window_tokens is None else -(-(window_tokens - 1) // block_tokens)
 
 
 def blocks_bound(needs: Sequence[int | None], num_tokens: int, chunk_tokens: int, block_tokens: int) -> int:
-    """Return the most blocks of all groups together that a request holds at any time, computed in chunks.
+    """Return the peak number of blocks of a request in all groups, with chunked prefill.
 
-    `needs` are, per group, what `blocks_behind` tells.
+    Args:
+        needs: `blocks_behind` of each group.
+        num_tokens: Tokens of the request.
+        chunk_tokens: Maximum of tokens per step.
+        block_tokens: Tokens per block.
     """
     blocks = -(-num_tokens // block_tokens)
-    # The window, what alignment keeps in front of it, and a chunk that begins and ends within a block.
+    # Beyond the window: one block for its alignment, and a chunk that may start and end inside a block.
     rolling = 2 + -(-chunk_tokens // block_tokens)
     return sum(blocks if need is None else min(blocks, need + rolling) for need in needs)

@@ -1,8 +1,8 @@
-"""All ranks of a model, seen from rank 0: what one does, all do.
+"""Executor: runs each operation on all tensor-parallel ranks of a model, from rank 0.
 
-Each order is a method of `ModelRunner` with its arguments, called here and, sent as they are, on the other
-ranks. Whatever goes wrong in one that others take part in is final: ranks that have lost step would wait for
-each other, or worse, compute on different things.
+An operation is a call of a `ModelRunner` method. It is made here and sent, with its arguments, to the other
+ranks. A failure of an operation that other ranks take part in is fatal: ranks out of step would wait for each
+other, or compute on different data.
 """
 
 import itertools
@@ -21,62 +21,59 @@ import torch
 from torch import Tensor
 
 from model_server.config import EngineConfig
-from model_server.engine.scheduler import Chunk
 from model_server.errors import AdapterError, WorkerError
-from model_server.kv_cache.copies import Done, Transfer
-from model_server.model.lora import LoraRequest
+from model_server.kv_cache.host_tier import Transfer
+from model_server.kv_cache.request import Request, ScheduledRequest
 from model_server.model.ranks import Ranks
-from model_server.requests import ChosenToken, LiveRequest
-from model_server.shapes import Division
+from model_server.requests import ChosenToken, LoraRequest
+from model_server.shapes import ModelRank
+from model_server.worker.block_copies import CompletedTransfer
 from model_server.worker.model_runner import SpanNumbers, load_runner
-from model_server.worker.sampler import SamplingRow, best, log_probabilities, read_logprobs, sample
-from model_server.worker.workers import Start, Workers
+from model_server.worker.sampler import SamplingRow, argmax_tokens, compute_logprobs, gather_logprobs, sample
+from model_server.worker.workers import Start, WorkerProcesses
 
 
 class Executor:
-    """A model on one rank or several, loaded when made; moves blocks as `BlockCopies` tells."""
+    """A model on one or several ranks, loaded by the constructor. Implements `CacheMemory`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._size = size = config.tensor_parallel_size
         self._numbers = itertools.count()
-        self._dropped: deque[int] = deque()  # filled by whichever thread lets go of an adapter
-        ranks = Ranks(Division(0, size))
+        self._unloaded: deque[int] = deque()  # LoRA ids; filled by the thread that drops an adapter
+        ranks = Ranks(ModelRank(0, size))
         with ExitStack() as undo:
             directory = ""
             if size > 1:
                 directory = undo.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-ranks-"))
             undo.callback(ranks.leave)
-            self._workers = Workers(size - 1, on_loss=ranks.abort)
+            self._workers = WorkerProcesses(size - 1, on_loss=ranks.abort)
             undo.callback(self._workers.close)
             level = logging.getLogger().getEffectiveLevel()
-            self._workers.start([Start(config, Division(rank, size), level) for rank in range(1, size)])
-            self.runner = load_runner(config, ranks)  # rank 0's part
-            self._workers.confirm()
+            self._workers.start([Start(config, ModelRank(rank, size), level) for rank in range(1, size)])
+            self.runner = load_runner(config, ranks)  # rank 0's share of the model
+            self._workers.read_results()
             if size > 1:
-                self._ask("join", str(Path(directory) / "ranks"))
+                self._collective_rpc("join", str(Path(directory) / "ranks"))
             self._cleanup = undo.pop_all()
         self.vocab_size = self.runner.model.shape.vocab_size  # token ids are below this
-        self.eos_token_ids = self.runner.eos_token_ids  # tokens that end a text
-        self.max_positions = self.runner.max_positions  # longest text that the model was made for, in tokens
+        self.eos_token_ids = self.runner.eos_token_ids  # end-of-sequence tokens
+        self.max_positions = self.runner.max_positions  # the model's maximum context, in tokens
         self.kv_groups = self.runner.kv_groups  # layers that share a block table
-        self.block_bytes = self.runner.block_bytes * size  # bytes of one KV block, on all ranks together
+        self.block_bytes = self.runner.block_bytes * size  # bytes of one KV block, summed over all ranks
 
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk]) -> dict[str, ChosenToken]:
-        """Compute a step; returns the next token by request id, for each chunk that samples.
-
-        A WorkerError where nothing can be computed any more.
-        """
-        # Single tokens first, by length: that is how attention can batch them with little padding.
-        ordered = sorted(chunks, key=lambda chunk: (chunk.length > 1, chunk.stop))
-        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        sampling = [chunk.live for chunk in ordered if chunk.samples]
+    def execute_model(self, scheduled: Sequence[ScheduledRequest]) -> dict[str, ChosenToken]:
+        """Run one step; return the sampled tokens by request id. A WorkerError means that no step can run."""
+        # Decodes first, by context length, so that attention can batch them with little padding.
+        ordered = sorted(scheduled, key=lambda item: (item.num_tokens > 1, item.stop))
+        unloaded = [self._unloaded.popleft() for _ in range(len(self._unloaded))]
+        sampling = [item.request for item in ordered if item.samples]
         try:
-            logits = self._tell("execute", *step_numbers(ordered), dropped)
-            tokens = choose_tokens(logits, sampling, self.eos_token_ids)
-        except torch.AcceleratorError as error:  # told when results are read; each later step would fail, too
+            logits = self._run_on_all_ranks("execute_model", *flatten_step(ordered), unloaded)
+            tokens = sample_tokens(logits, sampling, self.eos_token_ids)
+        except torch.AcceleratorError as error:  # raised when results are read; later steps would fail, too
             raise WorkerError(f"the device failed and does not recover: {error}") from error
-        return {live.request_id: token for live, token in zip(sampling, tokens, strict=True)}
+        return {request.request_id: token for request, token in zip(sampling, tokens, strict=True)}
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
         return self._transfer("store", blocks, slots)
@@ -85,124 +82,126 @@ class Executor:
         return self._transfer("restore", slots, blocks)
 
     def fence(self) -> None:
-        self._tell("fence")
+        self._run_on_all_ranks("fence")
 
-    def settle(self, number: int) -> None:
-        """Have a transfer that is done here done on all ranks before anything that is told them later."""
-        self._tell("settle", number)
+    def wait_transfer(self, number: int) -> None:
+        """Make the other ranks complete a transfer before they run any later call."""
+        self._run_on_all_ranks("wait_transfer", number)
 
     def allocate(self, host_blocks: int) -> None:
-        self._ask("allocate", host_blocks)
+        self._collective_rpc("allocate", host_blocks)
 
     def free(self) -> None:
-        self._ask("free")
+        self._collective_rpc("free")
 
     def load_adapter(self, directory: Path, name: str, lora_id: int) -> LoraRequest:
-        """Load an adapter on all ranks, which keep it while anybody has the result, or raise AdapterError."""
+        """Load an adapter on all ranks, until the result is garbage-collected; may raise an AdapterError."""
         try:
-            first, *others = self._ask("load_adapter", str(directory), lora_id)
+            first, *others = self._collective_rpc("load_adapter", str(directory), lora_id)
             if any(content_hash != first for content_hash in others):
-                raise AdapterError(f"{directory}: the files change while they are read; load it again")
+                raise AdapterError(f"{directory}: the files changed while the ranks read them; load it again")
         except AdapterError:
-            self._dropped.append(lora_id)
+            self._unloaded.append(lora_id)
             raise
         adapter = LoraRequest(name, lora_id, first, directory)
-        weakref.finalize(adapter, self._dropped.append, lora_id)
+        weakref.finalize(adapter, self._unloaded.append, lora_id)
         return adapter
 
-    def check(self) -> None:
-        """Raise WorkerError if a rank is lost; called between steps, at least once a second."""
-        self._workers.check()
+    def check_health(self) -> None:
+        """Raise a WorkerError if a rank is lost. Called between steps, at least once per second."""
+        self._workers.check_health()
 
     def close(self) -> None:
-        """Stop the other ranks; may be called twice."""
+        """Stop the other ranks. Idempotent."""
         self._cleanup.close()
 
-    def _tell(self, method: str, *args: Any) -> Any:
-        """Have all ranks do the same; what comes out of it here is returned."""
-        self._workers.tell(method, args)
+    def _run_on_all_ranks(self, method: str, *args: Any) -> Any:
+        """Call a method on all ranks without waiting for the others; return rank 0's result."""
+        self._workers.send_call(method, args)
         try:
             return getattr(self.runner, method)(*args)
         except Exception as error:
             if self._size > 1:
-                raise self._workers.loss(f"failed: {error}") from error
+                raise self._workers.lost_error(f"failed: {error}") from error
             raise
 
-    def _ask(self, method: str, *args: Any) -> list[Any]:
-        """Have all ranks do the same; returns what came of it, by rank, or raises what went wrong."""
-        return self._workers.ask(method, args, lambda: getattr(self.runner, method)(*args))
+    def _collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on all ranks; return the results by rank, or raise the first failure."""
+        return self._workers.collective_rpc(method, args, lambda: getattr(self.runner, method)(*args))
 
     def _transfer(self, method: str, *args: Sequence[int]) -> Transfer:
         number = next(self._numbers)
-        own: Transfer = self._tell(method, number, *args)
-        # Copies that are done when their call returns are so on all ranks.
-        return own if isinstance(own, Done) else SharedTransfer(number, own, self)
+        own: Transfer = self._run_on_all_ranks(method, number, *args)
+        # A synchronous copy is synchronous on every rank.
+        return own if isinstance(own, CompletedTransfer) else MultiRankTransfer(number, own, self)
 
 
 @dataclass(slots=True)
-class SharedTransfer:
-    """A transfer on all ranks; `executor` settles it on the others once it is done here."""
+class MultiRankTransfer:
+    """Transfer on all ranks. Once done on rank 0, the other ranks are made to complete it."""
 
     _number: int
     _own: Transfer
     _executor: Executor
-    _settled: bool = False
+    _completed: bool = False
 
     def done(self) -> bool:
         if self._own.done():
             self.wait()
-        return self._settled
+        return self._completed
 
     def wait(self) -> None:
-        if not self._settled:
+        if not self._completed:
             self._own.wait()
-            self._settled = True
-            self._executor.settle(self._number)
+            self._completed = True
+            self._executor.wait_transfer(self._number)
 
 
-def step_numbers(
-    chunks: Sequence[Chunk],
+def flatten_step(
+    scheduled: Sequence[ScheduledRequest],
 ) -> tuple["array[int]", "array[int]", list[SpanNumbers], list[int]]:
-    """Put chunks, at most one per request, into one batch: the first arguments of `ModelRunner.execute`."""
+    """Flatten a step into the first arguments of `ModelRunner.execute_model`."""
     token_ids, rows = array("i"), array("i")
-    for chunk in chunks:
-        token_ids.extend(chunk.live.token_ids[chunk.start : chunk.stop])
-        if chunk.samples:
+    for item in scheduled:
+        token_ids.extend(item.request.token_ids[item.start : item.stop])
+        if item.samples:
             rows.append(len(token_ids) - 1)
-    spans: list[SpanNumbers] = [(chunk.start, chunk.length, chunk.live.block_ids) for chunk in chunks]
-    lora_ids = [0 if chunk.live.adapter is None else chunk.live.adapter.lora_id for chunk in chunks]
+    spans: list[SpanNumbers] = [(item.start, item.num_tokens, item.request.block_ids) for item in scheduled]
+    loras = [item.request.lora_request for item in scheduled]
+    lora_ids = [0 if lora is None else lora.lora_id for lora in loras]
     return token_ids, rows, spans, lora_ids if any(lora_ids) else []
 
 
-def choose_tokens(
-    logits: Tensor, requests: Sequence[LiveRequest], eos_token_ids: frozenset[int]
+def sample_tokens(
+    logits: Tensor, requests: Sequence[Request], eos_token_ids: frozenset[int]
 ) -> list[ChosenToken]:
-    """Choose each request's next token.
+    """Sample each request's next token.
 
     Args:
-        logits: float32 [requests, vocab_size]; changed in place.
+        logits: float32 [requests, vocab_size]; modified in place.
         requests: One per row of logits.
+        eos_token_ids: End-of-sequence tokens, banned before `min_tokens`.
     """
-    if all(live.takes_best for live in requests):
-        return list(map(ChosenToken, best(logits)))
-    counts = [live.request.sampling.logprobs for live in requests]
-    logprobs = log_probabilities(logits, counts)
-    tokens = sample(logits, [_sampling_row(live, eos_token_ids) for live in requests])
-    for live, token in zip(requests, tokens, strict=True):
-        if live.request.constraint is not None:
-            live.request.constraint.accept(token)
-    told = read_logprobs(logprobs, counts, tokens)
-    return [ChosenToken(token, entry) for token, entry in zip(tokens, told, strict=True)]
+    if all(request.is_greedy for request in requests):
+        return list(map(ChosenToken, argmax_tokens(logits)))
+    counts = [request.core_request.sampling.logprobs for request in requests]
+    logprobs = compute_logprobs(logits, counts)
+    tokens = sample(logits, [_sampling_row(request, eos_token_ids) for request in requests])
+    for request, token in zip(requests, tokens, strict=True):
+        if request.core_request.constraint is not None:
+            request.core_request.constraint.accept(token)
+    entries = gather_logprobs(logprobs, counts, tokens)
+    return [ChosenToken(token, entry) for token, entry in zip(tokens, entries, strict=True)]
 
 
-def _sampling_row(live: LiveRequest, eos_token_ids: frozenset[int]) -> SamplingRow:
-    params, constraint = live.request.sampling, live.request.constraint
-    is_early = live.num_generated < params.min_tokens
+def _sampling_row(request: Request, eos_token_ids: frozenset[int]) -> SamplingRow:
+    params, constraint = request.core_request.sampling, request.core_request.constraint
+    below_minimum = request.num_output_tokens < params.min_tokens
     return SamplingRow(
         params=params,
-        seed=live.sampling_seed,
-        position=live.num_generated,
-        banned=params.stop_token_ids | eos_token_ids if is_early else frozenset(),
-        token_ids=live.token_ids,
+        seed=request.sampling_seed,
+        position=request.num_output_tokens,
+        banned=params.stop_token_ids | eos_token_ids if below_minimum else frozenset(),
+        token_ids=request.token_ids,
         allowed_bits=None if constraint is None else constraint.allowed_bits(),
     )

@@ -1,8 +1,8 @@
-"""The processes of the ranks above 0: rank 0 starts them, talks to them, and notices when one is lost.
+"""Worker processes of the ranks above 0, and their messages: rank 0 starts, calls and watches them.
 
-Messages are msgpack; arrays of numbers travel as such, for they come by the thousand. Each process is
-`python -m model_server.worker.workers FILE_DESCRIPTOR`: it takes orders over the connection with this
-descriptor. When rank 0 closes that, or ends in whatever way, the process ends too.
+Messages are msgpack; integer arrays are encoded as raw bytes, because a step has thousands of numbers. Each
+process is `python -m model_server.worker.workers FILE_DESCRIPTOR` and executes the calls that it receives
+over the connection with this descriptor. It ends when rank 0 closes the connection or dies.
 """
 
 import logging
@@ -24,10 +24,10 @@ import msgspec
 from model_server.config import EngineConfig
 from model_server.errors import AdapterError, ConfigError, ModelError, ModelServerError, WorkerError
 from model_server.model.ranks import Ranks
-from model_server.shapes import Division
+from model_server.shapes import ModelRank
 from model_server.worker.model_runner import ModelRunner, load_runner
 
-_ARRAY = 1  # msgpack extension: 32-bit integers in the byte order of the machine, which all ranks are on
+_ARRAY = 1  # msgpack extension: 32-bit integers in native byte order; all ranks are on one machine
 _ERRORS = {error.__name__: error for error in (ConfigError, ModelError, AdapterError)}
 _WORKER = "model_server.worker.workers"
 _STOP_S = 10.0
@@ -35,75 +35,75 @@ _NOTICE_S = 5.0
 
 
 class Start(msgspec.Struct, frozen=True):
-    """The first message: load the model; answered."""
+    """First message to a worker: load the model. Answered by a `MethodResult`."""
 
     config: EngineConfig  # the engine's settings
-    division: Division  # which rank the receiver is
-    log_level: int  # what to log from, as `logging` numbers it
+    model_rank: ModelRank  # the receiver's rank
+    log_level: int  # lowest level to log, a constant of `logging`
 
 
-class Order(msgspec.Struct, frozen=True, array_like=True):
-    """Call a method of `ModelRunner`."""
+class MethodCall(msgspec.Struct, frozen=True, array_like=True):
+    """Call of a `ModelRunner` method."""
 
-    method: str  # its name
-    args: Sequence[Any]  # numbers, texts and lists of such
-    is_answered: bool  # whether rank 0 waits for what comes of it
+    method: str
+    args: Sequence[Any]  # numbers, strings, and lists of them
+    wants_result: bool  # whether rank 0 waits for a `MethodResult`
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """What came of an order."""
+class MethodResult(msgspec.Struct, frozen=True):
+    """Result or failure of a `MethodCall`."""
 
-    result: Any = None  # what it returned
-    failure: str | None = None  # name of the error's class, if it failed
-    message: str = ""  # what the error says
+    result: Any = None  # return value
+    failure: str | None = None  # class name of the error; None on success
+    message: str = ""  # text of the error
 
     @classmethod
-    def of(cls, error: Exception) -> "Answer":
+    def from_error(cls, error: Exception) -> "MethodResult":
         kind = type(error).__name__
         return cls(None, kind, str(error) or kind)
 
-    def read(self, rank: int) -> Any:
-        """Return the result, or raise the failure as this process's own."""
+    def unwrap(self, rank: int) -> Any:
+        """Return the result, or raise the failure of `rank` in this process."""
         if self.failure is None:
             return self.result
         known = _ERRORS.get(self.failure)
         raise ModelServerError(f"rank {rank}: {self.message}") if known is None else known(self.message)
 
 
-def encode(message: Start | Order | Answer) -> bytes:
-    """Return a message as bytes."""
+def encode(message: Start | MethodCall | MethodResult) -> bytes:
+    """Encode a message as msgpack."""
     return _encoder.encode(message)
 
 
-def _as_extension(value: object) -> msgspec.msgpack.Ext:
+def _encode_array(value: object) -> msgspec.msgpack.Ext:
     if isinstance(value, array) and value.typecode == "i":
         return msgspec.msgpack.Ext(_ARRAY, value.tobytes())
     raise NotImplementedError(f"{type(value).__name__} cannot be sent to other ranks")
 
 
-def _from_extension(code: int, data: memoryview) -> "array[int]":
+def _decode_array(code: int, data: memoryview) -> "array[int]":
     assert code == _ARRAY, f"unknown extension {code}"
     numbers = array("i")
     numbers.frombytes(data)
     return numbers
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_as_extension)
-read_start = msgspec.msgpack.Decoder(Start).decode
-read_order = msgspec.msgpack.Decoder(Order, ext_hook=_from_extension).decode
-read_answer = msgspec.msgpack.Decoder(Answer).decode
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+decode_start = msgspec.msgpack.Decoder(Start).decode
+decode_call = msgspec.msgpack.Decoder(MethodCall, ext_hook=_decode_array).decode
+decode_result = msgspec.msgpack.Decoder(MethodResult).decode
 
 
-class Workers:
-    """Processes with ranks 1, 2 and so on; `on_loss` is called once, on a thread, if one ends unasked."""
+class WorkerProcesses:
+    """Worker processes of ranks 1 to `count`; a thread calls `on_loss` once if one ends unexpectedly."""
 
     def __init__(self, count: int, on_loss: Callable[[], None]) -> None:
         self._on_loss = on_loss
-        self._sending = threading.Lock()
-        self._asking = threading.Lock()
+        self._send_lock = threading.Lock()
+        self._rpc_lock = threading.Lock()
         self._closing = False
         self._lost: str | None = None
-        self._noticed = threading.Event()
+        self._loss_noticed = threading.Event()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         with ExitStack() as undo:
@@ -112,54 +112,53 @@ class Workers:
                 self._spawn()
             undo.pop_all()
         for rank, process in enumerate(self._processes, 1):
-            threading.Thread(
-                target=self._watch, args=(rank, process), name=f"rank {rank}", daemon=True
-            ).start()
+            watch, name = (rank, process), f"rank {rank}"
+            threading.Thread(target=self._watch, args=watch, name=name, daemon=True).start()
 
-    def start(self, orders: Sequence[Start]) -> None:
-        """Give each its first message."""
-        for connection, order in zip(self._connections, orders, strict=True):
-            self._send(connection, encode(order))
+    def start(self, starts: Sequence[Start]) -> None:
+        """Send each worker its first message."""
+        for connection, start in zip(self._connections, starts, strict=True):
+            self._send(connection, encode(start))
 
-    def tell(self, method: str, args: Sequence[Any], *, is_answered: bool = False) -> None:
-        """Give all the same order; it is carried out after those before it."""
+    def send_call(self, method: str, args: Sequence[Any], *, wants_result: bool = False) -> None:
+        """Send all workers a call; each worker runs calls in the order sent."""
         if not self._connections:
             return
-        data = encode(Order(method, args, is_answered))
-        with self._sending:
+        data = encode(MethodCall(method, args, wants_result))
+        with self._send_lock:
             for connection in self._connections:
                 self._send(connection, data)
 
-    def confirm(self) -> list[Any]:
-        """Wait for the answers to what was told last; raises the first failure as this process's own."""
-        return [answer.read(rank) for rank, answer in enumerate(self._answers(), 1)]
+    def read_results(self) -> list[Any]:
+        """Wait for the results of the last call, by rank; raise the first failure."""
+        return [result.unwrap(rank) for rank, result in enumerate(self._results(), 1)]
 
-    def ask(self, method: str, args: Sequence[Any], own: Callable[[], Any]) -> list[Any]:
-        """Give all an order, do this rank's part of it meanwhile, and return what came of it, by rank.
+    def collective_rpc(self, method: str, args: Sequence[Any], own: Callable[[], Any]) -> list[Any]:
+        """Call a method on all workers and `own` on rank 0; return the results by rank.
 
-        The first failure elsewhere is raised as this process's own; what `own` raises, once others answered.
+        A worker's first failure is raised here; an error of `own` is raised once all workers have replied.
         """
-        with self._asking:
-            self.tell(method, args, is_answered=True)
+        with self._rpc_lock:
+            self.send_call(method, args, wants_result=True)
             try:
                 result = own()
             except BaseException:
-                self._answers()
+                self._results()
                 raise
-            return [result, *self.confirm()]
+            return [result, *self.read_results()]
 
-    def check(self) -> None:
+    def check_health(self) -> None:
         if self._lost is not None:
             raise WorkerError(self._lost)
 
-    def loss(self, otherwise: str) -> WorkerError:
-        """Return the error for what went wrong: a lost process, or if there is none, what is given."""
-        # What breaks first is a connection; how the process ended is known a moment later.
-        self._noticed.wait(_NOTICE_S)
+    def lost_error(self, otherwise: str) -> WorkerError:
+        """Return the error to raise: the lost process if one is known, else `otherwise`."""
+        # The connection breaks first; the exit status of the process is known a moment later.
+        self._loss_noticed.wait(_NOTICE_S)
         return WorkerError(self._lost or f"a process of the model {otherwise}")
 
     def close(self) -> None:
-        """End the processes and wait for them; may be called twice."""
+        """Stop the processes and wait for them. Idempotent."""
         self._closing = True
         for connection in self._connections:
             connection.close()
@@ -176,24 +175,23 @@ class Workers:
         try:
             with other:
                 command = [sys.executable, "-m", _WORKER, str(other.fileno())]
-                # A session of its own: Ctrl-C in a terminal is for rank 0, which then ends the others.
-                self._processes.append(
-                    subprocess.Popen(command, pass_fds=[other.fileno()], start_new_session=True)
-                )
+                # A session of its own: Ctrl-C in a terminal reaches only rank 0, which stops the others.
+                process = subprocess.Popen(command, pass_fds=[other.fileno()], start_new_session=True)
+                self._processes.append(process)
         except OSError as error:
-            raise WorkerError(f"cannot start another process for the model: {error}") from error
+            raise WorkerError(f"cannot start a worker process of the model: {error}") from error
 
     def _send(self, connection: Connection, data: bytes) -> None:
         try:
             connection.send_bytes(data)
         except OSError as error:
-            raise self.loss("cannot be reached") from error
+            raise self.lost_error("cannot be reached") from error
 
-    def _answers(self) -> list[Answer]:
+    def _results(self) -> list[MethodResult]:
         try:
-            return [read_answer(connection.recv_bytes()) for connection in self._connections]
+            return [decode_result(connection.recv_bytes()) for connection in self._connections]
         except (OSError, EOFError) as error:
-            raise self.loss("does not answer") from error
+            raise self.lost_error("does not answer") from error
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         code = process.wait()
@@ -201,7 +199,7 @@ class Workers:
             return
         how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
         self._lost = f"rank {rank} of the model (process {process.pid}) ended {how}"
-        self._noticed.set()
+        self._loss_noticed.set()
         self._on_loss()
 
 
@@ -209,74 +207,74 @@ logger = logging.getLogger(__name__)
 
 _EXIT_FAILED = 1
 _NOTICE_MS = 1000
-_METHODS = frozenset(("join", "execute", "store", "restore", "settle", "fence", "allocate", "free"))
-# Beside the steps, which others' requests wait for.
-_METHODS_BESIDE = frozenset(("load_adapter",))
+_METHODS = {"join", "execute_model", "store", "restore", "wait_transfer", "fence", "allocate", "free"}
+# Run on a thread of their own, so that other requests' steps do not wait.
+_BACKGROUND_METHODS = {"load_adapter"}
 
 
-def carry_out(order: Order, runner: ModelRunner, connection: Connection) -> None:
-    """Do what rank 0 wants, and answer if it waits for that."""
-    assert order.method in _METHODS | _METHODS_BESIDE, f"{order.method} is no order"
-    if order.method in _METHODS_BESIDE:
-        threading.Thread(target=_answer, args=(order, runner, connection), daemon=True).start()
-    elif order.is_answered:
-        _answer(order, runner, connection)
+def execute_call(call: MethodCall, runner: ModelRunner, connection: Connection) -> None:
+    """Execute a call of rank 0 and send the result if rank 0 waits for it."""
+    assert call.method in _METHODS | _BACKGROUND_METHODS, f"unknown method: {call.method}"
+    if call.method in _BACKGROUND_METHODS:
+        threading.Thread(target=_send_result, args=(call, runner, connection), daemon=True).start()
+    elif call.wants_result:
+        _send_result(call, runner, connection)
     else:
-        getattr(runner, order.method)(*order.args)
+        getattr(runner, call.method)(*call.args)
 
 
-def _answer(order: Order, runner: ModelRunner, connection: Connection) -> None:
+def _send_result(call: MethodCall, runner: ModelRunner, connection: Connection) -> None:
     try:
-        answer = Answer(getattr(runner, order.method)(*order.args))
+        result = MethodResult(getattr(runner, call.method)(*call.args))
     except Exception as error:
-        answer = Answer.of(error)
-    connection.send_bytes(encode(answer))
+        result = MethodResult.from_error(error)
+    connection.send_bytes(encode(result))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Take orders from the connection with this file descriptor until it closes; returns 1 on failure."""
-    # Whoever stops all processes at once still wants rank 0 to finish its requests.
+    """Execute calls received over the connection with the given file descriptor; return the exit status."""
+    # A signal to the whole process group must not stop this rank before rank 0 has finished its requests.
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signal_number, signal.SIG_IGN)
     connection = Connection(int(arguments[0]))
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     try:
-        start = read_start(connection.recv_bytes())
+        start = decode_start(connection.recv_bytes())
         logging.basicConfig(
             level=start.log_level,
-            format=f"%(asctime)s %(levelname)s rank {start.division.rank}: %(name)s: %(message)s",
+            format=f"%(asctime)s %(levelname)s rank {start.model_rank.rank}: %(name)s: %(message)s",
         )
         try:
-            runner = load_runner(start.config, Ranks(start.division))
+            runner = load_runner(start.config, Ranks(start.model_rank))
         except ModelServerError as error:
-            connection.send_bytes(encode(Answer.of(error)))
+            connection.send_bytes(encode(MethodResult.from_error(error)))
             return _EXIT_FAILED
-        connection.send_bytes(encode(Answer()))
+        connection.send_bytes(encode(MethodResult()))
         while True:
-            carry_out(read_order(connection.recv_bytes()), runner, connection)
+            execute_call(decode_call(connection.recv_bytes()), runner, connection)
     except (EOFError, ConnectionError):
         return 0
     except Exception:
-        # An error that others cause by ending is no fault of this rank's.
+        # Log only if the connection stays open: the end of another rank causes errors here, too.
         if not _closes(connection, _NOTICE_MS):
-            logger.critical("this rank cannot go on", exc_info=True)
+            logger.critical("worker failed", exc_info=True)
         return _EXIT_FAILED
 
 
 def _end_with(connection: Connection) -> None:
-    """End this process when the connection closes, also in the middle of a step that can never end."""
+    """Exit this process when the connection closes, even during a step that cannot complete."""
     _closes(connection, None)
     os._exit(0)
 
 
 def _closes(connection: Connection, within_ms: int | None) -> bool:
     closing = select.poll()
-    closing.register(connection.fileno(), 0)  # hang-ups are always told
+    closing.register(connection.fileno(), 0)  # POLLHUP is always reported
     return bool(closing.poll(within_ms))
 
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     logging.shutdown()
-    # Without taking things down one by one: a group whose other ranks are gone may wait for them.
+    # Skip the interpreter's cleanup: a process group may block on ranks that are gone.
     os._exit(code)

@@ -1,1 +1,1 @@
-"""Wiring of the program: flags and files to joined parts and open ports; debug pages."""
+"""The router program: flags, wiring of the parts, listeners, debug pages."""

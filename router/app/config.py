@@ -1,7 +1,7 @@
-"""What the router is told: flags in, one checked RouterConfig out.
+"""Command line of the router: flags in, one validated RouterConfig out.
 
-Each setting says its flag, its default and its help once. Flags that the reference picker has too carry its
-names. Reads the configuration file; opens nothing else.
+Each field of RouterConfig declares its flag, default and help text. Flags that the reference picker has too
+carry its names. Reads the configuration file; opens nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from common.flags import CommandParser, add_flags, flag, port, said
+from common.flags import CommandParser, add_flags, flag, flag_values, port, positive
 from indexer import IndexerConfig
 from indexer.config import index_config
 from router.app.process import LogFlags
@@ -26,7 +26,6 @@ from router.config.flags import (
     model_source,
     names,
     objective,
-    positive,
     positive_duration,
     positive_number,
     size_bytes,
@@ -35,7 +34,7 @@ from router.config.flags import (
 from router.config.kube import KubeConfig, kube_config
 from router.config.picker_file import COMPAT, PickerConfig, parse_config, read_config
 from router.errors import ConfigError
-from router.plugins.producer_settings import metrics_path_of, tokenizers_of, with_producers
+from router.plugins.producer_settings import apply_producer_settings, metrics_path, tokenizer_sources
 from router.pods.pod_set import DEFAULT_METRICS_PATH
 from router.prompts.body_guard import GATEWAY_ONLY_FIELDS
 from tokenization import TINY_DIRECTORY
@@ -50,26 +49,26 @@ _size = partial(flag, metavar="SIZE")
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """Settings of one router process; port 0 takes a free port. `_Sources` are what others come from."""
+    """Settings of one router process; port 0 binds a free port."""
 
     pods_file: Path | None = flag(
         _PODS,
         "--pods-file",
         Path,
         None,
-        "YAML with a list 'endpoints' of pods, each with name, address, port and maybe labels, as in "
+        "YAML with a list 'endpoints' of pods, each with name, address, port and optional labels, as in "
         "docs/configuration.md; watched for changes",
         metavar="PATH",
     )
-    watch_pods_file: bool = True  # whether later changes are taken over
-    kube: KubeConfig | None = None  # where pods are; None where there is a file
-    pool_name: str = "default"  # in metrics
+    watch_pods_file: bool = True  # whether later changes are applied
+    kube: KubeConfig | None = None  # discovery of pods in a cluster; None: by a file
+    pool_name: str = "default"  # label of metrics
     resources_file: Path | None = flag(
         _PODS,
         "--resources-file",
         Path,
         None,
-        "YAML documents of the kinds InferenceObjective and InferenceModelRewrite",
+        "YAML documents of kind InferenceObjective or InferenceModelRewrite",
         metavar="PATH",
     )
     tokenizers: tuple[tuple[str, str], ...] = flag(
@@ -77,9 +76,9 @@ class RouterConfig:
         "--tokenizer",
         model_source,
         ((_TINY_MODEL, str(TINY_DIRECTORY)),),
-        "a model's tokenizer: a directory with its tokenizer.json, hf:OWNER/NAME@REVISION, unix:PATH of "
-        "a kvroute tokenizer, http://HOST:PORT of a server that renders, or pods: the model's own; may be "
-        "repeated; kvroute-tiny's is built in",
+        "tokenizer of a model: a directory with tokenizer.json, hf:OWNER/NAME@REVISION, unix:PATH of a "
+        "kvroute tokenizer process, http://HOST:PORT of a server with a render API, or pods: the model's "
+        "own pods; may be repeated; kvroute-tiny's is built in",
         action="append",
         metavar="MODEL=SOURCE",
     )
@@ -88,7 +87,7 @@ class RouterConfig:
         "--tokenize-deadline-ms",
         milliseconds,
         0.05,
-        "a prompt not tokenized by then is picked by load alone (default: 50)",
+        "time limit of tokenizing a prompt; after it the request is routed by load alone (default: 50)",
         metavar="MILLISECONDS",
     )
     refresh_interval_s: float = _duration(
@@ -96,28 +95,28 @@ class RouterConfig:
         "--refresh-metrics-interval",
         positive_duration,
         1.0,
-        "between two probes of a pod's health and metrics (default: 1s)",
+        "interval between probes of a pod's health and metrics (default: 1s)",
     )
     host: str = flag(
         _SERVING, "--host", str, "0.0.0.0", "address to listen on (default: %(default)s)", metavar="HOST"
     )
     grpc_port: int = flag(
-        _SERVING, "--grpc-port", port, 9002, "ext_proc, PickEndpoint, access log, health, reflection"
+        _SERVING, "--grpc-port", port, 9002, "port of ext_proc, PickEndpoint, access log, health, reflection"
     )
-    grpc_health_port: int = flag(_SERVING, "--grpc-health-port", port, 9003, "gRPC health alone")
+    grpc_health_port: int = flag(_SERVING, "--grpc-health-port", port, 9003, "port of gRPC health alone")
     metrics_port: int = flag(
-        _SERVING, "--metrics-port", port, 9090, "/metrics, /healthz, /ready, /debug/decisions, /debug/pods"
+        _SERVING, "--metrics-port", port, 9090, "port of /metrics, /healthz, /ready and the pages of /debug/"
     )
     responses_full: bool = False  # whether responses pass through ext_proc too
     max_request_bytes: int = flag(
-        _SERVING, "--max-request-bytes", positive, 8 << 20, "larger bodies are answered with 413"
+        _SERVING, "--max-request-bytes", positive, 8 << 20, "larger bodies are rejected with 413"
     )
     forbidden_fields: tuple[str, ...] = flag(
         _SERVING,
         "--forbidden-body-fields",
         names,
         GATEWAY_ONLY_FIELDS,
-        "fields that a client's body must not have: ext_proc takes them out, ext_authz answers 400; "
+        "fields that a client's body must not have: ext_proc removes them, ext_authz rejects with 400; "
         "empty: none (default: " + ",".join(GATEWAY_ONLY_FIELDS) + ")",
         metavar="NAME,...",
     )
@@ -127,40 +126,41 @@ class RouterConfig:
         str,
         "auto",
         "whether engines have a KV connector (vLLM's --kv-transfer-config): a body that cannot be "
-        "checked for forbidden fields is then refused; auto: if pods have the label llm-d.ai/role or a "
-        "plugin disaggregates (default: %(default)s)",
+        "checked for forbidden fields is then rejected; auto: true if a pod has the label llm-d.ai/role or "
+        "a plugin splits prefill and decode (default: %(default)s)",
         choices=("auto", "true", "false"),
         metavar=None,
     )
-    max_streams: int = flag(_SERVING, "--max-streams", positive, 256, "requests inside the doors at once")
+    max_streams: int = flag(_SERVING, "--max-streams", positive, 256, "concurrent requests on the gRPC port")
     receive_bytes_max: int | None = _size(
         _SERVING,
         "--grpc-max-recv-msg-size",
         size_bytes,
         None,
-        "largest gRPC message that is taken, such as 10MiB (default: --max-request-bytes and 1 MiB)",
+        "largest gRPC message received, such as 10MiB (default: --max-request-bytes plus 1 MiB)",
     )
     send_bytes_max: int | None = _size(
-        _SERVING, "--grpc-max-send-msg-size", size_bytes, None, "largest that is sent (default: the same)"
+        _SERVING, "--grpc-max-send-msg-size", size_bytes, None, "largest sent (default: as received)"
     )
-    tls: TlsOptions | None = None  # of the gRPC port, beside plaintext; None: plaintext alone
-    metrics_tls: MetricsTlsOptions | None = None  # None: plaintext
+    tls: TlsOptions | None = None  # TLS of the gRPC port, besides plaintext; None: plaintext only
+    metrics_tls: MetricsTlsOptions | None = None  # TLS of the metrics port; None: plaintext
     metrics_auth: bool = switch(
         TLS,
         "--metrics-endpoint-auth",
         False,
-        "the metrics port asks the cluster who reads it, by bearer token (the reference's default is true)",
+        "authorize readers of the metrics port by bearer token at the API server (the reference picker's "
+        "default is true)",
     )
     prefill_tokens_per_s: float = flag(
-        _PICKING, "--prefill-tokens-per-s", positive_number, 15_000.0, "a pod's speed until it is learnt"
+        _PICKING, "--prefill-tokens-per-s", positive_number, 15_000.0, "a pod's prefill rate until measured"
     )
     priorities: tuple[tuple[str, int], ...] = flag(
         _PICKING,
         "--objective",
         objective,
         (),
-        "priority of the requests whose x-llm-d-inference-objective is NAME; below 0 they are answered "
-        "with 429 while the pods are saturated; may be repeated",
+        "priority of requests whose x-llm-d-inference-objective is NAME; below 0 they are rejected with "
+        "429 while the pods are saturated; may be repeated",
         action="append",
         metavar="NAME=PRIORITY",
     )
@@ -169,19 +169,22 @@ class RouterConfig:
         "--request-lifetime",
         positive_duration,
         600.0,
-        "a request not heard of again is taken for ended after this (default: 10m)",
+        "time after which a request without a reported end counts as ended (default: 10m)",
     )
     index: IndexerConfig = field(default_factory=IndexerConfig)
-    picker: PickerConfig | None = None  # None: the cost policy picks
-    compat: str = "off"  # one of config_file.COMPAT
+    picker: PickerConfig | None = None  # plugin pipeline; None: the cost policy picks
+    compat: str = "off"  # one of picker_file.COMPAT
     emit_endpoint_scores: bool = switch(
-        _REFERENCE, "--emit-endpoint-scores", False, "ext_proc's metadata tells the scores of all candidates"
+        _REFERENCE,
+        "--emit-endpoint-scores",
+        False,
+        "list the scores of all candidates in ext_proc's metadata",
     )
     subset_filter: bool = switch(
         _REFERENCE,
         "--disable-endpoint-subset-filter",
         True,
-        "the gateway's subset hint is not looked at",
+        "ignore the gateway's endpoint subset hint",
         type=lambda text: not boolean(text),
         const=False,
     )
@@ -190,58 +193,60 @@ class RouterConfig:
         "--metrics-staleness-threshold",
         positive_duration,
         None,
-        "an older account of a pod's load does not count, and the pod is taken for saturated (default: "
-        "three times --refresh-metrics-interval, at least 5s without flow control)",
+        "older load metrics of a pod are ignored, and the pod counts as saturated (default: three times "
+        "--refresh-metrics-interval, at least 5s without flow control)",
     )
-    metrics_path: str = DEFAULT_METRICS_PATH  # where pods tell their load, unless their labels say so
+    metrics_path: str = DEFAULT_METRICS_PATH  # path of pods' metrics, unless a label overrides it
     profiling: bool = switch(
         _REFERENCE,
         "--enable-pprof",
         True,
-        "/debug/pprof/ on the metrics port, free until asked (default: true)",
+        "serve /debug/pprof/ on the metrics port; no cost unless used (default: true)",
     )
     stream_metrics: bool = switch(
         _REFERENCE,
         "--enable-grpc-stream-metrics",
         False,
-        "metrics of ext_proc streams: open, duration, end by code",
+        "export metrics of ext_proc streams: open streams, duration, ends by status code",
     )
     drain_timeout_s: float = _duration(
         _PROCESS,
         "--drain-timeout",
         duration,
         30.0,
-        "how long SIGTERM waits for the requests inside the doors (default: 30s)",
+        "time that SIGTERM waits for running picks and response streams (default: 30s)",
     )
     sync_timeout_s: float = 10.0
     tracing: bool = switch(
         _PROCESS,
         "--tracing",
         False,
-        "send OpenTelemetry spans of the picks to OTEL_EXPORTER_OTLP_ENDPOINT (needs kvroute[tracing])",
+        "send OpenTelemetry spans of picks to OTEL_EXPORTER_OTLP_ENDPOINT (needs kvroute[tracing])",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """Flags that settings are made of together, and those of the process."""
+    """Flags from which `parse_flags` derives settings."""
 
     config_file: Path | None = flag(
         _PODS,
         "--config-file",
         Path,
         None,
-        "EndpointPickerConfig: plugins, profiles, flow control, maybe the pods' file",
+        "EndpointPickerConfig: plugins, profiles, flow control, optionally the pods file",
         metavar="PATH",
     )
-    config_text: str | None = flag(_PODS, "--config-text", str, None, "the same, as text", metavar="YAML")
+    config_text: str | None = flag(
+        _PODS, "--config-text", str, None, "content of a --config-file", metavar="YAML"
+    )
     responses: str | None = flag(
         _SERVING,
         "--responses",
         str,
         None,
-        "skip: ext_proc ends with the request, for an Envoy whose response modes are SKIP and NONE; "
-        "full: responses pass through it too (default: skip; full with a --config-file)",
+        "skip: an ext_proc stream ends with the request, for an Envoy whose response modes are SKIP and "
+        "NONE; full: responses pass through ext_proc too (default: skip; full with a --config-file)",
         choices=("skip", "full"),
         metavar=None,
     )
@@ -250,18 +255,19 @@ class _Sources:
         "--compat",
         str,
         None,
-        "off: our own answers; answers: ext_proc answers in the reference's form (default: answers "
-        "with a --config-file, else off)",
+        "off: the router's own ext_proc responses; answers: the reference picker's (default: answers with "
+        "a --config-file, else off)",
         choices=COMPAT,
         metavar=None,
     )
 
 
 def router_parser() -> argparse.ArgumentParser:
-    """All flags, with the names of the reference picker where it has them too."""
+    """Return the parser of all flags; those of the reference picker keep its names."""
     parser = CommandParser(
         prog="kvroute router",
-        description="Endpoint picker: Envoy (ext_proc) or any gateway (PickEndpoint) asks which pod to use.",
+        description="Endpoint picker: picks a pod for each request of Envoy (ext_proc) or another gateway "
+        "(PickEndpoint).",
     )
     parser.add_argument("--version", action="version", version=f"kvroute {version('kvroute')}")
     add_flags(parser, _Sources, RouterConfig, TlsFlags, TlsOptions, KubeConfig, LogFlags, IndexerConfig)
@@ -270,10 +276,10 @@ def router_parser() -> argparse.ArgumentParser:
 
 
 def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Namespace]:
-    """Read the command line: the configuration, and flags of the process rather than the router (logs).
+    """Parse the command line; return the configuration and the raw flags, which include those of logging.
 
     Raises:
-        ConfigError, indexer.ConfigError: A flag or the configuration file is wrong.
+        ConfigError, indexer.ConfigError: A flag or the configuration file is invalid.
     """
     flags = router_parser().parse_args(argv)
     picker = _picker(flags)
@@ -281,8 +287,8 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
     tls, metrics_tls = tls_options(flags)
     index = index_config(flags)
     if picker is not None:
-        index, kube = with_producers(picker, index, kube)
-    settings = said(RouterConfig, flags) | {
+        index, kube = apply_producer_settings(picker, index, kube)
+    settings = flag_values(RouterConfig, flags) | {
         "pods_file": pods_file,
         "watch_pods_file": watch,
         "kube": kube,
@@ -294,27 +300,27 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         "compat": _compat(flags, picker),
         "tls": tls,
         "metrics_tls": metrics_tls,
-        "metrics_path": metrics_path_of(picker) if picker is not None else DEFAULT_METRICS_PATH,
+        "metrics_path": metrics_path(picker) if picker is not None else DEFAULT_METRICS_PATH,
     }
     return RouterConfig(**settings), flags
 
 
 def _tokenizers(flags: argparse.Namespace, picker: PickerConfig | None) -> tuple[tuple[str, str], ...]:
-    """Where tokenizers are by model; what a flag says goes before the configuration file."""
-    named = tokenizers_of(picker) if picker is not None else {}
+    """Return tokenizer sources by model; flags take precedence over the configuration file."""
+    named = tokenizer_sources(picker) if picker is not None else {}
     return tuple({_TINY_MODEL: str(TINY_DIRECTORY), **named, **dict(flags.tokenizers or ())}.items())
 
 
 def _compat(flags: argparse.Namespace, picker: PickerConfig | None) -> str:
     compat: str = flags.compat or (picker and (picker.compat or "answers")) or "off"
     if compat == "off" and picker is not None and picker.picks:
-        raise ConfigError("--compat off: our own answers do not carry what plugins set; choose answers")
+        raise ConfigError("--compat off: not possible with plugins that pick; use --compat answers")
     return compat
 
 
 def _picker(flags: argparse.Namespace) -> PickerConfig | None:
     if flags.config_file is not None and flags.config_text is not None:
-        raise ConfigError("give either --config-file or --config-text")
+        raise ConfigError("--config-file and --config-text exclude each other: give one of them")
     if flags.config_text is not None:
         return parse_config(flags.config_text, "--config-text")
     return read_config(flags.config_file) if flags.config_file is not None else None
@@ -323,10 +329,14 @@ def _picker(flags: argparse.Namespace) -> PickerConfig | None:
 def _discovery(
     flags: argparse.Namespace, picker: PickerConfig | None
 ) -> tuple[Path | None, bool, KubeConfig | None]:
-    """The one place that says where pods are."""
+    """Return the source of pods: a file and whether to watch it, or a cluster.
+
+    Raises:
+        ConfigError: No source is given, or more than one.
+    """
     discovery, kube = picker.discovery if picker is not None else None, kube_config(flags)
     if discovery is not None and kube is not None and kube.pool:
-        # The reference demands --pool-name in every mode; beside a file it is a name in metrics.
+        # The reference picker requires --pool-name in every mode; with a file it is a label of metrics.
         kube = None
     if [flags.pods_file, discovery, kube].count(None) != 2:
         raise ConfigError(
@@ -334,7 +344,7 @@ def _discovery(
             "names a file-discovery plugin"
         )
     if kube is not None and kube.pool and flags.resources_file is not None:
-        raise ConfigError("--resources-file: with --pool-name objectives and rewrites come from the cluster")
+        raise ConfigError("--resources-file: not with --pool-name, which reads these objects in the cluster")
     if picker is not None and discovery is not None:
         return picker.directory / discovery.path, discovery.watch_file, None
     return flags.pods_file, True, kube

@@ -1,4 +1,4 @@
-"""The metrics port: Prometheus' page and pages for people, from the live state, and who may read them."""
+"""Metrics port: /metrics, health and debug pages from the live state, and their authorization."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from cachetools import TLRUCache
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from common.page_server import Lane, PageServer, Request, Response
+from common.page_server import BoundedExecutor, PageServer, Request, Response
 from common.repeated_log import RepeatedLog
 from indexer import StreamState
 from router.doors.health import Health
 from router.errors import ClusterError
 from router.h2.server import bound_socket
-from router.observe.decision_log import Explain
+from router.observe.decision_log import DecisionLog
 from router.pods.pod_set import Pod, PodSet, PodsSource
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _JSON = "application/json"
-# Probes bring no token, and are answered while other pages take their time.
-_OPEN_TO_ALL = ("/healthz", "/ready")
-_UNKNOWN, _FORBIDDEN, _AWAY = 401, 403, 503
+# Pages without authorization, since probes send no token; served on a thread of their own.
+_PUBLIC_PATHS = ("/healthz", "/ready")
+_UNAUTHORIZED, _FORBIDDEN, _UNAVAILABLE = 401, 403, 503
 _TOKEN_CHARS_MAX = 16_384
-_KEPT = 1024
-_NOT_KEPT = 0
-# As long as the reference's library keeps them.
-_KEPT_IF_ALLOWED_S, _KEPT_IF_NOT_S = 60.0, 10.0
+_CACHE_SIZE = 1024
+_NOT_CACHED = 0
+# Cache times of the reference picker's library.
+_ALLOWED_TTL_S, _DENIED_TTL_S = 60.0, 10.0
 _DECISIONS_DEFAULT = 20
 _SAMPLE_EVERY_S = 0.01
 _PROFILE_S, _PROFILE_MAX_S = 30.0, 120.0
@@ -73,47 +73,50 @@ class _Review(msgspec.Struct):
 
 @dataclass(eq=False)
 class MetricsAuth:
-    """Decides who may read a page: the cluster is asked, by the reader's bearer token.
+    """Authorizer of page requests by bearer token, through the cluster's API server.
 
-    Two questions for each new token: whose is it (TokenReview), and may they get this path
-    (SubjectAccessReview). Answers are kept for a while; while the API server is away nobody new is let in. To
-    be used by one event loop.
+    Sends a TokenReview and a SubjectAccessReview for each new token and path, and caches the results. While
+    the API server is unavailable, uncached requests are rejected. Use it from one event loop only.
     """
 
     reviewer: KubeClient
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        # By path and digest of the token.
-        self._kept: TLRUCache[bytes, int | None] = TLRUCache(_KEPT, _kept_until_s, self.clock)
-        self._reviews = Lane("metrics-reviews")
+        # Status by digest of path and token; None: allowed.
+        self._cache: TLRUCache[bytes, int | None] = TLRUCache(_CACHE_SIZE, _expires_s, self.clock)
+        self._reviews = BoundedExecutor("metrics-reviews")
         self._repeated = RepeatedLog(_log)
 
     def close(self) -> None:
         self._reviews.close()
 
-    async def refusal(self, path: str, authorization: str | None) -> int | None:
-        """Return the status to refuse with; None: the page may be shown."""
+    async def denial(self, path: str, authorization: str | None) -> int | None:
+        """Return the HTTP status that rejects the request; None: it is allowed."""
         token = _token(authorization)
         if token is None:
-            return _UNKNOWN
+            return _UNAUTHORIZED
         key = hashlib.sha256(f"{path}\n{token}".encode("utf-8", "replace")).digest()
-        known = self._kept.get(key, _NOT_KEPT)
-        if known != _NOT_KEPT:
+        known = self._cache.get(key, _NOT_CACHED)
+        if known != _NOT_CACHED:
             return known
         try:
-            answer = self._kept[key] = await self._reviews.run(lambda: self._ask(path, token))
+            answer = self._cache[key] = await self._reviews.run(lambda: self._ask(path, token))
         except (ClusterError, msgspec.MsgspecError) as error:
             self._repeated.event(
-                "review_failed", "reviews", "the cluster cannot be asked who reads %s: %s", path[:100], error
+                "review_failed",
+                "reviews",
+                "metrics authorization failed: path=%s error=%s",
+                path[:100],
+                error,
             )
-            return _AWAY
+            return _UNAVAILABLE
         return answer
 
     def _ask(self, path: str, token: str) -> int | None:
         known = self._status("TokenReview", {"token": token})
         if not known.authenticated:
-            return _UNKNOWN
+            return _UNAUTHORIZED
         user = known.user
         spec = {
             "user": user.username,
@@ -128,25 +131,25 @@ class MetricsAuth:
         return msgspec.json.decode(self.reviewer.review(kind, spec), type=_Review).status
 
 
-def _kept_until_s(_key: bytes, answer: int | None, now_s: float) -> float:
-    return now_s + (_KEPT_IF_ALLOWED_S if answer is None else _KEPT_IF_NOT_S)
+def _expires_s(_key: bytes, answer: int | None, now_s: float) -> float:
+    return now_s + (_ALLOWED_TTL_S if answer is None else _DENIED_TTL_S)
 
 
 def _token(authorization: str | None) -> str | None:
-    """Return the bearer token; None if there is none, or it is too long."""
+    """Return the bearer token of the header; None if it is missing or too long."""
     scheme, _, token = (authorization or "").partition(" ")
     token = token.strip()
     return token if scheme.lower() == "bearer" and 0 < len(token) <= _TOKEN_CHARS_MAX else None
 
 
 class DebugServer:
-    """The metrics port's server.
+    """HTTP server of the metrics port.
 
     Args:
-        pages: By path: given the query, a status and a value that is answered as JSON, or as text if it is
-            text. They run on threads, several at once.
-        tls: Gives the context for a new connection; None: plaintext.
-        authorize: None: everybody sees everything. /healthz and /ready are open to all in any case.
+        pages: Pages by path. A page receives the query and returns a status and a value, which is sent as
+            text if it is a str, else as JSON. Pages run concurrently on threads.
+        tls: Factory of SSL contexts for new connections; None: plaintext.
+        authorize: Authorizer of requests other than /healthz and /ready; None: all are allowed.
 
     Raises:
         ListenError: The address is in use.
@@ -165,7 +168,7 @@ class DebugServer:
         self._registry, self._pages, self._authorize = registry, dict(pages), authorize
         self._server = PageServer(bound_socket("--metrics-port", host, port), self._answer, tls)
         self.port = self._server.port
-        self._probes, self._others = Lane("pages-probes"), Lane("pages-others")
+        self._probes, self._others = BoundedExecutor("pages-probes"), BoundedExecutor("pages-others")
 
     def start(self) -> None:
         self._server.start()
@@ -177,12 +180,12 @@ class DebugServer:
                 part.close()
 
     async def _answer(self, request: Request) -> Response:
-        if request.path in _OPEN_TO_ALL:
+        if request.path in _PUBLIC_PATHS:
             return await self._probes.run(lambda: self._page(request))
         if self._authorize is not None:
-            refusal = await self._authorize.refusal(request.path, request.headers.get("authorization"))
-            if refusal is not None:
-                return _response(refusal, {"error": "not allowed"})
+            status = await self._authorize.denial(request.path, request.headers.get("authorization"))
+            if status is not None:
+                return _response(status, {"error": "not allowed"})
         return await self._others.run(lambda: self._page(request))
 
     def _page(self, request: Request) -> Response:
@@ -190,7 +193,7 @@ class DebugServer:
             return Response(200, generate_latest(self._registry), CONTENT_TYPE_LATEST)
         page = self._pages.get(request.path)
         if page is None:
-            return _response(404, {"error": f"no such page; there are /metrics, {', '.join(self._pages)}"})
+            return _response(404, {"error": f"page not found; pages: /metrics, {', '.join(self._pages)}"})
         return _response(*page(request.query))
 
 
@@ -202,15 +205,15 @@ def _response(status: int, value: Any) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class DebugPages:
-    """The pages by path."""
+    """Health and debug pages, from the live state of the router."""
 
     source: PodsSource
     pods: PodSet
     index: KvIndexer
-    explain: Explain
+    decision_log: DecisionLog
     health: Health
-    plugins: Callable[[], Mapping[str, Any]]  # returns what configured plugins remember, by name
-    routers: Callable[[float], Sequence[Mapping[str, Any]]]  # returns the others of the fleet, by the time
+    plugins: Callable[[], Mapping[str, Any]]  # returns the state of configured plugins by name
+    routers: Callable[[float], Sequence[Mapping[str, Any]]]  # returns the peer routers' state at a time
 
     def pages(self) -> dict[str, Page]:
         return {
@@ -218,7 +221,7 @@ class DebugPages:
             "/ready": self._is_ready,
             "/debug/decisions": self._decisions,
             "/debug/pods": self._pod_list,
-            "/debug/discovery": lambda _query: (200, self.source.shown(time.monotonic())),
+            "/debug/discovery": lambda _query: (200, self.source.status(time.monotonic())),
             "/debug/plugins/state": lambda _query: (200, {"plugins": self.plugins()}),
         }
 
@@ -237,12 +240,12 @@ class DebugPages:
 
     def _decisions(self, query: Query) -> tuple[int, Any]:
         if "request_id" in query:
-            record = self.explain.one(query["request_id"])
+            record = self.decision_log.find(query["request_id"])
             return 200, {"decisions": [record] if record is not None else []}
         count = query.get("n", str(_DECISIONS_DEFAULT))
         if not count.isdecimal() or len(count) > 9:
-            return 400, {"error": f"n must be a whole number, not {count!r}"}
-        return 200, {"decisions": self.explain.latest(int(count))}
+            return 400, {"error": f"n: expected a whole number, got {count!r}"}
+        return 200, {"decisions": self.decision_log.latest(int(count))}
 
     def _pod_list(self, _query: Query) -> tuple[int, Any]:
         views = self.index.states()
@@ -276,19 +279,19 @@ _profiling = threading.Lock()
 
 
 def profile_pages() -> dict[str, Page]:
-    """What the process does with its time: /debug/pprof/ as text.
+    """Return the pages of /debug/pprof/: a sampling profiler of all threads, and their current stacks.
 
-    Sampled from outside the threads, so it costs nothing until asked; one profile at a time, bounded in time
-    and size. A profile's lines are collapsed stacks ("outer;inner count"), which flame graph tools read.
+    Profiles are taken one at a time, for at most 120 s and 20,000 different stacks. A profile's lines are
+    collapsed stacks ("outer;inner count"), the input of flame graph tools.
     """
     index = (
         "profile?seconds=N  collapsed stacks of all threads, 100 samples a second (default 30)\n"
-        "goroutine          where every thread stands now\n"
+        "goroutine          current stacks of all threads\n"
     )
     return {
         "/debug/pprof/": lambda _query: (200, index),
         "/debug/pprof/profile": _profile,
-        "/debug/pprof/goroutine": lambda _query: (200, _threads()),
+        "/debug/pprof/goroutine": lambda _query: (200, _thread_stacks()),
     }
 
 
@@ -298,17 +301,17 @@ def _profile(query: Query) -> tuple[int, str]:
     except ValueError:
         seconds = 0.0
     if not 0.0 < seconds <= _PROFILE_MAX_S:
-        return 400, f"seconds must be a number above 0, at most {_PROFILE_MAX_S:g}\n"
+        return 400, f"seconds: expected a number above 0 and up to {_PROFILE_MAX_S:g}\n"
     if not _profiling.acquire(blocking=False):
-        return 503, "another profile is being taken\n"
+        return 503, "another profile is in progress; try again later\n"
     try:
-        stacks = _sampled(seconds)
+        stacks = _sample_stacks(seconds)
     finally:
         _profiling.release()
     return 200, "".join(f"{stack} {count}\n" for stack, count in stacks.most_common())
 
 
-def _threads() -> str:
+def _thread_stacks() -> str:
     names = _thread_names()
     return "\n".join(
         f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame, _STACK_DEPTH_MAX))}"
@@ -316,7 +319,7 @@ def _threads() -> str:
     )
 
 
-def _sampled(seconds: float) -> Counter[str]:
+def _sample_stacks(seconds: float) -> Counter[str]:
     stacks: Counter[str] = Counter()
     ends_s = time.monotonic() + seconds
     while time.monotonic() < ends_s:
@@ -330,9 +333,9 @@ def _sampled(seconds: float) -> Counter[str]:
 
 
 def _frames() -> dict[int, FrameType]:
-    """Return the stacks of all threads but this one."""
+    """Return the current stack frames of all threads except the calling one, by thread id."""
     own = threading.get_ident()
-    # The only way to see other threads' stacks; documented for exactly this, whatever its underscore says.
+    # The documented way to read other threads' stacks, despite its underscore.
     return {number: frame for number, frame in sys._current_frames().items() if number != own}
 
 
@@ -341,9 +344,9 @@ def _thread_names() -> dict[int | None, str]:
 
 
 def _stack(frame: FrameType | None) -> str:
-    places: list[str] = []
-    while frame is not None and len(places) < _STACK_DEPTH_MAX:
+    calls: list[str] = []
+    while frame is not None and len(calls) < _STACK_DEPTH_MAX:
         code = frame.f_code
-        places.append(f"{frame.f_globals.get('__name__', '?')}.{code.co_qualname}:{frame.f_lineno}")
+        calls.append(f"{frame.f_globals.get('__name__', '?')}.{code.co_qualname}:{frame.f_lineno}")
         frame = frame.f_back
-    return ";".join(reversed(places))
+    return ";".join(reversed(calls))

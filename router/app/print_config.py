@@ -1,7 +1,4 @@
-"""What a router would run with, for people: a RouterConfig in, YAML text with units out.
-
-Whatever may hold a secret is hidden. Knows no flags: names are those of the settings.
-"""
+"""Output of --print-config: a RouterConfig as YAML with units, secrets hidden."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import yaml
 from router.app.config import RouterConfig
 from router.config.picker_file import PickerConfig
 
-# By a name's ending: what follows the number. The first that fits counts.
+# Units by the suffix of a setting's name; the first match wins.
 _UNITS = {
     "_tokens_per_s": "tokens/s",
     "_s": "s",
@@ -29,28 +26,28 @@ _UNITS = {
 _HIDDEN = "<hidden>"
 
 
-def printed_config(config: RouterConfig) -> str:
-    """The effective configuration."""
-    return yaml.safe_dump(_told(config), sort_keys=False, width=100)
+def config_as_yaml(config: RouterConfig) -> str:
+    """Return the effective configuration as YAML, by the names of `RouterConfig`'s fields."""
+    return yaml.safe_dump(_settings(config), sort_keys=False, width=100)
 
 
-def _told(settings: Any) -> dict[str, Any]:
-    told = {}
+def _settings(settings: Any) -> dict[str, Any]:
+    shown = {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if not field.repr and value is not None:
-            told[field.name] = _HIDDEN
+            shown[field.name] = _HIDDEN
         else:
             units = (unit for ending, unit in _UNITS.items() if field.name.endswith(ending))
-            told[field.name] = _value(value, next(units, ""))
-    return told
+            shown[field.name] = _value(value, next(units, ""))
+    return shown
 
 
 def _value(value: Any, unit: str) -> Any:
     if isinstance(value, PickerConfig):
         return _picker(value)
     if dataclasses.is_dataclass(value):
-        return _told(value)
+        return _settings(value)
     if isinstance(value, Mapping):
         return {str(key): _value(item, unit) for key, item in value.items()}
     if isinstance(value, tuple | list | frozenset):
@@ -63,12 +60,12 @@ def _value(value: Any, unit: str) -> Any:
 
 
 def _picker(picker: PickerConfig) -> dict[str, Any]:
-    """The file as it was understood; defaults that plugins add themselves are theirs to tell."""
+    """Return the parsed configuration file, without the defaults of plugins' parameters."""
     return {
         "source": picker.section.source,
         "feature_gates": dict(picker.gates),
         "plugins": [
-            {"name": entry.name, "type": entry.type, "parameters": entry.told.value()}
+            {"name": entry.name, "type": entry.type, "parameters": entry.parameters_section.value()}
             for entry in picker.plugins.values()
         ],
         "profiles": [

@@ -1,4 +1,4 @@
-"""The process itself: how it logs, keeps its memory, listens, and is told to stop. Knows no requests."""
+"""Process-wide settings: log format, malloc, garbage collection, stop signals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _flag = partial(flag, "process")
 class LogFlags:
     """Flags of logging."""
 
-    v: int = _flag("-v --v", count, 0, "1 and above: every detail", metavar="LEVEL")
+    v: int = _flag("-v --v", count, 0, "1 and above: debug logs", metavar="LEVEL")
     zap_log_level: int | None = _flag(
         "--zap-log-level",
         log_level,
@@ -44,17 +44,17 @@ class LogFlags:
         "--zap-encoder",
         str,
         "console",
-        "json: a log line is a JSON object (default: %(default)s)",
+        "json: each log line is a JSON object (default: %(default)s)",
         choices=("console", "json"),
         metavar=None,
     )
     print_config: bool = switch(
-        "process", "--print-config", False, "print what these flags and files come to, and end"
+        "process", "--print-config", False, "print the effective configuration and exit"
     )
 
 
 def set_up_logs(flags: argparse.Namespace) -> None:
-    """Sets level and form of all logs; -v and --zap-log-level may each ask for more."""
+    """Set level and format of all logs; the more verbose of -v and --zap-log-level wins."""
     level = logging.INFO if flags.zap_log_level is None else flags.zap_log_level
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if flags.zap_encoder == "json" else logging.Formatter(_CONSOLE))
@@ -62,26 +62,25 @@ def set_up_logs(flags: argparse.Namespace) -> None:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line, with the names that zap gives its fields."""
+    """Formatter that writes one JSON object per line with zap's field names."""
 
     def format(self, record: logging.LogRecord) -> str:
-        told = {
+        fields = {
             "level": record.levelname.lower(),
             "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "logger": record.name,
             "msg": record.getMessage(),
         }
         if record.exc_info:
-            told["stacktrace"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(told).decode()
+            fields["stacktrace"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(fields).decode()
 
 
-def use_one_heap() -> None:
-    """Has all threads share one heap; call it before there are any.
+def use_single_arena() -> None:
+    """Limit malloc to one arena for all threads; call it before starting threads. No-op without glibc.
 
-    glibc gives each thread a heap of its own, which grows by single pages with a system call each: about one
-    for each request. Threads that hold the GIL in turns gain nothing from that. With another C library
-    nothing happens.
+    glibc gives each thread an arena, which grows by single pages with a system call each: about one per
+    request. Threads that share the GIL do not allocate in parallel, so they gain nothing from it.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -92,11 +91,10 @@ def use_one_heap() -> None:
     mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
-def give_back() -> None:
-    """Return free memory to the system where there is more of it than requests need.
+def trim_heap() -> None:
+    """Return free heap memory above 64 MiB to the system. No-op without glibc.
 
-    After a flood of connections or events the heap has large holes, which glibc keeps. With another C library
-    nothing happens.
+    After a burst of connections or events the heap has large holes, which glibc does not return by itself.
     """
     try:
         libc = ctypes.CDLL(None)
@@ -109,26 +107,25 @@ def give_back() -> None:
 
 
 class _MallInfo2(ctypes.Structure):
-    """`struct mallinfo2` of malloc.h."""
+    """C struct `mallinfo2` of malloc.h."""
 
     _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
     _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
-def calm_collector() -> None:
-    """Lets Python's cycle collector look less often, and never at what lives as long as the process."""
-    # Requests leave no cycles behind; what is looked for is only what went wrong.
+def tune_gc() -> None:
+    """Make the garbage collector run less often, and exclude all objects alive now from it."""
+    # Requests create no reference cycles, so only errors leave anything to collect.
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_COLLECT_AFTER)
 
 
 class StopSignals:
-    """SIGTERM and SIGINT as something to wait for, whichever thread the system hands them to.
+    """Waiter for SIGTERM or SIGINT, whichever thread receives it; create it in the main thread.
 
-    Catches them from its making on; to be made in the main thread. Blocking them for sigwait is not enough:
-    libraries start threads while they are imported, and a signal that one of these does not block ends the
-    process.
+    Installs handlers at creation. Blocking the signals for sigwait would not suffice: libraries start threads
+    at import, and a signal to a thread that does not block it ends the process.
     """
 
     def __init__(self) -> None:
@@ -139,5 +136,5 @@ class StopSignals:
             signal.signal(number, lambda _number, _frame: None)
 
     def wait(self) -> None:
-        """Waits for the first one; returns at once if it has come already."""
+        """Wait for the first signal since creation; return at once if it has arrived already."""
         self._reader.recv(1)

@@ -1,4 +1,4 @@
-"""The router process: a RouterConfig in, a running endpoint picker out; wires the parts, owns their lives."""
+"""The router process: builds, starts and closes the parts that a RouterConfig describes."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from indexer import ConfigError as IndexerConfigError
-from indexer import KvIndexer
-from indexer.streams.subscriber import raise_open_files
+from indexer import KvIndexer, raise_open_files
 from router.app.config import RouterConfig, parse_flags
 from router.app.debug_pages import DebugPages
-from router.app.print_config import printed_config
-from router.app.process import StopSignals, calm_collector, give_back, set_up_logs, use_one_heap
+from router.app.print_config import config_as_yaml
+from router.app.process import StopSignals, set_up_logs, trim_heap, tune_gc, use_single_arena
 from router.app.wiring import (
-    connector_sign,
-    entrance,
+    build_admission,
+    build_ranker,
+    build_scheduler,
+    kv_connector_sign,
     listen_grpc,
     listen_health,
     listen_metrics,
-    may_wait,
-    open_source,
+    open_pods_source,
+    pick_may_block,
     plugin_states,
-    ranker,
-    scheduler,
 )
-from router.config.flags import told_in_vain
+from router.config.flags import ignored_flags
 from router.config.resources import Resources, RewriteRules, read_resources
-from router.doors.access_log import AccessLogDoor
-from router.doors.ext_authz import CheckDoor
-from router.doors.ext_proc import ExtProcDoor, ExtProcOptions
-from router.doors.ext_proc_forms import OwnForm, llmd_form
+from router.doors.access_log import AccessLogService
+from router.doors.ext_authz import ExtAuthzService
+from router.doors.ext_proc import ExtProcOptions, ExtProcService
+from router.doors.ext_proc_dialects import LlmdOptions, NativeDialect, llmd_dialect
 from router.doors.health import Health
-from router.doors.pick import PickDoor
+from router.doors.pick import EndpointPickerService
 from router.errors import ConfigError, ListenError
 from router.feedback.fleet import Fleet
-from router.feedback.lifecycle import EngineWatch, Outcomes, Reconciler
+from router.feedback.lifecycle import EngineCheck, Lifecycle, LostEndDetector
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
-from router.observe.decision_log import Explain
+from router.observe.decision_log import DecisionLog
 from router.observe.metrics import (
-    MetricTwins,
+    MetricAliases,
     RouterMetrics,
     StateCollector,
     StreamMetrics,
     TokenizerCollector,
 )
+from router.observe.requests import ObservedRouter, RequestRecorder
 from router.observe.tracing import Traces
 from router.picking.route import Router
 from router.pods.pod_set import Pod, PodSet
@@ -72,22 +72,22 @@ _GIVE_BACK_EVERY_S = 60.0
 
 
 class RouterServer:
-    """One router with all its doors.
+    """One router with all its listeners.
 
     Raises:
-        ConfigError: The pods file or a tokenizer is wrong, or there are no credentials for a cluster.
+        ConfigError: The pods file or a tokenizer is invalid, or credentials for the cluster are missing.
         ListenError: A port is in use.
     """
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
-        # What the configuration may have wrong comes before whatever opens sockets.
-        self._ranker = ranker(config)
+        # Parts that validate the configuration are built before those that open sockets.
+        self._ranker = build_ranker(config)
         registry = CollectorRegistry()
         resources = read_resources(config.resources_file) if config.resources_file else Resources()
         self._rewrites = RewriteRules(resources.rules, np.random.default_rng())
         self.pods = PodSet()
-        self._admission, self._flow = entrance(config, resources.priorities, self.pods, registry)
+        self._admission, self._flow = build_admission(config, resources.priorities, self.pods, registry)
         self._ledger = Ledger(LedgerParameters(lifetime_s=config.request_lifetime_s), self.pods.board)
         self.rates = PrefillRates(
             RateParameters(prior_tokens_per_s=config.prefill_tokens_per_s), self.pods.board
@@ -95,38 +95,37 @@ class RouterServer:
         self._metrics = RouterMetrics(registry)
         registry.register(StateCollector(self.pods, self._ledger, time.monotonic, config.pool_name))
         if config.compat != "off":
-            registry.register(MetricTwins(registry))
-        self.explain = Explain(_DECISIONS_KEPT, self._pod_name)
-        # The index is made after those who call it: it calls them, too.
-        self.outcomes = Outcomes(
+            registry.register(MetricAliases(registry))
+        self.decision_log = DecisionLog(_DECISIONS_KEPT, self._pod_name)
+        # Lambdas, because the index is built later: it calls `lifecycle` too.
+        self.lifecycle = Lifecycle(
             self._ledger,
             self.rates,
-            self.explain,
-            self._metrics,
+            RequestRecorder(self.decision_log, self._metrics),
             lambda request, now_s: self.index.settle(request, now_s),
             lambda request: self.index.cancel_expectation(request),
         )
-        self._reconciler = Reconciler(self.outcomes)
+        self._lost_ends = LostEndDetector(self.lifecycle)
         self.health = Health()
         self._stopping = threading.Event()
         self._review_due_s = 0.0
         self._looked_s = 0.0
         self._give_back_due_s = 0.0
         self._listed_s: float | None = None
-        self._housekeeper = threading.Thread(target=self._keep_house, name="housekeeping", daemon=True)
-        # Closed in the other order: by `close`, or at once if one of them cannot be had.
+        self._housekeeper = threading.Thread(target=self._run_housekeeping, name="housekeeping", daemon=True)
+        # Closed in reverse order: by `close`, or here if one of them cannot be opened.
         with ExitStack() as opened:
             self._open(registry, opened)
             self._opened = opened.pop_all()
 
     @property
     def ports(self) -> dict[str, int]:
-        """The bound ports by flag."""
+        """Bound ports by listener: `grpc`, `grpc-health`, `metrics`."""
         return {"grpc": self._grpc.port, "grpc-health": self._grpc_health.port, "metrics": self._debug.port}
 
     @property
     def requests_in_flight(self) -> int:
-        """Requests dispatched and not heard to have ended."""
+        """Number of dispatched requests whose end has not been reported."""
         return len(self._ledger)
 
     def start(self) -> None:
@@ -142,7 +141,7 @@ class RouterServer:
         _log.info("listening: %s", ", ".join(f"{name} {port}" for name, port in self.ports.items()))
 
     def drain(self) -> None:
-        """Tells gateways to go elsewhere and waits, with a limit, for the requests inside the doors."""
+        """Report NOT_SERVING, then wait up to the drain timeout for picks and streams in progress."""
         self._stop_housekeeping()
         self._grpc.drain()
         deadline_s = time.monotonic() + self.config.drain_timeout_s
@@ -150,14 +149,14 @@ class RouterServer:
             time.sleep(_HOUSEKEEPING_S)
 
     def close(self) -> None:
-        """Ends everything; idempotent."""
+        """Close all parts and listeners. Idempotent."""
         self._stop_housekeeping()
         self._opened.close()
 
     def _open(self, registry: CollectorRegistry, opened: ExitStack) -> None:
-        """Makes the parts that hold sockets, loops and processes; each is closed before what it calls."""
+        """Open the parts with sockets, threads and processes; each is closed before the parts it calls."""
         config = self.config
-        self._source = opened.enter_context(closing(open_source(config, registry, self._take)))
+        self._source = opened.enter_context(closing(open_pods_source(config, registry, self._set_resources)))
         tokenize = TokenizeOptions(config.tokenize_deadline_s)
         self._tokenizers = TokenizerRegistry.load(dict(config.tokenizers), tokenize)
         opened.callback(self._tokenizers.close)
@@ -168,36 +167,36 @@ class RouterServer:
         self.index = KvIndexer(
             config.index,
             registry=registry,
-            on_stored=self.outcomes.stored,
-            # Likewise made after the index.
+            on_stored=self.lifecycle.stored,
+            # A lambda, because the pod watch is built later.
             on_link=lambda pod, up: self.watch.link(pod, up),
         )
         opened.callback(self.index.close)
         self._fleet = Fleet(
-            config.index, self.index.exports.identity, self._ledger, self.pods, self.index, self.outcomes
+            config.index, self.index.exports.identity, self._ledger, self.pods, self.index, self.lifecycle
         )
         opened.callback(self._fleet.close)
         registry.register(self._fleet)
         if config.index.peers:
-            self.outcomes.join(self._fleet)
+            self.lifecycle.forward_to(self._fleet)
         self.watch = opened.enter_context(closing(self._pod_watch()))
-        self.router = Router(
+        routed = Router(
             pods=self.pods,
             tokenizers=self._tokenizers,
             index=self.index,
             admission=self._admission,
-            scheduler=scheduler(config, self.pods, self._ledger, self._ranker),
-            sink=self.outcomes,
+            scheduler=build_scheduler(config, self.pods, self._ledger, self._ranker),
+            dispatched=self.lifecycle.decided,
             flow=self._flow,
-            traces=self._traces,
         )
+        self.router = ObservedRouter(routed, self._metrics, self._traces)
         self._debug = opened.enter_context(closing(listen_metrics(config, registry, self._pages())))
         self._grpc_health = opened.enter_context(closing(listen_health(config, self.health)))
-        waits = may_wait(config, self._flow, self._tokenizers)
-        grpc = listen_grpc(config, self._services(registry), may_wait=waits)
+        may_block = pick_may_block(config, self._flow, self._tokenizers)
+        grpc = listen_grpc(config, self._services(registry), may_block=may_block)
         self._grpc = opened.enter_context(closing(grpc))
         if self._flow is not None:
-            # Before the doors: whoever waits in it waits in them.
+            # Closed before the listeners: requests queued in flow control occupy their threads.
             opened.callback(self._flow.close)
 
     def _pod_watch(self) -> PodWatch:
@@ -212,7 +211,7 @@ class RouterServer:
             ),
             self.index.follow,
             interval_s=config.refresh_interval_s,
-            engines=EngineWatch(self._ledger, self.index.observe),
+            engines=EngineCheck(self._ledger, self.index.observe),
             declared=self._forget_others,
         )
 
@@ -221,81 +220,84 @@ class RouterServer:
             source=self._source,
             pods=self.pods,
             index=self.index,
-            explain=self.explain,
+            decision_log=self.decision_log,
             health=self.health,
             plugins=lambda: plugin_states(self._ranker, self._flow),
-            routers=self._fleet.shown,
+            routers=self._fleet.status,
         )
 
     def _services(self, registry: CollectorRegistry) -> list[Callable[[Any], object]]:
-        """Make the doors of the gRPC port; each adds its service to a server."""
-        config, outcomes, metrics = self.config, self.outcomes, self._metrics
+        """Return functions that register the services of the gRPC port with a server."""
+        config, lifecycle, metrics = self.config, self.lifecycle, self._metrics
         guard = BodyGuard(
-            config.forbidden_fields, lambda: connector_sign(config, self.pods.snapshot()) is not None
+            config.forbidden_fields, lambda: kv_connector_sign(config, self.pods.snapshot()) is not None
         )
         ext_proc = self._ext_proc(guard)
         opened = StreamMetrics(registry).opened if config.stream_metrics else None
         return [
             lambda server: ext_proc.add_to(server, opened),
-            CheckDoor(self.router, guard, metrics, config.max_request_bytes).add_to,
-            PickDoor(self.router, outcomes, metrics, self.pods).add_to,
-            AccessLogDoor(outcomes, metrics, self.watch.distrust).add_to,
+            ExtAuthzService(self.router, guard, metrics, config.max_request_bytes).add_to,
+            EndpointPickerService(self.router, lifecycle, metrics, self.pods).add_to,
+            AccessLogService(lifecycle, metrics, self.watch.distrust).add_to,
             self.index.exports.add_to,
-            self._fleet.door.add_to,
+            self._fleet.service.add_to,
             self.health.add_to,
         ]
 
-    def _ext_proc(self, guard: BodyGuard) -> ExtProcDoor:
+    def _ext_proc(self, guard: BodyGuard) -> ExtProcService:
         config, router, metrics = self.config, self.router, self._metrics
         options = ExtProcOptions(config.max_request_bytes, config.responses_full, config.subset_filter)
         if config.compat == "off":
-            return ExtProcDoor(OwnForm(router=router, guard=guard, metrics=metrics), self.outcomes, options)
-        form = llmd_form(config, self._rewrites, router, guard, metrics, self.pods)
-        evictions = self._flow.evictions if self._flow is not None else None
-        return ExtProcDoor(form, self.outcomes, options, evictions)
+            return ExtProcService(
+                NativeDialect(router=router, guard=guard, metrics=metrics), self.lifecycle, options
+            )
+        llmd = LlmdOptions(config.picker, config.max_request_bytes, config.emit_endpoint_scores)
+        form = llmd_dialect(llmd, self._rewrites, router, guard, metrics, self.pods)
+        evictable = self._flow.evictable if self._flow is not None else None
+        return ExtProcService(form, self.lifecycle, options, evictable)
 
     def _stop_housekeeping(self) -> None:
         self._stopping.set()
-        # Only then can a late sync no longer make us ready again.
+        # Joined first: a running housekeeping pass could set the router ready again.
         if self._housekeeper.is_alive():
             self._housekeeper.join()
         self.health.set_ready(False)
 
-    def _keep_house(self) -> None:
+    def _run_housekeeping(self) -> None:
         while not self._stopping.wait(_HOUSEKEEPING_S):
             try:
-                self._tidy(time.monotonic())
+                self._housekeep(time.monotonic())
             except Exception:
-                # Without housekeeping nothing would expire, and the router never be ready.
-                _log.exception("housekeeping failed; it goes on")
+                # The thread must survive: without it nothing expires and the router never becomes ready.
+                _log.exception("housekeeping failed, will retry")
 
-    def _tidy(self, now_s: float) -> None:
-        self.outcomes.expire(now_s)
-        self._reconciler.look(self.pods.snapshot(), now_s)
+    def _housekeep(self, now_s: float) -> None:
+        self.lifecycle.expire(now_s)
+        self._lost_ends.check(self.pods.snapshot(), now_s)
         if now_s >= self._review_due_s:
             self._review_due_s = now_s + _REVIEW_EVERY_S
             self.index.check_mismatches()
-            self.rates.review(now_s)
+            self.rates.expire(now_s)
         if now_s >= self._give_back_due_s:
             self._give_back_due_s = now_s + _GIVE_BACK_EVERY_S
-            give_back()
+            trim_heap()
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
             engines = self.index.engine_registry.engines.values()
-            self._source.look(self.pods.snapshot().values(), tuple(engines), now_s)
+            self._source.check(self.pods.snapshot().values(), tuple(engines), now_s)
         if not self.health.ready and self._synced(now_s):
-            sign = connector_sign(self.config, self.pods.snapshot())
+            sign = kv_connector_sign(self.config, self.pods.snapshot())
             if sign is not None and self.config.forbidden_fields:
                 _log.warning(
-                    "engines have a KV connector, so requests whose body cannot be checked are refused: "
-                    "sign=%s; the gateway must not fail open (failure_mode_allow: false)",
+                    "KV connector detected, rejecting requests whose body cannot be checked: sign=%s; set "
+                    "failure_mode_allow: false in the gateway",
                     sign,
                 )
             self.health.set_ready(True)
             _log.info("ready")
 
     def _synced(self, now_s: float) -> bool:
-        """Whether it is known which pods there are, each was asked, and its view built; or had their time."""
+        """Return whether all pods are listed, probed and their views built, or the time limit has passed."""
         if not self.watch.listed:
             return False
         if self._listed_s is None:
@@ -304,8 +306,8 @@ class RouterServer:
         if not (self.watch.synced or late):
             return False
         pods = self.pods.snapshot()
-        # Pods that are Ready and refuse us, all of them: it is we whom a network policy does not know yet.
-        if self.config.kube is not None and not late and _all_refuse(pods.values()):
+        # All Ready pods are unreachable: probably a network policy does not yet admit this router.
+        if self.config.kube is not None and not late and _all_unreachable(pods.values()):
             return False
         return not any(pod in pods and pods[pod].ready for pod in self.index.pending())
 
@@ -313,39 +315,42 @@ class RouterServer:
         pod = self.pods.snapshot().get(address)
         return pod.name if pod is not None else ""
 
-    def _take(self, resources: Resources) -> None:
-        """Objectives and rewrites of the cluster, whenever they change."""
+    def _set_resources(self, resources: Resources) -> None:
+        """Apply changed objectives and rewrites of the cluster."""
         self._admission.priorities = dict(self.config.priorities) | dict(resources.priorities)
         self._rewrites.replace(resources.rules)
 
-    def _forget_others(self, pods: Collection[str], anew: Collection[str]) -> None:
-        # What begins anew may be another machine.
-        self.rates.keep(set(pods).difference(anew))
+    def _forget_others(self, pods: Collection[str], restarted: Collection[str]) -> None:
+        # A restarted pod may run on another machine, so its learned rate is dropped.
+        self.rates.keep(set(pods).difference(restarted))
         self._metrics.keep(pods)
         self._ledger.keep(pods)
 
 
-def _all_refuse(pods: Collection[Pod]) -> bool:
-    """Whether some pods are declared as ready, and none of them answered."""
+def _all_unreachable(pods: Collection[Pod]) -> bool:
+    """Return whether pods are declared ready and all of them fail their probes."""
     declared = [pod for pod in pods if pod.entry.ready]
     return bool(declared) and not any(pod.ready for pod in declared)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a router until SIGTERM or SIGINT; returns the exit status."""
+    """Run a router until SIGTERM or SIGINT; return the exit status.
+
+    The status is 2 for an invalid configuration and 1 for a port in use.
+    """
     try:
         config, flags = parse_flags(argv)
         if flags.print_config:
-            print(printed_config(config), end="")
+            print(config_as_yaml(config), end="")
             return 0
         set_up_logs(flags)
-        for line in told_in_vain(flags):
+        for line in ignored_flags(flags):
             _log.info(line)
         if config.compat != "off" and config.tls is None:
-            _log.info("the gRPC port is without TLS; the reference's default is --secure-serving")
+            _log.info("gRPC port without TLS; the reference picker's default is --secure-serving")
         stop = StopSignals()
         raise_open_files()
-        use_one_heap()
+        use_single_arena()
         return _serve(RouterServer(config), stop)
     except (ConfigError, IndexerConfigError) as error:
         print(f"kvroute router: error: {error}", file=sys.stderr)
@@ -357,10 +362,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(server: RouterServer, stop: StopSignals) -> int:
     server.start()
-    calm_collector()
+    tune_gc()
     stop.wait()
     _log.info("draining")
     server.drain()
     server.close()
-    _log.info("ended")
+    _log.info("stopped")
     return 0

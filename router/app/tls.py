@@ -1,4 +1,4 @@
-"""TLS of the router's ports: flags in, checked options and contexts for their connections out."""
+"""TLS of the router's ports: flags, validated options and SSL contexts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from common.flags import file_flag, flag, said
-from common.tls import FollowedFiles
+from common.flags import file_flag, flag, flag_values
+from common.tls import FileReloader
 from router.config.flags import names, switch
 from router.errors import ConfigError
 
 TLS = "TLS"
-"""Title of these flags in the help."""
+"""Title of the flags' group in the help."""
 
-# Go's names and OpenSSL's of suites of TLS 1.2.
+# OpenSSL's names of TLS 1.2 cipher suites by their IANA names, which Go uses.
 _SUITES = {
     "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256": "ECDHE-ECDSA-AES128-GCM-SHA256",
     "TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384": "ECDHE-ECDSA-AES256-GCM-SHA384",
@@ -34,7 +34,7 @@ _SUITES = {
     "TLS_RSA_WITH_AES_128_GCM_SHA256": "AES128-GCM-SHA256",
     "TLS_RSA_WITH_AES_256_GCM_SHA384": "AES256-GCM-SHA384",
 }
-# Suites of TLS 1.3 are always on, here as in Go.
+# TLS 1.3 suites are always enabled, as in Go.
 _SUITES_13 = ("TLS_AES_128_GCM_SHA256", "TLS_AES_256_GCM_SHA384", "TLS_CHACHA20_POLY1305_SHA256")
 _VERSIONS = {
     "VersionTLS12": ssl.TLSVersion.TLSv1_2,
@@ -44,42 +44,42 @@ _VERSIONS = {
 }
 
 _CERT, _KEY = "tls.crt", "tls.key"
-# A certificate that is made at start lives as long as its process, or so it must seem.
+# Validity of a generated certificate, which must outlast the process.
 _VALID = datetime.timedelta(days=3650)
-# Clocks of clients may be behind.
+# Tolerance for clients whose clocks are behind.
 _VALID_BEFORE = datetime.timedelta(hours=1)
 _NAME = "kvroute"
 
 
 def _version(name: str) -> ssl.TLSVersion:
     if name not in _VERSIONS:
-        raise argparse.ArgumentTypeError(f"{name!r} is not understood; there are {', '.join(_VERSIONS)}")
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(_VERSIONS)}, got {name!r}")
     return _VERSIONS[name]
 
 
 def _suites(text: str) -> tuple[str, ...]:
     unknown = [name for name in names(text) if name not in _SUITES and name not in _SUITES_13]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not understood; there are {', '.join(_SUITES)}")
+        raise argparse.ArgumentTypeError(f"expected some of {', '.join(_SUITES)}, got {unknown[0]!r}")
     return tuple(_SUITES[name] for name in names(text) if name in _SUITES)
 
 
 @dataclass(frozen=True, slots=True)
 class TlsOptions:
-    """TLS of the gRPC port; without `cert_dir` a certificate is made, and signed by itself."""
+    """TLS of the gRPC port; without `cert_dir` it uses a generated self-signed certificate."""
 
     cert_dir: Path | None = file_flag(
         TLS, "--cert-path", "directory with tls.crt and tls.key for the gRPC port", metavar="DIR"
     )
     reloads: bool = switch(
-        TLS, "--enable-cert-reload", True, "changed files of --cert-path are taken over (default: true)"
+        TLS, "--enable-cert-reload", True, "reload changed files of --cert-path (default: true)"
     )
     least_version: ssl.TLSVersion = flag(
         TLS,
         "--tls-min-version",
         _version,
         ssl.TLSVersion.TLSv1_2,
-        "VersionTLS12 or VersionTLS13: the gRPC port refuses older ones (default: VersionTLS12)",
+        "oldest version that the gRPC port accepts: VersionTLS12 or VersionTLS13 (default: VersionTLS12)",
         metavar="VERSION",
     )
     suites: tuple[str, ...] = flag(
@@ -87,8 +87,8 @@ class TlsOptions:
         "--tls-cipher-suites",
         _suites,
         (),
-        "suites of TLS 1.2 that the gRPC port takes, by their IANA names; those of 1.3 are always on "
-        "(default: OpenSSL's own choice)",
+        "TLS 1.2 cipher suites that the gRPC port accepts, by IANA name; those of TLS 1.3 are always "
+        "enabled (default: OpenSSL's choice)",
         metavar="NAME,...",
     )
 
@@ -98,38 +98,38 @@ class MetricsTlsOptions:
     """TLS of the metrics port."""
 
     cert_dir: Path  # holds tls.crt and tls.key
-    client_ca: Path | None = None  # readers must show a certificate of it; None: they need none
+    client_ca: Path | None = None  # CA of required client certificates; None: none are required
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFlags:
-    """Flags that say which ports have TLS."""
+    """Flags that enable TLS on the ports."""
 
     secure_serving: bool = switch(
         TLS,
         "--secure-serving",
         False,
-        "TLS on the gRPC port (the reference's default is true); without --cert-path the certificate is made "
-        "at start and signed by itself",
+        "TLS on the gRPC port (the reference picker's default is true); without --cert-path a self-signed "
+        "certificate is generated at start",
     )
     metrics_cert_dir: Path | None = file_flag(
-        TLS, "--metrics-cert-dir", "tls.crt and tls.key: TLS on the metrics port", metavar="DIR"
+        TLS, "--metrics-cert-dir", "directory with tls.crt and tls.key for the metrics port", metavar="DIR"
     )
     metrics_client_ca: Path | None = file_flag(
         TLS,
         "--metrics-client-ca-file",
-        "PEM: whoever reads the metrics port must show a certificate of this authority",
+        "PEM file: clients of the metrics port must present a certificate of this authority",
         metavar="PATH",
     )
 
 
 def tls_options(flags: argparse.Namespace) -> tuple[TlsOptions | None, MetricsTlsOptions | None]:
-    """Return TLS of the gRPC port and of the metrics port; None: plaintext.
+    """Return the TLS options of the gRPC port and of the metrics port; None: plaintext.
 
     Raises:
-        ConfigError: Files are named for a port that is to have no TLS.
+        ConfigError: Files are given for a port without TLS.
     """
-    options = TlsOptions(**said(TlsOptions, flags))
+    options = TlsOptions(**flag_values(TlsOptions, flags))
     if options.cert_dir is not None and not flags.secure_serving:
         raise ConfigError("--cert-path: needs --secure-serving")
     if flags.metrics_client_ca is not None and flags.metrics_cert_dir is None:
@@ -139,10 +139,10 @@ def tls_options(flags: argparse.Namespace) -> tuple[TlsOptions | None, MetricsTl
 
 
 def grpc_tls(options: TlsOptions) -> Callable[[], ssl.SSLContext]:
-    """Return what makes the context of the gRPC port's next connection.
+    """Return a factory of SSL contexts for new connections of the gRPC port.
 
     Raises:
-        ConfigError: A file cannot be read, or holds no certificate or key.
+        ConfigError: A file cannot be read, or has no certificate or key.
     """
 
     def make() -> ssl.SSLContext:
@@ -158,7 +158,7 @@ def grpc_tls(options: TlsOptions) -> Callable[[], ssl.SSLContext]:
         context = followed()
         return followed if options.reloads else lambda: context
     key, cert = self_signed()
-    # OpenSSL reads them from files alone.
+    # OpenSSL loads certificates only from files.
     with TemporaryDirectory(prefix="kvroute-") as name:
         for file, data in ((_KEY, key), (_CERT, cert)):
             Path(name, file).write_bytes(data)
@@ -167,10 +167,10 @@ def grpc_tls(options: TlsOptions) -> Callable[[], ssl.SSLContext]:
 
 
 def metrics_tls(options: MetricsTlsOptions) -> Callable[[], ssl.SSLContext]:
-    """Return what makes the context of the metrics port's next connection.
+    """Return a factory of SSL contexts for new connections of the metrics port.
 
     Raises:
-        ConfigError: A file cannot be read, or is none.
+        ConfigError: A file cannot be read, or has no certificate or key.
     """
 
     def make() -> ssl.SSLContext:
@@ -187,8 +187,8 @@ def metrics_tls(options: MetricsTlsOptions) -> Callable[[], ssl.SSLContext]:
 
 
 def self_signed() -> tuple[bytes, bytes]:
-    """A new key and a certificate of its own, as PEM; clients that check it must be given it."""
-    # They take their time to load, and most routers have no TLS or files.
+    """Return a new private key and its self-signed certificate, as PEM."""
+    # Imported here because it is slow, and most routers have no TLS or have files.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -228,14 +228,14 @@ def _bare_context() -> ssl.SSLContext:
 
 def _followed(port: str, make: Callable[[], ssl.SSLContext], directory: Path) -> Callable[[], ssl.SSLContext]:
     files = [directory / name for name in (_CERT, _KEY)]
-    # Always another context: threads may use the one so far.
-    return FollowedFiles(port, files, lambda: _loaded(make(), directory), (ConfigError,)).current
+    # Each reload makes a new context: other threads may use the current one.
+    return FileReloader(port, files, lambda: _loaded(make(), directory), (ConfigError,)).current
 
 
 def _loaded(context: ssl.SSLContext, directory: Path) -> ssl.SSLContext:
     try:
-        # Without a password given OpenSSL would ask the terminal for an encrypted key's.
+        # Without a password OpenSSL would prompt on the terminal for an encrypted key.
         context.load_cert_chain(directory / _CERT, directory / _KEY, password="")
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"TLS: {directory}: no usable {_CERT} and {_KEY}: {error}") from error
+        raise ConfigError(f"TLS: {directory}: cannot load {_CERT} and {_KEY}: {error}") from error
     return context

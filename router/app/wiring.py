@@ -1,4 +1,4 @@
-"""From a RouterConfig to its parts: where pods come from, who lets requests in and orders pods, listeners."""
+"""Builders of the router's parts from a RouterConfig: pods' source, admission, scheduler, listeners."""
 
 from __future__ import annotations
 
@@ -14,28 +14,27 @@ from router.app.tls import grpc_tls, metrics_tls
 from router.config.fields import Duration
 from router.config.resources import Resources
 from router.doors.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE, Health
-from router.feedback.change_log import READERS_MAX
+from router.feedback.change_log import FOLLOWERS_MAX
 from router.h2 import GrpcServer
 from router.inflight.ledger import Ledger
 from router.picking.admission import Admission, UtilizationDetector
 from router.picking.cost import CostParameters
 from router.picking.flow import FlowControl
-from router.picking.flow_config import LOAD_AGES, fairness_of, flow_of
+from router.picking.flow_config import LOAD_AGE_INTERVALS, fairness_id_reader, read_flow_settings
 from router.picking.scheduler import Scheduler
-from router.plugins.build import build_pipeline, is_own
-from router.plugins.labels import ROLE_LABEL
+from router.plugins.build import build_pipeline, is_custom
 from router.plugins.pipeline import Pipeline
-from router.pods.pod_set import PodSet, PodsFile, PodSnapshot, PodsSource
+from router.pods.pod_set import ROLE_LABEL, PodSet, PodsFile, PodSnapshot, PodsSource
 from router.prompts.tokenizers import TokenizerRegistry
 
-# Plugins that split a request over engines, which hand its blocks on.
-_HANDLERS = frozenset({"disagg-profile-handler", "pd-profile-handler", "disagg-headers-handler"})
+# Plugins for disaggregated serving, which transfers KV blocks between engines.
+_DISAGGREGATING = frozenset({"disagg-profile-handler", "pd-profile-handler", "disagg-headers-handler"})
 
-# Envoy holds one access log stream open per worker thread, and each other router follows by one.
-_LONG_STREAMS = 64 + READERS_MAX
-# Each may be a watch, which keeps a thread.
+# Envoy keeps an access log stream open per worker thread, each peer router one for the change log.
+_LONG_STREAMS = 64 + FOLLOWERS_MAX
+# Each call may be a Watch, which occupies a thread.
 _HEALTH_CALLS = 32
-# Larger requests may take long to tokenize; meanwhile others on the same connection are served.
+# Larger requests may be slow to tokenize, so they do not run on their connection's thread.
 _INLINE_BYTES_MAX = 64 << 10
 _INLINE = (
     f"/{EXT_PROC_SERVICE}/Process",
@@ -43,31 +42,34 @@ _INLINE = (
     f"/{PICK_SERVICE}/PickEndpoint",
     f"/{PICK_SERVICE}/ReportOutcome",
 )
-# Never waits, nor must it: streams of Watch take all threads that they can get.
+# Check must not wait for a thread: Watch streams may occupy all of them.
 _HEALTH = {"/grpc.health.v1.Health/Check": _INLINE_BYTES_MAX}
 
 
-def open_source(
-    config: RouterConfig, registry: CollectorRegistry, take: Callable[[Resources], None]
+def open_pods_source(
+    config: RouterConfig, registry: CollectorRegistry, on_resources: Callable[[Resources], None]
 ) -> PodsSource:
-    """Open where the pods come from, and objectives and rewrites where it tells them too.
+    """Open the source of pods: the pods file or the cluster.
+
+    Args:
+        on_resources: Called with the cluster's objectives and rewrites whenever they change.
 
     Raises:
-        ConfigError: The pods file is wrong, or there are no credentials for a cluster.
+        ConfigError: The pods file is invalid, or credentials for the cluster are missing.
     """
     if config.kube is None:
         assert config.pods_file is not None
         return PodsFile(config.pods_file, watch=config.watch_pods_file)
-    # Only here: the official client takes about a second to import.
+    # Imported here because the official client takes about a second to load.
     from router.pods.kube.source import KubeSource
 
-    return KubeSource(config.kube, registry, take, rewrites=config.compat != "off")
+    return KubeSource(config.kube, registry, on_resources, rewrites=config.compat != "off")
 
 
-def entrance(
+def build_admission(
     config: RouterConfig, objectives: Mapping[str, int], pods: PodSet, registry: CollectorRegistry
 ) -> tuple[Admission, FlowControl | None]:
-    """Who sheds requests: admission by priority, or flow control, which then does it alone.
+    """Build admission, and flow control if configured, which then replaces shedding by priority.
 
     Raises:
         ConfigError: Flow control is configured wrongly.
@@ -76,7 +78,7 @@ def entrance(
     picker = config.picker
     found = None
     if picker is not None:
-        found = flow_of(picker, config.refresh_interval_s, config.load_age_max_s)
+        found = read_flow_settings(picker, config.refresh_interval_s, config.load_age_max_s)
     if picker is None or found is None:
         detector = UtilizationDetector(load_age_max_s=Duration(_load_age_max_s(config)))
         return Admission(priorities, detector, pods.board), None
@@ -84,23 +86,23 @@ def entrance(
     if found[0].evicts and (config.compat == "off" or not config.responses_full):
         picker.flow.section.fail(
             "enableEviction",
-            "needs --responses full and --compat answers: else no door can end a request",
+            "needs --responses full and --compat answers: only such ext_proc streams can end a request",
         )
     flow = FlowControl(
         *found,
         pods,
         registry,
         priority_of=admission.priority_of,
-        fairness_of=fairness_of(picker),
+        fairness_id_of=fairness_id_reader(picker),
     )
     return admission, flow
 
 
-def ranker(config: RouterConfig) -> Pipeline | None:
-    """The configuration file's pipeline; None: the cost policy orders the pods.
+def build_ranker(config: RouterConfig) -> Pipeline | None:
+    """Build the plugin pipeline of the configuration file; None: the cost policy ranks the pods.
 
     Raises:
-        ConfigError: A plugin is wrong.
+        ConfigError: A plugin is configured wrongly.
     """
     if config.picker is None or not config.picker.picks:
         return None
@@ -111,8 +113,8 @@ def ranker(config: RouterConfig) -> Pipeline | None:
     )
 
 
-def scheduler(config: RouterConfig, pods: PodSet, ledger: Ledger, ranker: Pipeline | None) -> Scheduler:
-    """Make the scheduler."""
+def build_scheduler(config: RouterConfig, pods: PodSet, ledger: Ledger, ranker: Pipeline | None) -> Scheduler:
+    """Build the scheduler, with `ranker` if the configuration file has one."""
     return Scheduler(
         pods.board,
         ledger,
@@ -123,12 +125,12 @@ def scheduler(config: RouterConfig, pods: PodSet, ledger: Ledger, ranker: Pipeli
     )
 
 
-def connector_sign(config: RouterConfig, pods: PodSnapshot) -> str | None:
-    """Return why engines are taken to have a KV connector; None: nothing says that they have one."""
+def kv_connector_sign(config: RouterConfig, pods: PodSnapshot) -> str | None:
+    """Return the flag, plugin or label that implies a KV connector in the engines; None if none does."""
     if config.kv_connector != "auto":
         return "--kv-connector=true" if config.kv_connector == "true" else None
     for entry in config.picker.plugins.values() if config.picker is not None else ():
-        if entry.type in _HANDLERS:
+        if entry.type in _DISAGGREGATING:
             return f"plugin {entry.type}"
     for pod in pods.values():
         if ROLE_LABEL in pod.entry.labels:
@@ -136,51 +138,57 @@ def connector_sign(config: RouterConfig, pods: PodSnapshot) -> str | None:
     return None
 
 
-def may_wait(config: RouterConfig, flow: FlowControl | None, tokenizers: TokenizerRegistry) -> bool:
-    """Whether a pick may wait: for its turn, for another process, or for a plugin of the user's own."""
+def pick_may_block(config: RouterConfig, flow: FlowControl | None, tokenizers: TokenizerRegistry) -> bool:
+    """Return whether a pick may block: on flow control, a remote tokenizer, or a third-party plugin."""
     if flow is not None or tokenizers.asks_others:
         return True
     plugins = config.picker.plugins.values() if config.picker is not None else ()
-    return any(is_own(plugin.type) for plugin in plugins)
+    return any(is_custom(plugin.type) for plugin in plugins)
 
 
 def plugin_states(ranker: Pipeline | None, flow: FlowControl | None) -> dict[str, Any]:
-    """What plugins and flow control remember, for people."""
+    """Return the state of plugins and flow control by name, for /debug/plugins/state."""
     states = dict(ranker.state()) if ranker is not None else {}
     return states if flow is None else {**states, "flow-control": {"state": flow.state()}}
 
 
 def _load_age_max_s(config: RouterConfig) -> float:
-    """How old an engine's account of its load may be and still count: two probes in a row may fail."""
+    """Return the maximum age of usable load metrics, in seconds: two probes in a row may fail."""
     if config.load_age_max_s is not None:
         return config.load_age_max_s
-    return max(CostParameters().load_age_max_s, LOAD_AGES * config.refresh_interval_s)
+    return max(CostParameters().load_age_max_s, LOAD_AGE_INTERVALS * config.refresh_interval_s)
 
 
 def listen_grpc(
-    config: RouterConfig, services: Sequence[Callable[[Any], object]], *, may_wait: bool
+    config: RouterConfig, services: Sequence[Callable[[Any], object]], *, may_block: bool
 ) -> GrpcServer:
-    """Bind the gRPC port for these services (a ListenError: it is in use); `may_wait`: whether a pick may."""
+    """Bind the gRPC port and register `services` there.
+
+    Args:
+        may_block: Whether a pick may block; if so, picks do not run on their connection's thread.
+
+    Raises:
+        ListenError: The port is in use.
+    """
     return GrpcServer(
         "--grpc-port",
         config.host,
         config.grpc_port,
         threads=config.max_streams + _LONG_STREAMS,
-        # A request phase is over in a millisecond, so a short queue is better than a refusal.
+        # The request phase takes about a millisecond, so short queueing is better than rejecting.
         requests_max=(1 if config.responses_full else 4) * config.max_streams + _LONG_STREAMS,
         message_bytes_max=config.max_request_bytes,
         receive_bytes_max=config.receive_bytes_max,
         send_bytes_max=config.send_bytes_max,
         tls=grpc_tls(config.tls) if config.tls is not None else None,
-        # Whoever waits for its turn, or for another process, must not hold up its neighbours.
-        inline=_HEALTH if may_wait else {**dict.fromkeys(_INLINE, _INLINE_BYTES_MAX), **_HEALTH},
+        inline=_HEALTH if may_block else {**dict.fromkeys(_INLINE, _INLINE_BYTES_MAX), **_HEALTH},
         services=services,
         reflects=True,
     )
 
 
 def listen_health(config: RouterConfig, health: Health) -> GrpcServer:
-    """Bind the port of gRPC health alone; a ListenError if it is in use."""
+    """Bind the gRPC health port. Raises ListenError if it is in use."""
     return GrpcServer(
         "--grpc-health-port",
         config.host,
@@ -194,7 +202,7 @@ def listen_health(config: RouterConfig, health: Health) -> GrpcServer:
 
 
 def listen_metrics(config: RouterConfig, registry: CollectorRegistry, pages: DebugPages) -> DebugServer:
-    """Bind the metrics port; a ListenError if it is in use."""
+    """Bind the metrics port. Raises ListenError if it is in use."""
     return DebugServer(
         config.host,
         config.metrics_port,
@@ -206,7 +214,7 @@ def listen_metrics(config: RouterConfig, registry: CollectorRegistry, pages: Deb
 
 
 def _metrics_auth(config: RouterConfig) -> MetricsAuth:
-    # The official client takes a second to load, and most routers ask nobody.
+    # Imported here because the official client takes about a second to load.
     from router.pods.kube.client import KubeClient
 
     kubeconfig = config.kube.kubeconfig if config.kube is not None else None

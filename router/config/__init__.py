@@ -1,1 +1,1 @@
-"""Fields and units of flags and files, the picker's file, named resources."""
+"""Parsing of flags and YAML files, the EndpointPickerConfig and the resources file."""

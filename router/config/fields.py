@@ -1,7 +1,7 @@
-"""YAML files read strictly: text in, msgspec structs out, errors that name file, line and field.
+"""Strict YAML parser: text in, msgspec structs out, errors that name file, line and field.
 
-Values are taken from YAML's nodes, which know their lines, and as text: a number is the same quoted or not.
-Knows no configuration; what may be there is declared by structs that inherit `Settings`.
+Values are read from YAML nodes, which carry line numbers, and as text: a number may be quoted or not. The
+allowed fields are declared by structs that inherit from `Settings`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from router.errors import ConfigError
 
 _TEXT_BYTES_MAX = 1 << 20
 _NODES_MAX = 200_000
-# Deeper than any configuration, and far from where YAML's own recursion ends.
+# Deeper than any configuration, and far below the parser's own recursion limit.
 _DEPTH_MAX = 32
 _WHOLE_MAX = 1 << 53
 _Kind = TypeVar("_Kind")
@@ -32,27 +32,27 @@ Whole = Annotated[int, Meta(ge=0, le=_WHOLE_MAX)]
 Count = Annotated[int, Meta(ge=1, le=_WHOLE_MAX)]
 Int32 = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
-# As finite as a float can be.
+# An upper bound excludes infinity.
 Number = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
 Positive = Annotated[float, Meta(ge=1e-6, le=sys.float_info.max)]
 
 
 class Settings(msgspec.Struct, dict=True, forbid_unknown_fields=True, rename="camel"):
-    """Base of what a mapping may hold: a field for each key, with its type, bounds and default.
+    """Base of a mapping's schema: one field per key, with type, bounds and default.
 
-    A check over several fields is a `__post_init__` that raises ValueError("KEY: PROBLEM").
+    For checks across fields, define `__post_init__` and raise ValueError("KEY: PROBLEM").
     """
 
-    instead: ClassVar[Mapping[str, str]] = {}  # by a key that is refused, what there is in its place
+    instead: ClassVar[Mapping[str, str]] = {}  # by unsupported key, the advice for its error message
 
     @property
     def section(self) -> Section:
-        """Where it stands in its file."""
+        """Location of the mapping in its file."""
         section: Section = self.__dict__["section"]
         return section
 
     def located(self, section: Section) -> Self:
-        """Take a place, also all within; return itself."""
+        """Set the location of this struct and of all nested ones; return self."""
         self.__dict__["section"] = section
         for field in msgspec.structs.fields(self):
             inner, place = getattr(self, field.name), section.at(field.encode_name)
@@ -65,7 +65,7 @@ class Settings(msgspec.Struct, dict=True, forbid_unknown_fields=True, rename="ca
         return self
 
     def inner(self) -> Iterator[Settings]:
-        """All settings within, at any depth."""
+        """Yield all nested settings, at any depth."""
         for field in msgspec.structs.fields(self):
             value = getattr(self, field.name)
             for one in value if isinstance(value, tuple) else (value,):
@@ -75,55 +75,61 @@ class Settings(msgspec.Struct, dict=True, forbid_unknown_fields=True, rename="ca
 
 
 class Duration(float):
-    """Seconds, written as "500ms" or "1m30s"."""
+    """Duration in seconds, written like "500ms" or "1m30s"."""
 
 
 class Quantity(int):
-    """A whole number of at least 1 in Kubernetes' notation: "100", "1G" or "1Gi"."""
+    """Integer of at least 1 in Kubernetes' notation: "100", "1G" or "1Gi"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A mapping in a file, and where it stands."""
+    """Mapping in a YAML file, with its location."""
 
-    source: str
-    where: str  # its own place in the file; "" for the whole
-    node: yaml.Node | None  # None stands for an empty mapping
+    source: str  # file name for errors
+    where: str  # path of the mapping within the file; "" for the root
+    node: yaml.Node | None  # None for an empty mapping
 
     def read(self, kind: type[_Settings]) -> _Settings:
-        """Read and check all of it.
+        """Parse the mapping as a struct of this kind.
 
         Raises:
-            ConfigError: Something is not as `kind` has it; names the place.
+            ConfigError: The mapping does not match the schema; names file, line and field.
         """
         try:
             read = msgspec.convert(self._texts(self.node), kind, strict=False, dec_hook=_custom)
             return read.located(self)
         except msgspec.ValidationError as error:
-            place, problem, is_unknown = _told(str(error), kind)
+            place, problem, is_unknown = _explained(str(error), kind)
         return self.fail(place, problem, at_key=is_unknown)
 
     def at(self, place: str) -> Section:
-        """A mapping within, by its place as "plugins[2].parameters"."""
+        """Return a nested mapping by its path, such as "plugins[2].parameters"."""
         node = self.node
         for step in _STEP.findall(place):
             node = _entry(node, step)[1]
         return Section(self.source, _joined(self.where, place), node)
 
     def value(self) -> dict[str, Any]:
-        """Everything as plain Python values, of the types that YAML's own rules give."""
+        """Return the mapping as plain Python values, typed by YAML's rules.
+
+        Raises:
+            ConfigError: A value cannot be constructed, for example because of an unknown tag.
+        """
         if self.node is None:
             return {}
-        # A made-up tag is refused by the loader.
         loader = yaml.SafeLoader("")
         try:
             value = loader.construct_document(self.node)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            self.fail("", f"cannot be read: {error}")
+            self.fail("", f"cannot be parsed: {error}")
         return value if isinstance(value, dict) else {}
 
     def fail(self, place: str, problem: str, *, at_key: bool = False) -> NoReturn:
-        """Refuse what stands at a place, "" for the mapping itself; what is missing, at what it misses in."""
+        """Raise ConfigError with the location of the field at this path ("" for the mapping itself).
+
+        A missing field is located at the mapping that lacks it.
+        """
         node, key = self.node, None
         for step in _STEP.findall(place):
             key, value = _entry(node, step)
@@ -137,7 +143,7 @@ class Section:
         raise ConfigError(f"{self.source}:{line}: {where}: {problem}")
 
     def _texts(self, node: yaml.Node | None, place: str = "") -> Any:
-        """Mappings, lists and texts; a null is as if it were not there."""
+        """Return a node as dicts, lists and strings, without null entries."""
         if isinstance(node, yaml.MappingNode):
             found: dict[str, Any] = {}
             for key, value in node.value:
@@ -153,10 +159,10 @@ class Section:
 
 
 def read_text(path: Path) -> str:
-    """A configuration file's text.
+    """Return the text of a configuration file.
 
     Raises:
-        ConfigError: It cannot be read, or is too large.
+        ConfigError: The file cannot be read, is not UTF-8, or exceeds 1 MiB.
     """
     try:
         with path.open("rb") as file:
@@ -172,10 +178,10 @@ def read_text(path: Path) -> str:
 
 
 def documents(text: str, source: str) -> list[yaml.Node]:
-    """The YAML documents of a text.
+    """Return the root nodes of a text's YAML documents.
 
     Raises:
-        ConfigError: It is not valid YAML, or nested too deep.
+        ConfigError: The text is not valid YAML, or is nested too deeply.
     """
     try:
         nodes = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
@@ -187,17 +193,18 @@ def documents(text: str, source: str) -> list[yaml.Node]:
 
 
 def _check_depth(source: str, root: yaml.Node) -> None:
-    """Refuses what refers to itself, or is nested too deep, before anybody walks it."""
+    """Reject documents that are nested too deeply, too large or recursive, before anything walks them."""
     level, seen = [root], 0
     for _ in range(_DEPTH_MAX):
-        # Counted first: names for the same node, over and over, would make more than can be held.
+        # Count before expanding: repeated aliases of one node could exhaust memory.
         seen += sum(len(node.value) for node in level if isinstance(node, yaml.CollectionNode))
         if seen > _NODES_MAX:
             break
         level = [part for node in level for part in _parts(node)]
         if not level:
             return
-    Section(source, "", root).fail("", f"is nested deeper than {_DEPTH_MAX}, too large, or refers to itself")
+    problem = f"nested more than {_DEPTH_MAX} levels deep, too large, or contains a reference to itself"
+    Section(source, "", root).fail("", problem)
 
 
 def _parts(node: yaml.Node) -> list[yaml.Node]:
@@ -210,7 +217,7 @@ def _is_null(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"
 
 
-# A place is written as msgspec writes it: names with dots, numbers of a list's items in brackets.
+# Field paths have msgspec's form: names joined by dots, list positions in brackets.
 _STEP = re.compile(r"[^.\[\]]+")
 _ERROR = re.compile(r"(.*?)(?: - at `(?:key in )?\$\.?(.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
@@ -218,7 +225,7 @@ _MISSING = re.compile(r"Object missing required field `(.*)`")
 _EXPECTED = re.compile(r"Expected `(.*?)`(?:, got `.*`)?(.*)")
 _KEY_FIRST = re.compile(r"(\w+): (.*)", re.DOTALL)
 _WORDS = {
-    "int": "a whole number",
+    "int": "an integer",
     "float": "a number",
     "bool": "true or false",
     "str": "a string",
@@ -227,8 +234,8 @@ _WORDS = {
 }
 
 
-def _told(error: str, kind: Any) -> tuple[str, str, bool]:
-    """Where msgspec finds what, in our words, and whether it is a key that may not be there."""
+def _explained(error: str, kind: Any) -> tuple[str, str, bool]:
+    """Translate an error of msgspec to (field path, problem, whether the field itself is unknown)."""
     found = _ERROR.fullmatch(error)
     message, place = (found[1], found[2] or "") if found else (error, "")
     info = inspect.type_info(kind)
@@ -240,11 +247,8 @@ def _told(error: str, kind: Any) -> tuple[str, str, bool]:
         return _joined(place, missing[1]), "is missing", False
     if message.startswith("Invalid enum value "):
         allowed = ", ".join(map(str, _one_of(info, inspect.LiteralType).values))
-        return (
-            place,
-            f"{message.removeprefix('Invalid enum value ')} is not understood; here may be {allowed}",
-            False,
-        )
+        value = message.removeprefix("Invalid enum value ")
+        return place, f"unknown value {value}; expected one of: {allowed}", False
     if expected := _EXPECTED.fullmatch(message):
         return place, f"must be {_WORDS.get(expected[1].split(' ')[0], expected[1])}{expected[2]}", False
     if named := _KEY_FIRST.fullmatch(message):
@@ -256,9 +260,9 @@ def _unknown_problem(info: inspect.Type, name: str) -> str:
     struct = _one_of(info, inspect.StructType)
     kind = struct.cls
     if issubclass(kind, Settings) and (instead := kind.instead.get(name)):
-        return f"is not understood; {instead}"
+        return f"unsupported field; {instead}"
     known = (field.encode_name for field in struct.fields)
-    return f"not understood; here may be {', '.join(known) or 'nothing'}"
+    return f"unknown field; expected one of: {', '.join(known) or '(none)'}"
 
 
 def _within(info: inspect.Type, step: str) -> inspect.Type:
@@ -282,7 +286,7 @@ def _custom(kind: type, value: Any) -> Any:
 
 
 def _entry(node: yaml.Node | None, step: str) -> tuple[yaml.Node | None, yaml.Node | None]:
-    """Key and value of a mapping's entry, or a list's item; of what is named twice, the later one."""
+    """Return key and value of a mapping's entry, or a list's item; for duplicate keys, the last one."""
     if isinstance(node, yaml.MappingNode):
         named = [pair for pair in node.value if str(pair[0].value) == step]
         return named[-1] if named else (None, None)
@@ -305,10 +309,10 @@ _QUANTITY = re.compile(r"([0-9]{1,15})(k|Ki|Mi?|Gi?|Ti?)?")
 
 
 def seconds(text: str) -> float:
-    """Read a duration as the reference's flags write it: "50ms", "1m30s", or plain seconds.
+    """Parse a duration in Go's notation ("50ms", "1m30s") or in plain seconds.
 
     Raises:
-        ValueError: It is none, or negative.
+        ValueError: The text is not a duration, or is negative.
     """
     if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text):
         return float(text)
@@ -318,12 +322,12 @@ def seconds(text: str) -> float:
 
 
 def quantity(text: str) -> int:
-    """Read a size or count in Kubernetes' notation: "100", "1k" or "10Gi".
+    """Parse a size or count in Kubernetes' notation: "100", "1k" or "10Gi".
 
     Raises:
-        ValueError: It is none, or 0.
+        ValueError: The text is not such a quantity, or is 0.
     """
     found = _QUANTITY.fullmatch(text)
     if found is None or not int(found[1]):
-        raise ValueError("must be a whole number above 0, such as 100, 1G or 1Gi")
+        raise ValueError("must be an integer above 0, such as 100, 1G or 1Gi")
     return int(found[1]) * _FACTORS[found[2] or ""]

@@ -1,4 +1,4 @@
-"""What flags may say: a flag's text in, its checked value out; argparse tells the user what was wrong."""
+"""Parsers of flag values for argparse: text in, checked value out; errors are ArgumentTypeError."""
 
 from __future__ import annotations
 
@@ -14,23 +14,18 @@ _BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0"
 
 
 def switch(group: str, name: str, default: bool, text: str, **options: Any) -> Any:
-    """A field that is true or false; its flag named without a value is true, as with Go's flags."""
+    """Declare a boolean field and its flag; like Go's flags, the flag without a value means true."""
     options = {"nargs": "?", "const": True, "metavar": "BOOL", **options}
     return flag(group, name, boolean, default, text, **options)
 
 
 def count(text: str) -> int:
-    """A whole number from 0 up."""
+    """Parse an integer from 0 to 1e9."""
     return bounded(text, 0, 1_000_000_000)
 
 
-def positive(text: str) -> int:
-    """A whole number from 1 up."""
-    return bounded(text, 1, 1 << 40)
-
-
 def positive_number(text: str) -> float:
-    """A finite number above 0."""
+    """Parse a finite number above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -41,12 +36,12 @@ def positive_number(text: str) -> float:
 
 
 def milliseconds(text: str) -> float:
-    """Milliseconds above 0, in seconds."""
+    """Parse a number of milliseconds above 0 and return it in seconds."""
     return positive_number(text) / 1000
 
 
 def duration(text: str) -> float:
-    """A duration in Go's form (`1m30s`), in seconds."""
+    """Parse a duration in Go's notation (`1m30s`) and return it in seconds."""
     try:
         return seconds(text)
     except ValueError as error:
@@ -54,35 +49,35 @@ def duration(text: str) -> float:
 
 
 def positive_duration(text: str) -> float:
-    """A duration longer than 0, in seconds."""
+    """Parse a duration above 0 and return it in seconds."""
     if not (value := duration(text)) > 0.0:
-        raise argparse.ArgumentTypeError("must be longer than 0")
+        raise argparse.ArgumentTypeError(f"must be longer than 0, not {text!r}")
     return value
 
 
 def objective(text: str) -> tuple[str, int]:
-    """NAME=PRIORITY."""
+    """Parse NAME=PRIORITY."""
     name, equals, priority = text.rpartition("=")
     digits = priority.removeprefix("-")
     if not (name and equals and digits.isdecimal() and len(digits) < 10):
-        raise argparse.ArgumentTypeError(f"must be NAME=PRIORITY with a whole number, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be NAME=PRIORITY with an integer, not {text!r}")
     return name, int(priority)
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names between commas; none where the text is empty."""
+    """Parse a comma-separated list of names; an empty text gives none."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def boolean(text: str) -> bool:
-    """true or false, or one of the short forms that Go's flags know."""
+    """Parse true or false, or one of the short forms of Go's flags."""
     if text.lower() not in _BOOLEANS:
         raise argparse.ArgumentTypeError(f"must be true or false, not {text!r}")
     return _BOOLEANS[text.lower()]
 
 
 def size_bytes(text: str) -> int:
-    """A size such as 4194304, 10MiB or 25MB; the B may be missing."""
+    """Parse a size in bytes such as 4194304, 10MiB or 25MB; the B is optional."""
     try:
         size = quantity(text.strip().removesuffix("B").removesuffix("b"))
     except ValueError:
@@ -93,7 +88,7 @@ def size_bytes(text: str) -> int:
 
 
 def log_level(text: str) -> int:
-    """A level by zap's name or number, as one of `logging`."""
+    """Parse a level of zap, by name or number, and return the level of `logging`."""
     named = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
     if text.lower() in named:
         return named[text.lower()]
@@ -103,24 +98,24 @@ def log_level(text: str) -> int:
 
 
 def model_source(text: str) -> tuple[str, str]:
-    """MODEL=SOURCE."""
+    """Parse MODEL=SOURCE."""
     model, equals, source = text.partition("=")
     if not (model and equals and source):
         raise argparse.ArgumentTypeError(f"must be MODEL=SOURCE, not {text!r}")
     return model, source
 
 
-# Flags of the reference picker that change nothing here: taken, and why is told.
+# Flags of llm-d's endpoint picker that are accepted without effect, with the reason that is logged.
 _UNNEEDED = {
-    "--allow-experimental-plugins": "no plugin here is held back",
-    "--ha-enable-leader-election": "all replicas serve, each from its own exact view; no lease is taken",
+    "--allow-experimental-plugins": "all plugins are always available",
+    "--ha-enable-leader-election": "all replicas are active, each with its own exact view; no lease is used",
     "--health-checking": "gRPC health is always served, on the gRPC port too",
-    "--refresh-prometheus-metrics-interval": "gauges are computed when they are read",
-    "--zap-devel": "logs have one form; see --zap-encoder",
-    "--zap-stacktrace-level": "an error's trace is logged with the error",
-    "--zap-time-encoding": "times are written as ISO 8601",
+    "--refresh-prometheus-metrics-interval": "gauges are computed when they are scraped",
+    "--zap-devel": "logs have one format; see --zap-encoder",
+    "--zap-stacktrace-level": "an error is always logged with its stack trace",
+    "--zap-time-encoding": "times are always ISO 8601",
 }
-# Its flags that are refused with what there is instead.
+# Its flags that are rejected with advice.
 _REFUSED = (
     "--total-queued-requests-metric",
     "--total-running-requests-metric",
@@ -131,16 +126,16 @@ _REFUSED = (
 
 
 def add_reference_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the reference picker that change nothing, and those that are refused."""
-    group = parser.add_argument_group("of the reference picker, not needed")
+    """Add the flags of llm-d's endpoint picker that have no effect here, and those that are rejected."""
+    group = parser.add_argument_group("flags of llm-d's endpoint picker without effect")
     for name, why in _UNNEEDED.items():
         group.add_argument(name, nargs="?", const="true", metavar="VALUE", help=f"not needed: {why}")
     for name in _REFUSED:
         group.add_argument(name, type=_refuse, help=argparse.SUPPRESS)
 
 
-def told_in_vain(flags: argparse.Namespace) -> Iterator[str]:
-    """A line for each given flag that changes nothing here."""
+def ignored_flags(flags: argparse.Namespace) -> Iterator[str]:
+    """Yield a log line for each given flag that has no effect."""
     for name, why in _UNNEEDED.items():
         value = getattr(flags, name.removeprefix("--").replace("-", "_"))
         if value is not None:
@@ -149,5 +144,5 @@ def told_in_vain(flags: argparse.Namespace) -> Iterator[str]:
 
 def _refuse(_text: str) -> str:
     raise argparse.ArgumentTypeError(
-        "is of no use: metrics have the names of the pod's engine, which its label llm-d.ai/engine-type tells"
+        "not supported: metric names follow from the pod's engine; set its label llm-d.ai/engine-type"
     )

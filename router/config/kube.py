@@ -1,4 +1,4 @@
-"""Settings of discovery in Kubernetes: flags in, one checked KubeConfig out."""
+"""Flags of discovery in Kubernetes, parsed to a KubeConfig."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from common.flags import flag, port, said
+from common.flags import flag, flag_values, port
 from indexer.config import DEFAULT_EVENTS_PORT, RANKS_MAX
 from router.config.flags import positive_duration
 from router.errors import ConfigError
@@ -17,18 +17,18 @@ OLD_GROUP = "inference.networking.x-k8s.io"
 LLMD_GROUP = "llm-d.ai"
 
 POOL_VERSIONS = {POOL_GROUP: "v1", OLD_GROUP: "v1alpha2"}
-"""The version of InferencePool that is read, by group."""
+"""Supported version of InferencePool by API group."""
 
 PORTS_MAX = 8
-"""Target ports of a pool."""
+"""Maximum number of target ports of a pool."""
 
 _PORT_MAX = 65_535 - RANKS_MAX
 
 
 def _selector(text: str) -> str:
-    # Whether it is one, the API server says.
+    # The API server checks the syntax.
     if not text.strip():
-        raise argparse.ArgumentTypeError("is empty, which would select every pod of the namespace")
+        raise argparse.ArgumentTypeError("must not be empty: it would select every pod of the namespace")
     return text.strip()
 
 
@@ -42,7 +42,7 @@ def _ports(text: str) -> tuple[int, ...]:
 def _engine_port(text: str) -> int:
     number = port(text)
     if number > _PORT_MAX:
-        raise argparse.ArgumentTypeError(f"must be at most {_PORT_MAX}, so that there is room for ranks")
+        raise argparse.ArgumentTypeError(f"must be at most {_PORT_MAX}, to leave room for DP ranks")
     return number
 
 
@@ -52,7 +52,7 @@ _flag = partial(flag, _GROUP)
 
 @dataclass(frozen=True, slots=True)
 class KubeConfig:
-    """Source of pods: a pool, or `selector`."""
+    """Configuration of discovery in Kubernetes, by InferencePool or by label selector."""
 
     pool: str = _flag(
         "--pool-name",
@@ -73,33 +73,33 @@ class KubeConfig:
         "--pool-namespace",
         str,
         "",
-        "of the pool and its pods (default: POD_NAMESPACE, else that of the credentials)",
+        "namespace of the pool and its pods (default: POD_NAMESPACE, else that of the credentials)",
         metavar="NAMESPACE",
     )
     selector: str = _flag(
         "--endpoint-selector",
         _selector,
         "",
-        'label selector of the pods where there is no InferencePool: "app=x,role in (a,b)"',
+        'label selector of the pods, without an InferencePool: "app=x,role in (a,b)"',
         metavar="SELECTOR",
     )
     target_ports: tuple[int, ...] = _flag(
         "--endpoint-target-ports",
         _ports,
         (),
-        f"serving ports of these pods, at most {PORTS_MAX}",
+        f"serving ports of the selected pods, at most {PORTS_MAX}",
         metavar="PORT[,PORT]",
     )
     events_port: int = _flag(
         "--kv-events-port",
         _engine_port,
         DEFAULT_EVENTS_PORT,
-        "where engines publish KV events, + 1 for each further target port; pods may be annotated otherwise",
+        "port of KV events, + 1 for each further target port; a pod's annotations override it",
     )
     replay_port: int = _flag(
-        "--kv-replay-port", _engine_port, DEFAULT_EVENTS_PORT + 1, "where they answer replays; 0: nowhere"
+        "--kv-replay-port", _engine_port, DEFAULT_EVENTS_PORT + 1, "port of replay requests; 0: no replay"
     )
-    events_bind: bool = False  # whether pods may connect to us instead
+    events_bind: bool = False  # whether engines may connect to the router's --events-bind socket instead
     kubeconfig: Path | None = flag(
         _GROUP,
         "--kubeconfig",
@@ -112,20 +112,22 @@ class KubeConfig:
         "--kube-deadline",
         positive_duration,
         300.0,
-        "a watch that is silent for so long is taken for dead (default: 5m)",
+        "reconnect a watch that has been silent for this long (default: 5m)",
         metavar="DURATION",
     )
 
 
 def kube_config(flags: argparse.Namespace) -> KubeConfig | None:
-    """What the flags say; None where pods are not found in Kubernetes.
+    """Build the configuration from parsed flags; None if they select no pods in Kubernetes.
 
     Raises:
-        ConfigError: They contradict each other.
+        ConfigError: The flags contradict each other.
     """
-    config = KubeConfig(**said(KubeConfig, flags), events_bind=flags.events_bind is not None)
+    config = KubeConfig(**flag_values(KubeConfig, flags), events_bind=flags.events_bind is not None)
     if config.pool and config.selector:
-        raise ConfigError("give either --pool-name or --endpoint-selector")
+        raise ConfigError("give either --pool-name or --endpoint-selector, not both")
     if bool(config.selector) != bool(config.target_ports):
-        raise ConfigError("--endpoint-selector and --endpoint-target-ports go together; a pool has its own")
+        raise ConfigError(
+            "--endpoint-selector and --endpoint-target-ports must be given together; a pool defines both"
+        )
     return config if config.pool or config.selector else None

@@ -1,7 +1,6 @@
-"""The reference's EndpointPickerConfig: YAML text in, one checked PickerConfig out.
+"""Parser of llm-d's EndpointPickerConfig: YAML text in, checked PickerConfig out.
 
-Strict: what is not understood is refused by file, line and field rather than ignored. Knows the format; what
-a plugin's parameters mean is the plugin's.
+Unknown fields are rejected with file, line and field. Each plugin parses its own parameters.
 """
 
 from __future__ import annotations
@@ -28,40 +27,40 @@ from router.errors import ConfigError
 _DISCOVERY = "file-discovery"
 _GATES = {"flowControl": False, "haPopulateNonLeaderDatastore": True}
 
-COMPAT = ("off", "answers")  # form of ext_proc's answers: our own, or the reference's
-_BY_PEERS = "replicas of this router find each other by --peer"
+COMPAT = ("off", "answers")  # ext_proc responses in the router's own form, or in llm-d's
+_BY_PEERS = "configure the replicas of this router with --peer"
 
 
 class PluginEntry(Settings):
-    """One entry of `plugins`."""
+    """Entry of the section `plugins`."""
 
     type: Text
-    name: Text = ""  # by which it is referred to
-    parameters: Mapping[str, Any] = {}  # not checked yet; see `told`
+    name: Text = ""  # name for references; the type if empty
+    parameters: Mapping[str, Any] = {}  # unchecked; parse them by `parameters_section`
 
     def __post_init__(self) -> None:
         self.name = self.name or self.type
 
     @property
-    def told(self) -> Section:
-        """Its parameters, to be read and checked by whoever knows them."""
+    def parameters_section(self) -> Section:
+        """Location of the parameters, from which the plugin parses them."""
         return self.section.at("parameters")
 
 
 class Reference(Settings):
-    """A plugin by its name."""
+    """Reference to a plugin by name."""
 
     plugin_ref: Text
 
 
 class WeightedReference(Reference):
-    """The same in a profile."""
+    """Reference to a plugin in a profile, with its weight."""
 
     weight: Number = 1.0
 
 
 class ProfileEntry(Settings):
-    """One of `schedulingProfiles`."""
+    """Entry of the section `schedulingProfiles`."""
 
     name: Text
     plugins: tuple[WeightedReference, ...] = ()
@@ -88,44 +87,44 @@ class _Handler(Settings):
 
 
 class BandSettings(Settings):
-    """One priority band of flow control."""
+    """Limits and policies of one priority band of flow control."""
 
     priority: Int32 = 0
-    requests_max: Quantity = field(default=Quantity(5000), name="maxRequests")  # what may wait
-    bytes_max: Quantity = field(default=Quantity(1_000_000_000), name="maxBytes")
-    # A key of flow_queue.ORDERS, or the name of a plugin of that type.
+    requests_max: Quantity = field(default=Quantity(5000), name="maxRequests")  # queued requests
+    bytes_max: Quantity = field(default=Quantity(1_000_000_000), name="maxBytes")  # queued bytes
+    # Key of flow_queue.ORDERS, or the name of a plugin of that type.
     order: Text = field(default="fcfs-ordering-policy", name="orderingPolicyRef")
-    # One of flow_queue.FAIRNESS: the first of all flows by order, or the flows' first ones in turn.
+    # One of flow_queue.FAIRNESS: order across all flows, or round-robin among flows.
     fairness: Text = field(default="global-strict-fairness-policy", name="fairnessPolicyRef")
 
 
 class FlowSettings(Settings):
-    """The section `flowControl`: how long requests wait, and for what."""
+    """Section `flowControl`: limits, timeouts and priority bands of queued requests."""
 
-    # Limits of what waits in all bands; None: no limit of its own.
+    # Limits across all bands; None for no limit.
     requests_max: Quantity | None = field(default=None, name="maxRequests")
     bytes_max: Quantity | None = field(default=None, name="maxBytes")
-    ttl_s: Duration = field(default=Duration(60.0), name="defaultRequestTTL")  # a request waits no longer
-    # Nor longer than this while there is no pod; None: as long as any.
+    ttl_s: Duration = field(default=Duration(60.0), name="defaultRequestTTL")  # queueing timeout in seconds
+    # Queueing timeout in seconds while the pool has no pods; None for `ttl_s`.
     no_endpoint_ttl_s: Duration | None = field(default=None, name="noEndpointRequestTTL")
     default_priority_band: BandSettings = field(default_factory=BandSettings)
     default_negative_priority_band: BandSettings = field(default_factory=BandSettings)
     priority_bands: tuple[BandSettings, ...] = ()
     usage_limit_policy_plugin_ref: Text | None = None
     saturation_detector: Reference | None = None
-    # Whether requests in flight below priority 0 are taken back for those that wait.
+    # Whether in-flight requests of negative priority are evicted in favour of queued ones.
     evicts: bool = field(default=False, name="enableEviction")
 
 
 class DiscoverySettings(Settings):
-    """Parameters of file-discovery."""
+    """Parameters of the plugin file-discovery."""
 
     path: Text
     watch_file: bool = False
 
 
 class PickerConfig(Settings):
-    """A whole EndpointPickerConfig."""
+    """Parsed EndpointPickerConfig."""
 
     api_version: Literal["llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1"]
     kind: Literal["EndpointPickerConfig"]
@@ -145,74 +144,72 @@ class PickerConfig(Settings):
         for text in self.feature_gates:
             name, _, value = text.partition("=")
             if name not in self.gates or value not in ("", "true", "false"):
-                raise ValueError(f"featureGates: {text!r} is not understood; there are {', '.join(_GATES)}")
+                raise ValueError(f"featureGates: unknown gate {text!r}; expected one of: {', '.join(_GATES)}")
             self.gates[name] = value != "false"
 
     @property
     def directory(self) -> Path:
-        """Folder that relative paths begin at."""
+        """Folder against which relative paths are resolved."""
         return Path(self.section.source).parent
 
     @property
     def parsers(self) -> tuple[Reference, ...]:
-        """In the file's order; empty: the default ones."""
+        """Parsers in the file's order; empty for the defaults."""
         return self.request_handler.parsers or ((self.parser,) if self.parser is not None else ())
 
     @property
     def detector(self) -> Reference | None:
-        """The saturation detector that is named; None: the default one."""
+        """Configured saturation detector; None for the default."""
         return self.flow.saturation_detector or self.saturation_detector
 
     @property
     def picks(self) -> bool:
-        """Whether the file says anything about how to pick; else it is the cost policy's."""
+        """Whether the file configures how to pick; if not, the cost policy applies."""
         return bool(self.profiles) or any(entry.type != _DISCOVERY for entry in self.entries)
 
     @property
     def discovery(self) -> DiscoverySettings | None:
-        """The pods' file.
+        """Settings of file discovery; None if the file configures none.
 
         Raises:
-            ConfigError: Another plugin is named for it, or its parameters are not understood.
+            ConfigError: `discovery` names a plugin of another type, or its parameters are invalid.
         """
         if (reference := self.data_layer.discovery) is None:
             return None
         entry = self.plugins[reference.plugin_ref]
         if entry.type != _DISCOVERY:
-            reference.section.fail("pluginRef", f"{entry.type} is no discovery; there is {_DISCOVERY}")
-        return entry.told.read(DiscoverySettings)
+            reference.section.fail("pluginRef", f"{entry.type} cannot discover pods; use {_DISCOVERY}")
+        return entry.parameters_section.read(DiscoverySettings)
 
 
 def read_config(path: Path) -> PickerConfig:
-    """Reads a configuration file.
+    """Read an EndpointPickerConfig file.
 
     Raises:
-        ConfigError: It cannot be read, or something in it is not understood.
+        ConfigError: The file cannot be read or is invalid.
     """
     return parse_config(read_text(path), str(path))
 
 
 def parse_config(text: str, source: str) -> PickerConfig:
-    """Reads a configuration; relative paths in it begin where `source` lies.
+    """Parse an EndpointPickerConfig; `source` names it in errors and resolves its relative paths.
 
     Raises:
-        ConfigError: Something in it is not understood.
+        ConfigError: The text is invalid.
     """
     nodes = documents(text, source)
     if len(nodes) != 1:
-        raise ConfigError(f"{source}:1: the file: must be a mapping, and the only one")
+        raise ConfigError(f"{source}:1: the file: must be one YAML document with a mapping")
     config = Section(source, "", nodes[0]).read(PickerConfig)
     for kind, entries in (("plugin", config.entries), ("profile", config.profiles)):
         names = set()
         for entry in entries:
             if entry.name in names:
-                entry.section.fail(
-                    "name", f"there is a {kind} {entry.name!r} already; give this one a name of its own"
-                )
+                entry.section.fail("name", f"duplicate {kind} name {entry.name!r}; names must be unique")
             names.add(entry.name)
     for one in config.inner():
         if isinstance(one, Reference) and one.plugin_ref not in config.plugins:
             one.section.fail(
-                "pluginRef", f"no plugin is named {one.plugin_ref!r}; plugins has {sorted(config.plugins)}"
+                "pluginRef", f"no plugin named {one.plugin_ref!r}; plugins are {sorted(config.plugins)}"
             )
     return config

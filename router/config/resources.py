@@ -1,7 +1,6 @@
-"""Objectives and model rewrites: YAML documents as in Kubernetes in, priorities and rules out.
+"""Parser of InferenceObjective and InferenceModelRewrite documents: priorities and rewrite rules.
 
-Strict like the configuration. Discovery in a cluster brings the same two kinds. Rules are those of
-InferenceModelRewrite.
+Unknown fields are rejected as in the configuration file. In a cluster, discovery watches the same two kinds.
 """
 
 from __future__ import annotations
@@ -78,13 +77,13 @@ class _Rewrite(_Resource):
 
 @dataclass(frozen=True, slots=True)
 class RewriteRule:
-    """One rule."""
+    """Rule of an InferenceModelRewrite."""
 
-    models: frozenset[str]  # names that it is for; empty: all
-    targets: Sequence[tuple[str, int | None]]  # (model, weight); None: no weight given
+    models: frozenset[str]  # models that it matches; empty for all
+    targets: Sequence[tuple[str, int | None]]  # (model, weight); None if no weight is given
 
     def draw(self, random: np.random.Generator) -> str:
-        """A target, by weight; where only some have one, the others are never drawn."""
+        """Draw a target model by weight; if only some targets have weights, the others are never drawn."""
         weights = np.array([weight or 0 for _, weight in self.targets], float)
         if not weights.any():
             weights[:] = 1.0
@@ -93,10 +92,10 @@ class RewriteRule:
 
 
 class RewriteRules:
-    """All rules; the first for exactly the model wins, then the first for all models.
+    """All rewrite rules; the first rule for the exact model wins, then the first rule for all models.
 
     Args:
-        rules: Oldest object first, in the objects' order.
+        rules: Rules of the oldest object first, in each object's order.
     """
 
     def __init__(self, rules: Sequence[RewriteRule], random: np.random.Generator) -> None:
@@ -104,7 +103,7 @@ class RewriteRules:
         self.replace(rules)
 
     def replace(self, rules: Sequence[RewriteRule]) -> None:
-        """Other rules from now on; a request sees those before or these."""
+        """Replace all rules atomically: a request sees either the old or the new ones."""
         exact: dict[str, RewriteRule] = {}
         generic: RewriteRule | None = None
         for rule in rules:
@@ -115,7 +114,7 @@ class RewriteRules:
         self._rules = exact, generic
 
     def target(self, model: str | None) -> str | None:
-        """Return what a model becomes; None: no rule is for it."""
+        """Return the model that replaces this one, or None if no rule matches."""
         exact, generic = self._rules
         rule = exact.get(model or "", generic)
         return rule.draw(self._random) if rule is not None else None
@@ -123,17 +122,17 @@ class RewriteRules:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Contents of the file."""
+    """Priorities and rewrite rules of a resources file or a cluster."""
 
-    priorities: Mapping[str, int] = field(default_factory=dict)  # by objective
-    rules: Sequence[RewriteRule] = ()  # those of the oldest object first
+    priorities: Mapping[str, int] = field(default_factory=dict)  # by name of the InferenceObjective
+    rules: Sequence[RewriteRule] = ()  # rules of the oldest object first
 
 
 def read_resources(path: Path) -> Resources:
-    """Reads the file.
+    """Read a resources file.
 
     Raises:
-        ConfigError: It cannot be read, or something in it is not understood.
+        ConfigError: The file cannot be read or is invalid.
     """
     priorities: dict[str, int] = {}
     rewrites: list[_Rewrite] = []
@@ -144,7 +143,7 @@ def read_resources(path: Path) -> Resources:
             priorities[objective.metadata.name] = objective.spec.priority
         else:
             rewrites.append(section.read(_Rewrite))
-    # Times are written so that their order is that of their text; else the file's order stays.
+    # RFC 3339 timestamps sort as text; without timestamps the stable sort keeps the file's order.
     rewrites.sort(key=lambda rewrite: rewrite.metadata.creation_timestamp)
     return Resources(priorities, [_rule(rule) for rewrite in rewrites for rule in rewrite.spec.rules])
 

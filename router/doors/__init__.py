@@ -1,1 +1,1 @@
-"""Services that gateways ask: ext_proc, ext_authz, PickEndpoint, health, access logs."""
+"""gRPC services that gateways call: ext_proc, ext_authz, PickEndpoint, health, access logs."""

@@ -1,7 +1,7 @@
-"""Envoy's access log as a source of outcomes: batches of log entries in, ended requests out.
+"""Envoy's access log service (ALS): reports the ends of requests, joined by request id.
 
-Joins by request id. Nothing is learnt of speed here: engines send their headers before the first token, so
-the time to the first byte is not the time to the first token.
+Prefill rates are not estimated from it: engines send their headers before the first token, so the time to the
+first byte is not the time to the first token.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from google.protobuf.message_factory import GetMessageClass
 
 from indexer.pod_entry import pod_address
 from router.doors.health import ACCESS_LOG_SERVICE
-from router.feedback.lifecycle import ACCESS_LOG, Outcomes
+from router.feedback.lifecycle import ACCESS_LOG, Lifecycle
 from router.h2 import GrpcServer
 from router.h2.exchange_call import ExchangeMethod
 from router.observe.metrics import RouterMetrics
 
 _CLIENT_ERROR, _SERVER_ERROR = 400, 500
-# How Envoy explains an answer of its own where one of our doors has refused the request.
+# Envoy's response_code_details of requests that ext_authz or ext_proc rejected.
 _REFUSALS = (b"ext_authz_denied", b"kvroute")
 _NO_BODIES = (RequestMethod.GET, RequestMethod.HEAD)
 
 
 @dataclass(frozen=True, slots=True)
-class AccessLogDoor:
-    """envoy.service.accesslog.v3.AccessLogService."""
+class AccessLogService:
+    """gRPC service envoy.service.accesslog.v3.AccessLogService."""
 
-    outcomes: Outcomes
+    lifecycle: Lifecycle
     metrics: RouterMetrics
-    distrust: Callable[[str, str], None]  # told of a pod that Envoy could not connect to (address, why)
+    on_connection_failure: Callable[[str, str], None]  # called with the pod's address and the reason
 
-    # As an exchange: nothing that a stream brings waits for anything.
+    # Attributes of an `Exchange`: entries are processed without waiting.
     finished, is_routed = False, True
 
     def add_to(self, server: GrpcServer) -> None:
-        """Register the service, with a reading of messages that is kinder than the generated one."""
+        """Register the service, with a message class that accepts invalid UTF-8."""
         method = ExchangeMethod(
             lambda _call: self,
             _MESSAGE_CLASS.FromString,
@@ -54,7 +54,7 @@ class AccessLogDoor:
         server.add_exchange(f"/{ACCESS_LOG_SERVICE}/StreamAccessLogs", method)
 
     def answers(self, message: Any) -> tuple[()]:
-        for join, entries in Counter(map(self._taken, message.http_logs.log_entry)).items():
+        for join, entries in Counter(map(self._process, message.http_logs.log_entry)).items():
             self.metrics.count("logged", join, number=entries)
         return ()
 
@@ -64,24 +64,24 @@ class AccessLogDoor:
     def close(self) -> None:
         pass
 
-    def _taken(self, entry: Any) -> str:
-        """Takes an entry; what it joined."""
+    def _process(self, entry: Any) -> str:
+        """Process a log entry; return the result of the join as a metric label."""
         common = entry.common_properties
         if common.intermediate_log_entry:
             return "intermediate"
         address = common.upstream_remote_address.socket_address
         pod = pod_address(address.address, address.port_value)
         if common.response_flags.upstream_connection_failure:
-            self.distrust(pod, "Envoy could not connect to it")
-        # Decoded as ext_proc decodes the header, so that a strange id joins, too.
+            self.on_connection_failure(pod, "Envoy could not connect to it")
+        # Decoded as in ext_proc, so that ids with invalid UTF-8 match.
         request_id = entry.request.request_id.decode("utf-8", "replace")
         if not request_id:
             return "no_request_id"
         failed = _has_failed(entry)
-        if _was_no_work(entry, failed):
-            # Another request under its id may be in flight.
+        if _is_not_charged(entry, failed):
+            # Another request with the same id may be in flight.
             return "no_work"
-        ended = self.outcomes.ended(
+        ended = self.lifecycle.ended(
             request_id,
             ACCESS_LOG,
             time.monotonic(),
@@ -92,27 +92,30 @@ class AccessLogDoor:
         )
         if ended is not None:
             return "joined"
-        return "other_router" if self.outcomes.is_others(request_id) else "unknown"
+        return "other_router" if self.lifecycle.is_remote(request_id) else "unknown"
 
 
 def _has_failed(entry: Any) -> bool:
-    # Any flag on an answer (cut by either side, timed out) means that it was not delivered whole.
+    # Any response flag (reset by either side, timeout) means that the response is incomplete.
     code = entry.response.response_code.value
     flags = entry.common_properties.response_flags
     return code == 0 or code >= _SERVER_ERROR or bool(flags.ListFields())
 
 
-def _was_no_work(entry: Any, failed: bool) -> bool:
-    """Whether no pod was charged with it: it was refused here, or has no body."""
+def _is_not_charged(entry: Any, failed: bool) -> bool:
+    """Return whether the request was never in the ledger: it was rejected here or had no body."""
     if entry.response.response_code_details in _REFUSALS:
         return True
     request = entry.request
-    # Of one that was cut off the body may not have come yet.
+    # A reset request may have had a body that Envoy had not received yet.
     return not request.request_body_bytes and (not failed or request.request_method in _NO_BODIES)
 
 
 def _late_s(common: Any) -> float | None:
-    """How long ago the last byte went to the client, by the clock that this machine shares with Envoy's."""
+    """Return the seconds since Envoy sent the last byte to the client; None if the entry has no times.
+
+    Assumes that Envoy's clock and this machine's agree.
+    """
     if not common.HasField("start_time") or not common.HasField("time_to_last_downstream_tx_byte"):
         return None
     started_s = common.start_time.seconds + common.start_time.nanos / 1e9
@@ -122,11 +125,10 @@ def _late_s(common: Any) -> float | None:
 
 
 def _message_class() -> Any:
-    """Return the class of StreamAccessLogsMessages whose entries hold bytes where Envoy's hold texts.
+    """Return a class of StreamAccessLogsMessage whose entries have bytes fields instead of string fields.
 
-    Envoy hands on a client's x-request-id as it came (in two fields), also where it is not the UTF-8 that a
-    protobuf text must be. One such id must not cost the whole batch, everybody's entries. Bytes are the same
-    on the wire.
+    Envoy copies a client's x-request-id into two string fields, even if it is not valid UTF-8. Parsing the
+    original class would then fail for the whole batch. Both types have the same wire format.
     """
     pool = DescriptorPool()
     _copy(als_pb2.DESCRIPTOR, pool, set())
@@ -134,7 +136,7 @@ def _message_class() -> Any:
 
 
 def _copy(file: FileDescriptor, pool: DescriptorPool, copied: set[str]) -> None:
-    """Copy a file and what it imports, the texts of log entries made bytes."""
+    """Copy a proto file and its imports to `pool`, with bytes for the strings of log entries."""
     if file.name in copied:
         return
     copied.add(file.name)

@@ -1,7 +1,7 @@
-"""Envoy's ext_authz: one Check with the whole body in, the picked pod's header out.
+"""Envoy's ext_authz service: one Check call with the whole body in, the picked pod's header out.
 
-For an Envoy of our own configuration: with_request_body, no partial bodies. The response never passes here;
-its end is told by the access log. What to pick is route()'s.
+Needs Envoy's with_request_body without partial bodies. Envoy does not send responses to ext_authz, so the
+access log reports their ends. `Router.route` picks the pod.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from envoy.type.v3 import http_status_pb2
 from router.doors.headers import (
     DESTINATION_HEADER,
     REQUEST_ID_HEADER,
+    accepted_request_id,
     destination_metadata,
     error_headers,
-    kept_request_id,
     subset_hint,
     system_owned,
 )
 from router.doors.health import CHECK_SERVICE
 from router.errors import RequestError
 from router.observe.metrics import RouterMetrics
-from router.picking.decision import Routing
-from router.picking.route import Router
+from router.observe.requests import ObservedRouter
+from router.picking.decision import PipelineResult
 from router.prompts.body_guard import BodyGuard, refusal
 from router.prompts.parsers import http_request
 from router.prompts.request import RequestKind, RouteRequest, too_large
 
-_DOOR = "check"
+_SERVICE = "check"  # in metrics
 _PARTIAL_BODY_HEADER = "x-envoy-auth-partial-body"
-# Methods whose requests need no body.
+# Methods whose requests may lack a body.
 _BODILESS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE"})
 _CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
@@ -49,21 +49,25 @@ _CODES = {
 _log = logging.getLogger(__name__)
 
 
-class CheckDoor:
-    """envoy.service.auth.v3.Authorization; larger bodies than max_request_bytes are answered with 413."""
+class ExtAuthzService:
+    """gRPC service envoy.service.auth.v3.Authorization; rejects bodies above `max_request_bytes` with 413."""
 
     def __init__(
-        self, router: Router, guard: BodyGuard, metrics: RouterMetrics, max_request_bytes: int = 8 << 20
+        self,
+        router: ObservedRouter,
+        guard: BodyGuard,
+        metrics: RouterMetrics,
+        max_request_bytes: int = 8 << 20,
     ) -> None:
         self._router = router
         self._guard = guard
         self._metrics = metrics
-        self._inside = metrics.inside(_DOOR)
+        self._inside = metrics.inside(_SERVICE)
         self._max_request_bytes = max_request_bytes
-        self._told_partial = False
+        self._warned_partial = False
 
     def add_to(self, server: grpc.Server) -> None:
-        """Registers the service; answers are serialised here, since most are the same."""
+        """Register the service. `_check` serializes its responses itself, so that equal ones are cached."""
         check: Any = grpc.unary_unary_rpc_method_handler(
             self._check, request_deserializer=pb.CheckRequest.FromString
         )
@@ -72,34 +76,34 @@ class CheckDoor:
     def _check(self, message: pb.CheckRequest, context: grpc.ServicerContext) -> bytes:
         with self._inside:
             headers = dict(message.attributes.request.http.headers)
-            request_id, is_given = kept_request_id(headers)
+            request_id, is_given = accepted_request_id(headers)
             try:
                 request = self._request(message, request_id, headers)
                 decision = self._router.route(request, time.monotonic(), context.is_active)
             except RequestError as error:
                 self._metrics.refused(error)
-                return denied_answer(error)
-        destination, routing = decision.destination, decision.routing
+                return denied_response(error)
+        destination, routing = decision.destination, decision.pipeline
         removed = system_owned(headers, () if routing is None else routing.request_headers)
         if is_given and routing is None:
-            return ok_answer(destination, None, removed)
-        return ok_answer.__wrapped__(destination, None if is_given else request_id, removed, routing)
+            return ok_response(destination, None, removed)
+        return ok_response.__wrapped__(destination, None if is_given else request_id, removed, routing)
 
     def _request(self, message: pb.CheckRequest, request_id: str, headers: Mapping[str, str]) -> RouteRequest:
-        """Return the request to be routed.
+        """Parse a Check call into a request.
 
         Raises:
-            RequestError: 400 or 413.
+            RequestError: 400, the body is invalid or has a forbidden field; 413, the body is too large.
         """
         http = message.attributes.request.http
         candidates = subset_hint(message.attributes.metadata_context)
-        # Whether or not it was packed as bytes.
+        # Envoy sets raw_body with pack_as_bytes, else body.
         body: bytes = http.raw_body or http.body.encode()
         if len(body) > self._max_request_bytes:
             raise too_large(self._max_request_bytes)
         partial = _is_partial(headers, body)
         if partial:
-            self._tell_partial()
+            self._record_partial()
         if partial or not body:
             if partial or http.method not in _BODILESS:
                 self._guard.unchecked()
@@ -115,25 +119,28 @@ class CheckDoor:
             raise refusal(field)
         return request
 
-    def _tell_partial(self) -> None:
-        """A request whose body is not all here is picked for by load alone, and never without a word."""
-        self._metrics.count("dropped", _DOOR, "partial_body")
-        if not self._told_partial:
-            self._told_partial = True
+    def _record_partial(self) -> None:
+        """Count a request with a truncated body, which is routed by load alone; warn once."""
+        self._metrics.count("dropped", _SERVICE, "partial_body")
+        if not self._warned_partial:
+            self._warned_partial = True
             _log.warning(
-                "Envoy hands on partial bodies, whose requests are picked for by load alone: set "
-                "with_request_body with allow_partial_message: false in its ext_authz filter"
+                "ext_authz partial body: such requests are routed by load alone; set with_request_body with "
+                "allow_partial_message: false in Envoy's ext_authz filter"
             )
 
 
 @lru_cache(maxsize=4096)
-def ok_answer(
+def ok_response(
     destination: str,
     made_request_id: str | None,
     removed: tuple[str, ...],
-    routing: Routing | None = None,
+    routing: PipelineResult | None = None,
 ) -> bytes:
-    """The routing result, as header and as metadata; the same for most requests to one pod."""
+    """Return a serialized response that sets the picked pod as a header and as metadata.
+
+    Cached by arguments: most requests to a pod get equal responses.
+    """
     headers, response_headers = [_set(DESTINATION_HEADER, destination)], []
     if made_request_id is not None:
         headers.append(_set(REQUEST_ID_HEADER, made_request_id))
@@ -152,8 +159,8 @@ def ok_answer(
     return answer
 
 
-def denied_answer(error: RequestError) -> bytes:
-    """The router's own answer to the client."""
+def denied_response(error: RequestError) -> bytes:
+    """Return a serialized response that rejects the request with `error`."""
     answer: bytes = pb.CheckResponse(
         status={"code": grpc_code(error).value[0]},
         denied_response=pb.DeniedHttpResponse(
@@ -166,12 +173,12 @@ def denied_answer(error: RequestError) -> bytes:
 
 
 def grpc_code(error: RequestError) -> grpc.StatusCode:
-    """Return the gRPC status of an error."""
+    """Return the gRPC status code of an error, by its HTTP status."""
     return _CODES.get(error.status, grpc.StatusCode.INTERNAL)
 
 
 def _is_partial(headers: Mapping[str, str], body: bytes) -> bool:
-    """Whether Envoy handed on less than the client sends."""
+    """Return whether Envoy sent less of the body than the client does."""
     length = headers.get("content-length", "")
     announced = int(length) if length.isdecimal() and len(length) <= 18 else len(body)
     return announced > len(body) or headers.get(_PARTIAL_BODY_HEADER) == "true"

@@ -1,7 +1,7 @@
-"""Envoy ext_proc's protobuf messages read and built; values in, messages out, no state and no decisions.
+"""Stateless reading and building of ext_proc's protobuf messages.
 
-Answers are those of the endpoint picker protocol v1.0.0 (Gateway API Inference Extension, proposal 004). They
-are filled in place: nested keywords would copy a body once for each of the five messages around it.
+Responses follow the endpoint picker protocol v1.0.0 (Gateway API Inference Extension, proposal 004). They are
+filled in place: nested keyword arguments would copy a body once for each of the five enclosing messages.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ BodyMode = processing_mode_pb2.ProcessingMode
 SCORES_KEY = "x-gateway-destination-endpoint-scores"
 _NAMESPACE = "envoy.lb"
 _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
-# Envoy accepts at most 64 KiB in one streamed answer.
+# Envoy accepts at most 64 KiB in one streamed response.
 CHUNK_BYTES_MAX = 62_000
 
 
 def header_values(message: base_pb2.HeaderMap) -> dict[str, str]:
-    """Return headers by lower-case name; the last of several wins, raw values win over plain ones."""
+    """Return header values by lower-case name.
+
+    The last of repeated headers wins; `raw_value` takes precedence over `value`.
+    """
     return {
         header.key.lower(): header.raw_value.decode("utf-8", "replace") if header.raw_value else header.value
         for header in message.headers
     }
 
 
-def routed_answer(
+def routing_response(
     phase: Literal["request_headers", "request_body"],
     destination: str,
     headers: Mapping[str, str],
@@ -40,10 +43,15 @@ def routed_answer(
     scores: Mapping[str, float] | None = None,
     body: bytes | None = None,
 ) -> pb.ProcessingResponse:
-    """Return the routing result, as header and as metadata, with what else is to be changed and told.
+    """Return the picked endpoint as a header and as metadata.
 
     Args:
-        phase: The message that is answered: the body where the headers had to be answered before it came.
+        phase: Message to respond to: the body in BUFFERED mode, where the headers are answered first.
+        destination: Picked endpoint.
+        headers: Further headers to set.
+        removed: Headers to remove.
+        scores: Scores of all candidates by endpoint, for the metadata.
+        body: Replaces the request's body; None: unchanged.
     """
     answer = pb.ProcessingResponse()
     response = getattr(answer, phase).response
@@ -57,13 +65,13 @@ def routed_answer(
     if scores is None:
         answer.dynamic_metadata.CopyFrom(destination_metadata(destination))
     else:
-        told = {DESTINATION_HEADER: destination, SCORES_KEY: dict(scores)}
-        answer.dynamic_metadata.update({_NAMESPACE: told})
+        values = {DESTINATION_HEADER: destination, SCORES_KEY: dict(scores)}
+        answer.dynamic_metadata.update({_NAMESPACE: values})
     return answer
 
 
-def response_headers_answer(headers: Mapping[str, str]) -> pb.ProcessingResponse:
-    """Return the answer to response headers: the mark that they passed here, and what is set on them."""
+def response_headers_reply(headers: Mapping[str, str]) -> pb.ProcessingResponse:
+    """Return a reply to response headers that sets `headers` and the reference picker's marker header."""
     answer = pb.ProcessingResponse()
     mutation = answer.response_headers.response.header_mutation
     set_headers(mutation, {"x-went-into-resp-headers": "true"})
@@ -71,10 +79,10 @@ def response_headers_answer(headers: Mapping[str, str]) -> pb.ProcessingResponse
     return answer
 
 
-def streamed_answers(
+def streamed_body_responses(
     phase: Literal["request_body", "response_body"], body: bytes, *, end_of_stream: bool
 ) -> Iterator[pb.ProcessingResponse]:
-    """Return a body as streamed answers of at most 62,000 bytes; an empty one is one answer too."""
+    """Yield a body in streamed responses of at most 62,000 bytes each; an empty body takes one response."""
     for start in range(0, max(1, len(body)), CHUNK_BYTES_MAX):
         end = start + CHUNK_BYTES_MAX
         answer = pb.ProcessingResponse()
@@ -84,20 +92,20 @@ def streamed_answers(
         yield answer
 
 
-def immediate_answer(status: int, headers: Mapping[str, str], body: bytes) -> pb.ProcessingResponse:
-    """Return the router's own answer to the client."""
+def immediate_response(status: int, headers: Mapping[str, str], body: bytes) -> pb.ProcessingResponse:
+    """Return a response that ends the request: Envoy sends it to the client."""
     answer = pb.ProcessingResponse()
     immediate: Any = answer.immediate_response
     immediate.status.code = status
     immediate.body = body
-    # By this the access log tells that no pod was asked.
+    # Marks the entry in the access log: no pod received the request.
     immediate.details = "kvroute"
     set_headers(immediate.headers, headers)
     return answer
 
 
 def set_headers(mutation: pb.HeaderMutation, headers: Mapping[str, str]) -> None:
-    """Set headers in the place of others of their names."""
+    """Add headers to a mutation, replacing existing values."""
     for name, value in headers.items():
         option = mutation.set_headers.add()
         option.append_action = _OVERWRITE

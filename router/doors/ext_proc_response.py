@@ -1,7 +1,6 @@
-"""The response half of an ext_proc stream: messages in, echoes out, and what they tell of the outcome.
+"""Response half of an ext_proc stream: passes the response on and reports first token, end and usage.
 
-Messages are read before they are answered: after the last answer Envoy may reset the stream. A usage is read
-as its bytes pass.
+A message is processed before it is answered, because Envoy may reset the stream after the last answer.
 """
 
 from __future__ import annotations
@@ -14,156 +13,156 @@ from typing import Annotated
 import msgspec
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from router.doors.ext_proc_messages import BodyMode, header_values, set_headers, streamed_answers
-from router.feedback.lifecycle import RESPONSE, Outcomes
+from router.doors.ext_proc_messages import BodyMode, header_values, set_headers, streamed_body_responses
+from router.feedback.lifecycle import RESPONSE, Lifecycle
 from router.picking.decision import Decision
 from router.plugins.attribute_reporter import AttributeReporter
 
 _KEPT_BYTES_MAX = 1 << 20
-# A usage has some hundred bytes; what events tell of it one after the other is kept together.
+# A usage has some hundred bytes. Its fields are merged over all events of a response, up to these limits.
 _USAGE_BYTES_MAX = 4096
 _USAGE_FIELDS_MAX = 64
 _TOKENS_MAX = 2**31 - 1
-# Every chunk would look it up.
+# Looking up protobuf enum members for every chunk is slow.
 _FULL_DUPLEX_STREAMED, _NONE = BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE
 
 
 class ResponsePhase:
-    """One response.
+    """One HTTP response on its way to the client.
 
-    Events are echoed at once, chunk by chunk, and so is any other body unless bodies are held: then that is
-    kept, with a bound, until it is whole, so that the model's name can be restored wherever it stands.
+    Server-sent events are passed on chunk by chunk. Other bodies are buffered until complete, so that the
+    client's model name can be restored even where it spans two chunks.
 
     Args:
-        held_bytes_max: A longer body is echoed as it comes, unchanged from there on; 0: none is held.
+        buffered_bytes_max: Longer bodies are passed on chunk by chunk; 0: all are.
     """
 
     def __init__(
-        self, outcomes: Outcomes, held_bytes_max: int = 0, reporter: AttributeReporter | None = None
+        self, lifecycle: Lifecycle, buffered_bytes_max: int = 0, reporter: AttributeReporter | None = None
     ) -> None:
-        self._outcomes = outcomes
-        self._held_bytes_max = held_bytes_max
+        self._lifecycle = lifecycle
+        self._buffered_bytes_max = buffered_bytes_max
         self._reporter = reporter
-        self._held: bytearray | None = bytearray() if held_bytes_max else None
-        # As long as its request is not over; None for one that is no work, too.
-        self.awaited: Decision | None = None
-        self.models = ("", "")  # names of the model: the pod's, the client's
+        self._buffered: bytearray | None = bytearray() if buffered_bytes_max else None
+        # Decision whose request has not ended; None: the request has ended, or is not in the ledger.
+        self.pending: Decision | None = None
+        self.models = ("", "")  # the model's name at the pod, and the client's name for it
         self._usage: UsageReader | None = None
         self._failed, self._refused = True, False
         self._sees_body = True
         self._awaits_first_token = False
 
-    def of(self, decision: Decision) -> None:
-        """The response is to this request."""
-        # Of what the ledger does not have there is nothing to tell; it may have another request of that id.
+    def expect(self, decision: Decision) -> None:
+        """Associate the response with a routed request."""
+        # Requests without work are not in the ledger, which may hold another request under the same id.
         if decision.is_charged:
-            self.awaited = decision
+            self.pending = decision
 
-    def streams(self) -> None:
-        """The client asked for a stream: chunks are echoed as they come, whatever the headers say."""
-        self._held = None
+    def disable_buffering(self) -> None:
+        """Pass chunks on as they arrive, whatever the headers say: the client requested a stream."""
+        self._buffered = None
 
     def headers(self, message: pb.HttpHeaders, mode: int) -> dict[str, str]:
-        """Read and return the response's headers; `mode`: how the body will come here."""
+        """Process the response headers and return them; `mode`: Envoy's mode for the response body."""
         headers = header_values(message.headers)
         content_type = headers.get("content-type", "")
         is_event_stream = "text/event-stream" in content_type
         if is_event_stream:
-            self._held = None
-        # Of an answer in one piece, the first byte is no earlier than the last token.
+            self._buffered = None
+        # A response that is not streamed has no first token: its first byte follows the last token.
         self._awaits_first_token = is_event_stream
         status = headers.get(":status", "200")
         self._failed, self._refused = status >= "500" or _has_grpc_failed(headers), "400" <= status < "500"
         self._sees_body = mode != _NONE
         self._usage = UsageReader(is_event_stream=is_event_stream)
-        # An answer in one piece is made when its headers come, whoever sees the rest of it; gRPC's are not.
-        comes_in_pieces = is_event_stream or content_type.startswith("application/grpc")
-        if message.end_of_stream or not (self._sees_body or comes_in_pieces):
-            self._whole()
+        # Engines send the headers of a non-streamed HTTP response once its body is generated; not so gRPC.
+        is_streamed = is_event_stream or content_type.startswith("application/grpc")
+        if message.end_of_stream or not (self._sees_body or is_streamed):
+            self._complete()
         return headers
 
     def body(self, message: pb.HttpBody, mode: int) -> Iterable[pb.ProcessingResponse]:
-        """Read a chunk of the response's body and return its echoes."""
+        """Process a chunk of the response body and return the messages that pass it on."""
         data, is_last = message.body, message.end_of_stream
-        if self._awaits_first_token and (sent := self.awaited) is not None:
+        if self._awaits_first_token and (sent := self.pending) is not None:
             self._awaits_first_token = False
-            self._outcomes.first_token(
-                sent.request_id, RESPONSE, time.monotonic(), pod=sent.primary.pod, sent_s=sent.decided_s
+            self._lifecycle.first_token(
+                sent.request_id, RESPONSE, time.monotonic(), pod=sent.primary.pod, dispatched_s=sent.decided_s
             )
         if self._usage is not None:
             self._usage.feed(data)
         if is_last:
-            self._whole()
+            self._complete()
         if mode != _FULL_DUPLEX_STREAMED:
             return (self._in_place(data, is_last),)
-        if self._held is not None:
-            self._held += data
-            if not is_last and len(self._held) <= self._held_bytes_max:
+        if self._buffered is not None:
+            self._buffered += data
+            if not is_last and len(self._buffered) <= self._buffered_bytes_max:
                 return ()
-            data, self._held = bytes(self._held), None
-        return self._echoes(data, end_of_stream=is_last)
+            data, self._buffered = bytes(self._buffered), None
+        return self._passed_on(data, end_of_stream=is_last)
 
     def trailers(self, message: pb.HttpTrailers) -> Iterator[pb.ProcessingResponse]:
-        """Answer the response's trailers, which end it, after what was held."""
+        """Process the trailers, which end the response; yield the buffered body and the trailers."""
         if _has_grpc_failed(header_values(message.trailers)):
             self._failed = True
-        self._whole()
-        if self._held:
-            data, self._held = bytes(self._held), None
-            yield from self._echoes(data, end_of_stream=False)
+        self._complete()
+        if self._buffered:
+            data, self._buffered = bytes(self._buffered), None
+            yield from self._passed_on(data, end_of_stream=False)
         yield pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
 
-    def cut(self) -> None:
-        """The response is cut off, if it is not over."""
-        self._ended(failed=True)
+    def abort(self) -> None:
+        """Report the request as failed, unless its end has been reported."""
+        self._report_end(failed=True)
 
     def close(self) -> None:
-        """The stream is over; unless the response was, it was cut off, or its end is for others to tell."""
-        # Envoy closes the stream behind the headers where it keeps the body to itself.
+        """Process the end of the stream: a response that is incomplete by now has failed."""
+        # Without the body Envoy closes the stream after the headers; the access log reports the end then.
         if self._sees_body:
-            self.cut()
+            self.abort()
 
-    def _echoes(self, data: bytes, *, end_of_stream: bool) -> Iterator[pb.ProcessingResponse]:
-        data = restored_model(data, *self.models)
-        for answer in streamed_answers("response_body", data, end_of_stream=end_of_stream):
+    def _passed_on(self, data: bytes, *, end_of_stream: bool) -> Iterator[pb.ProcessingResponse]:
+        data = restore_client_model(data, *self.models)
+        for answer in streamed_body_responses("response_body", data, end_of_stream=end_of_stream):
             if answer.response_body.response.body_mutation.streamed_response.end_of_stream:
-                self._report(answer)
+                self._add_usage(answer)
             yield answer
 
     def _in_place(self, data: bytes, is_last: bool) -> pb.ProcessingResponse:
-        """Return the answer to a body that Envoy keeps; only a changed one is sent back."""
+        """Return the answer to a body chunk that Envoy buffers; it holds the chunk only if changed."""
         answer = pb.ProcessingResponse(response_body=pb.BodyResponse())
-        restored = restored_model(data, *self.models)
+        restored = restore_client_model(data, *self.models)
         if restored is not data:
             common = answer.response_body.response
             common.body_mutation.body = restored
             set_headers(common.header_mutation, {"content-length": str(len(restored))})
         if is_last:
-            self._report(answer)
+            self._add_usage(answer)
         return answer
 
-    def _report(self, answer: pb.ProcessingResponse) -> None:
+    def _add_usage(self, answer: pb.ProcessingResponse) -> None:
         if self._reporter is None or self._usage is None or (usage := self._usage.usage_json) is None:
             return
-        if told := self._reporter.report(usage):
-            answer.dynamic_metadata.update(told)
+        if attributes := self._reporter.report(usage):
+            answer.dynamic_metadata.update(attributes)
 
-    def _whole(self) -> None:
-        """The response is complete."""
+    def _complete(self) -> None:
+        """Process the end of a complete response."""
         if self._usage is not None:
             self._usage.end()
-        self._ended(failed=self._failed)
+        self._report_end(failed=self._failed)
 
-    def _ended(self, *, failed: bool) -> None:
-        sent, self.awaited = self.awaited, None
+    def _report_end(self, *, failed: bool) -> None:
+        sent, self.pending = self.pending, None
         if sent is None:
             return
-        self._outcomes.ended(
+        self._lifecycle.ended(
             sent.request_id,
             RESPONSE,
             time.monotonic(),
             pod=sent.primary.pod,
-            sent_s=sent.decided_s,
+            dispatched_s=sent.decided_s,
             failed=failed,
             refused=self._refused,
             cached_tokens=self._usage.cached_tokens if self._usage is not None else None,
@@ -171,51 +170,54 @@ class ResponsePhase:
 
 
 def _has_grpc_failed(headers: Mapping[str, str]) -> bool:
-    """gRPC answers 200 whatever happened, and tells in its trailers, or in headers without a body."""
+    """Return whether gRPC reports an error: HTTP's status is always 200, grpc-status is in the trailers.
+
+    A response without a body carries grpc-status in its headers.
+    """
     return headers.get("grpc-status", "0") != "0"
 
 
 class UsageReader:
-    """Reads a response's usage: chunks of JSON or server-sent events in, cached tokens out.
+    """Incremental reader of a response's token usage, from JSON or server-sent events.
 
-    OpenAI's APIs, Anthropic's messages and SGLang's /generate tell it, each in its own place and words. Keeps
-    at most what one JSON answer or one event line may be; what is larger goes unread.
+    Understands OpenAI's APIs, Anthropic's messages and SGLang's /generate, which report usage under different
+    names. Buffers one JSON body or one event line of at most 1 MiB; longer ones are skipped.
 
     Attributes:
-        cached_tokens: `prompt_tokens_details.cached_tokens` or its like as far as seen; None if not told.
+        cached_tokens: Last `prompt_tokens_details.cached_tokens` or its equivalent; None: not reported.
     """
 
     def __init__(self, *, is_event_stream: bool) -> None:
         self._is_event_stream = is_event_stream
         self._kept = b""
-        self._lost = False
+        self._too_long = False
         self.cached_tokens: int | None = None
-        # By name, as written; events of one response may each tell a part.
-        self._told: dict[str, msgspec.Raw] = {}
+        # Values of `usage` by name; each event of a response may report a part of them.
+        self._usage: dict[str, msgspec.Raw] = {}
 
     @property
     def usage_json(self) -> bytes | None:
-        """All of `usage` as far as seen; None if not told."""
-        return msgspec.json.encode(self._told) if self._told else None
+        """JSON of all `usage` fields seen so far; None if there are none."""
+        return msgspec.json.encode(self._usage) if self._usage else None
 
     def feed(self, chunk: bytes) -> None:
         if self._is_event_stream:
             text = self._kept + chunk if self._kept else chunk
             end = text.rfind(b"\n") + 1
             self._kept = text[end:]
-            # In nearly all chunks no line needs to be looked at.
+            # Most chunks have no usage, so they are not split into lines.
             if end and (b'"usage"' in text or b'"meta_info"' in text):
                 for line in text[:end].split(b"\n"):
                     self._event_line(line)
-        elif not self._lost:
+        elif not self._too_long:
             self._kept += chunk
         if len(self._kept) > _KEPT_BYTES_MAX:
-            self._kept, self._lost = b"", True
+            self._kept, self._too_long = b"", True
 
     def end(self) -> None:
         if self._is_event_stream:
             self._event_line(self._kept)
-        elif not self._lost:
+        elif not self._too_long:
             self._answer(self._kept)
         self._kept = b""
 
@@ -226,13 +228,13 @@ class UsageReader:
     def _answer(self, text: bytes) -> None:
         try:
             answer = msgspec.json.decode(text, type=_Answer)
-            told = answer.told()
-            usage = msgspec.json.decode(told, type=_Usage | None) if told else None
+            raw = answer.raw_usage()
+            usage = msgspec.json.decode(raw, type=_Usage | None) if raw else None
             if usage is None:
                 return
-            if len(told) <= _USAGE_BYTES_MAX:
-                self._told |= msgspec.json.decode(told, type=dict[str, msgspec.Raw])
-                self._told = dict(islice(self._told.items(), _USAGE_FIELDS_MAX))
+            if len(raw) <= _USAGE_BYTES_MAX:
+                self._usage |= msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+                self._usage = dict(islice(self._usage.items(), _USAGE_FIELDS_MAX))
         except (ValueError, RecursionError):
             return
         details = usage.prompt_tokens_details or usage.input_tokens_details
@@ -241,7 +243,7 @@ class UsageReader:
             self.cached_tokens = cached_tokens
 
 
-_UNTOLD = msgspec.Raw()
+_MISSING = msgspec.Raw()
 
 
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=_TOKENS_MAX)]
@@ -254,7 +256,7 @@ class _Details(msgspec.Struct):
 class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
-    # Anthropic's, and SGLang's.
+    # Field names of Anthropic and SGLang.
     cache_read_input_tokens: _Tokens | None = None
     cached_tokens: _Tokens | None = None
 
@@ -262,33 +264,33 @@ class _Usage(msgspec.Struct):
         return self.cached_tokens if self.cache_read_input_tokens is None else self.cache_read_input_tokens
 
 
-class _Told(msgspec.Struct):
-    usage: msgspec.Raw = _UNTOLD
+class _Nested(msgspec.Struct):
+    usage: msgspec.Raw = _MISSING
 
 
 class _Answer(msgspec.Struct):
-    usage: msgspec.Raw = _UNTOLD
-    # The Responses API tells its usage in its last event.
-    response: _Told | None = None
-    # Anthropic's first event tells the prompt's, a later one the answer's.
-    message: _Told | None = None
-    meta_info: msgspec.Raw = _UNTOLD
+    usage: msgspec.Raw = _MISSING
+    # The Responses API reports usage in its last event.
+    response: _Nested | None = None
+    # Anthropic's first event reports the usage of the prompt, a later one that of the output.
+    message: _Nested | None = None
+    meta_info: msgspec.Raw = _MISSING
 
-    def told(self) -> bytes:
-        """The usage, wherever it stands; empty if it does not."""
+    def raw_usage(self) -> bytes:
+        """Return the JSON of the usage field, nested or not; empty if there is none."""
         nested = self.response or self.message
         return bytes(self.usage) or (bytes(nested.usage) if nested else b"") or bytes(self.meta_info)
 
 
-def restored_model(body: bytes, target: str, client: str) -> bytes:
-    """A response, or a piece of one, with the model named as the client named it.
+def restore_client_model(body: bytes, target: str, client: str) -> bytes:
+    """Replace the target model's name by the client's in a response or a chunk of one.
 
-    Every `"model":"TARGET"` is replaced; only where there is none, every `"model": "TARGET"`.
+    Replaces every `"model":"TARGET"`; where there is none, every `"model": "TARGET"` (with a space).
     """
     if not target or not client or target == client:
         return body
     before, after = msgspec.json.encode(target), msgspec.json.encode(client)
-    for lead in (b'"model":', b'"model": '):
-        if lead + before in body:
-            return body.replace(lead + before, lead + after)
+    for key in (b'"model":', b'"model": '):
+        if key + before in body:
+            return body.replace(key + before, key + after)
     return body

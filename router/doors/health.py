@@ -1,4 +1,4 @@
-"""gRPC health (grpc.health.v1) of the router: one state in, an answer for every service name out."""
+"""gRPC health service (grpc.health.v1) of the router, and the names of the router's gRPC services."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ _ALWAYS_SERVING = "liveness"
 
 
 class Health:
-    """The health service; begins as NOT_SERVING."""
+    """Health service; starts as NOT_SERVING."""
 
     def __init__(self) -> None:
         self._servicer = _AnyService()
         self.ready = False
         self._servicer.set(_ALWAYS_SERVING, health_pb2.HealthCheckResponse.SERVING)
-        self._tell()
+        self._publish()
 
     def set_ready(self, ready: bool) -> None:
-        """Changes the state; a change is told to watchers."""
+        """Set the readiness and notify the clients of `Watch` of a change."""
         if ready != self.ready:
             self.ready = ready
-            self._tell()
+            self._publish()
 
     def add_to(self, server: grpc.Server) -> None:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         status = health_pb2.HealthCheckResponse
         for service in _FOLLOW_READINESS:
             self._servicer.set(service, status.SERVING if self.ready else status.NOT_SERVING)
 
 
 class _AnyService(health.HealthServicer):  # type: ignore[misc]
-    """Answers by readiness for names that it does not know, as the reference does."""
+    """Health servicer that reports readiness for unknown service names, as the reference picker does."""
 
     def Check(  # noqa: N802 (the name is gRPC's)
         self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext

@@ -1,4 +1,4 @@
-"""The door for gateways without ext_proc: PickEndpoint and ReportOutcome in, ranked endpoints out.
+"""PickEndpoint and ReportOutcome, the gRPC service for gateways without ext_proc.
 
 Translates proto/kvroute/v1/endpoint_picker.proto to RouteRequest and Decision, and errors to gRPC codes.
 """
@@ -18,16 +18,16 @@ from router.doors.ext_authz import grpc_code
 from router.doors.headers import REQUEST_ID_HEADER
 from router.doors.health import PICK_SERVICE
 from router.errors import DROPPED_REASON_HEADER, RequestError
-from router.feedback.lifecycle import REPORT, Outcomes
+from router.feedback.lifecycle import REPORT, Lifecycle
 from router.observe.metrics import RouterMetrics
+from router.observe.requests import ObservedRouter
 from router.picking.decision import Decision
-from router.picking.route import Router
 from router.pods.pod_set import PodSet, PodSnapshot
 from router.prompts.request import RequestKind, RouteRequest, api_request
 
-_DOOR = "pick_endpoint"
+_SERVICE = "pick_endpoint"  # in metrics
 _REQUEST_ID_MAX = 256
-# A gateway tries few of them; /debug/decisions has all.
+# A gateway tries only the first few; /debug/decisions lists all.
 _ENDPOINTS_MAX = 16
 _ANY, _RAW = msgspec.json.Decoder(), msgspec.json.Decoder(msgspec.Raw)
 _READ = pb.PickEndpointRequest.FromString
@@ -38,16 +38,16 @@ _CHAT_OPTIONS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class PickDoor:
-    """kvroute.v1.EndpointPicker."""
+class EndpointPickerService:
+    """gRPC service kvroute.v1.EndpointPicker."""
 
-    router: Router
-    outcomes: Outcomes
+    router: ObservedRouter
+    lifecycle: Lifecycle
     metrics: RouterMetrics
     pods: PodSet
 
     def add_to(self, server: grpc.Server) -> None:
-        """Registers the service; picks are serialised here."""
+        """Register the service; `_pick` serializes its responses itself."""
         pick: Any = grpc.unary_unary_rpc_method_handler(self._pick, request_deserializer=_with_size)
         report: Any = grpc.unary_unary_rpc_method_handler(
             self._report,
@@ -57,25 +57,25 @@ class PickDoor:
         server.add_registered_method_handlers(PICK_SERVICE, {"PickEndpoint": pick, "ReportOutcome": report})
 
     def _pick(self, sized: tuple[pb.PickEndpointRequest, int], context: grpc.ServicerContext) -> bytes:
-        with self.metrics.inside(_DOOR):
+        with self.metrics.inside(_SERVICE):
             try:
                 decision = self.router.route(route_request(*sized), time.monotonic(), context.is_active)
             except RequestError as error:
                 self.metrics.refused(error)
                 _abort(context, error)
             limit = sized[0].max_endpoints or _ENDPOINTS_MAX
-            return answer(decision, self.pods.snapshot(), limit).SerializeToString()
+            return pick_response(decision, self.pods.snapshot(), limit).SerializeToString()
 
     def _report(
         self, request: pb.ReportOutcomeRequest, context: grpc.ServicerContext
     ) -> pb.ReportOutcomeResponse:
         request_id, outcome, now_s = request.request_id, request.outcome, time.monotonic()
-        known = self.outcomes.remembers(request_id)
+        known = self.lifecycle.is_known(request_id)
         pod = request.address or None
         if outcome == pb.ReportOutcomeRequest.OUTCOME_FIRST_TOKEN:
-            self.outcomes.first_token(request_id, REPORT, now_s, pod=pod)
+            self.lifecycle.first_token(request_id, REPORT, now_s, pod=pod)
         elif outcome in (pb.ReportOutcomeRequest.OUTCOME_DONE, pb.ReportOutcomeRequest.OUTCOME_FAILED):
-            self.outcomes.ended(
+            self.lifecycle.ended(
                 request_id,
                 REPORT,
                 now_s,
@@ -89,13 +89,13 @@ class PickDoor:
 
 
 def route_request(request: pb.PickEndpointRequest, size_bytes: int) -> RouteRequest:
-    """Translates the call; without an input it is a pick by load among the model's pods.
+    """Translate a call to a request; a call without input is routed by load among the model's pods.
 
     Raises:
-        RequestError: 400, naming the field.
+        RequestError: 400, with the name of the invalid field.
     """
     headers = request.headers
-    request_id = request.request_id or headers.get(REQUEST_ID_HEADER) or _made_up_id()
+    request_id = request.request_id or headers.get(REQUEST_ID_HEADER) or _generated_id()
     if len(request_id) > _REQUEST_ID_MAX:
         raise RequestError(400, f"request_id is longer than {_REQUEST_ID_MAX} characters", "request_id")
     candidates = frozenset(request.candidates) or None
@@ -123,13 +123,16 @@ def route_request(request: pb.PickEndpointRequest, size_bytes: int) -> RouteRequ
     return api_request(request_id, kind, body, size_bytes, candidates, headers)
 
 
-def answer(decision: Decision, pods: PodSnapshot, endpoints_max: int) -> pb.PickEndpointResponse:
-    """Translates a decision, with the best so many endpoints; one that is gone has no name."""
+def pick_response(decision: Decision, pods: PodSnapshot, endpoints_max: int) -> pb.PickEndpointResponse:
+    """Translate a decision to a response with its best `endpoints_max` endpoints.
+
+    Endpoints whose pod has disappeared have no name.
+    """
     ranked = decision.ranked
-    # From the arrays: to make a Candidate of each would cost as much again.
-    cached_tokens, views, endpoints = ranked.credits["cached_tokens"], ranked.views, []
+    # Read from the arrays: building a Candidate for each endpoint would double the time.
+    cached_tokens, views, endpoints = ranked.hits["cached_tokens"], ranked.views, []
     for place in ranked.order[:endpoints_max].tolist():
-        cost_s, queued_prefill_s, own_prefill_s, _, copy_s, kv_pressure_s = ranked.prices.item(place)[:6]
+        cost_s, queued_prefill_s, own_prefill_s, _, copy_s, kv_pressure_s = ranked.breakdowns.item(place)[:6]
         pod = pods.get(ranked.pods[place])
         endpoints.append(
             {
@@ -154,17 +157,17 @@ def answer(decision: Decision, pods: PodSnapshot, endpoints_max: int) -> pb.Pick
 
 
 def _text(text: str) -> str:
-    """Return text that protobuf takes: a pods file may name a pod by half a surrogate pair."""
+    """Return `text` as valid UTF-8: a pods file may contain a lone surrogate, which protobuf rejects."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def _with_size(message: bytes) -> tuple[pb.PickEndpointRequest, int]:
-    # To ask the message for its size would have it written once more.
+    # The size is known here; the message's own ByteSize() would have to compute it.
     return _READ(message), len(message)
 
 
-def _made_up_id() -> str:
-    # A name, not a secret: uuid4 would ask the system each time.
+def _generated_id() -> str:
+    # The id need not be secret, so it spares uuid4's system call.
     return f"{getrandbits(128):032x}"
 
 
@@ -173,7 +176,7 @@ def _chat_options(text: bytes) -> dict[str, Any]:
     if not isinstance(options, dict) or not options.keys() <= _CHAT_OPTIONS:
         raise RequestError(
             400,
-            f"chat.options_json must be an object with fields out of {', '.join(sorted(_CHAT_OPTIONS))}",
+            f"chat.options_json must be an object with only the fields {', '.join(sorted(_CHAT_OPTIONS))}",
             "chat.options_json",
         )
     return options

@@ -1,1 +1,1 @@
-"""Request lifecycle: first tokens and ends, learned speeds, changes exchanged with other routers."""
+"""Request lifecycle: first tokens, ends, and ledger changes exchanged with other routers."""

@@ -1,7 +1,7 @@
-"""What this router tells others: its ledger's changes in, in order; a gRPC stream for each that follows out.
+"""Ledger changes sent to other routers: records them in order, and serves a gRPC stream to each follower.
 
-A change is noted under the ledger's lock, for next to nothing, and written once for all who follow by the
-journal's own thread: at once, and what comes shortly after together. While nobody follows, nothing is noted.
+The ledger's lock covers only the append of a change. A thread encodes the changes once for all followers, at
+once when idle and batched under load. Nothing is recorded while there is no follower.
 """
 
 from __future__ import annotations
@@ -17,19 +17,27 @@ from typing import Any
 import grpc
 
 from indexer.errors import PeerError
-from indexer.peers.service import PeerIdentity
-from router.feedback.lifecycle import Heard
-from router.feedback.messages import FOLLOW, FollowRequest, News, heard_of, news_messages, read, sent_of
+from indexer.peers import PeerIdentity
+from router.feedback.lifecycle import RequestReport
+from router.feedback.messages import (
+    FOLLOW,
+    FollowRequest,
+    LedgerChanges,
+    decode,
+    encode_changes,
+    report_message,
+    sent_entry,
+)
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger
 
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-"""So often something is told, so that silence means something."""
+"""Seconds without changes after which an empty message is sent."""
 
-READERS_MAX = 64
-"""Who may follow at once."""
+FOLLOWERS_MAX = 64
+"""Maximum number of followers at a time."""
 
 _, LEDGER_SERVICE, _METHOD = FOLLOW.split("/")
 _CODES = {
@@ -38,230 +46,226 @@ _CODES = {
     "gone": grpc.StatusCode.UNAVAILABLE,
 }
 
-# So that others have fewer messages to read where much comes.
-_GATHER_S = 0.01
+# Batch changes to reduce messages under load.
+_BATCH_S = 0.01
 
 
 @dataclass(eq=False)
-class Journal:
-    """Tells followers what the ledger has in flight. Thread-safe."""
+class ChangeLog:
+    """Log of ledger changes, with a message queue per follower. Thread-safe."""
 
     ledger: Ledger
-    clock: Callable[[], float] = time.monotonic  # that of the ledger's times
-    unread_bytes_max: int = 16 << 20  # messages that one reader may leave unread
-    changes_max: int = 1_000_000  # changes that wait to be sent: seconds' worth, unless the thread is stuck
+    clock: Callable[[], float] = time.monotonic  # clock of the ledger's times
+    queue_bytes_max: int = 16 << 20  # queued messages of a follower; beyond it the follower is dropped
+    changes_max: int = 1_000_000  # recorded changes; reached only if the thread is stuck for seconds
 
     def __post_init__(self) -> None:
-        # Each by what it is: a field of `News`, or "joined".
+        # Pairs of kind and change; the kind is a field of `LedgerChanges`, or "joined".
         self._changes: deque[tuple[str, Any]] = deque()
         self._wake = threading.Event()
-        # Guards who follows; taken before the ledger's lock, never within it.
+        # Guards the followers. Lock order: this lock, then the ledger's.
         self._lock = threading.Lock()
-        self._joining: Reader | None = None
-        self._readers: list[Reader] = []
+        self._joining: FollowerQueue | None = None
+        self._followers: list[FollowerQueue] = []
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="ledger-journal", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ledger-changes", daemon=True)
 
     @property
-    def readers(self) -> int:
-        return len(self._readers)
+    def follower_count(self) -> int:
+        return len(self._followers)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends all following; idempotent."""
+        """Disconnect all followers and stop the thread; idempotent."""
         with self._lock:
             self._is_closed = True
-        self._end_all("gone", "this router ends")
+        self._drop_followers("gone", "this router shuts down")
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
 
-    def join(self) -> Reader:
-        """One more follows: its messages begin with all that is in flight.
+    def subscribe(self) -> FollowerQueue:
+        """Add a follower; its messages start with all requests in flight.
 
         Raises:
-            PeerError: "busy": too many do.
+            PeerError: "busy": there are too many followers.
         """
-        reader = Reader(self.unread_bytes_max)
+        follower = FollowerQueue(self.queue_bytes_max)
         with self._lock:
-            if len(self._readers) >= READERS_MAX or self._is_closed:
-                raise PeerError("busy", f"{len(self._readers)} routers follow already")
-            self._readers.append(reader)
-            self._joining = reader
-            self.ledger.tell(self)
-        return reader
+            if len(self._followers) >= FOLLOWERS_MAX or self._is_closed:
+                raise PeerError("busy", f"too many followers: {len(self._followers)}")
+            self._followers.append(follower)
+            self._joining = follower
+            self.ledger.subscribe(self)
+        return follower
 
-    def leave(self, reader: Reader) -> None:
+    def unsubscribe(self, follower: FollowerQueue) -> None:
         with self._lock:
-            if reader in self._readers:
-                self._readers.remove(reader)
-            if not self._readers:
-                self.ledger.tell(None)
+            if follower in self._followers:
+                self._followers.remove(follower)
+            if not self._followers:
+                self.ledger.subscribe(None)
 
-    def begin(self, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
-        """Note what is in flight now, for the reader that joins; under the ledger's lock, as `note`.
+    def record_snapshot(self, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
+        """Record the requests in flight for the new follower, see `ChangeListener`."""
+        self.record("joined", (self._joining, in_flight))
+
+    def record(self, kind: str, change: object) -> None:
+        """Record a change; the thread sends it soon.
 
         Args:
-            in_flight: Number, dispatch, and whether it is believed to have its first token.
-        """
-        self.note("joined", (self._joining, in_flight))
-
-    def note(self, kind: str, change: object) -> None:
-        """Note a change, to be told soon.
-
-        Args:
-            kind: A field of `News`.
-            change: A number; of "sent" with the dispatch and the keys of the blocks that it will bring, if
-                known; of "heard" what was heard.
+            kind: A field of `LedgerChanges`.
+            change: For "sent": number, dispatch and keys of the blocks it adds, if known. For "reports": a
+                `RequestReport`. Otherwise the request's number.
         """
         if len(self._changes) < self.changes_max:
             self._changes.append((kind, change))
         self._wake.set()
 
-    def heard(self, heard: Heard) -> None:
-        """Something was heard of a request that is another router's, if anybody's."""
-        if self._readers:
-            self.note("heard", heard)
+    def forward(self, report: RequestReport) -> None:
+        """Send followers a report on a request that is not this router's."""
+        if self._followers:
+            self.record("reports", report)
 
-    def tell(self) -> None:
-        """Tells what was noted until now; if it cannot be told, all who follow are told all anew."""
+    def flush(self) -> None:
+        """Send the recorded changes; on failure, disconnect all followers, which then start over."""
         try:
             if len(self._changes) >= self.changes_max:
-                raise OverflowError(f"{self.changes_max} changes were not told")
-            noted: dict[str, list[Any]] = defaultdict(list)
+                raise OverflowError(f"{self.changes_max} ledger changes are not sent yet")
+            batch: dict[str, list[Any]] = defaultdict(list)
             while self._changes:
                 kind, change = self._changes.popleft()
                 if kind == "joined":
-                    self._hand_out(noted)
-                    noted.clear()
-                    self._begin_with(*change)
+                    self._publish(batch)
+                    batch.clear()
+                    self._send_snapshot(*change)
                 else:
-                    noted[kind].append(change)
-            self._hand_out(noted)
+                    batch[kind].append(change)
+            self._publish(batch)
         except Exception as error:
             if not self._is_closed:
-                _log.exception("the routers that follow this one are told all anew")
-            # What they were told is no whole account any more.
-            self._end_all("behind", str(error))
+                _log.exception("ledger changes not sent, disconnecting all followers")
+            # Their state is incomplete now.
+            self._drop_followers("behind", str(error))
 
     def _run(self) -> None:
         while not self._is_closed:
             self._wake.wait(HEARTBEAT_S)
             self._wake.clear()
-            self.tell()
-            time.sleep(_GATHER_S)
+            self.flush()
+            time.sleep(_BATCH_S)
 
-    def _end_all(self, reason: str, why: str) -> None:
+    def _drop_followers(self, reason: str, why: str) -> None:
         with self._lock:
-            readers, self._readers = self._readers, []
-            self.ledger.tell(None)
+            followers, self._followers = self._followers, []
+            self.ledger.subscribe(None)
             self._changes.clear()
-        for reader in readers:
-            reader.end(reason, why)
+        for follower in followers:
+            follower.close(reason, why)
 
-    def _hand_out(self, noted: dict[str, list[Any]]) -> None:
+    def _publish(self, batch: dict[str, list[Any]]) -> None:
         now_s = self.clock()
-        # A request that began and ended since leaves nothing to be told of.
-        gone = {number for number, _, _ in noted["sent"]}.intersection(noted["ended"])
+        # Omit requests that were both sent and ended within the batch.
+        omitted = {number for number, _, _ in batch["sent"]}.intersection(batch["ended"])
         sent = [
-            sent_of(number, dispatch, keys, now_s, prefilled=False)
-            for number, dispatch, keys in noted["sent"]
-            if number not in gone
+            sent_entry(number, dispatch, keys, now_s, prefilled=False)
+            for number, dispatch, keys in batch["sent"]
+            if number not in omitted
         ]
         overdue, prefilled, ended = (
-            [number for number in noted[kind] if number not in gone]
+            [number for number in batch[kind] if number not in omitted]
             for kind in ("overdue", "prefilled", "ended")
         )
-        heard = [heard_of(heard) for heard in noted["heard"]]
-        messages = list(news_messages(News(sent, overdue, prefilled, ended, heard)))
+        reports = [report_message(report) for report in batch["reports"]]
+        messages = list(encode_changes(LedgerChanges(sent, overdue, prefilled, ended, reports)))
         with self._lock:
-            readers = [reader for reader in self._readers if reader.has_begun]
-        for reader in readers:
-            reader.put(messages)
+            followers = [follower for follower in self._followers if follower.has_snapshot]
+        for follower in followers:
+            follower.put(messages)
 
-    def _begin_with(self, reader: Reader, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
+    def _send_snapshot(self, queue: FollowerQueue, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
         now_s = self.clock()
         sent = [
-            sent_of(number, dispatch, None, now_s, prefilled=prefilled)
+            sent_entry(number, dispatch, None, now_s, prefilled=prefilled)
             for number, dispatch, prefilled in in_flight
         ]
-        reader.put(list(news_messages(News(sent))))
-        reader.has_begun = True
+        queue.put(list(encode_changes(LedgerChanges(sent))))
+        queue.has_snapshot = True
 
 
-class Reader:
-    """Messages for one that follows, as long as it takes them."""
+class FollowerQueue:
+    """Bounded queue of messages for one follower. Thread-safe."""
 
-    def __init__(self, unread_bytes_max: int) -> None:
-        # Whether it was told what is in flight.
-        self.has_begun = False
+    def __init__(self, bytes_max: int) -> None:
+        # Whether the requests in flight at the start are queued; changes follow only then.
+        self.has_snapshot = False
         self._messages: deque[bytes] = deque()
-        self._unread_bytes, self._unread_bytes_max = 0, unread_bytes_max
-        self._over: PeerError | None = None
+        self._bytes, self._bytes_max = 0, bytes_max
+        self._closed: PeerError | None = None
         self._changed = threading.Condition()
 
-    def take(self, wait_s: float) -> bytes:
-        """The next message; empty, as an empty message is, if none comes for so long.
+    def get(self, timeout_s: float) -> bytes:
+        """Remove and return the next message; an empty one (a heartbeat) after `timeout_s` seconds.
 
         Raises:
-            PeerError: There will be no more; carries the reason.
+            PeerError: The queue is closed; carries the reason.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._messages or self._over, wait_s)
-            if self._over is not None:
-                raise self._over
+            self._changed.wait_for(lambda: self._messages or self._closed, timeout_s)
+            if self._closed is not None:
+                raise self._closed
             if not self._messages:
                 return b""
             message = self._messages.popleft()
-            self._unread_bytes -= len(message)
+            self._bytes -= len(message)
             return message
 
     def put(self, messages: Sequence[bytes]) -> None:
-        """More for it; too much ends it."""
+        """Add messages; close the queue if it becomes too large."""
         with self._changed:
             self._messages.extend(messages)
-            self._unread_bytes += sum(map(len, messages))
-            if self._unread_bytes > self._unread_bytes_max:
-                self.end("behind", f"{self._unread_bytes} bytes were not taken")
+            self._bytes += sum(map(len, messages))
+            if self._bytes > self._bytes_max:
+                self.close("behind", f"follower too slow: {self._bytes} bytes queued")
             self._changed.notify_all()
 
-    def end(self, reason: str, message: str) -> None:
+    def close(self, reason: str, message: str) -> None:
         with self._changed:
             self._messages.clear()
-            self._unread_bytes = 0
-            self._over = self._over or PeerError(reason, message)
+            self._bytes = 0
+            self._closed = self._closed or PeerError(reason, message)
             self._changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True)
-class LedgerDoor:
-    """Serves `news.FOLLOW`.
+class LedgerService:
+    """gRPC service of `messages.FOLLOW`; a call lasts until the caller disconnects.
 
-    A call lasts until the other goes. A refusal is FAILED_PRECONDITION ("self: ...", "fingerprint: ...",
-    "broken: ..."), or RESOURCE_EXHAUSTED ("busy: ...", "behind: ...") where the other may ask again.
+    Rejections have status FAILED_PRECONDITION ("self: ...", "fingerprint: ...", "broken: ..."), or
+    RESOURCE_EXHAUSTED ("busy: ...", "behind: ...") if the caller may retry.
     """
 
-    journal: Journal
+    change_log: ChangeLog
     identity: PeerIdentity
 
     def add_to(self, server: grpc.Server) -> None:
-        """Register the service; messages are serialised once for all who follow."""
+        """Register the service without serialisers: messages are encoded once for all followers."""
         follow: Any = grpc.unary_stream_rpc_method_handler(self._follow)
         server.add_registered_method_handlers(LEDGER_SERVICE, {_METHOD: follow})
 
     def _follow(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            asked = read(FollowRequest, request)
-            self.identity.admit_key(asked.instance, asked.fingerprint)
-            reader = self.journal.join()
+            caller = decode(FollowRequest, request)
+            self.identity.admit_key(caller.instance, caller.fingerprint)
+            follower = self.change_log.subscribe()
             try:
-                # So that it is known at once that there is somebody.
+                # Confirm the call at once, even if there are no requests.
                 yield b""
                 while context.is_active():
-                    yield reader.take(HEARTBEAT_S)
+                    yield follower.get(HEARTBEAT_S)
             finally:
-                self.journal.leave(reader)
+                self.change_log.unsubscribe(follower)
         except PeerError as error:
             context.abort(_CODES.get(error.reason, grpc.StatusCode.FAILED_PRECONDITION), str(error))

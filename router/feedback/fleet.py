@@ -1,7 +1,7 @@
-"""This router among the others of its fleet: what it tells, what it is told, and how that stands.
+"""Load sharing among router replicas: sends this router's requests, receives those of others, reports both.
 
-Others' requests stand in a ledger of their own on the board that prices ours, and what they will bring is
-assumed of the pods as what ours will.
+Requests of other routers have a ledger of their own on the same load table, so they count in every pick. The
+blocks that they add to their pods are speculative index entries, like those of this router's requests.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from prometheus_client.registry import Collector
 
 from indexer.config import IndexerConfig
 from indexer.errors import PeerError
-from indexer.peers.service import PeerIdentity
-from router.feedback.change_log import Journal, LedgerDoor
-from router.feedback.follower import STATES, Followers
-from router.feedback.lifecycle import Heard, Outcomes
-from router.feedback.messages import News, Sent
+from indexer.peers import PeerIdentity
+from router.feedback.change_log import ChangeLog, LedgerService
+from router.feedback.follower import STATES, LedgerFollower
+from router.feedback.lifecycle import Lifecycle, RequestReport
+from router.feedback.messages import LedgerChanges, Sent
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger, LedgerParameters
-from router.inflight.rates import Lesson
+from router.inflight.rates import RateSample
 from router.pods.pod_set import PodSet
 
 if TYPE_CHECKING:
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 _NAME = "kvroute_router_ledger_"
 
 REQUESTS_MAX = 100_000
-"""Requests of one peer; as many as its ledger holds."""
+"""Maximum requests in flight of one peer; equal to the capacity of its ledger."""
 
 
 class Fleet(Collector):
-    """The other routers of the fleet: what they are told of our requests, and what they tell of theirs.
+    """Other routers of the fleet: exchange of requests in flight, and metrics of it.
 
     Args:
-        config: Who they are.
-        identity: Who we are.
-        pods: With the board that prices our requests and theirs.
-        assumed: Where their blocks are assumed.
-        outcomes: Is told what they have heard of our requests.
+        config: Names the peers.
+        identity: Identity of this router.
+        pods: Pods with the load table of all requests.
+        index: Index for the speculative entries of other routers' requests.
+        lifecycle: Receives other routers' reports on requests of this router.
     """
 
     def __init__(
@@ -53,98 +53,101 @@ class Fleet(Collector):
         identity: PeerIdentity,
         ledger: Ledger,
         pods: PodSet,
-        assumed: KvIndexer,
-        outcomes: Outcomes,
+        index: KvIndexer,
+        lifecycle: Lifecycle,
     ) -> None:
         self._has_peers = bool(config.peers)
-        self._outcomes = outcomes
+        self._lifecycle = lifecycle
         self._lock = Lock()
-        self._taken: Counter[str] = Counter()
-        self._journal = Journal(ledger)
-        self.door = LedgerDoor(self._journal, identity)
-        self._others = OthersWork(Ledger(LedgerParameters(), pods.board, ledger.adapters), assumed, pods)
-        self._followers = Followers(config, identity, self._take, self._others.lose)
+        self._received: Counter[str] = Counter()
+        self._change_log = ChangeLog(ledger)
+        self.service = LedgerService(self._change_log, identity)
+        self._remote = RemoteLoad(Ledger(LedgerParameters(), pods.board, ledger.adapters), index, pods)
+        self._follower = LedgerFollower(config, identity, self._on_changes, self._remote.drop)
 
     def start(self) -> None:
-        self._journal.start()
+        self._change_log.start()
         if self._has_peers:
-            self._followers.start()
+            self._follower.start()
 
     def close(self) -> None:
-        self._followers.close()
-        self._journal.close()
+        self._follower.close()
+        self._change_log.close()
 
-    def heard(self, heard: Heard) -> None:
-        self._journal.heard(heard)
+    def forward(self, report: RequestReport) -> None:
+        self._change_log.forward(report)
 
-    def know(self, request_id: str) -> bool:
-        return request_id in self._others
+    def has_request(self, request_id: str) -> bool:
+        return request_id in self._remote
 
-    def shown(self, now_s: float) -> list[dict[str, Any]]:
-        """A line for each of the others, for people."""
-        lines: list[dict[str, Any]] = [
+    def status(self, now_s: float) -> list[dict[str, Any]]:
+        """Return the state of each peer, JSON-ready, for the debug pages."""
+        rows: list[dict[str, Any]] = [
             {
-                "address": one.address,
-                "state": one.state,
-                "why": one.why,
-                "requests": self._others.requests(one.address),
-                "heard_ago_s": None if one.heard_s is None else round(now_s - one.heard_s, 3),
+                "address": peer.address,
+                "state": peer.state,
+                "why": peer.why,
+                "requests": self._remote.requests(peer.address),
+                "heard_ago_s": None if peer.received_s is None else round(now_s - peer.received_s, 3),
             }
-            for one in self._followers.peers
-            if one.state != "self"
+            for peer in self._follower.peers
+            if peer.state != "self"
         ]
-        unknown = sorted(self._followers.unknown_names)
-        return [*lines, *({"address": name, "state": "unknown_name"} for name in unknown)]
+        unknown = sorted(self._follower.unknown_names)
+        return [*rows, *({"address": name, "state": "unknown_name"} for name in unknown)]
 
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily(
-            _NAME + "followers", "Other routers that follow this one's ledger.", value=self._journal.readers
+            _NAME + "followers",
+            "Other routers that follow this router's ledger.",
+            value=self._change_log.follower_count,
         )
-        states = Counter(one.state for one in self._followers.peers)
-        peers = GaugeMetricFamily(
-            _NAME + "peers", "Routers by whether their ledgers are followed.", labels=["state"]
-        )
+        states = Counter(peer.state for peer in self._follower.peers)
+        peers = GaugeMetricFamily(_NAME + "peers", "Peers by state of their ledger.", labels=["state"])
         for state in STATES:
             peers.add_metric([state], states[state])
-        peers.add_metric(["unknown_name"], len(self._followers.unknown_names))
+        peers.add_metric(["unknown_name"], len(self._follower.unknown_names))
         yield peers
         yield GaugeMetricFamily(
-            _NAME + "others_requests", "Other routers' requests in flight.", value=len(self._others)
+            _NAME + "others_requests", "Other routers' requests in flight.", value=len(self._remote)
         )
-        taken = CounterMetricFamily(_NAME + "news", "What other routers told.", labels=["kind"])
-        for kind, number in list(self._taken.items()):
-            taken.add_metric([kind], number)
-        yield taken
+        received = CounterMetricFamily(
+            _NAME + "news", "Ledger changes received from other routers.", labels=["kind"]
+        )
+        for kind, number in list(self._received.items()):
+            received.add_metric([kind], number)
+        yield received
 
-    def _take(self, address: str, news: News, now_s: float) -> None:
-        self._others.take(address, news, now_s)
-        for heard in news.heard:
-            self._outcomes.told(heard, now_s)
+    def _on_changes(self, address: str, changes: LedgerChanges, now_s: float) -> None:
+        self._remote.apply(address, changes, now_s)
+        for report in changes.reports:
+            self._lifecycle.peer_reported(report, now_s)
         with self._lock:
-            for kind in news.__struct_fields__:
-                if told := len(getattr(news, kind)):
-                    self._taken[kind] += told
+            # The metric's kinds are the fields' names on the wire.
+            for name, kind in zip(changes.__struct_fields__, changes.__struct_encode_fields__, strict=True):
+                if number := len(getattr(changes, name)):
+                    self._received[kind] += number
 
 
-class _Theirs(NamedTuple):
-    """A request of another router's: as our ledger has it, and by its client's id."""
+class _RemoteRequest(NamedTuple):
+    """Request of another router."""
 
     dispatch: Dispatch
-    client_id: str
+    client_id: str  # request id of the client; the dispatch has an id per peer and number
 
 
 @dataclass(eq=False)
-class OthersWork:
-    """Takes news of other routers. Thread-safe; one peer's come one after the other."""
+class RemoteLoad:
+    """Load of other routers: applies their ledger changes. Thread-safe; changes of a peer must be serial."""
 
-    ledger: Ledger  # for others' requests alone, on the board that prices ours
-    assumed: KvIndexer  # where their blocks are assumed
-    pods: PodSet  # of others nothing is assumed
+    ledger: Ledger  # of other routers' requests only, on the load table of all requests
+    index: KvIndexer  # receives speculative entries
+    pods: PodSet  # pods not in it get no speculative entries
 
     def __post_init__(self) -> None:
         self._lock = Lock()
-        # By peer and its number for the request.
-        self._by_peer: dict[str, dict[int, _Theirs]] = {}
+        # By peer and the peer's number of the request.
+        self._by_peer: dict[str, dict[int, _RemoteRequest]] = {}
         self._ids: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -156,40 +159,40 @@ class OthersWork:
     def requests(self, peer: str) -> int:
         return len(self._by_peer.get(peer, ()))
 
-    def take(self, peer: str, news: News, now_s: float) -> None:
-        """Takes what a peer tells of its requests; of numbers that it has not told nothing follows.
+    def apply(self, peer: str, changes: LedgerChanges, now_s: float) -> None:
+        """Apply a peer's ledger changes; unknown request numbers are ignored.
 
         Raises:
-            PeerError: "broken": it tells of too many.
+            PeerError: "broken": the peer has more than `REQUESTS_MAX` requests in flight.
         """
         with self._lock:
-            theirs = self._by_peer.setdefault(peer, {})
-            for sent in news.sent:
-                self._begin(peer, theirs, sent, now_s)
-            for number in (*news.overdue, *news.prefilled):
-                if (request := theirs.get(number)) is not None:
+            requests = self._by_peer.setdefault(peer, {})
+            for sent in changes.sent:
+                self._begin(peer, requests, sent, now_s)
+            for number in (*changes.overdue, *changes.prefilled):
+                if (request := requests.get(number)) is not None:
                     self.ledger.first_token(request.dispatch.request_id, now_s)
-            for number in news.prefilled:
-                if (request := theirs.get(number)) is not None:
-                    self.assumed.settle(request.dispatch.key, now_s)
-            for number in news.ended:
-                if number in theirs:
-                    self._end(theirs, number, now_s)
+            for number in changes.prefilled:
+                if (request := requests.get(number)) is not None:
+                    self.index.settle(request.dispatch.key, now_s)
+            for number in changes.ended:
+                if number in requests:
+                    self._end(requests, number, now_s)
 
-    def lose(self, peer: str, now_s: float) -> int:
-        """Nothing is known of this peer any more: its requests count no longer; tells how many there were."""
+    def drop(self, peer: str, now_s: float) -> int:
+        """Remove all requests of a lost peer; return their number."""
         with self._lock:
-            theirs = self._by_peer.pop(peer, {})
-            numbers = list(theirs)
+            requests = self._by_peer.pop(peer, {})
+            numbers = list(requests)
             for number in numbers:
-                self._end(theirs, number, now_s)
+                self._end(requests, number, now_s)
             return len(numbers)
 
-    def _begin(self, peer: str, theirs: dict[int, _Theirs], sent: Sent, now_s: float) -> None:
-        if sent.number in theirs:
-            self._end(theirs, sent.number, now_s)
-        if len(theirs) >= REQUESTS_MAX:
-            raise PeerError("broken", f"it tells of more than {REQUESTS_MAX} requests in flight")
+    def _begin(self, peer: str, requests: dict[int, _RemoteRequest], sent: Sent, now_s: float) -> None:
+        if sent.number in requests:
+            self._end(requests, sent.number, now_s)
+        if len(requests) >= REQUESTS_MAX:
+            raise PeerError("broken", f"the peer has more than {REQUESTS_MAX} requests in flight")
         dispatch = Dispatch(
             f"{peer} {sent.number}",
             sent.pod,
@@ -197,27 +200,27 @@ class OthersWork:
             0.0,
             0.0,
             None,
-            Lesson.NOTHING,
+            RateSample.NONE,
             now_s - sent.age_s,
             prefill_pod=sent.prefill_pod,
             adapter=sent.adapter,
         )
-        request = theirs[sent.number] = _Theirs(dispatch, sent.request_id)
+        request = requests[sent.number] = _RemoteRequest(dispatch, sent.request_id)
         self._ids[sent.request_id] += 1
-        for displaced in self.ledger.dispatch(dispatch):
-            self.assumed.settle(displaced.key, now_s)
+        for evicted in self.ledger.dispatch(dispatch):
+            self.index.settle(evicted.key, now_s)
         if sent.is_prefilled:
             self.ledger.first_token(request.dispatch.request_id, now_s)
             return
         pods = self.pods.snapshot()
         for pod in filter(None, (sent.pod, sent.prefill_pod)):
             if pod in pods:
-                self.assumed.speculate(dispatch.key, pod, sent.keys, now_s, None)
+                self.index.speculate(dispatch.key, pod, sent.keys, now_s, None)
 
-    def _end(self, theirs: dict[int, _Theirs], number: int, now_s: float) -> None:
-        request = theirs.pop(number)
+    def _end(self, requests: dict[int, _RemoteRequest], number: int, now_s: float) -> None:
+        request = requests.pop(number)
         self._ids[request.client_id] -= 1
         if not self._ids[request.client_id]:
             del self._ids[request.client_id]
         self.ledger.end(request.dispatch.request_id, now_s)
-        self.assumed.settle(request.dispatch.key, now_s)
+        self.index.settle(request.dispatch.key, now_s)

@@ -1,8 +1,8 @@
-"""Messages between routers of one fleet: changes of a ledger as msgpack of a bounded size, and back.
+"""Messages between routers of one fleet: changes of a ledger, encoded as msgpack maps of bounded size.
 
-Each message is a map by field name. A router of another version is read, too: unknown fields are ignored, and
-fields that it does not send have their defaults. So no field may change its meaning, and a new one needs a
-default. Whatever is out of its bounds voids the message, and with it the peer's whole account.
+Other versions are compatible: unknown fields are ignored, and missing fields have their defaults. So a field
+must not change its meaning, and a new field needs a default. A value out of its bounds makes the message
+invalid, and the receiver drops all requests of that peer.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from msgspec import Meta, Struct
 
 from indexer.errors import PeerError
 from indexer.keys import Keys
-from router.feedback.lifecycle import Heard, Seconds, Text
+from router.feedback.lifecycle import RequestReport, Seconds, Text
 from router.inflight.dispatch import Dispatch
 
 FOLLOW = "/kvroute.v2.LedgerPeer/Follow"
-"""The gRPC method, server streaming: a `FollowRequest` in; `News` out, empty messages as signs of life."""
+"""gRPC method, server streaming: `FollowRequest` in, `LedgerChanges` out; empty messages are heartbeats."""
 
 MESSAGE_BYTES_MAX = 256 << 10
-"""A message is ended where one more item would make it larger than this; a single item may be larger."""
+"""Size limit of a message in bytes; only a message with a single item may be larger."""
 
 KEYS_MAX = 16_384
-"""Of one request: the first so many blocks that it will bring are sent."""
+"""Maximum block keys sent per request; the first ones are sent."""
 
 _KEY = np.dtype("<u8")
 _TEXT_MAX = 512
@@ -37,108 +37,108 @@ Number = Annotated[int, Meta(ge=0)]
 
 
 class FollowRequest(Struct, frozen=True):
-    """Identity of the router that asks."""
+    """Identity of the calling router."""
 
-    instance: Text  # another text for each process
-    fingerprint: Number  # of the seed and the length of blocks; shows that the asker knows the seed
+    instance: Text  # unique per process
+    fingerprint: Number  # derived from hash seed and block length; proves that the caller knows the seed
 
 
 class Sent(Struct, frozen=True, omit_defaults=True):
-    """A request that a router has in flight.
+    """Request that a router has in flight.
 
     Attributes:
-        key_bytes: Keys of the blocks that it will bring, first block first, 8 bytes each, little endian.
-            Empty where they are not known, and once it is prefilled.
+        key_bytes: Keys of the blocks that the request adds to its pod, first block first, 8 bytes each,
+            little endian. Empty if unknown, and after the prefill.
     """
 
-    number: Number  # the router's own for it; no other request of its process ever has it
+    number: Number  # unique per process of the sender
     pod: Annotated[str, Meta(min_length=1, max_length=_TEXT_MAX)]  # "ip:port"
-    request_id: Text = ""  # as its client knows it
-    prefill_pod: Text | None = None  # where it is prefilled first; None: on `pod`
-    uncached_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 0  # prompt tokens that have to be computed
-    age_s: Seconds = 0.0  # seconds since it was sent
-    adapter: Text | None = None  # the LoRA adapter that it needs
+    request_id: Text = ""  # the client's
+    prefill_pod: Text | None = None  # pod that prefills the request; None: `pod`
+    uncached_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 0  # prompt tokens to compute
+    age_s: Seconds = 0.0  # seconds since the dispatch
+    adapter: Text | None = None  # LoRA adapter
     key_bytes: Annotated[bytes, Meta(max_length=KEYS_MAX * _KEY.itemsize)] = b""
-    is_prefilled: bool = False  # whether its queue is behind it
+    is_prefilled: bool = False  # whether its first token is reported or presumed
 
     def __post_init__(self) -> None:
         if len(self.key_bytes) % _KEY.itemsize:
-            raise ValueError(f"key_bytes are {len(self.key_bytes)} bytes, not {_KEY.itemsize} for each key")
+            raise ValueError(f"key_bytes: {len(self.key_bytes)} bytes, expected {_KEY.itemsize} per key")
 
     @property
     def keys(self) -> Keys:
         return np.frombuffer(self.key_bytes, _KEY).astype(np.uint64, copy=False)
 
 
-class News(Struct, frozen=True, omit_defaults=True):
-    """Changes since the last message, to be taken in the order of these fields.
+class LedgerChanges(Struct, frozen=True, omit_defaults=True, rename={"reports": "heard"}):
+    """Changes since the previous message, to be applied in the order of the fields.
 
     Attributes:
-        overdue: Numbers of requests whose prefill should be over by now, though nobody has told so.
+        overdue: Numbers of requests whose prefill timed out without a report.
     """
 
     sent: Sequence[Sent] = ()
     overdue: Sequence[Number] = ()
-    prefilled: Sequence[Number] = ()  # those whose first token was seen
-    ended: Sequence[Number] = ()  # those that are over, however they ended
-    heard: Sequence[Heard] = ()  # what was heard of requests that are none of the sender's
+    prefilled: Sequence[Number] = ()  # requests whose first token was reported
+    ended: Sequence[Number] = ()  # requests that ended in any way
+    reports: Sequence[RequestReport] = ()  # reports on requests that are not the sender's
 
 
-def sent_of(number: int, dispatch: Dispatch, keys: Keys | None, now_s: float, *, prefilled: bool) -> Sent:
-    """Describe an entry of the ledger."""
+def sent_entry(number: int, dispatch: Dispatch, keys: Keys | None, now_s: float, *, prefilled: bool) -> Sent:
+    """Convert a ledger entry to its message."""
     return Sent(
         number,
         dispatch.pod,
-        _sound(dispatch.request_id),
+        _bounded(dispatch.request_id),
         dispatch.prefill_pod,
         dispatch.uncached_tokens,
         max(0.0, now_s - dispatch.dispatched_s),
-        None if dispatch.adapter is None else _sound(dispatch.adapter),
+        None if dispatch.adapter is None else _bounded(dispatch.adapter),
         b"" if keys is None else keys[:KEYS_MAX].astype(_KEY, copy=False).tobytes(),
         prefilled,
     )
 
 
-def heard_of(heard: Heard) -> Heard:
-    """Return what was heard with texts that a message may hold."""
-    pod = None if heard.pod is None else _sound(heard.pod)
-    return msgspec.structs.replace(heard, request_id=_sound(heard.request_id), pod=pod)
+def report_message(report: RequestReport) -> RequestReport:
+    """Return the report with its texts valid and bounded."""
+    pod = None if report.pod is None else _bounded(report.pod)
+    return msgspec.structs.replace(report, request_id=_bounded(report.request_id), pod=pod)
 
 
-def news_messages(news: News) -> Iterator[bytes]:
-    """Serialise news; much of it as several messages, which are the same taken one after the other."""
+def encode_changes(changes: LedgerChanges) -> Iterator[bytes]:
+    """Yield the changes as messages; applied in order, they equal one message with all changes."""
     fields: dict[str, list[msgspec.Raw]] = {}
     size_bytes = 0
-    for name in News.__struct_fields__:
-        for item in getattr(news, name):
+    for name, field in zip(changes.__struct_fields__, changes.__struct_encode_fields__, strict=True):
+        for item in getattr(changes, name):
             raw = _encode(item)
             if size_bytes and size_bytes + len(raw) > MESSAGE_BYTES_MAX:
                 yield _encode(fields)
                 fields, size_bytes = {}, 0
-            fields.setdefault(name, []).append(msgspec.Raw(raw))
+            fields.setdefault(field, []).append(msgspec.Raw(raw))
             size_bytes += len(raw)
     if fields:
         yield _encode(fields)
 
 
-def read_news(message: bytes) -> News:
-    """Read and check news, see `read` for errors; an empty message is news of nothing."""
-    return read(News, message) if message else News()
+def decode_changes(message: bytes) -> LedgerChanges:
+    """Decode and validate changes, see `decode` for errors; a heartbeat has none."""
+    return decode(LedgerChanges, message) if message else LedgerChanges()
 
 
-def read(kind: type[_Message], message: bytes) -> _Message:
-    """Read and check a message.
+def decode(kind: type[_Message], message: bytes) -> _Message:
+    """Decode and validate a message.
 
     Raises:
-        PeerError: "broken": the text names the field that is missing or out of its bounds.
+        PeerError: "broken", with the name of the missing or invalid field.
     """
     try:
         return msgspec.msgpack.decode(message, type=kind)
-    # Deeply nested values that no field has are passed over by recursion.
+    # msgspec skips unknown fields by recursion, so a deeply nested value raises RecursionError.
     except (msgspec.DecodeError, RecursionError) as error:
         raise PeerError("broken", str(error)) from None
 
 
-def _sound(text: str) -> str:
-    """Make a text that a client chose one that a message may hold."""
+def _bounded(text: str) -> str:
+    """Return a client's text as valid UTF-8 within the length limit."""
     return text[:_TEXT_MAX].encode("utf-8", "replace").decode()

@@ -1,7 +1,7 @@
-"""gRPC over HTTP/2, in plaintext and over TLS, served by this process itself: connections in, calls out.
+"""gRPC server over HTTP/2, in plaintext and over TLS.
 
-grpcio hands each call through two threads, which costs more than a pick. Here a connection's own thread reads
-a message, asks the method and writes the answer. Servicers are the same as grpcio's.
+grpcio passes each call through two threads, which costs more than a pick. Here the connection's thread reads
+the message, calls the handler and writes the response. Servicers written for grpcio work unchanged.
 """
 
 from router.h2.server import GrpcServer

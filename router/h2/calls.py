@@ -1,63 +1,103 @@
-"""Calls: a stream's bytes in, answers and one end out. What all kinds of calls have in common.
+"""gRPC calls: stream bytes in, response messages and one final status out.
 
-Knows nothing of sockets, nor of what is asked.
+`Call` is the base of all calls. `ServicerCall` serves unary and server-streaming calls by handlers written
+for grpcio. The module does not depend on sockets or on the methods that are served.
 """
 
 from __future__ import annotations
 
-from threading import Lock
-from typing import TYPE_CHECKING
+import logging
+import ssl
+from collections.abc import Callable, Mapping
+from threading import Condition, Lock
+from typing import Any, NoReturn, Protocol
 
 import grpc
 
-from router.h2.header_blocks import HEADERS, CallHead, Metadata, refusal_block, trailers_block
+from common.repeated_log import RepeatedLog
+from router.h2.frames import HEADERS, CallHead, Metadata, refusal_block, trailers_block
 from router.h2.messages import MessageError, MessageReader, plain_prefix
 from router.h2.streams import Stream
 
-if TYPE_CHECKING:
-    from router.h2.peer import Peer
+_log = logging.getLogger(__name__)
+_repeated = RepeatedLog(_log)
+
+# A servicer's stream pauses while more response bytes wait for the client's flow-control window.
+_PENDING_BYTES_MAX = 1 << 20
+
+
+class CallServer(Protocol):
+    """Server that connections and calls belong to: its limits, methods and thread pool; see `GrpcServer`."""
+
+    inline: Mapping[str, int]
+    receive_bytes_max: int
+    send_bytes_max: int
+    streams_max: int
+    tls: Callable[[], ssl.SSLContext] | None
+
+    def find(self, path: str) -> Any: ...
+    def begin_call(self) -> bool: ...
+    def end_call(self, stream: Stream) -> None: ...
+    def track_exchange(self, stream: Stream) -> None: ...
+    def run(self, task: Callable[[], object]) -> None: ...
+
+
+class Connection(Protocol):
+    """Client connection of a call; see `Peer`."""
+
+    @property
+    def peer(self) -> str: ...
+    @property
+    def server(self) -> CallServer: ...
+    def send(
+        self, stream: Stream, headers: bytes | None, data: bytes, trailers: bytes | None, consumed: int = 0
+    ) -> None: ...
+    def consumed(self, stream: Stream, size: int) -> None: ...
+    def flush_before(self, size: int) -> None: ...
+    def cancel(self, stream: Stream) -> None: ...
+    def call_ended(self, stream: Stream) -> None: ...
 
 
 class Call:
-    """One call; its own thread is that of its connection."""
+    """One gRPC call on an HTTP/2 stream, driven by the thread of its connection."""
 
-    def __init__(self, peer: Peer, stream: Stream) -> None:
+    def __init__(self, peer: Connection, stream: Stream) -> None:
         head: CallHead = stream.head
         self._peer = peer
         self._stream = stream
-        # A call with more bytes is not served on its connection's own thread.
-        self._inline_bytes_max = peer.host.inline.get(head.path, -1)
-        self._reader = MessageReader(head.encoding, peer.host.receive_bytes_max)
+        # Calls with more request bytes are served by the thread pool instead of the connection's thread.
+        self._inline_bytes_max = peer.server.inline.get(head.path, -1)
+        self._reader = MessageReader(head.encoding, peer.server.receive_bytes_max)
         self._has_headers = False
         self._lock = Lock()
-        self.is_over = False  # whether it has ended towards its client
+        self.is_ended = False  # whether the status has been sent or the call was cancelled
 
     def is_active(self) -> bool:
-        return not self.is_over
+        return not self.is_ended
 
-    def receive(self, data: bytes, is_over: bool) -> None:
-        """More of the stream; `is_over`: all of it."""
-        if self.is_over:
+    def receive(self, data: bytes, end_stream: bool) -> None:
+        """Process received stream bytes; `end_stream` marks the last ones."""
+        if self.is_ended:
             return
         try:
             for message, size in self._reader.feed(data):
                 self._message(message, size)
-            if is_over and not self.is_over:
-                if self._reader.is_within:
-                    raise MessageError(grpc.StatusCode.INTERNAL, "the stream ends within a message")
+            if end_stream and not self.is_ended:
+                if self._reader.has_partial_data:
+                    raise MessageError(grpc.StatusCode.INTERNAL, "the stream ended inside a message")
                 self._all_received()
         except MessageError as error:
             self._end(error.status, str(error))
 
     def drained(self) -> None:
-        """What waited for the client's window is sent."""
+        """Handle that all data queued for the client's flow-control window has been sent."""
 
     def cancelled(self) -> None:
-        """The client is gone, or has given up."""
-        self._over()
+        """Handle a reset stream or a lost connection."""
+        self._mark_ended()
 
     def cancel(self) -> None:
-        """Ends the call, as if the client had."""
+        """Reset the stream with CANCEL and end the call."""
         self._peer.cancel(self._stream)
         self.cancelled()
 
@@ -67,50 +107,194 @@ class Call:
     def _all_received(self) -> None:
         raise NotImplementedError
 
-    def _released(self) -> None:
-        """The call has ended towards its client; called once."""
+    def _on_ended(self) -> None:
+        """Handle the end of the call; called once, when the status was sent or the call was cancelled."""
         raise NotImplementedError
 
-    def _ended(self) -> None:
-        """Nothing more will be done for the call; called once."""
+    def _release_stream(self) -> None:
+        """Release the stream once no thread works on the call any more; called once."""
         self._peer.call_ended(self._stream)
 
     def _framed(self, answer: bytes) -> bytes:
-        """An answer as it is sent.
+        """Return a response message with its gRPC length prefix.
 
         Raises:
-            MessageError: It is too large.
+            MessageError: The message is larger than the server's send limit.
         """
-        size, size_max = len(answer), self._peer.host.send_bytes_max
+        size, size_max = len(answer), self._peer.server.send_bytes_max
         if size > size_max:
             details = f"Sent message larger than max ({size} vs. {size_max})"
             raise MessageError(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
         return plain_prefix(0, size) + answer
 
-    def _say(self, data: bytes, *, consumed: int = 0) -> None:
+    def _send(self, data: bytes, *, consumed: int = 0) -> None:
         self._peer.send(self._stream, self._headers(), data, None, consumed)
 
     def _end(
         self, code: grpc.StatusCode, details: str = "", metadata: Metadata = (), *, data: bytes = b""
     ) -> None:
-        """Sends the last answers and the status."""
-        if self.is_over:
+        """Send the last response data and the status."""
+        if self.is_ended:
             return
         if code is not grpc.StatusCode.OK and not self._has_headers and not data:
             self._peer.send(self._stream, refusal_block(code, details, metadata), b"", None)
         else:
             self._peer.send(self._stream, self._headers(), data, trailers_block(code, details, metadata))
-        self._over()
+        self._mark_ended()
 
     def _headers(self) -> bytes | None:
-        """Return the block in front of the first answer."""
+        """Return the response headers, or None if they have been sent."""
         headers = None if self._has_headers else HEADERS
         self._has_headers = True
         return headers
 
-    def _over(self) -> None:
+    def _mark_ended(self) -> None:
         with self._lock:
-            if self.is_over:
+            if self.is_ended:
                 return
-            self.is_over = True
-        self._released()
+            self.is_ended = True
+        self._on_ended()
+
+
+class CallAborted(Exception):  # noqa: N818 (a requested status, not an error)
+    """Raised by `abort()` to end a servicer's call."""
+
+
+class ServicerCall(Call):
+    """Call with one request message, served on the connection's thread unless the message is large.
+
+    The call is also the context that its servicer receives: it implements the methods of
+    grpc.ServicerContext that the servicers here use.
+    """
+
+    def __init__(self, peer: Connection, stream: Stream, handler: Any) -> None:
+        super().__init__(peer, stream)
+        self._handler = handler
+        self._is_elsewhere = False
+        self._request: bytes | None = None
+        # Notified when the client reads responses; only for streaming responses.
+        self._changed = Condition(self._lock) if handler.response_streaming else None
+        self._callbacks: list[Callable[[], object]] = []
+        self._code, self._details = grpc.StatusCode.OK, ""
+        self._trailing: Metadata = ()
+
+    def add_callback(self, callback: Callable[[], object]) -> bool:
+        with self._lock:
+            if not self.is_ended:
+                self._callbacks.append(callback)
+            return not self.is_ended
+
+    def set_trailing_metadata(self, metadata: Metadata) -> None:
+        self._trailing = metadata
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self._code = code
+
+    def set_details(self, details: str) -> None:
+        self._details = details
+
+    def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
+        self._code, self._details = code, details
+        raise CallAborted
+
+    def drained(self) -> None:
+        if self._changed is not None:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _message(self, message: bytes, size: int) -> None:
+        # A complete message served inline needs no window update: closing the stream returns its bytes.
+        if size > self._inline_bytes_max or not self._stream.is_remote_closed:
+            self._peer.consumed(self._stream, size)
+        if self._request is not None:
+            raise self._not_one_message()
+        self._request = message
+
+    def _all_received(self) -> None:
+        if self._request is None:
+            raise self._not_one_message()
+        size = len(self._request)
+        if size > self._inline_bytes_max:
+            self._is_elsewhere = True
+            self._peer.server.run(self._serve_elsewhere)
+        else:
+            self._peer.flush_before(size)
+            self._serve()
+
+    def _not_one_message(self) -> MessageError:
+        """Return the error for a unary request without exactly one message (gRPC's statuscodes.md)."""
+        path = self._stream.head.path
+        return MessageError(grpc.StatusCode.UNIMPLEMENTED, f'"{path}" requires exactly one request message.')
+
+    def _serve_elsewhere(self) -> None:
+        try:
+            if not self.is_ended:
+                self._serve()
+        finally:
+            self._release_stream()
+
+    def _serve(self) -> None:
+        """Run the servicer and end the call with its last response and status, or with its error."""
+        data = b""
+        try:
+            data = self._answer()
+        except CallAborted:
+            pass
+        except MessageError as error:
+            self._end(error.status, str(error))
+            return
+        except Exception as error:
+            path = self._stream.head.path
+            _repeated.event(
+                "call_failed", path, "call failed: method=%s", path, level=logging.ERROR, error=error
+            )
+            doing = "iterating responses" if self._handler.response_streaming else "calling application"
+            self._end(grpc.StatusCode.UNKNOWN, f"Exception {doing}: {error}")
+            return
+        self._end(self._code, self._details, self._trailing, data=data)
+
+    def _answer(self) -> bytes:
+        """Return the response of a unary call; a stream's responses are sent, and b"" is returned."""
+        handler = self._handler
+        try:
+            # A handler without a deserializer receives bytes.
+            request = (handler.request_deserializer or bytes)(self._request or b"")
+        except Exception as error:
+            raise MessageError(grpc.StatusCode.INTERNAL, "Exception deserializing request!") from error
+        if self._changed is None:
+            return self._written(handler.unary_unary(request, self))
+        answers = handler.unary_stream(request, self)
+        try:
+            for answer in answers:
+                self._send(self._written(answer))
+                with self._changed:
+                    self._changed.wait_for(self._has_room)
+                if self.is_ended:
+                    break
+        finally:
+            # Run the servicer's cleanup now instead of at garbage collection.
+            answers.close()
+        return b""
+
+    def _has_room(self) -> bool:
+        return self.is_ended or self._stream.pending_bytes <= _PENDING_BYTES_MAX
+
+    def _written(self, answer: Any) -> bytes:
+        try:
+            data = (self._handler.response_serializer or bytes)(answer)
+        except Exception as error:
+            _log.exception("serializing response failed: method=%s", self._stream.head.path)
+            raise MessageError(grpc.StatusCode.INTERNAL, "Failed to serialize response!") from error
+        return self._framed(data)
+
+    def _on_ended(self) -> None:
+        self.drained()
+        with self._lock:
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            try:
+                callback()
+            except Exception:
+                _log.exception("call callback failed: method=%s", self._stream.head.path)
+        if not self._is_elsewhere:
+            self._release_stream()

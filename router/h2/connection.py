@@ -1,7 +1,7 @@
-"""One HTTP/2 connection, server side (RFC 9113): bytes received in, events and bytes to send out.
+"""HTTP/2 connection, server side (RFC 9113): received bytes in, events and bytes to send out.
 
-Pure: no sockets, no threads, no clock. As much of HTTP/2 as gRPC needs: no push, no priorities. Knows nothing
-of gRPC but that a header block means something to `read_head`.
+The module is pure: no sockets, threads or clock. It implements the part of HTTP/2 that gRPC needs, without
+push and priorities. Decoded header fields are interpreted by the caller's `read_head`.
 """
 
 from __future__ import annotations
@@ -11,26 +11,35 @@ from collections.abc import Callable
 from typing import Any
 
 from router.h2 import frames
-from router.h2.frames import FrameReader, FrameType, H2Code, H2Error, Setting
-from router.h2.header_blocks import LIST_BYTES_MAX, Fields, HeaderBlocks
+from router.h2.frames import (
+    LIST_BYTES_MAX,
+    Fields,
+    FrameReader,
+    FrameType,
+    H2Code,
+    H2Error,
+    HeaderBlocks,
+    Setting,
+)
 from router.h2.streams import Drained, Event, OpenBlock, Opened, Received, Reset, Stream
 
-# All streams of a connection together may have so much on its way. It is given back as it comes, for messages
-# that come in parts, side by side, would otherwise wait for each other for ever.
+# Receive window of the whole connection. It is returned as data arrives: messages that arrive interleaved
+# would otherwise wait for each other forever.
 _CONNECTION_WINDOW_BYTES = 32 << 20
-# A peer that asks for so many answers without taking one does not want them.
+# Limit of unsent PING and SETTINGS acknowledgements; a peer above it floods the connection.
 _CONTROL_ANSWERS_MAX = 1000
-# An enum's members take ten times as long to look up, and every frame would.
+# Plain integers, because an enum member takes ten times as long to look up, once per frame.
 _DATA, _CONTINUATION = int(FrameType.DATA), int(FrameType.CONTINUATION)
 
 
 class H2Connection:
-    """One peer.
+    """State of one client connection.
 
     Args:
-        read_head: Makes of a request's header fields what its stream's `head` shall be.
-        window_bytes: How much of one stream may be on its way or unread.
-        unread_bytes_max: Unread bytes of all streams; a stream that sends more is reset.
+        read_head: Converts a request's header fields to the value of `Stream.head`.
+        streams_max: Limit of concurrent streams; further ones are refused with REFUSED_STREAM.
+        window_bytes: Receive window per stream: bytes in flight or not yet consumed.
+        unread_bytes_max: Limit of unconsumed bytes of all streams; the stream that exceeds it is reset.
     """
 
     def __init__(
@@ -41,9 +50,9 @@ class H2Connection:
         window_bytes: int,
         unread_bytes_max: int = 128 << 20,
     ) -> None:
-        self.streams: dict[int, Stream] = {}  # the open ones by number
-        self.last_stream_id = 0  # the highest that the peer has used
-        self.steps = 0  # frames that came so far, header blocks counted as one
+        self.streams: dict[int, Stream] = {}  # open streams by id
+        self.last_stream_id = 0  # highest stream id that the peer has used
+        self.frames_received = 0  # a header block counts as one frame
         self._streams_max = streams_max
         self._window_bytes, self._unread_bytes_max = window_bytes, unread_bytes_max
         self._heads = HeaderBlocks(read_head)
@@ -69,21 +78,21 @@ class H2Connection:
         ]
 
     @property
-    def is_within(self) -> bool:
-        """Whether a part of something has come, and the rest has not."""
-        return self._reader.is_within or self._block is not None
+    def has_partial_data(self) -> bool:
+        """Return whether an incomplete frame or header block has been received."""
+        return self._reader.has_partial_data or self._block is not None
 
     def receive(self, data: bytes) -> list[Event]:
-        """Reads what has come.
+        """Process received bytes and return the events that they cause.
 
         Raises:
-            H2Error: The peer broke the rules; events before it are lost with the connection.
+            H2Error: The peer violated the protocol; earlier events of `data` are lost with the connection.
         """
         self._events = []
         for kind, flags, stream_id, payload in self._reader.feed(data):
             if self._block is not None and (kind != _CONTINUATION or stream_id != self._block.stream_id):
-                raise _broken("a header block is interrupted")
-            self.steps += kind != _CONTINUATION
+                raise _broken("another frame inside a header block")
+            self.frames_received += kind != _CONTINUATION
             if kind == _DATA:
                 self._data(flags, stream_id, payload)
             elif (handle := _HANDLERS.get(kind)) is not None:
@@ -92,8 +101,8 @@ class H2Connection:
                 frames.check_unused(kind, stream_id, payload)
         return self._events
 
-    def take_out(self) -> list[bytes | memoryview]:
-        """What is to be sent now, in order; it is the caller's from here on."""
+    def data_to_send(self) -> list[bytes | memoryview]:
+        """Return the bytes to send now, in order, and clear the buffer."""
         out, self.out = self.out, []
         self._control_answers = 0
         return out
@@ -101,12 +110,15 @@ class H2Connection:
     def send(
         self, stream: Stream, headers: bytes | None = None, data: bytes = b"", trailers: bytes | None = None
     ) -> None:
-        """Send a part of an answer, or keep it until the peer has room; headers alone are all of it."""
+        """Send a part of a response, or queue it until the flow-control window allows.
+
+        Headers without data and trailers form a complete response (gRPC's Trailers-Only).
+        """
         if stream.is_closed:
             return
         size = len(data)
         if headers and trailers and stream.is_remote_closed and 0 < size <= self._room(stream):
-            # In one piece, without a look at what the parts leave behind.
+            # Fast path: the complete response fits, so no state between its parts has to be kept.
             self.out += (
                 frames.headers_frame(stream.id, headers, ends=False),
                 frames.data_head(size << 8, 0, stream.id),
@@ -117,7 +129,7 @@ class H2Connection:
             self._close(stream)
             return
         if headers is not None:
-            self._say_headers(stream, headers, ends=not data and trailers is None)
+            self._send_headers(stream, headers, ends=not data and trailers is None)
         if data and not stream.pending and size <= self._room(stream):
             self.out += (frames.data_head(size << 8, 0, stream.id), data)
             stream.send_window_bytes -= size
@@ -133,7 +145,7 @@ class H2Connection:
         if stream.pending:
             stream.trailers = trailers
         else:
-            self._say_headers(stream, trailers, ends=True)
+            self._send_headers(stream, trailers, ends=True)
 
     def reset(self, stream: Stream, code: H2Code) -> None:
         if not stream.is_closed:
@@ -141,27 +153,30 @@ class H2Connection:
             self._close(stream)
 
     def consumed(self, stream: Stream, size: int) -> None:
-        """A call has taken so many of a stream's bytes; the peer may send as many more."""
+        """Record that a call consumed `size` bytes of a stream, and return them to the peer's window."""
         if stream.is_closed:
-            return  # given back when it was closed
+            return  # returned when the stream was closed
         stream.unread_bytes -= size
         self.unread_bytes -= size
         if stream.is_remote_closed:
             return
         stream.consumed_bytes += size
-        # A peer that does not take its answers gets no room for more questions.
+        # Return no window while responses are queued: a peer that reads no responses may send no requests.
         if stream.consumed_bytes * 2 >= self._window_bytes and not stream.pending:
             self._return_window(stream)
 
     def goaway(self, code: H2Code = H2Code.NO_ERROR, message: str = "", *, is_early: bool = False) -> None:
-        """Tells the peer to go; `is_early`: streams that it begins until it has heard of that are served."""
+        """Send GOAWAY.
+
+        With `is_early`, streams that the peer opens before it receives the frame are still served.
+        """
         last = frames.STREAM_IDS if is_early else self.last_stream_id
         self.out.append(frames.goaway_frame(last, code, message))
 
     def _data(self, flags: int, stream_id: int, payload: bytes) -> None:
         size = len(payload)
         self._receive_window_bytes -= size
-        # No frame is as large as the half that is left, so it is never used up.
+        # A frame is always smaller than the remaining half, so the window never reaches zero.
         if self._receive_window_bytes * 2 <= _CONNECTION_WINDOW_BYTES:
             more_bytes = _CONNECTION_WINDOW_BYTES - self._receive_window_bytes
             self.out.append(frames.number_frame(FrameType.WINDOW_UPDATE, 0, more_bytes))
@@ -171,31 +186,31 @@ class H2Connection:
             self._check_was_open(stream_id)
             return
         if stream.is_remote_closed:
-            self._give_up(stream, H2Code.STREAM_CLOSED)
+            self._reject(stream, H2Code.STREAM_CLOSED)
             return
         stream.receive_window_bytes -= size
         if stream.receive_window_bytes < 0:
-            raise H2Error(H2Code.FLOW_CONTROL_ERROR, "more data than the stream's window")
+            raise H2Error(H2Code.FLOW_CONTROL_ERROR, "DATA exceeds the stream's window")
         stream.unread_bytes += size
         self.unread_bytes += size
         if self.unread_bytes > self._unread_bytes_max:
-            self._give_up(stream, H2Code.ENHANCE_YOUR_CALM)
+            self._reject(stream, H2Code.ENHANCE_YOUR_CALM)
             return
-        is_over = bool(flags & frames.END_STREAM)
+        end_stream = bool(flags & frames.END_STREAM)
         if flags & frames.PADDED:
             payload = frames.unpadded(payload)
             self.consumed(stream, size - len(payload))
-        stream.is_remote_closed = is_over
-        self._events.append(Received(stream, payload, is_over))
+        stream.is_remote_closed = end_stream
+        self._events.append(Received(stream, payload, end_stream))
 
     def _headers(self, flags: int, stream_id: int, payload: bytes) -> None:
         if not stream_id & 1:
-            raise _broken("a client's streams have odd numbers")
+            raise _broken("a client's stream ids must be odd")
         if flags & frames.PADDED:
             payload = frames.unpadded(payload)
         if flags & frames.PRIORITY:
             if len(payload) < 5:
-                raise H2Error(H2Code.FRAME_SIZE_ERROR, "HEADERS without its priority")
+                raise H2Error(H2Code.FRAME_SIZE_ERROR, "HEADERS is too short for its priority fields")
             payload = payload[5:]
         self._block = OpenBlock(stream_id, bool(flags & frames.END_STREAM), payload)
         if flags & frames.END_HEADERS:
@@ -204,7 +219,7 @@ class H2Connection:
     def _continuation(self, flags: int, _stream_id: int, payload: bytes) -> None:
         block = self._block
         if block is None:
-            raise _broken("CONTINUATION of nothing")
+            raise _broken("CONTINUATION without HEADERS")
         block.parts += 1
         block.data += payload
         if len(block.data) > LIST_BYTES_MAX or block.parts > _CONTROL_ANSWERS_MAX:
@@ -214,26 +229,26 @@ class H2Connection:
 
     def _block_complete(self, block: OpenBlock) -> None:
         self._block = None
-        # Also of streams that are refused: the table follows every block.
+        # Decode blocks of refused streams too: every block may change the HPACK table.
         head = self._heads.head(block.data)
         stream = self.streams.get(block.stream_id)
         if stream is not None:
-            if stream.is_remote_closed or not block.is_over:
+            if stream.is_remote_closed or not block.end_stream:
                 raise _broken("headers in the middle of a stream")
             stream.is_remote_closed = True
             self._events.append(Received(stream, b"", True))
             return
         if block.stream_id <= self.last_stream_id:
-            return  # trailers of a stream that we have given up
+            return  # trailers of a stream that was reset here
         self.last_stream_id = block.stream_id
         stream = Stream(block.stream_id, head, self._peer_window_bytes, self._window_bytes)
-        stream.is_remote_closed = block.is_over
+        stream.is_remote_closed = block.end_stream
         self.streams[stream.id] = stream
         if len(self.streams) > self._streams_max:
             self.reset(stream, H2Code.REFUSED_STREAM)
             self._count_control()
             return
-        self._events.append(Opened(stream, block.is_over))
+        self._events.append(Opened(stream, block.end_stream))
 
     def _rst_stream(self, _flags: int, stream_id: int, payload: bytes) -> None:
         frames.expect_size(payload, 4, "RST_STREAM")
@@ -246,26 +261,26 @@ class H2Connection:
 
     def _settings(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id:
-            raise _broken("SETTINGS of a stream")
+            raise _broken("SETTINGS must be on stream 0")
         if flags & frames.ACK:
-            frames.expect_size(payload, 0, "an acknowledgement of SETTINGS")
+            frames.expect_size(payload, 0, "SETTINGS acknowledgement")
             return
         if len(payload) % 6:
-            raise H2Error(H2Code.FRAME_SIZE_ERROR, "SETTINGS of no whole number of pairs")
-        # Before anything that wider windows let go: clients count by the new ones from here on.
+            raise H2Error(H2Code.FRAME_SIZE_ERROR, "the size of SETTINGS is not a multiple of 6")
+        # Acknowledge before sending queued data: the client applies the new windows from here on.
         self._answer_control(frames.frame(FrameType.SETTINGS, frames.ACK, 0))
-        # Each name once: that all streams follow a change of their windows must not be had for a few bytes.
+        # Apply each setting once: a window change visits all streams, and repetitions would cost few bytes.
         values = dict(frames.read_settings(payload))
-        # Last what lets data go that waits: it is sent by the others' new values.
+        # Apply the window size last: it releases queued data, which must follow the other new values.
         for name in sorted(values, key=lambda name: name == Setting.INITIAL_WINDOW_SIZE):
             self._setting(name, values[name])
 
     def _setting(self, name: int, value: int) -> None:
         if name == Setting.ENABLE_PUSH and value > 1:
-            raise _broken("ENABLE_PUSH is 0 or 1")
+            raise _broken("ENABLE_PUSH must be 0 or 1")
         if name == Setting.MAX_FRAME_SIZE:
             if not frames.FRAME_BYTES_LEAST <= value <= frames.FRAME_BYTES_MOST:
-                raise _broken("MAX_FRAME_SIZE is out of its range")
+                raise _broken("MAX_FRAME_SIZE is out of range")
             self._peer_frame_bytes = value
         if name == Setting.INITIAL_WINDOW_SIZE:
             if value > frames.WINDOW_BYTES_MOST:
@@ -276,7 +291,7 @@ class H2Connection:
 
     def _ping(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id:
-            raise _broken("PING of a stream")
+            raise _broken("PING must be on stream 0")
         frames.expect_size(payload, 8, "PING")
         if not flags & frames.ACK:
             self._answer_control(frames.frame(FrameType.PING, frames.ACK, 0, payload))
@@ -289,17 +304,17 @@ class H2Connection:
             if stream is None:
                 self._check_was_open(stream_id)
             elif not 0 < more <= frames.WINDOW_BYTES_MOST - stream.send_window_bytes:
-                self._give_up(stream, H2Code.FLOW_CONTROL_ERROR if more else H2Code.PROTOCOL_ERROR)
+                self._reject(stream, H2Code.FLOW_CONTROL_ERROR if more else H2Code.PROTOCOL_ERROR)
             else:
                 self._widen(stream, more)
             return
         self._send_window_bytes += more
         if not more or self._send_window_bytes > frames.WINDOW_BYTES_MOST:
-            raise H2Error(H2Code.FLOW_CONTROL_ERROR, "the connection's window is out of its range")
+            raise H2Error(H2Code.FLOW_CONTROL_ERROR, "the connection's window is out of range")
         for stream in [stream for stream in self.streams.values() if stream.pending]:
             self._resume(stream)
 
-    def _give_up(self, stream: Stream, code: H2Code) -> None:
+    def _reject(self, stream: Stream, code: H2Code) -> None:
         self.reset(stream, code)
         self._events.append(Reset(stream))
 
@@ -329,21 +344,21 @@ class H2Connection:
         if pending:
             return
         if stream.trailers is not None:
-            self._say_headers(stream, stream.trailers, ends=True)
+            self._send_headers(stream, stream.trailers, ends=True)
         elif stream.consumed_bytes * 2 >= self._window_bytes and not stream.is_remote_closed:
             self._return_window(stream)
 
     def _room(self, stream: Stream) -> int:
-        """Bytes that the peer takes in one frame now."""
+        """Return the bytes that one DATA frame of the stream may carry now."""
         return min(stream.send_window_bytes, self._send_window_bytes, self._peer_frame_bytes)
 
-    def _say_headers(self, stream: Stream, block: bytes, *, ends: bool) -> None:
-        # Blocks of ours are small; the least that a peer takes is 16 KiB.
+    def _send_headers(self, stream: Stream, block: bytes, *, ends: bool) -> None:
+        # The server's header blocks are smaller than the smallest allowed frame limit, 16 KiB.
         self.out.append(frames.headers_frame(stream.id, block, ends=ends))
         if not ends:
             return
         if not stream.is_remote_closed:
-            # The answer is whole; whatever the peer still has to say is not needed (section 8.1).
+            # The response is complete, so the rest of the request is not needed (section 8.1).
             self.out.append(frames.number_frame(FrameType.RST_STREAM, stream.id, H2Code.NO_ERROR))
         self._close(stream)
 
@@ -361,7 +376,7 @@ class H2Connection:
 
     def _check_was_open(self, stream_id: int) -> None:
         if stream_id > self.last_stream_id or not stream_id & 1:
-            raise _broken("a frame of a stream that was never opened")
+            raise _broken("frame on a stream that was never opened")
 
     def _answer_control(self, answer: bytes) -> None:
         self.out.append(answer)
@@ -370,7 +385,7 @@ class H2Connection:
     def _count_control(self) -> None:
         self._control_answers += 1
         if self._control_answers > _CONTROL_ANSWERS_MAX:
-            raise H2Error(H2Code.ENHANCE_YOUR_CALM, "too many frames that want an answer")
+            raise H2Error(H2Code.ENHANCE_YOUR_CALM, "too many frames that require an answer")
 
 
 def _broken(message: str) -> H2Error:

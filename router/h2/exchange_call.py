@@ -1,4 +1,7 @@
-"""A stream answered message by message, on its connection's own thread unless messages are large."""
+"""Bidirectional streaming calls, answered message by message.
+
+Small messages are handled on the connection's thread, large ones in the server's thread pool.
+"""
 
 from __future__ import annotations
 
@@ -7,90 +10,90 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import grpc
 
-from router.h2.calls import Call
+from router.h2.calls import Call, Connection
 from router.h2.messages import MessageError
 from router.h2.streams import Stream
 
-if TYPE_CHECKING:
-    from router.h2.peer import Peer
-
 _log = logging.getLogger(__name__)
 
-# Tiny messages take many times their bytes while they wait to be served.
+# Limit of queued messages per stream; a small message takes many times its size in memory.
 _WAITING_MAX = 10_000
-# What a stream ends with, for whoever counts.
+# gRPC status names reported to the callback of `on_open`.
 _OK, _CANCELED, _UNKNOWN = "OK", "Canceled", "Unknown"
 
 
 class Exchange(Protocol):
-    """One stream, served message by message."""
+    """Handler of one bidirectional stream."""
 
-    finished: bool  # whether the stream is to be closed from our side
-    is_routed: bool  # whether what follows can be answered without waiting for anything
+    finished: bool  # whether the server should close the stream
+    is_routed: bool  # whether further messages can be answered without blocking
 
     def answers(self, message: Any) -> Iterable[Any]:
-        """The answers to one message."""
+        """Return the responses to one request message."""
 
     def last(self) -> Iterable[Any]:
-        """The answers to the client's end."""
+        """Return the responses to the client's half-close."""
 
     def close(self) -> None:
-        """The stream has ended, however it did."""
+        """Release resources; called once when the stream has ended, for any reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeMethod:
-    """A method whose streams are exchanges."""
+    """Method of a gRPC service whose streams are handled by an `Exchange`."""
 
     open: Callable[[ExchangeCall], Exchange]
-    read: Callable[[bytes], Any]
-    written: Callable[[Any], bytes]
-    cut: Callable[[], object] = bool  # told of each stream that is cut off as its request comes too slowly
-    # Told of each stream; what it returns is called with the code that the stream ends with.
-    opened: Callable[[], Callable[[str], object]] | None = None
+    parse: Callable[[bytes], Any]
+    serialize: Callable[[Any], bytes]
+    on_slow_request: Callable[[], object] = bool  # called per stream cancelled because its request was slow
+    # Called when a stream opens; its result is called with the stream's final status name.
+    on_open: Callable[[], Callable[[str], object]] | None = None
 
 
 class ExchangeCall(Call):
-    """A stream that an exchange answers; one thread at a time is within the exchange."""
+    """Stream that an `Exchange` answers; only one thread at a time runs the exchange."""
 
-    def __init__(self, peer: Peer, stream: Stream, method: ExchangeMethod) -> None:
+    def __init__(self, peer: Connection, stream: Stream, method: ExchangeMethod) -> None:
         super().__init__(peer, stream)
         self._method = method
         self._room_bytes = self._inline_bytes_max
-        # What the thread that serves is to do next.
+        # Tasks for the thread that runs the exchange.
         self._waiting: deque[Callable[[], None]] = deque()
         self._is_serving = False
         self._code = _CANCELED
-        # None once it is closed: it leads back to the call, which shall go with its last user.
+        # None once closed, which breaks the reference cycle with the call.
         self._exchange: Exchange | None = method.open(self)
-        self._tell_end = method.opened() if method.opened is not None else None
+        self._report_end = method.on_open() if method.on_open is not None else None
 
     @property
     def is_slow(self) -> bool:
-        """Whether nothing is answered because the client has not sent its request yet."""
+        """Return whether the call is still waiting for the client's request."""
         exchange = self._exchange
         is_routed = exchange is None or exchange.is_routed
-        return not (is_routed or self._has_headers or self._is_serving or self.is_over)
+        return not (is_routed or self._has_headers or self._is_serving or self.is_ended)
 
-    def cut(self) -> None:
-        """Ends a slow stream, as if the client had."""
-        self._method.cut()
+    def cancel_slow(self) -> None:
+        """Cancel a stream whose request arrives too slowly."""
+        self._method.on_slow_request()
         self.cancel()
 
     def interrupt(self, answers: Callable[[], Iterable[Any]]) -> None:
-        """Ends the stream from outside, with these answers, behind what is being answered; does not block."""
-        self._do(partial(self._say_last, answers), here=False)
+        """Send these responses after those in progress and end the stream; does not block.
+
+        May be called from any thread.
+        """
+        self._do(partial(self._send_last, answers), here=False)
 
     def _message(self, message: bytes, size: int) -> None:
         exchange = self._exchange
         if exchange is None:
             return
         if len(self._waiting) >= _WAITING_MAX:
-            details = f"more than {_WAITING_MAX} messages wait to be served"
+            details = f"more than {_WAITING_MAX} messages are queued"
             raise MessageError(grpc.StatusCode.RESOURCE_EXHAUSTED, details)
         self._room_bytes -= size
         is_routed = exchange.is_routed
@@ -101,10 +104,10 @@ class ExchangeCall(Call):
     def _all_received(self) -> None:
         exchange = self._exchange
         if exchange is not None:
-            self._do(partial(self._say_last, exchange.last), here=True)
+            self._do(partial(self._send_last, exchange.last), here=True)
 
     def _do(self, task: Callable[[], None], *, here: bool) -> None:
-        """Does a task: behind those of the thread that serves, or on this one, or on another."""
+        """Queue a task and, if no thread serves yet, start on this thread (`here`) or in the pool."""
         with self._lock:
             self._waiting.append(task)
             if self._is_serving:
@@ -113,13 +116,13 @@ class ExchangeCall(Call):
         if here:
             self._serve()
         else:
-            self._peer.host.run(self._serve)
+            self._peer.server.run(self._serve)
 
     def _serve(self) -> None:
-        """Does the tasks that wait, of which there is one."""
+        """Run queued tasks until the queue is empty; it holds at least one."""
         while True:
             task = self._waiting.popleft()
-            if not self.is_over:
+            if not self.is_ended:
                 try:
                     task()
                 except Exception as error:
@@ -128,21 +131,21 @@ class ExchangeCall(Call):
                 if not self._waiting:
                     self._is_serving = False
                     break
-        if self.is_over:
-            # Whoever ended the call meanwhile has left that to us.
-            self._released()
+        if self.is_ended:
+            # Another thread ended the call meanwhile and left the cleanup to this one.
+            self._on_ended()
 
     def _fail(self, error: Exception) -> None:
         self._code = _UNKNOWN
         if isinstance(error, MessageError):
             self._end(error.status, str(error))
             return
-        _log.error("a call failed: %s", self._stream.head.path, exc_info=error)
+        _log.error("call failed: method=%s", self._stream.head.path, exc_info=error)
         self._end(grpc.StatusCode.UNKNOWN, f"Exception iterating responses: {error}")
 
     def _answer(self, exchange: Exchange, data: bytes, size: int) -> None:
         try:
-            message = self._method.read(data)
+            message = self._method.parse(data)
         except Exception as error:
             raise MessageError(grpc.StatusCode.INTERNAL, "Exception deserializing request!") from error
         answers = self._joined(exchange.answers(message))
@@ -150,21 +153,21 @@ class ExchangeCall(Call):
             self._code = _OK
             self._end(grpc.StatusCode.OK, data=answers)
         elif answers:
-            self._say(answers, consumed=size)
+            self._send(answers, consumed=size)
         else:
             self._peer.consumed(self._stream, size)
 
-    def _say_last(self, answers: Callable[[], Iterable[Any]]) -> None:
+    def _send_last(self, answers: Callable[[], Iterable[Any]]) -> None:
         data = self._joined(answers())
         self._code = _OK
         self._end(grpc.StatusCode.OK, data=data)
 
     def _joined(self, answers: Iterable[Any]) -> bytes:
-        written = self._method.written
+        written = self._method.serialize
         return b"".join([self._framed(written(answer)) for answer in answers])
 
-    def _released(self) -> None:
-        """Close the exchange when the call is over and nobody is within it."""
+    def _on_ended(self) -> None:
+        """Close the exchange once the call has ended and no thread runs it."""
         with self._lock:
             exchange = self._exchange
             if exchange is None or self._is_serving:
@@ -173,7 +176,7 @@ class ExchangeCall(Call):
         try:
             exchange.close()
         except Exception:
-            _log.exception("a stream's end failed: %s", self._stream.head.path)
-        if self._tell_end is not None:
-            self._tell_end(self._code)
-        self._ended()
+            _log.exception("closing stream failed: method=%s", self._stream.head.path)
+        if self._report_end is not None:
+            self._report_end(self._code)
+        self._release_stream()

@@ -1,7 +1,4 @@
-"""gRPC's length-prefixed messages: a stream's bytes in, messages out.
-
-The format is gRPC's own (PROTOCOL-HTTP2.md, Length-Prefixed-Message). Knows nothing of calls.
-"""
+"""Decoder of gRPC's length-prefixed messages (PROTOCOL-HTTP2.md, Length-Prefixed-Message)."""
 
 from __future__ import annotations
 
@@ -14,16 +11,16 @@ import grpc
 
 _PREFIX = struct.Struct(">BI")
 _PREFIX_BYTES = 5
-# Smaller pieces of a message are gathered.
+# Smaller pieces of a message are appended to one buffer.
 _PIECE_BYTES = 4096
-# Of 0, not compressed, and the message's size.
+# Prefix from (0 = not compressed, message size in bytes).
 plain_prefix: Final = _PREFIX.pack
-# zlib's marks for what it reads: gzip's header, zlib's own.
+# wbits of zlib.decompressobj for a gzip and a zlib header.
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
 
 
 class MessageError(Exception):
-    """What came is no message; `status` is what the call ends with."""
+    """Invalid message; the call ends with `status`."""
 
     def __init__(self, status: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -31,7 +28,12 @@ class MessageError(Exception):
 
 
 class MessageReader:
-    """One stream's messages; larger ones than `bytes_max` are refused as soon as they say so."""
+    """Splits one stream's bytes into messages.
+
+    Args:
+        encoding: Compression by `grpc-encoding`.
+        bytes_max: Limit of a message's size; larger ones are rejected when their prefix arrives.
+    """
 
     __slots__ = ("_bytes_max", "_encoding", "_flag", "_head", "_missing", "_parts")
 
@@ -39,25 +41,25 @@ class MessageReader:
         self._encoding = encoding
         self._bytes_max = bytes_max
         self._head = b""
-        # Of the message that has begun: bytes that have not come yet; None: none has begun.
+        # Missing bytes of the partly received message; None between messages.
         self._missing: int | None = None
         self._flag = 0
         self._parts: list[bytes | bytearray] = []
 
     @property
-    def is_within(self) -> bool:
-        """Whether a part of a message has come, and the rest has not."""
+    def has_partial_data(self) -> bool:
+        """Return whether a message has been received only in part."""
         return bool(self._head) or self._missing is not None
 
     def feed(self, data: bytes) -> Iterable[tuple[bytes, int]]:
-        """Messages that are complete with these bytes, each with the size it had on its way.
+        """Return the messages that `data` completes, each with its size on the wire in bytes.
 
         Raises:
-            MessageError: One is too large or cannot be decompressed.
+            MessageError: A message is too large or cannot be decompressed.
         """
         if self._missing is None and not self._head:
             frame_bytes = len(data)
-            # Nearly always one message comes as one frame.
+            # Fast path: nearly always one frame is exactly one message.
             if frame_bytes >= _PREFIX_BYTES:
                 flag, size = _PREFIX.unpack_from(data)
                 if not flag and size == frame_bytes - _PREFIX_BYTES and size <= self._bytes_max:
@@ -67,7 +69,7 @@ class MessageReader:
         return self._joined(data)
 
     def _joined(self, data: bytes) -> Iterator[tuple[bytes, int]]:
-        """Messages that come in pieces; each is copied once, when all of it is there."""
+        """Yield messages that arrive in pieces; each is copied once, when complete."""
         data, self._head, at = self._head + data, b"", 0
         while True:
             if self._missing is None:
@@ -86,7 +88,7 @@ class MessageReader:
             yield self._plain(message) if self._flag else message, len(message) + _PREFIX_BYTES
 
     def _keep(self, piece: bytes) -> None:
-        # Many tiny pieces as objects of their own would take many times their bytes.
+        # Separate objects for many small pieces would take many times their size.
         parts = self._parts
         if len(piece) >= _PIECE_BYTES:
             parts.append(piece)
@@ -100,7 +102,7 @@ class MessageReader:
         if size > self._bytes_max:
             raise self._too_large(size)
         if flag > 1:
-            raise MessageError(grpc.StatusCode.INTERNAL, "a message's first byte is neither 0 nor 1")
+            raise MessageError(grpc.StatusCode.INTERNAL, "a message's compressed flag is neither 0 nor 1")
         return flag, size
 
     def _plain(self, message: bytes) -> bytes:
@@ -109,14 +111,14 @@ class MessageReader:
             raise MessageError(grpc.StatusCode.INTERNAL, "a compressed message without grpc-encoding")
         decompressor = zlib.decompressobj(window_bits)
         try:
-            # One more than allowed: at the limit itself zlib would keep the stream's end to itself.
+            # One byte above the limit: with the exact limit zlib may not report the end of the stream.
             plain = decompressor.decompress(message, self._bytes_max + 1)
         except zlib.error as error:
-            raise MessageError(grpc.StatusCode.INTERNAL, f"no {self._encoding}: {error}") from error
+            raise MessageError(grpc.StatusCode.INTERNAL, f"invalid {self._encoding} data: {error}") from error
         if len(plain) > self._bytes_max:
             raise self._too_large(len(plain))
         if not decompressor.eof:
-            raise MessageError(grpc.StatusCode.INTERNAL, f"{self._encoding} ends too early")
+            raise MessageError(grpc.StatusCode.INTERNAL, f"truncated {self._encoding} data")
         return plain
 
     def _too_large(self, size: int) -> MessageError:

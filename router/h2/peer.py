@@ -1,6 +1,6 @@
-"""One connected client: its socket's bytes in, calls begun and fed, their answers written.
+"""Connected client: reads its socket, starts its calls and writes their responses.
 
-A thread reads; whoever answers writes, one at a time. Knows which kind of call serves which kind of method.
+One thread reads. Any thread that responds writes, one at a time under a lock.
 """
 
 from __future__ import annotations
@@ -13,66 +13,61 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from threading import Lock, get_ident
-from typing import TYPE_CHECKING
 
 import grpc
 
 from common.repeated_log import RepeatedLog
-from router.h2.calls import Call
+from router.h2.calls import Call, CallServer, ServicerCall
 from router.h2.connection import H2Connection
 from router.h2.exchange_call import ExchangeCall, ExchangeMethod
-from router.h2.frames import H2Code, H2Error
-from router.h2.header_blocks import CallHead, call_head, refusal_block
-from router.h2.servicer_calls import ServicerCall
+from router.h2.frames import CallHead, H2Code, H2Error, call_head, refusal_block
 from router.h2.streams import Drained, Event, Opened, Received, Stream
 from router.h2.tls import HANDSHAKE, TlsLayer
-
-if TYPE_CHECKING:
-    from router.h2.server import GrpcServer
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
 
 _RECEIVE_BYTES = 256 << 10
-# A frame's parts follow each other at once; whoever needs longer is no gateway.
+# Timeout of one frame or header block; no gateway needs as long.
 FRAME_S = 10.0
-# Whoever takes an answer byte by byte keeps a thread that long.
+# Timeout of one write; a client that reads byte by byte blocks a thread for this long.
 WRITE_S = 30.0
-_FAREWELL_S = 0.05
-# Answers to short calls that came at once leave together, and before a call with a larger message.
+# Longest wait for the write lock before GOAWAY is skipped.
+_GOAWAY_LOCK_S = 0.05
+# Responses to small messages received together are sent together; larger messages flush them first.
 _SHORT_BYTES = 8 << 10
 
 
 def host_of(address: str) -> str:
-    """Return an address without its port."""
+    """Return a "host:port" address without its port."""
     return address.rpartition(":")[0]
 
 
 class Peer:
-    """One client; `serve` runs as long as it is connected."""
+    """One client connection, served by `serve` until it ends."""
 
-    def __init__(self, host: GrpcServer, connection: socket.socket, address: str) -> None:
+    def __init__(self, server: CallServer, connection: socket.socket, address: str) -> None:
         self.peer = address  # "host:port"
-        self.host = host
+        self.server = server
         self._socket = connection
         self._lock = Lock()
-        # A whole message and its prefix have to fit, or none would ever be complete.
-        window_bytes = host.receive_bytes_max + (64 << 10)
-        self._connection = H2Connection(call_head, streams_max=host.streams_max, window_bytes=window_bytes)
+        # The window must hold a whole message with its prefix, or large messages could never complete.
+        window_bytes = server.receive_bytes_max + (64 << 10)
+        self._connection = H2Connection(call_head, streams_max=server.streams_max, window_bytes=window_bytes)
         self._is_lost = False
         self._tls: TlsLayer | None = None
-        # Where there is TLS, the client's first byte says whether it speaks it.
-        self._may_send = host.tls is None
+        # With TLS enabled, the client's first byte shows whether it uses TLS.
+        self._may_send = server.tls is None
         self._reader = 0
-        self._steps = 0
-        self._step_s: float | None = None
+        self._frames_received = 0
+        self._partial_since_s: float | None = None
 
     @property
     def is_idle(self) -> bool:
         return not self._connection.streams
 
     def serve(self) -> None:
-        """Reads until the connection ends, from whichever side."""
+        """Read and serve until either side closes the connection."""
         room = memoryview(bytearray(_RECEIVE_BYTES))
         connection = self._connection
         self._reader = get_ident()
@@ -86,12 +81,12 @@ class Peer:
                     events = connection.receive(data)
                     if connection.out:
                         self._write_out()
-                if connection.steps != self._steps:
-                    self._steps, self._step_s = connection.steps, None
+                if connection.frames_received != self._frames_received:
+                    self._frames_received, self._partial_since_s = connection.frames_received, None
                 else:
                     self._check_pace()
                 for event in events:
-                    self._take(event)
+                    self._handle_event(event)
                 if connection.out:
                     with self._lock:
                         self._write_out()
@@ -99,41 +94,41 @@ class Peer:
             _repeated.event(
                 "http2_error",
                 host_of(self.peer),
-                "a gRPC client at %s broke HTTP/2: %s",
+                "gRPC connection closed, HTTP/2 violation: client=%s error=%s",
                 self.peer,
                 error,
             )
-            self._say_goaway(error.code, str(error))
+            self._send_goaway(error.code, str(error))
         except ssl.SSLError as error:
             _repeated.event(
                 "tls_failed",
                 host_of(self.peer),
-                "TLS with a gRPC client at %s failed: %s",
+                "gRPC connection closed, TLS failed: client=%s error=%s",
                 self.peer,
                 error,
             )
         except OSError:
-            pass  # the client is gone, or too slow
+            pass  # the client disconnected or is too slow
         finally:
-            self._lose()
+            self._clean_up()
 
     def drain(self) -> None:
-        """Tells the client to make its next calls elsewhere, or on a new connection."""
-        self._say_goaway(H2Code.NO_ERROR, "the server goes", is_early=True)
+        """Ask the client by GOAWAY to make further calls on another connection."""
+        self._send_goaway(H2Code.NO_ERROR, "server is draining", is_early=True)
 
     def close(self) -> None:
-        """Ends the connection; its reader then ends by itself."""
-        self._say_goaway(H2Code.NO_ERROR, "the server ends")
+        """Close the connection, which also ends `serve`."""
+        self._send_goaway(H2Code.NO_ERROR, "server is closing")
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def send(
         self, stream: Stream, headers: bytes | None, data: bytes, trailers: bytes | None, consumed: int = 0
     ) -> None:
-        """Send a part of an answer: what of it there is; headers alone are all of the answer.
+        """Send a part of a response and record `consumed` bytes of the request as consumed.
 
-        On the connection's own thread that is when all that was received at once is answered. Of what came
-        the call has taken `consumed` bytes.
+        Headers alone form a complete response. On the connection's thread, the data leaves after everything
+        received together has been answered.
         """
         connection = self._connection
         try:
@@ -143,14 +138,14 @@ class Peer:
                     connection.consumed(stream, consumed)
                 self._write_soon()
         except OSError:
-            self._break()
+            self._mark_broken()
 
     def consumed(self, stream: Stream, size: int) -> None:
-        """The call has taken so many bytes; told with what is sent next, or where the client may wait."""
+        """Record bytes that a call consumed; the window update leaves with the next write."""
         self._change(partial(self._connection.consumed, stream, size))
 
     def flush_before(self, size: int) -> None:
-        """Send what waits to be sent, if to serve a message of so many bytes may take its time."""
+        """Flush pending responses before a message of `size` bytes that may take long to serve."""
         if size > _SHORT_BYTES and self._connection.out:
             self.flush()
 
@@ -159,62 +154,62 @@ class Peer:
             with self._lock:
                 self._write_out()
         except OSError:
-            self._break()
+            self._mark_broken()
 
     def cancel(self, stream: Stream) -> None:
         self._change(partial(self._connection.reset, stream, H2Code.CANCEL))
 
     def _receive(self, room: memoryview) -> int:
-        """Bytes received; 0 at the connection's end."""
+        """Return the number of bytes received; 0 at the end of the connection."""
         while True:
             try:
                 return self._socket.recv_into(room)
             except BlockingIOError:
-                # The kernel's timeout; a connection may be silent as long as it likes between frames.
-                if self._connection.is_within:
+                # Socket timeout. Only a partly received frame is an error: idle connections are allowed.
+                if self._connection.has_partial_data:
                     raise _too_slow() from None
 
     def _plaintext(self, data: bytes) -> bytes:
-        """Take the client's bytes; the first of them says whether they are TLS.
+        """Return the plaintext of received bytes; the first byte decides whether they are TLS.
 
         Raises:
-            OSError: TLS has failed, or the client has ended it.
+            OSError: TLS failed (ssl.SSLError), or the client closed it.
         """
         if self._tls is None:
-            if self.host.tls is None or data[0] != HANDSHAKE:
+            if self.server.tls is None or data[0] != HANDSHAKE:
                 self._may_send = True
                 return data
-            self._tls = TlsLayer(self.host.tls())
+            self._tls = TlsLayer(self.server.tls())
         tls = self._tls
         try:
             data = tls.receive(data)
             self._may_send = tls.is_open
         finally:
-            if records := tls.take_out():
+            if records := tls.data_to_send():
                 self._send(records)
-        if tls.is_over and not data:
+        if tls.is_closed and not data:
             raise ConnectionResetError
         return data
 
     def _check_pace(self) -> None:
-        """Ends a connection that sends a frame, or a header block, byte by byte: no step was done."""
-        if not self._connection.is_within:
-            self._step_s = None
-        elif self._step_s is None:
-            self._step_s = time.monotonic()
-        elif time.monotonic() - self._step_s > FRAME_S:
+        """Raise H2Error if a frame or header block has been incomplete for longer than FRAME_S."""
+        if not self._connection.has_partial_data:
+            self._partial_since_s = None
+        elif self._partial_since_s is None:
+            self._partial_since_s = time.monotonic()
+        elif time.monotonic() - self._partial_since_s > FRAME_S:
             raise _too_slow()
 
-    def _take(self, event: Event) -> None:
+    def _handle_event(self, event: Event) -> None:
         stream = event.stream
         call: Call | None = stream.call
         if isinstance(event, Received):
             if call is not None:
-                call.receive(event.data, event.is_over)
+                call.receive(event.data, event.end_stream)
         elif isinstance(event, Opened):
             call = self._begin(stream)
             stream.call = None if stream.is_served else call
-            if event.is_over and call is not None:
+            if event.end_stream and call is not None:
                 call.receive(b"", True)
         else:
             if call is not None:
@@ -222,33 +217,33 @@ class Peer:
                     call.drained()
                 else:
                     call.cancelled()
-            self._free_place(stream)
+            self._free_slot(stream)
 
     def _begin(self, stream: Stream) -> Call | None:
-        """The call for a new stream; None: it is refused, and answered."""
-        host, head = self.host, stream.head
+        """Create the call of a new stream, or reject the stream and return None."""
+        server, head = self.server, stream.head
         assert isinstance(head, CallHead)
         if head.refusal is not None:
             self.send(stream, head.refusal, b"", None)
             return None
-        method = host.find(head.path)
+        method = server.find(head.path)
         if method is None:
             self._refuse(stream, grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
             return None
-        if not host.begin_call():
+        if not server.begin_call():
             self._refuse(stream, grpc.StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!")
             return None
-        stream.holds_place = True
+        stream.holds_slot = True
         try:
             if isinstance(method, ExchangeMethod):
-                host.note_exchange(stream)
+                server.track_exchange(stream)
                 return ExchangeCall(self, stream, method)
             return ServicerCall(self, stream, method)
         except Exception as error:
             _repeated.event(
                 "call_failed",
                 head.path[:100],
-                "a call cannot begin: %s",
+                "call could not start: method=%s",
                 head.path[:100],
                 level=logging.ERROR,
                 error=error,
@@ -258,19 +253,19 @@ class Peer:
             return None
 
     def call_ended(self, stream: Stream) -> None:
-        """Nothing more will be done for a stream's call."""
+        """Release a stream whose call no thread works on any more."""
         stream.is_served = True
-        # What is over waits for no collector, which looks seldom: it may hold a large message.
+        # Break the reference cycle: an ended call may hold a large message, and the collector runs rarely.
         stream.call = None
-        self._free_place(stream)
+        self._free_slot(stream)
 
-    def _free_place(self, stream: Stream) -> None:
-        """Frees a served call's place once its answer is sent: until then it takes memory."""
+    def _free_slot(self, stream: Stream) -> None:
+        """Free the slot of an ended call once its response is sent; until then it occupies memory."""
         with self._lock:
-            if not (stream.is_served and stream.is_closed and stream.holds_place):
+            if not (stream.is_served and stream.is_closed and stream.holds_slot):
                 return
-            stream.holds_place = False
-        self.host.end_call(stream)
+            stream.holds_slot = False
+        self.server.end_call(stream)
 
     def _refuse(self, stream: Stream, code: grpc.StatusCode, details: str) -> None:
         self.send(stream, refusal_block(code, details), b"", None)
@@ -281,17 +276,17 @@ class Peer:
                 change()
                 self._write_soon()
         except OSError:
-            self._break()
+            self._mark_broken()
 
     def _write_soon(self) -> None:
-        """Leaves it to the reader to send all answers to what came at once at once."""
+        """Write now, except on the reader's thread, which writes all responses to one read together."""
         if get_ident() != self._reader:
             self._write_out()
 
     def _write_out(self) -> None:
         if not (self._connection.out and self._may_send):
             return
-        data = b"".join(self._connection.take_out())
+        data = b"".join(self._connection.data_to_send())
         if self._is_lost:
             return
         self._send(data if self._tls is None else self._tls.sealed(data))
@@ -302,7 +297,7 @@ class Peer:
             if sent_bytes < len(data):
                 self._send_rest(memoryview(data)[sent_bytes:])
         except OSError:
-            # Said before anybody else who waits for the lock tries the same.
+            # Set under the lock so that waiting threads do not try to write as well.
             self._is_lost = True
             raise
 
@@ -313,9 +308,9 @@ class Peer:
                 raise TimeoutError
             data = data[self._socket.send(data) :]
 
-    def _say_goaway(self, code: H2Code, message: str, *, is_early: bool = False) -> None:
-        # Whoever writes for longer does so to a client that takes nothing, and would not hear of it.
-        if not self._lock.acquire(timeout=_FAREWELL_S):
+    def _send_goaway(self, code: H2Code, message: str, *, is_early: bool = False) -> None:
+        # A writer that keeps the lock longer is blocked by a client that would not read GOAWAY either.
+        if not self._lock.acquire(timeout=_GOAWAY_LOCK_S):
             return
         try:
             self._connection.goaway(code, message, is_early=is_early)
@@ -325,13 +320,13 @@ class Peer:
         finally:
             self._lock.release()
 
-    def _break(self) -> None:
-        """Nothing can be written any more: the reader shall notice, too."""
+    def _mark_broken(self) -> None:
+        """Record that writing failed, and shut the socket down so that the reader ends as well."""
         self._is_lost = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _lose(self) -> None:
+    def _clean_up(self) -> None:
         with self._lock:
             self._is_lost = True
             streams = list(self._connection.streams.values())
@@ -341,9 +336,9 @@ class Peer:
             call: Call | None = stream.call
             if call is not None:
                 call.cancelled()
-            self._free_place(stream)
+            self._free_slot(stream)
         self._socket.close()
 
 
 def _too_slow() -> H2Error:
-    return H2Error(H2Code.PROTOCOL_ERROR, f"a frame is not complete after {FRAME_S:g} s")
+    return H2Error(H2Code.PROTOCOL_ERROR, f"frame incomplete after {FRAME_S:g} s")

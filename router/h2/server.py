@@ -1,4 +1,4 @@
-"""The gRPC server: a port and methods in, served calls out. One thread reads each connection."""
+"""gRPC server: accepts connections, reads each by one thread and limits concurrent calls."""
 
 from __future__ import annotations
 
@@ -26,35 +26,36 @@ _repeated = RepeatedLog(_log)
 
 _MESSAGE_OVERHEAD_BYTES = 1 << 20
 CONNECTIONS_MAX = 1024
-# A client that takes nothing for so long is gone; so is one within a frame, see `Peer`.
+# A client that reads nothing for this long, or stops inside a frame, is disconnected; see `Peer`.
 SOCKET_TIMEOUT_S = 10
 _KEEPALIVE_S = 60
 _REFUSALS_MAX = 4096
 _STOP_S = 2.0
 _RETRY_S = 1.0
-_BACKLOG = 1024  # connections that wait to be accepted
-# A client that needs longer for its request gives way to others.
-_PATIENCE_S = 2.0
+_BACKLOG = 1024  # pending connections of listen(2)
+# At the limit of calls, a request that has been incomplete for longer is cancelled for a new call.
+_REQUEST_TIMEOUT_S = 2.0
 
 
 class GrpcServer:
-    """Bound when made, serving from `start` on.
+    """gRPC server on one port; binds in the constructor, serves from `start` on.
 
-    Takes servicers as grpc.Server does, whose methods have one message in, and exchanges: streams that are
-    answered message by message.
+    Accepts servicers like grpc.Server (unary requests only), and exchanges: bidirectional streams answered
+    message by message.
 
     Args:
-        flag: The flag that chose the port, for the error.
-        threads: Calls served at once by other threads than their connection's.
-        requests_max: Calls in all; beyond that they are refused with RESOURCE_EXHAUSTED.
-        services: Each adds a service to the server that it is given.
-        reflects: Whether clients may ask for the services.
-        tls: Makes the context of the next connection that begins with TLS; None: there is plaintext alone.
-        receive_bytes_max, send_bytes_max: Largest messages; None: one with a body of message_bytes_max.
-        inline: Methods by path that a connection's own thread may serve, up to so many bytes of a call.
+        flag: Flag that set the port, for error messages.
+        threads: Size of the pool that serves calls outside their connection's thread.
+        requests_max: Limit of concurrent calls; further ones end with RESOURCE_EXHAUSTED.
+        message_bytes_max: Limit of a request body within a message.
+        services: Functions that each add a service to the given server.
+        reflects: Whether to serve gRPC reflection.
+        tls: Returns the context for a new TLS connection; None for plaintext only.
+        receive_bytes_max, send_bytes_max: Message limits; None for message_bytes_max plus 1 MiB.
+        inline: By method path, the request bytes up to which the connection's thread serves a call.
 
     Raises:
-        ListenError: The address is in use or not ours.
+        ListenError: The address is in use or does not belong to this host.
     """
 
     def __init__(
@@ -82,11 +83,11 @@ class GrpcServer:
         self.send_bytes_max = send_bytes_max or size
         self.inline = inline
         self._calls_max = requests_max
-        # Told to clients; so much above what is served that they are refused rather than kept waiting.
+        # Announced to clients. Far above the limit of calls, so that calls are rejected rather than queued.
         self.streams_max = requests_max + _REFUSALS_MAX
         self._methods: dict[str, ExchangeMethod | Any] = {}
         self._calls = 0
-        # Streams of exchanges with the time of their beginning (monotonic), the oldest first.
+        # Exchange streams with their start time (monotonic seconds), oldest first.
         self._exchanges: dict[Stream, float] = {}
         self._lock = threading.Lock()
         self._peers: dict[Peer, threading.Thread] = {}
@@ -106,7 +107,7 @@ class GrpcServer:
 
     @property
     def open_calls(self) -> int:
-        """Calls that hold a place now."""
+        """Number of calls in progress."""
         with self._lock:
             return self._calls
 
@@ -115,7 +116,7 @@ class GrpcServer:
         return len(self._peers)
 
     def add_generic_rpc_handlers(self, _handlers: Sequence[Any]) -> None:
-        """Generated code adds each handler in the other way too."""
+        """Do nothing: generated code also registers each handler as a registered method."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         for name, handler in handlers.items():
@@ -125,21 +126,21 @@ class GrpcServer:
         self._methods[path] = method
 
     def find(self, path: str) -> ExchangeMethod | Any | None:
-        """The method, or grpcio's handler, for a path; None: there is none."""
+        """Return the exchange method or grpcio handler of a path, or None."""
         return self._methods.get(path)
 
     def start(self) -> None:
         self._acceptor.start()
 
     def drain(self) -> None:
-        """Has clients connect anew, and so elsewhere, for their next calls."""
+        """Send GOAWAY to all clients, so that they open new connections for further calls."""
         for peer in self._connected():
             peer.drain()
 
     def close(self) -> None:
-        """Ends serving, calls included. Idempotent."""
+        """Stop serving and end all calls. Idempotent."""
         self._is_closed = True
-        # Closing alone would leave the thread waiting.
+        # close() alone would not wake the thread that is blocked in accept().
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -154,37 +155,37 @@ class GrpcServer:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def begin_call(self) -> bool:
-        """Whether there is a place for one more call; it is taken then."""
-        return self._take_place() or (self._cut_slowest() and self._take_place())
+        """Reserve a slot for a call, if necessary by cancelling a slow one; return whether it succeeded."""
+        return self._acquire_slot() or (self._cancel_slowest() and self._acquire_slot())
 
     def end_call(self, stream: Stream) -> None:
-        """A place is free again."""
+        """Free the slot of a call."""
         with self._lock:
             self._calls -= 1
             self._exchanges.pop(stream, None)
 
-    def note_exchange(self, stream: Stream) -> None:
-        """A stream's call may be cut off as long as its request has not come."""
+    def track_exchange(self, stream: Stream) -> None:
+        """Record a stream's start time; it may be cancelled while its request is incomplete."""
         with self._lock:
             self._exchanges[stream] = time.monotonic()
 
     def run(self, task: Callable[[], object]) -> None:
-        # While the server closes nobody waits for the answer any more.
+        # submit() fails only while the server closes, when the response is no longer needed.
         with suppress(RuntimeError):
             self._pool.submit(task)
 
-    def _take_place(self) -> bool:
+    def _acquire_slot(self) -> bool:
         with self._lock:
             is_free = self._calls < self._calls_max
             self._calls += is_free
         return is_free
 
-    def _cut_slowest(self) -> bool:
-        """Cut off the oldest stream whose request has not come in time, if there is any.
+    def _cancel_slowest(self) -> bool:
+        """Cancel the oldest stream whose request is overdue; return whether there was one.
 
-        A client that sends its request slowly, or not at all, would hold its place as long as it likes.
+        Otherwise clients that send their requests slowly, or never, could occupy all slots.
         """
-        latest_s = time.monotonic() - _PATIENCE_S
+        latest_s = time.monotonic() - _REQUEST_TIMEOUT_S
         with self._lock:
             old = [stream for stream, opened_s in self._exchanges.items() if opened_s <= latest_s]
         for stream in old:
@@ -193,10 +194,10 @@ class GrpcServer:
                 _repeated.event(
                     "slow_request",
                     "places",
-                    "all %d places for calls are taken; requests that come too slowly are cut off",
+                    "call limit reached, cancelling slow requests: limit=%d",
                     self._calls_max,
                 )
-                call.cut()
+                call.cancel_slow()
                 return True
         return False
 
@@ -211,14 +212,15 @@ class GrpcServer:
             except OSError as error:
                 if self._is_closed:
                     return
-                # Out of file descriptors, say: whoever waits is served when some are free again.
-                where = f"port {self.port}"
-                _repeated.event("accept_failed", where, "%s: cannot accept a connection: %s", where, error)
+                # For example no free file descriptors: pending connections are served once some are free.
+                _repeated.event(
+                    "accept_failed", f"port {self.port}", "accept failed: port=%d error=%s", self.port, error
+                )
                 time.sleep(_RETRY_S)
                 continue
-            self._take(connection, address)
+            self._add_connection(connection, address)
 
-    def _take(self, connection: socket.socket, address: Any) -> None:
+    def _add_connection(self, connection: socket.socket, address: Any) -> None:
         name = f"{address[0]}:{address[1]}"
         peer = Peer(self, connection, name)
         thread = threading.Thread(target=self._serve, args=(peer,), name="grpc-peer", daemon=True)
@@ -227,11 +229,11 @@ class GrpcServer:
             idle = self._add(peer, thread)
             thread.start()
         except (OSError, RuntimeError) as error:
-            # The system has no more threads, say; those who are served already shall go on.
+            # For example no more threads: keep serving the existing connections.
             _repeated.event(
                 "connection_refused",
                 f"refused {host_of(name)}",
-                "a gRPC connection from %s is not served: %s",
+                "gRPC connection rejected: client=%s error=%s",
                 name,
                 error,
             )
@@ -243,16 +245,16 @@ class GrpcServer:
             _repeated.event(
                 "connection_displaced",
                 f"displaced {host_of(idle.peer)}",
-                "too many gRPC connections: an idle one from %s is ended",
+                "too many gRPC connections, closing an idle one: client=%s",
                 idle.peer,
             )
             idle.close()
 
     def _add(self, peer: Peer, thread: threading.Thread) -> Peer | None:
-        """Takes a connection in; the oldest without calls that has to go for it, if any.
+        """Register a connection; at the limit, return the oldest idle one, which the caller must close.
 
         Raises:
-            OSError: There are too many.
+            OSError: The limit is reached and no connection is idle.
         """
         with self._lock:
             is_full = len(self._peers) >= CONNECTIONS_MAX
@@ -269,7 +271,7 @@ class GrpcServer:
             peer.serve()
         except Exception as error:
             _repeated.event(
-                "connection_failed", "failed", "a gRPC connection failed", level=logging.ERROR, error=error
+                "connection_failed", "failed", "gRPC connection failed", level=logging.ERROR, error=error
             )
         finally:
             with self._lock:
@@ -277,7 +279,7 @@ class GrpcServer:
 
 
 class _Reflection:
-    """The exchange of a client that asks for the services; grpcio's servicer answers."""
+    """Exchange that serves gRPC reflection by grpcio's servicer."""
 
     finished, is_routed = False, True
 
@@ -296,7 +298,7 @@ class _Reflection:
 
 
 def _set_up(connection: socket.socket) -> None:
-    # The kernel's own timeouts: Python's would ask twice for every message.
+    # Kernel timeouts, because Python's own cost a second system call per message.
     wait = struct.pack("ll", SOCKET_TIMEOUT_S, 0)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
@@ -307,7 +309,11 @@ def _set_up(connection: socket.socket) -> None:
 
 
 def bound_socket(flag: str, host: str, port: int) -> socket.socket:
-    """Return a listening socket; a ListenError: the address is in use or not ours."""
+    """Return a listening socket.
+
+    Raises:
+        ListenError: The address is in use or does not belong to this host.
+    """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)

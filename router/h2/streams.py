@@ -1,4 +1,4 @@
-"""A stream's state within its connection, and what a connection tells of it. Does nothing by itself."""
+"""State of an HTTP/2 stream, and the events that a connection reports."""
 
 from __future__ import annotations
 
@@ -10,58 +10,58 @@ import msgspec
 
 
 class Stream(msgspec.Struct, eq=False):
-    """An open stream."""
+    """HTTP/2 stream with its flow-control windows and queued data."""
 
     id: int
-    head: Any  # what its header block said
-    send_window_bytes: int  # how much the peer takes now; below 0 after it made its windows smaller
-    receive_window_bytes: int  # how much the peer may send now
-    unread_bytes: int = 0  # received, and not yet taken by the call
-    consumed_bytes: int = 0  # taken by the call, and not yet given back to the peer's window
-    pending: deque[memoryview] | None = None  # what waits for the peer's window; None: nothing did yet
+    head: Any  # decoded request headers
+    send_window_bytes: int  # bytes that may be sent now; negative after the peer reduced its window
+    receive_window_bytes: int  # bytes that the peer may send now
+    unread_bytes: int = 0  # received, but not yet consumed by the call
+    consumed_bytes: int = 0  # consumed, but not yet returned to the peer's window
+    pending: deque[memoryview] | None = None  # data waiting for the peer's window; None until first needed
     pending_bytes: int = 0
-    trailers: bytes | None = None  # the block that ends it, once everything before it is sent
-    is_remote_closed: bool = False  # whether the peer has sent its last
-    is_closed: bool = False  # whether both sides are done, or either has reset it
+    trailers: bytes | None = None  # block that ends the stream after the pending data
+    is_remote_closed: bool = False  # whether the peer has sent END_STREAM
+    is_closed: bool = False  # whether both sides have ended the stream, or one has reset it
     call: Any = None
-    is_served: bool = False  # whether the call has done all it will
-    holds_place: bool = False  # whether it has one of the server's places for calls
+    is_served: bool = False  # whether no thread works on the call any more
+    holds_slot: bool = False  # whether the stream counts towards the server's limit of calls
 
 
 @dataclass(slots=True)
 class OpenBlock:
-    """A header block that is not complete yet."""
+    """Header block that is received in part."""
 
     stream_id: int
-    is_over: bool
+    end_stream: bool
     data: bytes
     parts: int = 0
 
 
-# Made for every frame: these cost a fifth of frozen dataclasses.
+# msgspec structs, because one is created per frame and a frozen dataclass costs five times as much.
 class Opened(msgspec.Struct, frozen=True):
-    """A new stream; `is_over` as in `Received`."""
+    """New stream; `end_stream` as in `Received`."""
 
     stream: Stream
-    is_over: bool
+    end_stream: bool
 
 
 class Received(msgspec.Struct, frozen=True):
-    """More of a stream's bytes; `is_over`: the last of them."""
+    """Data of a stream; `end_stream` marks the last data."""
 
     stream: Stream
     data: bytes
-    is_over: bool
+    end_stream: bool
 
 
 class Reset(msgspec.Struct, frozen=True):
-    """The peer gave a stream up."""
+    """Stream reset by the peer, or by the connection after a stream error."""
 
     stream: Stream
 
 
 class Drained(msgspec.Struct, frozen=True):
-    """What waited for the peer's window is sent."""
+    """All pending data of a stream has been sent."""
 
     stream: Stream
 

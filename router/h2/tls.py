@@ -1,30 +1,30 @@
-"""One connection's TLS: records in, plaintext out, and the other way round, without a socket."""
+"""TLS of one connection in memory: records in, plaintext out and the reverse, without a socket."""
 
 from __future__ import annotations
 
 import ssl
 from typing import Final
 
-# A record's type; HTTP/2 in plaintext begins with another byte.
+# First byte of a TLS handshake record; HTTP/2 in plaintext starts with another byte.
 HANDSHAKE: Final = 0x16
 
 _READ_BYTES = 256 << 10
 
 
 class TlsLayer:
-    """The server's end; not safe to share between threads."""
+    """Server side of one TLS connection; not thread-safe."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
-        self.is_open = False  # whether the handshake is done, so that plaintext may be sent
-        self.is_over = False  # whether the client has ended TLS: nothing more will come
+        self.is_open = False  # whether the handshake is complete, so that plaintext may be sent
+        self.is_closed = False  # whether the client has closed TLS
 
     def receive(self, records: bytes) -> bytes:
-        """Return the plaintext that is complete with these bytes.
+        """Return the plaintext that these records complete.
 
         Raises:
-            ssl.SSLError: What came is no TLS, or not ours; `take_out` has the alert for the client.
+            ssl.SSLError: Invalid records or a failed handshake; `data_to_send` returns the alert to send.
         """
         self._incoming.write(records)
         parts = []
@@ -34,18 +34,18 @@ class TlsLayer:
                 self.is_open = True
             while part := self._tls.read(_READ_BYTES):
                 parts.append(part)
-            self.is_over = True
+            self.is_closed = True
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLZeroReturnError:
-            self.is_over = True
+            self.is_closed = True
         return b"".join(parts)
 
-    def take_out(self) -> bytes:
-        """Return the records that are to be sent beside plaintext: handshakes, tickets, alerts."""
+    def data_to_send(self) -> bytes:
+        """Return records to send that carry no plaintext: handshakes, tickets, alerts."""
         return self._outgoing.read()
 
     def sealed(self, plaintext: bytes) -> bytes:
-        """Return plaintext as records, behind what else is to be sent; only when `is_open`."""
+        """Encrypt plaintext and return it after other pending records; only when `is_open`."""
         self._tls.write(plaintext)
         return self._outgoing.read()

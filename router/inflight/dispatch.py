@@ -1,4 +1,4 @@
-"""One sending of a request to a pod, and what the ledger keeps and tells of it. No I/O and no clock."""
+"""Dispatched requests, their ledger entries, and the LoRA adapters they need. No I/O and no clock."""
 
 from __future__ import annotations
 
@@ -7,74 +7,74 @@ from threading import Lock
 
 import msgspec
 
-from indexer.audit.mismatch_watch import DispatchKey
-from router.inflight.rates import Lesson
+from indexer import DispatchKey
+from router.inflight.rates import RateSample
 
 
 class Dispatch(msgspec.Struct, frozen=True):
-    """One request sent to one pod."""
+    """A request sent to a pod."""
 
     request_id: str
     pod: str
     uncached_tokens: int  # prompt tokens the pod has to compute
     queued_prefill_s: float
     own_prefill_s: float
-    # Key of the last block it will compute: when the pod announces it, the prefill is over. None where no
-    # such announcement is to be expected.
+    # Key of the last block the pod will store: the prefill has ended when the pod publishes it. None if no
+    # such event is expected.
     confirm_key: int | None
-    lesson: Lesson  # what the time to its first token tells of the pod's prefill rate
+    rate_sample: RateSample  # how the time to first token counts in the pod's prefill rate
     dispatched_s: float
-    decoding: int = 0  # requests that decoded on the pod that prefills it, others' among them
-    prefill_pod: str | None = None  # where it is prefilled, if `pod` only decodes; the numbers are its then
-    adapter: str | None = None  # the LoRA adapter that it needs
-    promised_tokens: int = 0  # prompt tokens that `pod` should find in its cache; 0: not known well
+    decoding: int = 0  # requests decoding on the prefilling pod, including those of other routers
+    prefill_pod: str | None = None  # pod that prefills if `pod` only decodes; the figures above are for it
+    adapter: str | None = None  # LoRA adapter the request needs
+    predicted_hit_tokens: int = 0  # prompt tokens expected in the cache of `pod`; 0 if the view is not exact
 
     @property
     def computed_on(self) -> str:
-        """The pod that prefills it."""
+        """Pod that prefills the request."""
         return self.prefill_pod or self.pod
 
     @property
     def key(self) -> DispatchKey:
-        """What tells it apart from others of its id."""
+        """Key that distinguishes this dispatch from others with the same request id."""
         return DispatchKey(self.request_id, self.dispatched_s)
 
 
 class Entry(msgspec.Struct, eq=False):
-    """An entry of the ledger: a request in flight, where, and since when."""
+    """Ledger entry of a request in flight."""
 
     dispatch: Dispatch
-    number: int  # its ticket on the board; no other entry ever has it
+    number: int  # load-table number, unique over all entries
     pod: str
     arrived_s: float
-    confirm_key: int | None  # of the dispatch, until it is announced
-    promised_tokens: int  # of the dispatch, until they are due, or it is over
-    is_waiting: bool = True  # whether it is believed to await its first token
-    prefill_ended_s: float | None = None  # when somebody told so; the clock does not count
+    confirm_key: int | None  # copied from the dispatch; None once the pod has published the block
+    predicted_hit_tokens: int  # copied from the dispatch; 0 once counted as answered, or ended
+    is_waiting: bool = True  # False once the first token is reported or presumed
+    prefill_ended_s: float | None = None  # time of the first report; timeouts do not set it
 
 
 class SentAdapters:
-    """Adapters that the requests in flight need, by pod. Thread-safe.
+    """LoRA adapters needed by the requests in flight, per pod. Thread-safe.
 
-    An engine tells its adapters as of the last scrape; what was sent there since is known here.
+    Engines report their adapters at each scrape; this class adds those of requests sent since then.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
-        # Requests by pod and adapter, the adapter that came first first.
+        # Requests by pod and adapter, oldest adapter first.
         self._requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def on(self, pod: str) -> tuple[str, ...]:
-        """Adapters that the pod's requests need, the one that came first first."""
+        """Return the adapters that the pod's requests need, oldest first."""
         with self._lock:
             return tuple(self._requests.get(pod, ()))
 
-    def began(self, pod: str, adapter: str | None) -> None:
+    def add(self, pod: str, adapter: str | None) -> None:
         if adapter is not None:
             with self._lock:
                 self._requests[pod][adapter] += 1
 
-    def ended(self, pod: str, adapter: str | None) -> None:
+    def remove(self, pod: str, adapter: str | None) -> None:
         if adapter is not None:
             with self._lock:
                 requests = self._requests[pod]

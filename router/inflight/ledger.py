@@ -1,25 +1,22 @@
-"""The requests in flight: dispatches and their ends in, the work that each pod has out.
+"""In-flight ledger: records dispatches and their ends, and keeps each pod's outstanding work up to date.
 
-No I/O and no clock: time comes in. One lock guards it all, held for a few dictionary operations and never
-while calling out, so it may be called from any thread, also under others' locks.
+No I/O and no clock: callers pass the time in seconds. One lock guards all state, held for a few dictionary
+operations and never while calling other locked code, so any thread may call it, even under other locks.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from threading import Lock
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from indexer.keys import Keys
 from router.inflight.dispatch import Dispatch, Entry, SentAdapters
 from router.pods.load_table import PodBoard
-
-if TYPE_CHECKING:
-    from router.feedback.change_log import Journal
 
 _Key = TypeVar("_Key", int, str)
 
@@ -28,29 +25,39 @@ _Key = TypeVar("_Key", int, str)
 class LedgerParameters:
     """Limits of the ledger."""
 
-    capacity: int = 100_000  # requests in flight; when full, the oldest is taken for ended
-    lifetime_s: float = 600.0  # a request of which nothing more is heard is taken for ended after this
-    # A prefill whose end no event will announce is taken for ended after this many times its expected
-    # seconds, and `slack_s`; one whose event is awaited after five times as long again, and `event_slack_s`.
-    patience: float = 2.0
-    slack_s: float = 0.1
-    event_slack_s: float = 5.0
-    # An engine that tells of no requests has had what was sent there `patience` times its expected seconds
-    # and this long before it was asked. A request is on its page only once a step has ended: until then it
-    # travels, is tokenized, and its first tokens are computed.
+    capacity: int = 100_000  # requests in flight; a full ledger evicts its oldest request
+    lifetime_s: float = 600.0  # seconds from dispatch after which a request is presumed ended
+    # A prefill without a confirming event times out after `timeout_factor` times its expected seconds plus
+    # `timeout_slack_s`; with one, after five times as long plus `event_timeout_slack_s`.
+    timeout_factor: float = 2.0
+    timeout_slack_s: float = 0.1
+    event_timeout_slack_s: float = 5.0
+    # An engine that reports no requests ends the waiting of those sent `timeout_factor` times their expected
+    # seconds plus this before the scrape. Engines count a request only after its first step, that is after
+    # network, tokenization and the first computed tokens.
     idle_slack_s: float = 0.5
-    reuse: int = 64  # requests in flight under one id; beyond it the oldest of them is taken for ended
-    remembered: int = 10_000  # ids of ended requests that are still known; the same of unknown ids' ends
-    travel_s: float = 2.0  # a request sent so shortly before an engine told its load may not be in it
+    per_id_max: int = 64  # requests in flight under one id; beyond it the oldest of them is evicted
+    ended_ids_max: int = 10_000  # remembered ids of ended requests, and likewise of ends of unknown requests
+    transit_s: float = 2.0  # requests sent less than this before a scrape may be missing from its counts
+
+
+class ChangeListener(Protocol):
+    """Receiver of ledger changes in order; called with the ledger's lock held."""
+
+    def record_snapshot(self, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
+        """Record the requests in flight as (number, dispatch, has presumably its first token)."""
+
+    def record(self, kind: str, change: object) -> None:
+        """Record one change: `(number, dispatch, keys)` for "sent", otherwise the request's number."""
 
 
 class Ledger:
-    """In-flight requests, and what they add up to on the board.
+    """In-flight requests and their totals in the load table.
 
-    Each dispatch is an entry of its own: clients reuse request ids, also while the first use is in flight.
-    News of an id concerns its oldest entry, or the oldest on the pod that the news names, or the one that was
-    sent when the news says. The clock only guesses a prefill's end: the request leaves the pod's queue, and
-    who tells its true end still brings news.
+    Each dispatch has its own entry, because clients reuse request ids even while the first use is in flight.
+    A report on an id applies to the entry with the given dispatch time, else to the oldest one on the given
+    pod, else to the oldest one. A prefill timeout is only an estimate: the request leaves the pod's queue,
+    and a later report of its first token still counts.
     """
 
     def __init__(
@@ -62,20 +69,20 @@ class Ledger:
         self._parameters = parameters
         self.board = board or PodBoard()
         self.adapters = adapters or SentAdapters()
-        # Told of every change in its order, under the lock; see `tell`.
-        self.changes: Journal | None = None
-        # Oldest first, as are the entries of each id and of each pod.
+        # Receives every change in order, under the lock; set by `subscribe`.
+        self.changes: ChangeListener | None = None
+        # All entries, and those of each id and of each pod, are ordered oldest first.
         self._entries: dict[int, Entry] = {}
         self._by_id: dict[str, list[Entry]] = {}
         self._by_pod: dict[str, dict[int, Entry]] = {}
         self._ended_s: OrderedDict[str, float] = OrderedDict()
         self._unknown_ended_s: OrderedDict[str, float] = OrderedDict()
-        # By pod and key: the requests whose last prompt block that is, until it is announced.
+        # By pod and block key: requests whose last prompt block is not published yet.
         self._confirming: dict[str, dict[int, list[Entry]]] = {}
-        # Tokens that each pod should find in its cache: for requests that it has yet to answer, and answered.
-        self._open_tokens: Counter[str] = Counter()
-        self._answered_tokens: Counter[str] = Counter()
-        # When each prefill is taken for ended, and its entry's number.
+        # Predicted cache-hit tokens by pod: of requests not answered yet, and of answered ones.
+        self._open_hit_tokens: Counter[str] = Counter()
+        self._answered_hit_tokens: Counter[str] = Counter()
+        # Heap of (timeout of the prefill, entry number).
         self._due: list[tuple[float, int]] = []
         self._lock = Lock()
 
@@ -85,55 +92,55 @@ class Ledger:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._by_id
 
-    def tell(self, journal: Journal | None) -> None:
-        """Has a journal told of every change from now on, and of what is in flight now; None: none."""
+    def subscribe(self, listener: ChangeListener | None) -> None:
+        """Send the requests in flight, then every change, to the listener; None stops sending."""
         with self._lock:
-            self.changes = journal
-            if journal is not None:
+            self.changes = listener
+            if listener is not None:
                 entries = self._entries.values()
-                journal.begin([(one.number, one.dispatch, not one.is_waiting) for one in entries])
+                listener.record_snapshot([(one.number, one.dispatch, not one.is_waiting) for one in entries])
 
     def dispatch(self, dispatch: Dispatch, keys: Keys | None = None) -> list[Dispatch]:
-        """Enters a request.
+        """Add a request.
 
         Args:
-            keys: Of the blocks that it will bring; for `changes` alone.
+            keys: Keys of the blocks the request adds to its pod; passed on to `changes` only.
 
         Returns:
-            The requests that had to go: the oldest when the ledger is full, or when its id has too many.
+            Evicted requests: the oldest if the ledger is full, the oldest of the id if it has too many.
         """
         request_id, now_s, confirm_key = dispatch.request_id, dispatch.dispatched_s, dispatch.confirm_key
         pod = dispatch.prefill_pod or dispatch.pod
         with self._lock:
-            displaced = self._make_room(request_id, now_s)
+            displaced = self._evict(request_id, now_s)
             number = self.board.begin(pod, dispatch.uncached_tokens, now_s)
-            self.adapters.began(pod, dispatch.adapter)
-            if promised_tokens := dispatch.promised_tokens:
-                self._open_tokens[dispatch.pod] += promised_tokens
-            entry = Entry(dispatch, number, pod, now_s, confirm_key, promised_tokens)
+            self.adapters.add(pod, dispatch.adapter)
+            if predicted_hit_tokens := dispatch.predicted_hit_tokens:
+                self._open_hit_tokens[dispatch.pod] += predicted_hit_tokens
+            entry = Entry(dispatch, number, pod, now_s, confirm_key, predicted_hit_tokens)
             self._entries[number] = entry
             self._by_id.setdefault(request_id, []).append(entry)
             self._by_pod.setdefault(pod, {})[number] = entry
             if confirm_key is not None:
                 self._confirming.setdefault(pod, {}).setdefault(confirm_key, []).append(entry)
             self._schedule(dispatch, number)
-            if (journal := self.changes) is not None:
-                journal.note("sent", (number, dispatch, keys))
+            if (listener := self.changes) is not None:
+                listener.record("sent", (number, dispatch, keys))
             return displaced
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> tuple[list[Dispatch], list[float]]:
-        """The pod announced blocks.
+        """Record blocks that the pod has stored.
 
         Returns:
-            The requests whose prefill this ends; and of each other whose last block is among them, how many
-            seconds ago somebody else told that its prefill was over.
+            Requests whose prefill this ends; and for those whose prefill end was reported before, the seconds
+            since that report.
         """
         prefills: list[Dispatch] = []
         late_s: list[float] = []
         with self._lock:
             confirming = self._confirming.get(pod)
             stored = keys.tolist() if confirming else ()
-            # Nearly always nobody waited: that is seen without making a set.
+            # Most events confirm no request; `isdisjoint` finds that out without building a set.
             if not confirming or confirming.keys().isdisjoint(stored):
                 return prefills, late_s
             for key in confirming.keys() & stored:
@@ -149,11 +156,11 @@ class Ledger:
         return prefills, late_s
 
     def first_token(
-        self, request_id: str, now_s: float, pod: str | None = None, sent_s: float | None = None
+        self, request_id: str, now_s: float, pod: str | None = None, dispatched_s: float | None = None
     ) -> Dispatch | None:
-        """Its first token was seen; returns the request if that was news."""
+        """Record a request's first token; return the request unless it is unknown or was reported before."""
         with self._lock:
-            entry = self._find(request_id, pod, sent_s)
+            entry = self._find(request_id, pod, dispatched_s)
             if entry is None or entry.prefill_ended_s is not None:
                 return None
             self._end_prefill(entry, now_s)
@@ -164,112 +171,112 @@ class Ledger:
         request_id: str,
         now_s: float,
         pod: str | None = None,
-        sent_s: float | None = None,
+        dispatched_s: float | None = None,
         *,
         late_s: float = 0.0,
         answered: bool = True,
     ) -> Dispatch | None:
-        """It is done or has failed; returns the request if it was in flight.
+        """Remove a request that is done or has failed; return it if it was in flight.
 
         Args:
-            late_s: How long ago it was over.
-            answered: Whether the pod has computed it, so that it has looked its prompt up in its cache.
+            late_s: Seconds since the end.
+            answered: Whether the pod has computed the request, and so looked its prompt up in its cache.
         """
         with self._lock:
-            entry = self._find(request_id, pod, sent_s)
+            entry = self._find(request_id, pod, dispatched_s)
             if entry is not None:
                 if answered:
-                    self._close_promise(entry, self._answered_tokens)
+                    self._close_prediction(entry, answered=True)
                 return self._remove(entry, now_s)
             self._remember(self._unknown_ended_s, request_id, now_s - late_s)
             return None
 
-    def answered_tokens(self, pod: str) -> int:
-        """Tokens that the pod should have found in its cache for all requests that it has answered."""
-        return self._answered_tokens[pod]
+    def answered_hit_tokens(self, pod: str) -> int:
+        """Return the predicted cache-hit tokens of all requests that the pod has answered."""
+        return self._answered_hit_tokens[pod]
 
-    def promised_tokens(self, pod: str) -> int:
-        """The same with those of requests that it has not answered yet."""
+    def predicted_hit_tokens(self, pod: str) -> int:
+        """Return the predicted cache-hit tokens of the pod's requests, answered or in flight."""
         with self._lock:
-            return self._answered_tokens[pod] + self._open_tokens[pod]
+            return self._answered_hit_tokens[pod] + self._open_hit_tokens[pod]
 
     def keep(self, pods: Collection[str]) -> None:
         with self._lock:
-            for gone in self._answered_tokens.keys() - set(pods):
-                del self._answered_tokens[gone]
+            for gone in self._answered_hit_tokens.keys() - set(pods):
+                del self._answered_hit_tokens[gone]
 
     def is_on(self, request_id: str, pod: str) -> bool:
         with self._lock:
             return any(entry.dispatch.pod == pod for entry in self._by_id.get(request_id, ()))
 
-    def was_over(self, request_id: str, since_s: float) -> bool:
-        """Whether an end was told of this id after `since_s`, while no request of it was in flight."""
-        # Without the lock: nearly always there is nothing.
+    def ended_while_unknown(self, request_id: str, since_s: float) -> bool:
+        """Return whether an end of this id was reported after `since_s` with no such request in flight."""
+        # No lock: one dictionary lookup, and the id is nearly always missing.
         return self._unknown_ended_s.get(request_id, since_s) > since_s
 
     def prefill_ended_s(
-        self, request_id: str, pod: str | None = None, sent_s: float | None = None
+        self, request_id: str, pod: str | None = None, dispatched_s: float | None = None
     ) -> float | None:
-        """When somebody told that its prefill is over; None until then, and after its end."""
+        """Return when the end of a request's prefill was first reported; None if not, or not in flight."""
         with self._lock:
-            entry = self._find(request_id, pod, sent_s)
+            entry = self._find(request_id, pod, dispatched_s)
             return entry.prefill_ended_s if entry else None
 
     def ended_s(self, request_id: str) -> float | None:
-        """When the last request of this id ended; None when none did, or it is forgotten."""
+        """Return when the last request of this id ended; None if none did, or it is no longer remembered."""
         with self._lock:
             return self._ended_s.get(request_id)
 
-    def reconcile(self, pod: str, engine_requests: int, told_s: float, now_s: float) -> list[Dispatch]:
-        """Ends the oldest requests beyond those that the pod's engine has: news of their ends was lost.
+    def end_lost(self, pod: str, engine_requests: int, scraped_s: float, now_s: float) -> list[Dispatch]:
+        """Remove the pod's oldest requests in excess of its engine's count: reports of their ends were lost.
 
-        Others may send requests there, too, so the engine's number is never too small.
+        Requests from other clients only raise the engine's count, so no running request is removed.
 
         Args:
-            engine_requests: Waiting and running there.
-            told_s: When the engine said so.
+            engine_requests: Waiting and running requests that the engine reported.
+            scraped_s: Time of that report.
         """
         with self._lock:
-            sent_s = told_s - self._parameters.travel_s
+            latest_s = scraped_s - self._parameters.transit_s
             entries = self._by_pod.get(pod, {}).values()
-            arrived = [entry for entry in entries if entry.arrived_s < sent_s]
+            arrived = [entry for entry in entries if entry.arrived_s < latest_s]
             surplus = len(arrived) - engine_requests
             return [self._remove(entry, now_s) for entry in arrived[: max(0, surplus)]]
 
-    def idle(self, pod: str, asked_s: float, now_s: float) -> list[Dispatch]:
-        """The pod's engine told, when asked at `asked_s`, that it has no requests: none is queued there.
+    def engine_idle(self, pod: str, asked_s: float, now_s: float) -> list[Dispatch]:
+        """Take requests off the pod's queue after a scrape at `asked_s` showed no requests; return them.
 
-        Those leave the queue whose first token could have come by then; who knows when it came may yet tell.
+        Only requests whose first token was possible by then; a later report of the token still counts.
         """
         with self._lock:
             latest_s = asked_s - self._parameters.idle_slack_s
             over = [
                 entry
                 for entry in self._by_pod.get(pod, {}).values()
-                if entry.is_waiting and entry.arrived_s + self._patient_s(entry.dispatch) <= latest_s
+                if entry.is_waiting and entry.arrived_s + self._timeout_s(entry.dispatch) <= latest_s
             ]
             for entry in over:
-                self._give_up_waiting(entry, now_s)
+                self._time_out_prefill(entry, now_s)
             return [entry.dispatch for entry in over]
 
     def expire(self, now_s: float) -> tuple[list[Dispatch], list[Dispatch]]:
-        """Return the requests whose prefill, and those whose life, is over by the clock alone."""
+        """Return requests whose prefill timed out, and requests removed because their lifetime is over."""
         prefills: list[Dispatch] = []
         with self._lock:
             while self._due and self._due[0][0] <= now_s:
                 _, number = heapq.heappop(self._due)
                 entry = self._entries.get(number)
                 if entry is not None and entry.is_waiting:
-                    self._give_up_waiting(entry, now_s)
+                    self._time_out_prefill(entry, now_s)
                     prefills.append(entry.dispatch)
             lifetime_s, entries = self._parameters.lifetime_s, self._entries.values()
             over = takewhile(lambda entry: entry.dispatch.dispatched_s + lifetime_s <= now_s, entries)
             return prefills, [self._remove(entry, now_s) for entry in list(over)]
 
-    def _make_room(self, request_id: str, now_s: float) -> list[Dispatch]:
+    def _evict(self, request_id: str, now_s: float) -> list[Dispatch]:
         displaced = []
         namesakes = self._by_id.get(request_id)
-        if namesakes is not None and len(namesakes) >= self._parameters.reuse:
+        if namesakes is not None and len(namesakes) >= self._parameters.per_id_max:
             displaced.append(self._remove(namesakes[0], now_s))
         if len(self._entries) >= self._parameters.capacity:
             displaced.append(self._remove(next(iter(self._entries.values())), now_s))
@@ -277,34 +284,34 @@ class Ledger:
 
     def _schedule(self, dispatch: Dispatch, number: int) -> None:
         known = self._parameters
-        expected_s = self._patient_s(dispatch)
+        expected_s = self._timeout_s(dispatch)
         if dispatch.confirm_key is None:
-            prefill_s = expected_s + known.slack_s
+            prefill_s = expected_s + known.timeout_slack_s
         else:
-            prefill_s = 5 * expected_s + known.event_slack_s
+            prefill_s = 5 * expected_s + known.event_timeout_slack_s
         heapq.heappush(self._due, (dispatch.dispatched_s + min(prefill_s, known.lifetime_s), number))
-        # Ended requests leave their deadlines behind; now and then they are swept out.
+        # Ended requests leave their timeouts in the heap: remove these before they outnumber live ones.
         if len(self._due) > 2 * len(self._entries) + 512:
             self._due = [due for due in self._due if due[1] in self._entries]
             heapq.heapify(self._due)
 
-    def _patient_s(self, dispatch: Dispatch) -> float:
-        return self._parameters.patience * (dispatch.queued_prefill_s + dispatch.own_prefill_s)
+    def _timeout_s(self, dispatch: Dispatch) -> float:
+        return self._parameters.timeout_factor * (dispatch.queued_prefill_s + dispatch.own_prefill_s)
 
-    def _give_up_waiting(self, entry: Entry, now_s: float) -> None:
-        """Takes a request's prefill for ended, which nobody has told."""
+    def _time_out_prefill(self, entry: Entry, now_s: float) -> None:
+        """Presume the end of a prefill that was not reported."""
         self._leave_queue(entry, now_s)
         if self.changes is not None:
-            self.changes.note("overdue", entry.number)
+            self.changes.record("overdue", entry.number)
 
     def _end_prefill(self, entry: Entry, now_s: float) -> None:
         entry.prefill_ended_s = now_s
-        self._close_promise(entry, self._answered_tokens)
-        # The clock may have guessed it before.
+        self._close_prediction(entry, answered=True)
+        # False after a timeout: the request has left the queue.
         if entry.is_waiting:
             self._leave_queue(entry, now_s)
         if self.changes is not None:
-            self.changes.note("prefilled", entry.number)
+            self.changes.record("prefilled", entry.number)
 
     def _leave_queue(self, entry: Entry, now_s: float) -> None:
         dispatch = entry.dispatch
@@ -312,8 +319,8 @@ class Ledger:
             self.board.end_prefill(entry.pod, entry.number, now_s)
         else:
             self.board.hand_over(entry.pod, entry.number, dispatch.pod, dispatch.uncached_tokens, now_s)
-            self.adapters.ended(entry.pod, dispatch.adapter)
-            self.adapters.began(dispatch.pod, dispatch.adapter)
+            self.adapters.remove(entry.pod, dispatch.adapter)
+            self.adapters.add(dispatch.pod, dispatch.adapter)
             self._leave_pod(entry)
             entry.pod, entry.arrived_s = dispatch.pod, now_s
             self._by_pod.setdefault(entry.pod, {})[entry.number] = entry
@@ -321,29 +328,29 @@ class Ledger:
 
     def _remove(self, entry: Entry, now_s: float) -> Dispatch:
         dispatch = entry.dispatch
-        self._close_promise(entry)
+        self._close_prediction(entry)
         del self._entries[entry.number]
         _remove_from(self._by_id, dispatch.request_id, entry)
         self._leave_pod(entry)
         self._remember(self._ended_s, dispatch.request_id, now_s)
         self.board.end(entry.pod, entry.number, dispatch.uncached_tokens, now_s)
-        self.adapters.ended(entry.pod, dispatch.adapter)
+        self.adapters.remove(entry.pod, dispatch.adapter)
         if entry.confirm_key is not None:
             self._stop_confirming(entry, entry.confirm_key)
         if self.changes is not None:
-            self.changes.note("ended", entry.number)
+            self.changes.record("ended", entry.number)
         return dispatch
 
-    def _close_promise(self, entry: Entry, kept: Counter[str] | None = None) -> None:
-        """Awaits the entry's tokens no more; counts them in `kept`, where it is known that they are due."""
-        tokens, entry.promised_tokens = entry.promised_tokens, 0
+    def _close_prediction(self, entry: Entry, *, answered: bool = False) -> None:
+        """Remove the entry's predicted hit tokens from the open ones; count them if the pod has answered."""
+        tokens, entry.predicted_hit_tokens = entry.predicted_hit_tokens, 0
         if tokens:
             pod = entry.dispatch.pod
-            self._open_tokens[pod] -= tokens
-            if not self._open_tokens[pod]:
-                del self._open_tokens[pod]
-            if kept is not None:
-                kept[pod] += tokens
+            self._open_hit_tokens[pod] -= tokens
+            if not self._open_hit_tokens[pod]:
+                del self._open_hit_tokens[pod]
+            if answered:
+                self._answered_hit_tokens[pod] += tokens
 
     def _leave_pod(self, entry: Entry) -> None:
         on_pod = self._by_pod[entry.pod]
@@ -358,12 +365,12 @@ class Ledger:
         if not confirming:
             del self._confirming[pod]
 
-    def _find(self, request_id: str, pod: str | None, sent_s: float | None) -> Entry | None:
+    def _find(self, request_id: str, pod: str | None, dispatched_s: float | None) -> Entry | None:
         entries = self._by_id.get(request_id)
         if entries is None:
             return None
-        if sent_s is not None:
-            return next((entry for entry in entries if entry.dispatch.dispatched_s == sent_s), None)
+        if dispatched_s is not None:
+            return next((entry for entry in entries if entry.dispatch.dispatched_s == dispatched_s), None)
         if len(entries) == 1 or pod is None:
             return entries[0]
         return next((entry for entry in entries if entry.dispatch.pod == pod), entries[0])
@@ -371,7 +378,7 @@ class Ledger:
     def _remember(self, ended_s: OrderedDict[str, float], request_id: str, at_s: float) -> None:
         ended_s[request_id] = at_s
         ended_s.move_to_end(request_id)
-        if len(ended_s) > self._parameters.remembered:
+        if len(ended_s) > self._parameters.ended_ids_max:
             ended_s.popitem(last=False)
 
 

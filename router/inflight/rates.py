@@ -1,9 +1,8 @@
-"""How fast each pod prefills, in tokens per second: observed prefills in, one robust estimate per pod out.
+"""Prefill rates: one robust estimate per pod, in tokens per second, from observed prefills. No I/O.
 
-Of a pod on which nothing decodes: by what decoding slows it, see DECODE_SLOWDOWN, is taken out. Only requests
-that found an empty queue are to be observed: their time is their own prefill's and nobody else's; and only
-those of which it is known what the pod had to compute, or at most had to, see `Lesson`. The estimates are
-kept on the board, where pricing reads them. Pure.
+Rates are those of pods without decoding requests; observations are corrected by DECODE_SLOWDOWN. Callers
+observe only requests that found an empty queue and whose uncached tokens are known, see `RateSample`. The
+cost model reads the estimates from the load table.
 """
 
 from __future__ import annotations
@@ -17,61 +16,67 @@ from statistics import median
 from threading import Lock
 from typing import NamedTuple
 
-from router.picking.cost import DECODE_SLOWDOWN
 from router.pods.load_table import PodBoard
 
-# A smaller change of the fleet's median is not worth estimating every pod anew.
+DECODE_SLOWDOWN = 0.008
+"""Share by which each decoding request lengthens a prefill on the same pod.
+
+Source: the simulation that chose the default policy, see docs/decisions.md.
+"""
+
+# Smaller relative changes of the fleet's median do not trigger new estimates for all pods.
 _FLEET_CHANGE = 0.02
 
 
-class Lesson(Enum):
-    """What the time to a request's first token tells of the pod that prefilled it.
+class RateSample(Enum):
+    """Quality of a request's time to first token as a sample of its pod's prefill rate.
 
-    RATE: How fast it is: its uncached tokens are known, and nothing else took long.
-    AT_MOST: Only how fast it is at most: its cache is out of sight and may have served some of the tokens.
+    NONE: Not usable.
+    EXACT: The uncached tokens are known, and nothing but the prefill took long.
+    UPPER_BOUND: The computed rate may be too high: the pod's unknown cache may have served some tokens.
     """
 
-    NOTHING = "nothing"
-    RATE = "rate"
-    AT_MOST = "at_most"
+    NONE = "none"
+    EXACT = "exact"
+    UPPER_BOUND = "upper_bound"
 
 
 @dataclass(frozen=True, slots=True)
 class RateParameters:
-    """How rates are learnt."""
+    """Parameters of the rate estimation."""
 
-    prior_tokens_per_s: float = 15_000.0  # believed of a fleet that has neither told nor been observed
-    window: int = 64  # observations kept per pod; their median counts, so that outliers do not move it
-    observations_min: int = 8  # observations from which on a pod's median is believed at all
-    doubt: float = 2.5  # standard errors that a median must differ from what is believed of any pod to count
-    belief: float = 4.0  # as many observations the fleet's median (or what the pod itself tells) is worth
+    prior_tokens_per_s: float = 15_000.0  # rate of a fleet without reported or observed rates
+    window: int = 64  # observations kept per pod; the estimate uses their median, which ignores outliers
+    observations_min: int = 8  # observations below which a pod's median is not used
+    standard_errors_min: float = 2.5  # deviation from the expected rate below which a median is not used
+    prior_weight: float = 4.0  # weight of the expected rate, in observations
     tokens_min: int = 128  # shorter prefills are not observed: their time is mostly the engine's step
-    # Medians stay within [prior / bound, prior * bound], where a pod's prior is what it tells, else what
-    # others tell, else what is configured.
-    bound: float = 100.0
-    # Older observations are forgotten, and those since which the fleet has made `window` more for each pod. A
-    # pod that was slow once is sent nothing by which it could show that it is not any more.
-    life_s: float = 300.0
+    # Medians are clamped to [prior / bound_factor, prior * bound_factor]. A pod's prior is the rate it
+    # reports, else the median that other pods report, else `prior_tokens_per_s`.
+    bound_factor: float = 100.0
+    # Observations expire at this age, or when the fleet has made `window` newer ones per pod: a pod that was
+    # slow once gets no requests, so it could not show that it has recovered.
+    age_max_s: float = 300.0
 
 
 class PrefillRates:
-    """Per-pod estimates; safe to share between threads.
+    """Per-pod prefill rate estimates. Thread-safe.
 
-    A pod is as fast as it tells or, if it does not, as the fleet's median, unless its own observations leave
-    no doubt that it is not: else of two equal pods the one that seems slower by chance is asked no more, and
-    cannot show that it is not. Beyond doubt its estimate is the geometric mean of both, its own median being
-    weighted with the number of its observations. One pod that is wrong about itself moves neither the fleet's
-    median nor other pods.
+    A pod's expected rate is the one its engine reports, else the fleet's median. The estimate is the expected
+    rate unless the pod's own observations differ significantly; otherwise, of two equal pods, the one that
+    seems slower by chance would get no more requests to correct that. If they differ, the estimate is the
+    geometric mean of the expected rate and the pod's median, weighted by `prior_weight` and the number of
+    observations. A wrong rate reported by one pod changes neither the fleet's median nor other pods.
     """
 
     def __init__(self, parameters: RateParameters, board: PodBoard | None = None) -> None:
         self._parameters = parameters
         self.board = board or PodBoard()
-        self._observed: dict[str, deque[_Prefill]] = {}
+        self._observed: dict[str, deque[_Observation]] = {}
         self._observations = 0
         self._medians: dict[str, float] = {}
-        # By pod: the speed that it tells, and how many observations there were when it was first seen.
-        self._told: dict[str, tuple[float, int]] = {}
+        # By pod: the rate its engine reports, and the fleet's observations when that rate was first seen.
+        self._reported: dict[str, tuple[float, int]] = {}
         self._lock = Lock()
         self._fleet = self._before = parameters.prior_tokens_per_s
         self.board.learnt({}, self._fleet)
@@ -82,104 +87,109 @@ class PrefillRates:
         tokens: float,
         seconds: float,
         now_s: float,
-        lesson: Lesson = Lesson.RATE,
+        sample: RateSample = RateSample.EXACT,
         decoding: float = 0.0,
     ) -> None:
-        """Takes a prefill of `tokens` uncached tokens that took `seconds` on an idle pod and is over now.
+        """Record a prefill of `tokens` uncached tokens that took `seconds` on an idle pod and ended now.
 
-        A speed that is only known to be the greatest possible makes no pod faster than is believed of one of
-        which nothing is known; it counts in full where it is below that.
+        An upper bound is capped at the pod's reported rate, else at the larger of the fleet's rate and the
+        configured prior, so that unseen cache hits cannot make a pod look fast.
 
         Args:
-            decoding: Requests that were past their prefills there.
+            decoding: Requests decoding on the pod meanwhile.
         """
         known = self._parameters
-        if lesson is Lesson.NOTHING or tokens < known.tokens_min or seconds <= 0.0:
+        if sample is RateSample.NONE or tokens < known.tokens_min or seconds <= 0.0:
             return
         with self._lock:
-            speed = tokens / seconds * (1.0 + DECODE_SLOWDOWN * decoding)
-            if lesson is Lesson.AT_MOST:
-                # The fleet may have been learnt slow by the same means, and must be able to recover.
-                unobserved = self.board.told_tokens_per_s(pod) or max(known.prior_tokens_per_s, self._fleet)
-                speed = min(speed, unobserved)
+            rate = tokens / seconds * (1.0 + DECODE_SLOWDOWN * decoding)
+            if sample is RateSample.UPPER_BOUND:
+                # The prior: a fleet rate learnt too slow from upper bounds must be able to recover.
+                cap = self.board.told_tokens_per_s(pod) or max(known.prior_tokens_per_s, self._fleet)
+                rate = min(rate, cap)
             observed = self._observed.setdefault(pod, deque(maxlen=known.window))
             self._observations += 1
-            observed.append(_Prefill(now_s, self._observations, speed))
+            observed.append(_Observation(now_s, self._observations, rate))
             if len(observed) >= known.observations_min:
                 self._medians[pod] = self._median(pod)
-                self._tell([pod])
+                self._publish([pod])
 
-    def review(self, now_s: float) -> None:
-        """Forgets what is too old; a pod with little left is as fast as it tells, or as the fleet.
+    def expire(self, now_s: float) -> None:
+        """Remove old observations and update the estimates; to be called every few seconds.
 
-        A pod that tells the same speed all the time, and of which nothing was observed meanwhile, counts as
-        fast as the fleet: else one that told too little is sent nothing by which it could tell another. To be
-        called every few seconds.
+        A reported rate that stays unchanged while the pod is not observed is replaced by the fleet's rate:
+        a pod that reports too low a rate gets no requests that could correct it.
         """
         known = self._parameters
         with self._lock:
-            oldest_s, oldest = now_s - known.life_s, self._observations - known.window * len(self._observed)
+            oldest_s, oldest = (
+                now_s - known.age_max_s,
+                self._observations - known.window * len(self._observed),
+            )
             for observed in self._observed.values():
                 while observed and (observed[0].ended_s < oldest_s or observed[0].number <= oldest):
                     observed.popleft()
             enough = [pod for pod, seen in self._observed.items() if len(seen) >= known.observations_min]
             if unknown := self._medians.keys() - set(enough):
-                # A fleet at rest is as fast as it was.
+                # Without recent observations the fleet keeps its last rate.
                 self._before = self._fleet
             self._medians = {pod: self._median(pod) for pod in enough}
-            self._unlearn(unknown)
-            for pod, speed in self.board.told().items():
-                if (known_told := self._told.get(pod)) is None or known_told[0] != speed:
-                    self._told[pod] = speed, self._observations
-                elif known_told[1] < oldest and not self._observed.get(pod):
+            self._reset(unknown)
+            for pod, rate in self.board.told().items():
+                if (seen := self._reported.get(pod)) is None or seen[0] != rate:
+                    self._reported[pod] = rate, self._observations
+                elif seen[1] < oldest and not self._observed.get(pod):
                     self.board.doubt(pod)
 
     def keep(self, pods: Collection[str]) -> None:
         with self._lock:
-            self._told = {pod: told for pod, told in self._told.items() if pod in pods}
+            self._reported = {pod: seen for pod, seen in self._reported.items() if pod in pods}
             gone = self._observed.keys() - set(pods)
             for pod in gone:
                 del self._observed[pod]
                 self._medians.pop(pod, None)
             if gone:
-                self._unlearn(gone)
+                self._reset(gone)
 
-    def _unlearn(self, pods: Collection[str]) -> None:
+    def _reset(self, pods: Collection[str]) -> None:
         self.board.learnt(dict.fromkeys(pods, 0.0), self._fleet)
-        self._tell(self._medians)
+        self._publish(self._medians)
 
-    def _tell(self, pods: Iterable[str]) -> None:
-        # What was believed before, at first what is configured, counts as one more where there is but one.
+    def _publish(self, pods: Iterable[str]) -> None:
+        # A single pod's median is averaged with the previous fleet rate (at first the configured prior).
         known = tuple(self._medians.values())
         fleet = median(known if len(known) > 1 else (*known, self._before))
         if abs(fleet - self._fleet) > _FLEET_CHANGE * self._fleet:
             self._fleet, pods = fleet, self._medians
-            # Before the estimates, which lean on it.
+            # The estimates below read the fleet's rate from the load table.
             self.board.learnt({}, fleet)
         self.board.learnt({pod: self._estimate(pod) for pod in pods}, self._fleet)
 
     def _estimate(self, pod: str) -> float:
-        """The pod's speed; 0: nothing is known against what is believed of it."""
-        speeds = sorted(one.tokens_per_s for one in self._observed[pod])
-        observations = len(speeds)
-        belief = self.board.told_tokens_per_s(pod) or self._fleet
-        # As many lie below the true median as coins show heads: with these bounds it is between them.
-        below = max(0, int((observations - self._parameters.doubt * math.sqrt(observations)) / 2))
-        if speeds[below] <= belief <= speeds[-1 - below]:
+        """Return the pod's rate in tokens/s; 0 if it does not differ significantly from the expected rate.
+
+        The test is the sign test: the number of observations below the true median is binomial(n, 1/2), with
+        mean n / 2 and standard deviation sqrt(n) / 2.
+        """
+        rates = sorted(one.tokens_per_s for one in self._observed[pod])
+        observations, known = len(rates), self._parameters
+        expected = self.board.told_tokens_per_s(pod) or self._fleet
+        below = max(0, int((observations - known.standard_errors_min * math.sqrt(observations)) / 2))
+        if rates[below] <= expected <= rates[-1 - below]:
             return 0.0
-        share = observations / (observations + self._parameters.belief)
-        return float(self._medians[pod] ** share * belief ** (1.0 - share))
+        share = observations / (observations + known.prior_weight)
+        return float(self._medians[pod] ** share * expected ** (1.0 - share))
 
     def _median(self, pod: str) -> float:
         prior = self.board.told_tokens_per_s(pod) or self._parameters.prior_tokens_per_s
-        bound = self._parameters.bound
+        bound = self._parameters.bound_factor
         own = median([one.tokens_per_s for one in self._observed[pod]])
         return min(max(own, prior / bound), prior * bound)
 
 
-class _Prefill(NamedTuple):
-    """One prefill."""
+class _Observation(NamedTuple):
+    """Observed prefill."""
 
     ended_s: float
-    number: int  # of the fleet's observations, counted from 1
-    tokens_per_s: float  # as fast as it would have been beside nobody
+    number: int  # position in the fleet's observations, from 1
+    tokens_per_s: float  # corrected for decoding requests

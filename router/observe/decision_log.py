@@ -1,7 +1,7 @@
-"""The last decisions with their grounds and how they went on: Decisions in, JSON-ready records out.
+"""Log of the latest decisions with their costs and the lifecycle of their requests, for the debug pages.
 
-A ring of bounded size, where a decision is kept as it is and put into words when asked for; knows no HTTP.
-Times are of the router's monotonic clock, except `time`, which is for people.
+Bounded; decisions are converted to JSON-ready records only when requested. Knows no HTTP. Times are seconds
+of the router's monotonic clock, except `time`, which is Unix time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import msgspec
 from router.inflight.dispatch import Dispatch
 from router.picking.decision import Decision
 
-# Putting one candidate into words takes some microseconds.
-_PODS_SHOWN = 20_000
+# Converting one candidate takes some microseconds.
+_PODS_MAX = 20_000
 
 
 class _Record(msgspec.Struct, eq=False):
@@ -32,13 +32,13 @@ class _Record(msgspec.Struct, eq=False):
 
 
 @dataclass(eq=False)
-class Explain:
-    """The last decisions by request id; safe to share between threads."""
+class DecisionLog:
+    """Latest decisions by request id. Thread-safe."""
 
-    capacity: int  # decisions kept; the oldest goes first
-    pod_name: Callable[[str], str]  # a pod's name by its address
-    # Candidates in all of them, also of those that filters removed, and more for many prompts, see
-    # `Ranking.weight`: among hundreds of pods, fewer decisions are kept.
+    capacity: int  # decisions kept; the oldest is dropped first
+    pod_name: Callable[[str], str]  # returns a pod's name by its address
+    # Candidates of all decisions kept, including filtered ones, weighted by the number of prompts. Limits
+    # memory: with hundreds of pods, fewer decisions are kept.
     candidates_max: int = 100_000
 
     def __post_init__(self) -> None:
@@ -50,14 +50,14 @@ class Explain:
         record, request_id = _Record(decision, time.time()), decision.request_id
         with self._lock:
             if (old := self._records.pop(request_id, None)) is not None:
-                self._candidates -= old.decision.ranked.weight
+                self._candidates -= old.decision.ranked.memory_weight
             self._records[request_id] = record
-            self._candidates += decision.ranked.weight
+            self._candidates += decision.ranked.memory_weight
             while len(self._records) > self.capacity or (
                 self._candidates > self.candidates_max and len(self._records) > 1
             ):
                 _, oldest = self._records.popitem(last=False)
-                self._candidates -= oldest.decision.ranked.weight
+                self._candidates -= oldest.decision.ranked.memory_weight
 
     def prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None:
         with self._lock:
@@ -75,52 +75,52 @@ class Explain:
         dispatch: Dispatch | None = None,
         pod: str | None = None,
     ) -> int | None:
-        """Notes how the request ended, and how much the pod really served from its cache.
+        """Record the end of a request, and the tokens that the pod served from its cache.
 
         Args:
-            dispatch: Which of the requests under this id it was, where that is known.
-            pod: Else where it was, if at least that is known.
+            dispatch: The request in flight that ended, if known; selects among requests of one id.
+            pod: Pod of the request, if `dispatch` is unknown.
 
         Returns:
-            Cached tokens predicted, to be compared with the delivered ones. None if not known any more, if
-            picked by load alone, if another pod prefilled, if the usage does not tell what is predicted, or
-            if what was delivered has been told already.
+            Predicted cached tokens, to be compared with `cached_tokens`. None if the two are not comparable:
+            no record, a pick by load alone, another pod prefilled, the usage counts other prompts or samples,
+            or cached tokens were reported before.
         """
         with self._lock:
             record = self._record_of(request_id, dispatch, pod)
             if record is None:
                 return None
-            decision, known = record.decision, record.delivered_cached_tokens
+            decision, reported = record.decision, record.delivered_cached_tokens
             after_s = now_s - decision.decided_s
             record.end = record.end or {"source": source, "after_s": after_s, "failed": failed}
             if cached_tokens is None:
                 return None
             record.delivered_cached_tokens = cached_tokens
-        if known is not None or decision.degraded or decision.prefill_pod is not None:
+        if reported is not None or decision.degraded or decision.prefill_pod is not None:
             return None
         return decision.primary.cached_tokens if decision.is_comparable else None
 
-    def latest(self, count: int, *, pods_max: int = _PODS_SHOWN) -> list[dict[str, Any]]:
-        """The last `count` decisions, newest first, as long as they tell of no more pods than this."""
+    def latest(self, count: int, *, pods_max: int = _PODS_MAX) -> list[dict[str, Any]]:
+        """Return the latest `count` decisions, newest first; fewer if they have over `pods_max` pods."""
         with self._lock:
             records = list(islice(reversed(self._records.values()), count))
-        shown: list[dict[str, Any]] = []
+        converted: list[dict[str, Any]] = []
         for record in records:
             pods_max -= len(record.decision.ranked.pods) + len(record.decision.excluded)
-            if pods_max < 0 and shown:
+            if pods_max < 0 and converted:
                 break
-            shown.append(self._shown(record))
-        return shown
+            converted.append(self._converted(record))
+        return converted
 
-    def one(self, request_id: str) -> dict[str, Any] | None:
+    def find(self, request_id: str) -> dict[str, Any] | None:
         with self._lock:
             record = self._records.get(request_id)
-        return self._shown(record) if record else None
+        return self._converted(record) if record else None
 
     def _record_of(
         self, request_id: str, dispatch: Dispatch | None, pod: str | None = None
     ) -> _Record | None:
-        """The id's record, unless the news are of another request under the same id; with the lock held."""
+        """Return the id's record unless it is of another request of the id. The lock must be held."""
         record = self._records.get(request_id)
         if record is None:
             return None
@@ -128,12 +128,12 @@ class Explain:
             return record if dispatch.dispatched_s == record.decision.decided_s else None
         return record if pod is None or pod == record.decision.primary.pod else None
 
-    def _shown(self, record: _Record) -> dict[str, Any]:
+    def _converted(self, record: _Record) -> dict[str, Any]:
         decision, best = record.decision, record.decision.primary
         scores: Mapping[str, float] = {}
         excluded = decision.excluded
-        if decision.routing is not None:
-            scores, excluded = decision.routing.scores, {**excluded, **decision.routing.excluded}
+        if decision.pipeline is not None:
+            scores, excluded = decision.pipeline.scores, {**excluded, **decision.pipeline.excluded}
         return {
             "request_id": decision.request_id,
             "time": record.unix_s,

@@ -1,7 +1,7 @@
-"""The router's Prometheus metrics: what the steps of a request report in, samples out.
+"""Prometheus metrics of the router.
 
-`llm_d_epp_*` carry the reference picker's names and labels where they mean the same; `kvroute_router_*` are
-ours. Per-pod gauges are read from the live state when scraped, so nothing has to keep them up to date.
+`llm_d_epp_*` have the names and labels of the llm-d endpoint picker where the meaning is the same;
+`kvroute_router_*` are this router's own. Per-pod gauges read the live state when scraped.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.counters import Tallies
+from common.counters import BatchedMetrics
 from router.errors import RequestError
 from router.inflight.ledger import Ledger
 from router.picking.decision import Decision
 from router.pods.load_table import PodWork
 from router.pods.pod_set import Pod, PodSet
-from tokenization.tokenizer import PromptTokenizer
+from tokenization import PromptTokenizer
 
 _MODELS_MAX = 1000
 _SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -34,9 +34,9 @@ _MODEL_LABELS = ("model_name", "target_model_name", "fairness_id", "priority")
 
 _EPP, _OURS = "llm_d_epp_", "kvroute_router_"
 
-# By our name: the metric's, its text and its labels.
+# By name in this module: name of the metric, help text, labels.
 _COUNTERS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
-    "requests": (_EPP + "request_total", "Requests that were given a pod.", _MODEL_LABELS),
+    "requests": (_EPP + "request_total", "Requests routed to a pod.", _MODEL_LABELS),
     "errors": (
         _EPP + "request_error_total",
         "Requests answered with an error.",
@@ -49,56 +49,56 @@ _COUNTERS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "picks": (
         _OURS + "picks_total",
-        "Picks; `degraded` says why the cache's view was not used.",
+        "Picks; `degraded` is the reason why the cache view was not used.",
         ("degraded",),
     ),
     "partial": (
         _OURS + "partial_prompts_total",
-        "Picks by the beginning of a prompt alone; `partial` says why.",
+        "Picks by the first part of a prompt; `partial` is the reason why the rest is unknown.",
         ("partial",),
     ),
     "predicted": (_OURS + "predicted_cached_tokens_total", "Cached tokens predicted on the picked pod.", ()),
-    "best": (_OURS + "best_cached_tokens_total", "Cached tokens on the pod that held most.", ()),
+    "best": (_OURS + "best_cached_tokens_total", "Most cached tokens on any candidate.", ()),
     "compared": (
         _OURS + "compared_predicted_cached_tokens_total",
-        "Predictions of requests whose delivery was told.",
+        "Predicted cached tokens of requests whose cached tokens were reported.",
         (),
     ),
-    "delivered": (_OURS + "delivered_cached_tokens_total", "Cached tokens that pods said they served.", ()),
-    "ends": (_OURS + "request_ends_total", "Ended requests, by who told.", ("source", "outcome")),
+    "delivered": (_OURS + "delivered_cached_tokens_total", "Cached tokens reported by the pods.", ()),
+    "ends": (_OURS + "request_ends_total", "Ended requests by source of the report.", ("source", "outcome")),
     "dropped": (
         _OURS + "dropped_messages_total",
-        "Messages from outside that made no sense.",
+        "Invalid messages that were dropped.",
         ("door", "reason"),
     ),
-    "logged": (_OURS + "access_log_entries_total", "Access log entries by what they joined.", ("join",)),
+    "logged": (_OURS + "access_log_entries_total", "Access log entries by matched request.", ("join",)),
 }
-# With their buckets before their labels.
+# Like `_COUNTERS`, with the buckets before the labels.
 _HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...], tuple[str, ...]]] = {
     "picking": (
         _EPP + "scheduler_e2e_duration_seconds",
-        "Time from a parsed request to its pick.",
+        "Seconds from a parsed request to its pick.",
         _SECONDS,
         (),
     ),
     "input": (_EPP + "request_input_tokens", "Prompt tokens.", _TOKENS, _MODEL_LABELS),
     "prefill_ends": (
         _OURS + "prefill_end_seconds",
-        "Dispatch to end of prefill, by who told; what the clock guessed, others may tell yet.",
+        "Seconds from dispatch to end of prefill by source; a request that timed out may be reported again.",
         _TTFT_SECONDS,
         ("source",),
     ),
     "late": (
         _OURS + "told_late_seconds",
-        "How late an event was told: by the source's own account, or after the first to tell.",
+        "Delay of a report in seconds: since the event if known, else since the first report of it.",
         _TTFT_SECONDS,
         ("event", "source"),
     ),
 }
 
 _OBJECTIVE = "inference_objective_"
-# By name: the older one.
-_TWINS = {
+# Older name of the same metric.
+_ALIASES = {
     "llm_d_epp_request": f"{_OBJECTIVE}request",
     "llm_d_epp_request_error": f"{_OBJECTIVE}request_error",
     "llm_d_epp_request_input_tokens": f"{_OBJECTIVE}input_tokens",
@@ -112,69 +112,70 @@ class RouterMetrics:
     """All counters and histograms of one router."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        make = Tallies(registry)
+        make = BatchedMetrics(registry)
         self._lock = make.lock
-        self._counts = {name: make.counter(*told) for name, told in _COUNTERS.items()}
-        self._spreads = {name: make.histogram(*told) for name, told in _HISTOGRAMS.items()}
-        self._open = Gauge(_OURS + "open_requests", "Requests inside a door.", ("door",), registry=registry)
+        self._counters = {name: make.counter(*metric) for name, metric in _COUNTERS.items()}
+        self._histograms = {name: make.histogram(*metric) for name, metric in _HISTOGRAMS.items()}
+        self._open = Gauge(_OURS + "open_requests", "Requests in a service.", ("door",), registry=registry)
         self._models = _CappedLabels(_MODELS_MAX)
         self._pods: frozenset[str] | None = None
 
-    def decided(self, decision: Decision, took_s: float) -> None:
-        best, client, count = decision.primary, decision.client_model, self._counts
+    def picked(self, took_s: float, decision: Decision | None) -> None:
+        """Count a pick that took `took_s` seconds; the decision is None if it failed."""
+        if decision is None:
+            with self._lock:
+                self._counters["attempts"].add(("failure", "", "", "", ""))
+                self._histograms["picking"].observe(took_s)
+            return
+        best, client, count = decision.primary, decision.client_model, self._counters
         model = self._models.admit(decision.model or "")
         named = model if client is None else self._models.admit(client)
         labels = named, model, "", str(decision.priority)
         with self._lock:
-            self._spreads["picking"].observe(took_s)
+            self._histograms["picking"].observe(took_s)
             count["requests"].add(labels)
             count["picks"].add((decision.degraded or "",))
             if decision.partial is not None:
                 count["partial"].add((decision.partial,))
-            # A pick that is older than the pod's end must not bring its series back for good.
+            # A pick made before the pod's removal must not recreate the pod's series.
             if self._pods is None or best.pod in self._pods:
                 count["attempts"].add(("success", model, best.pod, "", best.pod.rpartition(":")[2]))
             if decision.degraded is None:
-                self._spreads["input"].observe(decision.prompt_tokens, labels)
+                self._histograms["input"].observe(decision.prompt_tokens, labels)
                 count["predicted"].add((), best.cached_tokens)
                 count["best"].add((), decision.ranked.most_cached_tokens)
 
     def refused(self, error: RequestError) -> None:
-        """Counts an error that the router answers; without the model's name, which the client chose."""
+        """Count an error response, without the model's name: clients could create any number of series."""
         with self._lock:
-            self._counts["errors"].add(("", "", "", "0", error.error_type))
-
-    def pick_failed(self, took_s: float) -> None:
-        with self._lock:
-            self._counts["attempts"].add(("failure", "", "", "", ""))
-            self._spreads["picking"].observe(took_s)
+            self._counters["errors"].add(("", "", "", "0", error.error_type))
 
     def keep(self, pods: Collection[str]) -> None:
-        """Drops the series of every pod but these."""
-        self._pods, attempts = frozenset(pods), self._counts["attempts"]
+        """Drop the series of all other pods."""
+        self._pods, attempts = frozenset(pods), self._counters["attempts"]
         with self._lock:
             attempts.drop(
                 [labels for labels in attempts.series() if labels[2] and labels[2] not in self._pods]
             )
 
     def count(self, name: str, *labels: str, number: float = 1.0) -> None:
-        """Counts under one of the names of `_COUNTERS`."""
+        """Add to a counter, by its name in `_COUNTERS`."""
         with self._lock:
-            self._counts[name].add(labels, number)
+            self._counters[name].add(labels, number)
 
     def observe(self, name: str, value: float, *labels: str) -> None:
-        """Notes a value, as 0 where clocks make it negative, under one of the names of `_HISTOGRAMS`."""
+        """Add a value to a histogram, by its name in `_HISTOGRAMS`; clock skew below 0 counts as 0."""
         with self._lock:
-            self._spreads[name].observe(max(0.0, value), labels)
+            self._histograms[name].observe(max(0.0, value), labels)
 
     def ended(self, source: str, *, failed: bool, late_s: float | None = None) -> None:
-        """Counts the end of a request, and notes how late its source told of it; None: not worth a note."""
+        """Count the end of a request, and record the delay of its report in seconds, if not None."""
         self.count("ends", source, "failed" if failed else "done")
         if late_s is not None:
             self.observe("late", late_s, "end", source)
 
     def inside(self, door: str) -> AbstractContextManager[None]:
-        """Counts a request as inside a door while the context lasts; to be entered any number of times."""
+        """Return a reentrant context that counts a request as open in a service, named by `door`."""
         return self._open.labels(door).track_inprogress()
 
     @property
@@ -183,9 +184,9 @@ class RouterMetrics:
 
 
 class StreamMetrics:
-    """Metrics of ext_proc streams beside those of requests, under the reference picker's names.
+    """Metrics of ext_proc streams, with the names of the llm-d endpoint picker.
 
-    Off unless asked for, as in the reference.
+    Off by default, as there.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -193,14 +194,14 @@ class StreamMetrics:
         self._open = Gauge(f"{name}s_inflight", "Open ext_proc streams.", registry=registry)
         self._durations = Histogram(
             f"{name}_duration_seconds",
-            "How long ext_proc streams were open.",
+            "Duration of ext_proc streams in seconds.",
             buckets=_STREAM_SECONDS,
             registry=registry,
         )
         self._ended = Counter(f"{name}s_total", "Ended ext_proc streams.", ("code",), registry=registry)
 
     def opened(self) -> Callable[[str], None]:
-        """Count a stream; what is returned is to be called with the code that it ends with."""
+        """Count an open stream; return a function to call at its end with the gRPC status code."""
         self._open.inc()
         started_s = time.monotonic()
 
@@ -212,8 +213,8 @@ class StreamMetrics:
         return ended
 
 
-class _Seen(NamedTuple):
-    """What there is to see of a pod."""
+class _PodState(NamedTuple):
+    """State of a pod at a scrape."""
 
     pod: Pod
     work: PodWork
@@ -221,69 +222,69 @@ class _Seen(NamedTuple):
     now_s: float
 
 
-_PER_POD: tuple[tuple[str, str, Callable[[_Seen], float | None]], ...] = (
-    ("ready", "1 if the pod may be given requests.", lambda seen: seen.pod.takes_requests),
-    ("asleep", "1 if its engine sleeps.", lambda seen: seen.pod.asleep),
-    ("awaiting", "Requests awaiting a first token.", lambda seen: seen.work.awaiting),
-    ("awaiting_tokens", "Uncached tokens of these.", lambda seen: seen.work.awaiting_tokens),
-    ("decoding", "Requests past it.", lambda seen: seen.work.decoding),
-    ("prefill_tokens_per_second", "Learnt speed.", lambda seen: seen.tokens_per_s),
+_PER_POD: tuple[tuple[str, str, Callable[[_PodState], float | None]], ...] = (
+    ("ready", "1 if the pod can receive requests.", lambda state: state.pod.takes_requests),
+    ("asleep", "1 if the pod's engine is asleep.", lambda state: state.pod.asleep),
+    ("awaiting", "Requests awaiting a first token.", lambda state: state.work.awaiting),
+    ("awaiting_tokens", "Uncached tokens of awaiting requests.", lambda state: state.work.awaiting_tokens),
+    ("decoding", "Requests that have their first token.", lambda state: state.work.decoding),
+    ("prefill_tokens_per_second", "Estimated prefill rate.", lambda state: state.tokens_per_s),
     (
         "kv_usage",
         "Scraped share of the KV cache in use.",
-        lambda seen: seen.pod.load.kv_usage if seen.pod.load else None,
+        lambda state: state.pod.load.kv_usage if state.pod.load else None,
     ),
-    ("waiting", "Scraped queue length.", lambda seen: seen.pod.load.waiting if seen.pod.load else None),
-    ("hides_load", "1 if the pod answers, but its metrics tell no load.", lambda seen: seen.pod.hides_load),
+    ("waiting", "Scraped queue length.", lambda state: state.pod.load.waiting if state.pod.load else None),
+    ("hides_load", "1 if the pod answers without load metrics.", lambda state: state.pod.hides_load),
     (
         "scrape_age_seconds",
-        "Age of these.",
-        lambda seen: seen.now_s - seen.pod.load.scraped_s if seen.pod.load else None,
+        "Seconds since the scrape of the pod's load.",
+        lambda state: state.now_s - state.pod.load.scraped_s if state.pod.load else None,
     ),
 )
 
 
 @dataclass(eq=False, slots=True)
 class StateCollector(Collector):
-    """Gauges of the live state: pods, work and rates."""
+    """Gauges of the live state: pods, their load and prefill rates."""
 
     pods: PodSet
     ledger: Ledger
-    now_s: Callable[[], float]  # the router's monotonic clock
-    pool: str = "default"  # the pods' name as a whole
+    now_s: Callable[[], float]  # monotonic clock of the router
+    pool: str = "default"  # name of the inference pool
 
     def collect(self) -> Iterable[Metric]:
         pods, board, now_s = self.pods.snapshot(), self.pods.board, self.now_s()
         ready = GaugeMetricFamily(
-            _EPP + "ready_endpoints", "Pods that may be given requests.", labels=["name"]
+            _EPP + "ready_endpoints", "Pods that can receive requests.", labels=["name"]
         )
         ready.add_metric([self.pool], sum(pod.takes_requests for pod in pods.values()))
         yield ready
         yield GaugeMetricFamily(_EPP + "request_running", "Requests in flight.", value=len(self.ledger))
         yield GaugeMetricFamily(
             _OURS + "fleet_prefill_tokens_per_second",
-            "Speed believed of a pod of which nothing is known.",
+            "Prefill rate of pods without a rate of their own.",
             value=board.fleet_tokens_per_s,
         )
-        seen = [
-            _Seen(pod, board.work(address), board.prefill_tokens_per_s(address), now_s)
+        states = [
+            _PodState(pod, board.work(address), board.prefill_tokens_per_s(address), now_s)
             for address, pod in pods.items()
         ]
         for name, text, read in _PER_POD:
             family = GaugeMetricFamily(f"{_OURS}pod_{name}", text, labels=["pod"])
-            for one in seen:
-                if (value := read(one)) is not None:
-                    family.add_metric([one.pod.address], float(value))
+            for state in states:
+                if (value := read(state)) is not None:
+                    family.add_metric([state.pod.address], float(value))
             yield family
-        untold = GaugeMetricFamily(
+        missing = GaugeMetricFamily(
             _OURS + "pod_load_untold",
-            "1 for each figure that the pod's metrics do not tell, or not sensibly, beside others.",
+            "1 for each load figure that is missing or invalid in the pod's metrics.",
             labels=["pod", "figure"],
         )
         for pod in pods.values():
             for figure in pod.load.untold if pod.load is not None else ():
-                untold.add_metric([pod.address, figure], 1.0)
-        yield untold
+                missing.add_metric([pod.address, figure], 1.0)
+        yield missing
 
 
 _PER_TOKENIZER: tuple[tuple[Any, str, str, str], ...] = (
@@ -291,27 +292,27 @@ _PER_TOKENIZER: tuple[tuple[Any, str, str, str], ...] = (
         GaugeMetricFamily,
         "is_fast",
         "tokenizer_fast",
-        "1: fastokens encodes the model's prompts. 0: it refuses the tokenizer or was found to differ; "
-        "the tokenizers library encodes them.",
+        "1 if fastokens encodes the model's prompts; 0 if the tokenizers library does, because fastokens "
+        "does not support the tokenizer or gave other ids.",
     ),
     (
         CounterMetricFamily,
         "checks",
         "tokenizer_checks",
-        "Texts whose ids by fastokens were compared with the library's.",
+        "Texts encoded by both libraries to compare the ids.",
     ),
     (
         CounterMetricFamily,
         "mismatches",
         "tokenizer_mismatches",
-        "Distinct texts that fastokens encodes unlike the library; after three the library encodes all.",
+        "Distinct texts with other ids by fastokens; after three the tokenizers library encodes all texts.",
     ),
 )
 
 
 @dataclass(eq=False)
 class TokenizerCollector(Collector):
-    """Metrics of the tokenizers of this process."""
+    """Metrics of this process's tokenizers."""
 
     tokenizers: Mapping[str, PromptTokenizer]  # by base model
 
@@ -324,7 +325,7 @@ class TokenizerCollector(Collector):
 
 
 class _CappedLabels:
-    """The first so many values as they are; all later ones as "other"."""
+    """Label values limited to the first `capacity` distinct ones; later values become "other"."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -341,37 +342,37 @@ class _CappedLabels:
             return value
 
 
-class MetricTwins(Collector):
-    """The reference's metrics under their older names: what a registry shows under the new ones, shown twice.
+class MetricAliases(Collector):
+    """Metrics of the llm-d endpoint picker repeated under their older names.
 
     Args:
-        registry: Whose metrics are shown again; this one is registered beside their collectors.
+        registry: Registry of the metrics; the aliases are registered there, too.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._here = local()
+        self._thread = local()
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: the names are those of others."""
+        """Return nothing, so that registration does not collect all metrics to find the names."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        # The registry asks us, too, while we ask it.
-        if getattr(self._here, "collecting", False):
+        # The registry's `collect` calls this method again: the inner call yields nothing.
+        if getattr(self._thread, "is_collecting", False):
             return
-        self._here.collecting = True
+        self._thread.is_collecting = True
         try:
-            families = [family for family in self._registry.collect() if family.name in _TWINS]
+            families = [family for family in self._registry.collect() if family.name in _ALIASES]
         finally:
-            self._here.collecting = False
+            self._thread.is_collecting = False
         for family in families:
-            yield _twin(family, _TWINS[family.name])
+            yield _renamed(family, _ALIASES[family.name])
 
 
-def _twin(family: Metric, name: str) -> Metric:
-    twin = Metric(name, family.documentation, family.type, family.unit)
-    twin.samples = [
+def _renamed(family: Metric, name: str) -> Metric:
+    renamed = Metric(name, family.documentation, family.type, family.unit)
+    renamed.samples = [
         sample._replace(name=name + sample.name.removeprefix(family.name)) for sample in family.samples
     ]
-    return twin
+    return renamed

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans of the picks, under the reference picker's names: a request's steps in, spans out.
+"""OpenTelemetry spans of picks, with the names of the llm-d endpoint picker.
 
-Optional (the extra `tracing`): the library is imported only when traces are switched on, with the settings of
-the usual OTEL_* variables. A span is made when its step is over, so a step only notes the time.
+Optional (extra `tracing`): the library is imported only if tracing is on, and configured by the standard
+OTEL_* variables. Spans are created after the pick from recorded times, so the pick only reads the clock.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _SERVICE = "kvroute-router"
-# As the reference picker samples.
+# Default of the llm-d endpoint picker.
 _SAMPLED_SHARE = 0.1
 _SHARE_VARIABLE = "OTEL_TRACES_SAMPLER_ARG"
 
 
 class Traces:
-    """Makes the spans of one request after the other; safe to share between threads.
+    """Recorder of each request's spans. Thread-safe.
 
     Args:
-        provider: An OpenTelemetry TracerProvider.
-        exporter: The SpanExporter that it sends with.
+        provider: OpenTelemetry TracerProvider.
+        exporter: SpanExporter of the provider.
     """
 
     def __init__(self, provider: Any, exporter: Any) -> None:
@@ -48,10 +48,10 @@ class Traces:
 
     @classmethod
     def to_collector(cls) -> Traces:
-        """Traces to where OTEL_EXPORTER_OTLP_ENDPOINT says, over OTLP's gRPC form.
+        """Return traces that are exported over OTLP/gRPC to OTEL_EXPORTER_OTLP_ENDPOINT.
 
         Raises:
-            ConfigError: The library is not installed, or the share to sample is none.
+            ConfigError: The library is not installed, or OTEL_TRACES_SAMPLER_ARG is invalid.
         """
         try:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -60,8 +60,8 @@ class Traces:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
             raise ConfigError(
-                f"--tracing: {error}; install kvroute[tracing], and opentelemetry-proto once more after it: "
-                "xds-protos brings an old copy of its files"
+                f"--tracing: {error}; install kvroute[tracing], then reinstall opentelemetry-proto, because "
+                "xds-protos overwrites its files with an old copy"
             ) from error
         name = os.environ.get("OTEL_SERVICE_NAME", _SERVICE)
         provider = TracerProvider(_sampler(), Resource.create({"service.name": name}))
@@ -69,15 +69,15 @@ class Traces:
         provider.add_span_processor(BatchSpanProcessor(exporter))
         return cls(provider, exporter)
 
-    def routed(self, request: RouteRequest, marks_ns: Sequence[int], outcome: Decision | Exception) -> None:
-        """Makes the spans of a request; an error that is no RequestError is one of ours.
+    def routed(self, request: RouteRequest, steps_ns: Sequence[int], outcome: Decision | Exception) -> None:
+        """Create and export the spans of a request; exceptions other than RequestError count as status 500.
 
         Args:
-            marks_ns: When it came, when it was known who may take it, and when who holds what of it; as many
-                of them as it got to.
+            steps_ns: Unix times in nanoseconds of the steps reached: arrival, candidates filtered, cached
+                prefixes matched.
         """
         ended_ns = time.time_ns()
-        began_ns, filtered_ns, matched_ns = (*marks_ns, ended_ns, ended_ns)[:3]
+        began_ns, filtered_ns, matched_ns = (*steps_ns, ended_ns, ended_ns)[:3]
         root = self._tracer.start_span(
             "gateway.request", self._propagator.extract(request.headers), start_time=began_ns
         )
@@ -95,14 +95,14 @@ class Traces:
             profile = self._start("run_scheduler_profile", matched_ns, orchestration)
             self._start("llm_d.epp.scoring", matched_ns, profile).end(ended_ns)
             profile.end(ended_ns)
-            root.set_attributes(_told(outcome))
+            root.set_attributes(_attributes(outcome))
         orchestration.end(ended_ns)
         root.end(ended_ns)
 
     def close(self, limit_s: float = 3.0) -> None:
-        """Sends what has not been sent, as far as the collector takes it within `limit_s`."""
-        # By itself the library asks a collector that is gone again and again, for up to 30 s.
-        limit = Timer(limit_s, self._give_up, (limit_s,))
+        """Export the remaining spans, for at most `limit_s` seconds."""
+        # Without a limit the library retries an unavailable collector for up to 30 s.
+        limit = Timer(limit_s, self._abort_export, (limit_s,))
         limit.daemon = True
         limit.start()
         self._provider.shutdown()
@@ -111,12 +111,12 @@ class Traces:
     def _start(self, name: str, start_ns: int, parent: Any) -> Any:
         return self._tracer.start_span(name, self._within(parent), start_time=start_ns)
 
-    def _give_up(self, after_s: float) -> None:
-        _log.warning("the collector did not take the last spans within %g s: they are lost", after_s)
+    def _abort_export(self, after_s: float) -> None:
+        _log.warning("trace export timed out, last spans are lost: timeout_s=%g", after_s)
         self._exporter.shutdown()
 
 
-def _told(decision: Decision) -> Mapping[str, str | int | float]:
+def _attributes(decision: Decision) -> Mapping[str, str | int | float]:
     best = decision.primary
     return {
         "server.address": best.pod,
@@ -131,10 +131,10 @@ def _told(decision: Decision) -> Mapping[str, str | int | float]:
 
 
 def _sampler() -> Any:
-    """None: as OTEL_TRACES_SAMPLER says. Without it, the library would sample everything.
+    """Return the default sampler, or None to let the library apply OTEL_TRACES_SAMPLER.
 
     Raises:
-        ConfigError: The share to sample is none.
+        ConfigError: OTEL_TRACES_SAMPLER_ARG is not a number from 0 to 1.
     """
     from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 
@@ -145,5 +145,5 @@ def _sampler() -> Any:
         return ParentBasedTraceIdRatio(float(share))
     except ValueError as error:
         raise ConfigError(
-            f"--tracing: {_SHARE_VARIABLE} must be a number from 0 to 1, not {share!r}"
+            f"--tracing: {_SHARE_VARIABLE}: expected a number from 0 to 1, got {share!r}"
         ) from error

@@ -1,1 +1,1 @@
-"""Request to pod: candidates, flow control, cost, order, decision."""
+"""Endpoint selection: candidates, flow control, cost per pod, order, decision."""

@@ -1,7 +1,7 @@
-"""How full the pods are, and which requests are refused because of it.
+"""Admission control: rejects requests of negative priority while the pods are saturated.
 
-A request names its objective in a header, an objective has a priority, and below priority 0 it is sheddable:
-it is refused while the pods are saturated. Rules and thresholds are the reference picker's.
+A request names its objective in a header, and each objective has a priority. Rules and thresholds are those
+of llm-d's endpoint picker.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from router.config.fields import Count, Duration, Number, Positive, Settings
 from router.errors import SaturatedError
 from router.pods.load_table import PodBoard
 
-# The first that a request carries counts.
+# In the order of precedence.
 OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 
 _Mode = Literal["requests", "tokens", "hybrid"]
 
 
 class UtilizationDetector(Settings):
-    """Mean over the pods of the fuller of queue and KV cache."""
+    """Saturation as the mean over the pods of the greater of queue and KV cache usage."""
 
-    queue_requests: Positive = field(default=5.0, name="queueDepthThreshold")  # a queue of so many is full
-    # A KV cache used to this share is full.
+    queue_requests: Positive = field(default=5.0, name="queueDepthThreshold")  # queue depth of a full pod
+    # Share of the KV cache in use at a full pod.
     kv_usage: Annotated[float, Meta(ge=1e-6, le=1.0)] = field(default=0.8, name="kvCacheUtilThreshold")
-    # A pod that told its load longer ago in seconds, or never, is taken for full.
+    # Maximum age of a pod's metrics in seconds; a pod without recent metrics counts as full.
     load_age_max_s: Duration = field(default=Duration(0.2), name="metricsStalenessThreshold")
-    headroom: Number = 0.0  # not used
+    headroom: Number = 0.0  # accepted, without effect
 
     def saturation(self, pods: NDArray[Any], _pending: int, now_s: float) -> float:
         full = np.maximum(pods["waiting"] / self.queue_requests, pods["kv_usage"] / self.kv_usage)
@@ -41,13 +41,13 @@ class UtilizationDetector(Settings):
 
 
 class ConcurrencyDetector(Settings):
-    """Share of the pods' places that requests in flight take."""
+    """Saturation as the share of the pods' capacity that this router's requests in flight use."""
 
-    requests: Count = field(default=100, name="maxConcurrency")  # places of a pod
-    tokens: Count = field(default=1_000_000, name="maxTokenConcurrency")  # uncached prompt tokens of its room
-    mode: _Mode = "requests"  # "hybrid": the fuller of both
-    concurrency_mode: _Mode | None = None  # the mode's other name, which goes before
-    headroom: Number = 0.0  # not used
+    requests: Count = field(default=100, name="maxConcurrency")  # capacity of a pod in requests
+    tokens: Count = field(default=1_000_000, name="maxTokenConcurrency")  # capacity in uncached prompt tokens
+    mode: _Mode = "requests"  # "hybrid": the greater of both
+    concurrency_mode: _Mode | None = None  # alias of `mode`, which takes precedence
+    headroom: Number = 0.0  # accepted, without effect
 
     def __post_init__(self) -> None:
         self.mode = self.concurrency_mode or self.mode
@@ -61,27 +61,27 @@ class ConcurrencyDetector(Settings):
         return by_tokens if self.mode == "tokens" else max(by_requests, by_tokens)
 
 
-# Its `saturation` tells how full some pods are: from 0; 1 and above is full. It is given board.POD [pods], at
-# least one, and how many requests were let go and are not on the board yet.
-Detector = UtilizationDetector | ConcurrencyDetector
+# `saturation` takes load_table.POD [pods], at least one pod, and the number of dispatched requests that are
+# not in the load table yet. It returns 0 for idle pods and 1 or more for full ones.
+SaturationDetector = UtilizationDetector | ConcurrencyDetector
 
 
 @dataclass(slots=True)
 class Admission:
-    """Lets requests pass or raises."""
+    """Rejects requests of negative priority while their candidates are saturated."""
 
-    priorities: Mapping[str, int]  # by objective; replaced when they change
-    detector: Detector | None  # None: nobody is refused
+    priorities: Mapping[str, int]  # by objective; the mapping is replaced on changes
+    detector: SaturationDetector | None  # None: no request is rejected
     board: PodBoard
 
     def admit(self, headers: Mapping[str, str], rows: NDArray[np.int64], now_s: float) -> int:
-        """Answers the request's priority.
+        """Return the request's priority.
 
         Args:
-            rows: int64 [candidates], their rows on the board.
+            rows: int64 [candidates], their rows in the load table.
 
         Raises:
-            SaturatedError: 429, when the request is sheddable and the candidates are saturated.
+            SaturatedError: 429: the priority is below 0 and the candidates are saturated.
         """
         priority = self.priority_of(headers)
         if priority < 0 and self.detector is not None:
@@ -94,7 +94,7 @@ class Admission:
         return priority
 
     def priority_of(self, headers: Mapping[str, str]) -> int:
-        """The priority of the request's objective; 0 without a known one."""
+        """Return the priority of the request's objective; 0 without a known objective."""
         priorities = self.priorities
         if not priorities:
             return 0

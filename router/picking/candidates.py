@@ -1,7 +1,4 @@
-"""Which pods may take a request: the pods and a request in, the candidates (or the error to answer) out.
-
-Knows readiness, served models and the gateway's subset; knows nothing of caches or load.
-"""
+"""Candidate selection: filters pods by readiness, served model and the gateway's subset."""
 
 from __future__ import annotations
 
@@ -15,51 +12,51 @@ from router.errors import NoEndpointError, RequestError
 from router.pods.pod_set import Pod, PodSet
 from router.prompts.request import MODEL_CHARS_MAX, RouteRequest
 
-ASLEEP = "its engine sleeps"  # why a pod takes no request while another that may take it is awake
+ASLEEP = "its engine sleeps"  # reason to exclude a pod while another candidate is awake
 
-# An error goes into a gRPC status, too, of which clients take some kilobytes.
+# An error is also sent as a gRPC status, of which clients accept a few kilobytes.
 _MODEL_CHARS_SHOWN = 200
-_KINDS_MAX = 256
+_ENTRIES_MAX = 256
 
 
 @dataclass(slots=True, eq=False)
-class Lineup:
-    """The pods that may take a request, with their places in every table."""
+class CandidateSet:
+    """Pods that may serve a request, with their rows in the load table and in index matches."""
 
     pods: Sequence[Pod]  # never empty
-    addresses: tuple[str, ...]  # of the pods, in their order
-    base_model: str | None  # the asked model's base, which roots its block keys; None while no pod told it
-    lora_name: str | None  # the asked model's name if it is an adapter
-    context_tokens: int | None  # the longest context that any of the pods has; None while one has not told
-    excluded: dict[str, str]  # the other pods, and why each may not
-    rows: NDArray[np.int64]  # int64 [pods], their rows on the board
-    asked: frozenset[str] = field(init=False)  # the addresses, as the index is asked for them
-    _match_rows: Mapping[str, int] = field(init=False, default_factory=dict)
-    _places: NDArray[np.int64] = field(init=False)
+    addresses: tuple[str, ...]  # in the order of `pods`
+    base_model: str | None  # base of the requested model, used in block keys; None until a pod reports it
+    lora_name: str | None  # the requested model if it is an adapter
+    context_tokens: int | None  # longest context of any pod; None until every pod has reported its own
+    excluded: dict[str, str]  # reason by address, for all other pods
+    rows: NDArray[np.int64]  # int64 [pods], rows in the load table
+    address_set: frozenset[str] = field(init=False)  # `addresses`, as index lookups take them
+    _rows_by_pod: Mapping[str, int] = field(init=False, default_factory=dict)
+    _match_rows: NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.asked = frozenset(self.addresses)
-        self._places = np.zeros(0, np.int64)
+        self.address_set = frozenset(self.addresses)
+        self._match_rows = np.zeros(0, np.int64)
 
-    def places(self, match_rows: Mapping[str, int]) -> NDArray[np.int64]:
-        """int64 [pods], their rows in a match's arrays."""
-        # An index that is asked for the same pods answers in the same order, with the same mapping.
-        if match_rows is not self._match_rows:
-            places = (match_rows[address] for address in self.addresses)
-            self._places = np.fromiter(places, np.int64, len(self.addresses))
-            self._match_rows = match_rows
-        return self._places
+    def match_rows(self, rows_by_pod: Mapping[str, int]) -> NDArray[np.int64]:
+        """Return the row of each pod in the arrays of an index match, int64 [pods]."""
+        # The index returns the same mapping object for the same set of pods.
+        if rows_by_pod is not self._rows_by_pod:
+            rows = (rows_by_pod[address] for address in self.addresses)
+            self._match_rows = np.fromiter(rows, np.int64, len(self.addresses))
+            self._rows_by_pod = rows_by_pod
+        return self._match_rows
 
 
-def lineup_for(request: RouteRequest, pod_set: PodSet) -> Lineup:
-    """Filters the pods.
+def select_candidates(request: RouteRequest, pod_set: PodSet) -> CandidateSet:
+    """Return the pods that may serve a request.
 
-    Where none is ready, those that only fell silent are better than nothing; where all sleep, those that
-    sleep: somebody may wake them.
+    If no pod is ready, pods that only stopped answering probes are candidates. If all candidates sleep,
+    sleeping pods are candidates, because an operator may wake them.
 
     Raises:
-        NoEndpointError: No pod is ready, or none of those the gateway allows.
-        RequestError: 404, when every ready pod has told its models and none serves this one.
+        NoEndpointError: No pod is ready, or the gateway allows none of those that are.
+        RequestError: 404, if every ready pod has reported its models and none serves the requested one.
     """
     allowed, excluded, pods = [], {}, pod_set.snapshot()
     ready = serving = False
@@ -80,37 +77,37 @@ def lineup_for(request: RouteRequest, pod_set: PodSet) -> Lineup:
     if not ready:
         raise NoEndpointError("no model server is ready")
     if not serving:
-        raise RequestError(404, f"The model `{_shown(request.model)}` does not exist.", "model")
+        raise RequestError(404, f"The model `{_shortened(request.model)}` does not exist.", "model")
     if not allowed:
-        raise not_allowed()
+        raise no_allowed_endpoint()
     if awake := [pod for pod in allowed if not pod.asleep]:
         excluded |= {pod.address: ASLEEP for pod in allowed if pod.asleep}
         allowed = awake
     addresses = tuple(pod.address for pod in allowed)
     base, lora = _base_and_adapter(request.model, allowed)
     rows = pod_set.board.rows(addresses)
-    return Lineup(allowed, addresses, base, lora, _context_tokens(allowed), excluded, rows)
+    return CandidateSet(allowed, addresses, base, lora, _context_tokens(allowed), excluded, rows)
 
 
 def is_allowed(pod: Pod, allowed: frozenset[str] | None) -> bool:
-    """Whether the gateway allows the pod; None: it allows all."""
-    # The reference compares addresses without their ports; a port that is given is meant, so it counts here.
+    """Return whether the gateway allows the pod; None allows all pods."""
+    # llm-d compares addresses without ports. Here a port counts if the gateway gives one.
     return allowed is None or pod.address in allowed or pod.address.rpartition(":")[0] in allowed
 
 
-def not_allowed() -> NoEndpointError:
-    """The answer where no pod is left of those that the gateway allows."""
+def no_allowed_endpoint() -> NoEndpointError:
+    """Return the error for a request whose allowed endpoints include no ready pod."""
     return NoEndpointError("none of the endpoints that the gateway allows is a ready model server")
 
 
 def _serves(pod: Pod, model: str | None) -> bool:
     if model is None:
         return True
-    # A pod that does not tell is not asked for what is no name.
+    # A pod that has not reported its models accepts any name of valid length.
     return len(model) <= MODEL_CHARS_MAX if pod.models is None else pod.models.serves(model)
 
 
-def _shown(model: str | None) -> str:
+def _shortened(model: str | None) -> str:
     name = model or ""
     return name if len(name) <= _MODEL_CHARS_SHOWN else f"{name[:_MODEL_CHARS_SHOWN]}..."
 
@@ -123,32 +120,32 @@ def _base_and_adapter(model: str | None, pods: Sequence[Pod]) -> tuple[str | Non
 
 
 def _context_tokens(pods: Sequence[Pod]) -> int | None:
-    told = [pod.models.max_model_len for pod in pods if pod.models and pod.models.max_model_len]
-    return max(told) if len(told) == len(pods) else None
+    reported = [pod.models.max_model_len for pod in pods if pod.models and pod.models.max_model_len]
+    return max(reported) if len(reported) == len(pods) else None
 
 
-class Lineups:
-    """Line-ups by what requests ask for, kept until something about the pods changes. Thread-safe.
+class CandidateCache:
+    """Cache of candidate sets by model and allowed endpoints, cleared when the pods change. Thread-safe.
 
-    Filtering hundreds of pods costs more than pricing them, and most requests ask for the same.
+    Most requests ask for the same model, and filtering hundreds of pods takes longer than computing costs.
     """
 
     def __init__(self, pods: PodSet) -> None:
         self._pods = pods
         self._generation = -1
-        self._known: dict[tuple[str | None, frozenset[str] | None], Lineup] = {}
+        self._entries: dict[tuple[str | None, frozenset[str] | None], CandidateSet] = {}
 
-    def of(self, request: RouteRequest) -> Lineup:
-        """Who may take this request.
+    def get(self, request: RouteRequest) -> CandidateSet:
+        """Return the candidates of a request, from the cache if possible.
 
         Raises:
-            NoEndpointError, RequestError: As lineup_for.
+            NoEndpointError, RequestError: See select_candidates.
         """
-        # Read before the pods: whoever changes them after this makes what is kept now outdated.
+        # Read the generation before the pods: a change in between makes the new entry outdated, not wrong.
         generation = self._pods.generation
-        if generation != self._generation or len(self._known) >= _KINDS_MAX:
-            self._known, self._generation = {}, generation
-        known, kind = self._known, (request.model, request.candidates)
-        if (lineup := known.get(kind)) is None:
-            lineup = known[kind] = lineup_for(request, self._pods)
-        return lineup
+        if generation != self._generation or len(self._entries) >= _ENTRIES_MAX:
+            self._entries, self._generation = {}, generation
+        entries, key = self._entries, (request.model, request.candidates)
+        if (candidates := entries.get(key)) is None:
+            candidates = entries[key] = select_candidates(request, self._pods)
+        return candidates

@@ -1,7 +1,7 @@
-"""What was decided for one request and why, as doors answer it and explain keeps it; values only.
+"""Records of a routing decision and its reasons, read by the protocol handlers and the decision log.
 
-Arrays stay as they came from pricing and matching: a pick among hundreds of pods makes one object, and
-nothing is put into words before somebody asks.
+Costs and matches stay in arrays: a pick among hundreds of pods creates one object, and text is formatted only
+on demand.
 """
 
 from __future__ import annotations
@@ -16,91 +16,93 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer import PodMatches, StreamState
-from indexer.audit.mismatch_watch import DispatchKey
+from indexer import DispatchKey, PodMatches, StreamState
 
 _NO_STATES: Mapping[str, StreamState] = MappingProxyType({})
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One pod with its price (see cost.PRICE, in that order), its credit, and what was known of its cache."""
+    """One pod with the cost of the request there, its cache hit and the state of its view.
+
+    The fields up to `load_age_s` are those of cost.COST_BREAKDOWN, in the same order.
+    """
 
     pod: str
     cost_s: float
     queued_prefill_s: float
-    own_prefill_s: float  # not yet multiplied by `own_weight`
+    own_prefill_s: float  # before multiplication by `own_weight`
     own_weight: float
     copy_s: float
     kv_pressure_s: float
-    extra_s: float  # seconds to bring the request's adapter in
-    slowdown: float  # by how much decoding requests slow its prefill, 1 or more
-    awaiting: int  # requests of ours that await their first token there
-    decoding: int  # requests past it, others' among them
-    load_age_s: float | None  # age of the engine's own account of its load; None if it never told
-    cached_tokens: int  # prompt tokens that the pod will serve from its cache, in any tier
+    extra_s: float  # seconds to load the request's LoRA adapter
+    slowdown: float  # factor by which decoding requests slow the prefill, at least 1
+    awaiting: int  # requests from this router that await their first token
+    decoding: int  # requests past their first token, from any client
+    load_age_s: float | None  # age of the engine's metrics; None if never scraped
+    cached_tokens: int  # prompt tokens that the pod serves from its cache, in any tier
     uncached_tokens: int
-    host_tokens: int  # served tokens that must be copied from beyond the device first
-    view: str  # whether what is known of the cache is EXACT, RECOVERING or STALE
+    host_tokens: int  # those of `cached_tokens` that must be copied to the device first
+    view: str  # state of the pod's view in the index: EXACT, RECOVERING or STALE
 
 
 @dataclass(slots=True, eq=False)
 class Ranking:
-    """Candidates, best first; never empty."""
+    """Candidates in the order of preference; never empty."""
 
     pods: tuple[str, ...]
-    prices: NDArray[Any]  # cost.PRICE [pods]
-    credits: NDArray[Any]  # cost.CREDIT [pods]
-    order: NDArray[np.int64]  # int64 [pods], places in the above, best first
+    breakdowns: NDArray[Any]  # cost.COST_BREAKDOWN [pods]
+    hits: NDArray[Any]  # cost.CACHE_HIT [pods]
+    order: NDArray[np.int64]  # int64 [candidates], indices into `pods`, best first
     prompt_tokens: int
     block_tokens: int
-    matches: Sequence[PodMatches]  # one for each prompt; empty when the cache's view was not used
-    most_cached_tokens: int  # the most that any candidate would serve from its cache
+    matches: Sequence[PodMatches]  # one per prompt; empty if the index was not queried
+    most_cached_tokens: int  # maximum of `hits["cached_tokens"]`
     best: Candidate = field(init=False)
     _states: Mapping[str, StreamState] = field(init=False)
 
     def __post_init__(self) -> None:
-        # The states go on, as others; what is told later is what was true now.
+        # Keep the mapping of this moment: the index replaces it when a state changes.
         self._states = self.matches[0].states if self.matches else _NO_STATES
-        self.best = self.at_place(self.order.item(0))
+        self.best = self.candidate_at(self.order.item(0))
 
     def __len__(self) -> int:
         return len(self.order)
 
     def __iter__(self) -> Iterator[Candidate]:
-        return map(self.at_place, self.order.tolist())
+        return map(self.candidate_at, self.order.tolist())
 
     def __getitem__(self, rank: int) -> Candidate:
-        return self.at_place(self.order.item(rank))
+        return self.candidate_at(self.order.item(rank))
 
     @property
-    def weight(self) -> int:
-        """As how many candidates for one prompt it takes memory: a further prompt adds about a fifth."""
+    def memory_weight(self) -> int:
+        """Return the memory use in units of one candidate with one prompt; each extra prompt adds a fifth."""
         return len(self.pods) * (4 + max(1, len(self.matches))) // 5
 
     @property
     def views(self) -> tuple[str, ...]:
-        """Return what each pod's Candidate says of its view, in the order of `pods`."""
+        """Return the state of each pod's view, in the order of `pods`."""
         return tuple([self._states.get(pod) or self._view(pod) for pod in self.pods])
 
-    def cached_tokens_by_tier(self, at: int) -> dict[str, int]:
-        """Prompt tokens whose blocks this candidate best holds in which tier.
+    def cached_tokens_by_tier(self, rank: int) -> dict[str, int]:
+        """Return the matched prompt tokens of a candidate by the fastest tier that has each block.
 
-        All of them, while an engine computes at least the last token and serves only whole blocks.
+        The sum may exceed `cached_tokens`: an engine computes the last token and serves only whole blocks.
         """
-        pod, tokens = self[at].pod, dict[str, int]()
+        pod, tokens = self[rank].pod, dict[str, int]()
         for match in self.matches:
             for tier, blocks in match[pod].blocks_by_tier.items():
                 tokens[tier] = tokens.get(tier, 0) + blocks * self.block_tokens
         return tokens
 
-    def at_place(self, place: int) -> Candidate:
-        """The candidate at a place of the arrays, whatever its rank."""
-        pod = self.pods[place]
-        cached_tokens, host_tokens = self.credits.item(place)
-        *price, age_s = self.prices.item(place)
-        return Candidate(  # type: ignore[call-arg]  # a price has as many fields as there are here
+    def candidate_at(self, index: int) -> Candidate:
+        """Return the candidate at an index of `pods`, whatever its rank."""
+        pod = self.pods[index]
+        cached_tokens, host_tokens = self.hits.item(index)
+        *cost, age_s = self.breakdowns.item(index)
+        return Candidate(  # type: ignore[call-arg]  # mypy cannot count the fields of a cost breakdown
             pod,
-            *price,
+            *cost,
             age_s if age_s != math.inf else None,
             cached_tokens,
             self.prompt_tokens - cached_tokens,
@@ -109,32 +111,32 @@ class Ranking:
         )
 
     def _view(self, pod: str) -> str:
-        """State of a pod whose stream was not opened."""
+        """Return the view state of a pod without an open event stream."""
         return self.matches[0].state(pod) if self.matches else StreamState.STALE
 
 
 def reason_for(
     ranked: Ranking, prompt_tokens: int, degraded: str | None, session_pod: str | None = None
 ) -> str:
-    """One sentence for a person: why the first of `ranked`."""
+    """Return one sentence for operators that explains why `ranked.best` was picked."""
     best = ranked.best
     if degraded is not None:
         return f"by load alone ({degraded}): {_queue(best)}"
     if len(ranked) == 1:
         return f"the only candidate: {_cached(best, prompt_tokens)}"
-    longest, held = ranked.most_cached_tokens, ranked.credits["cached_tokens"][ranked.order].tolist()
+    longest, cached_tokens = ranked.most_cached_tokens, ranked.hits["cached_tokens"][ranked.order].tolist()
     if best.cached_tokens < longest:
-        holder = ranked[held.index(max(held))]
+        holder = ranked[cached_tokens.index(max(cached_tokens))]
         return (
-            f"{_queue(best)}, though {holder.pod} holds {longest} of {prompt_tokens} tokens: "
-            f"it would answer later ({holder.cost_s:.3f} s against {best.cost_s:.3f} s)"
+            f"lowest cost: {_queue(best)}, although {holder.pod} has {longest} of {prompt_tokens} tokens "
+            f"cached (cost {holder.cost_s:.3f} s against {best.cost_s:.3f} s)"
         )
-    if held.count(max(held)) == 1:
+    if cached_tokens.count(max(cached_tokens)) == 1:
         return f"longest cached prefix: {_cached(best, prompt_tokens)}"
     if best.cost_s == ranked[1].cost_s:
-        chosen = "its session's pod" if best.pod == session_pod else "by chance"
-        return f"{chosen} among equals: {_cached(best, prompt_tokens)}"
-    return f"least work: {_cached(best, prompt_tokens)}, {_queue(best)}"
+        chosen = "session's pod" if best.pod == session_pod else "random pod"
+        return f"{chosen} among equal costs: {_cached(best, prompt_tokens)}"
+    return f"lowest cost: {_cached(best, prompt_tokens)}, {_queue(best)}"
 
 
 def _cached(candidate: Candidate, prompt_tokens: int) -> str:
@@ -143,39 +145,39 @@ def _cached(candidate: Candidate, prompt_tokens: int) -> str:
 
 def _queue(candidate: Candidate) -> str:
     if not candidate.awaiting:
-        return "nobody queues there"
-    return f"{candidate.awaiting} queued there ({candidate.queued_prefill_s:.3f} s)"
+        return "queue empty"
+    return f"queue of {candidate.awaiting} ({candidate.queued_prefill_s:.3f} s)"
 
 
-class Routing(msgspec.Struct, frozen=True):
-    """Decisions of a configured pipeline beyond the order."""
+class PipelineResult(msgspec.Struct, frozen=True):
+    """Decision of a configured plugin pipeline, apart from the order of the candidates."""
 
-    destinations: tuple[str, ...]  # addresses for the gateway to try, in order; never empty
-    scores: Mapping[str, float]  # weighted sums by address, of all that passed the filters
-    excluded: Mapping[str, str]  # those that did not pass, and why
+    destinations: tuple[str, ...]  # addresses that the gateway tries in order; never empty
+    scores: Mapping[str, float]  # weighted sum by address, of all pods that passed the filters
+    excluded: Mapping[str, str]  # reason by address, of all pods that a filter removed
     request_headers: Mapping[str, str]  # to set on the request
     response_headers: Mapping[str, str]  # to set on the response
-    prefill: str | None  # address of the pod that prefills, where the destination only decodes; else None
-    reason: str  # one clause for a person
+    prefill: str | None  # address of the pod that prefills, if the destination only decodes
+    reason: str  # one clause for operators
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Decision for one request, and its grounds."""
+    """Routing decision for one request, with its reasons."""
 
     request_id: str
     kind: str
     model: str | None
-    ranked: Ranking  # the candidates, best first; never empty
-    excluded: Mapping[str, str]  # the other pods, and why each was none
+    ranked: Ranking
+    excluded: Mapping[str, str]  # reason by address, of the pods that were no candidates
     prompt_tokens: int  # estimated from the body's size when `degraded`
-    degraded: str | None  # why the cache's view was not used; None when it was
+    degraded: str | None  # why the index was not used; None if it was
     decided_s: float  # on the router's monotonic clock
-    priority: int = 0  # of the request; below 0 it may be shed
-    session_pod: str | None = None  # where its session was; None: it has none, or it is the first request
-    client_model: str | None = None  # as the client named the model, where it was rewritten
-    routing: Routing | None = None  # what a configured pipeline decided; None where the cost policy picked
-    partial: str | None = None  # why only the beginning of the prompt was known; None when all of it was
-    is_comparable: bool = True  # whether the answer's usage tells what is predicted
+    priority: int = 0  # of the request's objective; requests below 0 may be rejected under load
+    session_pod: str | None = None  # last pod of the request's session; None without one
+    client_model: str | None = None  # model name that the client sent, if the router rewrote it
+    pipeline: PipelineResult | None = None  # None if the default cost policy picked
+    partial: str | None = None  # why only a prefix of the prompt was known; None if all of it was
+    is_comparable: bool = True  # whether the response's usage covers the whole predicted cache hit
 
     @property
     def key(self) -> DispatchKey:
@@ -183,7 +185,7 @@ class Decision(msgspec.Struct, frozen=True):
 
     @property
     def is_charged(self) -> bool:
-        """Whether it is work for a pod, and so in the ledger: a request without a body is none."""
+        """Return whether the request counts as load of its pod; requests without a body do not."""
         return self.prompt_tokens > 0
 
     @property
@@ -192,16 +194,16 @@ class Decision(msgspec.Struct, frozen=True):
 
     @property
     def destination(self) -> str:
-        """Addresses for a gateway to try, in order, between commas."""
-        return self.primary.pod if self.routing is None else ",".join(self.routing.destinations)
+        """Return the comma-separated addresses that the gateway tries in order."""
+        return self.primary.pod if self.pipeline is None else ",".join(self.pipeline.destinations)
 
     @property
     def prefill_pod(self) -> str | None:
-        """The pod that prefills, where the picked one only decodes; else None."""
-        return self.routing.prefill if self.routing is not None else None
+        """Return the address of the pod that prefills, or None if the destination does."""
+        return self.pipeline.prefill if self.pipeline is not None else None
 
     @property
     def reason(self) -> str:
-        if self.routing is not None:
-            return self.routing.reason
+        if self.pipeline is not None:
+            return self.pipeline.reason
         return reason_for(self.ranked, self.prompt_tokens, self.degraded, self.session_pod)

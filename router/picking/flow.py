@@ -1,7 +1,7 @@
-"""Flow control: requests come in on threads of their own and go on, or wait here, or are refused.
+"""Flow control: queues requests while the pods are saturated.
 
-A request goes on at once while nobody waits and the pods have room; else its thread sleeps until the queue's
-order and the pods let it go, its time is over, its client is gone, or the router ends.
+A request is dispatched at once if the queue is empty and the pods are not saturated. Otherwise its thread
+sleeps until dispatch, the end of the request's time to live, a client disconnect or a shutdown.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from router.config.picker_file import FlowSettings
 from router.errors import FlowError
-from router.picking.admission import Detector
-from router.picking.flow_queue import FlowQueue, Waiting
-from router.plugins.labels import ROLE_LABEL
-from router.pods.pod_set import PodSet
+from router.picking.admission import SaturationDetector
+from router.picking.flow_queue import FlowQueue, QueuedRequest
+from router.pods.pod_set import ROLE_LABEL, PodSet
 from router.prompts.request import RouteRequest
 
-_LOOK_S = 0.01
+_POLL_INTERVAL_S = 0.01
 _FAIRNESS_HEADERS = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 _SLO_HEADERS = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 _FLOW_CHARS_MAX = 256
 
-# Roles of pods that do only one stage of a request; all others can decode.
+# Stage by role, for roles that only execute one stage of a request; all other roles include decoding.
 _STAGES = {"prefill": "prefill", "encode-prefill": "prefill", "encode": "encode"}
 
 DISPATCHED = "Dispatched"
@@ -37,62 +36,62 @@ _METRICS = "llm_d_epp_flow_control_"
 _WAIT_SECONDS = (0.0001, 0.001, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
-class Evictions:
-    """The requests in flight whose priority is below 0; as many as doors have streams. Thread-safe.
+class EvictableRequests:
+    """Registry of the requests in flight with negative priority, which may be evicted. Thread-safe.
 
-    How a request is ended is its door's.
+    Its size is bounded by the number of ext_proc streams, which end an evicted request.
     """
 
     def __init__(self) -> None:
-        # By number, in the order of their coming: priority, and what ends it.
-        self._inside: dict[int, tuple[int, Callable[[], None]]] = {}
-        self._numbers = count()
+        # Priority and eviction callback by ticket; tickets ascend with arrival.
+        self._requests: dict[int, tuple[int, Callable[[], None]]] = {}
+        self._tickets = count()
         self._lock = Lock()
 
     def __len__(self) -> int:
-        return len(self._inside)
+        return len(self._requests)
 
-    def enter(self, priority: int, evict: Callable[[], None]) -> int:
-        """Return the number by which the request leaves again; `evict` must not block."""
-        number = next(self._numbers)
+    def add(self, priority: int, evict: Callable[[], None]) -> int:
+        """Register a request and return its ticket for `remove`. `evict` must not block."""
+        ticket = next(self._tickets)
         with self._lock:
-            self._inside[number] = priority, evict
-        return number
+            self._requests[ticket] = priority, evict
+        return ticket
 
-    def leave(self, number: int) -> None:
-        """It is over; idempotent."""
+    def remove(self, ticket: int) -> None:
+        """Remove a request that has ended; idempotent."""
         with self._lock:
-            self._inside.pop(number, None)
+            self._requests.pop(ticket, None)
 
     def evict(self) -> bool:
-        """Takes back the least important, of several the latest, which loses least; False: there is none."""
+        """Evict the newest request of the lowest priority; return False if there is none."""
         with self._lock:
-            if not self._inside:
+            if not self._requests:
                 return False
-            victim = min(self._inside, key=lambda number: (self._inside[number][0], -number))
-            _, evict = self._inside.pop(victim)
+            victim = min(self._requests, key=lambda ticket: (self._requests[ticket][0], -ticket))
+            _, evict = self._requests.pop(victim)
         evict()
         return True
 
 
 class FlowControl:
-    """Lets requests go on, in order; safe to call from any number of threads.
+    """Dispatches requests in queue order while the pods have capacity. Thread-safe.
 
     Args:
-        ceiling: Requests wait from this saturation on.
-        fairness_of: A flow's id that no header names; "" for none.
+        ceiling: Saturation from which on requests are queued.
+        fairness_id_of: Returns the fairness id of a request without a fairness header; "" for none.
     """
 
     def __init__(
         self,
         settings: FlowSettings,
         ceiling: float,
-        detector: Detector,
+        detector: SaturationDetector,
         pods: PodSet,
         registry: CollectorRegistry,
         *,
         priority_of: Callable[[Mapping[str, str]], int],
-        fairness_of: Callable[[Mapping[str, str]], str] = lambda _headers: "",
+        fairness_id_of: Callable[[Mapping[str, str]], str] = lambda _headers: "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
@@ -100,10 +99,10 @@ class FlowControl:
         self._detector = detector
         self._pods = pods
         self._priority_of = priority_of
-        self._fairness_of = fairness_of
+        self._fairness_id_of = fairness_id_of
         self._clock = clock
-        # Registry of requests that their doors can end in flight; None: nobody is taken back.
-        self.evictions = Evictions() if settings.evicts else None
+        # Requests in flight that may be evicted; None if eviction is off.
+        self.evictable = EvictableRequests() if settings.evicts else None
         self._queue = FlowQueue(settings)
         self._pending = 0
         self._closing = False
@@ -111,15 +110,15 @@ class FlowControl:
         self._thread = Thread(target=self._run, name="flow-control", daemon=True)
         self._waits = Histogram(
             _METRICS + "request_queue_duration_seconds",
-            "Time in the queue, by how it ended.",
+            "Time that requests spent in the queue, by outcome.",
             ("priority", "outcome"),
             buckets=_WAIT_SECONDS,
             registry=registry,
         )
         for name, text, read in (
-            ("queue_size", "Requests that wait.", lambda: len(self)),
-            ("queue_bytes", "Bytes of their bodies.", lambda: self.size_bytes),
-            ("pool_saturation", "How full the pods are; from 1 on requests wait.", self.saturation),
+            ("queue_size", "Queued requests.", lambda: len(self)),
+            ("queue_bytes", "Total body size of queued requests.", lambda: self.size_bytes),
+            ("pool_saturation", "Saturation of the pods; requests are queued from 1 on.", self.saturation),
         ):
             Gauge(_METRICS + name, text, registry=registry).set_function(read)
 
@@ -127,11 +126,11 @@ class FlowControl:
         self._thread.start()
 
     def close(self) -> None:
-        """Refuses whoever waits, and whoever still comes; idempotent."""
+        """Reject all queued and all further requests; idempotent."""
         with self._changed:
             self._closing = True
-            for waiting in list(self._queue):
-                self._leave(waiting, "shutting-down")
+            for queued in list(self._queue):
+                self._drop(queued, "shutting-down")
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
@@ -146,48 +145,48 @@ class FlowControl:
             return self._queue.size_bytes
 
     def saturation(self) -> float:
-        """How full the pods are, those of the fullest stage where stages are apart; 1 without any."""
+        """Return the saturation of the fullest stage (encode, prefill or decode); 1 without ready pods."""
         stages: dict[str, list[str]] = {}
         for pod in self._pods.snapshot().values():
             if pod.ready:
                 stage = _STAGES.get(pod.entry.labels.get(ROLE_LABEL, ""), "decode")
                 stages.setdefault(stage, []).append(pod.address)
         board, now_s = self._pods.board, self._clock()
-        known = [board.known(board.rows(addresses)) for addresses in stages.values()]
-        return max((self._detector.saturation(one, self._pending, now_s) for one in known), default=1.0)
+        loads = [board.known(board.rows(addresses)) for addresses in stages.values()]
+        return max((self._detector.saturation(one, self._pending, now_s) for one in loads), default=1.0)
 
     def state(self) -> dict[str, float]:
         return {"waiting": len(self), "waiting_bytes": self.size_bytes, "saturation": self.saturation()}
 
     @contextmanager
-    def turn(self, request: RouteRequest, is_active: Callable[[], bool] | None = None) -> Iterator[None]:
-        """Waits until the request may go on; inside, it is on its way to the board.
+    def admit(self, request: RouteRequest, is_active: Callable[[], bool] | None = None) -> Iterator[None]:
+        """Wait until the request is dispatched; within the context it counts as pending load.
 
         Args:
-            is_active: See `Router.route`; asked often, with all others' requests held up.
+            is_active: See `Router.route`. Called often with the queue's lock taken, so it must not block.
 
         Raises:
-            FlowError: It may not.
+            FlowError: The request was rejected.
         """
-        waiting = self._waiting(request, is_active)
+        queued = self._queued(request, is_active)
         with self._changed:
-            self._enter(waiting)
-        waiting.called.wait()
-        waited_s = self._clock() - waiting.arrived_s
-        self._waits.labels(str(waiting.priority), waiting.outcome).observe(waited_s)
-        if waiting.outcome != DISPATCHED:
-            raise FlowError(*REFUSALS[waiting.outcome])
+            self._dispatch_or_queue(queued)
+        queued.finished.wait()
+        waited_s = self._clock() - queued.arrived_s
+        self._waits.labels(str(queued.priority), queued.outcome).observe(waited_s)
+        if queued.outcome != DISPATCHED:
+            raise FlowError(*REJECTIONS[queued.outcome])
         try:
             yield
         finally:
             with self._changed:
                 self._pending -= 1
 
-    def _waiting(self, request: RouteRequest, is_active: Callable[[], bool] | None) -> Waiting:
+    def _queued(self, request: RouteRequest, is_active: Callable[[], bool] | None) -> QueuedRequest:
         now_s, headers = self._clock(), request.headers
         flow = next((headers[name] for name in _FAIRNESS_HEADERS if headers.get(name)), "")
-        return Waiting(
-            flow=(flow or self._fairness_of(headers))[:_FLOW_CHARS_MAX],
+        return QueuedRequest(
+            flow=(flow or self._fairness_id_of(headers))[:_FLOW_CHARS_MAX],
             priority=self._priority_of(headers),
             size_bytes=request.body_bytes,
             arrived_s=now_s,
@@ -196,14 +195,14 @@ class FlowControl:
             is_active=is_active,
         )
 
-    def _enter(self, waiting: Waiting) -> None:
+    def _dispatch_or_queue(self, queued: QueuedRequest) -> None:
         if self._closing:
-            _answer(waiting, "shutting-down")
+            _finish(queued, "shutting-down")
         elif not self._queue and self.saturation() < self._ceiling:
             self._pending += 1
-            _answer(waiting, DISPATCHED)
-        elif not self._queue.put(waiting):
-            _answer(waiting, "capacity")
+            _finish(queued, DISPATCHED)
+        elif not self._queue.put(queued):
+            _finish(queued, "capacity")
         else:
             self._changed.notify_all()
 
@@ -213,62 +212,62 @@ class FlowControl:
                 if not self._queue:
                     self._changed.wait()
                     continue
-                self._sweep()
-                self._dispatch()
-                if self.evictions is not None:
-                    self._make_room(self.evictions)
+                self._drop_expired()
+                self._dispatch_queued()
+                if self.evictable is not None:
+                    self._evict_for_queued(self.evictable)
                 if self._queue:
-                    self._changed.wait(_LOOK_S)
+                    self._changed.wait(_POLL_INTERVAL_S)
 
-    def _sweep(self) -> None:
-        """Refuses whose time is over or whose client is gone."""
-        now_s, known = self._clock(), self._settings
-        empty_ttl_s = known.ttl_s if known.no_endpoint_ttl_s is None else known.no_endpoint_ttl_s
+    def _drop_expired(self) -> None:
+        """Reject queued requests that have expired or whose client has disconnected."""
+        now_s, settings = self._clock(), self._settings
+        empty_ttl_s = settings.ttl_s if settings.no_endpoint_ttl_s is None else settings.no_endpoint_ttl_s
         is_empty = not any(pod.ready for pod in self._pods.snapshot().values())
-        for waiting in list(self._queue):
-            if waiting.is_active is not None and not waiting.is_active():
-                self._leave(waiting, "cancelled")
-            elif is_empty and now_s >= min(waiting.deadline_s, waiting.arrived_s + empty_ttl_s):
-                self._leave(waiting, "no-endpoints")
-            elif now_s >= waiting.deadline_s:
-                self._leave(waiting, "ttl")
+        for queued in list(self._queue):
+            if queued.is_active is not None and not queued.is_active():
+                self._drop(queued, "cancelled")
+            elif is_empty and now_s >= min(queued.deadline_s, queued.arrived_s + empty_ttl_s):
+                self._drop(queued, "no-endpoints")
+            elif now_s >= queued.deadline_s:
+                self._drop(queued, "ttl")
 
-    def _dispatch(self) -> None:
+    def _dispatch_queued(self) -> None:
         while self._queue and self.saturation() < self._ceiling:
-            if (waiting := self._queue.take()) is not None:
+            if (queued := self._queue.take()) is not None:
                 self._pending += 1
-                _answer(waiting, DISPATCHED)
+                _finish(queued, DISPATCHED)
 
-    def _make_room(self, evictions: Evictions) -> None:
-        """Takes back one request for each that waits; once, as its end may be told late."""
-        for waiting in self._queue:
-            if not evictions:
+    def _evict_for_queued(self, evictable: EvictableRequests) -> None:
+        """Evict one request for each queued one, and only once, as the end may be reported late."""
+        for queued in self._queue:
+            if not evictable:
                 return
-            if waiting.priority >= 0 and not waiting.has_evicted:
-                waiting.has_evicted = evictions.evict()
+            if queued.priority >= 0 and not queued.has_evicted:
+                queued.has_evicted = evictable.evict()
 
-    def _leave(self, waiting: Waiting, outcome: str) -> None:
-        self._queue.remove(waiting)
-        _answer(waiting, outcome)
+    def _drop(self, queued: QueuedRequest, outcome: str) -> None:
+        self._queue.remove(queued)
+        _finish(queued, outcome)
 
 
-# By outcome: status, reason and message.
-REFUSALS = {
-    "capacity": (429, "rejected-saturated", "too many requests wait for the model servers"),
+# HTTP status, dropped reason and message by outcome.
+REJECTIONS = {
+    "capacity": (429, "rejected-saturated", "the queue for the model servers is full"),
     "no-endpoints": (503, "rejected-no-endpoints", "no model server became ready while the request waited"),
-    "ttl": (429, "rejected-ttl-expired", "the request waited too long for the model servers"),
-    "cancelled": (503, "rejected-context-cancelled", "the client went away while the request waited"),
+    "ttl": (429, "rejected-ttl-expired", "the request was queued longer than its time to live"),
+    "cancelled": (503, "rejected-context-cancelled", "the client disconnected while the request waited"),
     "shutting-down": (503, "rejected-shutting-down", "the endpoint picker is shutting down"),
 }
 
 
-def _answer(waiting: Waiting, outcome: str) -> None:
-    waiting.outcome = outcome
-    waiting.called.set()
+def _finish(queued: QueuedRequest, outcome: str) -> None:
+    queued.outcome = outcome
+    queued.finished.set()
 
 
 def _slo_s(headers: Mapping[str, str]) -> float:
-    """Within how many seconds the client wants its first token; inf where it did not say."""
+    """Return the client's target for the time to first token in seconds; inf without one."""
     text = next((headers[name] for name in _SLO_HEADERS if headers.get(name)), "")
     try:
         slo_ms = float(text)

@@ -1,4 +1,4 @@
-"""The configuration's flow control: a PickerConfig in; settings, a ceiling and a detector out."""
+"""Flow control's part of the picker configuration: queue settings, saturation ceiling and detector."""
 
 from __future__ import annotations
 
@@ -8,44 +8,45 @@ from msgspec.structs import replace
 
 from router.config.fields import Duration, Positive, Settings
 from router.config.picker_file import BandSettings, FlowSettings, PickerConfig
-from router.picking.admission import ConcurrencyDetector, Detector, UtilizationDetector
+from router.picking.admission import ConcurrencyDetector, SaturationDetector, UtilizationDetector
 from router.picking.flow_queue import FAIRNESS, ORDERS
-from router.picking.sessions import agent_session
+from router.picking.sessions import agent_session_id
 
 USAGE_LIMIT = "static-usage-limit-policy"
-_DETECTORS: Mapping[str, type[Detector]] = {
+_DETECTORS: Mapping[str, type[SaturationDetector]] = {
     "utilization-detector": UtilizationDetector,
     "concurrency-detector": ConcurrencyDetector,
 }
 FLOW_TYPES = (*ORDERS, *FAIRNESS, USAGE_LIMIT, *_DETECTORS)  # plugin types of flow control
 
-# An account of its load is renewed so often by the router itself that two may fail before it counts as old.
-LOAD_AGES = 3.0
+# Maximum age of a pod's metrics in refresh intervals: two refreshes may fail before they count as stale.
+LOAD_AGE_INTERVALS = 3.0
 
 
 class _UsageLimit(Settings):
     threshold: Positive = 1.0
 
 
-def flow_of(
+def read_flow_settings(
     config: PickerConfig, load_every_s: float, load_age_max_s: float | None = None
-) -> tuple[FlowSettings, float, Detector] | None:
-    """Reads what FlowControl takes first; None where it is switched off.
+) -> tuple[FlowSettings, float, SaturationDetector] | None:
+    """Read the first three arguments of FlowControl; None if the feature gate is off.
 
     Args:
-        load_age_max_s: How old it may be where no detector says so; None: from how often it is asked for.
+        load_every_s: Seconds between two refreshes of a pod's metrics.
+        load_age_max_s: Maximum age of the metrics without a configured detector; None: three refreshes.
 
     Raises:
-        ConfigError: Something is not understood.
+        ConfigError: A name, type or value is invalid.
     """
     detector = _detector(config, load_every_s, load_age_max_s)
     for entry in config.entries:
         if entry.type in (*ORDERS, *FAIRNESS):
-            entry.told.read(Settings)
+            entry.parameters_section.read(Settings)
     flow, priorities = config.flow, set[int]()
     for band in flow.priority_bands:
         if band.priority in priorities:
-            band.section.fail("priority", f"there is a band for {band.priority} already")
+            band.section.fail("priority", f"duplicate band: {band.priority}")
         priorities.add(band.priority)
     settings = replace(
         flow,
@@ -57,20 +58,20 @@ def flow_of(
     return (settings, ceiling, detector) if config.gates["flowControl"] else None
 
 
-def fairness_of(config: PickerConfig) -> Callable[[Mapping[str, str]], str]:
-    """Who names a request's flow where no fairness header does: an agent's session, if that is configured."""
+def fairness_id_reader(config: PickerConfig) -> Callable[[Mapping[str, str]], str]:
+    """Return a function from headers to the fallback fairness id: the agent session, if configured."""
     if any(entry.type == "agent-identity" for entry in config.entries):
-        return lambda headers: agent_session(headers) or ""
+        return lambda headers: agent_session_id(headers) or ""
     return lambda _headers: ""
 
 
 def _typed(band: BandSettings, config: PickerConfig) -> BandSettings:
-    """Return the band with types in the place of plugins' names; a type's own name is one, too."""
+    """Return the band with plugin names replaced by their types; a type may also be named directly."""
 
     def typed(key: str, name: str, allowed: tuple[str, ...]) -> str:
         kind = config.plugins[name].type if name in config.plugins else name
         if kind not in allowed:
-            band.section.fail(key, f"{name!r} is none of {', '.join(allowed)}")
+            band.section.fail(key, f"expected one of {', '.join(allowed)}, got {name!r}")
         return kind
 
     return replace(
@@ -86,23 +87,24 @@ def _ceiling(config: PickerConfig) -> float:
         return 1.0
     if name not in config.plugins or config.plugins[name].type != USAGE_LIMIT:
         config.flow.section.fail(
-            "usageLimitPolicyPluginRef", f"{name!r} is no {USAGE_LIMIT} among the plugins"
+            "usageLimitPolicyPluginRef", f"expected the name of a {USAGE_LIMIT} plugin, got {name!r}"
         )
-    return config.plugins[name].told.read(_UsageLimit).threshold
+    return config.plugins[name].parameters_section.read(_UsageLimit).threshold
 
 
-def _detector(config: PickerConfig, load_every_s: float, load_age_max_s: float | None) -> Detector:
-    made: dict[str, Detector] = {}
+def _detector(config: PickerConfig, load_every_s: float, load_age_max_s: float | None) -> SaturationDetector:
+    made: dict[str, SaturationDetector] = {}
     for entry in config.entries:
         if entry.type in _DETECTORS:
-            detector = made[entry.name] = entry.told.read(_DETECTORS[entry.type])
+            detector = made[entry.name] = entry.parameters_section.read(_DETECTORS[entry.type])
             if isinstance(detector, UtilizationDetector):
-                age_s = max(detector.load_age_max_s, LOAD_AGES * load_every_s)
+                age_s = max(detector.load_age_max_s, LOAD_AGE_INTERVALS * load_every_s)
                 detector.load_age_max_s = Duration(age_s)
     reference = config.detector
     if reference is None:
-        return UtilizationDetector(load_age_max_s=Duration(load_age_max_s or LOAD_AGES * load_every_s))
+        age_s = load_age_max_s or LOAD_AGE_INTERVALS * load_every_s
+        return UtilizationDetector(load_age_max_s=Duration(age_s))
     if reference.plugin_ref not in made:
         kind = config.plugins[reference.plugin_ref].type
-        reference.section.fail("pluginRef", f"{kind} is no detector; there are {', '.join(_DETECTORS)}")
+        reference.section.fail("pluginRef", f"expected a detector ({', '.join(_DETECTORS)}), got {kind}")
     return made[reference.plugin_ref]

@@ -1,6 +1,6 @@
-"""The requests that wait for room: priority bands, fairness between flows, order within a flow; bounded.
+"""Bounded queue of flow control: priority bands, fairness between flows, order within a flow.
 
-Pure: time is passed in, nothing blocks. Who is let go when is `flow`'s.
+Nothing here blocks or reads a clock. `flow` decides when a request leaves the queue.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from router.config.picker_file import BandSettings, FlowSettings
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
-    """A request that waits."""
+class QueuedRequest:
+    """Request in the queue of flow control. Times are seconds of the monotonic clock."""
 
-    flow: str  # its fairness id
+    flow: str  # fairness id
     priority: int
     size_bytes: int
     arrived_s: float
-    deadline_s: float  # when it is given up
-    due_s: float  # when its client wants its first token; inf: it did not say
-    is_active: Callable[[], bool] | None = None  # whether its client still waits; None: nobody can tell
-    called: Event = field(default_factory=Event)  # set once there is an `outcome`
+    deadline_s: float  # time at which it is rejected
+    due_s: float  # time by which the client wants the first token; inf without a target
+    is_active: Callable[[], bool] | None = None  # whether the client is still connected; None if unknown
+    finished: Event = field(default_factory=Event)  # set once `outcome` is
     outcome: str = ""
-    has_evicted: bool = False  # whether another request was taken back for it
-    gone: bool = False
+    has_evicted: bool = False  # whether another request was evicted for this one
+    is_removed: bool = False
     sequence: int = 0
 
 
-Order = Callable[[Waiting], float]
+Order = Callable[[QueuedRequest], float]
 
 ORDERS: Mapping[str, Order] = {
-    "fcfs-ordering-policy": lambda waiting: waiting.sequence,
-    "edf-ordering-policy": lambda waiting: waiting.deadline_s,
-    "slo-deadline-ordering-policy": lambda waiting: waiting.due_s,
+    "fcfs-ordering-policy": lambda queued: queued.sequence,
+    "edf-ordering-policy": lambda queued: queued.deadline_s,
+    "slo-deadline-ordering-policy": lambda queued: queued.due_s,
 }
 FAIRNESS = ("global-strict-fairness-policy", "round-robin-fairness-policy")
 
 
 class FlowQueue:
-    """Everything that waits; the settings name types of policies, not plugins."""
+    """Queue of all bands. The settings name types of policies, not plugin names."""
 
     def __init__(self, settings: FlowSettings) -> None:
         self._settings = settings
-        self._told = {band.priority: band for band in settings.priority_bands}
+        self._configured = {band.priority: band for band in settings.priority_bands}
         self._bands: dict[int, _Band] = {}
         self._sequence = count()
 
@@ -58,83 +58,82 @@ class FlowQueue:
     def size_bytes(self) -> int:
         return sum(band.size_bytes for band in self._bands.values())
 
-    def put(self, waiting: Waiting) -> bool:
-        """Takes a request in; False: there is no place."""
-        known = self._settings
-        band = self._band(waiting.priority)
-        total_max, bytes_max = known.requests_max, known.bytes_max
+    def put(self, queued: QueuedRequest) -> bool:
+        """Add a request; return False if the queue is full."""
+        band = self._band(queued.priority)
+        total_max, bytes_max = self._settings.requests_max, self._settings.bytes_max
         if total_max is not None and len(self) >= total_max:
             return False
-        if bytes_max is not None and self.size_bytes + waiting.size_bytes > bytes_max:
+        if bytes_max is not None and self.size_bytes + queued.size_bytes > bytes_max:
             return False
-        waiting.sequence = next(self._sequence)
-        return band.put(waiting)
+        queued.sequence = next(self._sequence)
+        return band.put(queued)
 
-    def take(self) -> Waiting | None:
-        """The next one; None: nobody waits."""
+    def take(self) -> QueuedRequest | None:
+        """Remove and return the next request; None if the queue is empty."""
         for priority in sorted(self._bands, reverse=True):
-            if (waiting := self._bands[priority].take()) is not None:
-                return waiting
+            if (queued := self._bands[priority].take()) is not None:
+                return queued
             del self._bands[priority]
         return None
 
-    def remove(self, waiting: Waiting) -> None:
-        if not waiting.gone:
-            self._bands[waiting.priority].remove(waiting)
+    def remove(self, queued: QueuedRequest) -> None:
+        if not queued.is_removed:
+            self._bands[queued.priority].remove(queued)
 
-    def __iter__(self) -> Iterator[Waiting]:
+    def __iter__(self) -> Iterator[QueuedRequest]:
         for band in list(self._bands.values()):
             yield from band.waiting()
 
     def _band(self, priority: int) -> _Band:
         band = self._bands.get(priority)
         if band is None:
-            known = self._settings
-            default = known.default_negative_priority_band if priority < 0 else known.default_priority_band
-            band = self._bands[priority] = _Band(self._told.get(priority, default))
+            config = self._settings
+            default = config.default_negative_priority_band if priority < 0 else config.default_priority_band
+            band = self._bands[priority] = _Band(self._configured.get(priority, default))
         return band
 
 
 class _Band:
-    """The flows of one priority; each a heap from which those that left are dropped when they come up."""
+    """Flows of one priority, each a heap. Removed requests stay in the heap until they reach its top."""
 
     def __init__(self, settings: BandSettings) -> None:
         self._settings = settings
         self._order = ORDERS[settings.order]
-        self._takes_turns = settings.fairness == FAIRNESS[1]
-        # In turn: the flow that was served goes to the end.
-        self._flows: dict[str, list[tuple[float, int, Waiting]]] = {}
+        self._is_round_robin = settings.fairness == FAIRNESS[1]
+        # In round-robin order: `take` moves the served flow to the end.
+        self._flows: dict[str, list[tuple[float, int, QueuedRequest]]] = {}
         self.requests = 0
         self.size_bytes = 0
 
-    def put(self, waiting: Waiting) -> bool:
-        known = self._settings
-        if self.requests >= known.requests_max or self.size_bytes + waiting.size_bytes > known.bytes_max:
+    def put(self, queued: QueuedRequest) -> bool:
+        limits = self._settings
+        if self.requests >= limits.requests_max or self.size_bytes + queued.size_bytes > limits.bytes_max:
             return False
         self.requests += 1
-        self.size_bytes += waiting.size_bytes
-        flow = self._flows.setdefault(waiting.flow if self._takes_turns else "", [])
-        heapq.heappush(flow, (self._order(waiting), waiting.sequence, waiting))
+        self.size_bytes += queued.size_bytes
+        flow = self._flows.setdefault(queued.flow if self._is_round_robin else "", [])
+        heapq.heappush(flow, (self._order(queued), queued.sequence, queued))
         return True
 
-    def take(self) -> Waiting | None:
+    def take(self) -> QueuedRequest | None:
         for name in list(self._flows):
             flow = self._flows.pop(name)
-            while flow and flow[0][2].gone:
+            while flow and flow[0][2].is_removed:
                 heapq.heappop(flow)
             if flow:
-                _, _, waiting = heapq.heappop(flow)
+                _, _, queued = heapq.heappop(flow)
                 if flow:
                     self._flows[name] = flow
-                self.remove(waiting)
-                return waiting
+                self.remove(queued)
+                return queued
         return None
 
-    def remove(self, waiting: Waiting) -> None:
-        waiting.gone = True
+    def remove(self, queued: QueuedRequest) -> None:
+        queued.is_removed = True
         self.requests -= 1
-        self.size_bytes -= waiting.size_bytes
+        self.size_bytes -= queued.size_bytes
 
-    def waiting(self) -> Iterator[Waiting]:
+    def waiting(self) -> Iterator[QueuedRequest]:
         for flow in self._flows.values():
-            yield from (waiting for _, _, waiting in list(flow) if not waiting.gone)
+            yield from (queued for _, _, queued in list(flow) if not queued.is_removed)

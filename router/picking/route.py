@@ -1,12 +1,11 @@
-"""One request in, one Decision out: the straight line from tokens to the ledger that all doors share.
+"""Router core: turns one request into one Decision, for all protocol handlers.
 
-Knows no gRPC and no HTTP. Tokenizing and hashing run in parallel; matching, pricing, picking and entering
-into the ledger are one short critical section, so that concurrent picks see each other.
+Tokenizing and hashing run in parallel. Matching, costs, picking and the ledger entry form one short critical
+section, so that each pick sees the load and the cached blocks that earlier picks cause.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,17 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.repeated_log import RepeatedLog
 from indexer import PodMatches, TokenError
 from indexer.keys import Keys
-from router.errors import RequestError
 from router.inflight.dispatch import Dispatch
-from router.observe.tracing import Traces
 from router.picking.admission import Admission
-from router.picking.candidates import Lineup, Lineups
+from router.picking.candidates import CandidateCache, CandidateSet
 from router.picking.decision import Decision
 from router.picking.flow import FlowControl
-from router.picking.scheduler import Prompted, Scheduler
+from router.picking.scheduler import Scheduler, TokenizedRequest
 from router.pods.pod_set import PodSet
 from router.prompts.prompt_tokens import LONGER_THAN_CONTEXT, PROMPTS_MAX, TOO_MANY_PROMPTS, PromptTokens
 from router.prompts.request import CACHE_NOT_READ, RouteRequest, reads_cache
@@ -33,107 +29,89 @@ from router.prompts.tokenizers import TokenizerRegistry
 
 if TYPE_CHECKING:
     from indexer import KvIndexer
-    from router.feedback.lifecycle import Outcomes
-
-_log = logging.getLogger(__name__)
-_repeated = RepeatedLog(_log)
 
 
 @dataclass(slots=True, kw_only=True)
 class Router:
-    """Routes requests; safe to call from any number of threads."""
+    """Picks a pod for each request. Thread-safe."""
 
     pods: PodSet
     tokenizers: TokenizerRegistry
     index: KvIndexer
     admission: Admission
     scheduler: Scheduler
-    sink: Outcomes
-    flow: FlowControl | None = None  # None: nobody waits
-    traces: Traces | None = None
-    clock: Callable[[], float] = time.perf_counter  # measures what passes inside
-    _lineups: Lineups = field(init=False)
+    # Called with each decision, the ledger entries evicted for it, and the arrival time of its request.
+    dispatched: Callable[[Decision, Sequence[Dispatch], float], None]
+    flow: FlowControl | None = None  # None: flow control is off
+    clock: Callable[[], float] = time.perf_counter  # measures the time spent inside
+    _candidates: CandidateCache = field(init=False)
     _picking: Lock = field(init=False, default_factory=Lock)
 
     def __post_init__(self) -> None:
-        self._lineups = Lineups(self.pods)
+        self._candidates = CandidateCache(self.pods)
 
     def route(
-        self, request: RouteRequest, now_s: float, is_active: Callable[[], bool] | None = None
+        self,
+        request: RouteRequest,
+        now_s: float,
+        is_active: Callable[[], bool] | None = None,
+        step_done: Callable[[], None] = lambda: None,
     ) -> Decision:
-        """Picks a pod and enters the request into the ledger.
+        """Pick a pod and enter the request into the ledger.
 
         Args:
-            now_s: When the request came.
-            is_active: Whether its client still waits; None: nobody can tell.
+            now_s: Arrival of the request, on the router's monotonic clock.
+            is_active: Returns whether the client is still connected; None if that is unknown.
+            step_done: Called once the candidates are known, and again once the index has been matched.
 
         Raises:
-            RequestError: The request cannot be routed; carries the client's answer. 500: routing failed.
+            RequestError: The request cannot be routed; the error carries the response to the client.
         """
         started_s = self.clock()
-        # When it came, when its candidates were known, and when its matches were: for its spans.
-        marks_ns = [time.time_ns()]
-        try:
-            if self.flow is None:
-                decision, displaced = self._routed(request, started_s, now_s, marks_ns)
-            else:
-                with self.flow.turn(request, is_active):
-                    waited_s = self.clock() - started_s
-                    begun_s = started_s + waited_s
-                    decision, displaced = self._routed(request, begun_s, now_s + waited_s, marks_ns)
-        except Exception as error:
-            self.sink.refused(self.clock() - started_s)
-            if self.traces is not None:
-                self.traces.routed(request, marks_ns, error)
-            if isinstance(error, RequestError):
-                raise
-            _repeated.event(
-                "pick_failed",
-                "picks",
-                "request %s could not be routed",
-                request.request_id,
-                level=logging.ERROR,
-                error=error,
-            )
-            raise RequestError(500, "the router failed to route this request") from error
-        self.sink.decided(decision, displaced, self.clock() - started_s)
-        if self.traces is not None:
-            self.traces.routed(request, marks_ns, decision)
+        if self.flow is None:
+            decision, displaced = self._routed(request, started_s, now_s, step_done)
+        else:
+            with self.flow.admit(request, is_active):
+                waited_s = self.clock() - started_s
+                begun_s = started_s + waited_s
+                decision, displaced = self._routed(request, begun_s, now_s + waited_s, step_done)
+        self.dispatched(decision, displaced, now_s)
         return decision
 
     def _routed(
-        self, request: RouteRequest, started_s: float, now_s: float, marks_ns: list[int]
+        self, request: RouteRequest, started_s: float, now_s: float, step_done: Callable[[], None]
     ) -> tuple[Decision, Sequence[Dispatch]]:
-        lineup = self._lineups.of(request)
-        priority = self.admission.admit(request.headers, lineup.rows, now_s)
-        marks_ns.append(time.time_ns())
-        tokens = self.tokenizers.prompt_tokens(request, lineup.base_model, lineup.context_tokens, lineup.pods)
-        prompted = self._prompted(request, tokens, lineup, priority)
+        candidates = self._candidates.get(request)
+        priority = self.admission.admit(request.headers, candidates.rows, now_s)
+        step_done()
+        base_model, context_tokens = candidates.base_model, candidates.context_tokens
+        tokens = self.tokenizers.prompt_tokens(request, base_model, context_tokens, candidates.pods)
+        tokenized = self._tokenized(request, tokens, candidates, priority)
         with self._picking:
-            return self._pick(prompted, lineup, started_s, now_s, marks_ns)
+            return self._pick(tokenized, candidates, started_s, now_s, step_done)
 
-    def _prompted(
-        self, request: RouteRequest, tokens: PromptTokens, lineup: Lineup, priority: int
-    ) -> Prompted:
-        keys, degraded = self._keys(request, tokens, lineup)
+    def _tokenized(
+        self, request: RouteRequest, tokens: PromptTokens, candidates: CandidateSet, priority: int
+    ) -> TokenizedRequest:
+        keys, degraded = self._keys(request, tokens, candidates)
         if degraded is None and not reads_cache(request):
-            # Its blocks will be stored all the same, which tells the end of its prefill.
+            # Keep the keys: the engine stores the blocks anyway, and their events end the prefill.
             degraded = CACHE_NOT_READ
-        return Prompted(request, tokens, keys, degraded, priority)
+        return TokenizedRequest(request, tokens, keys, degraded, priority)
 
     def _keys(
-        self, request: RouteRequest, tokens: PromptTokens, lineup: Lineup
+        self, request: RouteRequest, tokens: PromptTokens, candidates: CandidateSet
     ) -> tuple[list[Keys], str | None]:
-        """Block keys per prompt, and why there are none."""
-        if tokens.degraded is not None or lineup.base_model is None:
+        """Return the block keys of each prompt, or no keys and the reason."""
+        if tokens.degraded is not None or candidates.base_model is None:
             return [], tokens.degraded or "no_model"
         if len(tokens.prompts) > PROMPTS_MAX:
             return [], TOO_MANY_PROMPTS
-        context_tokens = lineup.context_tokens
+        context_tokens = candidates.context_tokens
         if context_tokens is not None and context_tokens < max(map(len, tokens.prompts), default=0):
-            # The engine will refuse it: no pod's cache will ever hold it.
+            # Every engine rejects the prompt, so no cache will ever contain it.
             return [], LONGER_THAN_CONTEXT
-        base, lora, salt = lineup.base_model, lineup.lora_name, request.cache_salt
+        base, lora, salt = candidates.base_model, candidates.lora_name, request.cache_salt
         try:
             return [
                 self.index.block_keys(base, ids, lora_name=lora, cache_salt=salt, extras=extras)
@@ -143,30 +121,35 @@ class Router:
             return [], "token_error"
 
     def _pick(
-        self, prompted: Prompted, lineup: Lineup, started_s: float, now_s: float, marks_ns: list[int]
+        self,
+        tokenized: TokenizedRequest,
+        candidates: CandidateSet,
+        started_s: float,
+        now_s: float,
+        step_done: Callable[[], None],
     ) -> tuple[Decision, Sequence[Dispatch]]:
-        # Pods of another base model (two bases may share a name) hold none of these keys, truly.
+        # Block keys include the base model, so pods of another base match nothing.
         matches = [
-            self.index.match(keys, lineup.asked, prompt_tokens=length)
-            for keys, length in zip(prompted.keys, map(len, prompted.tokens.prompts), strict=False)
+            self.index.match(keys, candidates.address_set, prompt_tokens=length)
+            for keys, length in zip(tokenized.keys, map(len, tokenized.tokens.prompts), strict=False)
         ]
-        marks_ns.append(time.time_ns())
-        # The pod's time begins now: what tokenizing and waiting took here is not its prefill's.
+        step_done()
+        # Start the prefill clock here so that tokenization and queueing time are not charged to the pod.
         decided_s = now_s + self.clock() - started_s
         decision, displaced = self.scheduler.schedule(
-            prompted, lineup, self.pods.snapshot(), matches, decided_s
+            tokenized, candidates, self.pods.snapshot(), matches, decided_s
         )
-        if keys := prompted.keys:
+        if keys := tokenized.keys:
             key, pod = decision.key, decision.ranked.best.pod
-            # The pod's events are held against the prompt, to see that both sides mean the same by it.
-            prompt = prompted.sent_to(pod, lineup, matches[0]) if len(keys) == 1 else None
-            self.index.speculate(key, pod, _coming_to(pod, keys, matches), decided_s, prompt)
+            # The pod's events are compared with the prompt to detect a different tokenization.
+            prompt = tokenized.sent_prompt(pod, candidates, matches[0]) if len(keys) == 1 else None
+            self.index.speculate(key, pod, _stored_keys(pod, keys, matches), decided_s, prompt)
             if (prefill := decision.prefill_pod) is not None:
-                self.index.speculate(key, prefill, _coming_to(prefill, keys, matches), decided_s, None)
+                self.index.speculate(key, prefill, _stored_keys(prefill, keys, matches), decided_s, None)
         return decision, displaced
 
 
-def _coming_to(pod: str, keys: Sequence[Keys], matches: Sequence[PodMatches]) -> Keys:
-    """Return the keys of all blocks that the pod will hold of these prompts."""
+def _stored_keys(pod: str, keys: Sequence[Keys], matches: Sequence[PodMatches]) -> Keys:
+    """Return the keys of all blocks that the pod will store for these prompts."""
     whole = [match.whole_blocks(pod, each) for match, each in zip(matches, keys, strict=True)]
     return whole[0] if len(whole) == 1 else np.concatenate(whole)

@@ -1,88 +1,110 @@
-"""From what every candidate's cache holds to a pick that later picks see: matches in, a Decision out.
+"""Scheduler: turns index matches and pod loads into a Decision and enters it into the in-flight ledger.
 
-The short critical section of routing: callers let one request in at a time. Knows no tokenizers, no gRPC and
-no clock.
+This is the critical section of routing: callers admit one request at a time. No clock, no tokenizers, no I/O.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from common.jit import kernel_with_arrays
-from indexer import PodMatches, StreamState
-from indexer.audit.mismatch_watch import SentPrompt
+from indexer import GPU_TIER, SPECULATIVE_TIER, PodMatches, SentPrompt, StreamState, Tiers
 from indexer.keys import Keys
-from indexer.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger
-from router.inflight.rates import Lesson
-from router.picking.candidates import Lineup
+from router.inflight.rates import RateSample
+from router.picking.candidates import CandidateSet
 from router.picking.cost import (
-    CREDIT,
+    CACHE_HIT,
+    CostInputs,
     CostParameters,
-    RequestFacts,
-    adapter_s,
-    add_credit,
+    adapter_delay_s,
+    add_hits,
+    cost_breakdowns,
     least_cost_first,
-    price,
 )
-from router.picking.decision import Candidate, Decision, Ranking
-from router.picking.sessions import Sessions, session_of
+from router.picking.decision import Candidate, Decision, PipelineResult, Ranking
+from router.picking.sessions import SessionPods, session_id_of
 from router.pods.load_table import PodBoard
 from router.pods.pod_set import PodSnapshot
 from router.prompts.prompt_tokens import PromptTokens
 from router.prompts.request import RouteRequest, usage_tells_all
 
-if TYPE_CHECKING:
-    from router.plugins.pipeline import Pipeline
-
-# What was only just sent to a pod will lie in its device memory.
+# Speculative blocks of a request just sent will be in device memory.
 _DEVICE_TIERS = (GPU_TIER, SPECULATIVE_TIER)
-_NO_EXTRA, _NOBODY = np.zeros(0), np.zeros(0, np.int64)
-# What candidates hold of a prompt: the first arguments of `add_credit`.
-_Held = tuple[
+_NO_EXTRA, _NO_ROWS = np.zeros(0), np.zeros(0, np.int64)
+# First arguments of `add_hits`, which describe the matches of one prompt.
+_HitArgs = tuple[
     NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], int
 ]
 _NO_BLOCKS = np.zeros(0, np.int32)
-_NOTHING_HELD: _Held = _NO_BLOCKS, np.zeros((0, 1), np.int32), _NO_BLOCKS, _NOBODY, _NOBODY, 0
-# An enum's members take ten times as long to look up, and every pick would.
+_NO_MATCHES: _HitArgs = _NO_BLOCKS, np.zeros((0, 1), np.int32), _NO_BLOCKS, _NO_ROWS, _NO_ROWS, 0
+# A module global is ten times faster to read than an enum member.
 _EXACT = StreamState.EXACT.value
-# Copies and adapters that take longer than this share of a prefill would be learnt as a slow one.
+# Copies and adapter loading above this share of a prefill would distort the observed prefill rate.
 _OTHER_SHARE = 0.1
 
 
-class Prompted(msgspec.Struct, frozen=True):
-    """Facts known of a request's prompts when it is scheduled."""
+class TokenizedRequest(msgspec.Struct, frozen=True):
+    """Request with its prompts' tokens and block keys, ready to be scheduled."""
 
     request: RouteRequest
     tokens: PromptTokens
-    keys: Sequence[Keys]  # block keys of each prompt, in the order of `tokens.prompts`; empty when not known
-    degraded: str | None  # why the cache's view is not used; None when it is
+    keys: Sequence[Keys]  # block keys of each prompt, in the order of `tokens.prompts`; empty if unknown
+    degraded: str | None  # why the index is not used; None if it is
     priority: int = 0
 
-    def sent_to(self, pod: str, lineup: Lineup, matches: PodMatches) -> SentPrompt | None:
-        """What a pod should make of the first prompt; None where that is not known."""
-        base_model, lora_name = lineup.base_model, lineup.lora_name
+    def sent_prompt(self, pod: str, candidates: CandidateSet, matches: PodMatches) -> SentPrompt | None:
+        """Return what a pod should store for the first prompt; None if the base model is unknown."""
+        base_model, lora_name = candidates.base_model, candidates.lora_name
         if base_model is None:
             return None
         row = matches.rows[pod]
         cached_blocks: int = matches.cached_blocks.item(row)
-        assumed_blocks: int = matches.blocks_by_tier.item(row, matches.tiers.number(SPECULATIVE_TIER))
-        salt, held_blocks = self.request.cache_salt, cached_blocks - assumed_blocks
+        speculative_blocks: int = matches.blocks_by_tier.item(row, matches.tiers.number(SPECULATIVE_TIER))
+        salt, held_blocks = self.request.cache_salt, cached_blocks - speculative_blocks
         return SentPrompt(base_model, lora_name, salt, self.tokens.prompts[0], cached_blocks, held_blocks)
 
 
+class Ranker(Protocol):
+    """Replacement for the default order by cost, such as a configured plugin pipeline."""
+
+    def rank(
+        self,
+        tokenized: TokenizedRequest,
+        candidates: CandidateSet,
+        pods: PodSnapshot,
+        matches: Sequence[PodMatches],
+        breakdowns: NDArray[Any],
+        hits: NDArray[Any],
+        loads: NDArray[Any],
+        now_s: float,
+    ) -> tuple[NDArray[np.int64], PipelineResult]:
+        """Return the indices of the candidates that may be picked, best first, and the pipeline's result.
+
+        Args:
+            pods: Current pods; the candidates may carry older load figures.
+            matches: One per prompt; empty if the index is not used.
+            breakdowns: cost.COST_BREAKDOWN [candidates].
+            hits: cost.CACHE_HIT [candidates].
+            loads: load_table.POD [candidates].
+
+        Raises:
+            RequestError: 429 if no candidate passes the filters, 500 if a plugin fails.
+        """
+
+
 class Scheduler:
-    """Prices, picks, and enters the pick into the ledger.
+    """Computes costs, picks a pod and enters the request into the in-flight ledger.
 
     Args:
-        ranker: Orders the candidates; None: their cost does.
+        ranker: Orders the candidates instead of their cost.
     """
 
     def __init__(
@@ -93,7 +115,7 @@ class Scheduler:
         *,
         block_tokens: int,
         cost: CostParameters | None = None,
-        ranker: Pipeline | None = None,
+        ranker: Ranker | None = None,
     ) -> None:
         self._board = board
         self._ledger = ledger
@@ -102,178 +124,187 @@ class Scheduler:
         cost = cost or CostParameters()
         self._parameters = cost.record()
         self._load_age_max_s = cost.load_age_max_s
-        self._sessions = Sessions()
+        self._sessions = SessionPods()
         self._ranker = ranker
         self._tiers: Tiers | None = None
-        self._device_tiers = _NOBODY
-        # Compiles the kernels (or loads them from their cache), so that the first request need not wait.
-        nothing, none = (*_NOTHING_HELD, block_tokens, np.zeros(0, CREDIT)), (_NOBODY, _NO_EXTRA)
-        add_credit(*nothing)
-        _weighed(*nothing, board.pods, *none, 0.0, 0.0, 1.0, 0.0, self._parameters, 1)
+        self._device_tiers = _NO_ROWS
+        # Compile the kernels, or load them from their cache, before the first request arrives.
+        no_hits, none = (*_NO_MATCHES, block_tokens, np.zeros(0, CACHE_HIT)), (_NO_ROWS, _NO_EXTRA)
+        add_hits(*no_hits)
+        _predict_costs(*no_hits, board.pods, *none, 0.0, 0.0, 1.0, 0.0, self._parameters, 1)
 
     def schedule(
         self,
-        prompted: Prompted,
-        lineup: Lineup,
+        tokenized: TokenizedRequest,
+        candidates: CandidateSet,
         pods: PodSnapshot,
         matches: Sequence[PodMatches],
         now_s: float,
     ) -> tuple[Decision, Sequence[Dispatch]]:
-        """Decides, and enters the decision into the ledger.
+        """Pick a pod and enter the request into the ledger.
 
         Args:
-            pods: As they are now; the line-up may be older in what it says of their load.
-            matches: One for each prompt's keys.
+            pods: Current pods; the candidates may carry older load figures.
+            matches: One per prompt.
 
         Returns:
-            The decision, and requests that the ledger had to give up for it.
+            The decision, and the entries that the ledger evicted for it.
         """
-        request = prompted.request
-        session, session_pod = session_of(request.headers), None
-        adapters_s = self._adapters_s(lineup, pods, now_s)
-        prompt_tokens = prompted.tokens.total
-        used = matches if prompted.degraded is None else ()
-        credits, prices, order, most_cached_tokens = self._weigh(prompted, lineup, used, adapters_s, now_s)
+        request = tokenized.request
+        session, session_pod = session_id_of(request.headers), None
+        adapter_s = self._adapter_s(candidates, pods, now_s)
+        prompt_tokens = tokenized.tokens.total
+        used = matches if tokenized.degraded is None else ()
+        hits, breakdowns, order, most_cached = self._predict(tokenized, candidates, used, adapter_s, now_s)
         if session is not None:
-            session_pod = self._sessions.pod_of(session, now_s, lineup.base_model)
-            order = _session_first(order, prices["cost_s"], lineup, session_pod)
-        routing = None
+            session_pod = self._sessions.pod_of(session, now_s, candidates.base_model)
+            order = _session_first(order, breakdowns["cost_s"], candidates, session_pod)
+        result = None
         if self._ranker is not None:
-            known = self._board.known(lineup.rows)
-            order, routing = self._ranker.rank(prompted, lineup, pods, used, prices, credits, known, now_s)
-        block_tokens, addresses = self._block_tokens, lineup.addresses
-        # By place, not by name: that costs half as much.
+            loads = self._board.known(candidates.rows)
+            arguments = candidates, pods, used, breakdowns, hits, loads
+            order, result = self._ranker.rank(tokenized, *arguments, now_s)
+        ranked = Ranking(
+            pods=candidates.addresses,
+            breakdowns=breakdowns,
+            hits=hits,
+            order=order,
+            prompt_tokens=prompt_tokens,
+            block_tokens=self._block_tokens,
+            matches=matches,
+            most_cached_tokens=most_cached,
+        )
         decision = Decision(
-            request.request_id,
-            request.kind,
-            request.model,
-            Ranking(
-                addresses, prices, credits, order, prompt_tokens, block_tokens, matches, most_cached_tokens
-            ),
-            lineup.excluded,
-            prompt_tokens,
-            prompted.degraded,
-            now_s,
-            prompted.priority,
-            session_pod,
-            request.client_model,
-            routing,
-            prompted.tokens.partial,
-            usage_tells_all(request, len(prompted.keys)),
+            request_id=request.request_id,
+            kind=request.kind,
+            model=request.model,
+            ranked=ranked,
+            excluded=candidates.excluded,
+            prompt_tokens=prompt_tokens,
+            degraded=tokenized.degraded,
+            decided_s=now_s,
+            priority=tokenized.priority,
+            session_pod=session_pod,
+            client_model=request.client_model,
+            pipeline=result,
+            partial=tokenized.tokens.partial,
+            is_comparable=usage_tells_all(request, len(tokenized.keys)),
         )
         if session is not None:
-            self._sessions.moved(session, decision.ranked.best.pod, now_s, lineup.base_model)
-        return decision, self._dispatch(decision, lineup, prompted.keys, matches, adapters_s)
+            self._sessions.record(session, decision.ranked.best.pod, now_s, candidates.base_model)
+        return decision, self._dispatch(decision, candidates, tokenized.keys, matches, adapter_s)
 
-    def _weigh(
+    def _predict(
         self,
-        prompted: Prompted,
-        lineup: Lineup,
+        tokenized: TokenizedRequest,
+        candidates: CandidateSet,
         matches: Sequence[PodMatches],
         extra_s: NDArray[np.float64],
         now_s: float,
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64], int]:
-        """Credits, prices, their order, and the most cached tokens."""
-        credits = np.zeros(len(lineup.rows), CREDIT)
+        """Return the candidates' hits and cost breakdowns, their order, and the most cached tokens."""
+        hits = np.zeros(len(candidates.rows), CACHE_HIT)
         block_tokens, board = self._block_tokens, self._board
-        held = list(map(self._held, matches, prompted.tokens.prompts, repeat(lineup))) or [_NOTHING_HELD]
-        for further in held[1:]:
-            add_credit(*further, block_tokens, credits)
+        prompts = map(self._hit_args, matches, tokenized.tokens.prompts, repeat(candidates))
+        first, *others = list(prompts) or [_NO_MATCHES]
+        for other in others:
+            add_hits(*other, block_tokens, hits)
         with board.lock:
-            prices, order, most_cached_tokens = _weighed(
-                *held[0],
+            breakdowns, order, most_cached_tokens = _predict_costs(
+                *first,
                 block_tokens,
-                credits,
+                hits,
                 board.pods,
-                lineup.rows,
+                candidates.rows,
                 extra_s,
-                float(prompted.tokens.total),
+                float(tokenized.tokens.total),
                 float(now_s),
                 float(board.fleet_tokens_per_s),
                 float(board.mean_tokens),
                 self._parameters,
                 self._draw() >> 1,
             )
-        return credits, prices, order, most_cached_tokens
+        return hits, breakdowns, order, most_cached_tokens
 
-    def _held(self, match: PodMatches, prompt: NDArray[np.uint32], lineup: Lineup) -> _Held:
-        """What each candidate holds of a prompt, as `add_credit` takes it."""
+    def _hit_args(self, match: PodMatches, prompt: NDArray[np.uint32], candidates: CandidateSet) -> _HitArgs:
+        """Return the first arguments of `add_hits` for the match of one prompt."""
         if match.tiers is not self._tiers:
             self._tiers = match.tiers
             self._device_tiers = np.array([match.tiers.number(tier) for tier in _DEVICE_TIERS])
-        held = match.cached_blocks, match.blocks_by_tier, match.strides
-        return *held, self._device_tiers, lineup.places(match.rows), len(prompt)
+        blocks = match.cached_blocks, match.blocks_by_tier, match.strides
+        return *blocks, self._device_tiers, candidates.match_rows(match.rows), len(prompt)
 
-    def _adapters_s(self, lineup: Lineup, pods: PodSnapshot, now_s: float) -> NDArray[np.float64]:
-        """Seconds for the request's adapter on each pod; empty when it needs none."""
-        adapter = lineup.lora_name
+    def _adapter_s(self, candidates: CandidateSet, pods: PodSnapshot, now_s: float) -> NDArray[np.float64]:
+        """Return the seconds until each pod can use the request's adapter; empty without an adapter."""
+        adapter = candidates.lora_name
         if adapter is None:
             return _NO_EXTRA
-        adapters_s = np.zeros(len(lineup.rows))
-        for place, address in enumerate(lineup.addresses):
+        adapter_s = np.zeros(len(candidates.rows))
+        for at, address in enumerate(candidates.addresses):
             load = pods[address].load if address in pods else None
             if load is not None and now_s - load.scraped_s <= self._load_age_max_s:
                 sent = self._ledger.adapters.on(address)
-                adapters_s[place] = adapter_s(load.lora, adapter, sent)
-        return adapters_s
+                adapter_s[at] = adapter_delay_s(load.lora, adapter, sent)
+        return adapter_s
 
     def _dispatch(
         self,
         decision: Decision,
-        lineup: Lineup,
+        candidates: CandidateSet,
         keys: Sequence[Keys],
         matches: Sequence[PodMatches],
-        adapters_s: NDArray[np.float64],
+        adapter_s: NDArray[np.float64],
     ) -> Sequence[Dispatch]:
         if not decision.is_charged:
             return ()
-        works, prefill = decision.ranked.best, None
-        if decision.routing is not None:
-            prefill = decision.routing.prefill
-        pod = works.pod
+        executor, prefill = decision.ranked.best, decision.prefill_pod
+        pod = executor.pod
         if prefill is not None:
-            # Who prefills is who is charged, and whose blocks tell that it is done.
-            works = decision.ranked.at_place(lineup.addresses.index(prefill))
-        loading_s = float(adapters_s[lineup.addresses.index(works.pod)]) if len(adapters_s) else 0.0
-        coming = [match.whole_blocks(works.pod, each) for match, each in zip(matches, keys, strict=True)]
-        # Only other routers need them, where there are any.
-        brought = None if self._ledger.changes is None else self._brought(coming, works, prefill)
+            # Charge the prefill to the pod that executes it; the events of its blocks mark the end.
+            executor = decision.ranked.candidate_at(candidates.addresses.index(prefill))
+        is_exact = executor.view == _EXACT and prefill is None
+        loading_s = float(adapter_s[candidates.addresses.index(executor.pod)]) if len(adapter_s) else 0.0
+        stored = [match.whole_blocks(executor.pod, each) for match, each in zip(matches, keys, strict=True)]
+        # The keys are needed only if other routers follow this one's ledger.
+        new_keys = None if self._ledger.changes is None else self._new_keys(stored, executor, prefill)
         return self._ledger.dispatch(
             Dispatch(
-                decision.request_id,
-                pod,
-                works.uncached_tokens,
-                works.queued_prefill_s,
-                works.own_prefill_s,
-                _confirm_key(coming, works.view, matches, works.pod, is_read=decision.degraded is None),
-                _lesson(decision, works, loading_s),
-                decision.decided_s,
-                works.decoding,
-                prefill,
-                lineup.lora_name,
-                # Where another pod prefills, the destination's cache tells what was transferred, too.
-                works.cached_tokens if works.view == _EXACT and prefill is None else 0,
+                request_id=decision.request_id,
+                pod=pod,
+                uncached_tokens=executor.uncached_tokens,
+                queued_prefill_s=executor.queued_prefill_s,
+                own_prefill_s=executor.own_prefill_s,
+                confirm_key=_confirm_key(
+                    stored, executor.view, matches, executor.pod, is_read=decision.degraded is None
+                ),
+                rate_sample=_rate_sample(decision, executor, loading_s),
+                dispatched_s=decision.decided_s,
+                decoding=executor.decoding,
+                prefill_pod=prefill,
+                adapter=candidates.lora_name,
+                # With a separate prefill pod, the reported usage includes transferred blocks.
+                predicted_hit_tokens=executor.cached_tokens if is_exact else 0,
             ),
-            brought,
+            new_keys,
         )
 
-    def _brought(self, keys: Sequence[Keys], works: Candidate, prefill: str | None) -> Keys | None:
-        """Keys of the blocks that a request brings to its pods, as far as these are not there."""
-        if len(keys) != 1 or works.view != _EXACT or prefill is not None:
+    def _new_keys(self, keys: Sequence[Keys], executor: Candidate, prefill: str | None) -> Keys | None:
+        """Return the keys of the blocks that the request's pods will store and do not have yet."""
+        if len(keys) != 1 or executor.view != _EXACT or prefill is not None:
             return np.concatenate(keys) if keys else None
-        return keys[0][works.cached_tokens // self._block_tokens :]
+        return keys[0][executor.cached_tokens // self._block_tokens :]
 
 
 @kernel_with_arrays
-def _weighed(
+def _predict_costs(
     cached_blocks: NDArray[np.int32],
     blocks_by_tier: NDArray[np.int32],
     strides: NDArray[np.int32],
     device_tiers: NDArray[np.int64],
-    places: NDArray[np.int64],
-    servable_tokens: int,
+    match_rows: NDArray[np.int64],
+    matched_tokens: int,
     block_tokens: int,
-    credits: NDArray[Any],
+    hits: NDArray[Any],
     pods: NDArray[Any],
     rows: NDArray[np.int64],
     extra_s: NDArray[np.float64],
@@ -284,58 +315,60 @@ def _weighed(
     parameters: NDArray[Any],
     seed: int,
 ) -> tuple[NDArray[Any], NDArray[np.int64], int]:
-    """`add_credit`, `price` and `least_cost_first` in one call, and the most cached tokens of a candidate."""
-    facts = RequestFacts(prompt_tokens, now_s, fleet_tokens_per_s, mean_tokens)
-    add_credit(
-        cached_blocks, blocks_by_tier, strides, device_tiers, places, servable_tokens, block_tokens, credits
+    """Run `add_hits`, `cost_breakdowns` and `least_cost_first`; also return the most cached tokens."""
+    inputs = CostInputs(prompt_tokens, now_s, fleet_tokens_per_s, mean_tokens)
+    add_hits(
+        cached_blocks, blocks_by_tier, strides, device_tiers, match_rows, matched_tokens, block_tokens, hits
     )
-    prices = price(pods, rows, credits, extra_s, facts, parameters[0])
+    breakdowns = cost_breakdowns(pods, rows, hits, extra_s, inputs, parameters[0])
     most_cached_tokens = 0
-    for credit in credits["cached_tokens"]:
-        most_cached_tokens = max(most_cached_tokens, credit)
-    return prices, least_cost_first(prices["cost_s"], seed), most_cached_tokens
+    for cached_tokens in hits["cached_tokens"]:
+        most_cached_tokens = max(most_cached_tokens, cached_tokens)
+    return breakdowns, least_cost_first(breakdowns["cost_s"], seed), most_cached_tokens
 
 
 def _session_first(
-    order: NDArray[np.int64], costs_s: NDArray[np.float64], lineup: Lineup, session_pod: str | None
+    order: NDArray[np.int64], costs_s: NDArray[np.float64], candidates: CandidateSet, session_pod: str | None
 ) -> NDArray[np.int64]:
     """Return the order with the session's pod first, if no candidate costs less."""
-    if session_pod not in lineup.asked:
+    if session_pod not in candidates.address_set:
         return order
-    place = lineup.addresses.index(session_pod)
-    if costs_s[place] > costs_s[order[0]]:
+    at = candidates.addresses.index(session_pod)
+    if costs_s[at] > costs_s[order[0]]:
         return order
-    return np.concatenate((np.array([place]), order[order != place]))
+    return np.concatenate((np.array([at]), order[order != at]))
 
 
-def _lesson(decision: Decision, works: Candidate, loading_s: float) -> Lesson:
-    """What the time to the first token will tell of the rate of the pod that works for it.
+def _rate_sample(decision: Decision, executor: Candidate, loading_s: float) -> RateSample:
+    """Return how the request's time to first token may be used to estimate the executor's prefill rate.
 
     Args:
-        loading_s: Of the request's adapter there.
+        loading_s: Time to load the request's adapter on the executor.
     """
     if decision.degraded is not None or decision.partial is not None:
-        return Lesson.NOTHING
-    # Whoever finds others waiting tells their prefills' time, too.
-    if works.awaiting or works.queued_prefill_s:
-        return Lesson.NOTHING
-    if works.copy_s + loading_s > _OTHER_SHARE * works.own_prefill_s:
-        return Lesson.NOTHING
-    return Lesson.RATE if works.view == _EXACT else Lesson.AT_MOST
+        return RateSample.NONE
+    # Behind a queue, the time to first token includes the prefills of other requests.
+    if executor.awaiting or executor.queued_prefill_s:
+        return RateSample.NONE
+    if executor.copy_s + loading_s > _OTHER_SHARE * executor.own_prefill_s:
+        return RateSample.NONE
+    return RateSample.EXACT if executor.view == _EXACT else RateSample.UPPER_BOUND
 
 
 def _confirm_key(
     keys: Sequence[Keys], view: str, matches: Sequence[PodMatches], pod: str, *, is_read: bool
 ) -> int | None:
-    """The key whose announcement ends the prefill: the last full block's, where the pod will announce it.
+    """Return the key of the last full block, whose stored event marks the end of the prefill.
+
+    None if the pod is not expected to publish that event.
 
     Args:
-        keys: Of each prompt's blocks that the pod will hold; a tail that fills no block of the engine is
-            announced only once decoding has filled it.
+        keys: Keys of the full engine blocks that the pod will store, per prompt. A partial last block is
+            published only once decoding has filled it.
         is_read: Whether the engine reads its cache for the request.
     """
     if len(keys) != 1 or view != _EXACT or not (blocks := len(keys[0])):
         return None
     match = matches[0]
-    # A pod that does not read its cache announces all blocks again.
+    # An engine that does not read its cache publishes all blocks again.
     return keys[0].item(-1) if not is_read or match.cached_blocks.item(match.rows[pod]) < blocks else None

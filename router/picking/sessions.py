@@ -1,7 +1,4 @@
-"""Which pod a session was at last with each model: ids in, pods out, for a while.
-
-Pure: time comes in.
-"""
+"""Session affinity: the last pod of each session and model, with expiry. Callers pass the time."""
 
 from __future__ import annotations
 
@@ -10,17 +7,17 @@ from collections.abc import Mapping
 from threading import Lock
 
 SESSION_ID_HEADER = "x-session-id"
-# In these agents name their session; the first that a request carries counts.
+# Session headers of coding agents, in the order of precedence.
 _AGENT_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
 _ID_CHARS_MAX = 256
 
 
-class Sessions:
-    """Sessions' last pods; safe to share between threads.
+class SessionPods:
+    """LRU table of the last pod of each session and base model. Thread-safe.
 
     Args:
-        ttl_s: A session without a request for this long is forgotten.
-        capacity: Sessions remembered, once for each of their models; the least recently used goes first.
+        ttl_s: Seconds after its last request at which an entry expires.
+        capacity: Maximum number of entries; the least recently used one is evicted.
     """
 
     def __init__(self, ttl_s: float = 300.0, capacity: int = 100_000) -> None:
@@ -33,16 +30,16 @@ class Sessions:
         return len(self._pods)
 
     def pod_of(self, session: str, now_s: float, model: str | None = None) -> str | None:
-        """The pod that the session was at last with this base model; None when forgotten."""
+        """Return the last pod of a session with this base model; None if unknown or expired."""
         key = (model, session)
         with self._lock:
-            pod, heard_s = self._pods.get(key, (None, 0.0))
-            if now_s - heard_s > self._ttl_s:
+            pod, seen_s = self._pods.get(key, (None, 0.0))
+            if now_s - seen_s > self._ttl_s:
                 self._pods.pop(key, None)
                 return None
             return pod
 
-    def moved(self, session: str, pod: str, now_s: float, model: str | None = None) -> None:
+    def record(self, session: str, pod: str, now_s: float, model: str | None = None) -> None:
         key = (model, session)
         with self._lock:
             self._pods[key] = (pod, now_s)
@@ -51,17 +48,17 @@ class Sessions:
                 self._pods.popitem(last=False)
 
 
-def session_of(headers: Mapping[str, str]) -> str | None:
-    """Return the id of a request's session, from x-session-id or an agent's own header.
+def session_id_of(headers: Mapping[str, str]) -> str | None:
+    """Return the session id of a request, from x-session-id or an agent's header.
 
-    None without one, or with one of senseless length.
+    None without such a header, or if the id is longer than 256 characters.
     """
-    session = headers.get(SESSION_ID_HEADER) or agent_session(headers)
+    session = headers.get(SESSION_ID_HEADER) or agent_session_id(headers)
     return session if session and len(session) <= _ID_CHARS_MAX else None
 
 
 def cookie_value(header: str, name: str) -> str:
-    """One cookie out of a request's cookie header; "" for none."""
+    """Return the value of a cookie in a request's cookie header; "" if it is missing."""
     for pair in header.split(";"):
         key, equals, value = pair.strip().partition("=")
         if equals and key == name:
@@ -69,6 +66,6 @@ def cookie_value(header: str, name: str) -> str:
     return ""
 
 
-def agent_session(headers: Mapping[str, str]) -> str | None:
-    """Return the id of an agent's session; None: the request is no agent's."""
+def agent_session_id(headers: Mapping[str, str]) -> str | None:
+    """Return the session id in an agent's header; None without one."""
     return next((headers[name] for name in _AGENT_HEADERS if headers.get(name)), None)

@@ -1,4 +1,4 @@
-"""Filters, scorers and pickers: the weighted pipeline beside the cost policy, and what a plugin is made of.
+"""Configurable pipeline of filters, scorers and pickers, an alternative to the default cost policy.
 
 A plugin is a class with `filter`, `score` or `pick`; see `api` and docs/plugins.md.
 """

@@ -1,6 +1,6 @@
-"""What a plugin is given and what it answers: one request, its candidate endpoints, and four protocols.
+"""Plugin interface: the request, its candidate endpoints, and the protocols that a plugin implements.
 
-Plugins run inside the pick, one request at a time: they must not block, and need no locks.
+Plugins run inside the pick, one request at a time. They must not block, and need no locks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from router.pods.engine_load import LoraLoad
 
 
 class PrefixMatch(NamedTuple):
-    """How much of a request's prompt an endpoint's cache holds, by one producer's account."""
+    """Prefix of a request's prompt that an endpoint has cached, according to one producer."""
 
     blocks: float  # matched blocks, each weighted by its tier
-    total_blocks: int  # full blocks of the request; 0: the prompt is shorter than one
+    total_blocks: int  # full blocks of the prompt; 0 if it is shorter than one block
     cached_blocks: int  # matched blocks, unweighted
-    block_tokens: int  # tokens of one block
+    block_tokens: int  # tokens per block
 
     @property
     def ratio(self) -> float:
@@ -32,45 +32,45 @@ NO_MATCH = PrefixMatch(0.0, 0, 0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One candidate: what it declared, what its engine told last, and what this router knows of it."""
+    """Candidate for a request, with its labels, its engine's last metrics and this router's load on it."""
 
-    address: str  # "ip:port", its identity
+    address: str  # "ip:port", unique
     id: str  # "namespace/name"
-    labels: Mapping[str, str] = field(default_factory=dict)  # as in Kubernetes
-    waiting_requests: int = 0  # in the engine's queue
-    running_requests: int = 0  # being computed
+    labels: Mapping[str, str] = field(default_factory=dict)  # Kubernetes labels
+    waiting_requests: int = 0  # queued in the engine
+    running_requests: int = 0  # running in the engine
     kv_usage: float = 0.0  # share of the KV cache in use, 0..1
-    load_age_s: float | None = None  # age of the three above (0: not told); None if the engine never told
-    lora: LoraLoad | None = None  # the engine's places for adapters; None if not told
-    inflight_requests: int = 0  # sent there by this router and not yet over
+    load_age_s: float | None = None  # age of the three values above; None, and 0 in each, if never scraped
+    lora: LoraLoad | None = None  # LoRA adapters in the engine; None if it does not report them
+    inflight_requests: int = 0  # sent by this router and not finished
     inflight_tokens: int = 0  # their uncached prompt tokens
-    uncached_tokens: int = 0  # prompt tokens of this request that it would have to compute
-    cost_s: float = 0.0  # what the default policy charges, in seconds
+    uncached_tokens: int = 0  # prompt tokens of this request that the endpoint would have to compute
+    cost_s: float = 0.0  # cost under the default policy, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class PluginRequest:
-    """One request, as plugins see it."""
+    """Request that is being scheduled."""
 
-    id: str  # the request's id
-    model: str | None  # as the pod will be asked for it; None where the API is not known
+    id: str
+    model: str | None  # model name sent to the pod, after rewrites; None if the API is unknown
     headers: Mapping[str, str]  # by lower-case name
-    prompt_tokens: int  # of all prompts; estimated from the body's size where no tokenizer knows
+    prompt_tokens: int  # of all prompts; estimated from the body's size without a tokenizer
     priority: int  # of its objective
     now_s: float  # on the router's monotonic clock
-    random: np.random.Generator  # to break ties with
-    attributes: Mapping[str, str] = field(default_factory=dict)  # from producers, such as a session's id
+    random: np.random.Generator  # for breaking ties
+    attributes: Mapping[str, str] = field(default_factory=dict)  # by producer, such as a session id
     prefixes: Mapping[str, Mapping[str, PrefixMatch]] = field(default_factory=dict)  # by producer and address
-    multimodal: bool = False  # whether the prompt carries more than text
+    multimodal: bool = False  # whether the prompt contains images, audio or video
 
     def prefix(self, producer: str, endpoint: Endpoint) -> PrefixMatch:
-        """What a producer knows of the prompt on this endpoint."""
+        """Return the prompt's cached prefix on an endpoint according to a producer."""
         return self.prefixes.get(producer, {}).get(endpoint.address, NO_MATCH)
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """An endpoint and the weighted sum of its scores."""
+    """Endpoint with the weighted sum of its scores."""
 
     endpoint: Endpoint
     score: float
@@ -78,45 +78,45 @@ class Scored:
 
 @runtime_checkable
 class Filter(Protocol):
-    """Narrows the candidates."""
+    """Plugin that removes candidates."""
 
     def filter(self, request: PluginRequest, endpoints: Sequence[Endpoint], /) -> Sequence[Endpoint]:
-        """Those of `endpoints` that may stay; none: the request is answered with 429."""
+        """Return the endpoints to keep; if none are left, the client receives 429."""
 
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Says how good each candidate is."""
+    """Plugin that rates the candidates."""
 
     def score(self, request: PluginRequest, endpoints: Sequence[Endpoint], /) -> Sequence[float]:
-        """One score for each, in their order; what is not within 0..1 is clamped, NaN is 0."""
+        """Return one score per endpoint, in their order; scores are clamped to 0..1 and NaN counts as 0."""
 
 
 @runtime_checkable
 class Picker(Protocol):
-    """Chooses among the scored candidates."""
+    """Plugin that chooses among the scored candidates."""
 
     def pick(self, request: PluginRequest, scored: Sequence[Scored], /) -> Sequence[Endpoint]:
-        """The chosen ones, best first; never empty."""
+        """Return the chosen endpoints, best first, at least one."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """May be any plugin, too: shows people what it remembers."""
+    """Optional interface of a plugin that exposes its internal state on /debug/plugins/state."""
 
     def state(self) -> object:
-        """Something that JSON can say; asked on another thread than the picks'."""
+        """Return a value that JSON can represent. Called on another thread than the picks."""
 
 
 @runtime_checkable
 class Observer(Protocol):
-    """May be any plugin, too: learns what was picked, and may say something in the response's headers."""
+    """Optional interface of a plugin that observes picks and may add response headers."""
 
     def picked(self, request: PluginRequest, targets: Mapping[str, Endpoint], /) -> Mapping[str, str]:
-        """Is told the picks.
+        """Receive the picks of a request.
 
         Args:
-            targets: By profile; "" is the destination.
+            targets: First pick by profile name; "" is the destination.
 
         Returns:
             Headers to set on the response.

@@ -1,7 +1,6 @@
-"""A response's usage as dynamic metadata: the reference's request-attribute-reporter.
+"""llm-d's request-attribute-reporter: publishes a response's token usage as Envoy dynamic metadata.
 
-In: `usage` as the response wrote it. Out: by namespace and name, the whole numbers that configured CEL
-expressions make of it. Needs the package's `cel` extra.
+Configured CEL expressions turn the response's `usage` into integers. Needs the package's `cel` extra.
 """
 
 from __future__ import annotations
@@ -42,43 +41,43 @@ class _Reporter(Settings):
 
 @dataclass(eq=False)
 class AttributeReporter:
-    """All reporters of a configuration."""
+    """Evaluates the CEL expressions of all reporters in a configuration."""
 
-    attributes: Sequence[_Attribute]  # what they report
-    _complaint: str = field(default="", init=False)
+    attributes: Sequence[_Attribute]
+    _last_error: str = field(default="", init=False)
 
     @classmethod
-    def of(cls, config: PickerConfig) -> AttributeReporter | None:
-        """The reporters that a configuration names; None: none.
+    def from_config(cls, config: PickerConfig) -> AttributeReporter | None:
+        """Return the reporter for a configuration; None if it has no attributes to report.
 
         Raises:
-            ConfigError: An expression is wrong, or the extra is missing.
+            ConfigError: An expression is invalid, or the `cel` extra is not installed.
         """
         entries = [entry for entry in config.plugins.values() if entry.type == TYPE]
-        attributes = [one for entry in entries for one in entry.told.read(_Reporter).attributes]
+        attributes = [one for entry in entries for one in entry.parameters_section.read(_Reporter).attributes]
         return cls(attributes) if attributes else None
 
     def report(self, usage_json: bytes) -> dict[str, dict[str, int]]:
-        """What a usage comes to; an expression that fails on it reports nothing."""
+        """Return the attributes of a usage by namespace and name, without those whose expression fails."""
         from celpy.adapter import json_to_cel
         from celpy.evaluation import CELEvalError
 
-        told: dict[str, dict[str, int]] = {}
-        activation = {"usage": json_to_cel(_in_one_form(msgspec.json.decode(usage_json)))}
+        reported: dict[str, dict[str, int]] = {}
+        activation = {"usage": json_to_cel(_with_chat_names(msgspec.json.decode(usage_json)))}
         for attribute in self.attributes:
             try:
                 if attribute.applies is None or attribute.applies.evaluate(activation):
                     value = int(attribute.program.evaluate(activation))
-                    told.setdefault(attribute.key.namespace, {})[attribute.key.name] = value
+                    reported.setdefault(attribute.key.namespace, {})[attribute.key.name] = value
             except (CELEvalError, TypeError, ValueError, OverflowError) as error:
-                if str(error) != self._complaint:
-                    self._complaint = str(error)
-                    _log.warning("attribute %s is not reported: %s", attribute.key.name, error)
-        return told
+                if str(error) != self._last_error:
+                    self._last_error = str(error)
+                    _log.warning("attribute not reported: name=%s error=%s", attribute.key.name, error)
+        return reported
 
 
-def _in_one_form(usage: dict[str, Any]) -> dict[str, Any]:
-    """With the names that chat completions have, whichever API told it; expressions are written in these."""
+def _with_chat_names(usage: dict[str, Any]) -> dict[str, Any]:
+    """Return a usage of any API with the field names of chat completions, which expressions refer to."""
     for name, other in (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens")):
         if name not in usage and other in usage:
             usage[name] = usage[other]
@@ -93,9 +92,9 @@ def _compiled(key: str, expression: str) -> Any:
         from celpy import Environment
         from celpy.celparser import CELParseError
     except ImportError:
-        raise ValueError(f"{key}: needs CEL: pip install 'kvroute[cel]'") from None
+        raise ValueError(f"{key}: CEL is not installed: pip install 'kvroute[cel]'") from None
     environment = Environment()
     try:
         return environment.program(environment.compile(expression))
     except CELParseError as error:
-        raise ValueError(f"{key}: is no CEL expression: {error}") from error
+        raise ValueError(f"{key}: expected a CEL expression: {error}") from error

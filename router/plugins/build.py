@@ -1,9 +1,8 @@
-"""From a configuration to the pipeline that it describes: a PickerConfig in, a Pipeline out.
+"""Plugin registry and factory: builds the pipeline that a picker configuration describes.
 
-A plugin's type is one of the reference's that we have, an entry point of the group `kvroute.plugins`, or
-`FILE.py:CLASS`, relative to the configuration. What is neither is refused with what there is instead. Adds
-what the reference adds: one profile of all that can stand in one, the single-profile handler, the max-score
-picker, and producers for whatever is consumed.
+A plugin's type is a supported llm-d type, an entry point of the group `kvroute.plugins`, or `FILE.py:CLASS`
+relative to the configuration file. Any other type is rejected with the supported alternative. Defaults are as
+in llm-d: one profile of all plugins, the single-profile handler, the max-score picker and required producers.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ from router.plugins.producers import (
     SessionIdProducer,
 )
 from router.plugins.profiles import (
-    AlwaysMultimodal,
-    AlwaysPd,
-    Disaggregation,
+    AlwaysMultimodalDecider,
+    AlwaysPdDecider,
+    DisaggHandlerSettings,
     MaxScorePicker,
-    PrefillApart,
-    PrefixBasedPd,
+    PdHandlerSettings,
+    PrefixBasedPdDecider,
     Profile,
     ProfileHandler,
     RandomPicker,
@@ -61,8 +60,8 @@ ENTRY_POINTS = "kvroute.plugins"
 _SINGLE = "single-profile-handler"
 _Plugins = Mapping[str, object]
 
-# Types that stand in a profile or decide for a handler, as far as they need nothing of the router.
-MAKERS: Mapping[str, type[Settings]] = {
+# Filters, scorers, pickers and deciders by type.
+PLUGIN_TYPES: Mapping[str, type[Settings]] = {
     "label-selector-filter": labels.LabelSelectorFilter,
     "by-label-selector": labels.LabelSelectorFilter,
     "by-label": labels.ByLabelFilter,
@@ -89,9 +88,9 @@ MAKERS: Mapping[str, type[Settings]] = {
     "max-score-picker": MaxScorePicker,
     "random-picker": RandomPicker,
     "weighted-random-picker": WeightedRandomPicker,
-    "prefix-based-pd-decider": PrefixBasedPd,
-    "always-disagg-pd-decider": AlwaysPd,
-    "always-disagg-multimodal-decider": AlwaysMultimodal,
+    "prefix-based-pd-decider": PrefixBasedPdDecider,
+    "always-disagg-pd-decider": AlwaysPdDecider,
+    "always-disagg-multimodal-decider": AlwaysMultimodalDecider,
 }
 
 
@@ -101,22 +100,22 @@ class _InflightLoad(Settings):
 
     def __post_init__(self) -> None:
         if self.add_estimated_output_tokens:
-            raise ValueError("addEstimatedOutputTokens: is not understood; prompt tokens count alone")
+            raise ValueError("addEstimatedOutputTokens: not supported; only prompt tokens count")
 
 
 class _PrefillHeader(Settings):
     prefill_profile: Any = None
 
 
-# Types that stand in no profile.
-_OTHERS: Mapping[str, type[Settings]] = {
+# Types that are not part of a profile.
+_NON_PROFILE_TYPES: Mapping[str, type[Settings]] = {
     _SINGLE: Settings,
-    "disagg-profile-handler": Disaggregation,
-    "pd-profile-handler": PrefillApart,
+    "disagg-profile-handler": DisaggHandlerSettings,
+    "pd-profile-handler": PdHandlerSettings,
     "agent-identity": AgentIdentity,
     "session-id-producer": SessionIdProducer,
     APPROXIMATE: ApproximatePrefix,
-    # Part of the router whether they are named or not; what they may be told is checked, without effect.
+    # Always active in the router; their parameters are validated without effect.
     "file-discovery": DiscoverySettings,
     "core-metrics-extractor": Settings,
     "models-data-source": Settings,
@@ -124,53 +123,53 @@ _OTHERS: Mapping[str, type[Settings]] = {
     "endpoint-notification-source": Settings,
     "destination-endpoint-served-verifier": Settings,
     "inflight-load-producer": _InflightLoad,
-    # What these say is settings of the router's, which are read before any plugin is made.
+    # Their parameters are router settings, which producer_settings reads.
     "metrics-data-source": MetricsSettings,
     "token-producer": TokenSettings,
     "tokenizer": TokenSettings,
-    # Where decoding is apart from prefilling the profile handler sets their headers itself.
+    # The profile handler sets their headers itself.
     "disagg-headers-handler": Settings,
     "prefill-header-handler": _PrefillHeader,
 }
 
-# A producer and its scorer in one.
+# Combines a producer and its scorer.
 _PRECISE_SCORER = "precise-prefix-cache-scorer"
-# Types whose parameters are others' to read.
+# Types whose parameters other modules read.
 _READ_ELSEWHERE = frozenset({*PARSERS, *FLOW_TYPES, REPORTER})
 
-# Replacements of types that we do not have.
-INSTEAD: Mapping[str, str] = {
-    "data-parallel-profile-handler": "one endpoint for each rank, which discovery makes",
+# Alternatives to llm-d types that are not supported.
+REPLACEMENTS: Mapping[str, str] = {
+    "data-parallel-profile-handler": "one endpoint per rank, which discovery creates",
     "latency-scorer": "ttft-cost-scorer, which needs no predictor",
     "predicted-latency-producer": "ttft-cost-scorer, which needs no predictor",
     "latency-slo-admitter": "flowControl",
     "probabilistic-admitter": "flowControl",
-    "burst-prefix-cache-producer": "precise-prefix-cache-producer, which knows of picks at once",
-    "header-profile-handler": "disagg-profile-handler, or one router for each profile",
+    "burst-prefix-cache-producer": "precise-prefix-cache-producer, which includes picks at once",
+    "header-profile-handler": "disagg-profile-handler, or one router per profile",
     "slo-headroom-tier-filter": "ttft-cost-scorer, which needs no predictor",
-    "topology-affinity-filter": "label-selector-filter, or a plugin of your own, see docs/plugins.md",
-    "topology-affinity-scorer": "label-selector-filter, or a plugin of your own, see docs/plugins.md",
-    "topology-extractor": "labels of the pods, which plugins see",
+    "topology-affinity-filter": "label-selector-filter, or a custom plugin (docs/plugins.md)",
+    "topology-affinity-scorer": "label-selector-filter, or a custom plugin (docs/plugins.md)",
+    "topology-extractor": "pod labels, which plugins can read",
     "mm-embeddings-cache-scorer": "precise-prefix-cache-producer",
     "mm-embeddings-cache-producer": "precise-prefix-cache-producer",
-    "p2p-source-producer": "the engines' own transfer of blocks",
+    "p2p-source-producer": "the engines' own KV transfer",
     "program-aware-fairness": "round-robin-fairness-policy",
     "priority-holdback-policy": "static-usage-limit-policy",
     "soft-reflective-ceiling-policy": "static-usage-limit-policy",
     "dcgm-data-source": "the engine's own metrics page",
     "dcgm-extractor": "the engine's own metrics page",
     "sglanggrpc-parser": "passthrough-parser",
-    "disaggregatedset-rollout-screener": "readiness of the pods",
-    "endpoint-attribute-scorer": "a plugin of your own, see docs/plugins.md",
-    "endpoint-attribute-filter": "utilization-filter, or a plugin of your own, see docs/plugins.md",
+    "disaggregatedset-rollout-screener": "pod readiness",
+    "endpoint-attribute-scorer": "a custom plugin (docs/plugins.md)",
+    "endpoint-attribute-filter": "utilization-filter, or a custom plugin (docs/plugins.md)",
 }
 
 
 def build_pipeline(config: PickerConfig, *, block_tokens: int, random: np.random.Generator) -> Pipeline:
-    """Makes every plugin and wires them.
+    """Create and connect all plugins of a configuration.
 
     Raises:
-        ConfigError: Something is not understood, missing, or does not fit; names the place.
+        ConfigError: A plugin or parameter is unknown, missing or invalid; names its line.
     """
     plugins: dict[str, object] = {}
     prefixes: dict[str, PrefixProducer] = {}
@@ -181,8 +180,8 @@ def build_pipeline(config: PickerConfig, *, block_tokens: int, random: np.random
             prefixes[name] = PrecisePrefix(block_tokens)
             if entry.type == _PRECISE_SCORER:
                 plugins[name] = cache_scorers.PrefixScorer(name)
-        elif entry.type in _OTHERS:
-            other = entry.told.read(_OTHERS[entry.type])
+        elif entry.type in _NON_PROFILE_TYPES:
+            other = entry.parameters_section.read(_NON_PROFILE_TYPES[entry.type])
             if isinstance(other, ApproximatePrefix):
                 prefixes[name] = other
             elif isinstance(other, AttributeProducer):
@@ -190,22 +189,22 @@ def build_pipeline(config: PickerConfig, *, block_tokens: int, random: np.random
             elif entry.type.endswith("-profile-handler"):
                 handlers[name] = other
         elif entry.type not in _READ_ELSEWHERE:
-            plugins[name] = make(entry, config.directory)
+            plugins[name] = make_plugin(entry, config.directory)
     for name, plugin in plugins.items():
-        _provide(config, prefixes, name, getattr(plugin, "producer", None), block_tokens)
+        _add_producer(config, prefixes, name, getattr(plugin, "producer", None), block_tokens)
     profiles = {entry.name: _profile(entry, plugins, config) for entry in _profile_entries(config, plugins)}
     handler = _handler(config, handlers, plugins, profiles)
     types = {name: entry.type for name, entry in config.plugins.items()}
     return Pipeline(handler, plugins, prefixes, attributes, types, random)
 
 
-def _provide(
+def _add_producer(
     config: PickerConfig, prefixes: dict[str, PrefixProducer], name: str, producer: object, block_tokens: int
 ) -> None:
-    """Adds the producer that a plugin consumes, if it is one of the two that need not be declared."""
+    """Add the prefix producer that a plugin reads, if it may be left out of the configuration."""
     if not isinstance(producer, str) or producer in prefixes:
         return
-    # A renamed producer is meant by its type, too, as long as there is one.
+    # The reference may also be the type of a producer with another name.
     same = [other for other, entry in config.plugins.items() if entry.type == producer]
     if same:
         prefixes[producer] = prefixes[same[0]]
@@ -215,8 +214,8 @@ def _provide(
         prefixes[producer] = PrecisePrefix(block_tokens)
     else:
         known = sorted({*prefixes, APPROXIMATE, PRECISE})
-        config.plugins[name].told.fail(
-            PRODUCER_KEY, f"there is no producer {producer!r}; there are {', '.join(known)}"
+        config.plugins[name].parameters_section.fail(
+            PRODUCER_KEY, f"unknown producer {producer!r}; known: {', '.join(known)}"
         )
 
 
@@ -235,7 +234,7 @@ def _profile(entry: ProfileEntry, plugins: _Plugins, config: PickerConfig) -> Pr
         name = reference.plugin_ref
         plugin, kind = plugins.get(name), config.plugins[name].type
         is_filter, is_scorer = isinstance(plugin, Filter), isinstance(plugin, Scorer)
-        # One object of ours does both; its type says which of them is meant here.
+        # A class may implement both; the suffix of its type selects the role here.
         if isinstance(plugin, Filter) and not (is_scorer and kind.endswith("-scorer")):
             filters.append((name, plugin))
         if isinstance(plugin, Scorer) and not (is_filter and kind.endswith("-filter")):
@@ -243,9 +242,9 @@ def _profile(entry: ProfileEntry, plugins: _Plugins, config: PickerConfig) -> Pr
         if isinstance(plugin, Picker):
             pickers.append(plugin)
         if plugin is not None and not isinstance(plugin, Filter | Scorer | Picker):
-            reference.section.fail("pluginRef", f"{kind} has no filter, score or pick")
+            reference.section.fail("pluginRef", f"{kind} is not a filter, scorer or picker")
     if len(pickers) > 1:
-        entry.section.fail("plugins", "has two pickers; a profile takes one")
+        entry.section.fail("plugins", "expected at most one picker per profile")
     return Profile(entry.name, filters, scorers, pickers[0] if pickers else MaxScorePicker())
 
 
@@ -253,77 +252,75 @@ def _handler(
     config: PickerConfig, handlers: Mapping[str, Settings], plugins: _Plugins, profiles: Mapping[str, Profile]
 ) -> ProfileHandler:
     if len(handlers) > 1:
-        config.section.fail("plugins", f"has several profile handlers ({', '.join(handlers)}); one is used")
+        config.section.fail("plugins", f"expected at most one profile handler, got {', '.join(handlers)}")
     match next(iter(handlers.values()), None):
-        case Disaggregation() as told:
-            return _disaggregated(told, plugins, profiles)
-        case PrefillApart() as told:
-            return _prefill_apart(told, plugins, profiles)
+        case DisaggHandlerSettings() as disagg:
+            return _disagg_handler(disagg, plugins, profiles)
+        case PdHandlerSettings() as pd:
+            return _pd_handler(pd, plugins, profiles)
     if len(profiles) != 1:
         config.section.fail(
             "schedulingProfiles",
-            f"{_SINGLE} takes one profile, here are {len(profiles)}; add a disagg-profile-handler",
+            f"{_SINGLE} expects one profile, got {len(profiles)}; add a disagg-profile-handler",
         )
     return ProfileHandler(next(iter(profiles.values())))
 
 
-def _disaggregated(
-    told: Disaggregation, plugins: _Plugins, profiles: Mapping[str, Profile]
+def _disagg_handler(
+    settings: DisaggHandlerSettings, plugins: _Plugins, profiles: Mapping[str, Profile]
 ) -> ProfileHandler:
-    names, deciders = told.profiles, told.deciders
+    names, deciders = settings.profiles, settings.deciders
     if (decode := profiles.get(names.decode)) is None:
-        told.section.fail("profiles", f"there is no decode profile; there are {', '.join(profiles)}")
+        settings.section.fail("profiles", f"decode profile is missing; profiles: {', '.join(profiles)}")
     return ProfileHandler(
         decode,
-        _stage(told, "deciders.prefill", deciders.prefill, profiles.get(names.prefill), plugins),
-        _stage(told, "deciders.encode", deciders.encode, profiles.get(names.encode), plugins),
-        prefill_first=told.stage_order == "prefill-first",
+        _stage(settings, "deciders.prefill", deciders.prefill, profiles.get(names.prefill), plugins),
+        _stage(settings, "deciders.encode", deciders.encode, profiles.get(names.encode), plugins),
+        prefill_first=settings.stage_order == "prefill-first",
     )
 
 
-def _prefill_apart(told: PrefillApart, plugins: _Plugins, profiles: Mapping[str, Profile]) -> ProfileHandler:
-    decode, prefill = profiles.get(told.decode_profile), profiles.get(told.prefill_profile)
+def _pd_handler(pd: PdHandlerSettings, plugins: _Plugins, profiles: Mapping[str, Profile]) -> ProfileHandler:
+    decode, prefill = profiles.get(pd.decode_profile), profiles.get(pd.prefill_profile)
     if decode is None or prefill is None:
-        told.section.fail("", f"needs the profiles decode and prefill; there are {', '.join(profiles)}")
-    return ProfileHandler(
-        decode, _stage(told, "deciderPluginName", told.decider_plugin_name, prefill, plugins)
-    )
+        pd.section.fail("", f"requires the profiles decode and prefill; profiles: {', '.join(profiles)}")
+    return ProfileHandler(decode, _stage(pd, "deciderPluginName", pd.decider_plugin_name, prefill, plugins))
 
 
 def _stage(
-    told: Settings, key: str, decider: str | None, profile: Profile | None, plugins: _Plugins
+    settings: Settings, key: str, decider: str | None, profile: Profile | None, plugins: _Plugins
 ) -> Stage | None:
-    """Make a stage; None: without a decider it is never apart."""
+    """Return a stage, or None without a decider, in which case it is never disaggregated."""
     if decider is None:
         return None
     plugin: Any = plugins.get(decider)
     if not hasattr(plugin, "decide"):
-        known = [kind for kind in MAKERS if kind.endswith("-decider")]
-        told.section.fail(key, f"{decider!r} is no decider among the plugins; there are {', '.join(known)}")
+        known = [kind for kind in PLUGIN_TYPES if kind.endswith("-decider")]
+        settings.section.fail(key, f"expected a decider ({', '.join(known)}), got {decider!r}")
     if profile is None:
-        told.section.fail("profiles", f"there is a decider but no profile for {key.rpartition('.')[2]}")
+        settings.section.fail("profiles", f"there is a decider but no profile for {key.rpartition('.')[2]}")
     return Stage(profile, plugin)
 
 
-def make(entry: PluginEntry, directory: Path) -> object:
-    """Makes a profile's plugin.
+def make_plugin(entry: PluginEntry, directory: Path) -> object:
+    """Create a filter, scorer, picker or decider.
 
     Raises:
-        ConfigError: There is no such type, or its parameters are wrong; names the place.
+        ConfigError: The type is unknown or a parameter is invalid; names its line.
     """
-    if (maker := MAKERS.get(entry.type)) is not None:
-        return entry.told.read(maker)
-    parameters = entry.told.value()
+    if (plugin_type := PLUGIN_TYPES.get(entry.type)) is not None:
+        return entry.parameters_section.read(plugin_type)
+    parameters = entry.parameters_section.value()
     try:
         return _custom(entry, directory)(**parameters)
     except ConfigError:
         raise
     except Exception as error:
-        entry.section.fail("parameters", f"{entry.type} refuses them: {error}")
+        entry.section.fail("parameters", f"{entry.type} rejects them: {error}")
 
 
-def is_own(kind: str) -> bool:
-    """Whether a type is a user's own plugin, which may do whatever it likes."""
+def is_custom(kind: str) -> bool:
+    """Return whether a type is a custom plugin, which may block."""
     return ".py:" in kind or any(entry_points(group=ENTRY_POINTS, name=kind))
 
 
@@ -334,30 +331,30 @@ def _custom(entry: PluginEntry, directory: Path) -> Callable[..., object]:
     installed = entry_points(group=ENTRY_POINTS)
     if entry.type in installed.names:
         return _from_entry_point(entry, installed[entry.type])
-    known = {*MAKERS, *_OTHERS, *_READ_ELSEWHERE, PRECISE, _PRECISE_SCORER, *installed.names}
-    instead = INSTEAD.get(entry.type)
-    advice = f"there is {instead} instead" if instead else f"there are {', '.join(sorted(known))}"
-    return entry.section.fail("type", f"{entry.type!r} is not understood; {advice}")
+    known = {*PLUGIN_TYPES, *_NON_PROFILE_TYPES, *_READ_ELSEWHERE, PRECISE, _PRECISE_SCORER, *installed.names}
+    instead = REPLACEMENTS.get(entry.type)
+    advice = f"use {instead}" if instead else f"known: {', '.join(sorted(known))}"
+    return entry.section.fail("type", f"unknown plugin type {entry.type!r}; {advice}")
 
 
 def _from_entry_point(entry: PluginEntry, point: EntryPoint) -> Callable[..., object]:
     try:
         loaded: Callable[..., object] = point.load()
     except Exception as error:
-        entry.section.fail("type", f"the entry point {point.value} cannot be loaded: {error}")
+        entry.section.fail("type", f"cannot load entry point {point.value}: {error}")
     return loaded
 
 
 def _from_file(entry: PluginEntry, path: Path, name: str) -> Callable[..., object]:
     spec = importlib.util.spec_from_file_location(f"kvroute_plugin_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
-        entry.section.fail("type", f"there is no file {path}")
+        entry.section.fail("type", f"file not found: {path}")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
         found: Any = getattr(module, name)
     except Exception as error:
-        entry.section.fail("type", f"{path} has no usable {name}: {error!r}")
+        entry.section.fail("type", f"cannot load {name} from {path}: {error!r}")
     if not callable(found):
-        entry.section.fail("type", f"{name} in {path} is no class")
+        entry.section.fail("type", f"{name} in {path} is not a class")
     return found  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Scorers that go by what caches hold: matched prefixes, LoRA adapters, cold requests by last use."""
+"""Scorers by cache content: matched prefixes, LoRA adapters, cold requests, context length."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PRODUCER_KEY = "prefixMatchInfoProducerName"
 
 
 class PrefixScorer(Settings):
-    """The share of the prompt that an endpoint holds, and on request the matched length for itself.
+    """Scores by the cached share of the prompt, optionally mixed with the absolute length of the match.
 
     score = w * min(1, matched / scale) ** 2 + (1 - w) * matched / total
     """
 
-    producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)  # whose account of the caches counts
-    match_length_weight: Share = 0.0  # w above
-    match_length_scale_tokens: Count = 8192  # matched tokens from which on length counts in full
+    producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)  # source of the prefix matches
+    match_length_weight: Share = 0.0  # w in the formula
+    match_length_scale_tokens: Count = 8192  # matched tokens at which the length term reaches 1
 
     def score(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
         scores = []
@@ -37,22 +37,22 @@ class PrefixScorer(Settings):
 
 
 class NoHitLruScorer(Settings):
-    """Spreads requests that no cache knows: the endpoint whose last one is longest ago gets 1."""
+    """Spreads requests without a cache hit: the endpoint that received one least recently scores 1."""
 
-    producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)  # whose account of the caches counts
-    lru_size: Count = 1024  # endpoints remembered
-    prefix_plugin_type: Any = None  # older names, not used, as in the reference
+    producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)  # source of the prefix matches
+    lru_size: Count = 1024  # maximum number of endpoints in the LRU list
+    prefix_plugin_type: Any = None  # both are accepted without effect, as in llm-d
     prefix_plugin_name: Any = None
 
     def __post_init__(self) -> None:
         self._used: OrderedDict[str, None] = OrderedDict()
 
     def score(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint; all 0.5 where a cache knows the prompt."""
-        if self._is_warm(request, endpoints):
+        """Return scores by last use, or 0.5 for all endpoints if any of them has a cache hit."""
+        if self._has_hit(request, endpoints):
             return [0.5] * len(endpoints)
         age = {name: rank for rank, name in enumerate(self._used, 1)}
-        # Who was never used comes first, in the order given; then the oldest use.
+        # Endpoints without a previous cold request come first, in the given order.
         order = sorted(range(len(endpoints)), key=lambda at: age.get(endpoints[at].id, 0))
         scores, last = [1.0] * len(endpoints), max(1, len(endpoints) - 1)
         for rank, at in enumerate(order):
@@ -61,7 +61,7 @@ class NoHitLruScorer(Settings):
 
     def picked(self, request: PluginRequest, targets: Mapping[str, Endpoint]) -> Mapping[str, str]:
         chosen = [targets[profile] for profile in ("", "prefill") if profile in targets]
-        if not self._is_warm(request, chosen):
+        if not self._has_hit(request, chosen):
             for endpoint in chosen:
                 self._used[endpoint.id] = None
                 self._used.move_to_end(endpoint.id)
@@ -72,13 +72,13 @@ class NoHitLruScorer(Settings):
     def state(self) -> dict[str, int]:
         return {"endpoints": len(self._used)}
 
-    def _is_warm(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> bool:
-        known = request.prefixes.get(self.producer, {})
-        return any(match.cached_blocks for match in known.values()) if endpoints else False
+    def _has_hit(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> bool:
+        matches = request.prefixes.get(self.producer, {})
+        return any(match.cached_blocks for match in matches.values()) if endpoints else False
 
 
 class LoraAffinityScorer(Settings):
-    """1 where the adapter runs, 0.8 where there is room for it, 0.6 where it waits already, else 0."""
+    """Scores 1 if the LoRA adapter is running, 0.8 with a free slot, 0.6 if it is waiting for one, else 0."""
 
     def score(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
         return [self._score(request.model or "", endpoint) for endpoint in endpoints]
@@ -95,25 +95,25 @@ class LoraAffinityScorer(Settings):
 
 
 class ContextLengthAware(Settings):
-    """Prefers endpoints whose declared context length range fits the prompt; on request it filters, too.
+    """Prefers endpoints whose declared context length range contains the prompt; optionally filters as well.
 
-    In range: 0.3 + 0.7 * (0.7 / (1 + width / 10,000) + 0.3 * room / width); out of range
-    0.3 / (1 + distance / 1,000); without the label 0.5; with one that is no range 0.
+    Score in range: 0.3 + 0.7 * (0.7 / (1 + width / 10,000) + 0.3 * room / width). Out of range:
+    0.3 / (1 + distance / 1,000). Without the label: 0.5. With an invalid range: 0.
     """
 
     label: Text = "llm-d.ai/context-length-range"
     enable_filtering: bool = False
 
     def filter(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
-        """Those whose range holds the prompt, and those without a range."""
+        """Keep endpoints whose range contains the prompt or that have no label, if filtering is on."""
         if not self.enable_filtering:
             return endpoints
-        return [endpoint for endpoint in endpoints if self._may_stay(request.prompt_tokens, endpoint)]
+        return [endpoint for endpoint in endpoints if self._passes(request.prompt_tokens, endpoint)]
 
     def score(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
         return [self._score(request.prompt_tokens, endpoint) for endpoint in endpoints]
 
-    def _may_stay(self, tokens: int, endpoint: Endpoint) -> bool:
+    def _passes(self, tokens: int, endpoint: Endpoint) -> bool:
         if self.label not in endpoint.labels:
             return True
         bounds = _range(endpoint.labels[self.label])

@@ -1,4 +1,4 @@
-"""Filters and a scorer by what pods declare: selectors, roles in disaggregation, addresses of a test."""
+"""Plugins that use pod labels and request headers: selectors, roles, header affinity, test selection."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 from router.config.fields import Settings, Text
 from router.plugins.api import Endpoint, PluginRequest
+from router.pods.pod_set import ROLE_LABEL
 
-ROLE_LABEL = "llm-d.ai/role"
 SELECTION_HEADER = "test-epp-endpoint-selection"
 
 _ROLES = {
@@ -19,7 +19,7 @@ _ROLES = {
 
 
 class Expression(Settings):
-    """One of a selector's matchExpressions, as in Kubernetes."""
+    """Entry of matchExpressions in a Kubernetes label selector."""
 
     key: Text
     operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
@@ -37,7 +37,7 @@ class Expression(Settings):
 
 
 class LabelSelectorFilter(Settings):
-    """A Kubernetes label selector."""
+    """Keeps the endpoints that a Kubernetes label selector matches."""
 
     match_labels: Mapping[str, Text] = {}
     match_expressions: tuple[Expression, ...] = ()
@@ -52,7 +52,7 @@ class LabelSelectorFilter(Settings):
 
 
 class ByLabelFilter(Settings):
-    """The reference's older form: one label out of some values."""
+    """llm-d's older form of a label filter: one label with a list of valid values."""
 
     label: Text
     valid_values: tuple[Text, ...] = ()
@@ -60,62 +60,59 @@ class ByLabelFilter(Settings):
 
     def __post_init__(self) -> None:
         if not self.valid_values and not self.allows_no_label:
-            raise ValueError("validValues: no endpoint could ever pass; name at least one value")
+            raise ValueError("validValues: expected at least one value, or allowsNoLabel: true")
 
     def filter(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
-        """Those whose label is one of the values, or missing where that is allowed."""
-        return [endpoint for endpoint in endpoints if self._may_stay(endpoint.labels.get(self.label))]
+        return [endpoint for endpoint in endpoints if self._passes(endpoint.labels.get(self.label))]
 
-    def _may_stay(self, value: str | None) -> bool:
+    def _passes(self, value: str | None) -> bool:
         return self.allows_no_label if value is None else value in self.valid_values
 
 
 class DecodeFilter(Settings):
-    """Pods whose role in disaggregated serving is this one; one without a role decodes."""
+    """Keeps pods whose role in disaggregated serving includes decode; pods without a role count as decode."""
 
     role: ClassVar[str] = "decode"
 
     def filter(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
-        allowed, other = _ROLES[self.role], "decode"
-        return [endpoint for endpoint in endpoints if endpoint.labels.get(ROLE_LABEL, other) in allowed]
+        allowed, default = _ROLES[self.role], "decode"
+        return [endpoint for endpoint in endpoints if endpoint.labels.get(ROLE_LABEL, default) in allowed]
 
 
 class PrefillFilter(DecodeFilter):
-    """The same of prefilling."""
+    """Keeps pods whose role includes prefill."""
 
     role: ClassVar[str] = "prefill"
 
 
 class EncodeFilter(DecodeFilter):
-    """The same of encoding."""
+    """Keeps pods whose role includes encode."""
 
     role: ClassVar[str] = "encode"
 
 
 class HeaderLabelScorer(Settings):
-    """1 for endpoints whose label says what the request's header says, 0 for the others."""
+    """Scores 1 for endpoints whose label equals a request header, else 0; 0 for all without the header."""
 
     header_name: Text
     label_key: Text
 
     def score(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        """One score for each endpoint; 0 for all where the request has no such header."""
-        asked = request.headers.get(self.header_name.lower())
-        return [float(bool(asked) and endpoint.labels.get(self.label_key) == asked) for endpoint in endpoints]
+        value = request.headers.get(self.header_name.lower())
+        return [float(bool(value) and endpoint.labels.get(self.label_key) == value) for endpoint in endpoints]
 
 
 class HeaderTestingFilter(Settings):
-    """The conformance tests' filter: the endpoints named in a header, in that order; without it, none."""
+    """Keeps the endpoints ("ip" or "ip:port") that the conformance tests' header lists, in its order."""
 
     def filter(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
-        """Those that the header names by "ip" or "ip:port"."""
         by_name: dict[str, Endpoint] = {}
         for endpoint in endpoints:
             by_name[endpoint.address] = endpoint
             by_name[endpoint.address.rpartition(":")[0].strip("[]")] = endpoint
         found: dict[str, Endpoint] = {}
         for item in request.headers.get(SELECTION_HEADER, "").split(","):
-            endpoint_named = by_name.get(item.strip()) or by_name.get(item.strip().strip("[]"))
-            if endpoint_named is not None:
-                found.setdefault(endpoint_named.address, endpoint_named)
+            named = by_name.get(item.strip()) or by_name.get(item.strip().strip("[]"))
+            if named is not None:
+                found.setdefault(named.address, named)
         return list(found.values())

@@ -1,6 +1,6 @@
-"""Scorers and filters that go by load: what engines tell of their queues and caches, and what was sent them.
+"""Scorers and filters by load: engine metrics and this router's requests in flight.
 
-Formulas are the reference picker's.
+The formulas are those of llm-d's endpoint picker.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from router.plugins.cache_scorers import APPROXIMATE, PRODUCER_KEY
 
 
 class QueueScorer(Settings):
-    """Shortest engine queue: (most - own) / (most - least); 1 where all are alike."""
+    """Scores by the engine's queue depth: (max - own) / (max - min), or 1 if all are equal."""
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        return _least_first([endpoint.waiting_requests for endpoint in endpoints])
+        return _lower_is_better([endpoint.waiting_requests for endpoint in endpoints])
 
 
 class RunningRequestsScorer(Settings):
-    """The same of the requests that are being computed."""
+    """Scores by the engine's running requests: (max - own) / (max - min), or 1 if all are equal."""
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        return _least_first([endpoint.running_requests for endpoint in endpoints])
+        return _lower_is_better([endpoint.running_requests for endpoint in endpoints])
 
 
 class KvUsageScorer(Settings):
-    """Free share of the KV cache."""
+    """Scores by the free share of the KV cache: 1 - usage."""
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
         return [1.0 - endpoint.kv_usage for endpoint in endpoints]
 
 
 class LoadAwareScorer(Settings):
-    """From 0.5 with no queue down to 0 at a queue of `threshold` requests."""
+    """Scores from 0.5 with an empty queue down to 0 at a queue of `threshold` requests."""
 
     threshold: Count = 128
 
@@ -47,11 +47,11 @@ class LoadAwareScorer(Settings):
 
 
 class ActiveRequestScorer(Settings):
-    """Fewest requests in flight from here."""
+    """Scores by this router's requests in flight; fewer is better."""
 
-    idle_threshold: Whole = 0  # up to so many requests an endpoint is idle and gets 1
-    max_busy_score: Share = 1.0  # what the best busy endpoint can get
-    request_timeout: Any = None  # ignored, as the reference does
+    idle_threshold: Whole = 0  # requests up to which an endpoint counts as idle and scores 1
+    max_busy_score: Share = 1.0  # maximum score of a busy endpoint
+    request_timeout: Any = None  # accepted without effect, as in llm-d
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
         counts = [endpoint.inflight_requests for endpoint in endpoints]
@@ -63,7 +63,7 @@ class ActiveRequestScorer(Settings):
 
 
 class TokenLoadScorer(Settings):
-    """Fewest prompt tokens to compute, this request's uncached ones among them: 0 from the threshold on."""
+    """Scores by uncached prompt tokens in flight, including this request's; 0 from the threshold on."""
 
     queue_threshold_tokens: Count = 4_194_304
 
@@ -76,10 +76,10 @@ class TokenLoadScorer(Settings):
 
 
 class TtftCostScorer(Settings):
-    """The default policy as a scorer: 1 for the least cost in seconds, the others in proportion to it."""
+    """Scores by the default policy's cost in seconds: lowest cost / own cost."""
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
-        # A session's stay can make a cost negative; only differences matter then.
+        # Extra seconds can make a cost negative: shift all costs so that the ratio is defined.
         least = min((endpoint.cost_s for endpoint in endpoints), default=0.0)
         offset_s = max(0.0, -least) + _COST_RESOLUTION_S
         return [(least + offset_s) / (endpoint.cost_s + offset_s) for endpoint in endpoints]
@@ -88,7 +88,7 @@ class TtftCostScorer(Settings):
 _COST_RESOLUTION_S = 1e-3
 
 
-def _least_first(counts: Sequence[int]) -> Sequence[float]:
+def _lower_is_better(counts: Sequence[int]) -> Sequence[float]:
     least, most = min(counts, default=0), max(counts, default=0)
     if least == most:
         return [1.0] * len(counts)
@@ -104,12 +104,12 @@ _METRICS: dict[str, Callable[[Endpoint], float]] = {
 
 
 class PrefixAffinityFilter(Settings):
-    """Keeps the endpoints that hold the prompt, unless all of them would answer much later than others."""
+    """Keeps the endpoints that have the prompt cached, unless the others would respond much earlier."""
 
-    producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)  # whose account of the caches counts
-    affinity_threshold: Share = 0.8  # from this share of the prompt on an endpoint holds it
-    exploration_probability: Share = 0.0  # share of requests that are let pass unfiltered
-    penalty_max_ms: Number = field(default=18_000.0, name="maxTTFTPenaltyMs")  # of holders' answers; 0: any
+    producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)  # source of the prefix matches
+    affinity_threshold: Share = 0.8  # cached share of the prompt from which on an endpoint is kept
+    exploration_probability: Share = 0.0  # share of requests that are not filtered
+    penalty_max_ms: Number = field(default=18_000.0, name="maxTTFTPenaltyMs")  # accepted extra delay; 0: any
     ttft_source: Literal["prefillThroughput"] = "prefillThroughput"
     peak_prefill_throughput: Annotated[float, Meta(ge=1e-3, le=1e12)] = 15_928.0  # tokens/s
     in_flight_load_producer_name: Any = None
@@ -133,20 +133,20 @@ class PrefixAffinityFilter(Settings):
         return min(endpoint.inflight_tokens for endpoint in endpoints) / self.peak_prefill_throughput
 
 
-class Cap(Settings):
-    """Most that a metric may be, see `_METRICS`."""
+class MetricLimit(Settings):
+    """Upper limit of one metric of an endpoint."""
 
     metric: Literal["active-requests", "running-requests", "waiting-queue", "kv-cache-utilization"]
     max_value: Number
 
 
 class UtilizationFilter(Settings):
-    """Drops endpoints above any of some caps."""
+    """Removes endpoints that exceed any of the limits."""
 
-    conditions: Annotated[tuple[Cap, ...], Meta(min_length=1)]
-    fallback_on_empty: bool = False  # whether everybody stays when nobody would
+    conditions: Annotated[tuple[MetricLimit, ...], Meta(min_length=1)]
+    fallback_on_empty: bool = False  # whether to keep all endpoints if none is within the limits
 
     def filter(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
-        caps = [(_METRICS[cap.metric], cap.max_value) for cap in self.conditions]
-        kept = [endpoint for endpoint in endpoints if all(value(endpoint) <= most for value, most in caps)]
+        limits = [(_METRICS[limit.metric], limit.max_value) for limit in self.conditions]
+        kept = [endpoint for endpoint in endpoints if all(value(endpoint) <= most for value, most in limits)]
         return endpoints if self.fallback_on_empty and not kept else kept

@@ -1,7 +1,7 @@
-"""The configured pipeline in the place of the cost policy: what is known of the candidates in, an order out.
+"""Configured plugin pipeline, which orders the candidates in place of the default cost policy.
 
-Runs inside the pick. Turns the scheduler's arrays into what plugins see, lets the profile handler run, and
-tells producers and observers what came of it.
+Runs inside the pick: converts the scheduler's arrays to plugin objects, runs the profile handler, and
+notifies producers and observers of the result.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from router.errors import RequestError
-from router.picking.decision import Routing
+from router.picking.decision import PipelineResult
 from router.plugins.api import Endpoint, Observer, PluginRequest, Stateful
 from router.plugins.producers import AttributeProducer, PrefixProducer
-from router.plugins.profiles import Handled, PluginError, ProfileHandler
+from router.plugins.profiles import HandlerResult, PluginError, ProfileHandler
 from router.pods.pod_set import Pod, PodSnapshot
-from tokenization.apis.chat import decoded
+from tokenization import decoded
 
 if TYPE_CHECKING:
     from indexer import PodMatches
-    from router.picking.candidates import Lineup
-    from router.picking.scheduler import Prompted
+    from router.picking.candidates import CandidateSet
+    from router.picking.scheduler import TokenizedRequest
 
 _log = logging.getLogger(__name__)
 
-# Parts of a message that only a multimodal model understands.
+# Types of message parts that make a prompt multimodal.
 _MEDIA = ("image_url", "input_image", "audio_url", "input_audio", "video_url", "image")
 _PARTS_MAX = 1024
 
 
 @dataclass(slots=True)
 class Pipeline:
-    """Orders the candidates of one request."""
+    """Orders the candidates of a request with a profile handler and its plugins."""
 
     handler: ProfileHandler
-    plugins: Mapping[str, object]  # by name; those that observe are told the picks
-    prefixes: Mapping[str, PrefixProducer]  # by name, as attributes: producers of what plugins consume
-    attributes: Mapping[str, AttributeProducer]
-    types: Mapping[str, str]  # of all plugins, by name
+    plugins: Mapping[str, object]  # by name; those with `picked` are notified of picks
+    prefixes: Mapping[str, PrefixProducer]  # by name
+    attributes: Mapping[str, AttributeProducer]  # by name
+    types: Mapping[str, str]  # plugin type by name, of all plugins
     random: np.random.Generator
     _observers: Sequence[tuple[str, Observer]] = field(init=False)
 
@@ -50,7 +50,7 @@ class Pipeline:
         self._observers = [(name, one) for name, one in self.plugins.items() if isinstance(one, Observer)]
 
     def state(self) -> dict[str, Any]:
-        """What plugins remember, by their names, for people."""
+        """Return the type and internal state of every plugin by name, for debug pages."""
         return {name: {"type": kind, "state": self._state_of(name)} for name, kind in self.types.items()}
 
     def _state_of(self, name: str) -> object:
@@ -58,71 +58,55 @@ class Pipeline:
         try:
             return plugin.state() if isinstance(plugin, Stateful) else None
         except Exception as error:
-            # The picks go on meanwhile, and a plugin of somebody else's may not have thought of that.
-            return f"not told: {error!r}"
+            # A custom plugin may fail because picks change its state at the same time.
+            return f"unavailable: {error!r}"
 
     def rank(
         self,
-        prompted: Prompted,
-        lineup: Lineup,
+        tokenized: TokenizedRequest,
+        candidates: CandidateSet,
         pods: PodSnapshot,
         matches: Sequence[PodMatches],
-        prices: NDArray[Any],
-        credits: NDArray[Any],
-        known: NDArray[Any],
+        breakdowns: NDArray[Any],
+        hits: NDArray[Any],
+        loads: NDArray[Any],
         now_s: float,
-    ) -> tuple[NDArray[np.int64], Routing]:
-        """Picks.
-
-        Args:
-            pods: As they are now; the line-up may be older in what it says of their load.
-            matches: One for each prompt; empty when the cache's view is not used.
-            prices: cost.PRICE [candidates].
-            credits: cost.CREDIT [candidates].
-            known: board.POD [candidates].
-
-        Returns:
-            int64 places of the candidates that passed the filters, best first, and what else was decided.
-
-        Raises:
-            RequestError: 429, the filters left nobody.
-            RequestError: 500, a plugin failed.
-        """
+    ) -> tuple[NDArray[np.int64], PipelineResult]:
         columns = zip(
-            lineup.pods,
-            prices["cost_s"].tolist(),
-            credits["cached_tokens"].tolist(),
-            (known["awaiting"] + known["decoding"]).tolist(),
-            known["held_tokens"].tolist(),
+            candidates.pods,
+            breakdowns["cost_s"].tolist(),
+            hits["cached_tokens"].tolist(),
+            (loads["awaiting"] + loads["decoding"]).tolist(),
+            loads["held_tokens"].tolist(),
             strict=True,
         )
         endpoints = [
-            _endpoint(pods.get(pod.address, pod), now_s, prompted.tokens.total, *counts)
+            _endpoint(pods.get(pod.address, pod), now_s, tokenized.tokens.total, *counts)
             for pod, *counts in columns
         ]
-        request = self._request(prompted, matches, lineup.addresses, now_s)
+        request = self._request(tokenized, matches, candidates.addresses, now_s)
         try:
-            handled = self.handler.run(request, endpoints)
-            if handled is None:
+            result = self.handler.run(request, endpoints)
+            if result is None:
                 raise RequestError(
                     429, "no endpoints available for the given request", dropped_reason="rejected-saturated"
                 )
-            response_headers = self._tell(request, handled)
+            response_headers = self._notify_observers(request, result)
         except RequestError:
             raise
         except Exception as error:
-            # Whatever a plugin raises is an error of this one request.
-            _log.exception("request %s: a plugin failed", request.id)
+            # Any exception of a plugin fails only this request.
+            _log.exception("plugin failed: request=%s", request.id)
             raise RequestError(500, f"a plugin failed: {error}") from error
-        sent_to = [one.address for one in (handled.primary.endpoints[0], handled.prefill) if one is not None]
+        targets = [one.address for one in (result.primary.endpoints[0], result.prefill) if one is not None]
         for producer in self.prefixes.values():
-            producer.sent(sent_to, pods)
-        return _order(handled, endpoints), _routing(handled, response_headers)
+            producer.dispatched(targets, pods)
+        return _order(result, endpoints), _pipeline_result(result, response_headers)
 
     def _request(
-        self, prompted: Prompted, matches: Sequence[PodMatches], addresses: Sequence[str], now_s: float
+        self, tokenized: TokenizedRequest, matches: Sequence[PodMatches], pods: Sequence[str], now_s: float
     ) -> PluginRequest:
-        request = prompted.request
+        request = tokenized.request
         attributes = {
             name: value
             for name, producer in self.attributes.items()
@@ -132,32 +116,30 @@ class Pipeline:
             id=request.request_id,
             model=request.model,
             headers=request.headers,
-            prompt_tokens=prompted.tokens.total,
-            priority=prompted.priority,
+            prompt_tokens=tokenized.tokens.total,
+            priority=tokenized.priority,
             now_s=now_s,
             random=self.random,
             attributes=attributes,
-            prefixes={
-                name: producer.matches(prompted, matches, addresses)
-                for name, producer in self.prefixes.items()
-            },
+            prefixes={name: one.matches(tokenized, matches, pods) for name, one in self.prefixes.items()},
             multimodal=_is_multimodal(request.body),
         )
 
-    def _tell(self, request: PluginRequest, handled: Handled) -> dict[str, str]:
-        """All are told, whichever of them fails.
+    def _notify_observers(self, request: PluginRequest, result: HandlerResult) -> dict[str, str]:
+        """Notify all observers, even if some fail, and return their response headers.
 
         Raises:
-            Exception: One failed; a RequestError, if it raised one. Several did: 500.
+            Exception: The exception of the only observer that failed.
+            PluginError: Several observers failed.
         """
         headers: dict[str, str] = {}
         failures: list[Exception] = []
         for name, observer in self._observers:
             try:
-                told = observer.picked(request, handled.targets)
-                if not isinstance(told, Mapping):
-                    raise PluginError(f"plugin {name}: picked must answer a mapping of headers")
-                headers.update(told)
+                added = observer.picked(request, result.targets)
+                if not isinstance(added, Mapping):
+                    raise PluginError(f"plugin {name}: picked must return a mapping of headers")
+                headers.update(added)
             except Exception as error:
                 failures.append(error)
         if len(failures) > 1:
@@ -193,26 +175,26 @@ def _endpoint(
     )
 
 
-def _order(handled: Handled, endpoints: Sequence[Endpoint]) -> NDArray[np.int64]:
-    """Places: the picks in their order, then who else was scored."""
-    places = {endpoint.address: place for place, endpoint in enumerate(endpoints)}
-    scores = handled.primary.scores
-    order = dict.fromkeys(endpoint.address for endpoint in handled.primary.endpoints)
+def _order(result: HandlerResult, endpoints: Sequence[Endpoint]) -> NDArray[np.int64]:
+    """Return endpoint indices: the picks in their order, then all other scored endpoints by score."""
+    indices = {endpoint.address: index for index, endpoint in enumerate(endpoints)}
+    scores = result.primary.scores
+    order = dict.fromkeys(endpoint.address for endpoint in result.primary.endpoints)
     order |= dict.fromkeys(sorted(scores, key=lambda address: -scores[address]))
-    return np.fromiter((places[address] for address in order), np.int64, len(order))
+    return np.fromiter((indices[address] for address in order), np.int64, len(order))
 
 
-def _routing(handled: Handled, response_headers: Mapping[str, str]) -> Routing:
-    picked = handled.primary
+def _pipeline_result(result: HandlerResult, response_headers: Mapping[str, str]) -> PipelineResult:
+    picked = result.primary
     best = picked.endpoints[0].address
-    parts = ", ".join(f"{name} {score:.3g}" for name, score in picked.parts)
-    return Routing(
+    parts = ", ".join(f"{name} {score:.3g}" for name, score in picked.score_parts)
+    return PipelineResult(
         destinations=tuple(endpoint.address for endpoint in picked.endpoints),
         scores=picked.scores,
         excluded=picked.removed,
-        request_headers=dict(handled.headers),
+        request_headers=dict(result.headers),
         response_headers=dict(response_headers),
-        prefill=handled.prefill.address if handled.prefill is not None else None,
+        prefill=result.prefill.address if result.prefill is not None else None,
         reason=f"weighted score {picked.scores[best]:.3g} ({parts or 'no scorers'})",
     )
 

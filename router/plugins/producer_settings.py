@@ -1,8 +1,7 @@
-"""What the reference's producers are told, as settings of ours: a PickerConfig and settings in, settings out.
+"""Parameters of llm-d's data producers and metrics source, translated into settings of this router.
 
-Parameters that have no counterpart because the matter does not arise here (a cap on pods of a block, the
-form of block keys) are checked and change nothing; those that ask for something else are refused with what
-there is. The same of its metrics source.
+Parameters without a counterpart, such as the maximum number of pods per block, are validated without effect.
+Parameters of features that the router lacks are rejected with the alternative.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ class _CostAware(Settings):
 
     def __post_init__(self) -> None:
         if not self.size_bytes:
-            raise ValueError(f"size: must be a size such as 2GiB or 500MB, is {self.size[:100]!r}")
+            raise ValueError(f"size: expected a size such as 2GiB or 500MB, got {self.size[:100]!r}")
 
     @property
     def size_bytes(self) -> int:
-        """The index's memory ceiling; 0: the size cannot be read."""
+        """Return the memory limit of the index in bytes; 0 if `size` is invalid."""
         found = _MEMORY.fullmatch(self.size)
         return int(float(found[1]) * _MEMORY_UNITS.get(found[2].lower(), 0)) if found else 0
 
@@ -80,7 +79,7 @@ class _Blocks(Settings):
 
     @property
     def redis_url(self) -> str | None:
-        """The URL of the server; None without one, or where the reference prefers another backend."""
+        """Return the server's URL; None without one, or if llm-d would prefer another backend."""
         if self.cost_aware_memory_config is not None:
             return None
         for scheme, server in (("valkey", self.valkey_config), ("redis", self.redis_config)):
@@ -130,7 +129,7 @@ class _Precise(Settings):
 
 class _Server(Settings):
     url: Text = "http://localhost:8000"
-    timeout: Duration = Duration(5.0)  # a pick waits for --tokenize-deadline-ms
+    timeout: Duration = Duration(5.0)  # without effect: --tokenize-deadline-ms limits the wait
     mm_timeout: Duration = Duration(30.0)
 
 
@@ -145,7 +144,7 @@ class TokenSettings(Settings):
 
     def __post_init__(self) -> None:
         if self.vllm is not None and self.model_name is None:
-            raise ValueError("modelName: is missing")
+            raise ValueError("modelName: required with vllm")
 
 
 class MetricsSettings(Settings):
@@ -158,63 +157,69 @@ class MetricsSettings(Settings):
 
     def __post_init__(self) -> None:
         if self.path is not None and not is_path(self.path):
-            raise ValueError(f"path: must be a path as /metrics, is {self.path[:100]!r}")
+            raise ValueError(f"path: expected a path such as /metrics, got {self.path[:100]!r}")
 
 
-def with_producers(
+def apply_producer_settings(
     picker: PickerConfig, index: IndexerConfig, kube: KubeConfig | None
 ) -> tuple[IndexerConfig, KubeConfig | None]:
-    """The settings of index and discovery, with what precise producers say.
+    """Return the settings of index and discovery, overridden by the parameters of precise prefix producers.
 
     Raises:
-        ConfigError: Something is not understood, or has no counterpart; names the place.
+        ConfigError: A parameter is invalid or not supported; names its line.
     """
     for entry in picker.plugins.values():
         if entry.type in _PRECISE:
-            told = entry.told.read(_Precise)
+            precise = entry.parameters_section.read(_Precise)
             try:
-                index = _index(told, index)
+                index = _index(precise, index)
             except IndexerConfigError as error:
-                entry.told.fail("", str(error))
-            kube = _ports(told.kv_events_config.pod_discovery_config, kube)
+                entry.parameters_section.fail("", str(error))
+            kube = _ports(precise.kv_events_config.pod_discovery_config, kube)
     return index, kube
 
 
-def tokenizers_of(picker: PickerConfig) -> dict[str, str]:
-    """By model, where token producers say that its tokens come from.
+def tokenizer_sources(picker: PickerConfig) -> dict[str, str]:
+    """Return the tokenizer URL by model, from the parameters of token producers.
 
     Raises:
-        ConfigError: Something is not understood; names the place.
+        ConfigError: A parameter is invalid; names its line.
     """
-    told = [entry.told.read(TokenSettings) for entry in picker.plugins.values() if entry.type in _TOKENS]
-    return {one.model_name: one.vllm.url for one in told if one.model_name and one.vllm}
+    settings = [
+        entry.parameters_section.read(TokenSettings)
+        for entry in picker.plugins.values()
+        if entry.type in _TOKENS
+    ]
+    return {one.model_name: one.vllm.url for one in settings if one.model_name and one.vllm}
 
 
-def metrics_path_of(picker: PickerConfig) -> str:
-    """Where the metrics source says that pods tell their load; of several the last counts.
+def metrics_path(picker: PickerConfig) -> str:
+    """Return the path of the pods' metrics page; the last metrics source takes precedence.
 
     Raises:
-        ConfigError: Something is not understood; names the place.
+        ConfigError: A parameter is invalid; names its line.
     """
     path = DEFAULT_METRICS_PATH
     for entry in picker.plugins.values():
         if entry.type == "metrics-data-source":
-            path = entry.told.read(MetricsSettings).path or path
+            path = entry.parameters_section.read(MetricsSettings).path or path
     return path
 
 
-def _index(told: _Precise, index: IndexerConfig) -> IndexerConfig:
-    tokens, events = told.token_processor_config, told.kv_events_config
-    weights = {tier.name: tier.weight for tier in told.indexer_config.kv_cache_backend_configs}
-    blocks = told.indexer_config.kv_block_index_config
+def _index(precise: _Precise, index: IndexerConfig) -> IndexerConfig:
+    tokens, events = precise.token_processor_config, precise.kv_events_config
+    weights = {tier.name: tier.weight for tier in precise.indexer_config.kv_cache_backend_configs}
+    blocks = precise.indexer_config.kv_block_index_config
     ceiling, redis_url = blocks.cost_aware_memory_config, blocks.redis_url
     return replace(
         index,
         backend=index.backend if redis_url is None else "redis",
         redis_url=index.redis_url or redis_url,
         block_tokens=tokens.block_size_tokens or tokens.block_size or index.block_tokens,
-        speculative_ttl_s=index.speculative_ttl_s if told.speculative_ttl is None else told.speculative_ttl,
-        speculative_entries=index.speculative_entries if told.speculative_indexing else 0,
+        speculative_ttl_s=index.speculative_ttl_s
+        if precise.speculative_ttl is None
+        else precise.speculative_ttl,
+        speculative_entries=index.speculative_entries if precise.speculative_indexing else 0,
         tier_weights={**index.tier_weights, **weights},
         capacity_bytes=index.capacity_bytes if ceiling is None else ceiling.size_bytes,
         topic_prefix=events.topic_filter or index.topic_prefix,
@@ -223,7 +228,7 @@ def _index(told: _Precise, index: IndexerConfig) -> IndexerConfig:
 
 
 def _ports(pods: _Pods, kube: KubeConfig | None) -> KubeConfig | None:
-    """Which pods there are is said by discovery; where they publish may be said here, too."""
+    """Return the discovery settings with the event and replay ports of a producer."""
     if kube is None:
         return None
     replay_port = pods.replay_socket_port

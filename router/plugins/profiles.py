@@ -1,8 +1,7 @@
-"""Scheduling profiles, their pickers, and the handler that says which of them run: candidates in, picks out.
+"""Scheduling profiles, their pickers, and the profile handlers for single-pod and disaggregated serving.
 
-Filters run one after the other, each on what the last one left; scores are clamped to 0..1, multiplied
-by their weights and added up. One profile picks where the request goes; deciders say whether other pods
-prefill or encode for it.
+A profile runs its filters in sequence, then adds up the scores, each clamped to 0..1 and weighted. One
+profile picks the destination; deciders decide whether other pods prefill or encode for it.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from router.plugins.cache_scorers import APPROXIMATE, PRODUCER_KEY
 
 
 class PluginError(Exception):
-    """A plugin answered something that no plugin may answer; the message names it."""
+    """A plugin returned an invalid result; the message names the plugin."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedScorer:
-    """A scorer of a profile."""
+    """Scorer of a profile, with its weight."""
 
     name: str
     scorer: Scorer
@@ -36,54 +35,55 @@ class WeightedScorer:
 
 
 @dataclass(frozen=True, slots=True)
-class Picked:
-    """Choice of a profile."""
+class ProfileResult:
+    """Endpoints that a profile picked, with scores and the removed endpoints."""
 
-    profile: str  # its name
+    profile: str  # name of the profile
     endpoints: Sequence[Endpoint]  # best first; never empty
-    scores: dict[str, float]  # weighted sums of all that passed the filters, by address
-    parts: Sequence[tuple[str, float]]  # by scorer, what it added to the first endpoint's score
-    removed: Mapping[str, str]  # those that did not pass, by address, and why
+    scores: dict[str, float]  # weighted sum by address, of all endpoints that passed the filters
+    score_parts: Sequence[tuple[str, float]]  # scorers and their part of the first endpoint's score
+    removed: Mapping[str, str]  # reason by address, of the endpoints that a filter removed
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One of the configuration's scheduling profiles."""
+    """Scheduling profile of a configuration: filters, scorers and a picker."""
 
     name: str
     filters: Sequence[tuple[str, Filter]]
     scorers: Sequence[WeightedScorer]
     picker: Picker
 
-    def run(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Picked | None:
-        """Picks; None when no endpoint passes the filters.
+    def run(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> ProfileResult | None:
+        """Return the picked endpoints; None if no endpoint passes the filters.
 
         Raises:
-            PluginError: A plugin answered something else than its protocol says.
+            PluginError: A plugin returned an invalid result.
         """
         removed: dict[str, str] = {}
-        known = {endpoint.address for endpoint in endpoints}
+        remaining = {endpoint.address for endpoint in endpoints}
         for name, narrow in self.filters:
             endpoints = narrow.filter(request, endpoints)
             left = {endpoint.address for endpoint in endpoints}
-            if not left <= known:
-                raise PluginError(f"plugin {name}: filter must answer endpoints that it was given")
+            if not left <= remaining:
+                raise PluginError(f"plugin {name}: filter must return a subset of the given endpoints")
             if not left:
                 return None
-            removed |= dict.fromkeys(known - left, f"removed by filter {name}")
-            known = left
+            removed |= dict.fromkeys(remaining - left, f"removed by filter {name}")
+            remaining = left
         totals = [0.0] * len(endpoints)
         columns = [self._weighted(scorer, request, endpoints) for scorer in self.scorers]
         for column in columns:
             totals = [total + score for total, score in zip(totals, column, strict=True)]
         scored = [Scored(endpoint, total) for endpoint, total in zip(endpoints, totals, strict=True)]
         chosen = self.picker.pick(request, scored)
-        places = {endpoint.address: place for place, endpoint in enumerate(endpoints)}
-        if not chosen or not all(endpoint.address in places for endpoint in chosen):
-            raise PluginError("the picker must answer at least one endpoint, of those that it was given")
-        first = places[chosen[0].address]
+        indices = {endpoint.address: index for index, endpoint in enumerate(endpoints)}
+        if not chosen or not all(endpoint.address in indices for endpoint in chosen):
+            raise PluginError("the picker must return at least one of the given endpoints")
+        first = indices[chosen[0].address]
         parts = [(scorer.name, column[first]) for scorer, column in zip(self.scorers, columns, strict=True)]
-        return Picked(self.name, chosen, {one.endpoint.address: one.score for one in scored}, parts, removed)
+        sums = {one.endpoint.address: one.score for one in scored}
+        return ProfileResult(self.name, chosen, sums, parts, removed)
 
     def _weighted(
         self, scorer: WeightedScorer, request: PluginRequest, endpoints: Sequence[Endpoint]
@@ -91,28 +91,28 @@ class Profile:
         scores = scorer.scorer.score(request, endpoints)
         if len(scores) != len(endpoints):
             raise PluginError(
-                f"plugin {scorer.name}: score must answer one score for each of {len(endpoints)} endpoints, "
-                f"not {len(scores)}"
+                f"plugin {scorer.name}: score must return one score for each of {len(endpoints)} endpoints, "
+                f"got {len(scores)}"
             )
         return [0.0 if math.isnan(one) else min(1.0, max(0.0, one)) * scorer.weight for one in scores]
 
 
 class _Picker(Settings):
-    """Chooses the first so many of an order."""
+    """Base of pickers: chooses the first endpoints of an order that subclasses define."""
 
     max_num_of_endpoints: Annotated[int, Meta(ge=1, le=64)] = 1
 
     def pick(self, request: PluginRequest, scored: Sequence[Scored]) -> Sequence[Endpoint]:
         scores = np.array([one.score for one in scored])
         order = self._order(scores, request.random)
-        return [scored[place].endpoint for place in order[: self.max_num_of_endpoints]]
+        return [scored[index].endpoint for index in order[: self.max_num_of_endpoints]]
 
     def _order(self, scores: NDArray[np.float64], random: np.random.Generator) -> NDArray[np.int64]:
         raise NotImplementedError
 
 
 class MaxScorePicker(_Picker):
-    """Highest score first; equals in random order."""
+    """Picks the highest scores; endpoints of equal score are in random order."""
 
     def _order(self, scores: NDArray[np.float64], random: np.random.Generator) -> NDArray[np.int64]:
         order: NDArray[np.int64] = np.lexsort((random.random(len(scores)), -scores))
@@ -120,22 +120,22 @@ class MaxScorePicker(_Picker):
 
 
 class RandomPicker(_Picker):
-    """Any, whatever the scores."""
+    """Picks at random, regardless of the scores."""
 
     def _order(self, scores: NDArray[np.float64], random: np.random.Generator) -> NDArray[np.int64]:
         return random.permutation(len(scores))
 
 
 class WeightedRandomPicker(_Picker):
-    """At random in proportion to the scores, without putting back; all alike where all scores are 0.
+    """Picks at random in proportion to the scores, without replacement; uniformly if all scores are 0.
 
-    Each draws U ** (1 / score), the greatest is first: Efraimidis and Spirakis' A-Res.
+    Algorithm A-Res of Efraimidis and Spirakis: order by U ** (1 / score), with U uniform in 0..1.
     """
 
     def _order(self, scores: NDArray[np.float64], random: np.random.Generator) -> NDArray[np.int64]:
         if not scores.any():
             return random.permutation(len(scores))
-        # In logarithms: a small score's power would be 0 for all of them.
+        # Use logarithms, because the power underflows to 0 for small scores.
         with np.errstate(divide="ignore"):
             keys = np.log(1.0 - random.random(len(scores))) / scores
         return np.argsort(-keys, kind="stable")
@@ -146,36 +146,36 @@ _ENCODERS_HEADER = "x-encoder-hosts-ports"
 
 
 class Decider(Protocol):
-    """Decides for one stage."""
+    """Decides whether another pod executes a stage (prefill or encode) of a request."""
 
     def decide(self, request: PluginRequest, decoder: Endpoint | None, /) -> bool:
-        """Whether the stage is done apart.
+        """Return whether another pod than the decoder executes the stage.
 
         Args:
-            decoder: Where the request will be decoded; None while that is not picked.
+            decoder: Endpoint that decodes the request; None if it is not picked yet.
         """
 
 
-class AlwaysPd(Settings):
-    """Every prefill."""
+class AlwaysPdDecider(Settings):
+    """Decider that disaggregates every prefill."""
 
     def decide(self, _request: PluginRequest, _decoder: Endpoint | None) -> bool:
         return True
 
 
-class AlwaysMultimodal(Settings):
-    """The encoding of whatever is not text."""
+class AlwaysMultimodalDecider(Settings):
+    """Decider that disaggregates the encoding of every multimodal prompt."""
 
     def decide(self, request: PluginRequest, _decoder: Endpoint | None) -> bool:
         return request.multimodal
 
 
-class PrefixBasedPd(Settings):
-    """Prefills that are long where they are decoded."""
+class PrefixBasedPdDecider(Settings):
+    """Decider that disaggregates prefills with many uncached tokens at the decoder."""
 
-    producer: Text = option(default=APPROXIMATE, name=PRODUCER_KEY)  # whose account of the caches counts
-    non_cached_tokens: Whole = 0  # from so many tokens that the decoding pod does not hold; 0: never
-    prompt_tokens: Whole = 0  # shorter prompts never
+    producer: Text = option(default=APPROXIMATE, name=PRODUCER_KEY)  # source of the prefix matches
+    non_cached_tokens: Whole = 0  # uncached tokens from which on a prefill is disaggregated; 0: never
+    prompt_tokens: Whole = 0  # minimum prompt length
 
     def decide(self, request: PluginRequest, decoder: Endpoint | None) -> bool:
         tokens = request.prompt_tokens
@@ -199,7 +199,7 @@ class _Deciders(Settings):
     encode: Text | None = None
 
 
-class Disaggregation(Settings):
+class DisaggHandlerSettings(Settings):
     """Parameters of disagg-profile-handler."""
 
     stage_order: Literal["decode-first", "prefill-first"] = "decode-first"
@@ -207,8 +207,8 @@ class Disaggregation(Settings):
     deciders: _Deciders = option(default_factory=_Deciders)
 
 
-class PrefillApart(Settings):
-    """Parameters of pd-profile-handler, the older form: two profiles and one decider."""
+class PdHandlerSettings(Settings):
+    """Parameters of pd-profile-handler, llm-d's older form with two profiles and one decider."""
 
     decode_profile: Text = "decode"
     prefill_profile: Text = "prefill"
@@ -217,18 +217,18 @@ class PrefillApart(Settings):
 
 
 @dataclass(frozen=True, slots=True)
-class Handled:
-    """Choice of all profiles."""
+class HandlerResult:
+    """Picks of all profiles for one request."""
 
-    primary: Picked  # where the request goes
-    targets: Mapping[str, Endpoint]  # first picks by profile; "" is where the request goes
+    primary: ProfileResult  # picks the destination
+    targets: Mapping[str, Endpoint]  # first pick by profile name; "" is the destination
     headers: Mapping[str, str] = field(default_factory=dict)  # to set on the request
-    prefill: Endpoint | None = None  # who prefills, where it is not the primary; else None
+    prefill: Endpoint | None = None  # endpoint that prefills, if it is not the destination
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of a request that another pod may do: where the decider says so, the profile picks the pod."""
+    """Stage of a request that another pod may execute: the decider decides, the profile picks the pod."""
 
     profile: Profile
     decider: Decider
@@ -236,18 +236,18 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class ProfileHandler:
-    """Decoding on one pod, and where a decider says so prefilling and encoding on others."""
+    """Picks a pod to decode and, if a decider decides so, other pods to prefill and encode."""
 
-    decode: Profile  # picks where the request goes, which fetches from the others' picks
-    prefill: Stage | None = None  # None: that stage is never apart
+    decode: Profile  # picks the destination, which fetches KV blocks and embeddings from the other picks
+    prefill: Stage | None = None  # None: never disaggregated
     encode: Stage | None = None
-    prefill_first: bool = False  # whether prefill is picked before decode, regardless of the latter's cache
+    prefill_first: bool = False  # whether prefill is picked before decode, without regard to decode's cache
 
-    def run(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Handled | None:
-        """Pick; a stage whose filters leave nobody stays with the decoding pod.
+    def run(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> HandlerResult | None:
+        """Return the picks; a stage without remaining endpoints stays at the decoding pod.
 
         Returns:
-            None when no endpoint passes the filters of decoding.
+            None if no endpoint passes the filters of the decode profile.
         """
         prefilled = _picked(self.prefill, request, endpoints, None) if self.prefill_first else None
         decoded = self.decode.run(request, endpoints)
@@ -265,13 +265,14 @@ class ProfileHandler:
         if encoded is not None:
             targets[encoded.profile] = encoded.endpoints[0]
             headers[_ENCODERS_HEADER] = ",".join(endpoint.address for endpoint in encoded.endpoints)
-        apart = prefill is not None and prefill.address != first.address
-        return Handled(decoded, targets, headers, prefill if apart else None)
+        if prefill is not None and prefill.address == first.address:
+            prefill = None
+        return HandlerResult(decoded, targets, headers, prefill)
 
 
 def _picked(
     stage: Stage | None, request: PluginRequest, endpoints: Sequence[Endpoint], decoder: Endpoint | None
-) -> Picked | None:
+) -> ProfileResult | None:
     if stage is None or not stage.decider.decide(request, decoder):
         return None
     return stage.profile.run(request, endpoints)

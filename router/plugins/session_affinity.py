@@ -1,7 +1,7 @@
-"""Sessions that stay at their endpoint: a token in a header, or a session's id, in; its last endpoint out.
+"""Session affinity plugin: keeps a session's requests on its last endpoint, as a filter or as a scorer.
 
-One object filters and scores. Tokens are base64 of "namespace/name", as the reference's; the response carries
-them back to the client.
+The last endpoint comes from a token in a request header or from a table of session ids. A token is base64 of
+"namespace/name", as in llm-d; the response sets it for the client.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, field
 
 from router.config.fields import Number, Settings, Text
-from router.picking.sessions import SESSION_ID_HEADER, Sessions
+from router.picking.sessions import SESSION_ID_HEADER, SessionPods
 from router.plugins.api import Endpoint, PluginRequest
 
 TOKEN_HEADER = "x-session-token"
@@ -22,7 +22,7 @@ _TOKEN_CHARS_MAX = 1024
 
 
 class _Source(Settings):
-    """The attribute is named by its key or by who produces it; there is one attribute for each producer."""
+    """Source of a session id: a request header, or an attribute named by its key or its producer."""
 
     header: Text | None = None
     attribute: Text | None = None
@@ -49,19 +49,19 @@ class _SessionConfig(Settings):
 
 
 class SessionAffinity(Settings):
-    """Keeps to the endpoint of the session, as long as it is among the candidates."""
+    """Prefers the last endpoint of the session while it is a candidate."""
 
     strategy: Literal["encoded_endpoint_header", "session_id"] = "encoded_endpoint_header"
-    profile_name: str = ""  # whose pick counts; "": the destination
+    profile_name: str = ""  # profile whose pick is recorded; "": the destination
     encoded_endpoint_header_config: _TokenConfig = field(default_factory=_TokenConfig)
     session_id_config: _SessionConfig = field(default_factory=_SessionConfig)
 
     def __post_init__(self) -> None:
-        self._keeps_ids = self.strategy == "session_id"
+        self._uses_ids = self.strategy == "session_id"
         self._header = self.encoded_endpoint_header_config.header.lower()
         config = self.session_id_config
         self._sources = config.sources or (_Source(header=SESSION_ID_HEADER),)
-        self._sessions = Sessions(config.eviction_ttl_seconds)
+        self._sessions = SessionPods(config.eviction_ttl_seconds)
 
     def filter(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
         last = self._last(request)
@@ -75,19 +75,19 @@ class SessionAffinity(Settings):
     def picked(self, request: PluginRequest, targets: Mapping[str, Endpoint]) -> Mapping[str, str]:
         if (endpoint := targets.get(self.profile_name)) is None:
             return {}
-        if not self._keeps_ids:
+        if not self._uses_ids:
             return {self._header: base64.b64encode(endpoint.id.encode()).decode()}
         if session := self._session(request):
-            self._sessions.moved(session, endpoint.id, request.now_s)
+            self._sessions.record(session, endpoint.id, request.now_s)
         return {}
 
     def state(self) -> dict[str, int]:
-        """How many sessions are remembered here; of tokens the clients remember them."""
+        """Return the number of sessions in the table, which is empty if clients send tokens."""
         return {"sessions": len(self._sessions)}
 
     def _last(self, request: PluginRequest) -> str | None:
-        """The id of the session's last endpoint."""
-        if self._keeps_ids:
+        """Return the id of the session's last endpoint."""
+        if self._uses_ids:
             session = self._session(request)
             return self._sessions.pod_of(session, request.now_s) if session else None
         token = request.headers.get(self._header, "")
@@ -99,7 +99,7 @@ class SessionAffinity(Settings):
             return None
 
     def _session(self, request: PluginRequest) -> str | None:
-        """The first id that a source names."""
+        """Return the first valid id that a source provides."""
         for source in self._sources:
             found = source.session(request)
             if found and len(found) <= _TOKEN_CHARS_MAX:

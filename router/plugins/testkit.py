@@ -1,6 +1,6 @@
-"""What tests of plugins need: requests and endpoints made of few words, and a plugin run on them.
+"""Test kit for plugins: builds requests and endpoints with defaults, and runs one plugin on them.
 
-Uses what the router itself uses, so that a plugin that passes here runs there.
+Plugins run in the router's own Profile, so the same checks apply.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ def request(
     prefixes: Mapping[str, PrefixMatch] | None = None,
     **known: Any,
 ) -> PluginRequest:
-    """A request.
+    """Return a request with default values.
 
     Args:
         headers: By lower-case name.
-        prefixes: By address; what the approximate producer knows. Give more under `known` as `PluginRequest`
-            has them.
-        known: Further attributes of PluginRequest.
+        prefixes: Matches of the approximate producer by address. To set those of other producers, pass a
+            mapping by producer and address in `known` instead.
+        known: Other fields of PluginRequest.
     """
-    told: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "id": "request",
         "model": "model",
         "headers": dict(headers or {}),
@@ -39,26 +39,26 @@ def request(
         "random": np.random.default_rng(0),
         "prefixes": {APPROXIMATE: dict(prefixes or {})},
     }
-    return PluginRequest(**{**told, **known})
+    return PluginRequest(**{**defaults, **known})
 
 
 def endpoint(name: str, **known: Any) -> Endpoint:
-    """An endpoint of this name, at an address made of it.
+    """Return an endpoint of this name at the address "NAME:8000".
 
     Args:
-        known: Further attributes of Endpoint.
+        known: Other fields of Endpoint.
     """
     return Endpoint(**{"address": f"{name}:8000", "id": f"default/{name}", **known})
 
 
 def kept(plugin: Filter, asked: PluginRequest, endpoints: Sequence[Endpoint]) -> list[str]:
-    """Names of the endpoints that a filter keeps, in its order."""
-    picked = Profile("test", [("plugin", plugin)], (), _Every()).run(asked, endpoints)
+    """Return the names of the endpoints that a filter keeps, in its order."""
+    picked = Profile("test", [("plugin", plugin)], (), _AllPicker()).run(asked, endpoints)
     return [] if picked is None else [_name(one) for one in picked.endpoints]
 
 
 def scores(plugin: Scorer, asked: PluginRequest, endpoints: Sequence[Endpoint]) -> dict[str, float]:
-    """Scores by name, as the pipeline counts them."""
+    """Return the clamped scores by endpoint name."""
     profile = Profile("test", (), [WeightedScorer("plugin", plugin)], MaxScorePicker())
     picked = profile.run(asked, endpoints)
     assert picked is not None
@@ -66,13 +66,13 @@ def scores(plugin: Scorer, asked: PluginRequest, endpoints: Sequence[Endpoint]) 
 
 
 def picks(plugin: Picker, asked: PluginRequest, scored: Mapping[str, float]) -> list[str]:
-    """Names of the endpoints that a picker picks out of scored ones."""
+    """Return the names of the endpoints that a picker chooses, given scores by name."""
     chosen = plugin.pick(asked, [Scored(endpoint(name), score) for name, score in scored.items()])
     return [_name(one) for one in chosen]
 
 
-class _Every:
-    """Picks all, in their order."""
+class _AllPicker:
+    """Picks all endpoints in their order."""
 
     def pick(self, _request: PluginRequest, scored: Sequence[Scored]) -> Sequence[Endpoint]:
         return [one.endpoint for one in scored]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from indexer.audit.engine_counters import EngineReading
+from indexer import EngineReading
 
 _SERIES_MAX = 1024
 # Timestamps are the largest numbers of a load that make sense; counters may have grown larger.

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from indexer import ConfigError as IndexerConfigError
+from indexer import EngineState
 from indexer.pod_entry import METRICS_PATH_LABEL, METRICS_PORT_LABEL, PodEntry, parse_pods, pod_address
-from indexer.streams.engine_registry import EngineState
 from router.errors import ConfigError
 from router.pods.engine_load import EngineLoad
 from router.pods.load_table import PodBoard
@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 _FILE_BYTES_MAX = 1 << 20
 
 DEFAULT_METRICS_PATH = "/metrics"
+ROLE_LABEL = "llm-d.ai/role"
 
 # The first that a pod has counts.
 _ENGINE_LABELS = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
@@ -186,17 +187,17 @@ def metrics_page(entry: PodEntry, path: str = DEFAULT_METRICS_PATH) -> tuple[str
 
 
 class PodsSource:
-    """Tells which pods there are."""
+    """Source of declared pods."""
 
     def changed(self) -> tuple[PodEntry, ...] | None:
         """All declared pods if they are others than the last time; None if not, or not known yet."""
         raise NotImplementedError
 
-    def shown(self, now_s: float) -> Any:
+    def status(self, now_s: float) -> Any:
         """Return what /debug/discovery shows."""
         raise NotImplementedError
 
-    def start(self, news: Callable[[], None]) -> None:
+    def start(self, notify: Callable[[], None]) -> None:
         """Begins; `news` is to be called from any thread when there is something new, and never blocks."""
 
     def close(self) -> None:
@@ -206,7 +207,7 @@ class PodsSource:
         """Return what is missing before it is known which pods there are."""
         return ()
 
-    def look(self, pods: Iterable[Pod], engines: Collection[EngineState], now_s: float) -> None:
+    def check(self, pods: Iterable[Pod], engines: Collection[EngineState], now_s: float) -> None:
         """Compares what was declared with what was found; called now and then."""
 
 
@@ -226,7 +227,7 @@ class PodsFile(PodsSource):
         self._complaint = ""
         self._first: tuple[PodEntry, ...] | None = self._read()
 
-    def shown(self, now_s: float) -> Any:
+    def status(self, now_s: float) -> Any:
         del now_s
         return {"source": "file", "path": str(self.path), "watched": self.watch, "problem": self._complaint}
 

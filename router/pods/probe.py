@@ -17,7 +17,7 @@ from typing import Any
 import httptools
 import msgspec
 
-from indexer.audit.engine_counters import EngineReading
+from indexer import EngineReading
 from indexer.config import RANKS_MAX
 from indexer.pod_entry import (
     EVENTS_PORT_LABEL,

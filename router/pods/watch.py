@@ -13,11 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from random import Random
 from threading import Thread
+from typing import Protocol
 
 from indexer import ConfigError as IndexerConfigError
-from indexer import PodStream
+from indexer import EngineReading, PodStream
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL
-from router.feedback.lifecycle import EngineWatch
 from router.pods.pod_set import LOADLESS_MAX, NOT_READY_THERE, Pod, PodSet, PodsSource
 from router.pods.probe import Prober, ProbeResult
 
@@ -27,6 +27,16 @@ _PROBES_AT_ONCE = 64
 _BEGINNINGS_PER_S = 10
 _TIMEOUTS_MAX = 3
 _MODELS_EVERY_S = 5.0
+
+
+class EngineReports(Protocol):
+    """Receiver of the counters that engines report on their metrics pages."""
+
+    def before_scrape(self, pod: str) -> int:
+        """Return the predicted hit tokens of answered requests, for `after_scrape`."""
+
+    def after_scrape(self, pod: str, reading: EngineReading, answered_hit_tokens: int) -> None:
+        """Receive the scraped counters and the result of `before_scrape`."""
 
 
 @dataclass(slots=True)
@@ -50,7 +60,7 @@ class PodWatch:
     # Told the full set of event streams whenever it changes, always by the same thread.
     follow: Callable[[Iterable[PodStream]], None]
     interval_s: float  # mean time between two probes of a pod
-    engines: EngineWatch | None = None  # holds what pods tell against the views of their caches
+    engines: EngineReports | None = None
     # Told the addresses of all pods, and of those that begin anew, whenever pods were declared.
     declared: Callable[[Collection[str], Collection[str]], None] = lambda _pods, _anew: None
     listed: bool = False  # whether the source has told who there is
@@ -167,14 +177,14 @@ class PodWatch:
             watched.poke.clear()
             async with self._probes:
                 watched.running = True
-                answered_tokens = 0 if self.engines is None else self.engines.asked(address)
+                answered = 0 if self.engines is None else self.engines.before_scrape(address)
                 result = await self._probe(pod, asks_models)
                 watched.running = False
             # The page of a pod with several engines may be of any of them.
             stream = pod_stream(pod)
             one_engine = stream is None or stream.ranks == 1
             if self.engines is not None and result.reading is not None and one_engine:
-                self.engines.told(pod.address, result.reading, answered_tokens)
+                self.engines.after_scrape(pod.address, result.reading, answered)
             self._take(result, watched)
             # A pod that starts is waited for more eagerly.
             interval_s = self.interval_s if self.pods.snapshot()[address].ready else self.interval_s / 4

@@ -19,22 +19,20 @@ from indexer.keys import MultimodalItem, extras_of_prompt
 from router.errors import RequestError
 from router.prompts.request import RequestKind, RouteRequest
 from tokenization import (
+    ExpandedPrompt,
     MediaPromptError,
     PromptError,
+    PromptLimits,
     PromptTokenizer,
     PromptTooLongError,
     TokenIds,
     UnsupportedPromptError,
-)
-from tokenization.apis.anthropic import messages_as_chat
-from tokenization.apis.responses import responses_as_chat
-from tokenization.images.prompts import ExpandedPrompt
-from tokenization.prompts import (
-    PromptLimits,
     chat_prefix,
     chat_prompt,
     completion_prompts,
     image_chat,
+    messages_as_chat,
+    responses_as_chat,
 )
 
 # Why a prompt that every engine will refuse is routed by load alone.

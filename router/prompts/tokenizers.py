@@ -38,10 +38,16 @@ from router.prompts.prompt_tokens import (
 )
 from router.prompts.remote_tokenizers import RenderTokenizer, SidecarTokenizer
 from router.prompts.request import RequestKind, RouteRequest
-from tokenization import PromptError, PromptTokenizer, TokenizerLoadError
-from tokenization.apis.chat import ITEMS_AT_ONCE_MAX, ManyItemsError, items_of
-from tokenization.prompts import PromptLimits
-from tokenization.templates.files import hub_directory
+from tokenization import (
+    ITEMS_AT_ONCE_MAX,
+    ManyItemsError,
+    PromptError,
+    PromptLimits,
+    PromptTokenizer,
+    TokenizerLoadError,
+    count_items,
+    hub_directory,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -246,4 +252,4 @@ def _is_large(request: RouteRequest, tokenizer: PromptTokenizer) -> bool:
     is_fast = tokenizer.encoder.facts.is_fast
     if request.body_bytes > (_INLINE_BODY_BYTES if is_fast else _INLINE_LIBRARY_BODY_BYTES):
         return True
-    return items_of(request.body.get(_DECODED_ITEMS.get(request.kind, ""))) > ITEMS_AT_ONCE_MAX
+    return count_items(request.body.get(_DECODED_ITEMS.get(request.kind, ""))) > ITEMS_AT_ONCE_MAX

@@ -1,4 +1,4 @@
-"""The chart's Envoy: the real one takes its configuration, which does what the local stack's does."""
+"""The chart's Envoy configuration: accepted by the real Envoy, and equivalent to the local stack's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ import pytest
 
 from kvroute.envoy_config import INFERENCE_PATHS
 from kvroute.stack import envoy_command
-from tests.chart.envoy_parts import GATEWAY, Responses, envoy_parts, local_bootstrap, manager
-from tests.chart.helm import CHART, EVERYTHING, clusters, envoy_bootstrap, gateway_manager, manifests, one
+from tests.support.chart.envoy_parts import GATEWAY, Responses, envoy_parts, local_bootstrap, manager
+from tests.support.chart.helm import (
+    CHART,
+    EVERYTHING,
+    clusters,
+    envoy_bootstrap,
+    gateway_manager,
+    manifests,
+    one,
+)
 
 PARTS = CHART / "files" / "envoy.json"
 SETTINGS: list[dict[str, Any]] = [
@@ -25,8 +33,8 @@ SETTINGS: list[dict[str, Any]] = [
 EXTRA = {"extra": [{"method": "POST", "path": "/detokenize"}]}
 
 
-def test_its_parts_are_the_local_stacks() -> None:
-    """files/envoy.json is what envoy_config makes today; UPDATE_GOLDEN=1 writes it anew."""
+def test_envoy_json_equals_the_local_stacks_parts() -> None:
+    """files/envoy.json equals the output of envoy_config; UPDATE_GOLDEN=1 rewrites it."""
     if os.environ.get("UPDATE_GOLDEN"):
         PARTS.write_text(json.dumps(envoy_parts(), indent=1) + "\n")
     assert json.loads(PARTS.read_text()) == envoy_parts()
@@ -34,7 +42,7 @@ def test_its_parts_are_the_local_stacks() -> None:
 
 @pytest.mark.parametrize("envoy", SETTINGS, ids=str)
 def test_envoy_accepts_the_configuration(tmp_path: Path, envoy: dict[str, Any]) -> None:
-    """The real Envoy validates the bootstrap with each door and mode, and finds nothing deprecated."""
+    """The real Envoy accepts the bootstrap for each service and mode, without deprecated fields."""
     path = tmp_path / "envoy.json"
     path.write_text(json.dumps(envoy_bootstrap({"envoy": envoy, "paths": EXTRA})))
     done = subprocess.run(
@@ -47,8 +55,8 @@ def test_envoy_accepts_the_configuration(tmp_path: Path, envoy: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("envoy", SETTINGS, ids=str)
-def test_requests_go_as_in_the_local_stack(envoy: dict[str, Any]) -> None:
-    """Filters, routes, access log and replies are the local stack's; only further tries are added."""
+def test_routing_equals_the_local_stacks(envoy: dict[str, Any]) -> None:
+    """Filters, routes, access log and replies equal the local stack's, with retries added."""
     rendered = gateway_manager(envoy_bootstrap({"envoy": envoy}))
     responses: Responses = envoy.get("responses", "skip")
     local = local_bootstrap(envoy["door"], responses, fail_open=envoy.get("failOpen", False))
@@ -62,8 +70,8 @@ def test_requests_go_as_in_the_local_stack(envoy: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("envoy", SETTINGS, ids=str)
-def test_clusters_differ_in_addresses_and_probes_alone(envoy: dict[str, Any]) -> None:
-    """Each cluster of the local stack is there, with whatever the chart does not have to change."""
+def test_clusters_differ_only_in_addresses_and_probes(envoy: dict[str, Any]) -> None:
+    """Each cluster of the local stack is there, changed only in addresses and probes."""
     rendered = clusters(envoy_bootstrap({"envoy": envoy}))
     local = clusters(local_bootstrap(envoy["door"], fail_open=envoy.get("failOpen", False)))
     assert set(rendered) == {*local, "admin"}
@@ -77,7 +85,7 @@ def test_clusters_differ_in_addresses_and_probes_alone(envoy: dict[str, Any]) ->
 
 @pytest.mark.parametrize("fail_open", [False, True])
 def test_values_add_paths(fail_open: bool) -> None:
-    """A further path is routed as the others are: by its method and exactly, before all else gets a 404."""
+    """An additional path is routed by method and exact path, before the 404 for all others."""
     values = {"envoy": {"failOpen": fail_open}, "paths": EXTRA}
     (host,) = gateway_manager(envoy_bootstrap(values))["route_config"]["virtual_hosts"]
     found = [route for route in host["routes"] if route["match"].get("path") == "/detokenize"]
@@ -98,15 +106,15 @@ def test_a_gateways_route_has_the_same_paths() -> None:
     assert found == {*INFERENCE_PATHS, ("POST", "/detokenize")}
 
 
-def test_the_limit_of_bodies_is_the_routers() -> None:
-    """Envoy buffers what the router reads, and no more."""
+def test_the_body_limit_equals_the_routers() -> None:
+    """Envoy's body buffer limit equals the router's."""
     values = {"router": {"maxRequestBytes": 1 << 20}}
     door = gateway_manager(envoy_bootstrap(values))["http_filters"][0]["typed_config"]
     assert door["with_request_body"]["max_request_bytes"] == 1 << 20
 
 
-def test_the_admin_page_is_the_pods_own() -> None:
-    """Others reach readiness and metrics, not what stops an Envoy."""
+def test_envoys_admin_api_is_private_to_the_pod() -> None:
+    """Only readiness and metrics of Envoy's admin API are reachable from other pods."""
     bootstrap = envoy_bootstrap()
     assert bootstrap["admin"]["address"]["socket_address"]["address"] == "127.0.0.1"
     (status,) = [each for each in bootstrap["static_resources"]["listeners"] if each["name"] == "status"]

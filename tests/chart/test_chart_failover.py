@@ -1,4 +1,4 @@
-"""The chart's Envoy over real routers: one is killed under load, Envoy drains, no router is left."""
+"""The chart's Envoy over real routers: a router killed under load, draining, no router left."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ import urllib3
 
 from kvroute.stack import envoy_command
 from router.app.server import RouterServer
-from tests.chart.helm import CHART, clusters, envoy_bootstrap
-from tests.integration.envoy_support import patient
-from tests.integration.router_server_support import FakePod, fake_pods, running_router, write_pods
-from tests.loopback import HERE, free_ports, listens
-from tests.unit.router_support import TINY
+from tests.support.chart.helm import CHART, clusters, envoy_bootstrap
+from tests.support.loopback import HERE, free_ports, listens
+from tests.support.router.bench import TINY
+from tests.support.router.envoy import patient
+from tests.support.router.server import FakePod, fake_pods, running_router, write_pods
 
 BODY = json.dumps({"model": TINY, "prompt": "hello " * 100}).encode()
 CLIENTS = 8
@@ -36,7 +36,7 @@ DOORS: list[dict[str, Any]] = [
 
 @dataclass
 class Deployed:
-    """An Envoy as the chart configures it, over routers and fake pods."""
+    """An Envoy as configured by the chart, over routers and fake pods."""
 
     gateway: int
     status: int
@@ -47,17 +47,17 @@ class Deployed:
     http: urllib3.PoolManager
 
     def post(self) -> int:
-        """The status that a request is answered with."""
+        """Send a request; return the status of the response."""
         return self.http.request("POST", f"http://{HERE}:{self.gateway}/v1/completions", body=BODY).status
 
     def get(self, port: int, path: str) -> urllib3.BaseHTTPResponse:
-        """A page of Envoy's."""
+        """Get a page of Envoy."""
         return self.http.request("GET", f"http://{HERE}:{port}{path}")
 
 
 @pytest.mark.parametrize("envoy", DOORS, ids=str)
-def test_a_killed_router_costs_no_request(tmp_path: Path, envoy: dict[str, Any]) -> None:
-    """Of the requests during a router's sudden death each is answered, by the other one's pick."""
+def test_a_killed_router_fails_no_request(tmp_path: Path, envoy: dict[str, Any]) -> None:
+    """Every request during a router's sudden death gets a response, by the other router's pick."""
     with deployed(tmp_path, envoy, victim=True) as stack:
         assert stack.victim is not None
         statuses: Counter[int] = Counter()
@@ -80,14 +80,14 @@ def test_a_killed_router_costs_no_request(tmp_path: Path, envoy: dict[str, Any])
         for thread in threads:
             thread.join()
         if envoy["door"] == "ext_proc":
-            # A stream that had begun cannot be begun anew: what was inside the router just then is lost.
+            # An ext_proc stream in progress cannot be retried: requests inside the killed router are lost.
             assert statuses.total() - statuses[200] <= CLIENTS
         else:
             assert set(statuses) == {200}
 
 
-def test_without_routers_it_fails_open_where_told(tmp_path: Path) -> None:
-    """Once no router is left, requests go round robin over the model servers."""
+def test_without_routers_envoy_fails_open_if_configured(tmp_path: Path) -> None:
+    """With no router left, requests go round-robin over the model servers if so configured."""
     with deployed(tmp_path, {"door": "check_grpc", "failOpen": True}) as stack:
         stack.router.close()
         before = [len(pod.seen) for pod in stack.pods]
@@ -96,7 +96,7 @@ def test_without_routers_it_fails_open_where_told(tmp_path: Path) -> None:
 
 
 def test_draining_ends_when_the_last_request_does(tmp_path: Path) -> None:
-    """The pause before SIGTERM fails readiness at once, has clients close, and waits for what runs."""
+    """Draining fails readiness at once, closes client connections, and waits for running requests."""
     with deployed(tmp_path, {"door": "check_grpc"}) as stack:
         assert stack.get(stack.status, "/ready").status == 200
         for pod in stack.pods:
@@ -119,8 +119,8 @@ def test_draining_ends_when_the_last_request_does(tmp_path: Path) -> None:
         assert (closing.status, closing.headers["connection"]) == (200, "close")
 
 
-def test_others_than_the_pod_read_metrics_only(tmp_path: Path) -> None:
-    """The status port tells readiness and metrics, and stops nothing."""
+def test_the_status_port_serves_only_readiness_and_metrics(tmp_path: Path) -> None:
+    """The status port serves readiness and metrics and no command."""
     with deployed(tmp_path, {"door": "check_grpc"}) as stack:
         assert "envoy_cluster_membership_healthy" in stack.get(stack.status, "/metrics").data.decode()
         assert stack.get(stack.status, "/quitquitquit").status == 404
@@ -129,7 +129,7 @@ def test_others_than_the_pod_read_metrics_only(tmp_path: Path) -> None:
 
 @contextmanager
 def deployed(directory: Path, envoy: dict[str, Any], *, victim: bool = False) -> Iterator[Deployed]:
-    """A router here, one to be killed if wanted, two fake pods, and the rendered Envoy in front of them."""
+    """Run a router, optionally a second one to be killed, two fake pods, and the rendered Envoy."""
     with ExitStack() as stack:
         pods = stack.enter_context(fake_pods(2))
         pods_file = write_pods(directory / "pods.yaml", [pod.address for pod in pods])
@@ -162,7 +162,7 @@ def _place(
     routers: list[dict[str, int]],
     pods: list[int],
 ) -> None:
-    """Puts this machine's addresses where the cluster's names are; the Service is the last router."""
+    """Replace the cluster's names by local addresses; the Service's address is the last router."""
     bootstrap["admin"]["address"] = _address(admin)
     for listener, port in zip(bootstrap["static_resources"]["listeners"], (gateway, status), strict=True):
         listener["address"] = _address(port)
@@ -210,7 +210,7 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Waits for what a process of its own brings about."""
+    """Wait for a condition that another process brings about."""
     deadline_s = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline_s, f"not in time: {what}"

@@ -1,4 +1,4 @@
-"""Dashboard and alerts ask for what is there: every metric they name is exported by something that runs."""
+"""Dashboard and alerts: every metric that they query is exported by a program."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import urllib3
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
-from indexer.streams.relay import RedisMetrics
+from indexer.streams.redis_link import RedisMetrics
 from kvroute.envoy_config import EnvoySettings, bootstrap
 from kvroute.stack import envoy_command
-from model_server.metrics import EngineCollector, RequestMetrics
+from model_server.openai.metrics import EngineCollector, RequestMetrics
 from model_server.requests import EngineStats
 from router.pods.kube.problems import Problems
-from tests.chart.helm import CHART, EVERYTHING, FULLNAME, manifests, one
-from tests.integration.router_server_support import fake_pods, running_router, write_pods
-from tests.loopback import HERE, free_ports, listens
-from tests.wire.router_wire_support import wait_until
+from tests.support.chart.helm import CHART, EVERYTHING, FULLNAME, manifests, one
+from tests.support.loopback import HERE, free_ports, listens
+from tests.support.router.doors import wait_until
+from tests.support.router.server import fake_pods, running_router, write_pods
 
 _NAME = re.compile(r"\b(?:(?:llm_d_epp|kvroute|envoy)_\w+(?=\{)|vllm:\w+)")
 _IDLE = EngineStats(0, 0, 0.0, 1, 0, 0, 0, 0, 0, 0, 0.0, True)
@@ -31,7 +31,7 @@ _IDLE = EngineStats(0, 0, 0.0, 1, 0, 0, 0, 0, 0, 0, 0.0, True)
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Names of every metric of a router, the parts that it has in other settings, an engine and an Envoy."""
+    """Return the names of all metrics of a router in all settings, an engine and an Envoy."""
     directory = tmp_path_factory.mktemp("metrics")
     others = CollectorRegistry()
     RedisMetrics(others)
@@ -46,15 +46,15 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return {name for page in pages for name in _names(page)}
 
 
-def test_every_metric_that_is_asked_for_is_exported(exported: set[str]) -> None:
-    """No panel stays empty and no alert silent because of a name that nothing exports."""
+def test_every_queried_metric_is_exported(exported: set[str]) -> None:
+    """Every metric in a panel or an alert is exported."""
     asked = list(_asked_for())
     assert len(asked) > 30
     assert {where: missing for where, names in asked if (missing := names - exported)} == {}
 
 
-def test_every_alert_is_of_the_release(exported: set[str]) -> None:
-    """Rendered alerts look at the release's own routers alone, and have an end of their own to wait for."""
+def test_every_alert_selects_the_release(exported: set[str]) -> None:
+    """Rendered alerts select only the release's routers and have a `for` duration."""
     rules = one(manifests(EVERYTHING), "PrometheusRule", "-epp")["spec"]["groups"][0]["rules"]
     for rule in rules:
         selectors = re.findall(r"\{([^}]*)\}", rule["expr"])
@@ -65,8 +65,8 @@ def test_every_alert_is_of_the_release(exported: set[str]) -> None:
         assert rule["for"]
 
 
-def test_the_dashboard_is_whole() -> None:
-    """Panels have ids and places of their own, and ask the data source that the viewer chose."""
+def test_the_dashboard_is_well_formed() -> None:
+    """Panels have unique ids and places, and use the data source variable."""
     panels = json.loads(one(manifests(EVERYTHING), "ConfigMap", "-dashboard")["data"]["kvroute.json"])[
         "panels"
     ]
@@ -92,7 +92,7 @@ def _asked_for() -> Iterator[tuple[str, set[str]]]:
 
 
 def _names(page: str) -> Iterator[str]:
-    """Names of samples, also of metrics that have none yet."""
+    """Return the sample names of a registry, including metrics without samples."""
     for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", page, re.MULTILINE):
         yield name
         if kind == "histogram":
@@ -104,7 +104,7 @@ def _page(url: str) -> str:
 
 
 def _envoys_page(directory: Path, pod_port: int) -> str:
-    """Metrics of an Envoy that has answered a request."""
+    """Return the metrics page of an Envoy that has served a request."""
     gateway, admin, closed = free_ports(3)
     nowhere = (HERE, closed)
     settings = EnvoySettings((HERE, gateway), nowhere, [(HERE, pod_port)])

@@ -1,4 +1,4 @@
-"""What the chart renders: golden files, and the rules that every object keeps."""
+"""Rendered manifests: golden files, and rules that hold for every object."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 from model_server import cli as model_server_cli
 from router.app.config import parse_flags
 from router.prompts import tokenizer_server
-from tests.chart.helm import CHART, EVERYTHING, container, lint, manifests, one, pods, template, text
+from tests.support.chart.helm import CHART, EVERYTHING, container, lint, manifests, one, pods, template, text
 
 GOLDEN = Path(__file__).parent / "golden"
 # Contents of ConfigMaps, which have tests of their own.
@@ -27,13 +27,13 @@ STANDALONE = {
 
 
 @pytest.mark.parametrize(("name", "values"), [("default", {}), ("everything", EVERYTHING)])
-def test_it_renders_what_it_did(name: str, values: dict[str, Any]) -> None:
-    """A change of what is rendered shows in review; UPDATE_GOLDEN=1 takes it over."""
+def test_manifests_equal_the_golden_files(name: str, values: dict[str, Any]) -> None:
+    """Manifests equal the golden files; UPDATE_GOLDEN=1 rewrites these."""
     rendered = {}
     for each in manifests(values):
         for key, value in each.get("data", {}).items():
             each["data"][key] = value if len(value) < _LONG else "..."
-        # Checksums of what is left out above.
+        # Checksums of the omitted contents.
         each.get("spec", {}).get("template", {}).get("metadata", {}).pop("annotations", None)
         rendered[f"{each['kind']} {each['metadata']['name']}"] = each
     golden = GOLDEN / f"{name}.yaml"
@@ -43,14 +43,14 @@ def test_it_renders_what_it_did(name: str, values: dict[str, Any]) -> None:
     assert rendered == yaml.safe_load(golden.read_text())
 
 
-def test_lint_finds_nothing() -> None:
-    """`helm lint` has neither errors nor warnings."""
+def test_lint_reports_nothing() -> None:
+    """`helm lint` reports neither errors nor warnings."""
     assert lint() == []
 
 
 @pytest.mark.parametrize("values", [{}, EVERYTHING])
 def test_every_pod_is_restricted(values: dict[str, Any]) -> None:
-    """No container is root, writes to its image, keeps a capability or gains privileges; limits are there."""
+    """Every container runs as non-root with read-only root filesystem, no capabilities, and limits."""
     for name, template_ in pods(manifests(values)):
         spec = template_["spec"]
         assert spec["securityContext"]["runAsNonRoot"] is True, name
@@ -67,7 +67,7 @@ def test_every_pod_is_restricted(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("values", [{}, EVERYTHING])
 def test_selectors_outlive_upgrades(values: dict[str, Any]) -> None:
-    """Neither selectors nor pods know versions: upgrades are allowed, and restart only what changed."""
+    """Selectors and pod templates contain no version: upgrades work and restart only changed workloads."""
     for name, template_ in pods(manifests(values)):
         if name.endswith("-test"):
             continue
@@ -85,8 +85,8 @@ def test_selectors_outlive_upgrades(values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("values", [{}, EVERYTHING])
-def test_a_pod_is_given_the_time_that_it_drains(values: dict[str, Any]) -> None:
-    """The grace period covers the announcement, the wait for requests and some seconds to end."""
+def test_the_grace_period_covers_draining(values: dict[str, Any]) -> None:
+    """The grace period covers the readiness delay, the drain timeout and some seconds to exit."""
     objects = manifests(values)
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())
     for kind, suffix in (("router", "-epp"), ("envoy", "-envoy"), ("modelServers", "-models")):
@@ -104,10 +104,10 @@ def test_a_pod_is_given_the_time_that_it_drains(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "values", [{}, EVERYTHING, STANDALONE, {"envoy": {"door": "ext_proc", "responses": "full"}}]
 )
-def test_the_router_takes_its_command_line(
+def test_the_router_accepts_its_command_line(
     values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The router's own parser understands every flag that the chart gives it."""
+    """The router's parser accepts every flag that the chart sets."""
     objects = manifests(values)
     router = container(one(objects, "Deployment", "-epp"), "router")
     monkeypatch.setenv("POD_NAMESPACE", "llm")
@@ -126,8 +126,8 @@ def test_the_router_takes_its_command_line(
     assert router["args"][0] == "router"
 
 
-def test_the_tokenizer_takes_its_command_line() -> None:
-    """The sidecar's own parser does, too, and it listens where the router asks."""
+def test_the_tokenizer_accepts_its_command_line() -> None:
+    """The tokenizer's parser accepts its flags, and its socket is the one that the router uses."""
     deployment = one(manifests(EVERYTHING), "Deployment", "-epp")
     args = container(deployment, "tokenizer")["args"]
     flags = tokenizer_server.command_parser().parse_args(args[1:])
@@ -149,8 +149,8 @@ def test_the_tokenizer_takes_its_command_line() -> None:
         ),
     ],
 )
-def test_our_model_server_takes_its_command_line(values: dict[str, Any], model: str) -> None:
-    """Our engine's own parser understands what it is given, and events go where the router listens."""
+def test_our_model_server_accepts_its_command_line(values: dict[str, Any], model: str) -> None:
+    """Our engine's parser accepts its flags, and events go to the router's port."""
     objects = manifests({"modelServers": values})
     server = container(one(objects, "Deployment", "-models"), "model-server")
     args = [arg.replace("$(POD_IP)", "10.0.0.1") for arg in server["args"]]
@@ -162,7 +162,7 @@ def test_our_model_server_takes_its_command_line(values: dict[str, Any], model: 
 
 
 def test_vllm_publishes_where_the_router_listens() -> None:
-    """vLLM is told of its events, its replays, its host tier and its GPUs in its own words."""
+    """vLLM gets events, replay, CPU offload and tensor parallelism by its own flags."""
     objects = manifests(EVERYTHING)
     server = container(one(objects, "Deployment", "-models"), "model-server")
     assert (server["command"], server["args"][0]) == (["vllm", "serve"], "Qwen/Qwen3-8B")
@@ -184,8 +184,8 @@ def test_vllm_publishes_where_the_router_listens() -> None:
     assert {"--kv-events-port=5557", "--kv-replay-port=5558"} <= set(router)
 
 
-def test_the_hash_seed_may_lie_in_a_secret() -> None:
-    """Routers that share an index take its seed from a Secret; the rendered objects do not hold it."""
+def test_the_hash_seed_may_come_from_a_secret() -> None:
+    """Routers with a shared index read the hash seed from a Secret, not from the manifests."""
     seed = {"hashSeedSecret": {"name": "seeds", "key": "kvroute"}}
     router = container(
         one(manifests({"peers": {"enabled": True}, "indexer": seed}), "Deployment", "-epp"), "router"
@@ -199,7 +199,7 @@ def test_the_hash_seed_may_lie_in_a_secret() -> None:
     "values", [{}, {"mode": "gateway", "networkPolicy": {"gateways": [{"podSelector": {}}]}}]
 )
 def test_helm_test_runs_a_pod_whose_logs_can_be_read(values: dict[str, Any]) -> None:
-    """In either mode there is a test, and it is a pod that stays: `helm test --logs` reads its logs."""
+    """In each mode the test pod is kept after `helm test`, so that --logs can read its logs."""
     annotated = [(each["kind"], each["metadata"].get("annotations", {})) for each in manifests(values)]
     ((kind, test),) = [each for each in annotated if "helm.sh/hook" in each[1]]
     assert (kind, test["helm.sh/hook"]) == ("Pod", "test")
@@ -207,7 +207,7 @@ def test_helm_test_runs_a_pod_whose_logs_can_be_read(values: dict[str, Any]) -> 
 
 
 def test_the_selector_finds_the_model_servers() -> None:
-    """Pods, the selector flag, the pool and the headless service agree on the labels."""
+    """Pods, the selector flag, the pool and the headless service have the same labels."""
     for values in ({}, EVERYTHING):
         objects = manifests(values)
         deployment = one(objects, "Deployment", "-models")
@@ -224,8 +224,8 @@ def test_the_selector_finds_the_model_servers() -> None:
             assert told == selected
 
 
-def test_what_is_granted_is_what_the_mode_needs() -> None:
-    """Roles list what is watched and no more; in the whole cluster something is granted for metrics alone."""
+def test_roles_grant_only_what_the_mode_needs() -> None:
+    """Roles grant only what is watched; the only cluster-wide role is for metrics authorization."""
 
     def granted(values: dict[str, Any], kind: str) -> set[str]:
         roles = [each for each in manifests(values) if each["kind"] == kind]
@@ -240,7 +240,7 @@ def test_what_is_granted_is_what_the_mode_needs() -> None:
 
 
 def test_only_routers_reach_administration_and_events() -> None:
-    """The ports of administration, KV events and replays are open to routers alone."""
+    """Only routers reach the ports of administration, KV events and replay."""
     for values in ({}, EVERYTHING):
         rules = one(manifests(values), "NetworkPolicy", "-models")["spec"]["ingress"]
         guarded = [rule for rule in rules if {port["port"] for port in rule["ports"]} & {8001, 5557, 5558}]
@@ -251,8 +251,8 @@ def test_only_routers_reach_administration_and_events() -> None:
         assert opened == ({8000, 5557, 5558} if values else {8000, 8001, 5557, 5558})
 
 
-def test_routers_are_told_of_the_administration_port_and_its_secret() -> None:
-    """Our engine's port is on the pods' annotation, and both sides take the token from one Secret."""
+def test_routers_get_the_administration_port_and_its_secret() -> None:
+    """Our engine's admin port is in the pods' annotation, and both sides read the token from one Secret."""
     secret = {"adminPort": 9001, "adminTokenSecret": {"name": "adm", "key": "t"}}
     objects = manifests({"modelServers": secret})
     models = one(objects, "Deployment", "-models")
@@ -270,7 +270,7 @@ def test_routers_are_told_of_the_administration_port_and_its_secret() -> None:
 
 
 def test_vllm_has_no_administration_port() -> None:
-    """vLLM's pods carry neither the annotation nor the token, which would go to a server that ignores it."""
+    """vLLM's pods have neither the admin annotation nor the token."""
     engine = {**EVERYTHING["modelServers"], "adminTokenSecret": {"name": "adm"}}
     models = one(manifests({"modelServers": engine}), "Deployment", "-models")
     assert "annotations" not in models["spec"]["template"]["metadata"]
@@ -281,7 +281,7 @@ def test_vllm_has_no_administration_port() -> None:
     "more", [{}, {"modelServers": {"enabled": False, "matchLabels": {"app": "vllm"}}}], ids=["own", "others"]
 )
 def test_engines_may_connect_to_the_router(more: dict[str, Any]) -> None:
-    """One port of router, container, Service and policy, which lets in the pool's pods alone."""
+    """With --events-bind router, container, Service and policy use one port, open only to the pool's pods."""
     policies = {"networkPolicy": {"enabled": True}}
     objects = manifests({"indexer": {"eventsBindPort": 6557}, **policies, **more})
     router = container(one(objects, "Deployment", "-epp"), "router")
@@ -336,8 +336,8 @@ def test_engines_may_connect_to_the_router(more: dict[str, Any]) -> None:
         ({"autoscaling": {"enabled": True, "targetCPUUtilizationPercentage": None}}, "autoscaling"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(values: dict[str, Any], message: str) -> None:
-    """Values that are right each alone are refused together, by the path of the one to change."""
+def test_contradicting_values_are_rejected(values: dict[str, Any], message: str) -> None:
+    """Values that contradict each other are rejected with the path of the one to change."""
     error = template(values).error
     assert re.search(message, error), error
 
@@ -351,8 +351,8 @@ def test_what_does_not_fit_together_is_refused(values: dict[str, Any], message: 
         ({"enabled": False, "matchLabels": {"llm-d.ai/role": "decode"}}, "true"),
     ],
 )
-def test_the_router_is_told_of_a_kv_connector(models: dict[str, Any], told: str) -> None:
-    """Values, vLLM's arguments and the pods' role each say that engines have a KV connector."""
+def test_the_router_gets_the_kv_connector_setting(models: dict[str, Any], told: str) -> None:
+    """The KV connector setting follows the values, vLLM's arguments and the pods' role."""
     router = {"forbiddenBodyFields": ["kv_hints", "mine"]}
     args = container(
         one(manifests({"modelServers": models, "router": router}), "Deployment", "-epp"), "router"
@@ -361,8 +361,8 @@ def test_the_router_is_told_of_a_kv_connector(models: dict[str, Any], told: str)
     assert (config.kv_connector, config.forbidden_fields) == (told, ("kv_hints", "mine"))
 
 
-def test_the_notes_tell_the_next_commands() -> None:
-    """NOTES.txt names three steps and the problems that an operator meets first."""
+def test_the_notes_list_the_next_commands() -> None:
+    """NOTES.txt names three steps and the most common problems."""
     notes = (CHART / "templates" / "NOTES.txt").read_text()
     assert all(f"  {step}. " in notes for step in (1, 2, 3))
     reasons = ("NoPodsMatch", "PodsNotReady", "WrongTargetPort", "PodUnreachable", "EngineWithoutEvents")

@@ -1,4 +1,4 @@
-"""The values' schema: a typo is refused with its path, and nothing that is listed goes unchecked."""
+"""The values' schema: a typo is rejected with its path, and every value is checked."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.chart.helm import CHART, EVERYTHING, template
+from tests.support.chart.helm import CHART, EVERYTHING, template
 
-# Objects whose keys are Kubernetes' own or the user's.
+# Objects whose keys are defined by Kubernetes or the user.
 _FREE = (
     "strings|config|tokenizers|affinity|[sS]ecurityContext|requests|limits|global|valueFrom|Selector|ipBlock"
 )
@@ -47,14 +47,14 @@ _FREE = (
         ({"mode": "sidecar"}, "/mode.*gateway"),
     ],
 )
-def test_a_mistake_is_refused_with_its_path(values: dict[str, Any], path: str) -> None:
-    """What is misspelled, of a wrong type or out of range stops the installation and is named."""
+def test_an_invalid_value_is_rejected_with_its_path(values: dict[str, Any], path: str) -> None:
+    """A misspelled key, wrong type or value out of range is rejected with its path."""
     error = template(values).error
     assert re.search(path, error), error
 
 
 def test_every_object_is_closed() -> None:
-    """No object of the schema takes keys that it does not list, but for maps that are not ours."""
+    """Every object of the schema rejects unknown keys, except maps defined by others."""
     schema = json.loads((CHART / "values.schema.json").read_text())
     open_ones = [
         path
@@ -67,7 +67,7 @@ def test_every_object_is_closed() -> None:
 
 
 def test_schema_and_values_list_the_same() -> None:
-    """Each value has its place in the schema, and each place its default."""
+    """Every value is in the schema, and every schema entry has a default."""
     schema = json.loads((CHART / "values.schema.json").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     assert set(_leaves_of_schema(schema, schema, "")) - {"/global"} == set(
@@ -75,8 +75,8 @@ def test_schema_and_values_list_the_same() -> None:
     )
 
 
-def test_everything_is_allowed() -> None:
-    """The schema does not refuse what the templates offer."""
+def test_every_option_is_accepted() -> None:
+    """The schema accepts every option of the templates."""
     assert template(EVERYTHING).error == ""
 
 

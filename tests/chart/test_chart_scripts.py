@@ -1,4 +1,4 @@
-"""The scripts that the chart puts into pods: they drain model servers and hold the test's conversation."""
+"""The chart's scripts: draining of model servers, and the conversation of `helm test`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.chart.helm import CHART
-from tests.integration.router_server_support import METRICS, FakePod
-from tests.loopback import HERE
+from tests.support.chart.helm import CHART
+from tests.support.loopback import HERE
+from tests.support.router.server import METRICS, FakePod
 
 CONVERSATION = CHART / "files" / "conversation.py"
 DRAIN = CHART / "files" / "drain_model_server.py"
@@ -24,7 +24,7 @@ DRAIN = CHART / "files" / "drain_model_server.py"
 
 @pytest.mark.parametrize("busy", ["running", "waiting"])
 def test_a_model_server_drains_until_its_last_request(busy: str) -> None:
-    """The pause before SIGTERM lasts as long as something runs or waits, and no longer."""
+    """The preStop script waits as long as requests run or are queued, and no longer."""
     pod = FakePod()
     count = f'vllm:num_requests_{busy}{{engine="0"}} '
     pod.metrics = METRICS.replace(f"{count}0.0", f"{count}1.0")
@@ -36,8 +36,8 @@ def test_a_model_server_drains_until_its_last_request(busy: str) -> None:
     pod.stop()
 
 
-def test_a_model_server_that_is_late_with_its_page_is_not_taken_for_idle() -> None:
-    """A busy server that breaks off its answers is asked again, until it says that nothing runs."""
+def test_a_model_server_with_a_failing_page_is_not_considered_idle() -> None:
+    """While a busy server's metrics page fails, the script retries instead of ending."""
     with socket.create_server((HERE, 0)) as busy:
         busy.settimeout(300)
         with subprocess.Popen([sys.executable, DRAIN, str(busy.getsockname()[1]), "0", "1000"]) as drain:
@@ -50,8 +50,8 @@ def test_a_model_server_that_is_late_with_its_page_is_not_taken_for_idle() -> No
             assert drain.wait(300) == 0
 
 
-def test_draining_a_model_server_has_an_end() -> None:
-    """A request that does not end is not waited for beyond the limit, nor is a server that is gone."""
+def test_draining_a_model_server_ends_at_its_limit() -> None:
+    """The script ends at its time limit and when the server is gone."""
     pod = FakePod()
     pod.metrics = METRICS.replace('running{engine="0"} 0.0', 'running{engine="0"} 3.0')
     assert subprocess.run([sys.executable, DRAIN, str(pod.port), "0", "1"], timeout=300).returncode == 0
@@ -69,10 +69,10 @@ def test_draining_a_model_server_has_an_end() -> None:
         (["a", "a", "a"], [0, None, None], 0, False, "met an empty cache"),
     ],
 )
-def test_the_conversation_tells_whether_it_stuck(
+def test_the_conversation_passes_only_on_one_pod(
     pods: list[str | None], cached: list[int | None], failures: int, passes: bool, says: str
 ) -> None:
-    """It passes where one pod answered all turns from its cache; without the header, the cache counts."""
+    """The test passes if one pod served all turns from its cache, by the header or else by cached tokens."""
     with _gateway(pods, cached, failures=failures) as (url, seen):
         done = _conversation(url)
     assert (done.returncode == 0) is passes, done.stdout + done.stderr
@@ -81,10 +81,10 @@ def test_the_conversation_tells_whether_it_stuck(
     assert seen[2]["messages"][:3] == seen[1]["messages"]
 
 
-def test_the_conversation_tells_what_it_waits_for() -> None:
-    """Each problem in the way of an answer is printed at once, also where output is no terminal."""
+def test_the_conversation_prints_what_it_waits_for() -> None:
+    """Each problem is printed at once, even if output is not a terminal."""
     with socket.create_server((HERE, 0)) as full:
-        # The port of a gateway that takes connections and answers none.
+        # The port of a gateway that accepts connections and never responds.
         url = f"http://{HERE}:{full.getsockname()[1]}"
         command = [sys.executable, CONVERSATION, url, "m", "1000"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as talk:
@@ -102,7 +102,7 @@ def test_the_conversation_tells_what_it_waits_for() -> None:
     [("", "test.url"), ("http://a!b", "no such host"), (f"http://{HERE}:1", "no answer in time")],
 )
 def test_the_conversation_fails_with_a_reason(url: str, says: str) -> None:
-    """Without an address, or with one that nobody has, it does not wait; else it says what was in the way."""
+    """The test fails with a reason; a missing or unknown address fails without waiting."""
     done = _conversation(url, timeout_s=3.0 if HERE in url else 200.0)
     assert done.returncode == 1
     assert says in done.stdout + done.stderr
@@ -117,7 +117,7 @@ def _conversation(url: str, timeout_s: float = 60.0) -> subprocess.CompletedProc
 def _gateway(
     pods: list[str | None], cached: list[int | None], failures: int
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Answers turns as told, after as many answers of a gateway that is not ready."""
+    """Run a gateway with the given responses, after this many 503s."""
     seen: list[dict[str, Any]] = []
     left = [failures]
 
@@ -142,7 +142,7 @@ def _gateway(
             self.wfile.write(json.dumps(answer).encode())
 
         def log_message(self, format: str, *args: object) -> None:
-            """Not of interest."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever).start()

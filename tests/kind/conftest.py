@@ -1,9 +1,8 @@
-"""What the tests beside this file share: a cluster, the images in it, a release of the chart, and figures.
+"""Fixtures of the kind tests: a cluster, the images in it, a release of the chart, and figures.
 
 Needs docker, kind, kubectl and helm on PATH. KIND_NODE_IMAGE and KIND_CONFIG choose the node image and the
-cluster's configuration (without them kind takes its own); KIND_CLUSTER names a cluster of an earlier run to
-use and to keep, which is made if there is none. What a run measured, and what was the matter with a failed
-test, lies in KIND_RESULTS (default: kind-results).
+cluster's configuration (default: kind's own). KIND_CLUSTER names a cluster to use and keep, which is created
+if missing. Figures, and logs of failed tests, are written to KIND_RESULTS (default: kind-results).
 """
 
 from __future__ import annotations
@@ -15,26 +14,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.kind.cluster import NODE_PORTS, Cluster, running_cluster
-from tests.kind.evidence import collect
-from tests.kind.figures import Figures
-from tests.kind.images import build_images, load_images
-from tests.kind.release import Release, base_values
-from tests.kind.tools import missing_tools
-from tests.kind.traffic import Conversation
+from tests.support.kind.cluster import NODE_PORTS, Cluster, running_cluster
+from tests.support.kind.evidence import collect
+from tests.support.kind.figures import Figures
+from tests.support.kind.images import build_images, load_images
+from tests.support.kind.release import Release, base_values
+from tests.support.kind.tools import missing_tools
+from tests.support.kind.traffic import Conversation
 
 _FAILED = pytest.StashKey[bool]()
 
 
 @pytest.fixture(scope="session")
 def results() -> Path:
-    """Where a run's figures and evidence go."""
+    """Return the folder of a run's figures and evidence."""
     return Path(os.environ.get("KIND_RESULTS", "kind-results")).absolute()
 
 
 @pytest.fixture(scope="session")
 def figures(results: Path) -> Iterator[Figures]:
-    """Collects what is measured; written at the end."""
+    """Collect figures and write them at the end."""
     figures = Figures()
     yield figures
     figures.write(results)
@@ -42,7 +41,7 @@ def figures(results: Path) -> Iterator[Figures]:
 
 @pytest.fixture(scope="session")
 def images() -> None:
-    """The images, in docker."""
+    """Build the images in docker."""
     if reason := missing_tools():
         pytest.skip(reason)
     build_images()
@@ -50,7 +49,7 @@ def images() -> None:
 
 @pytest.fixture(scope="session")
 def cluster(images: None, tmp_path_factory: pytest.TempPathFactory, figures: Figures) -> Iterator[Cluster]:
-    """A cluster with the images in it."""
+    """Run a cluster with the images loaded."""
     started_s = time.monotonic()
     with running_cluster(tmp_path_factory.mktemp("kind")) as cluster:
         figures.add("create_s", time.monotonic() - started_s, "cluster created")
@@ -62,7 +61,7 @@ def cluster(images: None, tmp_path_factory: pytest.TempPathFactory, figures: Fig
 
 @pytest.fixture(scope="session")
 def installed(cluster: Cluster, figures: Figures) -> Iterator[Release]:
-    """The chart with two routers and two model servers, in a namespace of its own."""
+    """Install the chart with two routers and two model servers, in a namespace of its own."""
     namespace = f"kvroute-{os.getpid()}"
     release = Release(cluster, cluster.kubectl(namespace), NODE_PORTS[0])
     started_s = time.monotonic()
@@ -82,7 +81,7 @@ def installed(cluster: Cluster, figures: Figures) -> Iterator[Release]:
 
 @pytest.fixture
 def release(installed: Release) -> Release:
-    """The release at its base: two routers and two model servers, each followed and exact."""
+    """Return the release with two routers and two model servers, all followed and EXACT."""
     installed.scale("model-server", 2)
     installed.scale("router", 2)
     installed.await_settled(routers=2, model_servers=2)
@@ -91,7 +90,7 @@ def release(installed: Release) -> Release:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Remembers whether a test failed, for `_evidence`."""
+    """Record whether a test failed, for `_evidence`."""
     report = yield
     item.stash[_FAILED] = item.stash.get(_FAILED, False) or report.failed
     return report
@@ -99,7 +98,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _evidence(request: pytest.FixtureRequest, results: Path) -> Iterator[None]:
-    """Collects logs, events and decisions of every namespace when a test failed."""
+    """Collect logs, events and decisions of every namespace if a test failed."""
     yield
     if request.node.stash.get(_FAILED, False) and "cluster" in request.fixturenames:
         collect(request.getfixturevalue("cluster"), results / request.node.name.replace("/", "_"))

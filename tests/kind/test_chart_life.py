@@ -1,4 +1,4 @@
-"""A release from its first day to its last: default values, `helm test`, and nothing left behind."""
+"""Life of a release: default values, `helm test`, uninstall."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kind.cluster import NODE_PORTS, Cluster
-from tests.kind.release import Release
-from tests.kind.tools import ToolError, eventually
-from tests.kind.traffic import Conversation
+from tests.support.kind.cluster import NODE_PORTS, Cluster
+from tests.support.kind.release import Release
+from tests.support.kind.tools import ToolError, eventually
+from tests.support.kind.traffic import Conversation
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800)]
 
-# Made by Kubernetes in every namespace, or about what was there.
+# Created by Kubernetes in every namespace, or reports about deleted objects.
 _NOT_OURS = ("configmap/kube-root-ca.crt", "serviceaccount/default", "event/", "event.events.k8s.io/")
 
 
 @pytest.fixture
 def fresh(cluster: Cluster) -> Iterator[Release]:
-    """A release with default values, but for the images, in an empty namespace."""
+    """Install a release with default values, except for the images, in an empty namespace."""
     kubectl = cluster.kubectl(f"kvroute-{os.getpid()}-fresh")
     release = Release(cluster, kubectl, NODE_PORTS[1])
     try:
@@ -30,8 +30,8 @@ def fresh(cluster: Cluster) -> Iterator[Release]:
         release.discard()
 
 
-def test_default_values_answer_and_leave_nothing(fresh: Release) -> None:
-    """It answers a chat completion; `helm test` passes; `helm uninstall` leaves only the test's pod."""
+def test_default_values_serve_and_uninstall_cleanly(fresh: Release) -> None:
+    """With default values a chat is answered, `helm test` passes and uninstall leaves only the test's pod."""
     fresh.expose()
     answer = eventually("an answer", lambda: _answered(fresh))
     assert answer
@@ -45,12 +45,12 @@ def test_default_values_answer_and_leave_nothing(fresh: Release) -> None:
 
 
 def test_the_release_passes_its_own_test(release: Release) -> None:
-    """`helm test` sends a conversation and sees that it stuck, with two routers as well."""
+    """`helm test` sends a conversation and checks that it stays at one pod, also with two routers."""
     assert "Phase:          Succeeded" in release.helm("test", "kvroute", "--timeout", "5m")
 
 
 def test_a_typo_in_the_values_is_refused(release: Release) -> None:
-    """An unknown value stops `helm upgrade` before anything is changed; the message has its path."""
+    """An unknown value fails `helm upgrade` before any change, with its path in the message."""
     with pytest.raises(ToolError, match=r"modelServers.*replica"):
         release.install({"modelServers": {"replica": 3}})
 
@@ -61,7 +61,7 @@ def _answered(release: Release) -> str | None:
 
 
 def _left(release: Release) -> list[str]:
-    """Every object of any kind in the release's namespace that Kubernetes did not make by itself."""
+    """Return every object in the release's namespace that Kubernetes did not create itself."""
     listed = release.kubectl("api-resources", "--verbs=list", "--namespaced", "--output", "name")
     kinds = ",".join(kind for kind in listed.split() if not kind.startswith("events"))
     found = release.kubectl("get", kinds, "--output", "name", "--ignore-not-found")

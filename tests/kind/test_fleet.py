@@ -1,19 +1,19 @@
-"""Two routers of one release: each knows what the other has in flight, through restarts of either."""
+"""Two routers of one release share their requests in flight, through restarts of either."""
 
 from __future__ import annotations
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.kind.release import METRICS_PORT, Release
-from tests.kind.tools import eventually
-from tests.kind.traffic import steady_load
+from tests.support.kind.release import METRICS_PORT, Release
+from tests.support.kind.tools import eventually
+from tests.support.kind.traffic import steady_load
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800)]
 
 
-def test_what_one_router_hears_of_the_others_requests_reaches_it(release: Release) -> None:
-    """Both get requests, Envoy's log reaches one; by it both hear of ends, and nothing stays in flight."""
+def test_an_access_log_at_one_router_ends_requests_of_both(release: Release) -> None:
+    """An access log that reaches one router ends the requests of both; none stays in flight."""
     await_fleet(release)
     with steady_load(release.url) as load:
         eventually("requests were answered", lambda: len(load.answers) >= 60)
@@ -27,7 +27,7 @@ def test_what_one_router_hears_of_the_others_requests_reaches_it(release: Releas
 
 
 def test_a_router_that_is_replaced_is_followed_at_its_new_address(release: Release) -> None:
-    """A deleted router's successor has another address: the other one finds it, and forgets the old one."""
+    """A replaced router is followed at its new address, and its old address is dropped."""
     await_fleet(release)
     gone = release.names("router")[0]
     release.kubectl("delete", "pod", gone, "--wait=false")
@@ -37,7 +37,7 @@ def test_a_router_that_is_replaced_is_followed_at_its_new_address(release: Relea
 
 
 def await_fleet(release: Release) -> None:
-    """Waits until each of two routers follows the other, and nobody else."""
+    """Wait until each of two routers follows only the other."""
 
     def states() -> list[list[str]]:
         pages = [release.page(router, "/ready") for router in release.names("router")]
@@ -47,7 +47,7 @@ def await_fleet(release: Release) -> None:
 
 
 def sample(release: Release, router: str, name: str, **labels: str) -> float:
-    """A metric of a router; 0 where it has none."""
+    """Return a sample of a router's metrics; 0 if it is missing."""
     page = release.kubectl.page(router, METRICS_PORT, "/metrics")
     samples = [one for family in text_string_to_metric_families(page) for one in family.samples]
     return sum(one.value for one in samples if one.name == name and labels.items() <= one.labels.items())

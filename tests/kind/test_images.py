@@ -1,4 +1,4 @@
-"""The images by themselves, as docker runs them: read-only, as no one special, without a network."""
+"""The images run by docker: read-only, as an unprivileged user, without a network."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tests.kind.images import MODEL_SERVER, ROUTER
-from tests.kind.tools import run
+from tests.support.kind.images import MODEL_SERVER, ROUTER
+from tests.support.kind.tools import run
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800), pytest.mark.usefixtures("images")]
 
@@ -27,21 +27,21 @@ print(json.dumps({"user": os.getuid(), **found}))
 
 
 def test_a_router_starts_with_the_kernels_of_its_image() -> None:
-    """All kernels are there, compiled: from a read-only image none is compiled at a start."""
+    """A router starts from a read-only image without compiling a kernel."""
     said = _python(ROUTER, _START_ROUTER, "--env", "NUMBA_DEBUG_CACHE=1")
     assert "data loaded" in said
     assert "data saved" not in said
 
 
 def test_each_image_has_what_its_program_needs() -> None:
-    """Both have the kernels' compiler; the router's has no torch, and the model server's its server."""
+    """Both images can run kernels; only the model server's has torch and its HTTP server."""
     router, server = (json.loads(_python(image, _WHO)) for image in (ROUTER, MODEL_SERVER))
     assert router == {"user": 10001, "torch": False, "numba": True, "starlette": False}
     assert (server["user"], server["numba"], server["starlette"]) == (10001, True, True)
 
 
 def test_the_entrypoint_is_the_command() -> None:
-    """Arguments of a container are those of `kvroute`."""
+    """A container's arguments are those of `kvroute`."""
     for image in (ROUTER, MODEL_SERVER):
         assert run("docker", "run", "--rm", "--read-only", image, "--version").startswith("kvroute ")
 

@@ -1,4 +1,4 @@
-"""An operator's mistakes: each gives one clear log line, a Kubernetes Event and a metric."""
+"""Mistakes of operators: each is reported by one log line, a Kubernetes Event and a metric."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.kind.bystander import start_bystander
-from tests.kind.cluster import NODE_PORTS, Cluster
-from tests.kind.release import METRICS_PORT, Release
-from tests.kind.tools import eventually
+from tests.support.kind.bystander import start_bystander
+from tests.support.kind.cluster import NODE_PORTS, Cluster
+from tests.support.kind.release import METRICS_PORT, Release
+from tests.support.kind.tools import eventually
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800)]
 
@@ -27,9 +27,9 @@ class Mistake:
     """A mistake as values of the chart.
 
     Attributes:
-        reason: What is told of it.
-        words: A pattern of what the log line says beside it.
-        loses_rights: Whether the router's account is kept from reading pods.
+        reason: Reason of the Event and the metric.
+        words: Pattern of the log line's text.
+        loses_rights: Whether the router's service account may not read pods.
     """
 
     reason: str
@@ -67,7 +67,7 @@ _MISTAKES = {
 
 @pytest.fixture(scope="module")
 def mistaken(cluster: Cluster) -> Iterator[Release]:
-    """A namespace with a Ready pod that serves nothing, for releases that will not work."""
+    """Create a namespace with a Ready pod that serves nothing, for releases that will not work."""
     kubectl = cluster.kubectl(f"kvroute-{os.getpid()}-mistakes")
     kubectl("create", "namespace", kubectl.namespace)
     release = Release(cluster, kubectl, NODE_PORTS[1])
@@ -80,8 +80,8 @@ def mistaken(cluster: Cluster) -> Iterator[Release]:
 
 
 @pytest.mark.parametrize("name", _MISTAKES)
-def test_a_mistake_is_told_once_in_three_ways(mistaken: Release, name: str) -> None:
-    """The router's log says what is wrong, once; so do an Event, which kubectl shows, and a metric."""
+def test_a_mistake_is_reported_once_in_three_ways(mistaken: Release, name: str) -> None:
+    """A mistake is reported once, by a log line, an Event that kubectl shows, and a metric."""
     mistake = _MISTAKES[name]
     mistaken.helm("uninstall", "kvroute", "--ignore-not-found", "--wait")
     mistaken.install(mistake.values, wait=False)
@@ -104,13 +104,13 @@ def _router_that_says(release: Release, text: str) -> str | None:
 
 
 def _events(release: Release, router: str, reason: str) -> list[str]:
-    """Messages of the Events of this reason about the router's pod, or about the pool."""
+    """Return the messages of this reason's Events about the router's pod or the pool."""
     found = release.kubectl.items("events", "--field-selector", f"reason={reason}")
     return [event["message"] for event in found if event["involvedObject"]["name"] in (router, "pool")]
 
 
 def _allow_other_pools(release: Release) -> None:
-    """Lets the router's account read pools of a group that the cluster does not have."""
+    """Allow the router's account to read pools of a group that the cluster lacks."""
     name = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": {"name": "other-pools"}}
     rule = {"apiGroups": [_OTHER_GROUP], "resources": ["inferencepools"], "verbs": ["get", "list", "watch"]}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "other-pools"}
@@ -122,7 +122,7 @@ def _allow_other_pools(release: Release) -> None:
 
 
 def _take_rights(release: Release) -> None:
-    """Leaves the router's account no right but to write Events, from before the router starts."""
+    """Before the router starts, deny its account everything except writing Events."""
     patch = '[{"op": "replace", "path": "/rules/0/verbs", "value": ["get"]}]'
     release.kubectl("patch", "role", "kvroute-epp-pods", "--type", "json", "--patch", patch)
     release.kubectl("delete", "pod", *release.names("router"), "--now")

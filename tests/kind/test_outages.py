@@ -1,4 +1,4 @@
-"""What may be lost or replaced without a failed request: a router, the API server, all pods in turn."""
+"""Outages without a failed request: loss of a router, of the API server, and a rolling upgrade."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import time
 
 import pytest
 
-from tests.kind.figures import Figures
-from tests.kind.release import Release, base_values, merged
-from tests.kind.tools import eventually
-from tests.kind.traffic import Load, steady_load
+from tests.support.kind.figures import Figures
+from tests.support.kind.release import Release, base_values, merged
+from tests.support.kind.tools import eventually
+from tests.support.kind.traffic import Load, steady_load
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800)]
 
 
-def test_a_killed_router_costs_no_request(release: Release, figures: Figures) -> None:
-    """One of two routers dies at once, without a word: every request is answered all the same."""
+def test_a_killed_router_fails_no_request(release: Release, figures: Figures) -> None:
+    """When one of two routers is killed, no request fails."""
     with steady_load(release.url, think_s=0.05) as load:
         _await_answers(load, 40)
         router = release.pods("router")[0]
@@ -28,8 +28,8 @@ def test_a_killed_router_costs_no_request(release: Release, figures: Figures) ->
     figures.add("failover_gap_s", gap_s, "longest time without an answer after a router was killed")
 
 
-def test_a_restarted_api_server_costs_no_request(release: Release) -> None:
-    """The API server dies under load: requests go on, and what changes after it came back is seen."""
+def test_a_restarted_api_server_fails_no_request(release: Release) -> None:
+    """When the API server is killed under load, no request fails, and later changes are seen."""
     system = release.cluster.kubectl("kube-system")
     name = f"kube-apiserver-{release.cluster.node}"
 
@@ -48,8 +48,8 @@ def test_a_restarted_api_server_costs_no_request(release: Release) -> None:
     load.assert_none_failed()
 
 
-def test_a_rolling_upgrade_costs_no_request(release: Release) -> None:
-    """Every router and every model server is replaced by `helm upgrade` under load."""
+def test_a_rolling_upgrade_fails_no_request(release: Release) -> None:
+    """A rolling upgrade of every router and model server under load fails no request."""
     before = {*release.names("router"), *release.names("model-server")}
     rolled = {"podAnnotations": {"kvroute.dev/rolled": str(time.time_ns())}}
     with steady_load(release.url) as load:

@@ -1,4 +1,4 @@
-"""What must be denied is denied: to the chart's service accounts by RBAC, to strangers by NetworkPolicies."""
+"""Denied access: to the chart's service accounts by RBAC, to other pods by NetworkPolicies."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.kind.bystander import opens, start_bystander, stop_bystander
-from tests.kind.release import Release
-from tests.kind.tools import Kubectl, eventually
-from tests.kind.traffic import Conversation
+from tests.support.kind.bystander import opens, start_bystander, stop_bystander
+from tests.support.kind.release import Release
+from tests.support.kind.tools import Kubectl, eventually
+from tests.support.kind.traffic import Conversation
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800)]
 
@@ -20,7 +20,7 @@ _MODEL_SERVER_PORTS = (5557, 5558)
 
 @pytest.fixture
 def stranger(release: Release) -> Iterator[Kubectl]:
-    """A pod in a namespace of its own; see `opens`."""
+    """Run a pod in a namespace of its own that can try connections."""
     kubectl = release.cluster.kubectl(f"{release.kubectl.namespace}-stranger")
     kubectl("create", "namespace", kubectl.namespace)
     start_bystander(kubectl)
@@ -28,8 +28,8 @@ def stranger(release: Release) -> Iterator[Kubectl]:
     kubectl("delete", "namespace", kubectl.namespace, "--wait=false")
 
 
-def test_the_routers_account_may_only_watch(release: Release) -> None:
-    """It reads its namespace's pods and writes events there; no secrets, no changes, no other namespace."""
+def test_the_routers_account_has_minimal_rights(release: Release) -> None:
+    """The router's account may read pods and write events in its namespace, and nothing else."""
     spec = release.pods("router")[0]["spec"]
     account, may = spec["serviceAccountName"], release.kubectl.may
     assert account != "default"
@@ -43,8 +43,8 @@ def test_the_routers_account_may_only_watch(release: Release) -> None:
     assert not may(account, "create", "events", everywhere=True)
 
 
-def test_model_servers_and_envoy_cannot_ask_the_api_server(release: Release) -> None:
-    """Their pods carry no token of a service account: nothing that breaks into one gets further by it."""
+def test_model_servers_and_envoy_have_no_token(release: Release) -> None:
+    """Pods of model servers and Envoy have no service account token."""
     for pod in [*release.pods("model-server"), *release.pods("envoy")]:
         volumes = [source for volume in pod["spec"]["volumes"] for source in volume]
         assert pod["spec"].get("automountServiceAccountToken") is False
@@ -52,7 +52,7 @@ def test_model_servers_and_envoy_cannot_ask_the_api_server(release: Release) -> 
 
 
 def test_every_container_is_confined(release: Release) -> None:
-    """No container is root, can become it, can write to its image, or keeps a capability."""
+    """No container runs as root, can gain privileges, can write to its image, or has a capability."""
     components = ("router", "envoy", "model-server")
     for pod in [pod for component in components for pod in release.pods(component)]:
         of_pod: dict[str, Any] = pod["spec"]["securityContext"]
@@ -65,20 +65,20 @@ def test_every_container_is_confined(release: Release) -> None:
             assert context["seccompProfile"] == {"type": "RuntimeDefault"}
 
 
-def test_strangers_reach_the_gateway_and_nothing_behind_it(release: Release, stranger: Kubectl) -> None:
-    """From another namespace Envoy answers; routers, their metrics and the model servers' events do not."""
+def test_other_namespaces_reach_only_the_gateway(release: Release, stranger: Kubectl) -> None:
+    """From another namespace only Envoy is reachable, not routers, their metrics or engines' events."""
     gateway = f"kvroute-envoy.{release.kubectl.namespace}.svc:80"
     closed = _behind(release)
     for host, port in (address.split(":") for address in closed):
-        # From the node everything is reached: so it is the policies that keep others out.
+        # The node reaches everything, so it is the policies that deny the pod.
         release.cluster.in_node("bash", "-c", f"exec 3<>/dev/tcp/{host}/{port}")
     eventually("Envoy is reached", lambda: opens(stranger, [gateway]))
     eventually("the policies are in force", lambda: not opens(stranger, closed))
     assert not Conversation(release.url).ask().failed
 
 
-def test_neighbours_do_not_reach_behind_the_gateway(release: Release) -> None:
-    """A pod of the same namespace that is not of the release gets no further than a stranger."""
+def test_other_pods_of_the_namespace_reach_only_the_gateway(release: Release) -> None:
+    """A pod of the same namespace outside the release reaches only Envoy."""
     start_bystander(release.kubectl)
     try:
         eventually("Envoy is reached", lambda: opens(release.kubectl, ["kvroute-envoy:80"]))
@@ -88,7 +88,7 @@ def test_neighbours_do_not_reach_behind_the_gateway(release: Release) -> None:
 
 
 def test_only_monitoring_reads_metrics(release: Release) -> None:
-    """From the namespaces named in the values metrics are read, and the routers are not asked."""
+    """Namespaces named in the values reach the metrics port, not the routers' gRPC port."""
     kubectl = release.cluster.kubectl(f"{release.kubectl.namespace}-monitoring")
     kubectl("create", "namespace", kubectl.namespace)
     try:
@@ -102,7 +102,7 @@ def test_only_monitoring_reads_metrics(release: Release) -> None:
 
 
 def _behind(release: Release) -> list[str]:
-    """Addresses that only the release's own pods may connect to."""
+    """Return the addresses to which only the release's own pods may connect."""
     routers = [pod["status"]["podIP"] for pod in release.pods("router")]
     servers = [pod["status"]["podIP"] for pod in release.pods("model-server")]
     addresses = [f"{router}:{port}" for router in routers for port in _ROUTER_PORTS]

@@ -1,4 +1,4 @@
-"""Gateway mode: an InferencePool says which pods there are, and a gateway asks the router that it names."""
+"""Gateway mode: an InferencePool selects the pods, and a gateway calls the router named by it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from kvroute.envoy_config import EnvoySettings, bootstrap
-from tests.kind.cluster import NODE_PORTS, Cluster
-from tests.kind.images import ENVOY
-from tests.kind.release import Release
-from tests.kind.tools import eventually
-from tests.kind.traffic import Conversation
+from tests.support.kind.cluster import NODE_PORTS, Cluster
+from tests.support.kind.images import ENVOY
+from tests.support.kind.release import Release
+from tests.support.kind.tools import eventually
+from tests.support.kind.traffic import Conversation
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800)]
 
@@ -25,7 +25,7 @@ _GATEWAY = {"app": "gateway"}
 
 @pytest.fixture(scope="module")
 def pooled(cluster: Cluster) -> Iterator[Release]:
-    """A release in gateway mode, and an Envoy that does what a gateway with the inference extension does."""
+    """Install a release in gateway mode, with an Envoy configured as an inference gateway."""
     crds = os.environ.get("INFERENCE_EXTENSION_CRDS")
     if not crds:
         pytest.skip("INFERENCE_EXTENSION_CRDS: no folder with the CRDs of the inference extension")
@@ -49,7 +49,7 @@ def pooled(cluster: Cluster) -> Iterator[Release]:
 
 
 def test_a_pool_of_the_gateway_api_is_served(pooled: Release) -> None:
-    """Through ext_proc, with responses passing it, a conversation sticks and gets what was predicted."""
+    """Through ext_proc with full responses, a conversation stays at one pod with the predicted cache hits."""
     pooled.await_settled(routers=1, model_servers=2)
     conversation, answers = Conversation(pooled.url, sentences=60), []
     for _ in range(3):
@@ -64,7 +64,7 @@ def test_a_pool_of_the_gateway_api_is_served(pooled: Release) -> None:
 
 
 def test_a_changed_selector_is_followed(pooled: Release) -> None:
-    """Pods that a pool no longer selects are not picked any more; selected again, they are."""
+    """Pods that a pool no longer selects are not picked; selected again, they are."""
     pool = pooled.kubectl.items("inferencepools")[0]
     selected = pool["spec"]["selector"]["matchLabels"]
 

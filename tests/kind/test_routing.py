@@ -1,4 +1,4 @@
-"""Requests go where their cache is, while pods come, go and start anew."""
+"""Requests go to the pod with their prefix while pods are added, removed and restarted."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import time
 
 import pytest
 
-from tests.kind.figures import Figures
-from tests.kind.release import Release, is_ready
-from tests.kind.tools import eventually
-from tests.kind.traffic import Conversation, steady_load
+from tests.support.kind.figures import Figures
+from tests.support.kind.release import Release, is_ready
+from tests.support.kind.tools import eventually
+from tests.support.kind.traffic import Conversation, steady_load
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800)]
 
-# A person reads an answer before the next question; the last block's event needs a few milliseconds of that.
+# A user reads an answer before the next question; the last block's event needs a few milliseconds.
 _READS_S = 1.0
 
 
-def test_a_conversation_sticks_and_gets_what_was_predicted(release: Release) -> None:
-    """Every turn goes to the same pod, which delivers as many cached tokens as the router had predicted."""
+def test_a_conversation_stays_at_its_pod_with_predicted_hits(release: Release) -> None:
+    """Every turn goes to the same pod, which reports as many cached tokens as the router predicted."""
     conversation = Conversation(release.url, sentences=60)
     answers = []
     for _ in range(4):
@@ -34,9 +34,9 @@ def test_a_conversation_sticks_and_gets_what_was_predicted(release: Release) -> 
 
 
 def test_a_scaled_up_replica_is_used_once_it_is_ready(release: Release, figures: Figures) -> None:
-    """A pod that became Ready answers requests, and then from its own cache, without anybody's doing."""
+    """A new pod gets requests once Ready, and then serves from its own cache."""
     before = set(release.model_servers())
-    # Conversations stay where they are; new ones go where there is room.
+    # Conversations stay at their pods; new ones go to the pod with less load.
     with steady_load(release.url, turns=2) as load:
         release.scale("model-server", 3)
 
@@ -58,8 +58,8 @@ def test_a_scaled_up_replica_is_used_once_it_is_ready(release: Release, figures:
     figures.add("scale_up_to_first_hit_s", max(0.0, hit[0].ended_s - ready_s), what)
 
 
-def test_a_deleted_pod_costs_no_request(release: Release) -> None:
-    """A pod that is deleted ends what it has begun, and gets nothing new from the moment of its deletion."""
+def test_a_deleted_pod_fails_no_request(release: Release) -> None:
+    """A deleted pod completes its requests and gets no new ones from its deletion on."""
     with steady_load(release.url) as load:
         eventually("both model servers answer", lambda: len({each.pod for each in load.answers}) == 2)
         before = release.model_servers()
@@ -79,7 +79,7 @@ def test_a_deleted_pod_costs_no_request(release: Release) -> None:
 
 
 def test_a_restarted_container_does_not_keep_its_old_blocks(release: Release) -> None:
-    """A container that crashed and came back, with the same name and address, is known to hold nothing."""
+    """A restarted container with the same name and address is known to have an empty cache."""
     conversation = Conversation(release.url, sentences=60)
     first = conversation.ask()
     time.sleep(_READS_S)
@@ -104,8 +104,8 @@ def test_a_restarted_container_does_not_keep_its_old_blocks(release: Release) ->
     assert decision["predicted_cached_tokens"] == third.cached_tokens < second.cached_tokens
 
 
-def test_a_crash_costs_only_the_requests_on_it(release: Release) -> None:
-    """While a model server's container is dead, no request fails that was not sent to it."""
+def test_a_crash_fails_only_its_own_requests(release: Release) -> None:
+    """While a model server's container is dead, only requests sent to it fail."""
     with steady_load(release.url) as load:
         eventually("both model servers answer", lambda: len({each.pod for each in load.answers}) == 2)
         address, pod = next(iter(release.model_servers().items()))

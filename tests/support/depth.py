@@ -1,4 +1,4 @@
-"""Number of examples of a property: `make test-fast` has few of them, `make test-deep` many."""
+"""Number of examples per property test: few in `make test-fast`, many in `make test-deep`."""
 
 from __future__ import annotations
 

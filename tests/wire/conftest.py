@@ -1,4 +1,4 @@
-"""What the tests of the doors share."""
+"""Fixtures of the tests of gRPC services and HTTP/2."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.wire.h2_support import Served, serving
-from tests.wire.raw_h2_support import RawClient
-from tests.wire.router_wire_support import INLINE, served_by
+from tests.support.router.doors import INLINE, served_by
+from tests.support.router.h2 import Served, serving
+from tests.support.router.raw_h2 import RawClient
 
 
 @pytest.fixture(scope="module", params=sorted(INLINE))
 def each_transport(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test with calls served on their connection's thread, and on other threads."""
+    """Run a test twice: with calls served inline on their connection's thread, and on other threads."""
     with served_by(request.param):
         yield request.param
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    """A plain service, by a connection's own thread where that may be."""
+    """Serve a plain service, inline where possible."""
     with serving("native") as served:
         yield served
 
 
 @pytest.fixture
 def sound(served: Served) -> Iterator[None]:
-    """Looks after each test whether the service still serves and has nothing left of it."""
+    """Check after each test that the service still serves and has released everything."""
     yield
     served.assert_sound()
 
 
 @pytest.fixture
 def client(served: Served) -> Iterator[RawClient]:
-    """A connection to the plain service that has begun as it should."""
+    """Open a connection to the plain service and complete its handshake."""
     with RawClient(served.server.port) as client:
         yield client

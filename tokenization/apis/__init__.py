@@ -1,1 +1,1 @@
-"""Requests of the APIs that chat prompts come by: chat completions, Anthropic messages, responses."""
+"""Chat APIs: conversion of chat completions, Anthropic Messages and Responses requests to messages."""

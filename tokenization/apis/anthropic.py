@@ -1,7 +1,7 @@
-"""An Anthropic Messages body as the chat body that vLLM's server makes of it before it renders a prompt.
+"""Anthropic Messages: convert a request's body to the chat body that vLLM's server derives from it.
 
-Decoded JSON in, decoded JSON out. Only what this needs is checked; what vLLM's releases treat differently is
-refused as not supported, so that no wrong ids are ever taken for right ones.
+Checks only the fields that it uses. Requests that vLLM's releases convert differently are rejected as not
+supported, so that wrong token ids are never used.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from tokenization.errors import PromptError, UnsupportedPromptError
 
 Body = Mapping[str, Any]
 
-_TAKEN_OVER = ("model", "max_tokens", "cache_salt", "chat_template_kwargs", "add_special_tokens")
+_COPIED_FIELDS = ("model", "max_tokens", "cache_salt", "chat_template_kwargs", "add_special_tokens")
 _IMAGE = "image"
 
 
 def messages_as_chat(body: Body, effort_without_thinking: str = "none") -> dict[str, Any]:
-    """The chat completions body with the same prompt.
+    """Return the chat completions body with the same prompt.
 
     Args:
-        effort_without_thinking: What a wish for none becomes with this model, see `ChatTemplate`.
+        effort_without_thinking: `reasoning_effort` of this model for disabled thinking, see `ChatTemplate`.
 
     Raises:
         PromptError: A field has the wrong type.
-        UnsupportedPromptError: vLLM's releases do not agree on what becomes of a part of it.
+        UnsupportedPromptError: vLLM's releases convert a part of the request differently.
     """
     system = [*_system(body.get("system"))]
     messages = [*system, *_turns(body.get("messages"), may_begin_with_system=not system)]
-    chat = {name: body[name] for name in _TAKEN_OVER if body.get(name) is not None}
+    chat = {name: body[name] for name in _COPIED_FIELDS if body.get(name) is not None}
     chat["messages"] = messages
     if (tools := body.get("tools")) is not None:
-        # A tool choice changes the grammar, not the prompt; only "none" would, which this API has not.
+        # `tool_choice` changes only the grammar. "none" would change the prompt, but this API lacks it.
         chat["tools"] = [_tool(tool) for tool in objects(tools, "tools")]
         kwargs = chat.get("chat_template_kwargs", {})
         if not tools and isinstance(kwargs, dict) and kwargs.get("tools") in (None, "auto"):
-            # Other than a chat's, an empty list is seen by the template.
+            # Unlike in a chat, the template receives an empty list.
             chat["chat_template_kwargs"] = {**kwargs, "tools": []}
     config = body.get("output_config")
     if isinstance(config, dict) and config.get("effort") is not None:
@@ -62,18 +62,18 @@ def _system(system: object) -> Iterator[dict[str, Any]]:
 
 def _turns(messages: object, *, may_begin_with_system: bool) -> Iterator[dict[str, Any]]:
     for at, message in enumerate(objects(messages, "messages")):
-        if (plain := _plain(message)) is not None:
+        if (plain := _simple_message(message)) is not None:
             yield plain
             continue
         role, content, where = message.get("role"), message.get("content"), f"messages[{at}]"
         if role == "system":
-            text = _only_text(content)
+            text = _single_text(content)
             if at == 0 and may_begin_with_system and text and not text.startswith(BILLING):
-                # In its place, merged into the system's field or folded: in every release it is the system's.
+                # All releases make it the system message, although in different ways.
                 yield {"role": "system", "content": text}
                 continue
             raise UnsupportedPromptError(
-                f"{where}: where a system message within a conversation goes depends on the release", where
+                f"{where}: the place of a system message within a conversation depends on the release", where
             )
         if role not in ("user", "assistant"):
             raise PromptError(f"{where}.role must be user or assistant", where)
@@ -83,16 +83,16 @@ def _turns(messages: object, *, may_begin_with_system: bool) -> Iterator[dict[st
             yield from _turn(role, objects(content, f"{where}.content"), where)
 
 
-def _plain(message: Body) -> dict[str, Any] | None:
-    """The most common message, a role and one text: the same as `_turn` makes of it, at less cost."""
-    role, text = message.get("role"), _only_text(message.get("content"))
+def _simple_message(message: Body) -> dict[str, Any] | None:
+    """Convert a message of a role and one text, the most common form, faster than `_turn`; else None."""
+    role, text = message.get("role"), _single_text(message.get("content"))
     if role not in ("user", "assistant") or not text:
         return None
     return {"role": role, "content": text}
 
 
-def _only_text(content: object) -> str | None:
-    """A content that is one text; None for any other."""
+def _single_text(content: object) -> str | None:
+    """Return a content that is a single text, or None."""
     if type(content) is list and len(content) == 1 and type(content[0]) is dict:
         content = content[0].get("text") if content[0].get("type") == "text" else None
     return content if type(content) is str else None
@@ -108,7 +108,7 @@ def _turn(role: str, blocks: Sequence[Body], where: str) -> Iterator[dict[str, A
             if text := _text(block, where):
                 parts.append({"type": "text", "text": text})
         elif kind == _IMAGE:
-            # vLLM passes over one that is nowhere, but not within a result.
+            # vLLM ignores an image without a source, except within a result.
             if source := block.get("source"):
                 parts.append(_image(source, where))
         elif kind == "thinking":
@@ -117,11 +117,11 @@ def _turn(role: str, blocks: Sequence[Body], where: str) -> Iterator[dict[str, A
         elif kind == "tool_use":
             calls.append(_call(block, where))
         elif kind == "tool_result" and role == "user":
-            # Results stand in front of whatever else the user says in the same turn.
+            # Results come before all other content of the user's turn.
             yield from _result(block, where)
         elif kind != "redacted_thinking":
             raise UnsupportedPromptError(f"{where}: blocks of this type are not supported here", where)
-    # An assistant's empty turn is a turn.
+    # An assistant's empty turn is kept.
     if role == "user" and not parts:
         return
     turn: dict[str, Any] = {"role": role}
@@ -159,7 +159,7 @@ def _result(block: Body, where: str) -> Iterator[dict[str, Any]]:
 def _call(block: Body, where: str) -> dict[str, Any]:
     name, given = block.get("name"), block.get("input")
     if not isinstance(name, str) or not (given is None or isinstance(given, dict)):
-        raise PromptError(f"{where}: a tool_use block has a name, and an object as its input", where)
+        raise PromptError(f"{where}: a tool_use block must have a name, and an object as its input", where)
     function = {"name": name, "arguments": json.dumps(given or {})}
     return {"id": block.get("id") or "", "type": "function", "function": function}
 
@@ -167,7 +167,7 @@ def _call(block: Body, where: str) -> dict[str, Any]:
 def _tool(tool: Body) -> dict[str, Any]:
     schema = tool.get("input_schema")
     if not isinstance(tool.get("name"), str) or not isinstance(schema, dict):
-        raise UnsupportedPromptError("tools of the provider's own have no form here", "tools")
+        raise UnsupportedPromptError("the provider's built-in tools are not supported", "tools")
     parameters = schema if "type" in schema else {**schema, "type": "object"}
     function = {"name": tool["name"], "description": tool.get("description"), "parameters": parameters}
     function |= {name: tool[name] for name in ("strict", "defer_loading") if tool.get(name) is not None}

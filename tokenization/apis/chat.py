@@ -1,6 +1,6 @@
-"""OpenAI messages and tools, checked and brought into the form that vLLM's server hands to chat templates.
+"""Chat completions: check messages and tools and convert them to the form in which templates get them.
 
-Decoded JSON in, dicts for the template out. Knows no templates, tokens or HTTP.
+The form is that of vLLM's server.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from tokenization.errors import MediaPromptError, PromptError, UnsupportedPromptError
 
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal", "thinking")
-# Part type -> what a template calls it.
+# Part type -> name in templates.
 _MEDIA_TYPES = {
     "image_url": "image",
     "input_image": "image",
@@ -27,7 +27,7 @@ _MEDIA_TYPES = {
     "video_url": "video",
     "video_embeds": "video",
 }
-# Of parts; vLLM 0.32 hands all others on to templates that take parts.
+# Known fields of parts; vLLM 0.32 passes all others on to templates that take parts.
 _PART_FIELDS = frozenset(
     {
         *("audio_embeds", "audio_url", "closed", "data", "file", "image_embeds", "image_pil", "image_url"),
@@ -35,34 +35,34 @@ _PART_FIELDS = frozenset(
         *("video_embeds", "video_url"),
     }
 )
-# Parts that are known by such a field where they have no type, but have no form here.
+# Fields that identify unsupported parts without a type.
 _UNTYPED_FIELDS = ("prompt_embeds", "tool_reference")
-# A client adds it to the system's text for its bill; it changes with every request.
+# Billing line that a client adds to the system message; it changes with every request.
 BILLING = "x-anthropic-billing-header"
 _SHOWN_CHARS = 64
-# Fields of a message that are lists.
-_LISTS = ("content", "tool_calls")
+# List fields of a message.
+_LIST_FIELDS = ("content", "tool_calls")
 
 ITEMS_AT_ONCE_MAX = 500
-"""Messages and their parts that are read and rendered in some milliseconds.
+"""Maximum of messages and parts that are rendered in a few milliseconds.
 
-Templates take some 20 us for a message, however short, so a body of 1 MB may take them a second.
+Templates take about 20 us per message, however short, so a body of 1 MB may take a second.
 """
 
 
 class ManyItemsError(Exception):
-    """Messages have more parts than are to be rendered at once; it is no fault of theirs."""
+    """There are more messages and parts than the caller renders at once; the request itself is valid."""
 
 
 class MediaForm(NamedTuple):
-    """How messages with images, sounds and films are shown."""
+    """Texts that represent images, audio and video in rendered messages."""
 
-    text: str  # in front of a text for each of them, where the template takes no parts; empty: nothing
-    mark: str = ""  # text in front of each of them, where it takes parts; empty: none
+    text: str  # added before a message's text per item if the template takes no parts; may be empty
+    mark: str = ""  # text part before each item if the template takes parts; may be empty
 
 
 def decoded(messages: object) -> object:
-    """Messages that are still JSON text, decoded; others as they are. None for what is no JSON."""
+    """Decode messages that are JSON text; return others unchanged, and None for invalid JSON."""
     if not isinstance(messages, msgspec.Raw):
         return messages
     try:
@@ -74,17 +74,17 @@ def decoded(messages: object) -> object:
 def chat_messages(
     messages: object, *, wants_parts: bool, media: MediaForm | None = None
 ) -> list[dict[str, Any]]:
-    """Checks OpenAI messages and brings them into the form chat templates expect.
+    """Check OpenAI messages and convert them to the form that chat templates expect.
 
-    Text parts are joined by line feeds unless the template loops over parts; the JSON text of tool calls'
-    arguments becomes an object.
+    Text parts are joined by line feeds unless the template takes parts. Arguments of tool calls are decoded
+    from JSON.
 
     Args:
-        media: How images, sounds and films are shown; None refuses messages that hold one.
+        media: Texts for images, audio and video; None rejects messages with media.
 
     Raises:
-        PromptError: Naming the message that is wrong.
-        MediaPromptError: A message holds a part other than text, and `media` is None.
+        PromptError: A message is invalid; the error names it.
+        MediaPromptError: A message contains media, and `media` is None.
     """
     if not isinstance(messages, list) or not messages:
         raise PromptError("messages must be a non-empty list", "messages")
@@ -97,30 +97,30 @@ def chat_messages(
 def checked_message(
     message: object, at: int, *, wants_parts: bool, media: MediaForm | None = None
 ) -> dict[str, Any]:
-    """The message at a place of the list; as `chat_messages`."""
-    return _plain(message, wants_parts) or _message(message, f"messages[{at}]", wants_parts, media)
+    """Check and convert the message at place `at` of the list, see `chat_messages`."""
+    return _simple_message(message, wants_parts) or _message(message, f"messages[{at}]", wants_parts, media)
 
 
-def items_of(messages: object) -> int:
-    """Messages, their parts and their calls; also of what is not checked yet."""
+def count_items(messages: object) -> int:
+    """Count messages, their parts and their tool calls, before they are checked."""
     if not isinstance(messages, list):
         return 0
     return len(messages) + sum(map(_inner_items, messages))
 
 
 def medium_of(part: object) -> str | None:
-    """What a template calls an image, sound or film; None for any other part."""
+    """Return the name in templates of an image, audio or video part, or None for other parts."""
     if not isinstance(part, dict):
         return None
     kind = part.get("type")
     if kind is None:
-        # Engines then go by the field that holds it.
+        # Engines then use the field's name.
         kind = next((name for name in part if name in _MEDIA_TYPES), None)
     return _MEDIA_TYPES.get(kind) if isinstance(kind, str) else None
 
 
-def _plain(message: object, wants_parts: bool) -> dict[str, Any] | None:
-    """The most common message, a role and a text: the same as `_message` makes of it, at less cost."""
+def _simple_message(message: object, wants_parts: bool) -> dict[str, Any] | None:
+    """Convert a message of a role and a text, the most common form, faster than `_message`; else None."""
     if type(message) is not dict or len(message) != 2:
         return None
     role, content = message.get("role"), message.get("content")
@@ -141,11 +141,11 @@ def _message(message: object, where: str, wants_parts: bool, media: MediaForm | 
         content = _without_billing(content)
     content = _content(content, where, wants_parts, media)
     if role == "tool" and isinstance(content, list) and all(part["type"] == "text" for part in content):
-        # A tool's answer is a string to every template.
+        # Tool results are strings, also for templates that take parts.
         content = "\n".join([part["text"] for part in content])
     known: dict[str, Any] = {"role": role, "content": content}
     if role == "assistant":
-        # An empty list would put a template on its tool path.
+        # Without empty lists, which would select a template's branch for tools.
         if calls := message.get("tool_calls"):
             known["tool_calls"] = tool_calls(calls, f"{where}.tool_calls")
         reasoning = message.get("reasoning")
@@ -153,7 +153,7 @@ def _message(message: object, where: str, wants_parts: bool, media: MediaForm | 
         if reasoning is not None:
             known["reasoning"] = known["reasoning_content"] = reasoning
     elif role == "tool":
-        # Null is as good as none.
+        # Null counts as missing.
         if (call_id := message.get("tool_call_id")) is not None:
             known["tool_call_id"] = call_id
     elif role == "developer":
@@ -173,12 +173,12 @@ def _content(content: object, where: str, wants_parts: bool, media: MediaForm | 
         raise PromptError(f"{where}.content must be a string or a list of parts", f"{where}.content")
     where = f"{where}.content"
     parts: list[dict[str, Any]] = []
-    in_front: list[str] = []
+    placeholders: list[str] = []
     for at, part in enumerate(content):
         if (medium := medium_of(part)) is not None:
             if media is None:
-                raise MediaPromptError(f"{where}[{at}]: media parts have no token ids here", where)
-            in_front.append(media.text)
+                raise MediaPromptError(f"{where}[{at}]: media parts are not supported here", where)
+            placeholders.append(media.text)
             if media.mark and wants_parts:
                 parts.append({"type": "text", "text": media.mark})
             parts.append({"type": medium, **_extra_fields(part, wants_parts)})
@@ -186,19 +186,19 @@ def _content(content: object, where: str, wants_parts: bool, media: MediaForm | 
             parts.append({"type": "text", "text": text, **_extra_fields(part, wants_parts)})
     if wants_parts:
         return parts
-    # Engines put the places of media in front of the message's text.
-    return "\n".join(filter(None, [*in_front, *(part.get("text") for part in parts)]))
+    # Engines add the placeholders of media before the message's text.
+    return "\n".join(filter(None, [*placeholders, *(part.get("text") for part in parts)]))
 
 
 def _extra_fields(part: object, wants_parts: bool) -> Mapping[str, Any]:
-    """What a part has beside the fields that are known."""
+    """Return the unknown fields of a part."""
     if not wants_parts or not isinstance(part, dict) or part.keys() <= _PART_FIELDS:
         return {}
     return {name: value for name, value in part.items() if name not in _PART_FIELDS}
 
 
 def _without_billing(content: object) -> object:
-    """A system's content, of which each text that begins with the client's billing has lost that line."""
+    """Remove the client's billing line from the beginning of a system message's texts."""
     if isinstance(content, str):
         return (content.partition("\n")[2] or None) if content.startswith(BILLING) else content
     if not isinstance(content, list):
@@ -215,7 +215,7 @@ def _without_billing(content: object) -> object:
 
 
 def _part_text(part: object, where: str) -> str | None:
-    """A text part's text; None for one that has none, which engines skip."""
+    """Return a text part's text, or None for a part without text, which engines skip."""
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
@@ -241,29 +241,29 @@ def _part_text(part: object, where: str) -> str | None:
 def _inner_items(message: Any) -> int:
     if type(message) is not dict:
         return 0
-    lists = [value for name in _LISTS if isinstance(value := message.get(name), list)]
-    # Another API's results have parts of their own.
+    lists = [value for name in _LIST_FIELDS if isinstance(value := message.get(name), list)]
+    # Tool results of other APIs contain parts.
     inner = [part.get("content") for part in chain.from_iterable(lists) if type(part) is dict]
     return sum(map(len, lists)) + sum([len(parts) for parts in inner if type(parts) is list])
 
 
 _CALL_FIELDS = ("id", "function", "type")
-_CALLED_FIELDS = ("arguments", "name")
-_OWN_TOOL_FIELDS = ("function", "type")
-_OWN_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
-# Shown where they are given; a tool's other fields are dropped.
+_CALL_FUNCTION_FIELDS = ("arguments", "name")
+_TOOL_FIELDS = ("function", "type")
+_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+# Optional fields of a tool that are kept; others are dropped.
 _OPTIONAL_FIELDS = ("strict", "defer_loading")
 
 
-class CallsInOrder(list[Any]):
-    """Calls whose fields stand as vLLM shows them, where that is not the order of a chat's calls."""
+class OrderedCalls(list[Any]):
+    """Tool calls whose fields are already in vLLM's order, which differs from that of a chat's calls."""
 
 
 def chat_tools(tools: object) -> Sequence[Mapping[str, Any]] | None:
-    """Checks tool definitions: what is not given is there as null, what vLLM does not know is gone.
+    """Check tool definitions; missing fields become null, fields unknown to vLLM are dropped.
 
     Raises:
-        PromptError: `tools` is no list of functions.
+        PromptError: `tools` is not a list of functions.
     """
     if tools is None or tools == []:
         return None
@@ -271,21 +271,21 @@ def chat_tools(tools: object) -> Sequence[Mapping[str, Any]] | None:
 
 
 def objects(value: object, where: str, param: str | None = None) -> list[dict[str, Any]]:
-    """The list of objects that a value has to be; `param` names the request's field, if not `where`."""
+    """Return a value that must be a list of objects; errors name `param`, by default `where`."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise PromptError(f"{where} must be a list of objects", param or where)
     return value
 
 
 def developer_tools(tools: object) -> object:
-    """The tools in a developer's message, of which only the order of fields is changed."""
+    """Return the tools of a developer message with their fields in vLLM's order."""
     if not isinstance(tools, list):
         return tools
-    return [_own_tool(tool) if isinstance(tool, dict) else tool for tool in tools]
+    return [_ordered_tool(tool) if isinstance(tool, dict) else tool for tool in tools]
 
 
 def tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
-    """Checks an assistant's calls; the JSON text of their arguments becomes an object."""
+    """Check an assistant's tool calls and decode their arguments from JSON."""
     if not isinstance(calls, list):
         raise PromptError(f"{where} must be a list", where)
     known = []
@@ -295,8 +295,8 @@ def tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
             raise PromptError(f"{where}[{at}].function must be an object", where)
         arguments = _arguments(function.get("arguments"), where)
         called = {**function, "arguments": arguments}
-        if not isinstance(calls, CallsInOrder):
-            called = _ordered(called, _CALLED_FIELDS)
+        if not isinstance(calls, OrderedCalls):
+            called = _ordered(called, _CALL_FUNCTION_FIELDS)
         known.append(_ordered({**call, "function": called}, _CALL_FIELDS))
     return known
 
@@ -317,30 +317,30 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     return shown if deferred is None else {**shown, "defer_loading": deferred}
 
 
-def _own_tool(tool: dict[str, Any]) -> dict[str, Any]:
+def _ordered_tool(tool: dict[str, Any]) -> dict[str, Any]:
     function = tool.get("function")
     if isinstance(function, dict):
-        tool = {**tool, "function": _ordered(function, _OWN_FUNCTION_FIELDS)}
-    return _ordered(tool, _OWN_TOOL_FIELDS)
+        tool = {**tool, "function": _ordered(function, _FUNCTION_FIELDS)}
+    return _ordered(tool, _TOOL_FIELDS)
 
 
 def _ordered(fields: dict[str, Any], first: Sequence[str]) -> dict[str, Any]:
-    """The same fields, the named ones in front."""
+    """Return the fields with the named ones first."""
     return {name: fields[name] for name in first if name in fields} | fields
 
 
 def _arguments(arguments: object, where: str) -> dict[str, Any]:
-    """A call's arguments as an object; what is none counts as empty, so that the conversation can go on."""
+    """Return a call's arguments as an object; invalid ones count as empty, as in engines."""
     if isinstance(arguments, str):
         escapes = "\\u" in arguments
         try:
             arguments = json.loads(arguments)
             if escapes:
-                # The body is UTF-8, but this is JSON of its own, which may name what has no UTF-8 form.
+                # The body is UTF-8, but escapes in the arguments may encode lone surrogates.
                 json.dumps(arguments, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            # Engines refuse it only if the template shows it.
-            raise UnsupportedPromptError(f"{where} holds half of a surrogate pair", where) from error
+            # Unsupported rather than invalid: engines fail only if the template uses the arguments.
+            raise UnsupportedPromptError(f"{where} contains a lone surrogate", where) from error
         except (ValueError, RecursionError):
             return {}
     return arguments if isinstance(arguments, dict) else {}

@@ -1,10 +1,10 @@
-"""An OpenAI Responses body as the chat body that vLLM's server makes of it before it renders a prompt.
+"""OpenAI Responses: convert a request's body to the chat body that vLLM's server derives from it.
 
-Decoded JSON in, decoded JSON out, as in vLLM 0.32 and 0.33. A request that goes on from a stored response is
-refused as not supported: only the pod that stored it knows its prompt; so is an item that vLLM has no message
-for. A thought, an answer and calls that follow one another are one message, as far as they fit into one. A
-model is shown functions only: a namespace's under their full names, a tool with an input of its own form as a
-function of one text, and none of the tools that a server runs itself.
+Follows vLLM 0.32 and 0.33. A request that continues a stored response is rejected as not supported, because
+only the pod that stored it knows the prompt. Items without an equivalent message are rejected as well.
+Consecutive reasoning, answers and tool calls are merged into one message if possible. All tools become
+functions: those of a namespace get their full names, custom tools have one text parameter, and built-in tools
+of the server are dropped.
 """
 
 from __future__ import annotations
@@ -13,45 +13,45 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tokenization.apis.chat import CallsInOrder, objects
+from tokenization.apis.chat import OrderedCalls, objects
 from tokenization.errors import PromptError, UnsupportedPromptError
 
 Body = Mapping[str, Any]
 
-_TAKEN_OVER = ("model", "cache_salt", "chat_template_kwargs")
-# What only a server with the conversation or the template can turn into a prompt.
-_ELSEWHERE = ("previous_response_id", "conversation", "prompt", "previous_input_messages")
+_COPIED_FIELDS = ("model", "cache_salt", "chat_template_kwargs")
+# Fields that refer to conversations or prompts stored on the server.
+_SERVER_STATE = ("previous_response_id", "conversation", "prompt", "previous_input_messages")
 _UNFINISHED = ("in_progress", "incomplete")
 
 
 def responses_as_chat(body: Body) -> dict[str, Any]:
-    """The chat completions body with the same prompt.
+    """Return the chat completions body with the same prompt.
 
     Raises:
         PromptError: A field has the wrong type.
-        UnsupportedPromptError: The prompt is not in the request alone.
+        UnsupportedPromptError: The prompt depends on state of the server, or an item is not supported.
     """
-    for name in _ELSEWHERE:
+    for name in _SERVER_STATE:
         if body.get(name) is not None:
-            raise UnsupportedPromptError(f"{name}: the prompt is not in the request alone", name)
-    chat = {name: body[name] for name in _TAKEN_OVER if body.get(name) is not None}
-    # Other than in a chat, the tokenizer adds its own to what the template writes.
+            raise UnsupportedPromptError(f"{name}: the prompt depends on state of the server", name)
+    chat = {name: body[name] for name in _COPIED_FIELDS if body.get(name) is not None}
+    # Unlike in a chat, the tokenizer adds its special tokens to the rendered text.
     chat["add_special_tokens"] = True
     chat["messages"] = [*_instructions(body.get("instructions")), *input_messages(body.get("input"))]
-    if _goes_on(body.get("input")):
+    if _continues_answer(body.get("input")):
         chat["continue_final_message"], chat["add_generation_prompt"] = True, False
     kwargs = _template_kwargs(chat.get("chat_template_kwargs"))
     if tools := body.get("tools"):
         if functions := function_tools(tools):
             chat["tools"] = functions
         else:
-            # Where no tool is a function, the template sees an empty list.
+            # If no tool becomes a function, the template receives an empty list.
             chat["chat_template_kwargs"] = {"tools": [], **kwargs}
     if (effort := _effort(body.get("reasoning"))) is not None:
         chat["reasoning_effort"] = effort
     if body.get("truncation", "disabled") != "disabled":
         chat["truncate_prompt_tokens"] = -1
-        # Some token is always left to the answer: a prompt of the whole context is refused.
+        # At least one token is left for the answer, because a prompt of the whole context is rejected.
         chat["max_tokens"] = body.get("max_output_tokens") or 1
     return chat
 
@@ -88,8 +88,8 @@ def _effort(reasoning: object) -> str | None:
     return effort
 
 
-def _goes_on(value: object) -> bool:
-    """Whether the last item is an answer that is to be continued."""
+def _continues_answer(value: object) -> bool:
+    """Return whether the last item is an unfinished answer, which the model continues."""
     last = value[-1] if isinstance(value, list) and value else None
     if not isinstance(last, dict) or last.get("type", "message") not in ("message", "reasoning"):
         return False
@@ -99,34 +99,34 @@ def _goes_on(value: object) -> bool:
 Item = Mapping[str, Any]
 Message = dict[str, Any]
 
-_SPEAKERS = ("user", "system", "developer")
-# With these vLLM takes a message for a part of another response.
+_ROLES = ("user", "system", "developer")
+# Fields by which vLLM recognizes a message as output of an earlier response.
 _OUTPUT_FIELDS = frozenset(("id", "status", "type"))
-# What is read of their messages; an answer's other fields are dropped.
-_SPOKEN_FIELDS = ("role", "content", "name", "task")
+# Fields of a message that are kept.
+_MESSAGE_FIELDS = ("role", "content", "name", "task")
 
 
 def input_messages(given: object) -> list[Message]:
-    """The messages of a request's `input`: a text, or a list of items."""
+    """Return the messages of a request's `input`, which is a text or a list of items."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if not isinstance(given, list):
         raise PromptError("input must be a string or a list of items", "input")
     messages: list[Message] = []
     for at, item in enumerate(given):
-        message = _plain(item) or _message(item, f"input[{at}]")
-        if not (messages and _joined(messages[-1], message)):
+        message = _simple_message(item) or _message(item, f"input[{at}]")
+        if not (messages and _merge_assistant(messages[-1], message)):
             messages.append(message)
     return messages
 
 
-def _joined(last: Message, message: Message) -> bool:
-    """Adds what an assistant did to its last message, if that has room for it."""
+def _merge_assistant(last: Message, message: Message) -> bool:
+    """Merge an assistant's message into its last one if they have no common field; return whether merged."""
     if last["role"] != "assistant" or message["role"] != "assistant":
         return False
     if "tool_calls" in message:
-        # Added to, not made anew: a request may hold very many calls.
-        last.setdefault("tool_calls", CallsInOrder()).extend(message["tool_calls"])
+        # Extended in place, because a request may contain very many calls.
+        last.setdefault("tool_calls", OrderedCalls()).extend(message["tool_calls"])
         return True
     if message.keys() & last.keys() != {"role"}:
         return False
@@ -134,8 +134,8 @@ def _joined(last: Message, message: Message) -> bool:
     return True
 
 
-def _plain(item: object) -> Message | None:
-    """The most common item, what somebody said: the same as `_message` makes of it, at less cost."""
+def _simple_message(item: object) -> Message | None:
+    """Convert a plain message, the most common item, faster than `_message`; else None."""
     if type(item) is not dict or item.get("type", "message") != "message":
         return None
     role, content = item.get("role"), item.get("content")
@@ -155,59 +155,59 @@ def _message(item: object, where: str) -> Message:
         raise PromptError(f"{where} must be an object", where)
     match item.get("type", "message"):
         case "message":
-            return _said(item, where)
+            return _role_message(item, where)
         case "function_call":
             name = _text(item, "name", where)
             if item.get("namespace"):
                 name = f"{_text(item, 'namespace', where)}__{name}"
-            return _called(name, _text(item, "arguments", where), item, where)
+            return _call_message(name, _text(item, "arguments", where), item, where)
         case "custom_tool_call":
             arguments = json.dumps({"input": _text(item, "input", where)}, ensure_ascii=False)
-            return _called(_text(item, "name", where), arguments, item, where)
+            return _call_message(_text(item, "name", where), arguments, item, where)
         case "function_call_output" | "custom_tool_call_output":
             output = _content(item, "output", where)
             return {"role": "tool", "content": output, "tool_call_id": item.get("call_id")}
         case "reasoning" if not item.get("encrypted_content"):
-            return {"role": "assistant", "reasoning": _thought(item, where)}
+            return {"role": "assistant", "reasoning": _reasoning_text(item, where)}
     raise UnsupportedPromptError(f"{where}: items of this type are not supported here", where)
 
 
-def _said(item: Item, where: str) -> Message:
+def _role_message(item: Item, where: str) -> Message:
     role, content = item.get("role"), _content(item, "content", where)
     if role == "assistant":
         if item.keys() >= _OUTPUT_FIELDS and isinstance(content, str):
             raise UnsupportedPromptError(
-                f"{where}: an answer of this form has parts, which vLLM looks for", where
+                f"{where}: the content of an answer with an id and status must be a list of parts", where
             )
-        # Of an answer's parts vLLM takes the first.
-        return {"role": role, "content": content if isinstance(content, str) else _first(content, where)}
-    if role not in _SPEAKERS:
-        raise PromptError(f"{where}.role must be assistant or one of {', '.join(_SPEAKERS)}", where)
+        # vLLM uses only the first part of an answer.
+        return {"role": role, "content": content if isinstance(content, str) else _first_text(content, where)}
+    if role not in _ROLES:
+        raise PromptError(f"{where}.role must be assistant or one of {', '.join(_ROLES)}", where)
     if role == "developer" and "tools" in item:
         raise UnsupportedPromptError(f"{where}: a message with tools is not supported here", where)
-    return {name: item[name] for name in _SPOKEN_FIELDS if name in item}
+    return {name: item[name] for name in _MESSAGE_FIELDS if name in item}
 
 
-def _called(name: str, arguments: str, item: Item, where: str) -> Message:
+def _call_message(name: str, arguments: str, item: Item, where: str) -> Message:
     function = {"name": name, "arguments": arguments}
     call = {"id": _text(item, "call_id", where), "function": function, "type": "function"}
-    return {"role": "assistant", "tool_calls": CallsInOrder([call])}
+    return {"role": "assistant", "tool_calls": OrderedCalls([call])}
 
 
-def _thought(item: Item, where: str) -> str:
+def _reasoning_text(item: Item, where: str) -> str:
     for name in ("content", "summary"):
         parts = item.get(name)
         if parts is not None and not isinstance(parts, list):
             raise PromptError(f"{where}.{name} must be a list", where)
         if parts:
-            return _first(parts, where)
+            return _first_text(parts, where)
     return ""
 
 
-def _first(parts: list[Any], where: str) -> str:
+def _first_text(parts: list[Any], where: str) -> str:
     first = parts[0] if parts else None
     if not isinstance(first, dict) or not isinstance(first.get("text"), str):
-        raise UnsupportedPromptError(f"{where}: what does not begin with a text is not supported here", where)
+        raise UnsupportedPromptError(f"{where}: a first part other than text is not supported", where)
     return str(first["text"])
 
 
@@ -227,8 +227,8 @@ def _text(item: Item, name: str, where: str, param: str | None = None) -> str:
 
 Tool = Mapping[str, Any]
 
-# The types of the API that no model is shown.
-_SERVERS_OWN = frozenset(
+# Tools that the server runs itself; models do not see them.
+_BUILT_IN_TOOLS = frozenset(
     {
         "apply_patch",
         "code_interpreter",
@@ -246,8 +246,8 @@ _SERVERS_OWN = frozenset(
         "web_search_preview_2025_03_11",
     }
 )
-# As vLLM words it.
-_ONE_TEXT = {
+# Parameters of a custom tool, in vLLM's words.
+_TEXT_PARAMETERS = {
     "type": "object",
     "properties": {"input": {"type": "string", "description": "The freeform text payload for this tool."}},
     "required": ["input"],
@@ -256,7 +256,7 @@ _ONE_TEXT = {
 
 
 def function_tools(tools: object) -> list[dict[str, Any]]:
-    """The functions that a model is shown, as a chat's `tools`, in the request's order."""
+    """Convert tools to functions as in a chat's `tools`, in the request's order."""
     return [
         {"type": "function", "function": function}
         for at, tool in enumerate(objects(tools, "tools"))
@@ -272,7 +272,7 @@ def _functions(tool: Tool, where: str) -> Iterator[dict[str, Any]]:
             form = tool.get("format")
             if isinstance(form, dict) and form.get("type") == "grammar":
                 raise UnsupportedPromptError(f"{where}: a grammar is not accepted", "tools")
-            shown = {"description": tool.get("description"), "parameters": _ONE_TEXT}
+            shown = {"description": tool.get("description"), "parameters": _TEXT_PARAMETERS}
             yield _function(shown, _text(tool, "name", where, "tools"), where)
         case "namespace":
             for at, inner in enumerate(objects(tool.get("tools"), f"{where}.tools", "tools")):
@@ -283,10 +283,10 @@ def _functions(tool: Tool, where: str) -> Iterator[dict[str, Any]]:
                         f"{_text(tool, 'name', where, 'tools')}__{_text(inner, 'name', named, 'tools')}",
                         named,
                     )
-        case str() as kind if kind in _SERVERS_OWN:
+        case str() as kind if kind in _BUILT_IN_TOOLS:
             return
         case _:
-            raise UnsupportedPromptError(f"{where}: tools of this type are not known here", "tools")
+            raise UnsupportedPromptError(f"{where}: tools of this type are not supported", "tools")
 
 
 def _function(tool: Tool, name: str, where: str) -> dict[str, Any]:

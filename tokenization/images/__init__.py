@@ -1,1 +1,1 @@
-"""Images in prompts: how many tokens each takes, and where they stand, by model family."""
+"""Images in prompts: number and place of each image's tokens, by model family."""

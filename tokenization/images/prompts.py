@@ -1,9 +1,8 @@
-"""A chat with images, whose ids are known around them: the rendered text and the images in, all ids out.
+"""Image prompts: expand the image placeholders of a chat's token ids to the ids that engines use.
 
-Images come in the order in which engines number them. Those in `data:` URLs are read as vLLM's loader reads
-them (multimodal/media/connector.py): base64, of any media type; the size comes from the head of a PNG, JPEG,
-GIF or WebP file, as Pillow reads it. Nothing is ever fetched, no pixel is decoded, and what is read is
-bounded. Knows no HTTP, and nothing of what an image's name means to an engine's cache.
+Images are in the order in which engines number them. `data:` URLs are decoded as by vLLM's loader
+(multimodal/media/connector.py): base64, of any media type. The size is read from the header of a PNG, JPEG,
+GIF or WebP file, as by Pillow. Nothing is fetched, no pixel is decoded, and the bytes read are limited.
 """
 
 from __future__ import annotations
@@ -19,57 +18,57 @@ import numpy as np
 
 from tokenization.apis.chat import medium_of
 from tokenization.encoder import TokenIds
-from tokenization.images.rules import ImageRule, ImageSize, joined
+from tokenization.images.rules import ImageRule, ImageSize, merge_ids
 
-# Segments, blocks or filling bytes in front of the size; many times what metadata have.
+# Maximum of segments, blocks or fill bytes before the size; many times the number in real metadata.
 _STEPS_MAX = 1 << 14
-# Twice Pillow's MAX_IMAGE_PIXELS: it opens nothing larger, and so nor do engines.
+# Twice Pillow's MAX_IMAGE_PIXELS: Pillow, and thus engines, reject larger images.
 _PIXELS_MAX = 2 * ((1 << 30) // 4 // 3)
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_HEADER = struct.pack(">I", 13) + b"IHDR"
 _JPEG = b"\xff\xd8\xff"
 _GIFS = (b"GIF87a", b"GIF89a")
-# Markers of a frame (ITU T.81, table B.1), and those that a length follows.
+# Markers of frames, of segments with a length, and without one (ITU T.81, table B.1).
 _FRAMES = frozenset((*range(0xC0, 0xC4), *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0)))
 _SEGMENTS = frozenset((0xC4, 0xCC, 0xDB, 0xDC, 0xDD, 0xDF, *range(0xE0, 0xF0), 0xFE))
-_ALONE = frozenset((0xC8, *range(0xD0, 0xDA), *range(0xF0, 0xFE)))
+_STANDALONE = frozenset((0xC8, *range(0xD0, 0xDA), *range(0xF0, 0xFE)))
 _SCAN, _FILL, _ESCAPED = 0xDA, 0xFF, 0x00
 _LAYERS = (1, 3, 4)
-# EXIF or XMP data are there.
+# Flags of a WebP file with EXIF or XMP data.
 _WEBP_METADATA = 0x0C
 _GIF_IMAGE, _GIF_EXTENSION, _GIF_COMMENT = 0x2C, 0x21, 0xFE
 
 
 def image_size(data: bytes) -> ImageSize | None:
-    """The size of the image whose file begins with `data`."""
+    """Return the size of the image whose file begins with `data`, or None if it is unknown."""
     try:
         size = _size(data)
     except (struct.error, IndexError):
-        # The head ends too early.
+        # The header is incomplete.
         return None
     if size is None or not 0 < size[0] * size[1] <= _PIXELS_MAX:
         return None
     return ImageSize(*size)
 
 
-def may_be_turned(data: bytes, *, whole: bool) -> bool:
-    """Whether an image may say that it is to be shown turned, by EXIF or XMP data.
+def may_be_rotated(data: bytes, *, whole: bool) -> bool:
+    """Return whether an image's EXIF or XMP data may contain an orientation.
 
-    Some releases of vLLM then turn it, others do not. PNG and GIF may say so anywhere, so their whole file
-    has to be seen; JPEG says it in front of its pixels, and WebP in its head that it has such data.
+    Some releases of vLLM apply it, others do not. PNG and GIF may contain such data anywhere, so the whole
+    file is needed. JPEG has it before the pixels, and WebP has a flag for it in the header.
 
     Args:
-        data: What the file begins with.
-        whole: Whether that is all of it.
+        data: Beginning of the file.
+        whole: Whether `data` is the whole file.
     """
     try:
         if data.startswith(_JPEG):
-            return _jpeg_may_be_turned(data)
+            return _jpeg_may_be_rotated(data)
         if data[:4] == b"RIFF":
             return data[12:16] == b"VP8X" and data[20] & _WEBP_METADATA != 0
     except (struct.error, IndexError):
         return True
-    return not whole or _tells_turn(data)
+    return not whole or _has_orientation(data)
 
 
 def _size(data: bytes) -> tuple[int, int] | None:
@@ -92,17 +91,17 @@ def _jpeg(data: bytes) -> tuple[int, int] | None:
     return None
 
 
-def _jpeg_may_be_turned(data: bytes) -> bool:
+def _jpeg_may_be_rotated(data: bytes) -> bool:
     for marker, at in _markers(data):
         if marker == _SCAN:
             return False
-        if marker in _SEGMENTS and _tells_turn(data[at : at + struct.unpack_from(">H", data, at)[0]]):
+        if marker in _SEGMENTS and _has_orientation(data[at : at + struct.unpack_from(">H", data, at)[0]]):
             return True
     return True
 
 
 def _markers(data: bytes) -> Iterator[tuple[int, int]]:
-    """A JPEG's segments up to its first scan, each with where its length stands."""
+    """Yield the markers of a JPEG's segments up to its first scan, with the offsets of their lengths."""
     at = 2
     for _ in range(_STEPS_MAX):
         at = data.find(b"\xff", at)
@@ -111,7 +110,7 @@ def _markers(data: bytes) -> Iterator[tuple[int, int]]:
         marker = data[at + 1]
         if marker == _FILL:
             at += 1
-        elif marker == _ESCAPED or marker in _ALONE:
+        elif marker == _ESCAPED or marker in _STANDALONE:
             at += 2
         elif marker in _SEGMENTS or marker in _FRAMES or marker == _SCAN:
             yield marker, at + 2
@@ -123,20 +122,20 @@ def _markers(data: bytes) -> Iterator[tuple[int, int]]:
             return
 
 
-def _tells_turn(data: bytes) -> bool:
-    """Whether there is what EXIF and XMP data begin with, in any of their forms."""
+def _has_orientation(data: bytes) -> bool:
+    """Return whether `data` contains a signature of EXIF or XMP data."""
     return b"exif" in data.lower() or b"adobe" in data or b"rientation" in data
 
 
 def _gif(data: bytes) -> tuple[int, int] | None:
-    """The screen, made larger where the first image lies partly outside of it."""
+    """Return the size of the screen, extended to the first image."""
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + (3 << (flags % 8 + 1) if flags & 0x80 else 0)
     in_extension = False
     for _ in range(_STEPS_MAX):
         kind = data[at]
         if in_extension:
-            # A block's length, or the extension's end.
+            # Length of a block; 0 ends the extension.
             in_extension = kind > 0
             at += 1 + kind
         elif kind == _GIF_EXTENSION and (data[at + 2] or data[at + 1] == _GIF_COMMENT):
@@ -146,13 +145,13 @@ def _gif(data: bytes) -> tuple[int, int] | None:
             left, top, columns, rows = struct.unpack_from("<HHHH", data, at + 1)
             return max(width, left + columns), max(height, top + rows)
         else:
-            # Also an extension that is empty: decoders do not agree on what follows.
+            # Includes empty extensions, after which decoders disagree.
             return None
     return None
 
 
 def _webp(data: bytes) -> tuple[int, int] | None:
-    """The canvas; of the three forms of a file (RFC 9649) the first chunk tells."""
+    """Return the size of the canvas from the first chunk, which has one of three forms (RFC 9649)."""
     kind = data[12:16]
     if kind == b"VP8X":
         sides = struct.unpack_from("<HBHB", data, 24)
@@ -167,25 +166,25 @@ def _webp(data: bytes) -> tuple[int, int] | None:
 
 
 _IMAGE = "image"
-# Other parts hold what engines make of images elsewhere.
+# Types of parts with a URL; others contain images in processed forms.
 _WITH_URL = ("image_url", "input_image")
 _SCHEME, _BASE64 = "data:", ";base64"
 _MEDIA_TYPE_CHARS_MAX = 256
-# First the head that is nearly always enough, then one with large metadata in front. Whole groups of base64.
+# Characters of base64 to decode: enough for nearly all images, then for those with large metadata.
 _HEADS_CHARS = (4 * (16 << 10), 4 * (1 << 20))
 
 
 class ImagePart(NamedTuple):
-    """One image."""
+    """Image part of a message."""
 
-    url: object  # what the part has for one; anything
-    # The name that the client gives the image. vLLM takes it for the image's hash, unless the request or the
-    # engine's flags set options of its processor (multimodal/processing/inputs.py in 0.32).
+    url: object  # unchecked value of the URL
+    # Client's name of the image. vLLM uses it as the image's hash, unless the request or the engine's flags
+    # set options of the processor (multimodal/processing/inputs.py in 0.32).
     uuid: str | None
 
 
 def image_parts(messages: object) -> list[ImagePart] | None:
-    """All images; None where there are other media, or an image is in a form that has no place here."""
+    """Return all images, or None if there are other media or unsupported forms of images."""
     parts: list[ImagePart] = []
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
@@ -201,11 +200,11 @@ def image_parts(messages: object) -> list[ImagePart] | None:
     return parts
 
 
-def size_of_url(url: object, *, upright: bool) -> ImageSize | None:
-    """The size of the image in a URL; None where it is elsewhere, or not surely known.
+def size_of_url(url: object, *, oriented: bool) -> ImageSize | None:
+    """Return the size of the image in a `data:` URL, or None if it is unknown.
 
     Args:
-        upright: Whether it matters which side is which: then an image is not known that may be shown turned.
+        oriented: Whether width and height must be distinguished, so images that may be rotated are unknown.
     """
     if not isinstance(url, str) or not url.startswith(_SCHEME):
         return None
@@ -217,7 +216,7 @@ def size_of_url(url: object, *, upright: bool) -> ImageSize | None:
         whole = len(url) <= comma + 1 + chars
         size = image_size(head)
         known = size is not None and (
-            not upright or size.width == size.height or not may_be_turned(head, whole=whole)
+            not oriented or size.width == size.height or not may_be_rotated(head, whole=whole)
         )
         if known or whole:
             break
@@ -236,35 +235,35 @@ def _decoded(text: str) -> bytes:
         return b""
 
 
-# To look into an image costs some 50 us.
+# Reading the size of an image takes about 50 us.
 _SIZES_MAX = 128
-# No model has such a context; a client could ask for any number of images.
+# More than the context of any model; limits the memory that a client's images can cause.
 _IDS_MAX = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """Place of an image's ids."""
+    """Placeholder ids of one image in a prompt."""
 
-    offset: int  # of the first
-    length: int  # how many; they may share an id with the text, or the image, behind
-    uuid: str | None  # the client's name for it
+    offset: int  # index of the first id
+    length: int  # number of ids; the last may be merged with the following text or image
+    uuid: str | None  # client's name of the image
 
 
 @dataclass(frozen=True, slots=True)
 class ExpandedPrompt:
-    """A prompt's ids as far as they are known."""
+    """Token ids of a prompt with images, as far as they are known."""
 
-    ids: TokenIds  # all of them, or those in front of the first image that nobody here knows the size of
-    images: tuple[PlacedImage, ...]  # those within `ids`
-    text_tokens: int = 0  # what stands behind `ids` beside images
-    unknown_images: int = 0  # how many images stand behind `ids`
+    ids: TokenIds  # all ids, or those before the first image of unknown size
+    images: tuple[PlacedImage, ...]  # images within `ids`
+    text_tokens: int = 0  # number of text tokens after `ids`
+    unknown_images: int = 0  # number of images after `ids`
 
 
-def expanded(rule: ImageRule, ids: TokenIds, parts: Sequence[ImagePart]) -> ExpandedPrompt | None:
-    """A prompt with its images; None where its text has other places for images than the images'.
+def expand_images(rule: ImageRule, ids: TokenIds, parts: Sequence[ImagePart]) -> ExpandedPrompt | None:
+    """Expand the images of a prompt; return None if the numbers of placeholders and images differ.
 
-    Engines then fill those that come first, or refuse the prompt.
+    Engines then either fill the first placeholders or reject the prompt.
     """
     places = np.flatnonzero(ids == rule.placeholder_id).tolist()
     if len(places) != len(parts):
@@ -272,7 +271,7 @@ def expanded(rule: ImageRule, ids: TokenIds, parts: Sequence[ImagePart]) -> Expa
     known: list[TokenIds] = []
     tokens = len(ids)
     for part in parts[: None if not rule.reads_size else _SIZES_MAX]:
-        size = size_of_url(part.url, upright=rule.upright) if rule.reads_size else None
+        size = size_of_url(part.url, oriented=rule.oriented) if rule.reads_size else None
         expansion = rule.expand(size)
         if expansion is None:
             break
@@ -290,7 +289,7 @@ def _placed(
     places: Sequence[int],
     known: Sequence[TokenIds],
 ) -> ExpandedPrompt:
-    """Puts what is known of the first images into their places."""
+    """Replace the placeholders of the first images by their known ids."""
     pieces: list[TokenIds] = []
     offsets: list[int] = []
     at = tokens = 0
@@ -300,7 +299,7 @@ def _placed(
         tokens = offsets[-1] + len(expansion)
         at = place + 1
     end = places[len(known)] if len(known) < len(places) else len(ids)
-    whole, starts = joined(np.concatenate((*pieces, ids[at:end])), rule.joins, offsets)
+    whole, starts = merge_ids(np.concatenate((*pieces, ids[at:end])), rule.merges, offsets)
     images = tuple(
         PlacedImage(start, len(expansion), part.uuid)
         for start, expansion, part in zip(starts, known, parts, strict=False)

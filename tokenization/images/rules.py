@@ -1,10 +1,9 @@
-"""Rules for images in a model's prompts: its files in, a rule out, or None for what is not surely known.
+"""Image rules: derive from a model's settings how images expand in its prompts; None if in doubt.
 
-The family is what vLLM goes by: the architecture in config.json. Any other, code of the model's own, a
-processor of another name and settings that contradict each other have no rule. Each rule is that of a
-family's processor in `transformers`, in the form in which vLLM puts the ids into the prompt (the
-PromptReplacement in its model_executor/models: qwen2_vl, qwen3_vl, llava, gemma3_mm, mistral3).
-Reads no files; knows no chats and no image data.
+As in vLLM, the architecture in config.json selects the family. Unknown architectures, models with their own
+code, other processors and contradictory settings have no rule. A rule follows the family's processor in
+`transformers` and the ids that vLLM inserts for it (PromptReplacement in its model_executor/models: qwen2_vl,
+qwen3_vl, llava, gemma3_mm, mistral3).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _ASPECT_MAX = 200
 
 
 class ImageSize(NamedTuple):
-    """In pixels, as the file has them: no orientation is applied."""
+    """Size of an image file in pixels, without applying an orientation."""
 
     width: int
     height: int
@@ -32,22 +31,22 @@ class ImageSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageRule:
-    """How one model's images stand in its prompts."""
+    """Expansion of images in one model's prompts."""
 
-    placeholder_id: int  # what the chat template leaves in an image's place
-    # What engines put in front of a message's text for each of its images, for a template that takes no
-    # parts; empty: nothing.
+    placeholder_id: int  # id that the chat template writes for an image
+    # Text that engines add before a message's text for each image if the template takes no parts; may be
+    # empty.
     placeholder_text: str
-    # The ids that take the placeholder's place, of an image of this size (None: not known); None where they
-    # are not surely known.
+    # Returns the ids that replace the placeholder of an image of this size (None: unknown), or None if in
+    # doubt.
     expand: Callable[[ImageSize | None], TokenIds | None]
-    reads_size: bool = True  # whether these ids depend on the size
-    upright: bool = False  # whether they change when width and height change places
-    joins: tuple[tuple[int, int, int], ...] = ()  # ids that become one where they meet: first, second, both
+    reads_size: bool = True  # whether the ids depend on the image's size
+    oriented: bool = False  # whether exchanging width and height changes the ids
+    merges: tuple[tuple[int, int, int], ...] = ()  # adjacent ids to merge: first, second, merged
 
 
-def always(ids: Sequence[int]) -> Callable[[ImageSize | None], TokenIds | None]:
-    """The same for every image."""
+def constant(ids: Sequence[int]) -> Callable[[ImageSize | None], TokenIds | None]:
+    """Return an expansion to the same ids for every image."""
     known = np.array(ids, np.uint32)
     return lambda _: known
 
@@ -55,16 +54,16 @@ def always(ids: Sequence[int]) -> Callable[[ImageSize | None], TokenIds | None]:
 def by_pixels(
     image_id: int, side: int, pixels_min: int, pixels_max: int
 ) -> Callable[[ImageSize | None], TokenIds | None]:
-    """One id for each square of the resized image, as Qwen-VL's `smart_resize` has it (from Qwen2-VL on).
+    """Return an expansion to one id per merged patch of the resized image (`smart_resize` of Qwen2-VL).
 
     Args:
-        side: Of a square, in pixels: a patch times the patches that are merged along a side.
+        side: Side of a merged patch in pixels: patch size times merge size.
         pixels_min: Smaller images are enlarged.
-        pixels_max: Larger images are made smaller.
+        pixels_max: Larger images are shrunk.
     """
 
     def expand(size: ImageSize | None) -> TokenIds | None:
-        tokens = None if size is None else _squares(size, side, pixels_min, pixels_max)
+        tokens = None if size is None else _patch_count(size, side, pixels_min, pixels_max)
         return None if tokens is None else np.full(tokens, image_id, np.uint32)
 
     return expand
@@ -73,13 +72,13 @@ def by_pixels(
 def in_rows(
     image_id: int, break_id: int, end_id: int, side: int, edge_max: int
 ) -> Callable[[ImageSize | None], TokenIds | None]:
-    """One id for each square, row by row, as Pixtral's processor has it since transformers 4.49.
+    """Return an expansion to one id per patch in rows, as Pixtral's processor since transformers 4.49.
 
     Args:
-        break_id: Ends a row.
-        end_id: Ends the last row.
-        side: Of a square, in pixels.
-        edge_max: Longest side of an image, in pixels; larger images are made smaller.
+        break_id: Id after each row except the last.
+        end_id: Id after the last row.
+        side: Side of a (merged) patch in pixels.
+        edge_max: Longest side of an image in pixels; larger images are shrunk.
     """
 
     def expand(size: ImageSize | None) -> TokenIds | None:
@@ -97,15 +96,15 @@ def in_rows(
     return expand
 
 
-def joined(
-    ids: TokenIds, joins: Sequence[tuple[int, int, int]], offsets: Sequence[int]
+def merge_ids(
+    ids: TokenIds, merges: Sequence[tuple[int, int, int]], offsets: Sequence[int]
 ) -> tuple[TokenIds, Sequence[int]]:
-    """Ids after `ImageRule.joins`, and where what stood at `offsets` (shape: images) stands then."""
+    """Apply `ImageRule.merges` to ids; return the ids and the shifted `offsets`."""
     at = np.array(offsets, np.int64)
-    for first, second, both in joins:
+    for first, second, both in merges:
         pairs = np.flatnonzero((ids[:-1] == first) & (ids[1:] == second))
         if first == second:
-            pairs = _apart(pairs)
+            pairs = _disjoint(pairs)
         if len(pairs):
             ids = ids.copy()
             ids[pairs] = both
@@ -114,8 +113,8 @@ def joined(
     return ids, at.tolist()
 
 
-def _squares(size: ImageSize, side: int, pixels_min: int, pixels_max: int) -> int | None:
-    """How many squares; None where releases of `transformers` do not agree, or refuse the image."""
+def _patch_count(size: ImageSize, side: int, pixels_min: int, pixels_max: int) -> int | None:
+    """Return the number of merged patches; None if releases of `transformers` differ or reject the image."""
     short, long = sorted(size)
     if short < side or long / short > _ASPECT_MAX:
         return None
@@ -130,8 +129,8 @@ def _squares(size: ImageSize, side: int, pixels_min: int, pixels_max: int) -> in
     return (sides[0] // side) * (sides[1] // side) or None
 
 
-def _apart(pairs: np.ndarray[tuple[int], np.dtype[np.intp]]) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """Those of equal ids that do not share one, from the left."""
+def _disjoint(pairs: np.ndarray[tuple[int], np.dtype[np.intp]]) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """Return the pairs of equal ids that do not overlap, from the left."""
     kept: list[int] = []
     for pair in pairs.tolist():
         if not kept or pair > kept[-1] + 1:
@@ -142,7 +141,7 @@ def _apart(pairs: np.ndarray[tuple[int], np.dtype[np.intp]]) -> np.ndarray[tuple
 Settings: TypeAlias = Mapping[str, Any]
 
 _NONE: Settings = {}
-# A count or a length that no real model has is a mistake in its files.
+# Larger counts and lengths are mistakes in a model's files.
 _COUNT_MAX = 1 << 28
 _GEMMA_TOKENS, _GEMMA_NEWLINES = 256, ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
 _LLAVA_VISION = {"clip_vision_model": 1, "siglip_vision_model": 0}
@@ -150,7 +149,7 @@ _LLAVA_VISION = {"clip_vision_model": 1, "siglip_vision_model": 0}
 
 @dataclass(frozen=True, slots=True)
 class ImageFiles:
-    """Facts of config.json and the files like it about a model's images; empty for one that is not there."""
+    """Contents of a model's settings files; empty for a missing file."""
 
     config: Settings
     preprocessor: Settings
@@ -159,32 +158,32 @@ class ImageFiles:
 
 
 def image_rule(files: ImageFiles, tokenizer: Tokenizer) -> ImageRule | None:
-    """The rule of a model."""
+    """Return the rule of a model, or None if it is unknown."""
     match files.config.get("architectures"):
         case [str(name)] if name in _FAMILIES:
             family = _FAMILIES[name]
         case _:
             return None
     image = _image_settings(files)
-    if image is None or not _is_usual(files, image, family):
+    if image is None or not _is_supported(files, image, family):
         return None
     return family.rule(files, image, tokenizer)
 
 
 def _image_settings(files: ImageFiles) -> Settings | None:
-    """The image processor's, which stand in either file; None where both have them."""
+    """Return the image processor's settings, which are in one of two files; None if both have them."""
     nested = files.processor.get("image_processor")
     if nested is None:
         return files.preprocessor
     return nested if isinstance(nested, dict) and not files.preprocessor else None
 
 
-def _is_usual(files: ImageFiles, image: Settings, family: _Family) -> bool:
-    """Whether the processor is one that the rule was made from, and no code comes with the model."""
+def _is_supported(files: ImageFiles, image: Settings, family: _Family) -> bool:
+    """Return whether the processor is a known one of the family, without custom code of the model."""
     if any("auto_map" in settings for settings in (files.preprocessor, files.processor, image)):
         return False
-    told = (files.preprocessor.get("processor_class"), files.processor.get("processor_class"))
-    if not all(name is None or name in family.processors for name in told):
+    names = (files.preprocessor.get("processor_class"), files.processor.get("processor_class"))
+    if not all(name is None or name in family.processors for name in names):
         return False
     kind = image.get("image_processor_type")
     known = kind is None or str(kind).removesuffix("Fast").removesuffix("Pil") in family.image_processors
@@ -192,7 +191,7 @@ def _is_usual(files: ImageFiles, image: Settings, family: _Family) -> bool:
 
 
 def _qwen(files: ImageFiles, image: Settings, tokenizer: Tokenizer) -> ImageRule | None:
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5."""
+    """Return the rule of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 models."""
     vision = _dict(files.config, "vision_config")
     size = _dict(image, "size")
     patch = _agreed(image.get("patch_size"), vision.get("patch_size"))
@@ -214,9 +213,9 @@ def _qwen(files: ImageFiles, image: Settings, tokenizer: Tokenizer) -> ImageRule
 
 
 def _llava(files: ImageFiles, image: Settings, tokenizer: Tokenizer) -> ImageRule | None:
-    """LLaVA 1.5 and its kin by their encoder; with Pixtral's, the HF form of Pixtral 12B.
+    """Return the rule of LLaVA 1.5 models by their vision encoder, including Pixtral 12B in HF form.
 
-    How many ids is what vLLM reckons from config.json alone: the processor's own word is not asked.
+    The number of ids follows from config.json alone, as in vLLM; the processor's settings are ignored.
     """
     vision = _dict(files.config, "vision_config")
     if vision.get("model_type") == "pixtral":
@@ -232,15 +231,15 @@ def _llava(files: ImageFiles, image: Settings, tokenizer: Tokenizer) -> ImageRul
     tokens = (edge // patch) ** 2 + others - left_out
     if edge % patch or not 0 < tokens <= _COUNT_MAX >> 8:
         return None
-    return ImageRule(image_id, "<image>", always([image_id] * tokens), reads_size=False)
+    return ImageRule(image_id, "<image>", constant([image_id] * tokens), reads_size=False)
 
 
 def _gemma(files: ImageFiles, image: Settings, tokenizer: Tokenizer) -> ImageRule | None:
-    """Gemma 3 without pan and scan; newlines that meet become the tokens that text would have there."""
+    """Return the rule of Gemma 3 models without pan and scan; adjacent newline tokens merge as in text."""
     if image.get("do_pan_and_scan"):
         return None
-    told = [files.processor.get("image_seq_length", _GEMMA_TOKENS), image.get("image_seq_length")]
-    tokens = _agreed(*told, files.config.get("mm_tokens_per_image"))
+    counts = [files.processor.get("image_seq_length", _GEMMA_TOKENS), image.get("image_seq_length")]
+    tokens = _agreed(*counts, files.config.get("mm_tokens_per_image"))
     texts = [_token(files.tokenizer, f"{name}_token") for name in ("boi", "image", "eoi")]
     newlines = [_id(tokenizer, text) for text in _GEMMA_NEWLINES]
     ids = [None if text is None else _id(tokenizer, text) for text in texts]
@@ -251,19 +250,19 @@ def _gemma(files: ImageFiles, image: Settings, tokenizer: Tokenizer) -> ImageRul
     one, two, three, four = (token or 0 for token in newlines)
     if expanded != [two, ids[0], *[ids[1]] * tokens, ids[2], two]:
         return None
-    joins = ((one, two, three), (two, one, three), (two, two, four))
-    return ImageRule(expanded[1], "<start_of_image>", always(expanded), reads_size=False, joins=joins)
+    merges = ((one, two, three), (two, one, three), (two, two, four))
+    return ImageRule(expanded[1], "<start_of_image>", constant(expanded), reads_size=False, merges=merges)
 
 
 def _mistral(files: ImageFiles, image: Settings, tokenizer: Tokenizer) -> ImageRule | None:
-    """Mistral Small 3.1 and later in HF form. vLLM has no text for its images: a template must take parts."""
+    """Return the rule of Mistral Small 3.1 and later in HF form, whose templates must take parts."""
     return _pixtral(files, image, tokenizer, merge=files.config.get("spatial_merge_size", 2), text="")
 
 
 def _pixtral(
     files: ImageFiles, image: Settings, tokenizer: Tokenizer, *, merge: object = 1, text: str = "<image>"
 ) -> ImageRule | None:
-    """vLLM's releases take the longest edge from either file, so these have to agree."""
+    """Return the rule of a Pixtral encoder. Releases of vLLM read either file, so both must agree."""
     vision, processor = _dict(files.config, "vision_config"), files.processor
     patch = _agreed(vision.get("patch_size"), processor.get("patch_size"))
     merged = _agreed(merge, processor.get("spatial_merge_size"))
@@ -277,12 +276,12 @@ def _pixtral(
     if image_id is None or ids[1] is None or ids[2] is None or image.get("do_center_crop"):
         return None
     expand = in_rows(image_id, ids[1], ids[2], patch * merged, edge)
-    return ImageRule(image_id, text, expand, upright=True)
+    return ImageRule(image_id, text, expand, oriented=True)
 
 
-def _agreed(*told: object) -> int | None:
-    """A positive number that all say who say anything; None where nobody does, or somebody another."""
-    values = {repr(value): value for value in told if value is not None}
+def _agreed(*given: object) -> int | None:
+    """Return the positive integer that all given values equal; None if they differ or all are None."""
+    values = {repr(value): value for value in given if value is not None}
     if len(values) != 1:
         return None
     (value,) = values.values()
@@ -295,7 +294,7 @@ def _dict(settings: Settings, name: str) -> Settings:
 
 
 def _token(settings: Settings, name: str) -> str | None:
-    """A special token's text: of its own, or among the extra ones."""
+    """Return a special token's text by its name, also among the extra ones."""
     return token_text_of(settings.get(name, _dict(settings, "extra_special_tokens").get(name)))
 
 
@@ -306,7 +305,7 @@ def _id(tokenizer: Tokenizer, text: object) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """One way to make a rule, and the processors that it is made from."""
+    """Model family: its rule and the processors for which the rule holds."""
 
     rule: Callable[[ImageFiles, Settings, Tokenizer], ImageRule | None]
     processors: tuple[str, ...]  # names in `processor_class`

@@ -1,1 +1,1 @@
-"""Chat templates: the files of a model, the Jinja environment, and rendered prompts."""
+"""Chat templates: model files, Jinja environment, and rendering of chats."""

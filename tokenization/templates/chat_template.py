@@ -1,8 +1,7 @@
-"""A chat template: OpenAI messages in, the prompt's text out, as `transformers` would render it.
+"""Chat template: renders OpenAI messages to the prompt's text, as `transformers` does.
 
-Checked messages are remembered by their JSON text: a conversation's next turn sends most of them again, and
-to check and decode a message costs more than to look it up, above all one with calls of tools. Knows Jinja
-and the conventions of Hugging Face chat templates; knows nothing of token ids or HTTP.
+Checked messages are cached by their JSON text. The next turn of a conversation repeats most of them, and
+checking and decoding a message costs more than a lookup, above all with tool calls.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from typing import Any, NamedTuple
 import jinja2
 import msgspec
 
-from tokenization.apis.chat import ManyItemsError, checked_message, items_of
+from tokenization.apis.chat import ManyItemsError, checked_message, count_items
 from tokenization.errors import PromptError, TokenizerLoadError, UnsupportedPromptError
-from tokenization.templates.environment import ENVIRONMENT, WHILE, wants_parts, while_set, without_idle_rounds
+from tokenization.templates.environment import ENVIRONMENT, WHILE, wants_parts, while_set, with_loop_exits
 
 _CAPACITY_BYTES = 32 << 20
 _RAW_MESSAGES = msgspec.json.Decoder(list[msgspec.Raw])
@@ -32,11 +31,11 @@ class _Checked(NamedTuple):
     items: int
 
 
-class MessageMemory:
-    """Remembers messages of chats with one template; safe to share between threads.
+class MessageCache:
+    """Cache of checked messages of chats with one template. Thread-safe.
 
     Args:
-        capacity_bytes: Most memory in use. When it is reached, all messages are forgotten.
+        capacity_bytes: Maximum memory. When it is reached, the cache is emptied.
     """
 
     def __init__(self, *, wants_parts: bool, capacity_bytes: int = _CAPACITY_BYTES) -> None:
@@ -47,13 +46,13 @@ class MessageMemory:
         self._lock = threading.Lock()
 
     def checked(self, text: msgspec.Raw, items_max: int | None = None) -> list[Mapping[str, Any]]:
-        """Check messages that are JSON text; they are shared, do not write to them.
+        """Return the checked messages of a JSON text; they are shared and must not be modified.
 
         Args:
-            items_max: Of more messages and parts nothing is made; None: any number is checked.
+            items_max: Maximum of messages and parts; None: no limit.
 
         Raises:
-            PromptError: As `chat_messages`.
+            PromptError: See `chat_messages`.
             ManyItemsError: There are more than `items_max`.
         """
         messages: list[Mapping[str, Any]] = []
@@ -70,14 +69,14 @@ class MessageMemory:
                     raise ManyItemsError
                 messages.append(known.message)
         except (ValueError, RecursionError):
-            messages = []  # it is no JSON, or no list
+            messages = []  # not JSON, or not a list
         if not messages:
             raise PromptError("messages must be a non-empty list", "messages")
         return messages
 
     def _check(self, raw: msgspec.Raw, at: int, items_left: float) -> _Checked:
         message = msgspec.json.decode(raw)
-        items = items_of([message])
+        items = count_items([message])
         if items > items_left:
             raise ManyItemsError
         return _Checked(checked_message(message, at, wants_parts=self._wants_parts), items)
@@ -95,7 +94,7 @@ class MessageMemory:
 
 
 def _decoded_bytes(value: Any) -> int:
-    """Memory of decoded JSON, at most: what occurs in it twice counts twice."""
+    """Return an upper bound of decoded JSON's memory in bytes; shared objects count repeatedly."""
     size_bytes = 0
     pending = [value]
     while pending:
@@ -111,16 +110,16 @@ def _decoded_bytes(value: Any) -> int:
 
 Message = Mapping[str, Any]
 
-_TRIPS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
-# Stands behind a message that is left open; of what a template does to a text's end its space tells.
+_RENDER_ERRORS = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
+# Marks the end of a message that the model continues. Its space shows whether the template trims texts.
 _OPEN_MARK = f"{secrets.token_hex(16)} "
-# What the Messages API calls efforts to think.
+# Values of `effort` in the Messages API.
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _DEVELOPER, _SYSTEM = "developer", "system"
 
 
 class ChatTemplate:
-    """One compiled template with the special tokens it may name.
+    """Compiled template with the special tokens that it may use.
 
     Raises:
         TokenizerLoadError: The source is not valid Jinja.
@@ -130,21 +129,21 @@ class ChatTemplate:
         try:
             syntax = ENVIRONMENT.parse(source)
             self.wants_parts = wants_parts(syntax)  # whether it loops over a message's parts
-            self._template = ENVIRONMENT.from_string(without_idle_rounds(syntax))
+            self._template = ENVIRONMENT.from_string(with_loop_exits(syntax))
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerLoadError(f"chat template, line {error.lineno}: {error.message}") from error
-        # Every rendering copies them, and Jinja's chain of maps is slow to copy.
+        # A plain dict, because every rendering copies the globals, and a ChainMap is slow to copy.
         self._template.globals = dict(self._template.globals)
         self._special_tokens = dict(special_tokens)
-        # Engines look for the role in quotes.
+        # As in vLLM, which searches for the quoted role.
         self._names_developer = '"developer"' in source or "'developer'" in source
-        self.messages = MessageMemory(wants_parts=self.wants_parts)
+        self.messages = MessageCache(wants_parts=self.wants_parts)
 
     @cached_property
     def effort_without_thinking(self) -> str:
-        """The `reasoning_effort` that stands for no thinking: "low" where "none" is refused or ignored.
+        """Return the `reasoning_effort` without thinking: "low" if the template rejects or ignores "none".
 
-        vLLM's server finds it in the same way, with one short prompt for every effort.
+        As in vLLM's server, one short prompt per effort is rendered.
         """
         shown = self._probe("none")
         ignored = shown is None or any(self._probe(effort) == shown for effort in _EFFORTS)
@@ -160,16 +159,16 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Renders a conversation.
+        """Render a conversation.
 
         Args:
             messages: Message dicts whose `content` is a string, None, or (if `wants_parts`) text parts.
-            add_generation_prompt: Whether to open the assistant's turn at the end.
-            continue_final_message: Whether to leave the last message open, so that the model goes on with it.
+            add_generation_prompt: Whether to start the assistant's turn at the end.
+            continue_final_message: Whether to end within the last message, so that the model continues it.
 
         Raises:
-            PromptError: The template refuses these messages.
-            UnsupportedPromptError: The message to be left open has no text.
+            PromptError: The template rejects these messages.
+            UnsupportedPromptError: The message to be continued has no text.
         """
         if add_generation_prompt and continue_final_message:
             raise PromptError(
@@ -178,7 +177,7 @@ class ChatTemplate:
             )
         if not self._names_developer and _DEVELOPER in [message["role"] for message in messages]:
             messages = _as_system(messages)
-        shown, last_text = _opened(messages) if continue_final_message else (messages, "")
+        shown, last_text = _marked(messages) if continue_final_message else (messages, "")
         variables = {
             **self._special_tokens,
             **(template_kwargs or {}),
@@ -192,17 +191,17 @@ class ChatTemplate:
             text = self._template.render(variables)
         except jinja2.TemplateError as error:
             raise PromptError(
-                f"the model's chat template refuses these messages: {error}", "messages"
+                f"the model's chat template rejects these messages: {error}", "messages"
             ) from error
-        except _TRIPS as error:
-            # A template trusts its input's shape; whatever it trips over is the request's fault.
+        except _RENDER_ERRORS as error:
+            # Templates rely on the messages' structure, so any such error is the request's fault.
             raise PromptError(
                 f"the chat template cannot render these messages: {error}", "messages"
             ) from error
-        return _left_open(text, last_text) if continue_final_message else text
+        return _cut_at_mark(text, last_text) if continue_final_message else text
 
     def _probe(self, effort: str) -> str | None:
-        """What a short prompt with this effort looks like; None where the template refuses it."""
+        """Render a short prompt with this effort; return None if the template rejects it."""
         content = [{"type": "text", "text": "Hi"}] if self.wants_parts else "Hi"
         kwargs = {"enable_thinking": effort != "none", "reasoning_effort": effort}
         try:
@@ -211,8 +210,8 @@ class ChatTemplate:
             return None
 
 
-def _opened(messages: Sequence[Message]) -> tuple[list[Message], str]:
-    """The messages with the mark behind the last text of the last one, and this text."""
+def _marked(messages: Sequence[Message]) -> tuple[list[Message], str]:
+    """Return the messages with a mark after the last text, and this text."""
     last = messages[-1] if messages else {}
     content = last.get("content")
     if isinstance(content, str):
@@ -226,32 +225,30 @@ def _opened(messages: Sequence[Message]) -> tuple[list[Message], str]:
     raise UnsupportedPromptError("continue_final_message needs a last message with text", "messages")
 
 
-def _left_open(text: str, last_text: str) -> str:
-    """Cuts at the mark what the template puts behind the last message's content, which has to be there."""
+def _cut_at_mark(text: str, last_text: str) -> str:
+    """Cut the text at the mark after the last message's content; raise if the content was changed."""
     at = text.rfind(_OPEN_MARK.rstrip())
     if at < 0 or last_text.strip() not in text:
-        raise PromptError(
-            "the chat template does not show the last message as it is", "continue_final_message"
-        )
-    # A template that trims its messages has taken the mark's space, and would have taken the text's.
+        raise PromptError("the chat template changes the text of the last message", "continue_final_message")
+    # If the template removed the mark's space, it trims messages and would also trim this text.
     return text[:at] if text.startswith(_OPEN_MARK, at) else text[:at].rstrip()
 
 
 def _as_system(messages: Sequence[Message]) -> list[Message]:
-    """Messages for a template that does not know the role `developer`, as vLLM's server turns them.
+    """Convert messages for a template without the role `developer`, as vLLM's server does.
 
-    Every developer's message becomes the system's, and all of the system's become one, in front.
+    Developer messages become system messages, and all system messages are joined to one at the beginning.
     """
-    turned = [_turned(message) for message in messages]
-    system = [message for message in turned if message["role"] == _SYSTEM]
-    if system == turned[:1]:
-        return turned
+    renamed = [_system_message(message) for message in messages]
+    system = [message for message in renamed if message["role"] == _SYSTEM]
+    if system == renamed[:1]:
+        return renamed
     texts = [text for message in system if (text := _text(message.get("content")))]
-    others = [message for message in turned if message["role"] != _SYSTEM]
+    others = [message for message in renamed if message["role"] != _SYSTEM]
     return [{"role": _SYSTEM, "content": "\n\n".join(texts)}, *others]
 
 
-def _turned(message: Message) -> Message:
+def _system_message(message: Message) -> Message:
     if message["role"] != _DEVELOPER:
         return message
     return {**{name: value for name, value in message.items() if name != "tools"}, "role": _SYSTEM}

@@ -1,9 +1,8 @@
-"""The Jinja environment of Hugging Face chat templates: a source in, a template out that may do no harm.
+"""Jinja environment of Hugging Face chat templates, and static analysis of templates.
 
-The same sandbox as transformers', with short ways to what templates ask for at every message: a message's
-fields, the loop's place, a namespace's values, methods of texts. Of a template's syntax it tells whether the
-template takes a message's content in parts, and ends loops whose further rounds can do nothing. Knows no
-messages.
+The sandbox is that of transformers, with fast paths for frequent operations: a message's fields, attributes
+of loops and namespaces, methods of strings. The analysis determines whether a template takes a message's
+content in parts, and rewrites loops to exit once further iterations can have no effect.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-WHILE = "kvroute_while"  # `while_set`, as rewritten templates call it
+WHILE = "kvroute_while"  # name of `while_set` in rewritten templates
 
-# What a round may work out before it asks: none of it fails or changes anything.
-_HARMLESS = (nodes.Name, nodes.Const, nodes.Getattr, nodes.Filter, nodes.Sub, nodes.Add)
+# Expressions that an iteration may evaluate before its condition: they neither fail nor have an effect.
+_EFFECT_FREE = (nodes.Name, nodes.Const, nodes.Getattr, nodes.Filter, nodes.Sub, nodes.Add)
 
 
 def while_set(items: Iterable[Any], namespace: Any, flag: str) -> Iterable[Any]:
-    """The items up to the round in which the namespace's flag is cleared."""
+    """Return an iterator of the items that ends when the namespace's flag is cleared."""
     return _while_set(items, namespace, flag) if type(namespace) is Namespace else items
 
 
@@ -44,24 +43,24 @@ def _while_set(items: Iterable[Any], namespace: Any, flag: str) -> Iterator[Any]
         yield item
 
 
-def without_idle_rounds(template: nodes.Template) -> nodes.Template:
-    """The template with outermost loops that end where nothing can come of their rounds any more.
+def with_loop_exits(template: nodes.Template) -> nodes.Template:
+    """Rewrite outermost loops to exit once their further iterations can have no effect.
 
-    Templates that look for the last question go through all messages from the end and note by a flag that
-    they have found it; all that they do is asked for only while the flag is set.
+    Templates that search for the last question iterate over all messages from the end and clear a flag when
+    they find it; the loop's body is conditional on the flag.
     """
-    template.body = [stopping(node) if isinstance(node, nodes.For) else node for node in template.body]
+    template.body = [with_early_exit(node) if isinstance(node, nodes.For) else node for node in template.body]
     return template
 
 
-def stopping(loop: nodes.For) -> nodes.For:
-    """The loop, which ends where its flag is cleared if it has one."""
+def with_early_exit(loop: nodes.For) -> nodes.For:
+    """Return the loop, rewritten to exit when its flag is cleared if it has one."""
     if loop.else_ or loop.test is not None or loop.recursive or not loop.body:
         return loop
     *first, last = loop.body
-    if not all(map(_is_harmless, first)) or not isinstance(last, nodes.If) or last.elif_ or last.else_:
+    if not all(map(_has_no_effect, first)) or not isinstance(last, nodes.If) or last.elif_ or last.else_:
         return loop
-    flag = _first_asked(last.test)
+    flag = _first_condition(last.test)
     if not isinstance(flag, nodes.Getattr) or not isinstance(flag.node, nodes.Name):
         return loop
     assigned = {node.target.name for node in first if isinstance(node, nodes.Assign)}  # type: ignore[attr-defined]
@@ -78,20 +77,20 @@ def stopping(loop: nodes.For) -> nodes.For:
     return nodes.For(loop.target, items, loop.body, [], None, False, lineno=loop.lineno)
 
 
-def _first_asked(test: nodes.Node) -> nodes.Node:
-    """What a condition asks for before all else, without which it does not hold."""
+def _first_condition(test: nodes.Node) -> nodes.Node:
+    """Return the first operand of a conjunction, without which the condition is false."""
     while isinstance(test, nodes.And):
         test = test.left
     return test
 
 
-def _is_harmless(node: nodes.Node) -> bool:
+def _has_no_effect(node: nodes.Node) -> bool:
     if not isinstance(node, nodes.Assign) or not isinstance(node.target, nodes.Name):
         return False
     pending: list[nodes.Node] = [node.node]
     while pending:
         part = pending.pop()
-        if not isinstance(part, _HARMLESS):
+        if not isinstance(part, _EFFECT_FREE):
             return False
         match part:
             case nodes.Filter() if part.name not in ("length", "count"):
@@ -105,65 +104,67 @@ def _is_harmless(node: nodes.Node) -> bool:
 _MESSAGES, _CONTENT = "messages", "content"
 
 
-class _UnnamedError(Exception):
-    """Messages, or parts, go by something else than a plain name."""
+class _UnsupportedTargetError(Exception):
+    """A loop assigns messages or parts to something other than a plain name."""
 
 
 def wants_parts(template: nodes.Template) -> bool:
-    """Says whether a template takes a message's content in parts: engines then hand it every content so.
+    """Return whether a template takes a message's content in parts.
 
-    vLLM's server looks for a loop over a message's content, over a macro's argument that is one, or over a
-    variable of that name, and so does this; what its look fails on gets texts.
+    As vLLM's server does, it searches for a loop over a message's content, over a macro's argument with such
+    a content, or over a variable named "content". If the analysis fails, contents are passed as texts.
     """
     try:
         return _wants_parts(template)
-    except _UnnamedError:
+    except _UnsupportedTargetError:
         return False
 
 
 def _wants_parts(template: nodes.Template) -> bool:
-    turns = _turn_names(template)
-    # A loop within a macro -> names of the macro's arguments that are contents.
+    message_names = _message_names(template)
+    # Id of a loop within a macro -> names of the macro's arguments that are contents.
     contents: dict[int, set[str]] = {}
     for macro in template.find_all(nodes.Macro):
-        names = _content_arguments(template, macro, turns)
+        names = _content_arguments(template, macro, message_names)
         contents.update((id(loop), names) for loop in macro.find_all(nodes.For))
     for loop in template.find_all(nodes.For):
-        if _is_content(loop.iter, turns) or (
+        if _is_content(loop.iter, message_names) or (
             isinstance(loop.iter, nodes.Name) and loop.iter.name in contents.get(id(loop), {_CONTENT})
         ):
-            _named(loop.target)
+            _target_name(loop.target)
             return True
     return False
 
 
-def _turn_names(template: nodes.Template) -> set[str]:
-    """What loops over the messages, or over some of them, call a message."""
+def _message_names(template: nodes.Template) -> set[str]:
+    """Return the variable names of messages in loops over all or some of them."""
     messages, found = {_MESSAGES}, 0
     while len(messages) > found:
         found = len(messages)
         messages |= {
-            _named(assign.target)
+            _target_name(assign.target)
             for assign in template.find_all(nodes.Assign)
             if _name(assign.node) in messages
         }
-    return {_named(loop.target) for loop in template.find_all(nodes.For) if _name(loop.iter) in messages}
+    return {
+        _target_name(loop.target) for loop in template.find_all(nodes.For) if _name(loop.iter) in messages
+    }
 
 
-def _named(target: nodes.Node) -> str:
-    """The name of what is assigned to.
+def _target_name(target: nodes.Node) -> str:
+    """Return the name of an assignment's target.
 
     Raises:
-        _UnnamedError: It is a namespace's attribute, or are several.
+        _UnsupportedTargetError: The target is a namespace's attribute or a tuple.
     """
     if not isinstance(target, nodes.Name):
-        raise _UnnamedError
+        raise _UnsupportedTargetError
     name: str = target.name
     return name
 
 
-def _content_arguments(template: nodes.Template, macro: nodes.Macro, turns: set[str]) -> set[str]:
-    """The arguments of a macro that it is somewhere given a message's content for."""
+def _content_arguments(template: nodes.Template, macro: nodes.Macro, message_names: set[str]) -> set[str]:
+    """Return the arguments of a macro for which some call passes a message's content."""
     names = [argument.name for argument in macro.args]
     given: set[str] = set()
     for call in template.find_all(nodes.Call):
@@ -173,28 +174,28 @@ def _content_arguments(template: nodes.Template, macro: nodes.Macro, turns: set[
         given |= {
             name
             for name, value in [*zip(names, call.args, strict=False), *by_name]
-            if _is_content(value, turns)
+            if _is_content(value, message_names)
         }
     return given
 
 
-def _is_content(node: nodes.Node, turns: set[str]) -> bool:
-    match _bare(node):
+def _is_content(node: nodes.Node, message_names: set[str]) -> bool:
+    match _unwrapped(node):
         case nodes.Getattr(node=nodes.Name(name=name), attr=str(field)):
-            return name in turns and field == _CONTENT
+            return name in message_names and field == _CONTENT
         case nodes.Getitem(node=nodes.Name(name=name), arg=nodes.Const(value=str(field))):
-            return name in turns and field == _CONTENT
+            return name in message_names and field == _CONTENT
     return False
 
 
 def _name(node: nodes.Node) -> str | None:
-    """The variable that a value is, or is taken from; None for any other."""
-    bare = _bare(node)
+    """Return the name of the variable under filters, tests and slices, or None."""
+    bare = _unwrapped(node)
     return bare.name if isinstance(bare, nodes.Name) else None
 
 
-def _bare(node: nodes.Node | None) -> nodes.Node | None:
-    """A value without the filters, tests and slices around it."""
+def _unwrapped(node: nodes.Node | None) -> nodes.Node | None:
+    """Return a value without the filters, tests and slices around it."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):
@@ -203,38 +204,38 @@ def _bare(node: nodes.Node | None) -> nodes.Node | None:
 
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
-# Of methods, those that change nothing and run no format, which the sandbox lets through as they are.
+# Methods that change nothing and format nothing, which the sandbox allows unwrapped.
 _DICT_METHODS = frozenset({"get", "items", "keys", "values"})
 _STR_METHODS = frozenset(name for name in dir(str) if name[0] != "_") - {"format", "format_map"}
-_LOOP_PLACES = frozenset(
+_LOOP_ATTRIBUTES = frozenset(
     {"index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0"}
 )
-# What is none of these may be a function, which the sandbox has a look at.
+# Values of other types may be functions, which the sandbox must check.
 _VALUES = frozenset({str, int, float, bool, list, dict, type(None)})
-# What Jinja's code hands to functions that ask for the context.
+# Arguments that Jinja passes to functions with context.
 _CONTEXT_ARGUMENTS = ("_block_vars", "_loop_vars")
-# JSON with indents, by the same without; counted in characters, of which most are tools' texts.
+# Cache from compact to indented JSON, mostly of tools; its size is counted in characters.
 _INDENTED: LRUCache[tuple[object, ...], str] = LRUCache(2 << 20, getsizeof=len)
 _INDENTED_LOCK = threading.Lock()
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the model wrote, for training; rendering only shows what is inside."""
+    """Extension for `{% generation %}`, which marks model output for training; renders the block's body."""
 
     tags = {"generation"}  # noqa: RUF012  (as the base class has it)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Reads the block up to its end."""
+        """Parse the block up to its end."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body).set_lineno(line)
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """A sandbox that knows what is harmless by its type; all else it looks at as Jinja does."""
+    """Sandbox with fast paths for types that are known to be safe."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """What `obj.attribute` is: of a dict, an item, where it has no attribute of that name."""
+        """Return `obj.attribute`; for a dict without such an attribute, the item."""
         kind = type(obj)
         if kind is dict:
             if attribute not in _DICT_ATTRIBUTES:
@@ -245,7 +246,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             if attribute in _STR_METHODS:
                 return getattr(obj, attribute)
         elif kind is LoopContext:
-            if attribute in _LOOP_PLACES:
+            if attribute in _LOOP_ATTRIBUTES:
                 return getattr(obj, attribute)
         elif kind is Namespace and attribute[:1] != "_":
             value = getattr(obj, attribute, Namespace)
@@ -254,7 +255,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Calls a function; a method of a text or a dict needs no context."""
+        """Call a function; a method of a string or dict is called without context."""
         if type(__obj) is BuiltinMethodType and type(__obj.__self__) in (str, dict):
             for name in _CONTEXT_ARGUMENTS:
                 kwargs.pop(name, None)
@@ -264,7 +265,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 @lru_cache(maxsize=256)
 def _missing(name: str) -> jinja2.Undefined:
-    """What a dict's missing field is; made once, as most messages lack the same fields."""
+    """Return the undefined value of a missing field; cached, because most messages lack the same fields."""
     return ENVIRONMENT.undefined(obj={}, name=name)
 
 
@@ -283,10 +284,10 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes for HTML, which models were not trained on.
+    # Jinja's own filter escapes HTML, which models were not trained on.
     if indent is None:
         return json.dumps(value, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
-    # The json module indents in Python, ten times slower, and a client's tools are the same each time.
+    # Cached, because json is ten times slower with indents and a client's tools are always the same.
     plain = json.dumps(value, ensure_ascii=ensure_ascii, sort_keys=sort_keys)
     key = plain, indent, separators
     with _INDENTED_LOCK:
@@ -295,7 +296,7 @@ def _tojson(
         text = json.dumps(
             value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
-        with suppress(ValueError), _INDENTED_LOCK:  # too large to be kept
+        with suppress(ValueError), _INDENTED_LOCK:  # ValueError: larger than the cache
             _INDENTED[key] = text
     return text
 
@@ -308,4 +309,4 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-ENVIRONMENT = _environment()  # all templates': those of transformers, down to what stands around blocks
+ENVIRONMENT = _environment()  # of all templates, with the whitespace options of transformers

@@ -1,9 +1,8 @@
-"""A model's files: where they come from, and by which of them engines read its chats and prompts.
+"""Files of a model: download from the Hugging Face Hub, and selection of its chat templates.
 
-Knows the Hugging Face Hub, the files that `transformers` reads, the models whose chats vLLM's server writes
-by code of its own, and vLLM's rule for `mistral-common`: the directory holds Mistral's own form of the
-tokenizer and of the weights. Chats then have no template, and a special token's text within a prompt is text.
-Compiles and renders nothing.
+Covers the files that `transformers` reads, the models whose chats vLLM's server renders by code, and vLLM's
+rule for `mistral-common`: the directory contains the tokenizer and the weights in Mistral's own formats.
+Such chats have no template, and the text of a special token within a prompt is plain text.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from typing import Any, NamedTuple
 from tokenization.errors import TokenizerLoadError
 
 _DEFAULT, _TOOLS = "default", "tool_use"
-# An older form of a processor's template, beside the files that make a model have a processor.
-_PROCESSORS_TEMPLATE = "chat_template.json"
+# Older file of a processor's template, and the files that show that a model has a processor.
+_PROCESSOR_TEMPLATE = "chat_template.json"
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _FILES = {_DEFAULT: "chat_template.jinja", _TOOLS: "additional_chat_templates/tool_use.jinja"}
-# As in vLLM 0.32; whatever template these have is not what it shows.
-_OWN_MODEL_TYPE = "gpt_oss"
-_OWN_ARCHITECTURES = frozenset(
+# Models that vLLM 0.32 renders by code instead of their templates.
+_CODE_MODEL_TYPE = "gpt_oss"
+_CODE_ARCHITECTURES = frozenset(
     {
         "DeepseekV32ForCausalLM",
         "DeepseekV4ForCausalLM",
@@ -37,7 +36,7 @@ _OWN_ARCHITECTURES = frozenset(
 
 
 class TemplateSources(NamedTuple):
-    """Jinja sources: of most chats (None: there is none), and of chats with tools (None: the same)."""
+    """Jinja sources: default (None: no template) and for chats with tools (None: same as default)."""
 
     default: str | None
     tools: str | None
@@ -46,16 +45,16 @@ class TemplateSources(NamedTuple):
 def template_sources(
     directory: Path, settings: Mapping[str, Any], config: Mapping[str, Any]
 ) -> TemplateSources:
-    """Reads a model's templates; files go before settings.
+    """Read a model's templates; template files take precedence over settings.
 
     Args:
-        settings: Of its tokenizer_config.json.
-        config: Of its config.json.
+        settings: Content of tokenizer_config.json.
+        config: Content of config.json.
 
     Raises:
         TokenizerLoadError: A file is broken.
     """
-    if _is_written_by_code(config):
+    if _is_rendered_by_code(config):
         return TemplateSources(None, None)
     named: dict[object, object] = {
         name: path.read_text(encoding="utf-8")
@@ -70,15 +69,15 @@ def template_sources(
     default, tools = (
         source if isinstance(source := named.get(name), str) else None for name in (_DEFAULT, _TOOLS)
     )
-    processors = _processors_template(directory)
-    if processors is not None:
-        # vLLM asks the processor first, and for chats with tools the tokenizer alone.
-        return TemplateSources(processors, tools or default)
+    processor = _processor_template(directory)
+    if processor is not None:
+        # vLLM prefers the processor's template, except for chats with tools.
+        return TemplateSources(processor, tools or default)
     return TemplateSources(default, tools)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads an optional JSON object."""
+    """Read a JSON object from a file; empty if the file is missing."""
     if not path.is_file():
         return {}
     try:
@@ -86,59 +85,59 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise TokenizerLoadError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise TokenizerLoadError(f"{path}: must hold a JSON object")
+        raise TokenizerLoadError(f"{path}: must contain a JSON object")
     return value
 
 
 def token_text_of(value: object) -> str | None:
-    """A special token is written as its text, or as an AddedToken's dict."""
+    """Return a special token's text from its text or its AddedToken dict; None for anything else."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
-def _processors_template(directory: Path) -> str | None:
+def _processor_template(directory: Path) -> str | None:
     if not any((directory / name).is_file() for name in _PROCESSORS):
         return None
-    source = read_json(directory / _PROCESSORS_TEMPLATE).get("chat_template")
+    source = read_json(directory / _PROCESSOR_TEMPLATE).get("chat_template")
     return source if isinstance(source, str) else None
 
 
-def _is_written_by_code(config: Mapping[str, Any]) -> bool:
+def _is_rendered_by_code(config: Mapping[str, Any]) -> bool:
     architectures = config.get("architectures")
     names = architectures if isinstance(architectures, list) else []
-    return config.get("model_type") == _OWN_MODEL_TYPE or any(
-        isinstance(name, str) and name in _OWN_ARCHITECTURES for name in names
+    return config.get("model_type") == _CODE_MODEL_TYPE or any(
+        isinstance(name, str) and name in _CODE_ARCHITECTURES for name in names
     )
 
 
 _TEKKEN, _SENTENCEPIECE = "tekken.json", "tokenizer.model.v*"
-_OWN_WEIGHTS, _WEIGHTS = "consolidated*.safetensors", "*.safetensors"
+_MISTRAL_WEIGHTS, _WEIGHTS = "consolidated*.safetensors", "*.safetensors"
 _ANY_TEXT = re.compile("")
 
 
-def read_by_mistral(directory: Path, special_tokens: Iterable[str]) -> re.Pattern[str] | None:
-    """Parts of every text that a tokenizer of Mistral's own reads otherwise than `tokenizer.json`.
+def mistral_pattern(directory: Path, special_tokens: Iterable[str]) -> re.Pattern[str] | None:
+    """Return a pattern of texts that mistral-common encodes differently from `tokenizer.json`.
 
-    Without any weights the directory does not tell, and Mistral's tokenizer is taken for the engines' own:
-    rather no ids than wrong ones.
+    Without weights the engines' choice is unknown. mistral-common is then assumed, because no ids are better
+    than wrong ones.
 
     Args:
-        special_tokens: Of tokenizer.json.
+        special_tokens: Special tokens of tokenizer.json.
 
     Returns:
-        None where engines take `tokenizer.json` for this model.
+        None if engines use `tokenizer.json` for this model.
     """
-    if any(directory.glob(_WEIGHTS)) and not any(directory.glob(_OWN_WEIGHTS)):
+    if any(directory.glob(_WEIGHTS)) and not any(directory.glob(_MISTRAL_WEIGHTS)):
         return None
     if (directory / _TEKKEN).is_file():
         texts = [re.escape(text) for text in special_tokens]
-        # A pattern of nothing would be found everywhere.
+        # An empty pattern would match everywhere.
         return re.compile("|".join(texts) if texts else "(?!)")
     return _ANY_TEXT if any(directory.glob(_SENTENCEPIECE)) else None
 
 
-# No weights: what PromptTokenizer.from_directory reads or looks for.
+# Files that PromptTokenizer.from_directory reads or looks for; no weights.
 _HUB_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -155,17 +154,17 @@ _HUB_FILES = (
 
 
 def hub_directory(repository: str, revision: str, cache: Path | None = None) -> Path:
-    """Fetches a model's files from the Hugging Face Hub, as far as they are not in its usual cache yet.
+    """Download a model's files from the Hugging Face Hub unless they are cached; return their directory.
 
-    HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to every Hub client.
+    Respects HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
 
     Args:
         repository: "owner/name".
-        revision: Commit, tag or branch; only a commit stays the same for ever.
-        cache: Where to keep files; None: the Hub's usual place.
+        revision: Commit, tag or branch; only a commit never changes.
+        cache: Cache directory; None for the Hub client's default.
 
     Raises:
-        TokenizerLoadError: The Hub cannot be reached, or does not have it; or its client is not installed.
+        TokenizerLoadError: The Hub is unreachable, lacks the files, or its client is not installed.
     """
     try:
         from huggingface_hub import snapshot_download
@@ -194,7 +193,7 @@ def hub_directory(repository: str, revision: str, cache: Path | None = None) -> 
         ) from error
     except LocalEntryNotFoundError as error:
         raise TokenizerLoadError(
-            f"{repository}@{revision} is not in the cache, and the Hub is not to be reached: {error}"
+            f"{repository}@{revision} is not cached, and the Hub is unreachable: {error}"
         ) from error
     except (HfHubHTTPError, OSError, ValueError) as error:
-        raise TokenizerLoadError(f"{repository}@{revision} cannot be fetched: {error}") from error
+        raise TokenizerLoadError(f"{repository}@{revision} cannot be downloaded: {error}") from error

@@ -1,1 +1,1 @@
-"""The tokenizer of the packaged model; `train.py` made it."""
+"""Tokenizer of the packaged model `kvroute-tiny`, trained by `train.py`."""

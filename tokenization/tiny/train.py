@@ -1,7 +1,7 @@
-"""Trains the packaged tokenizer: `python -m tokenization.tiny.train` writes tokenizer.json beside this file.
+"""Training of the packaged tokenizer: `python -m tokenization.tiny.train` writes tokenizer.json here.
 
-Byte-level BPE over the prose that comes with Python: pydoc's topics and the library's docstrings. The file in
-the repository was made with Python 3.11. It is run by hand only: a new vocabulary is a new model.
+Byte-level BPE on the prose that comes with Python: pydoc's topics and docstrings of the library. The file in
+the repository was trained with Python 3.11. Run by hand only, because a new vocabulary is a new model.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 VOCAB_SIZE = 4096
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# Words with their leading space, numbers by up to three digits, runs of punctuation, line feeds, other space.
+# Words with a leading space, up to three digits, runs of punctuation, line feeds, other whitespace.
 _WORDS = r" ?\p{L}+('\p{L}+)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s*\n+|\s+(?!\S)|\s+"
 
 
 def train() -> Tokenizer:
-    """Trains the tokenizer on the prose of the running Python."""
+    """Train the tokenizer on the prose of the running Python version."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -1,7 +1,7 @@
-"""Holds a conversation of three turns and checks that it stuck to one pod: URL MODEL TIMEOUT_SECONDS.
+"""Test of a release by a conversation of three turns that must stay at one pod: URL MODEL TIMEOUT_SECONDS.
 
-Stuck means that the gateway names the same pod each time (x-kvroute-pod), where it does, and that the later
-turns' prompts were found in a cache. Prints what it waits for. Standard library only.
+It passes if the gateway reports the same pod for each turn (header x-kvroute-pod, where it has one) and the
+later turns have cached tokens. Prints what it waits for. Standard library only.
 """
 
 import http.client
@@ -15,14 +15,14 @@ import urllib.request
 _TEXT = "The harbour master keeps a ledger of every ship, its cargo and the weather it met. " * 12
 _TURNS = (_TEXT + "What does he keep?", "Which of it matters in a storm?", "And in a calm?")
 _POLL_S = 2.0
-# An unchanged problem is printed again after this.
+# Interval in which an unchanged problem is printed again.
 _PRINT_EVERY_S = 10.0
-# Failed look-ups of the name in a row after which it is taken for wrong.
+# Consecutive failed DNS lookups after which the host name counts as wrong.
 _UNKNOWN_NAMES_MAX = 3
 
 
 def main(url: str, model: str, timeout_s: float) -> int:
-    """Returns the exit status."""
+    """Run the conversation; return the exit status."""
     if not url:
         _say("not tested: in gateway mode the chart does not know where the Gateway is reached")
         _say("set it: helm upgrade --reuse-values --set test.url=http://HOST[:PORT] ...")
@@ -52,7 +52,7 @@ def main(url: str, model: str, timeout_s: float) -> int:
 
 
 def _ask(url: str, body: object, deadline_s: float) -> tuple[str | None, dict]:
-    """Asks until there is an answer: the release may have been installed a moment ago."""
+    """Send a request until it succeeds: the release may still be starting. Return pod and response."""
     url = f"{url.rstrip('/')}/v1/chat/completions"
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
     started_s, printed_s, printed, unknown_names = time.monotonic(), 0.0, "", 0
@@ -85,7 +85,7 @@ def _ask(url: str, body: object, deadline_s: float) -> tuple[str | None, dict]:
 
 
 def _say(text: str) -> None:
-    """Prints at once, so that `kubectl logs --follow` shows it."""
+    """Print a line unbuffered, so that `kubectl logs --follow` shows it at once."""
     print(text, flush=True)
 
 

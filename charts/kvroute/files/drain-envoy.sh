@@ -1,17 +1,17 @@
-# Lets an Envoy end without a failed request: bash drain-envoy.sh ADMIN_PORT ANNOUNCE_SECONDS TIMEOUT_SECONDS
+# preStop script that drains an Envoy: bash drain-envoy.sh ADMIN_PORT ANNOUNCE_SECONDS TIMEOUT_SECONDS
 #
-# Readiness fails and answers tell clients to close from the first line on; then new connections get time to go
-# elsewhere, and requests to end. Needs bash alone: Envoy's images have no curl.
+# Fails readiness and makes Envoy close client connections after their responses; then waits for new connections
+# to go to other pods and for running requests to end. Needs only bash: Envoy's images have no curl.
 set -u
 
-ask() { # METHOD PATH: prints the admin page's answer
+ask() { # METHOD PATH: prints the admin API's response
   exec 3<>"/dev/tcp/127.0.0.1/$admin_port" || exit 0
   printf '%s %s HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 0\r\n\r\n' "$1" "$2" >&3
   cat <&3
   exec 3>&-
 }
 
-requests() { # how many are under way
+requests() { # prints the number of running requests
   local answer line
   answer=$(ask GET '/stats?filter=^http.gateway.downstream_rq_active$')
   line=${answer##*downstream_rq_active: }

@@ -1,7 +1,7 @@
-"""Lets a model server end without a failed request: PORT ANNOUNCE_SECONDS TIMEOUT_SECONDS.
+"""preStop script that drains a model server: PORT ANNOUNCE_SECONDS TIMEOUT_SECONDS.
 
-Routers hear of a pod's end at once and pick it no more; what it has still to answer gets its time. Reads
-vLLM's metrics, which ours has, too. Standard library only, for images that are not ours.
+Routers stop picking a pod once its deletion begins; this script waits until its requests have ended. Reads
+vLLM's metrics, which our engine has too. Standard library only, because it also runs in foreign images.
 """
 
 import re
@@ -14,7 +14,7 @@ _ACTIVE = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? (\S+
 
 
 def main(port: int, announce_s: float, timeout_s: float) -> None:
-    """Waits until nothing is running or waiting, or the time is up."""
+    """Wait until no request is running or queued, or until the timeout."""
     time.sleep(announce_s)
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s and _requests(f"http://127.0.0.1:{port}/metrics"):
@@ -26,9 +26,9 @@ def _requests(url: str) -> float:
         with urllib.request.urlopen(url, timeout=10) as page:
             return sum(float(count) for count in _ACTIVE.findall(page.read().decode()))
     except urllib.error.HTTPError:
-        return 0.0  # it does not tell
+        return 0.0  # the server has no metrics page
     except OSError as error:
-        # A busy server may be late with its page; who listens no more has nothing left to answer.
+        # A busy server may time out; only a refused connection means that it has ended.
         return float(not isinstance(getattr(error, "reason", error), ConnectionRefusedError))
 
 

@@ -1,6 +1,6 @@
-"""Fetches a checkpoint from the Hugging Face Hub: REPOSITORY REVISION DIRECTORY.
+"""Download of a checkpoint from the Hugging Face Hub: REPOSITORY REVISION DIRECTORY.
 
-What is there already is kept. Credentials come from HF_TOKEN.
+Files that exist already are kept. Credentials come from HF_TOKEN.
 """
 
 import sys

@@ -1,5 +1,5 @@
-{{/* Envoy's bootstrap. What the local stack's Envoy has, too, comes from files/envoy.json, which tests/chart writes from
-     kvroute/envoy.yaml; a cluster's addresses, several routers, probes and metrics are added here. */}}
+{{/* Envoy's bootstrap. Parts shared with the local stack come from files/envoy.json, which tests/chart generates from
+     kvroute/envoy.yaml; addresses, several routers, probes and metrics are added here. */}}
 
 {{- define "kvroute.envoy.bootstrap" -}}
 {{- $parts := .Files.Get "files/envoy.json" | fromJson -}}
@@ -12,7 +12,7 @@
 {{- $routes := ternary $parts.fail_open_routes $host.routes .Values.envoy.failOpen -}}
 {{- $extras := list -}}
 {{- range $extra := .Values.paths.extra -}}
-{{- /* As the first inference path's: one route, or two if Envoy fails open. */ -}}
+{{- /* Copies of the first inference path's routes: one, or two if Envoy fails open. */ -}}
 {{- range $route := ternary (list (index $routes 0) (index $routes 1)) (list (index $routes 0)) $.Values.envoy.failOpen -}}
 {{- $copy := deepCopy $route -}}
 {{- $_ := set $copy.match "path" $extra.path -}}
@@ -36,12 +36,12 @@
 
 {{- define "kvroute.envoy.bootstrapPatch" -}}
 node: {id: {{ include "kvroute.fullname" . }}-envoy, cluster: kvroute}
-# Only for this pod itself: whoever reaches it may stop Envoy.
+# Bound to loopback, because the admin API can stop Envoy.
 admin:
   address: {socket_address: {address: 127.0.0.1, port_value: 9901}}
 static_resources:
   listeners:
-    # Readiness and metrics for others than this pod: no more of the admin pages than these two.
+    # Readiness and metrics, the only pages of the admin API that other pods can reach.
     - name: status
       address: {socket_address: {address: 0.0.0.0, port_value: 8082}}
       filter_chains:
@@ -51,7 +51,7 @@ static_resources:
                 "@type": type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
                 stat_prefix: status
                 http_filters:
-                  # 503 from the moment on that the pod drains.
+                  # Returns 503 while the pod drains.
                   - name: envoy.filters.http.health_check
                     typed_config:
                       "@type": type.googleapis.com/envoy.extensions.filters.http.health_check.v3.HealthCheck
@@ -71,7 +71,7 @@ static_resources:
                           route: {cluster: admin, prefix_rewrite: /stats/prometheus}
 {{- end -}}
 
-{{/* A router that dies costs another try, at another router; the last tries go by the Service's own address. */}}
+{{/* Calls to a failed router are retried at another router; the last retries use the Service's own address. */}}
 {{- define "kvroute.envoy.doorPatch" -}}
 typed_config:
   {{- if ne .Values.envoy.door "ext_proc" }}
@@ -81,7 +81,7 @@ typed_config:
   grpc_service:
     retry_policy:
       num_retries: 5
-      # A dead router has the fewest requests, so it is drawn again and again.
+      # LEAST_REQUEST prefers a dead router, which has the fewest requests, so retries must reselect often.
       host_selection_retry_max_attempts: 20
       retry_priority:
         name: envoy.retry_priorities.previous_priorities
@@ -114,7 +114,7 @@ admin:
           - endpoint: {address: {socket_address: {address: 127.0.0.1, port_value: 9901}}}
 {{- end -}}
 
-{{/* Every router, and behind them their Service. */}}
+{{/* Cluster of the routers: priority 0 by pod address, priority 1 by the Service. */}}
 {{- define "kvroute.envoy.routerPatch" -}}
 {{- $root := . -}}
 lb_policy: LEAST_REQUEST
@@ -122,7 +122,7 @@ lb_policy: LEAST_REQUEST
 load_assignment:
   cluster_name: router
   endpoints:
-    # DNS may be half a minute behind the pods, the Service's own address is not.
+    # DNS may lag half a minute behind the pods; the Service's address does not.
     {{- range $priority, $suffix := list "-epp-pods" "-epp" }}
     - priority: {{ $priority }}
       lb_endpoints:
@@ -130,13 +130,13 @@ load_assignment:
             address: {socket_address: {address: {{ include "kvroute.host" (list $root $suffix) }}, port_value: 9002}}
             health_check_config: {port_value: 9002}
     {{- end }}
-# By default 3 retries at once are allowed.
+# Envoy's default limit is 3 concurrent retries.
 circuit_breakers:
   thresholds:
     - {priority: DEFAULT, max_connections: 1000000000, max_pending_requests: 1000000000, max_requests: 1000000000, max_retries: 1000000000}
 {{- end -}}
 
-{{/* Names are looked up again and again, each address an endpoint. */}}
+{{/* Cluster type with periodic DNS lookups, each address being an endpoint. */}}
 {{- define "kvroute.envoy.dns" -}}
 cluster_type:
   name: envoy.cluster.dns
@@ -149,6 +149,6 @@ cluster_type:
       name: envoy.network.dns_resolver.cares
       typed_config:
         "@type": type.googleapis.com/envoy.extensions.network.dns_resolver.cares.v3.CaresDnsResolverConfig
-        # The names are whole.
+        # Names are fully qualified.
         dns_resolver_options: {no_default_search_domain: true}
 {{- end -}}

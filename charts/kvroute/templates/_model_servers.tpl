@@ -11,7 +11,7 @@
 {{- first .Values.modelServers.targetPorts -}}
 {{- end -}}
 
-{{/* What the engine is given as its model. */}}
+{{/* Value of the engine's model flag. */}}
 {{- define "kvroute.models.path" -}}
 {{- $model := .Values.modelServers.model -}}
 {{- if eq $model.source "hub" -}}
@@ -31,7 +31,7 @@ kvroute-tiny
 kv@$(POD_IP):{{ include "kvroute.models.port" . }}@{{ .Values.modelServers.model.name }}
 {{- end -}}
 
-{{/* Where the bearer secret of administration ports comes from, if there is one. */}}
+{{/* Environment with the bearer token of the administration port, if configured. */}}
 {{- define "kvroute.models.adminToken" -}}
 {{- with .Values.modelServers.adminTokenSecret }}
 {{- if .name }}
@@ -81,10 +81,10 @@ kv@$(POD_IP):{{ include "kvroute.models.port" . }}@{{ .Values.modelServers.model
 - --port={{ include "kvroute.models.port" . }}
 - --served-model-name={{ $models.model.name }}
 - --enable-prefix-caching
-# Usage tells cached tokens: what the router promised can be compared.
+# Reports cached tokens in usage, for comparison with the router's predictions.
 - --enable-prompt-tokens-details
 {{- if eq (get (include "kvroute.router.tokenizers" . | fromYaml) $models.model.name) "pods" }}
-# The render endpoints, which tell the router a prompt's tokens.
+# Enables the render endpoints, from which the router gets a prompt's tokens.
 - --enable-scale-out
 {{- end }}
 - {{ printf "--kv-events-config=%s" (toRawJson $events) | quote }}
@@ -92,7 +92,7 @@ kv@$(POD_IP):{{ include "kvroute.models.port" . }}@{{ .Values.modelServers.model
 - --tensor-parallel-size={{ int64 $models.tensorParallel }}
 {{- end }}
 {{- if $models.hostTierGiB }}
-# Its events tell their tokens, so that a block is known which was never seen on the device.
+# Events of the host tier carry tokens, so that blocks never stored on the device are known too.
 {{- $tier := dict "cpu_bytes_to_use" (int64 (mulf $models.hostTierGiB 1073741824)) "self_describing_kv_events" true }}
 - {{ printf "--kv-transfer-config=%s" (dict "kv_connector" "OffloadingConnector" "kv_role" "kv_both" "kv_connector_extra_config" $tier | toRawJson) | quote }}
 {{- end }}
@@ -106,7 +106,7 @@ kv@$(POD_IP):{{ include "kvroute.models.port" . }}@{{ .Values.modelServers.model
       fieldPath: status.podIP
 {{ include "kvroute.hubEnv" (list $models.model.hub.tokenSecret (ternary "/models" "/tmp/huggingface" (eq $models.model.source "hub"))) }}
 {{- if eq $models.engine "vllm" }}
-# Caches go where a read-only image lets them, and the user has no name there.
+# Cache directories that are writable with a read-only image, and a user name, which the image lacks.
 {{- range $name, $value := dict "HOME" "/tmp" "USER" "kvroute" "LOGNAME" "kvroute" "XDG_CACHE_HOME" "/tmp/cache" "XDG_CONFIG_HOME" "/tmp/config" "VLLM_CACHE_ROOT" "/tmp/cache/vllm" "TORCHINDUCTOR_CACHE_DIR" "/tmp/cache/inductor" "TRITON_CACHE_DIR" "/tmp/cache/triton" }}
 - name: {{ $name }}
   value: {{ $value }}

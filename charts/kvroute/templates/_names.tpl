@@ -13,7 +13,7 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* What a selector may hold: never changes over upgrades. Takes (list root component). */}}
+{{/* Selector labels, which never change over upgrades. Takes (list root component). */}}
 {{- define "kvroute.selector" -}}
 {{- $root := index . 0 -}}
 app.kubernetes.io/name: {{ include "kvroute.name" $root }}
@@ -43,7 +43,7 @@ labels:
   {{- include "kvroute.labels" . | nindent 2 }}
 {{- end -}}
 
-{{/* Takes (list image default-tag). */}}
+{{/* Image reference. Takes (list image default-tag). */}}
 {{- define "kvroute.image" -}}
 {{- $image := index . 0 -}}
 image: {{ printf "%s:%s" $image.repository (default (index . 1) $image.tag) | quote }}
@@ -76,7 +76,7 @@ default
 {{ include "kvroute.fullname" $root }}{{ index . 1 }}.{{ $root.Release.Namespace }}.svc.{{ $root.Values.clusterDomain }}
 {{- end -}}
 
-{{/* Labels of the pods that requests are picked among. */}}
+{{/* Labels of the model servers' pods. */}}
 {{- define "kvroute.poolLabels" -}}
 {{- if .Values.modelServers.enabled -}}
 llm-d.ai/inference-serving: "true"
@@ -92,7 +92,7 @@ llm-d.ai/inference-serving: "true"
 {{- default (include "kvroute.fullname" .) .Values.gateway.inferencePool.name -}}
 {{- end -}}
 
-{{/* HTTP ports of the pods that requests are picked among. */}}
+{{/* HTTP ports of the model servers' pods. */}}
 {{- define "kvroute.targetPorts" -}}
 {{- $ports := .Values.modelServers.targetPorts -}}
 {{- toJson (ternary (list (first $ports)) $ports .Values.modelServers.enabled) -}}

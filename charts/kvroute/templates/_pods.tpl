@@ -16,7 +16,7 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{/* Where and how a workload's pods run. Takes (list root values component). */}}
+{{/* Scheduling and security settings of a workload's pods. Takes (list root values component). */}}
 {{- define "kvroute.placement" -}}
 {{- $root := index . 0 }}{{ $values := index . 1 }}{{ $component := index . 2 -}}
 {{- with $root.Values.imagePullSecrets }}
@@ -53,8 +53,8 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* Labels and annotations of a workload's pods. Takes (list root values component annotations). Without versions:
-     a new chart must not restart model servers, which would forget their caches. */}}
+{{/* Labels and annotations of a workload's pods. Takes (list root values component annotations). They contain no version:
+     a new chart must not restart model servers, which would lose their caches. */}}
 {{- define "kvroute.podMetadata" -}}
 {{- $values := index . 1 -}}
 labels:

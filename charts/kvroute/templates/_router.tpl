@@ -53,13 +53,13 @@
 {{- end }}
 {{- end -}}
 
-{{/* Whether engines have a KV connector, as the values say. */}}
+{{/* Whether the values configure a KV connector. */}}
 {{- define "kvroute.kvConnector" -}}
 {{- $models := .Values.modelServers -}}
 {{- or $models.kvConnector (contains "--kv-transfer-config" (join " " $models.extraArgs)) (hasKey $models.matchLabels "llm-d.ai/role") -}}
 {{- end -}}
 
-{{/* Which pods there are, and where their events come from. */}}
+{{/* Flags of pod discovery and of event sources. */}}
 {{- define "kvroute.router.podArgs" -}}
 {{- if eq .Values.mode "gateway" -}}
 - --pool-name={{ include "kvroute.poolName" . }}
@@ -103,7 +103,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Source by model: those given, and modelServers' model if it has none. */}}
+{{/* Tokenizer source by model: router.tokenizers, plus a default for modelServers.model. */}}
 {{- define "kvroute.router.tokenizers" -}}
 {{- $sources := dict -}}
 {{- range $model, $source := .Values.router.tokenizers -}}
@@ -116,7 +116,7 @@
 {{- toYaml $sources -}}
 {{- end -}}
 
-{{/* Whether a source is one that `kvroute tokenizer` opens. */}}
+{{/* Whether `kvroute tokenizer` can serve a source: a directory or hf:. */}}
 {{- define "kvroute.tokenizer.takes" -}}
 {{- not (or (eq . "pods") (hasPrefix "unix:" .) (hasPrefix "http://" .) (hasPrefix "https://" .)) -}}
 {{- end -}}
@@ -159,7 +159,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Where downloads of the Hub go, and who asks. Takes (list tokenSecret directory). */}}
+{{/* Environment for Hub downloads: cache directory and token. Takes (list tokenSecret directory). */}}
 {{- define "kvroute.hubEnv" -}}
 - name: HF_HOME
   value: {{ index . 1 }}

@@ -1,4 +1,4 @@
-{{/* The container beside the router that tokenizes. */}}
+{{/* Sidecar container of the router that tokenizes. */}}
 
 {{- define "kvroute.tokenizer.container" -}}
 {{- $models := include "kvroute.tokenizer.models" . | fromYaml -}}
@@ -18,7 +18,7 @@
     {{- end }}
   env:
     {{- include "kvroute.hubEnv" (list .Values.router.hubTokenSecret "/tmp/huggingface") | nindent 4 }}
-  # It listens once every tokenizer is loaded; the router does without it meanwhile.
+  # It listens once every tokenizer is loaded; until then the router picks by load.
   readinessProbe:
     exec:
       command: [python3, -c, "import socket; socket.socket(socket.AF_UNIX).connect('/run/kvroute/tokenizer.sock')"]

@@ -1,1 +1,1 @@
-"""Paged attention of decoding, compiled for the processor."""
+"""Paged attention of decode steps, compiled for the CPU."""

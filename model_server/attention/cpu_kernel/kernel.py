@@ -1,7 +1,6 @@
-"""Flash-decoding over a paged KV cache on a CPU: one pass over keys and values, SIMD through LLVM's vectors.
+"""Flash-decoding over a paged KV cache on a CPU: one pass over keys and values with SIMD by LLVM vectors.
 
-In: a `Job`, which says where queries, pool and block tables are. Out: the attended values, written where it
-says. A sequence's numbers depend on nothing but the sequence: not on the others, nor on how many threads run.
+Results of a sequence are bitwise independent of the other sequences and of the number of threads.
 """
 
 from functools import cache
@@ -13,7 +12,7 @@ from numba import carray  # type: ignore[attr-defined]  # numba lists no names t
 from numpy.typing import NDArray
 
 from common.jit import callback, inlined
-from model_server.attention.cpu_kernel.decodes import SCORES, TILE_TOKENS, Job
+from model_server.attention.cpu_kernel.job import SCORES, TILE_TOKENS, Job
 from model_server.attention.cpu_kernel.simd import (
     LANES,
     PART,
@@ -38,7 +37,7 @@ from model_server.attention.cpu_kernel.simd import (
 )
 
 _NOTHING = np.float32("-inf")
-_ANY = 1 << 40  # rows: how many there are is not checked
+_ANY = 1 << 40  # number of rows, not checked
 
 _Rows: TypeAlias = NDArray[np.uint16] | NDArray[np.int16] | NDArray[np.float32]
 _Floats: TypeAlias = NDArray[np.float32]
@@ -49,7 +48,7 @@ _Sums: TypeAlias = tuple[Any, Any, Any, Any]
 
 @cache
 def decode_kernel(dtype: type) -> Any:
-    """Compile the kernel for a pool, queries and outputs of one type, as `SEEN_AS` tells it."""
+    """Compile the kernel for a pool, queries and outputs of one of `NUMPY_TYPES`."""
     job_type = numba.from_dtype(np.dtype(Job))
 
     @callback(numba.void(numba.types.CPointer(job_type)))
@@ -76,7 +75,7 @@ def decode_kernel(dtype: type) -> Any:
         divisions = shape.kv_heads // shape.heads
         part = take_ticket(address)
         while part < job.sequences * divisions:
-            # The longest first: what is left at the end is short then, and all threads end together.
+            # Longest first: the last work items are then short, and all threads finish together.
             sequence = job.sequences - 1 - part // divisions
             first_head = part % divisions * shape.heads
             row = first_head * shape.group
@@ -96,7 +95,7 @@ def decode_kernel(dtype: type) -> Any:
 
 
 class _Shape(NamedTuple):
-    """What is attended; `heads` of the KV heads at once."""
+    """Dimensions of the attention; `heads` KV heads per work item."""
 
     kv_heads: int
     heads: int
@@ -106,19 +105,19 @@ class _Shape(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """One thread's memory, by query head: rows of lanes or of numbers, one after the other."""
+    """Memory of one thread, by query head."""
 
-    queries: _Floats  # scaled, [parts of a head] of two lots of lanes
-    sums: _Floats  # of weighted values, likewise
-    scores: _Floats  # of a tile's tokens, exponents of 2 first and then weights
-    totals: _Floats  # of the weights, one lot of lanes
-    shrinks: _Floats  # what a larger score makes of the weights before it, the same in all lanes
-    tops: _Floats  # the largest score, one number
+    queries: _Floats  # scaled queries, [heads * head_dim]
+    sums: _Floats  # weighted sums of values, [heads * head_dim]
+    scores: _Floats  # scores (exponents of 2) of a tile, then its weights
+    totals: _Floats  # sums of weights, one vector per head
+    shrinks: _Floats  # rescaling factor of earlier weights, one vector per head
+    tops: _Floats  # largest score, one number per head
 
 
 @inlined
 def _begin(scratch: _Scratch, queries: _Rows, first_row: _Row, shape: _Shape, scale: np.float32) -> None:
-    """Take a sequence's queries in, and forget the sequence before."""
+    """Load the scaled queries of a sequence, and reset the sums."""
     lanes = splat(scale)
     for head in range(shape.heads * shape.group):
         scratch.tops[head] = _NOTHING
@@ -143,7 +142,7 @@ def _score(
     first_head: int,
     shape: _Shape,
 ) -> None:
-    """Multiply the queries by a tile's keys: block by block in the order of memory, all heads of each."""
+    """Compute the scores of a tile, block by block in memory order."""
     done = 0
     while done < count:
         block, offset = divmod(position + done, shape.block_tokens)
@@ -152,7 +151,7 @@ def _score(
             row = (table[block] * shape.kv_heads + first_head + head) * shape.block_tokens + offset
             last_row, first = row + here - 1, head * shape.group
             for token in range(0, here, 4):
-                # The values of the same tokens are next.
+                # The values of these tokens are read next.
                 for ahead in range(row + token, row + token + 4):
                     for element in range(0, shape.head_dim, PART):
                         prefetch(values, ahead, element)
@@ -164,7 +163,7 @@ def _score(
 def _score_four(
     scratch: _Scratch, keys: _Rows, row: _Row, last_row: _Row, first: int, token: int, shape: _Shape
 ) -> None:
-    """Score four tokens of one block; those after its last repeat it, and are written over by who is next."""
+    """Score four tokens of one block. Scores past the last token are overwritten by the next block's."""
     four = row, min(row + 1, last_row), min(row + 2, last_row), min(row + 3, last_row)
     for head in range(first, first + shape.group):
         sums = splat(0.0), splat(0.0), splat(0.0), splat(0.0)
@@ -175,7 +174,7 @@ def _score_four(
 
 @inlined
 def _score_part(scratch: _Scratch, keys: _Rows, four: _Four, first: int, element: int, sums: _Sums) -> _Sums:
-    """Multiply a part of a query head, whose first element is at `first`, by that of four keys."""
+    """Add the products of one part of a query head with four keys to `sums`."""
     one, other = load(scratch.queries, first + element), load(scratch.queries, first + element + LANES)
     key0, key1 = read(keys, four[0], element), read(keys, four[1], element)
     key2, key3 = read(keys, four[2], element), read(keys, four[3], element)
@@ -189,7 +188,7 @@ def _score_part(scratch: _Scratch, keys: _Rows, four: _Four, first: int, element
 
 @inlined
 def _weigh(scratch: _Scratch, head: int, count: int) -> None:
-    """Make a tile's scores weights relative to the largest score so far: softmax, as far as it is known."""
+    """Turn the scores of a tile into weights relative to the largest score so far (online softmax)."""
     scores, first, lot = scratch.scores, head * SCORES, head * LANES
     filled = (count + LANES - 1) // LANES * LANES
     for token in range(count, filled):
@@ -219,7 +218,7 @@ def _sum(
     first_head: int,
     shape: _Shape,
 ) -> None:
-    """Add a tile's weighted values to the sums, in the order of `_score`."""
+    """Add the weighted values of a tile to the sums, in the order of `_score`."""
     done = 0
     while done < count:
         block, offset = divmod(position + done, shape.block_tokens)
@@ -245,7 +244,7 @@ def _sum_part(
     element: int,
     shrink: Any,
 ) -> None:
-    """Add some tokens of one block, four at a time, to a part of a query head's sum."""
+    """Add the weighted values of one block's tokens to one part of a query head's sum."""
     one0 = times(load(scratch.sums, place + element), shrink)
     other0 = times(load(scratch.sums, place + element + LANES), shrink)
     one1 = other1 = one2 = other2 = one3 = other3 = splat(0.0)
@@ -273,7 +272,7 @@ def _sum_part(
 
 @inlined
 def _end(scratch: _Scratch, output: _Rows, first_row: _Row, shape: _Shape) -> None:
-    """Write a sequence's output: its sums by the totals of their weights."""
+    """Write the output of a sequence: weighted sums divided by the sums of weights."""
     for head in range(shape.heads * shape.group):
         share = splat(np.float32(1.0) / sum_of(load(scratch.totals, head * LANES)))
         for first in range(0, shape.head_dim, PART):

@@ -1,10 +1,9 @@
-"""Sixteen float32 numbers that are computed with as one, lanes; rows of numbers, and memory, seen as lanes.
+"""SIMD intrinsics for numba kernels: vectors of 16 float32 lanes, and their loads and stores.
 
-These are the operations that kernels are written in, beside numba's own. They are compiled for the processor
-that they run on, to several instructions each where its registers are narrower. Rows are float32, bfloat16
-seen as uint16, or float16 seen as int16, [rows, width]; their width is a whole number of parts. A part is 32
-numbers in two lots of lanes, in the order in which they are read fastest, the same for all rows of a type.
-Other arrays are flat float32; nothing checks a row, an index or an address.
+LLVM compiles them for the CPU's register width. Rows are float32, bfloat16 (as uint16) or float16 (as int16),
+[rows, width], with a width that is a multiple of a part. A part is 32 numbers in two vectors, in the order
+that is fastest to read; it is the same for all rows of a type. Other arrays are flat float32. Indices are not
+checked.
 """
 
 from collections.abc import Callable
@@ -23,13 +22,13 @@ _HALVES = ir.VectorType(ir.HalfType(), LANES)
 
 PART = 2 * LANES
 _CACHE_LINE_BYTES = 64
-_READ_TO_NEAREST = (0, 3, 1)  # of llvm.prefetch: to read, into the cache nearest to the core, data
+_READ_TO_NEAREST = (0, 3, 1)  # arguments of llvm.prefetch: read, nearest cache, data
 
 _I32, _I64, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
 def same_constant(number: float, kind: ir.VectorType = VECTOR) -> ir.Constant:
-    """Return a number in all lanes."""
+    """Return a constant vector with a number in all lanes."""
     return ir.Constant(kind, [number] * LANES)
 
 
@@ -52,18 +51,18 @@ class _LanesModel(models.PrimitiveModel):
 
 
 class _Site(NamedTuple):
-    """Place where an operation is generated."""
+    """Code generation site of an operation."""
 
-    context: Any  # numba's, of the target
-    builder: Any  # LLVM's
-    kinds: Any  # numba's types of the operands
+    context: Any  # numba's target context
+    builder: Any  # LLVM IR builder
+    kinds: Any  # numba types of the operands
 
 
 def _operation(result: Any) -> Callable[[Any], Any]:
-    """Make an operation of kernels from a function that generates it: a site and LLVM's operands in.
+    """Return a decorator that makes a numba intrinsic of a function that generates LLVM IR.
 
     Args:
-        result: numba's type of what it returns.
+        result: numba type of the result.
     """
 
     def made(generate: Any) -> Any:
@@ -82,7 +81,7 @@ def _operation(result: Any) -> Callable[[Any], Any]:
 
 @_operation(lanes_type)
 def splat(site: _Site, number: Any) -> Any:
-    """The same number in all lanes."""
+    """Return a vector with a number in all lanes."""
     number = site.context.cast(site.builder, number, site.kinds[0], types.float32)
     one = site.builder.insert_element(ir.Constant(VECTOR, ir.Undefined), number, ir.Constant(_I32, 0))
     return site.builder.shuffle_vector(one, one, ir.Constant(WORDS, [0] * LANES))
@@ -90,49 +89,49 @@ def splat(site: _Site, number: Any) -> Any:
 
 @_operation(lanes_type)
 def times(site: _Site, a: Any, b: Any) -> Any:
-    """The product."""
+    """Return a * b."""
     return site.builder.fmul(a, b)
 
 
 @_operation(lanes_type)
 def plus(site: _Site, a: Any, b: Any) -> Any:
-    """The sum."""
+    """Return a + b."""
     return site.builder.fadd(a, b)
 
 
 @_operation(lanes_type)
 def times_plus(site: _Site, a: Any, b: Any, c: Any) -> Any:
-    """The sum a * b + c, rounded once where the processor can."""
+    """Return a * b + c, rounded once if the CPU has fused multiply-add."""
     return _times_plus(site.builder, a, b, c)
 
 
 @_operation(lanes_type)
 def larger(site: _Site, a: Any, b: Any) -> Any:
-    """The larger numbers."""
+    """Return the maximum, lane by lane."""
     return _larger(site.builder, a, b)
 
 
 @_operation(types.float32)
 def sum_of(site: _Site, a: Any) -> Any:
-    """The sum of all lanes."""
+    """Return the sum of all lanes."""
     return _folded(site.builder, a, site.builder.fadd)
 
 
 @_operation(types.float32)
 def largest_of(site: _Site, a: Any) -> Any:
-    """The largest number of all lanes."""
+    """Return the maximum of all lanes."""
     return _folded(site.builder, a, lambda one, other: _larger(site.builder, one, other))
 
 
 @_operation(lanes_type)
 def power_of_two(site: _Site, exponent: Any) -> Any:
-    """2 to the power of numbers of at most 0, but never less than 2**-126."""
+    """Return 2**exponent for exponents of at most 0; results are at least 2**-126."""
     builder = site.builder
     exponents = _larger(builder, same_constant(-126.0), exponent)
-    # So large a sum has no room for fractions: its lowest bits are the rounded exponent.
+    # Adding 1.5 * 2**23 rounds to an integer, which is in the lowest bits of the sum.
     shifted = builder.fadd(exponents, same_constant(_ROUNDING))
     rest = builder.fsub(exponents, builder.fsub(shifted, same_constant(_ROUNDING)))
-    # Taylor's series of 2**rest: its next term is below 1e-8 for a rest of a half at most.
+    # Taylor series of 2**rest; the next term is below 1e-8 for |rest| <= 0.5.
     power = same_constant(_TAYLOR[-1])
     for coefficient in _TAYLOR[-2::-1]:
         power = _times_plus(builder, power, rest, same_constant(coefficient))
@@ -146,28 +145,28 @@ _TAYLOR = [float(np.log(2.0) ** power / np.prod(np.arange(1.0, power + 1.0))) fo
 
 @_operation(lanes_type)
 def load(site: _Site, numbers: Any, index: Any) -> Any:
-    """Sixteen numbers of an array from an index on."""
+    """Load a vector from an array at an index."""
     return site.builder.load(_address(site, numbers, index, VECTOR), align=4)
 
 
 @_operation(types.float32)
 def at(site: _Site, numbers: Any, index: Any) -> Any:
-    """One number of an array; an index is not negative."""
+    """Load one number from an array at an index >= 0."""
     return site.builder.load(_address(site, numbers, index, _FLOAT))
 
 
 @_operation(types.void)
 def store(site: _Site, numbers: Any, index: Any, value: Any) -> None:
-    """Write sixteen numbers of an array from an index on."""
+    """Store a vector to an array at an index."""
     site.builder.store(value, _address(site, numbers, index, VECTOR), align=4)
 
 
 @_operation(types.void)
 def store_sums(site: _Site, numbers: Any, index: Any, a: Any, b: Any, c: Any, d: Any) -> None:
-    """Write the sums of four lots of lanes to an array from an index on."""
+    """Store the lane sums of four vectors to an array at an index."""
     builder = site.builder
     quarters = [_quarter(builder, one, builder.fadd) for one in (a, b, c, d)]
-    # Pairs of lanes of two lots at a time: sums in a, a, b, b and c, c, d, d; then one of each.
+    # Add pairs of lanes of two vectors: gives a, a, b, b and c, c, d, d; then a, b, c, d.
     for evens, odds in (((0, 2, 4, 6), (1, 3, 5, 7)),) * 2:
         quarters = [
             builder.fadd(_shuffled(builder, one, other, evens), _shuffled(builder, one, other, odds))
@@ -178,20 +177,20 @@ def store_sums(site: _Site, numbers: Any, index: Any, a: Any, b: Any, c: Any, d:
 
 @_operation(types.int64)
 def take_ticket(site: _Site, counter: Any) -> Any:
-    """Return the number that an int64 pointer points to, and count it up; no two threads get the same."""
+    """Atomically increment the int64 at a pointer, and return its old value."""
     address = site.builder.bitcast(counter, _I64.as_pointer())
     return site.builder.atomic_rmw("add", address, ir.Constant(_I64, 1), "monotonic")
 
 
 @_operation(types.voidptr)
 def pointer(site: _Site, address: Any) -> Any:
-    """Return an address, given as int64, as numba's `carray` takes it."""
+    """Convert an int64 address to a pointer for numba's `carray`."""
     return site.builder.inttoptr(address, cgutils.voidptr_t)
 
 
 @_operation(types.voidptr)
 def stack(site: _Site, size_bytes: Any) -> Any:
-    """Return memory on the stack, good until the function returns that asks for it; not for a loop."""
+    """Allocate stack memory, valid until the calling function returns. Do not call it in a loop."""
     memory = site.builder.alloca(ir.IntType(8), size_bytes)
     memory.align = _STACK_ALIGNMENT_BYTES
     return memory
@@ -199,37 +198,37 @@ def stack(site: _Site, size_bytes: Any) -> Any:
 
 @_operation(_both)
 def read(site: _Site, rows: Any, row: Any, first: Any) -> Any:
-    """A part of a row, from element `first` on."""
+    """Load a part of a row, starting at element `first`."""
     builder, at = site.builder, _element(site, rows, row, first)
-    if site.kinds[0].dtype == types.uint16:  # a word is two neighbours; each is the upper half of its float32
+    if site.kinds[0].dtype == types.uint16:  # a word has two bfloat16, each the upper half of a float32
         words = builder.load(builder.bitcast(at, WORDS.as_pointer()), align=2)
         halves = builder.shl(words, same_constant(16, WORDS)), builder.and_(words, _UPPER)
-        lots = [builder.bitcast(half, VECTOR) for half in halves]
+        vectors = [builder.bitcast(half, VECTOR) for half in halves]
     else:
-        lots = [builder.load(place, align=2) for place in _places_of_lots(site, at)]
+        vectors = [builder.load(place, align=2) for place in _vector_addresses(site, at)]
         if site.kinds[0].dtype == types.int16:
-            lots = [builder.fpext(lot, VECTOR) for lot in lots]
-    return site.context.make_tuple(builder, _both, lots)
+            vectors = [builder.fpext(vector, VECTOR) for vector in vectors]
+    return site.context.make_tuple(builder, _both, vectors)
 
 
 @_operation(types.void)
 def write(site: _Site, rows: Any, row: Any, first: Any, both: Any) -> None:
-    """Write a part of a row."""
+    """Store a part of a row, starting at element `first`."""
     builder, at = site.builder, _element(site, rows, row, first)
-    lots = [builder.extract_value(both, lot) for lot in range(2)]
+    vectors = [builder.extract_value(both, vector) for vector in range(2)]
     if site.kinds[0].dtype == types.uint16:
-        low, high = (_rounded(builder, lot) for lot in lots)
+        low, high = (_rounded(builder, vector) for vector in vectors)
         words = builder.or_(builder.lshr(low, same_constant(16, WORDS)), builder.and_(high, _UPPER))
         builder.store(words, builder.bitcast(at, WORDS.as_pointer()), align=2)
     else:
-        for lot, place in zip(lots, _places_of_lots(site, at), strict=True):
+        for vector, place in zip(vectors, _vector_addresses(site, at), strict=True):
             is_narrow = site.kinds[0].dtype == types.int16
-            builder.store(builder.fptrunc(lot, _HALVES) if is_narrow else lot, place, align=2)
+            builder.store(builder.fptrunc(vector, _HALVES) if is_narrow else vector, place, align=2)
 
 
 @_operation(types.void)
 def prefetch(site: _Site, rows: Any, row: Any, first: Any) -> None:
-    """Have a part of a row fetched that is read soon."""
+    """Prefetch a part of a row into the nearest cache."""
     builder = site.builder
     at = builder.bitcast(_element(site, rows, row, first), cgutils.voidptr_t)
     kind = ir.FunctionType(ir.VoidType(), [at.type, _I32, _I32, _I32])
@@ -254,7 +253,7 @@ def _shuffled(builder: Any, one: Any, other: Any, places: Any) -> Any:
 
 
 def _quarter(builder: Any, vector: Any, combine: Any) -> Any:
-    """Combine the halves of lanes, and of these: four are left."""
+    """Combine halves of a vector until four lanes are left."""
     while (half := vector.type.count // 2) >= 4:
         lower = _shuffled(builder, vector, vector, range(half))
         vector = combine(lower, _shuffled(builder, vector, vector, range(half, 2 * half)))
@@ -269,20 +268,20 @@ def _folded(builder: Any, vector: Any, combine: Any) -> Any:
 
 
 def _address(site: _Site, array: Any, index: Any, pointee: ir.Type) -> Any:
-    """Point to an element of a flat array."""
+    """Return the address of an element of a flat array."""
     data = site.context.make_array(site.kinds[0])(site.context, site.builder, array).data
     return site.builder.bitcast(site.builder.gep(data, [index]), pointee.as_pointer())
 
 
-def _places_of_lots(site: _Site, at: Any) -> list[Any]:
-    """Point to the two lots of a part that is stored number by number."""
+def _vector_addresses(site: _Site, at: Any) -> list[Any]:
+    """Return the addresses of the two vectors of a float32 or float16 part."""
     kind = _HALVES if site.kinds[0].dtype == types.int16 else VECTOR
     at = site.builder.bitcast(at, kind.as_pointer())
-    return [site.builder.gep(at, [ir.Constant(_I64, lot)]) for lot in range(2)]
+    return [site.builder.gep(at, [ir.Constant(_I64, vector)]) for vector in range(2)]
 
 
 def _element(site: _Site, array: Any, row: Any, first: Any) -> Any:
-    """Point to an element of a row."""
+    """Return the address of an element of a row."""
     builder = site.builder
     rows = site.context.make_array(site.kinds[0])(site.context, builder, array)
     width = cgutils.unpack_tuple(builder, rows.shape)[1]
@@ -290,7 +289,7 @@ def _element(site: _Site, array: Any, row: Any, first: Any) -> Any:
 
 
 def _rounded(builder: Any, numbers: Any) -> Any:
-    """Round to nearest, ties to even, so that the upper halves of the words are bfloat16."""
+    """Round to nearest even, so that the upper halves of the words are bfloat16."""
     bits = builder.bitcast(numbers, WORDS)
     odd = builder.and_(builder.lshr(bits, same_constant(16, WORDS)), same_constant(1, WORDS))
     return builder.add(bits, builder.add(odd, same_constant(0x7FFF, WORDS)))

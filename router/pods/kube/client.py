@@ -1,7 +1,6 @@
-"""The API server over HTTP, by the official client: kinds and versions in, raw objects and events out.
+"""Client of the Kubernetes API server: lists, watches, Events and reviews, with timeouts and size limits.
 
-Knows credentials, deadlines and sizes; decides nothing. Safe to use by several threads. The official client
-takes about a second to import, so this module is imported only by who needs it.
+Thread-safe. Importing the official client takes about a second, so import this module only where needed.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from router.pods.kube.objects import BadObjectError, Counted, Head, ObjectList, 
 
 _log = logging.getLogger(__name__)
 
-# The package finds credentials and knows how to connect with them; answers are read by msgspec.
+# The official package loads credentials and opens connections; responses are parsed by msgspec.
 official: Any = _client
 credentials: Any = _config
 
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _CONNECT_S = 5.0
 _ANSWER_S = 30.0
-# etcd takes objects of up to 1.5 MiB; written as JSON they are a few times as large.
+# etcd stores objects of up to 1.5 MiB; as JSON they are a few times as large.
 _PAGE_OBJECTS = 100
 _PAGE_BYTES_MAX = 256 << 20
 _EVENT_BYTES_MAX = 8 << 20
@@ -46,14 +45,14 @@ _NO_QUERY: Mapping[str, str] = {}
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Objects that are listed or watched."""
+    """Resource to list or watch, with its namespace and filters."""
 
     group: str  # "" for the core group
     version: str
-    plural: str  # as in paths
-    namespace: str  # "" for what is of the whole cluster
+    plural: str  # name in URL paths
+    namespace: str  # "" for cluster-scoped resources
     selector: str = ""  # label selector; "" for none
-    name: str = ""  # only the object of this name; "" for all
+    name: str = ""  # restricts to one object; "" for all
 
     @property
     def path(self) -> str:
@@ -74,10 +73,11 @@ _REVIEWS = {
 
 
 class KubeClient:
-    """One API server.
+    """Client of one API server.
 
     Args:
-        kubeconfig: None: the service account of the pod that we run in, else the user's own.
+        kubeconfig: Credentials file; None for the pod's service account, or outside a cluster the default
+            kubeconfig.
 
     Raises:
         ConfigError: There are no credentials, or they cannot be read.
@@ -93,7 +93,7 @@ class KubeClient:
 
     @property
     def namespace(self) -> str:
-        """Where we are, by POD_NAMESPACE, the service account or the kubeconfig's context; else "default"."""
+        """Namespace from POD_NAMESPACE, the service account or the kubeconfig's context; else "default"."""
         if from_environment := os.environ.get("POD_NAMESPACE"):
             return from_environment
         try:
@@ -105,20 +105,20 @@ class KubeClient:
             return "default"
 
     def renew(self) -> None:
-        """Reads the credentials again: tokens expire, certificates are exchanged.
+        """Reload the credentials, because tokens expire and certificates rotate.
 
         Raises:
-            ClusterError: They cannot be read now.
+            ClusterError: The credentials cannot be read now.
         """
         old = self._http
         self._configuration, self._http = self._load()
         old.clear()
 
     def pages(self, kind: Kind) -> Iterator[ObjectList]:
-        """All objects of a kind as they are now, page by page.
+        """Yield all current objects of a kind, page by page.
 
         Raises:
-            ClusterError: It is refused or broke off; 410 when it took too long for the server.
+            ClusterError: The list was rejected or interrupted; status 410 if its continue token expired.
         """
         more = ""
         while True:
@@ -131,14 +131,14 @@ class KubeClient:
                 return
 
     def watch(self, kind: Kind, version: str, *, lasts_s: float, silent_s: float) -> WatchStream:
-        """What happens to the objects of a kind after a version.
+        """Watch the objects of a kind for changes after a resource version.
 
         Args:
-            lasts_s: After this the server ends it.
-            silent_s: A connection that brings nothing for so long is taken for dead.
+            lasts_s: Duration in seconds after which the server ends the watch.
+            silent_s: Read timeout in seconds; a connection that is silent for longer is closed.
 
         Raises:
-            ClusterError: It is refused; 410 when the version is too old.
+            ClusterError: The watch was rejected; status 410 if the version is too old.
         """
         query = {
             **kind.query,
@@ -150,7 +150,7 @@ class KubeClient:
         return WatchStream(self._open("GET", kind.path, query, read_s=silent_s), kind.path)
 
     def uid(self, namespace: str, pod: str) -> str:
-        """The uid of a pod; "" if it cannot be had."""
+        """Return the uid of a pod, or "" if it cannot be read."""
         path = f"{Kind('', 'v1', 'pods', namespace).path}/{quote(pod, safe='')}"
         try:
             return read(self._ask("GET", path), Head).metadata.uid
@@ -158,10 +158,10 @@ class KubeClient:
             return ""
 
     def post_event(self, namespace: str, event: Mapping[str, Any]) -> None:
-        """Create a Kubernetes Event with count 1, or add 1 to the count of the one that has its name.
+        """Create a Kubernetes Event with count 1, or increment the count of the Event with the same name.
 
         Raises:
-            ClusterError: The API server refuses it, or does not answer.
+            ClusterError: The API server rejects the Event or does not answer.
         """
         events = Kind("", "v1", "events", namespace).path
         path = f"{events}/{quote(event['metadata']['name'], safe='')}"
@@ -170,21 +170,21 @@ class KubeClient:
         except ClusterError as error:
             if error.status != _CONFLICT:
                 raise
-            # The router may create and patch Events, not read them: the answer to a patch tells the count.
+            # The router's role may create and patch Events but not get them; a patch returns the count.
             last = {"lastTimestamp": event["lastTimestamp"]}
             with _refusals(path):
                 known = read(self._ask("PATCH", path, body=last), Counted).count
             self._ask("PATCH", path, body={"count": (known or 0) + 1})
 
     def review(self, kind: str, spec: Mapping[str, Any]) -> bytes:
-        """Asks whose a token is ("TokenReview"), or what somebody may do ("SubjectAccessReview").
+        """Post a TokenReview or SubjectAccessReview and return the response body.
 
         Raises:
-            ClusterError: It is refused, or there is no answer.
+            ClusterError: The API server rejects the review or does not answer.
         """
-        asked = _REVIEWS[kind]
-        body = {"apiVersion": f"{asked.group}/{asked.version}", "kind": kind, "spec": spec}
-        return self._ask("POST", asked.path, body=body)
+        review = _REVIEWS[kind]
+        body = {"apiVersion": f"{review.group}/{review.version}", "kind": kind, "spec": spec}
+        return self._ask("POST", review.path, body=body)
 
     def _ask(self, method: str, path: str, query: Mapping[str, str] = _NO_QUERY, body: Any = None) -> bytes:
         return _read_all(self._open(method, path, query, body), path)
@@ -197,10 +197,10 @@ class KubeClient:
         body: Any = None,
         read_s: float = _ANSWER_S,
     ) -> urllib3.BaseHTTPResponse:
-        """Asks; the answer's body is not read yet.
+        """Send a request and return the response with its body unread.
 
         Raises:
-            ClusterError: It is refused, or there is no answer.
+            ClusterError: The API server rejects the request or does not answer.
         """
         content_type = "application/merge-patch+json" if method == "PATCH" else "application/json"
         headers = {"Accept": "application/json", "Content-Type": content_type}
@@ -214,7 +214,7 @@ class KubeClient:
                 headers=headers | {secret["key"]: secret["value"] for secret in secrets},
                 timeout=urllib3.Timeout(connect=_CONNECT_S, read=read_s),
                 preload_content=False,
-                # The caller knows better when to try again.
+                # The caller decides when to retry.
                 retries=False,
             )
         if 200 <= response.status < 300:
@@ -243,17 +243,17 @@ class KubeClient:
 
 @dataclass(frozen=True, slots=True)
 class WatchStream:
-    """Events as they come; to be read by one thread."""
+    """Open watch; iterate over it from one thread."""
 
     response: urllib3.BaseHTTPResponse
     what: str
 
     def __iter__(self) -> Iterator[WatchEvent]:
-        """The events.
+        """Yield events until the server ends the watch.
 
         Raises:
-            ClusterError: The connection broke or fell silent, or the server gave up; 410 when the version is
-                too old.
+            ClusterError: The connection broke or timed out, or the server reported an error; status 410 if
+                the version is too old.
         """
         waiting = bytearray()
         with _refusals(self.what):
@@ -268,15 +268,15 @@ class WatchStream:
                     yield event
                 waiting = rest
                 if len(waiting) > _EVENT_BYTES_MAX:
-                    raise ClusterError(0, f"{self.what}: an event of more than {_EVENT_BYTES_MAX} bytes")
+                    raise ClusterError(0, f"{self.what}: event larger than {_EVENT_BYTES_MAX} bytes")
 
     def stop(self) -> None:
-        """Ends it from another thread: who reads gets a ClusterError or the end."""
+        """Stop the watch from another thread; the reading thread gets a ClusterError or the end."""
         try:
             self.response.shutdown()
         except (OSError, ValueError, RuntimeError) as error:
-            # It has ended by itself.
-            _log.debug("watch of %s: %s", self.what, error)
+            # The watch has already ended.
+            _log.debug("watch shutdown failed: path=%s error=%s", self.what, error)
 
     def close(self) -> None:
         self.response.close()
@@ -285,13 +285,13 @@ class WatchStream:
 
 @contextmanager
 def _refusals(what: str) -> Iterator[None]:
-    """Makes a ClusterError of whatever goes wrong on the way to the API server."""
+    """Convert connection and parse errors to ClusterError."""
     try:
         yield
     except urllib3.exceptions.ReadTimeoutError as error:
-        raise ClusterError(0, f"{what}: the connection fell silent") from error
+        raise ClusterError(0, f"{what}: read timeout") from error
     except BadObjectError as error:
-        raise ClusterError(0, f"{what}: what came cannot be read: {error}") from error
+        raise ClusterError(0, f"{what}: invalid response: {error}") from error
     except (urllib3.exceptions.HTTPError, OSError, credentials.ConfigException) as error:
         raise ClusterError(0, f"{what}: {error}") from error
 
@@ -304,7 +304,7 @@ def _read_all(response: urllib3.BaseHTTPResponse, what: str, bytes_max: int = _P
                 data += piece
                 if len(data) > bytes_max or time.monotonic() > deadline_s:
                     response.close()
-                    raise ClusterError(0, f"{what}: an answer of more than {len(data)} bytes, or too slow")
+                    raise ClusterError(0, f"{what}: response too large or too slow: {len(data)} bytes read")
         finally:
             response.release_conn()
     return bytes(data)

@@ -1,6 +1,6 @@
-"""Kubernetes objects as far as they are looked at: JSON bytes in, typed values out.
+"""Kubernetes objects, as far as the router reads them: JSON bytes in, typed values out.
 
-The one place where types are checked: what comes from the API server is hostile until it went through here.
+All data of the API server is validated here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _Int32 = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 
 
 class BadObjectError(ValueError):
-    """An object that cannot be read; the message says which field."""
+    """Invalid object; the message names the field."""
 
 
 class _Struct(msgspec.Struct, frozen=True, rename="camel"):
-    """Fields that are not named are passed over."""
+    """Base of all objects; unknown fields are ignored."""
 
 
 class Metadata(_Struct, frozen=True):
-    """An object's metadata; null is as good as missing."""
+    """Metadata of an object; null counts as missing."""
 
     name: _Name
     uid: str = ""
@@ -39,13 +39,13 @@ class Metadata(_Struct, frozen=True):
 
 
 class Head(_Struct, frozen=True):
-    """Any object."""
+    """Object of any kind, of which only the metadata is read."""
 
     metadata: Metadata
 
 
 class Counted(_Struct, frozen=True):
-    """A Kubernetes Event's number of occurrences."""
+    """Kubernetes Event, of which only the number of occurrences is read."""
 
     count: int | None = None
 
@@ -62,7 +62,7 @@ class _ContainerStatus(_Struct, frozen=True):
 
 
 class _ProbedPort(_Struct, frozen=True):
-    # By number, or by the name that a container's port has.
+    # Port number, or name of a container port.
     port: int | str
 
 
@@ -94,7 +94,7 @@ class _PodStatus(_Struct, frozen=True):
 
 
 class PodObject(_Struct, frozen=True):
-    """A pod."""
+    """Pod."""
 
     metadata: Metadata
     spec: _PodSpec | None = None
@@ -115,7 +115,7 @@ class _PoolSpec(_Struct, frozen=True):
 
 
 class PoolObject(_Struct, frozen=True):
-    """An InferencePool of the group inference.networking.k8s.io."""
+    """InferencePool of the group inference.networking.k8s.io."""
 
     metadata: Metadata
     spec: _PoolSpec
@@ -127,14 +127,14 @@ class _OldPoolSpec(_Struct, frozen=True):
 
 
 class OldPoolObject(_Struct, frozen=True):
-    """An InferencePool of the group inference.networking.x-k8s.io."""
+    """InferencePool of the group inference.networking.x-k8s.io."""
 
     metadata: Metadata
     spec: _OldPoolSpec
 
 
 class PoolReference(_Struct, frozen=True):
-    """The pool that an objective or a rewrite is for."""
+    """Reference of an objective or rewrite to its pool."""
 
     name: _Name
     group: str | None = None
@@ -147,7 +147,7 @@ class _ObjectiveSpec(_Struct, frozen=True):
 
 
 class ObjectiveObject(_Struct, frozen=True):
-    """An InferenceObjective."""
+    """InferenceObjective."""
 
     metadata: Metadata
     spec: _ObjectiveSpec
@@ -178,7 +178,7 @@ class _RewriteSpec(_Struct, frozen=True):
 
 
 class RewriteObject(_Struct, frozen=True):
-    """An InferenceModelRewrite."""
+    """InferenceModelRewrite."""
 
     metadata: Metadata
     spec: _RewriteSpec
@@ -190,21 +190,21 @@ class _ListMetadata(_Struct, frozen=True):
 
 
 class ObjectList(_Struct, frozen=True):
-    """One page of a list; its items not read yet."""
+    """Page of a list, with its items unparsed."""
 
     items: list[Raw] | None = None
     metadata: _ListMetadata = _ListMetadata()
 
 
 class WatchEvent(_Struct, frozen=True):
-    """One line of a watch; its object not read yet."""
+    """Event of a watch, with its object unparsed."""
 
     type: str
     object: Raw = Raw(b"{}")
 
 
 class Status(_Struct, frozen=True):
-    """What the API server answers in place of an object."""
+    """Status object that the API server returns for an error."""
 
     code: int = 0
     reason: str | None = None
@@ -212,10 +212,10 @@ class Status(_Struct, frozen=True):
 
 
 def read(data: bytes | Raw, kind: type[_T]) -> _T:
-    """Reads JSON.
+    """Parse JSON as an object of this kind.
 
     Raises:
-        BadObjectError: It is none of this kind.
+        BadObjectError: The data is not JSON, or not of this kind.
     """
     try:
         return msgspec.json.decode(data, type=kind)

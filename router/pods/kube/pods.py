@@ -1,4 +1,4 @@
-"""From objects to what they say: a pod's endpoints, a pool, its objectives and model rewrites. Pure."""
+"""Conversion of Kubernetes objects to pod entries, pools, priorities and rewrite rules. Pure."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from router.pods.kube.objects import (
 
 ANNOTATION_PREFIX = "kvroute.dev/"
 ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
-"""Annotations that name the target ports in use; the first that is there counts."""
+"""Annotations that list the target ports in use; the first one present applies."""
 
 _LABEL_PREFIX = "kvroute.io/"
-_OURS = frozenset({*EVENT_LABELS, *PORT_LABELS, METRICS_PATH_LABEL, MODEL_LABEL})
+_LABELS = frozenset({*EVENT_LABELS, *PORT_LABELS, METRICS_PATH_LABEL, MODEL_LABEL})
 _PORT_MAX = 65_535
 _OVER = ("Succeeded", "Failed")
 _EXACT = "Exact"
@@ -44,18 +44,19 @@ _EXACT = "Exact"
 
 @dataclass(frozen=True, slots=True)
 class PodEndpoints:
-    """The role of a pod for us."""
+    """Endpoints of a pod, one per target port."""
 
-    entries: tuple[PodEntry, ...] = ()  # its endpoints, also while it is not Ready: its cache outlives that
-    complaint: str = ""  # an annotation that is not understood, and so is passed over
-    probed: tuple[str, ...] = ()  # addresses of those whose port a readiness probe of the pod asks
+    entries: tuple[PodEntry, ...] = ()  # present while the pod is not Ready too, because its cache persists
+    problem: str = ""  # description of an invalid annotation, which is ignored
+    probed: tuple[str, ...] = ()  # addresses of endpoints whose port a readiness probe of the pod checks
 
 
 def endpoints_of(pod: PodObject, rules: KubeConfig) -> PodEndpoints:
-    """A pod's endpoints; none while it has no address, is ending or is over.
+    """Return a pod's endpoints; none if the pod has no address, is terminating or has finished.
 
     Args:
-        rules: What all pods have in common; an endpoint's rank is its port's place among the target ports.
+        pod: The pod.
+        rules: Settings common to all pods. An endpoint's rank is its port's index among the target ports.
     """
     status, metadata = pod.status, pod.metadata
     if status is None or metadata.deletion_timestamp is not None or status.phase in _OVER:
@@ -63,9 +64,9 @@ def endpoints_of(pod: PodObject, rules: KubeConfig) -> PodEndpoints:
     if (address := _address(status.pod_ip)) is None:
         return PodEndpoints()
     annotations = metadata.annotations or {}
-    ports, complaint_of_ports = _active_ports(annotations, rules.target_ports)
-    given, complaint = _own_labels(annotations, rules)
-    labels = {name: value for name, value in (metadata.labels or {}).items() if name not in _OURS}
+    ports, port_problem = _active_ports(annotations, rules.target_ports)
+    given, problem = _own_labels(annotations, rules)
+    labels = {name: value for name, value in (metadata.labels or {}).items() if name not in _LABELS}
     entries = []
     for rank, port in enumerate(rules.target_ports):
         if port not in ports:
@@ -77,7 +78,7 @@ def endpoints_of(pod: PodObject, rules: KubeConfig) -> PodEndpoints:
                 address=address,
                 port=port,
                 labels={**labels, **_of_rank(given, rank)},
-                epoch=_life(pod),
+                epoch=_epoch(pod),
                 ready=is_ready(pod),
                 events=EventDefaults(
                     port=rules.events_port + rank,
@@ -90,19 +91,20 @@ def endpoints_of(pod: PodObject, rules: KubeConfig) -> PodEndpoints:
         )
     probed_ports = _probed_ports(pod)
     probed = tuple(entry.pod for entry in entries if entry.port in probed_ports)
-    return PodEndpoints(tuple(entries), complaint_of_ports or complaint, probed)
+    return PodEndpoints(tuple(entries), port_problem or problem, probed)
 
 
 def is_ready(pod: PodObject) -> bool:
-    """Whether its condition Ready is true."""
+    """Return whether the pod's condition Ready is true."""
     conditions = pod.status.conditions if pod.status is not None else None
     return any(condition.type == "Ready" and condition.status == "True" for condition in conditions or ())
 
 
 def declared(pods: Iterable[tuple[PodObject, PodEndpoints]]) -> tuple[tuple[PodEntry, ...], int]:
-    """All endpoints by name, each address once, and how many there was no room for.
+    """Return all endpoints by name, each address once, and the number left out above PODS_MAX.
 
-    Of two pods with one address the Ready one counts, then the younger: the other's end was not told yet.
+    If two pods have one address, the Ready one is used, else the younger: the other pod has ended and its
+    deletion has not arrived yet.
     """
     by_address: dict[str, tuple[tuple[bool, str, str], PodEntry]] = {}
     for pod, endpoints in pods:
@@ -116,7 +118,7 @@ def declared(pods: Iterable[tuple[PodObject, PodEndpoints]]) -> tuple[tuple[PodE
 
 
 def _probed_ports(pod: PodObject) -> set[int]:
-    """Return the ports that the readiness probes of the pod's containers ask."""
+    """Return the ports that the readiness probes of the pod's containers check."""
     ports: set[int] = set()
     for container in (pod.spec.containers if pod.spec is not None else None) or ():
         if (probe := container.readiness_probe) is None:
@@ -124,7 +126,7 @@ def _probed_ports(pod: PodObject) -> set[int]:
         by_name = {port.name: port.container_port for port in container.ports or ()}
         for asked in (probe.http_get, probe.tcp_socket, probe.grpc):
             if asked is not None:
-                # A name that no port has is no port.
+                # An unknown port name becomes 0, which matches no endpoint.
                 ports.add(asked.port if isinstance(asked.port, int) else by_name.get(asked.port, 0))
     return ports
 
@@ -136,11 +138,11 @@ def _address(text: str | None) -> str | None:
         return None
 
 
-def _life(pod: PodObject) -> str:
-    """The pod's uid with the lives of its containers: a container that came anew has an empty cache."""
+def _epoch(pod: PodObject) -> str:
+    """Return an id of the pod and its current containers; a restarted container has an empty cache."""
     containers = (pod.status.container_statuses if pod.status is not None else None) or ()
-    lives = sorted(f"{one.name}:{one.restart_count}:{one.container_id or ''}" for one in containers)
-    return " ".join([pod.metadata.uid, *lives])
+    epochs = sorted(f"{one.name}:{one.restart_count}:{one.container_id or ''}" for one in containers)
+    return " ".join([pod.metadata.uid, *epochs])
 
 
 def _active_ports(annotations: Mapping[str, str], ports: Sequence[int]) -> tuple[Collection[int], str]:
@@ -149,50 +151,50 @@ def _active_ports(annotations: Mapping[str, str], ports: Sequence[int]) -> tuple
         return ports, ""
     items = [item for item in map(str.strip, annotations[name].split(",")) if item]
     used = [port for port in ports if str(port) in items]
-    stranger = next((item for item in items if item not in map(str, ports)), None)
-    return used, f"{name}: {stranger[:20]!r} is no target port of the pool" if stranger else ""
+    unknown = next((item for item in items if item not in map(str, ports)), None)
+    return used, f"{name}: {unknown[:20]!r} is not a target port of the pool" if unknown else ""
 
 
 def _own_labels(annotations: Mapping[str, str], rules: KubeConfig) -> tuple[dict[str, str], str]:
-    """The annotations as labels of a pods file, and what is wrong with the first that is not understood."""
+    """Return the annotations as labels of a pods file, and the problem of the first invalid one or ""."""
     given: dict[str, str] = {}
-    complaint = ""
-    for label in sorted(_OURS):
+    first_problem = ""
+    for label in sorted(_LABELS):
         name = ANNOTATION_PREFIX + label.removeprefix(_LABEL_PREFIX)
         value = annotations.get(name)
         if value is None:
             continue
-        problem = label_problem(label, value) or _unfit(label, value, rules)
+        problem = label_problem(label, value) or _unusable(label, value, rules)
         if problem is None:
             given[label] = value
         else:
-            complaint = complaint or f"{name}: {problem[:200]}"
+            first_problem = first_problem or f"{name}: {problem[:200]}"
     if given.get(RANKS_LABEL, "1") != "1" and given.get(SNAPSHOT_LABEL) == "true":
         del given[SNAPSHOT_LABEL]
-        snapshot = f"{ANNOTATION_PREFIX}kv-snapshot: a snapshot of one engine is none of all ranks"
-        complaint = complaint or snapshot
-    return given, complaint
+        snapshot = f"{ANNOTATION_PREFIX}kv-snapshot: not supported with several ranks behind one port"
+        first_problem = first_problem or snapshot
+    return given, first_problem
 
 
-def _unfit(label: str, value: str, rules: KubeConfig) -> str | None:
-    """What keeps a well-formed value from being used here."""
+def _unusable(label: str, value: str, rules: KubeConfig) -> str | None:
+    """Return why a well-formed value cannot be used with these settings, or None."""
     if label == EVENTS_LABEL and value == "connects" and not rules.events_bind:
-        return "the router has no --events-bind to connect to"
+        return "needs the router's flag --events-bind"
     if label == RANKS_LABEL and int(value) > 1 and len(rules.target_ports) > 1:
-        return "ranks with target ports of their own have none behind them"
+        return "must be 1 for a pool with several target ports, each of which is one rank"
     if label in PORT_LABELS and int(value) + RANKS_MAX > _PORT_MAX:
-        return f"must be at most {_PORT_MAX - RANKS_MAX}, so that there is room for ranks"
+        return f"must be at most {_PORT_MAX - RANKS_MAX}, to leave room for data-parallel ranks"
     return None
 
 
 def _of_rank(labels: Mapping[str, str], rank: int) -> dict[str, str]:
-    """Labels of one of the pod's endpoints: each rank has ports of its own."""
+    """Return the labels of the endpoint with this rank, whose ports are offset by the rank."""
     return {name: str(int(value) + rank) if name in PORT_LABELS else value for name, value in labels.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """An InferencePool: its label selector and target ports; Events are tied to it by `uid`."""
+    """Label selector and target ports of an InferencePool; Kubernetes Events refer to its `uid`."""
 
     name: str
     uid: str
@@ -201,10 +203,10 @@ class Pool:
 
 
 def pool_of(pool: PoolObject | OldPoolObject) -> Pool | None:
-    """What the pool says; None while it is being deleted.
+    """Convert an InferencePool; return None while it is being deleted.
 
     Raises:
-        BadObjectError: It cannot be used.
+        BadObjectError: The selector is empty.
     """
     metadata = pool.metadata
     if metadata.deletion_timestamp is not None:
@@ -216,56 +218,58 @@ def pool_of(pool: PoolObject | OldPoolObject) -> Pool | None:
         labels = pool.spec.selector.match_labels
         ports = tuple(dict.fromkeys(port.number for port in pool.spec.target_ports))
     if not labels:
-        raise BadObjectError("spec.selector: is empty, which would select every pod of the namespace")
+        raise BadObjectError("spec.selector: must not be empty: it would select every pod of the namespace")
     selector = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
     return Pool(metadata.name, metadata.uid, selector, ports)
 
 
 @dataclass(frozen=True, slots=True)
 class Rewrites:
-    """The rules of all rewrites, the oldest object's first; by object, what cannot mean what it says."""
+    """Rules of all InferenceModelRewrites, those of the oldest object first."""
 
     rules: Sequence[RewriteRule] = ()
-    complaints: Mapping[str, str] = field(default_factory=dict)
+    problems: Mapping[str, str] = field(default_factory=dict)  # by object name, what is wrong with its rules
 
 
 def priorities_of(objects: Iterable[ObjectiveObject], config: KubeConfig) -> dict[str, int]:
-    """Priority by objective."""
+    """Return the priority of each objective of this pool, by name."""
     return {
         objective.metadata.name: objective.spec.priority or 0
         for objective in objects
-        if _is_ours(objective.spec.pool_ref, config) and objective.metadata.deletion_timestamp is None
+        if _refers_to_pool(objective.spec.pool_ref, config) and objective.metadata.deletion_timestamp is None
     }
 
 
 def rewrites_of(objects: Iterable[RewriteObject], config: KubeConfig) -> Rewrites:
-    """All rules; of objects of one age, those of the first name first."""
+    """Return the rules of all rewrites of this pool, ordered by age and name of their objects."""
     rules: list[RewriteRule] = []
-    complaints: dict[str, str] = {}
-    meant = (
+    problems: dict[str, str] = {}
+    ours = (
         rewrite
         for rewrite in objects
-        if _is_ours(rewrite.spec.pool_ref, config) and rewrite.metadata.deletion_timestamp is None
+        if _refers_to_pool(rewrite.spec.pool_ref, config) and rewrite.metadata.deletion_timestamp is None
     )
-    # Times are written so that their order is that of their text.
-    for rewrite in sorted(meant, key=lambda one: (one.metadata.creation_timestamp or "", one.metadata.name)):
+    # RFC 3339 timestamps sort as text.
+    for rewrite in sorted(ours, key=lambda one: (one.metadata.creation_timestamp or "", one.metadata.name)):
         for number, rule in enumerate(rewrite.spec.rules):
             targets = [(target.model_rewrite, target.weight) for target in rule.targets]
             models = [match.model for match in rule.matches or ()]
             other = next((model.type for model in models if model.type not in (None, _EXACT)), None)
             if other is not None:
-                complaints[rewrite.metadata.name] = f"rules[{number}]: matches are of type {_EXACT} only"
+                problems[rewrite.metadata.name] = (
+                    f"rules[{number}]: only matches of type {_EXACT} are supported"
+                )
                 continue
             if len({weight is None for _, weight in targets}) > 1:
-                complaints[rewrite.metadata.name] = (
+                problems[rewrite.metadata.name] = (
                     f"rules[{number}]: only some targets have a weight; those without are never used"
                 )
             rules.append(RewriteRule(frozenset(model.value for model in models), targets))
-    return Rewrites(rules, complaints)
+    return Rewrites(rules, problems)
 
 
-def _is_ours(reference: PoolReference, config: KubeConfig) -> bool:
-    """Whether a poolRef means our pool; what it leaves out is as its definition's defaults."""
+def _refers_to_pool(reference: PoolReference, config: KubeConfig) -> bool:
+    """Return whether a poolRef refers to the configured pool, with the CRD's defaults for omitted fields."""
     kind = reference.kind or "InferencePool"
     group = POOL_GROUP if reference.group is None else reference.group
     return (group, kind, reference.name) == (config.pool_group, "InferencePool", config.pool)

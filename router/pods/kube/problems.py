@@ -1,7 +1,7 @@
-"""What keeps discovery from its work: the state of watches, pods and event streams in; problems out.
+"""Detection and reporting of discovery problems, from the state of watches, pods and event streams.
 
-What is normal for a moment, as a pod that is not Ready yet, is a problem only when it lasts. A problem is
-told once, by a log line, a gauge and a Kubernetes Event, and again only when what it says has changed.
+A state that is normal for a moment, such as a pod that is not Ready yet, is a problem only if it lasts.
+A problem is reported once, by a log line, a gauge and a Kubernetes Event, and again when its text changes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from indexer import StreamState
-from indexer.streams.engine_registry import EngineState
+from indexer import EngineState, StreamState
 from router.config.kube import POOL_VERSIONS, KubeConfig
 from router.errors import ClusterError
 from router.pods.kube.client import KubeClient
@@ -28,17 +27,17 @@ from router.pods.pod_set import Pod
 
 _log = logging.getLogger(__name__)
 
-# What changes all the time is told no more often than this.
-_TOLD_EVERY_S = 30.0
-# Kubernetes forgets Events after an hour.
+# Minimum time between two log lines about one reason whose text changes.
+_LOG_INTERVAL_S = 30.0
+# Repeat before Kubernetes expires Events, by default after an hour.
 _POSTED_EVERY_S = 1800.0
 _NAMES_MAX = 3
 SETTLING_S = 5.0
 REFUSED_S = 3.0
 _UNREACHABLE_S = 10.0
-BLIP_S = 2.0
+API_DOWN_S = 2.0
 UNLINKED_S = 15.0
-_UNPROVED_S = 90.0
+_NOT_EXACT_S = 90.0
 _BAD_REQUEST, _NOT_FOUND = 400, 404
 _REFUSALS = (401, 403)
 _COMPONENT = "kvroute-router"
@@ -49,7 +48,7 @@ _NEVER_POSTED = (400, 401, 403, 404, 422)
 
 
 class Reason(StrEnum):
-    """What can be wrong; docs/operations.md says what to do about each."""
+    """Reason of a problem; docs/operations.md says what to do about each."""
 
     POOL_NOT_FOUND = "PoolNotFound"
     BAD_POOL = "BadPool"
@@ -67,68 +66,68 @@ class Reason(StrEnum):
     BAD_REWRITE = "BadRewrite"
 
 
-# Each attempt fails in words of its own: the first ones stay.
-_FIRST_WORDS_STAY = frozenset({Reason.API_UNREACHABLE})
+# The error text differs with each attempt, so only the first one is reported.
+_KEEP_FIRST_TEXT = frozenset({Reason.API_UNREACHABLE})
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Facts that discovery knows now."""
+class DiscoveryState:
+    """Current state of discovery."""
 
-    errors: Mapping[str, ClusterError | None] = field(default_factory=dict)  # why a watch fails, by its name
+    errors: Mapping[str, ClusterError | None] = field(default_factory=dict)  # last error of each watch
     pool_listed: bool = False
-    pool: bool = False  # whether it is there and can be used
-    pool_problem: str = ""  # why it cannot be used
-    selector: str = ""  # that of the pods; "" while none is known
+    pool: bool = False  # whether the InferencePool exists and is valid
+    pool_problem: str = ""  # why the InferencePool is invalid
+    selector: str = ""  # label selector of the pods; "" while unknown
     pods_listed: bool = False
     pods: int = 0
     ready: int = 0
-    bad: Mapping[Reason, Mapping[str, str]] = field(default_factory=dict)  # by reason and object
+    bad: Mapping[Reason, Mapping[str, str]] = field(default_factory=dict)  # problem by reason and object
 
 
-class Fact(NamedTuple):
-    """Something that is wrong now, and a problem if it lasts; `what` tells it from others of its reason."""
+class Symptom(NamedTuple):
+    """Abnormal observation, which becomes a problem when it lasts."""
 
     reason: Reason
-    what: str
+    what: str  # object concerned; reason and object identify the symptom over time
     text: str
-    lasts_s: float = 0.0
+    lasts_s: float = 0.0  # minimum duration of a problem in seconds
 
 
-def of_cluster(found: Found, config: KubeConfig, namespace: str) -> Iterator[Fact]:
-    """Problems of watches, the pool, and the objects that they tell of."""
+def cluster_symptoms(state: DiscoveryState, config: KubeConfig, namespace: str) -> Iterator[Symptom]:
+    """Yield symptoms of watches, the pool and the watched objects."""
     version = f"{config.pool_group}/{POOL_VERSIONS[config.pool_group]}"
-    for what, error in found.errors.items():
+    for what, error in state.errors.items():
         if error is None:
             continue
         if error.status in _REFUSALS:
-            yield Fact(Reason.FORBIDDEN, what, str(error))
+            yield Symptom(Reason.FORBIDDEN, what, str(error))
         elif error.status == _NOT_FOUND and what == "pool":
             text = f"the API server has no InferencePool of {version}"
-            advice = "install its definition (CRD), or find pods by --endpoint-selector"
-            yield Fact(Reason.CRD_MISSING, what, f"{text}: {advice}")
+            advice = "install the CRD, or select pods by --endpoint-selector"
+            yield Symptom(Reason.CRD_MISSING, what, f"{text}: {advice}")
         elif error.status == _BAD_REQUEST and what == "pods":
-            yield Fact(Reason.BAD_POOL, what, f"the selector {found.selector} is refused: {error}")
+            yield Symptom(Reason.BAD_POOL, what, f"invalid selector {state.selector}: {error}")
         else:
-            yield Fact(Reason.API_UNREACHABLE, "", str(error), BLIP_S)
+            yield Symptom(Reason.API_UNREACHABLE, "", str(error), API_DOWN_S)
     pool = f"InferencePool {config.pool} of {config.pool_group}"
-    if config.pool and found.pool_listed and found.pool_problem:
-        yield Fact(Reason.BAD_POOL, "", f"{pool} in namespace {namespace}: {found.pool_problem}")
-    elif config.pool and found.pool_listed and not found.pool:
-        yield Fact(Reason.POOL_NOT_FOUND, "", f"no {pool} in namespace {namespace}")
-    if found.pods_listed and found.selector:
-        which = f"of namespace {namespace} that match {found.selector}"
-        if not found.pods and not found.bad.get(Reason.BAD_POD):
-            yield Fact(Reason.NO_PODS_MATCH, "", f"there are no pods {which}", SETTLING_S)
-        elif not found.ready:
-            text = f"none of the {found.pods} pods {which} is Ready"
-            yield Fact(Reason.PODS_NOT_READY, "", text, SETTLING_S)
-    for reason, bad in found.bad.items():
+    if config.pool and state.pool_listed and state.pool_problem:
+        yield Symptom(Reason.BAD_POOL, "", f"{pool} in namespace {namespace}: {state.pool_problem}")
+    elif config.pool and state.pool_listed and not state.pool:
+        yield Symptom(Reason.POOL_NOT_FOUND, "", f"no {pool} in namespace {namespace}")
+    if state.pods_listed and state.selector:
+        which = f"of namespace {namespace} that match {state.selector}"
+        if not state.pods and not state.bad.get(Reason.BAD_POD):
+            yield Symptom(Reason.NO_PODS_MATCH, "", f"no pods {which}", SETTLING_S)
+        elif not state.ready:
+            text = f"none of the {state.pods} pods {which} is Ready"
+            yield Symptom(Reason.PODS_NOT_READY, "", text, SETTLING_S)
+    for reason, bad in state.bad.items():
         for name, what in bad.items():
-            yield Fact(reason, name, f"{name}: {what}" if name else what)
+            yield Symptom(reason, name, f"{name}: {what}" if name else what)
 
 
-_WHAT_IT_MEANS = {
+_MEANING = {
     Reason.WRONG_TARGET_PORT: "Ready, but connections are refused: nothing listens at that port, or a "
     "NetworkPolicy rejects the router: ",
     Reason.POD_UNREACHABLE: "Ready, but the router gets no connection: a NetworkPolicy keeps it out, or the "
@@ -136,14 +135,15 @@ _WHAT_IT_MEANS = {
 }
 
 
-def of_pods(
+def pod_symptoms(
     pods: Iterable[Pod], engines: Collection[EngineState], probed: Collection[str] = ()
-) -> Iterator[Fact]:
-    """Problems of pods' ports and event streams.
+) -> Iterator[Symptom]:
+    """Yield symptoms of pods' ports and event streams.
 
     Args:
-        engines: The event streams that are followed.
-        probed: Addresses of endpoints whose port the pod's own readiness probe asks.
+        pods: All pods.
+        engines: States of the event streams that are followed.
+        probed: Addresses of endpoints whose port the pod's own readiness probe checks.
     """
     by_pod: dict[str, list[EngineState]] = {}
     for engine in engines:
@@ -151,35 +151,35 @@ def of_pods(
     for pod in pods:
         which = f"{pod.name} ({pod.address})"
         if pod.entry.ready and pod.refused and pod.address not in probed:
-            yield Fact(Reason.WRONG_TARGET_PORT, pod.address, which, REFUSED_S)
+            yield Symptom(Reason.WRONG_TARGET_PORT, pod.address, which, REFUSED_S)
         elif pod.entry.ready and pod.refused:
-            text = f"{which}: connection refused, though the pod's readiness probe reaches that port"
-            yield Fact(Reason.POD_UNREACHABLE, pod.address, text, _UNREACHABLE_S)
+            text = f"{which}: connection refused, although the pod's readiness probe reaches the port"
+            yield Symptom(Reason.POD_UNREACHABLE, pod.address, text, _UNREACHABLE_S)
         elif pod.entry.ready and pod.unreachable:
-            text = f"{which}: connection timed out, or no route"
-            yield Fact(Reason.POD_UNREACHABLE, pod.address, text, _UNREACHABLE_S)
+            text = f"{which}: connection timed out, or no route to host"
+            yield Symptom(Reason.POD_UNREACHABLE, pod.address, text, _UNREACHABLE_S)
         if pod.ready and (why := _without_events(pod, by_pod.get(pod.address, ()))) is not None:
             what, lasts_s = why
-            yield Fact(Reason.ENGINE_WITHOUT_EVENTS, pod.address, f"{pod.name}: {what}", lasts_s)
+            yield Symptom(Reason.ENGINE_WITHOUT_EVENTS, pod.address, f"{pod.name}: {what}", lasts_s)
 
 
 def _without_events(pod: Pod, engines: Sequence[EngineState]) -> tuple[str, float] | None:
-    """What is wrong with a pod's events, and how long that may be so; None for nothing."""
+    """Return what is wrong with a pod's events and how long it must last in seconds, or None."""
     if pod.sources is not None and pod.sources.off:
-        return "the engine says that its KV events are off", 0.0
+        return "the engine reports that its KV events are disabled", 0.0
     if not engines:
         if pod.models is None:
-            return "/v1/models tells no model, so its events would mean nothing", UNLINKED_S
+            return "/v1/models lists no model, which is needed to interpret events", UNLINKED_S
         return "its events are not followed", UNLINKED_S
     for engine in engines:
         if not engine.linked:
-            return f"nothing answers at {engine.stream.events_endpoint}", UNLINKED_S
+            return f"no connection to {engine.stream.events_endpoint}", UNLINKED_S
         if engine.state is not StreamState.EXACT:
-            return f"its events prove nothing: {engine.state} ({engine.reason})", _UNPROVED_S
+            return f"its event stream is {engine.state}: {engine.reason}", _NOT_EXACT_S
     return None
 
 
-def _some(items: Sequence[str]) -> str:
+def _abridged(items: Sequence[str]) -> str:
     texts = sorted(set(items))
     shown, more = "; ".join(texts[:_NAMES_MAX]), len(texts) - _NAMES_MAX
     return f"{shown}; and {more} more" if more > 0 else shown
@@ -187,19 +187,20 @@ def _some(items: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem that there is, for a person, and when it was first seen, last told and last posted."""
+    """Current problem of one reason; times are seconds of the caller's clock."""
 
     detail: str
     since_s: float
-    told_s: float
-    posted_s: float
+    logged_s: float
+    posted_s: float  # when it was last posted as a Kubernetes Event
 
 
 class Problems:
-    """All problems; to be used by one thread, `current` by any.
+    """Current problems by reason. Only one thread may call `update`; any thread may read `current`.
 
     Args:
-        post: Told of each problem that is told: the reason and what is wrong; "" when it is over.
+        registry: Registry of the gauge kvroute_discovery_problem.
+        post: Called with the reason and text of each reported problem; the text is "" when it ends.
     """
 
     def __init__(self, registry: CollectorRegistry, post: Callable[[Reason, str], None]) -> None:
@@ -208,62 +209,63 @@ class Problems:
         self._since_s: dict[tuple[Reason, str], float] = {}
         gauge = Gauge(
             "kvroute_discovery_problem",
-            "1 while discovery is kept from its work by what the reason says.",
+            "1 while discovery has the problem named by the reason.",
             ["reason"],
             registry=registry,
         )
         self._gauges = {reason: gauge.labels(reason) for reason in Reason}
 
-    def see(self, facts: Iterable[Fact], now_s: float) -> None:
-        """Takes all that is wrong now."""
+    def update(self, symptoms: Iterable[Symptom], now_s: float) -> None:
+        """Replace all current symptoms, and report problems that began, changed or ended."""
         current = {}
-        for reason, detail in self._lasting(facts, now_s).items():
+        for reason, detail in self._lasting(symptoms, now_s).items():
             known = self.current.get(reason)
-            is_told = known is not None and (
-                known.detail == detail or reason in _FIRST_WORDS_STAY or now_s - known.told_s < _TOLD_EVERY_S
+            is_logged = known is not None and (
+                known.detail == detail
+                or reason in _KEEP_FIRST_TEXT
+                or now_s - known.logged_s < _LOG_INTERVAL_S
             )
-            if known is None or not is_told:
-                _log.warning("%s: %s", reason, detail)
+            if known is None or not is_logged:
+                _log.warning("discovery problem: reason=%s detail=%s", reason, detail)
                 self._gauges[reason].set(1)
                 since_s = now_s if known is None else known.since_s
-                known = Problem(detail, since_s, told_s=now_s, posted_s=-math.inf)
+                known = Problem(detail, since_s, logged_s=now_s, posted_s=-math.inf)
             if now_s - known.posted_s >= _POSTED_EVERY_S:
                 self._post(reason, known.detail)
                 known = replace(known, posted_s=now_s)
             current[reason] = known
         for reason in self.current.keys() - current.keys():
-            _log.info("%s: over", reason)
+            _log.info("discovery problem ended: reason=%s", reason)
             self._gauges[reason].set(0)
             self._post(reason, "")
         self.current = current
 
-    def _lasting(self, facts: Iterable[Fact], now_s: float) -> dict[Reason, str]:
-        """By reason, the text of what has been wrong for so long that it is a problem."""
+    def _lasting(self, symptoms: Iterable[Symptom], now_s: float) -> dict[Reason, str]:
+        """Return, by reason, the text of symptoms that have lasted long enough to be problems."""
         since_s: dict[tuple[Reason, str], float] = {}
         texts: dict[Reason, list[str]] = {}
-        for reason, what, text, lasts_s in facts:
+        for reason, what, text, lasts_s in symptoms:
             began_s = since_s[reason, what] = self._since_s.get((reason, what), now_s)
             if now_s - began_s >= lasts_s:
                 texts.setdefault(reason, []).append(text)
         self._since_s = since_s
-        return {reason: _WHAT_IT_MEANS.get(reason, "") + _some(each) for reason, each in texts.items()}
+        return {reason: _MEANING.get(reason, "") + _abridged(each) for reason, each in texts.items()}
 
 
 @dataclass(eq=False)
 class EventPoster:
-    """Posts the newest message of each reason as a Kubernetes Event, on a thread, until closed.
+    """Thread that posts the newest message of each reason as a Kubernetes Event.
 
-    What cannot be posted is tried again after some seconds, and others are posted meanwhile. The first
-    failure is logged; the problem itself was logged before.
+    A failed post is retried after some seconds without delaying others. Only the first failure is logged.
     """
 
     client: KubeClient
-    # Tells the involvedObject of an Event when it is posted; None: none is posted.
+    # Returns the involvedObject of an Event, or None if no Event should be posted.
     subject: Callable[[], Mapping[str, str] | None]
 
     def __post_init__(self) -> None:
-        self._refused = False
-        self._waiting: dict[Reason, str] = {}
+        self._failed = False
+        self._queue: dict[Reason, str] = {}
         self._wake = Event()
         self._closing = False
         self._thread = Thread(target=self._run, name="kube-events", daemon=True)
@@ -272,38 +274,38 @@ class EventPoster:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it, and drops what waits; idempotent."""
+        """Stop the thread and drop queued messages; idempotent."""
         self._closing = True
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
 
     def post(self, reason: Reason, message: str) -> None:
-        """Has an Event posted; "" when the problem is over. Never blocks."""
-        self._waiting[reason] = message[:_MESSAGE_CHARS_MAX]
+        """Queue an Event; an empty message cancels a queued one. Never blocks."""
+        self._queue[reason] = message[:_MESSAGE_CHARS_MAX]
         self._wake.set()
 
     def _run(self) -> None:
         while not self._closing:
-            self._wake.wait(_RETRY_S if self._waiting else None)
+            self._wake.wait(_RETRY_S if self._queue else None)
             self._wake.clear()
-            for reason in () if self._closing else list(self._waiting):
-                message = self._waiting.pop(reason)
+            for reason in () if self._closing else list(self._queue):
+                message = self._queue.pop(reason)
                 if message and not self._try(reason, message):
-                    # Again later, unless there is newer.
-                    self._waiting.setdefault(reason, message)
+                    # Retry later, unless a newer message was queued.
+                    self._queue.setdefault(reason, message)
 
     def _try(self, reason: Reason, message: str) -> bool:
-        """Post a message; return False if it is to be tried again."""
+        """Post a message; return False if it should be retried."""
         try:
             self._post(reason, message)
         except ClusterError as error:
-            if not self._refused:
-                self._refused = True
-                _log.warning("Kubernetes Event cannot be posted: reason=%s error=%s", reason, error)
+            if not self._failed:
+                self._failed = True
+                _log.warning("posting Kubernetes Event failed: reason=%s error=%s", reason, error)
             return error.status in _NEVER_POSTED
         except Exception:
-            _log.exception("Event %s", reason)
+            _log.exception("posting Kubernetes Event failed: reason=%s", reason)
         return True
 
     def _post(self, reason: Reason, message: str) -> None:
@@ -311,7 +313,7 @@ class EventPoster:
         if subject is None:
             return
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        # The same words about the same object from the same router are one Event, counted up.
+        # Equal messages of one router about one object are one Event with an increasing count.
         reporter = os.environ.get("POD_NAME", _COMPONENT)
         words = "\0".join([subject["uid"], reason, message, reporter])
         name = f"{subject['name'][:200]}.{hashlib.sha256(words.encode()).hexdigest()[:16]}"
@@ -330,4 +332,4 @@ class EventPoster:
             "reportingInstance": reporter,
         }
         self.client.post_event(subject["namespace"], event)
-        self._refused = False
+        self._failed = False

@@ -1,7 +1,7 @@
-"""One list-and-watch loop: keeps a mirror of one kind's objects, on a thread of its own.
+"""List-and-watch loop of one kind of objects, like client-go's Reflector, on its own thread.
 
-What a clean end of a watch leaves is gone on from; after anything else the whole is listed again, and taken
-over only when it is complete, so that a relist never shows less than there is.
+After a regular end of a watch, the next one continues from its last version. After an error, all objects are
+listed again; the new list replaces the old one only when complete, so that no object disappears meanwhile.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_OURS = "kvroute_discovery_"
+_PREFIX = "kvroute_discovery_"
 _WAIT_MIN_S, _WAIT_MAX_S = 0.2, 10.0
-# Of a kind that need not exist: how often it is looked for.
+# Interval of checks for an optional kind that does not exist.
 ABSENT_S = 30.0
 _SHORTEST_S = 0.5
 _STOP_S = 2.0
-# Gone: what can be told only by a new list.
+# Status 410 (Gone) requires a new list.
 _NOT_FOUND, _FORBIDDEN, _GONE = 404, 403, 410
 _KEEPS_CREDENTIALS = frozenset({_NOT_FOUND, _GONE, _FORBIDDEN})
 _UNREADABLE_SHOWN = 10
@@ -42,15 +42,15 @@ _PROBLEM_CHARS_MAX = 200
 
 @dataclass
 class Mirror(Generic[_T]):
-    """Objects of one kind by name, as many as there is room for.
+    """Local copy of the objects of one kind, by name.
 
-    Filled page by page with `add`; once others read it, it never changes: an event makes another one. Objects
-    that cannot be read are held as problems, so that what follows about them is understood.
+    Filled page by page with `add`, then immutable: an event gives a new mirror. Invalid objects are kept as
+    problems, so that later events about them can be applied.
     """
 
-    kind: type[_T]  # what objects are read as
-    capacity: int  # objects beyond it are left out
-    version: str = ""  # where a watch goes on from
+    kind: type[_T]  # type that objects are parsed as
+    capacity: int  # maximum number of objects; further ones are left out
+    version: str = ""  # resource version from which a watch continues
     objects: dict[str, _T] = field(default_factory=dict)
     left_out: int = 0
     _unreadable: dict[str, str] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Mirror(Generic[_T]):
 
     @property
     def problems(self) -> dict[str, str]:
-        """By name, what is wrong with those that cannot be read; "" stands for all that have no name."""
+        """Error text of invalid objects by name; the key "" covers all objects without a name."""
         nameless = {"": f"{self._nameless} without usable metadata"} if self._nameless else {}
         return self._unreadable | nameless
 
@@ -76,7 +76,7 @@ class Mirror(Generic[_T]):
         """Return this mirror with one event applied.
 
         Raises:
-            ClusterError: 410: it cannot be read, or makes room for objects that were left out.
+            ClusterError: Status 410: the event is invalid, or makes room for an object that was left out.
         """
         changed = replace(self, objects=self.objects.copy(), _unreadable=self._unreadable.copy())
         try:
@@ -87,12 +87,12 @@ class Mirror(Generic[_T]):
                 version = metadata.resource_version
                 changed._apply(event, metadata.name)
         except BadObjectError as error:
-            raise ClusterError(_GONE, f"a {event.type[:20]!r} that cannot be read: {error}") from error
+            raise ClusterError(_GONE, f"invalid event {event.type[:20]!r}: {error}") from error
         changed.version = version or self.version
         return changed
 
     def _apply(self, event: WatchEvent, name: str) -> None:
-        # As client-go's cache does: what is added or modified replaces what has that name.
+        # Like client-go's cache: an added or modified object replaces the one with its name.
         if event.type in ("ADDED", "MODIFIED"):
             self._put(name, event.object)
         elif event.type != "DELETED":
@@ -117,26 +117,26 @@ class Mirror(Generic[_T]):
 
 @dataclass(eq=False)
 class Reflector(Generic[_T]):
-    """Watches until closed."""
+    """Keeps a mirror of one kind up to date until closed."""
 
-    name: str  # what is watched, for people
+    name: str  # resource name for logs
     client: KubeClient
-    mirror: Mirror[_T]  # at first empty; replaced by whatever is known later, and never changed
-    changed: Callable[[], None]  # told on this object's thread whenever the mirror or the state changed
-    deadline_s: float  # a watch that is silent for so long is taken for dead
-    optional: bool = False  # whether the kind need not exist
+    mirror: Mirror[_T]  # initially empty; replaced on every change
+    changed: Callable[[], None]  # called on the reflector's thread when the mirror or the state changed
+    deadline_s: float  # a watch that is silent for this long is reconnected
+    optional: bool = False  # whether the kind may be missing in the cluster
 
     def __post_init__(self) -> None:
-        self.listed = False  # whether the objects were ever listed in full
-        self.absent = False  # whether the kind does not exist, and need not
-        self.error: ClusterError | None = None  # why it fails now
-        self.lists: Counter[str] = Counter()  # how often the whole was listed, by why
-        self.contact_s = -1.0  # when the server was heard last
-        self.group = ""  # of the kind that is watched
+        self.listed = False  # whether the current kind has been listed completely
+        self.absent = False  # whether the kind is optional and missing
+        self.error: ClusterError | None = None  # error of the last attempt; None while the watch works
+        self.lists: Counter[str] = Counter()  # number of full lists by reason
+        self.contact_s = -1.0  # time of the last response (monotonic seconds)
+        self.group = ""  # API group of the watched kind
         self._wake = Condition()
-        # Guarded by it: what is asked for, which turn that was, and the connection that is read.
+        # Guarded by _wake: the requested kinds, the number of the request, and the open watch.
         self._kinds: Sequence[Kind] = ()
-        self._turn = 0
+        self._generation = 0
         self._stream: WatchStream | None = None
         self._closing = False
         self._thread = Thread(target=self._run, name=f"kube-{self.name}", daemon=True)
@@ -145,20 +145,20 @@ class Reflector(Generic[_T]):
         self._thread.start()
 
     def close(self) -> None:
-        self._ask_for((), closing=True)
+        self._request((), closing=True)
         if self._thread.is_alive():
-            # One that waits for a server that is half dead ends with the process.
+            # A thread that is blocked by an unresponsive server ends with the process.
             self._thread.join(_STOP_S)
 
     def follow(self, *kinds: Kind) -> None:
-        """Says what to watch: the first of these kinds that exists; none: nothing, and the mirror is cleared.
+        """Watch the first of these kinds that exists; without kinds, stop watching and clear the mirror.
 
-        What was known stays until the new list is complete. Never blocks.
+        The old objects stay until the new list is complete. Never blocks.
         """
         if kinds != tuple(self._kinds):
-            self._ask_for(kinds)
+            self._request(kinds)
 
-    def shown(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         return {
             "group": self.group,
             "listed": self.listed,
@@ -170,9 +170,9 @@ class Reflector(Generic[_T]):
             "error": str(self.error) if self.error is not None else None,
         }
 
-    def _ask_for(self, kinds: Sequence[Kind], *, closing: bool = False) -> None:
+    def _request(self, kinds: Sequence[Kind], *, closing: bool = False) -> None:
         with self._wake:
-            self._kinds, self._turn = kinds, self._turn + 1
+            self._kinds, self._generation = kinds, self._generation + 1
             self._closing = self._closing or closing
             if self._stream is not None:
                 self._stream.stop()
@@ -182,41 +182,41 @@ class Reflector(Generic[_T]):
         wait_s, why = _WAIT_MIN_S, "start"
         while True:
             with self._wake:
-                turn, kinds = self._turn, self._kinds
+                generation, kinds = self._generation, self._kinds
                 if self._closing:
                     return
                 if not kinds:
-                    self._take(turn, self.mirror.empty(), listed=False)
-                    self._pause(turn, None)
+                    self._publish(generation, self.mirror.empty(), listed=False)
+                    self._pause(generation, None)
                     why = "asked"
                     continue
             began_s = time.monotonic()
             try:
-                kind = self._list(kinds, why, turn)
+                kind = self._list(kinds, why, generation)
                 if kind is None:
-                    self._pause(turn, ABSENT_S)
+                    self._pause(generation, ABSENT_S)
                     continue
-                while turn == self._turn:
-                    # The server's own end: the version is good to go on from.
-                    self._watch(kind, turn, short=kind is not kinds[0])
+                while generation == self._generation:
+                    # The server ended the previous watch regularly, so its version is still valid.
+                    self._watch(kind, generation, short=kind is not kinds[0])
                     if kind is not kinds[0]:
                         break
                 why = "ended"
             except ClusterError as error:
-                if turn != self._turn:
+                if generation != self._generation:
                     why = "asked"
                     continue
                 why = self._failed(error)
                 lived = time.monotonic() - began_s > _WAIT_MAX_S
                 wait_s = _WAIT_MIN_S if lived else min(2 * wait_s, _WAIT_MAX_S)
-                self._pause(turn, wait_s * random.uniform(0.5, 1.0))
+                self._pause(generation, wait_s * random.uniform(0.5, 1.0))
             except Exception:
-                _log.exception("watch of %s; it begins anew", self.name)
+                _log.exception("watch failed, restarting: kind=%s", self.name)
                 why = "internal_error"
-                self._pause(turn, _WAIT_MAX_S)
+                self._pause(generation, _WAIT_MAX_S)
 
-    def _list(self, kinds: Sequence[Kind], why: str, turn: int) -> Kind | None:
-        """Takes over a full list; answers of which kind, None if there is none of them."""
+    def _list(self, kinds: Sequence[Kind], why: str, generation: int) -> Kind | None:
+        """List all objects of the first kind that exists; return that kind, or None if none exists."""
         found = None
         for kind in kinds:
             mirror = self.mirror.empty()
@@ -231,47 +231,47 @@ class Reflector(Generic[_T]):
                     raise
         self.lists[why] += 1
         self.absent, self.group = found is None, found.group if found is not None else ""
-        self._take(turn, mirror if found is not None else self.mirror.empty())
+        self._publish(generation, mirror if found is not None else self.mirror.empty())
         return found
 
-    def _take(self, turn: int, mirror: Mirror[_T], *, listed: bool = True) -> None:
-        """Has others see what the server says, unless something else was asked for meanwhile."""
+    def _publish(self, generation: int, mirror: Mirror[_T], *, listed: bool = True) -> None:
+        """Publish a new mirror, unless other kinds were requested meanwhile."""
         with self._wake:
-            if turn != self._turn:
+            if generation != self._generation:
                 return
             self.mirror, self.listed = mirror, listed
-            self._heard()
+            self._record_contact()
         self.changed()
 
-    def _heard(self) -> None:
+    def _record_contact(self) -> None:
         self.contact_s, self.error = time.monotonic(), None
 
-    def _watch(self, kind: Kind, turn: int, *, short: bool) -> None:
-        """Follows events until the server ends the watch."""
+    def _watch(self, kind: Kind, generation: int, *, short: bool) -> None:
+        """Apply events until the server ends the watch."""
         lasts_s = min(self.deadline_s, ABSENT_S if short else self.deadline_s) * random.uniform(0.5, 0.8)
         began_s = time.monotonic()
         stream = self.client.watch(kind, self.mirror.version, lasts_s=lasts_s, silent_s=self.deadline_s)
         try:
             with self._wake:
-                if turn != self._turn:
+                if generation != self._generation:
                     return
                 self._stream = stream
             for event in stream:
-                self._take(turn, self.mirror.after(event))
-                if turn != self._turn:
+                self._publish(generation, self.mirror.after(event))
+                if generation != self._generation:
                     return
-            self._heard()
+            self._record_contact()
         finally:
             with self._wake:
                 self._stream = None
             stream.close()
         if time.monotonic() - began_s < _SHORTEST_S:
-            # Who ends it again and again must not keep us, and itself, busy.
-            self._pause(turn, _SHORTEST_S)
+            # Limit the load if the server ends every watch at once.
+            self._pause(generation, _SHORTEST_S)
 
     def _failed(self, error: ClusterError) -> str:
         if error.status == _GONE:
-            _log.info("%s are listed again: %s", self.name, error)
+            _log.info("watch expired, listing again: kind=%s error=%s", self.name, error)
             return "gone"
         if error.status not in _KEEPS_CREDENTIALS:
             try:
@@ -282,26 +282,28 @@ class Reflector(Generic[_T]):
         self.changed()
         return "failed"
 
-    def _pause(self, turn: int, wait_s: float | None) -> None:
-        """Waits for so long, or until something else is asked for."""
+    def _pause(self, generation: int, wait_s: float | None) -> None:
+        """Wait for this long, or until other kinds are requested."""
         with self._wake:
-            self._wake.wait_for(lambda: self._turn != turn, wait_s)
+            self._wake.wait_for(lambda: self._generation != generation, wait_s)
 
 
 @dataclass(eq=False)
 class WatchCollector(Collector):
-    """Metrics of watches, made when they are scraped."""
+    """Prometheus collector of the watches' metrics."""
 
     watches: Mapping[str, Reflector[Any]]
 
     def collect(self) -> Iterable[Metric]:
         lists = CounterMetricFamily(
-            _OURS + "lists", "Full lists, by what was listed and why.", labels=["kind", "reason"]
+            _PREFIX + "lists", "Full lists, by kind and reason.", labels=["kind", "reason"]
         )
-        objects = GaugeMetricFamily(_OURS + "objects", "Objects that are known.", labels=["kind"])
-        failing = GaugeMetricFamily(_OURS + "watch_failing", "1 while a watch fails.", labels=["kind"])
+        objects = GaugeMetricFamily(_PREFIX + "objects", "Known objects.", labels=["kind"])
+        failing = GaugeMetricFamily(_PREFIX + "watch_failing", "1 while a watch fails.", labels=["kind"])
         age = GaugeMetricFamily(
-            _OURS + "contact_age_seconds", "Since the API server told anything.", labels=["kind"]
+            _PREFIX + "contact_age_seconds",
+            "Time since the last response of the API server.",
+            labels=["kind"],
         )
         for kind, watch in self.watches.items():
             for reason, count in dict(watch.lists).items():

@@ -1,7 +1,6 @@
-"""Pods from Kubernetes: four watches in, declared endpoints, objectives and rewrites out.
+"""Discovery of pods, objectives and rewrites by four watches of the Kubernetes API.
 
-Owns the watches and what they add up to. Each watch has its thread; what they tell is put together by whoever
-asks, from mirrors that never change once they are read.
+Each watch runs on its own thread and publishes immutable mirrors, which callers combine on their own threads.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from indexer import EngineState
 from indexer.config import PODS_MAX
 from indexer.pod_entry import PodEntry
-from indexer.streams.engine_registry import EngineState
 from router.config.kube import LLMD_GROUP, OLD_GROUP, POOL_GROUP, POOL_VERSIONS, KubeConfig
 from router.config.resources import Resources
 from router.pods.kube.client import Kind, KubeClient
@@ -40,7 +39,14 @@ from router.pods.kube.pods import (
     priorities_of,
     rewrites_of,
 )
-from router.pods.kube.problems import EventPoster, Found, Problems, Reason, of_cluster, of_pods
+from router.pods.kube.problems import (
+    DiscoveryState,
+    EventPoster,
+    Problems,
+    Reason,
+    cluster_symptoms,
+    pod_symptoms,
+)
 from router.pods.kube.reflector import Mirror, Reflector, WatchCollector
 from router.pods.pod_set import Pod, PodsSource
 
@@ -49,12 +55,12 @@ _log = logging.getLogger(__name__)
 _PODS_MAX = 2 * PODS_MAX
 _OBJECTS_MAX = 10_000
 _OBJECTIVE_VERSION = "v1alpha2"
-_NO_REWRITES = "the router does not rewrite models with --compat off; start it with --compat answers"
+_NO_REWRITES = "rewrites have no effect with --compat off; start the router with --compat answers"
 
 
 @dataclass(eq=False)
 class KubeSource(PodsSource):
-    """Follows one pool, or one selector's pods.
+    """Source of the pods of one InferencePool or label selector.
 
     Raises:
         ConfigError: There are no credentials for a cluster.
@@ -62,25 +68,25 @@ class KubeSource(PodsSource):
 
     config: KubeConfig
     registry: InitVar[CollectorRegistry]
-    # Told objectives' priorities and rewrites' rules whenever they may have changed, on any thread.
-    take: Callable[[Resources], None]
-    rewrites: bool = True  # whether the router rewrites models at all
+    # Called with priorities and rewrite rules whenever they may have changed, on any thread.
+    on_resources: Callable[[Resources], None]
+    rewrites: bool = True  # whether the router rewrites models
 
     def __post_init__(self, registry: CollectorRegistry) -> None:
         config = self.config
         self._client = KubeClient(config.kubeconfig)
         self._namespace = config.namespace or self._client.namespace
-        self._news: Callable[[], None] = lambda: None
+        self._notify: Callable[[], None] = lambda: None
         self._pool: Pool | None = None
         self._pool_problem = ""
         self._entries: tuple[PodEntry, ...] | None = None
         self._known: dict[str, tuple[PodObject, KubeConfig, PodEndpoints]] = {}
         self._left_out = 0
-        self._complaints: Mapping[str, str] = {}
+        self._annotation_problems: Mapping[str, str] = {}
         self._rewrites = Rewrites()
         self._own_uid = ""
         pool_kind: Any = PoolObject if config.pool_group == POOL_GROUP else OldPoolObject
-        self._pods: Reflector[PodObject] = self._watch("pods", PodObject, _PODS_MAX, lambda: self._news())
+        self._pods: Reflector[PodObject] = self._watch("pods", PodObject, _PODS_MAX, lambda: self._notify())
         self._pools: Reflector[PoolObject | OldPoolObject] = self._watch("pool", pool_kind, 1, self._on_pool)
         self._objectives: Reflector[ObjectiveObject] = self._watch(
             "objectives", ObjectiveObject, _OBJECTS_MAX, self._on_resources, optional=True
@@ -96,8 +102,8 @@ class KubeSource(PodsSource):
         self._problems = Problems(registry, self._poster.post)
         registry.register(WatchCollector(self._watches))
 
-    def start(self, news: Callable[[], None]) -> None:
-        self._news = news
+    def start(self, notify: Callable[[], None]) -> None:
+        self._notify = notify
         config, namespace = self.config, self._namespace
         if config.pool:
             version = POOL_VERSIONS[config.pool_group]
@@ -111,10 +117,15 @@ class KubeSource(PodsSource):
                 watch.follow(
                     *(Kind(group, _OBJECTIVE_VERSION, plural, namespace) for group in (LLMD_GROUP, OLD_GROUP))
                 )
-            _log.info("following InferencePool %s/%s of %s", namespace, config.pool, config.pool_group)
+            _log.info(
+                "watching InferencePool: namespace=%s name=%s group=%s",
+                namespace,
+                config.pool,
+                config.pool_group,
+            )
         else:
             self._pods.follow(self._pod_kind(config.selector))
-            _log.info("following pods of namespace %s that match %s", namespace, config.selector)
+            _log.info("watching pods: namespace=%s selector=%s", namespace, config.selector)
         for watch in self._watches.values():
             watch.start()
         self._poster.start()
@@ -128,7 +139,7 @@ class KubeSource(PodsSource):
         rules = self._rules()
         if rules is None:
             entries: tuple[PodEntry, ...] = ()
-            # Before the first list nothing is known; after it, a pool that is gone has no pods.
+            # Report no pods only for a deleted pool, not before the first list.
             if self._entries is None or not self._pools.listed or self._pool is not None:
                 return None
         elif not self._pods.listed:
@@ -148,13 +159,13 @@ class KubeSource(PodsSource):
             missing.append(f"pods of namespace {self._namespace}")
         return missing
 
-    def look(self, pods: Iterable[Pod], engines: Collection[EngineState], now_s: float) -> None:
+    def check(self, pods: Iterable[Pod], engines: Collection[EngineState], now_s: float) -> None:
         mirror = self._pods.mirror
         bad_pods = mirror.problems
         if left_out := self._left_out + mirror.left_out:
-            bad_pods[""] = f"{left_out} more than can be followed"
+            bad_pods[""] = f"{left_out} pods or endpoints above the limit are left out"
         probed = {address for _, _, known in self._known.values() for address in known.probed}
-        found = Found(
+        state = DiscoveryState(
             errors={name: watch.error for name, watch in self._watches.items()},
             pool_listed=self._pools.listed,
             pool=self._pool is not None,
@@ -165,15 +176,17 @@ class KubeSource(PodsSource):
             ready=sum(map(is_ready, mirror.objects.values())),
             bad={
                 Reason.BAD_POD: bad_pods,
-                Reason.BAD_ANNOTATION: self._complaints,
+                Reason.BAD_ANNOTATION: self._annotation_problems,
                 Reason.BAD_OBJECTIVE: self._objectives.mirror.problems,
                 Reason.BAD_REWRITE: self._bad_rewrites(),
             },
         )
-        facts = chain(of_cluster(found, self.config, self._namespace), of_pods(pods, engines, probed))
-        self._problems.see(facts, now_s)
+        symptoms = chain(
+            cluster_symptoms(state, self.config, self._namespace), pod_symptoms(pods, engines, probed)
+        )
+        self._problems.update(symptoms, now_s)
 
-    def shown(self, now_s: float) -> Any:
+    def status(self, now_s: float) -> Any:
         pool, rules = self._pool, self._rules()
         return {
             "source": "kubernetes",
@@ -185,7 +198,7 @@ class KubeSource(PodsSource):
             "target_ports": list(rules.target_ports) if rules is not None else [],
             "waits_for": list(self.waits_for()),
             "endpoints": len(self._entries or ()),
-            "watches": {name: watch.shown() for name, watch in self._watches.items()},
+            "watches": {name: watch.status() for name, watch in self._watches.items()},
             "problems": [
                 {"reason": reason, "detail": one.detail, "for_s": round(now_s - one.since_s, 1)}
                 for reason, one in self._problems.current.items()
@@ -203,13 +216,13 @@ class KubeSource(PodsSource):
         return Kind("", "v1", "pods", self._namespace, selector=selector)
 
     def _rules(self) -> KubeConfig | None:
-        """None while it is not known on which ports pods serve."""
+        """Return the settings of endpoints with the target ports; None while the pool is unknown."""
         if not self.config.pool:
             return self.config
         return replace(self.config, target_ports=self._pool.ports) if self._pool is not None else None
 
     def _declared(self, rules: KubeConfig) -> tuple[PodEntry, ...]:
-        """All endpoints; pods that are as they were are not looked at again."""
+        """Return all endpoints; those of unchanged pods are cached."""
         known, pods = {}, self._pods.mirror.objects
         for name, pod in pods.items():
             before = self._known.get(name)
@@ -218,7 +231,7 @@ class KubeSource(PodsSource):
             else:
                 known[name] = (pod, rules, endpoints_of(pod, rules))
         self._known = known
-        self._complaints = {name: one.complaint for name, (_, _, one) in known.items() if one.complaint}
+        self._annotation_problems = {name: one.problem for name, (_, _, one) in known.items() if one.problem}
         entries, self._left_out = declared((pod, endpoints) for pod, _, endpoints in known.values())
         return entries
 
@@ -232,29 +245,29 @@ class KubeSource(PodsSource):
             try:
                 pool = pool_of(mirror.objects[name]) if name in mirror.objects else None
             except BadObjectError as error:
-                # What it said before is better than nothing.
+                # Keep the last valid pool.
                 self._pool_problem = str(error)
         if pool != self._pool:
-            _log.info("InferencePool %s/%s: %s", self._namespace, name, pool or "not there")
+            _log.info("InferencePool changed: namespace=%s name=%s pool=%s", self._namespace, name, pool)
         self._pool = pool
         self._pods.follow(*([self._pod_kind(pool.selector)] if pool is not None else []))
-        self._news()
+        self._notify()
 
     def _on_resources(self) -> None:
         if not (self._objectives.listed and self._rewriting.listed):
             return
         self._rewrites = rewrites_of(self._rewriting.mirror.objects.values(), self.config)
         priorities = priorities_of(self._objectives.mirror.objects.values(), self.config)
-        self.take(Resources(priorities, self._rewrites.rules))
+        self.on_resources(Resources(priorities, self._rewrites.rules))
 
     def _bad_rewrites(self) -> Mapping[str, str]:
-        bad = {**self._rewrites.complaints, **self._rewriting.mirror.problems}
+        bad = {**self._rewrites.problems, **self._rewriting.mirror.problems}
         if self._rewrites.rules and not self.rewrites:
             bad[""] = _NO_REWRITES
         return bad
 
     def _subject(self) -> Mapping[str, str] | None:
-        """The involvedObject of Events: the pool; without one our own pod, if we know it."""
+        """Return the involvedObject of Events: the pool, or without a pool the router's own pod if known."""
         config, pool = self.config, self._pool
         name, namespace = os.environ.get("POD_NAME"), os.environ.get("POD_NAMESPACE")
         if pool is None and name and namespace:

@@ -1,4 +1,4 @@
-"""What these tests share: one control plane, and a namespace for each test."""
+"""Fixtures: a control plane, and a namespace for each test."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.kube.apiserver import ApiServer, missing
-from tests.integration.kube.kube_support import Namespace
-from tests.loopback import free_port
+from tests.support.kube.apiserver import ApiServer, missing
+from tests.support.kube.cluster_objects import Namespace
+from tests.support.loopback import free_port
 
 
 @pytest.fixture(scope="session")
 def api_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """A control plane with the inference extension's definitions, for tests that leave it in peace."""
+    """Shared control plane with the inference extension's CRDs, for tests that do not disturb it."""
     yield from _running(tmp_path_factory.mktemp("kube"))
 
 
 @pytest.fixture
 def own_api_server(tmp_path: Path) -> Iterator[ApiServer]:
-    """A control plane that the test may ill-treat."""
+    """Control plane of one test, which may disturb it."""
     yield from _running(tmp_path / "kube")
 
 
 @pytest.fixture
 def bare_api_server(tmp_path: Path) -> Iterator[ApiServer]:
-    """A control plane without any definitions."""
+    """Control plane without CRDs."""
     yield from _running(tmp_path / "kube", definitions=False)
 
 
 @pytest.fixture
 def namespace(api_server: ApiServer) -> Iterator[Namespace]:
-    """A namespace of the shared control plane."""
+    """Namespace of the shared control plane."""
     yield from _namespace(api_server)
 
 
 @pytest.fixture
 def own_namespace(own_api_server: ApiServer) -> Iterator[Namespace]:
-    """A namespace of the test's own control plane."""
+    """Namespace of the test's own control plane."""
     yield from _namespace(own_api_server)
 
 
 @pytest.fixture
 def bare_namespace(bare_api_server: ApiServer) -> Iterator[Namespace]:
-    """A namespace where nothing is defined."""
+    """Namespace of a control plane without CRDs."""
     yield from _namespace(bare_api_server)
 
 

@@ -1,4 +1,4 @@
-"""The chart against a real API server: every object, an upgrade, and an end that leaves nothing."""
+"""Helm chart against a real API server: install, upgrade and uninstall."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.chart.helm import CHART, EVERYTHING, FULLNAME, RELEASE, text
-from tests.integration.kube.apiserver import ApiServer
+from tests.support.chart.helm import CHART, EVERYTHING, FULLNAME, RELEASE, text
+from tests.support.kube.apiserver import ApiServer
 
-# Kinds of the Prometheus operator, whose definitions are not here.
+# Kinds of the Prometheus operator, whose CRDs are not installed here.
 _MONITORING = "monitoring.coreos.com"
 _VALUES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -36,18 +36,18 @@ _VALUES: dict[str, dict[str, Any]] = {
 
 
 class Cluster:
-    """kubectl and helm as administrator, in a namespace that takes restricted pods only."""
+    """kubectl and helm as administrator, in a namespace that enforces restricted pods."""
 
     def __init__(self, server: ApiServer, namespace: str) -> None:
         self.namespace = namespace
         self._environment = {**os.environ, "KUBECONFIG": str(server.kubeconfig)}
 
     def kubectl(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-        """Runs kubectl in the namespace."""
+        """Run kubectl in the namespace."""
         return self._run(["kubectl", "--namespace", self.namespace, *arguments], stdin)
 
     def helm(self, *arguments: str, values: dict[str, Any] | None = None) -> None:
-        """Runs helm in the namespace; it has to go well."""
+        """Run helm in the namespace and expect success."""
         done = self._run(
             ["helm", "--namespace", self.namespace, *arguments],
             yaml.safe_dump(values) if values is not None else None,
@@ -55,7 +55,7 @@ class Cluster:
         assert done.returncode == 0, done.stderr
 
     def objects(self) -> set[str]:
-        """All of the namespace but Events and what each has, and what the release made beyond it."""
+        """Return all objects of the release and the namespace, except Events and defaults."""
         kinds = self.kubectl("api-resources", "--verbs=list", "--namespaced", "-o", "name").stdout.split()
         wanted = ",".join(sorted(kind for kind in kinds if not kind.startswith("events")))
         listed = self.kubectl("get", wanted, "-o", "name", "--ignore-not-found").stdout.split()
@@ -69,7 +69,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(api_server: ApiServer, request: pytest.FixtureRequest) -> Cluster:
-    """A namespace of the shared control plane, with the Gateway API's definitions."""
+    """Namespace of the shared control plane, with the Gateway API's CRDs."""
     absent = [tool for tool in ("kubectl", "helm") if shutil.which(tool) is None]
     if absent:
         pytest.skip(f"needs {' and '.join(absent)} on PATH")
@@ -85,8 +85,8 @@ def cluster(api_server: ApiServer, request: pytest.FixtureRequest) -> Cluster:
 
 
 @pytest.mark.parametrize("values", _VALUES.values(), ids=_VALUES.keys())
-def test_the_api_server_takes_every_object(cluster: Cluster, values: dict[str, Any]) -> None:
-    """Server-side dry runs of all objects pass, strictly, and without a warning of restricted pods."""
+def test_the_api_server_accepts_every_object(cluster: Cluster, values: dict[str, Any]) -> None:
+    """A strict server-side dry run of all objects passes without a warning about restricted pods."""
     objects = [each for each in yaml.safe_load_all(text(values)) if each]
     kept = [each for each in objects if not each["apiVersion"].startswith(_MONITORING)]
     for each in kept:
@@ -104,8 +104,8 @@ def test_the_api_server_takes_every_object(cluster: Cluster, values: dict[str, A
     assert len(done.stdout.splitlines()) == len(kept)
 
 
-def test_an_upgrade_is_taken_and_an_uninstallation_leaves_nothing(cluster: Cluster) -> None:
-    """Whatever values change, the release's objects follow; in the end all of them are gone."""
+def test_upgrade_and_uninstall_leave_nothing(cluster: Cluster) -> None:
+    """Upgrades apply changed values, and an uninstall removes every object."""
     before = cluster.objects()
     cluster.helm("install", RELEASE, str(CHART), "--values", "-", values={})
     installed = cluster.objects()
@@ -132,8 +132,8 @@ def test_an_upgrade_is_taken_and_an_uninstallation_leaves_nothing(cluster: Clust
     assert cluster.objects() - before == kept, "the volume claim was to be kept, and nothing else"
 
 
-def test_the_router_may_do_what_it_has_to_and_no_more(cluster: Cluster) -> None:
-    """Its account lists pods and the pool's kinds, tells Events, and reads nothing else of the namespace."""
+def test_the_routers_account_has_minimal_rights(cluster: Cluster) -> None:
+    """The router's account may list pods and the pool's kinds and post Events, and nothing else."""
     cluster.helm(
         "install",
         RELEASE,

@@ -1,4 +1,4 @@
-"""A whole router while its API server fails in many ways: the pool is never empty, and right afterwards."""
+"""Router whose API server fails in different ways: the pool never becomes empty."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import router.pods.kube.source
 from router.app.server import RouterServer
 from router.pods.kube.client import Kind, KubeClient, WatchStream
 from router.pods.kube.problems import Reason
-from tests.integration.kube.kube_support import (
+from tests.support.kube.cluster_objects import (
     Namespace,
     Picker,
     eventually,
@@ -24,19 +24,19 @@ from tests.integration.kube.kube_support import (
     kube_router,
     problems,
 )
-from tests.integration.kube.tap import Tap
-from tests.integration.router_server_support import get
+from tests.support.kube.tap import Tap
+from tests.support.router.server import get
 
 _AGE = 'kvroute_discovery_contact_age_seconds{kind="pods"}'
-# The API server grants a minute more than a token says; that is over in a moment.
+# The API server accepts a token for a minute beyond its lifetime; 1 s is soon over.
 _EXPIRED_S = -50.0
-# Between the page and its reading.
+# Tolerance between the scrape and the clock reading.
 _CLOCKS_S = 0.5
 
 
 @contextmanager
 def never_empty(picker: Picker) -> Iterator[None]:
-    """Picks all the while; none may fail."""
+    """Pick continuously; no pick may fail."""
     over, refusals = threading.Event(), []
 
     def pick() -> None:
@@ -56,7 +56,7 @@ def never_empty(picker: Picker) -> Iterator[None]:
 
 @contextmanager
 def tapped(namespace: Namespace, **settings: Any) -> Iterator[tuple[Tap, Any]]:
-    """A relay in front of the API server, and a configuration that goes through it."""
+    """Relay in front of the API server, and a configuration that connects through it."""
     tap = Tap(int(namespace.server.url.rpartition(":")[2]))
     try:
         token = namespace.server.kubeconfig.read_text().partition("token: ")[2].split()[0]
@@ -69,39 +69,39 @@ def tapped(namespace: Namespace, **settings: Any) -> Iterator[tuple[Tap, Any]]:
 
 
 def watch_of(router: RouterServer, kind: str = "pods") -> dict[str, Any]:
-    """How a watch goes."""
+    """Return the state of a watch."""
     return dict(json.loads(get(router, "/debug/discovery")[1])["watches"][kind])
 
 
 def router_heard_s(router: RouterServer) -> float:
-    """When the watch of pods heard from the server last, on the monotonic clock."""
+    """Return when the watch of pods last received a response, in monotonic seconds."""
     page = get(router, "/metrics")[1].decode()
     age = next(line for line in page.splitlines() if line.startswith(_AGE))
     return time.monotonic() - float(age.rpartition(" ")[2])
 
 
 def test_a_restarted_api_server_never_empties_the_pool(own_namespace: Namespace) -> None:
-    """While the API server is gone the pods stay; what changed since then is taken over once it is back."""
+    """Pods stay while the API server is down; changes are applied once it is back."""
     own_namespace.pool()
     one, two = own_namespace.pod("one"), own_namespace.pod("two")
     with kube_router(own_namespace.config()) as router, closing(Picker(router)) as picker:
         eventually_picked(picker, one.address, two.address)
         with never_empty(picker):
             own_namespace.server.stop(kill=True)
-            eventually(lambda: Reason.API_UNREACHABLE in problems(router), "the loss is told")
-            # Until the other thread's pick is over its pod is the more loaded one, and not picked.
+            eventually(lambda: Reason.API_UNREACHABLE in problems(router), "the outage is reported")
+            # While the other thread's pick is in flight, its pod is more loaded and not picked.
             eventually_picked(picker, one.address, two.address)
             own_namespace.server.start()
             own_namespace.delete_pod("two")
             three = own_namespace.pod("three")
             eventually_picked(picker, one.address, three.address)
-        eventually(lambda: problems(router) == {}, "it is over")
+        eventually(lambda: problems(router) == {}, "the problem has ended")
         page = get(router, "/metrics")[1].decode()
         assert 'kvroute_discovery_problem{reason="ApiUnreachable"} 0.0' in page
 
 
-def test_what_changes_behind_a_broken_connection_is_taken_over_at_once(namespace: Namespace) -> None:
-    """Pods that came and went while we heard nothing are right after one list; the others never left."""
+def test_changes_during_a_broken_connection_are_applied_by_one_list(namespace: Namespace) -> None:
+    """After a broken connection one list brings all changes, and unchanged pods stay."""
     namespace.pool()
     one, two = namespace.pod("one"), namespace.pod("two")
     with tapped(namespace) as (tap, config), kube_router(config) as router, closing(Picker(router)) as picker:
@@ -115,8 +115,8 @@ def test_what_changes_behind_a_broken_connection_is_taken_over_at_once(namespace
             eventually_picked(picker, one.address, again.address, three.address)
 
 
-def test_a_half_dead_connection_is_noticed(namespace: Namespace) -> None:
-    """A connection over which nothing comes any more is given up after the deadline, without losing a pod."""
+def test_a_frozen_connection_is_closed(namespace: Namespace) -> None:
+    """A connection that is silent beyond the deadline is reconnected without losing a pod."""
     namespace.pool()
     one = namespace.pod("one")
     with (
@@ -131,8 +131,8 @@ def test_a_half_dead_connection_is_noticed(namespace: Namespace) -> None:
             eventually_picked(picker, one.address, two.address)
 
 
-def test_a_quiet_watch_is_no_dead_one(namespace: Namespace) -> None:
-    """Where nothing happens watches end and are taken up again; nothing is listed anew or complained of."""
+def test_a_quiet_watch_is_continued(namespace: Namespace) -> None:
+    """Without changes, watches end and continue without a new list or a problem."""
     namespace.pool()
     one = namespace.pod("one")
     config = namespace.config(deadline_s=2.0)
@@ -149,7 +149,7 @@ def test_a_quiet_watch_is_no_dead_one(namespace: Namespace) -> None:
 
 
 class _Forgetful(KubeClient):
-    """Begins its first watch of pods at a version that the server has forgotten."""
+    """Client whose first watch of pods starts at an expired version."""
 
     forgot = False
 
@@ -159,10 +159,10 @@ class _Forgetful(KubeClient):
         return super().watch(kind, version, lasts_s=lasts_s, silent_s=silent_s)
 
 
-def test_a_version_that_is_gone_means_a_new_list(
+def test_an_expired_version_causes_a_new_list(
     own_namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server's 410 Gone, after etcd dropped its history, is answered with a list, and is no problem."""
+    """Status 410 after etcd's compaction causes a list and is no problem."""
     monkeypatch.setattr(router.pods.kube.source, "KubeClient", _Forgetful)
     own_namespace.pool()
     one = own_namespace.pod("one")
@@ -177,8 +177,8 @@ def test_a_version_that_is_gone_means_a_new_list(
         assert problems(started) == {}
 
 
-def test_an_expired_token_is_read_again(namespace: Namespace, tmp_path: Path) -> None:
-    """When the server refuses an expired token the file is read again; the pods stay meanwhile."""
+def test_an_expired_token_is_reloaded(namespace: Namespace, tmp_path: Path) -> None:
+    """After a rejected token the kubeconfig is read again, and the pods stay."""
     namespace.pool()
     one = namespace.pod("one")
     namespace.account()
@@ -194,26 +194,26 @@ def test_an_expired_token_is_read_again(namespace: Namespace, tmp_path: Path) ->
             token.write_text(namespace.server.token(namespace.name, "router", lives_s=3600.0))
             two = namespace.pod("two")
             eventually_picked(picker, one.address, two.address)
-        eventually(lambda: problems(router) == {}, "it is over")
+        eventually(lambda: problems(router) == {}, "the problem has ended")
 
 
-def test_rights_that_come_later_heal(namespace: Namespace, tmp_path: Path) -> None:
-    """Without rights there is a problem by name and no Event; with them all is well, with no restart."""
+def test_rights_granted_later_take_effect(namespace: Namespace, tmp_path: Path) -> None:
+    """Missing rights are a problem without an Event; once granted, the router works without a restart."""
     namespace.pool()
     one = namespace.pod("one")
     namespace.account()
     token = namespace.server.token(namespace.name, "router", lives_s=3600.0)
     kubeconfig = namespace.server.write_kubeconfig(tmp_path / "kubeconfig", {"token": token})
     with kube_router(namespace.config(kubeconfig=kubeconfig)) as router, closing(Picker(router)) as picker:
-        eventually(lambda: Reason.FORBIDDEN in problems(router), "the refusal")
+        eventually(lambda: Reason.FORBIDDEN in problems(router), "the rejection is reported")
         assert "inferencepools" in problems(router)[Reason.FORBIDDEN]
         assert 'kvroute_discovery_problem{reason="Forbidden"} 1.0' in get(router, "/metrics")[1].decode()
         assert get(router, "/ready")[0] == 503
         assert namespace.events() == []
         namespace.grant(without=["pods"])
-        eventually(lambda: "pods" in problems(router).get(Reason.FORBIDDEN, "none"), "one right lacks")
+        eventually(lambda: "pods" in problems(router).get(Reason.FORBIDDEN, "none"), "one right is missing")
         eventually(lambda: namespace.events() != [], "an Event")
         assert {event["reason"] for event in namespace.events()} == {"Forbidden"}
         namespace.grant()
         eventually_picked(picker, one.address)
-        eventually(lambda: problems(router) == {}, "it is over")
+        eventually(lambda: problems(router) == {}, "the problem has ended")

@@ -1,4 +1,4 @@
-"""A whole router that finds its pods through a real API server: who is picked, and who is not any more."""
+"""Router that discovers its pods through a real API server: which pods are picked, and when no longer."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from contextlib import closing
 import numpy as np
 
 from router.app.server import RouterServer
-from tests.integration.kube.kube_support import Namespace, Picker, eventually_picked, kube_router
-from tests.integration.router_server_support import FakePod, get
-from tests.wire.engine_publisher import EnginePublisher, stored
-from tests.wire.router_wire_support import wait_until
+from tests.support.indexer.engine_publisher import EnginePublisher, stored
+from tests.support.kube.cluster_objects import Namespace, Picker, eventually_picked, kube_router
+from tests.support.router.doors import wait_until
+from tests.support.router.server import FakePod, get
 
 BLOCK_TOKENS = 16
 TOKENS = list(range(1000, 1000 + 4 * BLOCK_TOKENS))
 
 
 def declared(router: RouterServer) -> set[tuple[str, str]]:
-    """Name and address of all endpoints that are known."""
+    """Return name and address of all known endpoints."""
     return {(pod.name, pod.address) for pod in router.pods.snapshot().values()}
 
 
-def test_ready_pods_of_the_pool_are_picked_and_others_are_not(namespace: Namespace) -> None:
-    """A pod is picked once it is Ready; one that stops being Ready, ends or is deleted is out."""
+def test_only_ready_pods_of_the_pool_are_picked(namespace: Namespace) -> None:
+    """A pod is picked while it is Ready, and no longer once it terminates or is deleted."""
     namespace.pool()
     one, two = namespace.pod("one"), namespace.pod("two", ready=False)
     with kube_router(namespace.config()) as router, closing(Picker(router)) as picker:
@@ -32,7 +32,7 @@ def test_ready_pods_of_the_pool_are_picked_and_others_are_not(namespace: Namespa
         eventually_picked(picker, one.address, two.address)
         namespace.set_status("one", ready=False)
         eventually_picked(picker, two.address)
-        # It is kept an eye on all the same: its cache may outlive this.
+        # The pod stays known, because its cache may persist.
         assert ("one", one.address) in declared(router)
         namespace.set_status("one")
         eventually_picked(picker, one.address, two.address)
@@ -41,10 +41,10 @@ def test_ready_pods_of_the_pool_are_picked_and_others_are_not(namespace: Namespa
         eventually_picked(picker, one.address)
         assert declared(router) == {("one", one.address)}
         namespace.delete_pod("one")
-        wait_until(lambda: picker.pick() == "", "no pod left")
+        wait_until(lambda: picker.pick() == "", "no pod is left")
 
 
-def test_a_pod_that_ended_leaves_though_its_object_and_address_stay(namespace: Namespace) -> None:
+def test_a_finished_pod_is_not_picked(namespace: Namespace) -> None:
     """A pod that Failed or Succeeded is no endpoint, whatever its other fields say."""
     namespace.pool()
     one, two = namespace.pod("one"), namespace.pod("two")
@@ -55,23 +55,23 @@ def test_a_pod_that_ended_leaves_though_its_object_and_address_stay(namespace: N
         assert declared(router) == {("one", one.address)}
 
 
-def test_a_pods_work_stays_in_the_ledger_when_it_leaves(namespace: Namespace) -> None:
-    """Requests in flight on a pod that is deleted are counted until they end."""
+def test_requests_of_a_deleted_pod_stay_counted(namespace: Namespace) -> None:
+    """Requests in flight on a deleted pod are counted until they end."""
     namespace.pool()
     one = namespace.pod("one")
     with kube_router(namespace.config()) as router, closing(Picker(router)) as picker:
         eventually_picked(picker, one.address)
-        wait_until(lambda: router.requests_in_flight == 0, "all told as ended")
+        wait_until(lambda: router.requests_in_flight == 0, "all requests have ended")
         picker.begin("held")
         namespace.delete_pod("one")
-        wait_until(lambda: not declared(router), "the pod's end")
+        wait_until(lambda: not declared(router), "the pod is removed")
         assert router.requests_in_flight == 1
         picker.end("held")
-        wait_until(lambda: router.requests_in_flight == 0, "its end was taken")
+        wait_until(lambda: router.requests_in_flight == 0, "its end is recorded")
 
 
-def test_a_new_pod_of_the_same_name_is_another_pod(namespace: Namespace) -> None:
-    """Deleted and made again at once, a pod is what its new object says, and its old address is gone."""
+def test_a_pod_recreated_with_the_same_name_is_new(namespace: Namespace) -> None:
+    """A pod that is deleted and recreated has its new address, and the old one is gone."""
     namespace.pool()
     one, stays = namespace.pod("one"), namespace.pod("stays")
     with kube_router(namespace.config()) as router, closing(Picker(router)) as picker:
@@ -84,8 +84,8 @@ def test_a_new_pod_of_the_same_name_is_another_pod(namespace: Namespace) -> None
         assert declared(router) == {("one", again.address), ("stays", stays.address)}
 
 
-def test_a_restarted_container_does_not_keep_its_blocks(namespace: Namespace) -> None:
-    """Kubernetes' word that a container came anew is enough: the view of the former one is dropped."""
+def test_a_restarted_container_loses_its_view(namespace: Namespace) -> None:
+    """A container restart reported by Kubernetes drops the view of the pod's cache."""
     namespace.pool()
     fake = namespace.servers["one"] = FakePod(namespace.port)
     with EnginePublisher(replay=False) as engine:
@@ -99,21 +99,21 @@ def test_a_restarted_container_does_not_keep_its_blocks(namespace: Namespace) ->
             engine.wait_for_subscriber()
             engine.publish(stored([1, 2, 3, 4], TOKENS, block_size=BLOCK_TOKENS))
             wait_until(lambda: picker.cached_tokens(TOKENS) > 0, "its blocks are known")
-            # Labels and readiness that change are no new life.
+            # Changed labels and readiness do not change the epoch.
             namespace.patch_pod("one", {"metadata": {"labels": {"version": "2"}}})
             namespace.set_status("one", ready=False)
             wait_until(lambda: picker.pick() == "", "not Ready")
             namespace.set_status("one")
-            wait_until(lambda: picker.cached_tokens(TOKENS) > 0, "its blocks are known still")
+            wait_until(lambda: picker.cached_tokens(TOKENS) > 0, "its blocks are still known")
             namespace.set_status("one", restarts=1)
-            wait_until(lambda: picker.cached_tokens(TOKENS) == 0, "its blocks are forgotten")
-            # The former life's entry goes before the new one's comes.
+            wait_until(lambda: picker.cached_tokens(TOKENS) == 0, "its blocks are dropped")
+            # The old engine's entry is removed before the new one is added.
             engines = router.index.engine_registry.linked_engines
-            wait_until(lambda: engines() == 1, "it is followed anew")
+            wait_until(lambda: engines() == 1, "it is followed again")
 
 
 def test_each_target_port_is_an_endpoint(namespace: Namespace) -> None:
-    """A pod has an endpoint for each port of the pool; an annotation, under either name, takes ports out."""
+    """A pod has one endpoint per target port of the pool, except for ports that an annotation disables."""
     other = FakePod(0, "127.0.0.1")
     namespace.servers["other"] = other
     namespace.pool(ports=[namespace.port, other.port])
@@ -134,8 +134,8 @@ def test_each_target_port_is_an_endpoint(namespace: Namespace) -> None:
         assert declared(router) == {("one-rank-0", both.address)}
 
 
-def test_each_rank_publishes_at_a_port_of_its_own(namespace: Namespace) -> None:
-    """Events of the second target port come from the next port, where nothing else is told."""
+def test_each_rank_has_its_own_events_port(namespace: Namespace) -> None:
+    """Events of the second target port come from the next port, unless configured otherwise."""
     other = namespace.servers["other"] = FakePod(0, "127.0.0.1")
     namespace.pool(ports=[namespace.port, other.port])
     first = namespace.servers["first"] = FakePod(namespace.port, other.host)
@@ -155,8 +155,8 @@ def test_each_rank_publishes_at_a_port_of_its_own(namespace: Namespace) -> None:
         }
 
 
-def test_where_an_engine_says_that_it_publishes_it_is_followed(namespace: Namespace) -> None:
-    """The engine's own account counts more than the flags, and an annotation more than that."""
+def test_an_engines_reported_events_port_is_used(namespace: Namespace) -> None:
+    """The port that an engine reports overrides the flags, and an annotation overrides both."""
     namespace.pool()
     one, two = namespace.pod("one", ready=False), namespace.pod("two", ready=False)
     for fake in (one, two):
@@ -172,7 +172,9 @@ def test_where_an_engine_says_that_it_publishes_it_is_followed(namespace: Namesp
     for name in ("one", "two"):
         namespace.set_status(name)
     with kube_router(namespace.config()) as router:
-        wait_until(lambda: len(router.index.engine_registry.engines) == 4, "both ranks of both are followed")
+        wait_until(
+            lambda: len(router.index.engine_registry.engines) == 4, "both ranks of both pods are followed"
+        )
         endpoints = {name: engine.stream for name, engine in router.index.engine_registry.engines.items()}
         assert endpoints[one.address].events_endpoint == f"tcp://{one.host}:6000"
         assert endpoints[f"{one.address}@dp1"].events_endpoint == f"tcp://{one.host}:6001"
@@ -180,8 +182,8 @@ def test_where_an_engine_says_that_it_publishes_it_is_followed(namespace: Namesp
         assert endpoints[two.address].events_endpoint == f"tcp://{two.host}:8000"
 
 
-def test_the_pools_selector_and_its_end_are_followed(namespace: Namespace) -> None:
-    """Another selector means other pods; a pool that is deleted has none, until it comes back."""
+def test_changes_of_the_pool_are_followed(namespace: Namespace) -> None:
+    """A new selector selects other pods; a deleted pool has none until it is recreated."""
     namespace.pool()
     one, two = namespace.pod("one"), namespace.pod("two", labels={"app": "other"})
     with kube_router(namespace.config()) as router, closing(Picker(router)) as picker:
@@ -189,18 +191,18 @@ def test_the_pools_selector_and_its_end_are_followed(namespace: Namespace) -> No
         namespace.pool(selector={"app": "other"})
         eventually_picked(picker, two.address)
         namespace.delete_pool()
-        wait_until(lambda: picker.pick() == "", "a pool that is gone")
+        wait_until(lambda: picker.pick() == "", "the pool is deleted")
         namespace.pool()
         eventually_picked(picker, one.address)
-        # A pod that stops matching is out, one that begins to is in.
+        # Pods follow changes of their own labels too.
         namespace.patch_pod("one", {"metadata": {"labels": {"app": "other"}}})
         namespace.patch_pod("two", {"metadata": {"labels": {"app": "llm"}}})
         eventually_picked(picker, two.address)
         wait_until(lambda: router.health.ready, "the router is ready")
 
 
-def test_a_selector_needs_no_definitions(bare_namespace: Namespace) -> None:
-    """With --endpoint-selector pods are found on an API server that knows no InferencePool."""
+def test_a_selector_needs_no_crds(bare_namespace: Namespace) -> None:
+    """With --endpoint-selector, pods are found on an API server without InferencePool."""
     one = bare_namespace.pod("one", labels={"app": "x", "role": "a"})
     bare_namespace.pod("two", labels={"app": "x", "role": "c"})
     config = bare_namespace.config(selector="app=x,role in (a,b)")
@@ -212,7 +214,7 @@ def test_a_selector_needs_no_definitions(bare_namespace: Namespace) -> None:
 
 
 def test_a_router_is_not_ready_before_it_knows_its_pods(namespace: Namespace) -> None:
-    """Until pool and pods are known /ready says what is missing; a pool without pods is known."""
+    """Until pool and pods are known, /ready reports what is missing; an empty pool counts as known."""
     config = namespace.config()
     with kube_router(config, sync_timeout_s=0.0) as router:
         wait_until(
@@ -224,12 +226,14 @@ def test_a_router_is_not_ready_before_it_knows_its_pods(namespace: Namespace) ->
         assert router.pods.snapshot() == {}
 
 
-def test_a_router_is_not_ready_while_all_ready_pods_refuse_it(namespace: Namespace) -> None:
-    """Pods that serve others refuse a router whose address their network policy has not learnt yet."""
+def test_a_router_is_not_ready_while_all_pods_refuse_it(namespace: Namespace) -> None:
+    """If all Ready pods refuse connections of the router, it is not ready."""
     namespace.pool()
     namespace.pod("one", serves=False)
     with kube_router(namespace.config(), sync_timeout_s=3600.0) as router:
-        wait_until(lambda: "WrongTargetPort" in get(router, "/debug/discovery")[1].decode(), "refusals")
+        wait_until(
+            lambda: "WrongTargetPort" in get(router, "/debug/discovery")[1].decode(), "refusals are reported"
+        )
         assert router.watch.synced
         assert get(router, "/ready")[0] == 503
         address = next(iter(router.pods.snapshot().values())).entry.address
@@ -238,15 +242,15 @@ def test_a_router_is_not_ready_while_all_ready_pods_refuse_it(namespace: Namespa
 
 
 def test_hundreds_of_pods_come_and_go(namespace: Namespace) -> None:
-    """After much coming and going exactly the pods that there are are known; the one that stays served."""
+    """After many changes exactly the existing pods are known, and the remaining one is always served."""
     namespace.pool()
-    # Every address of this machine is answered by one server, so that each pod is healthy.
+    # One server answers on all loopback addresses, so that each pod is healthy.
     fake = namespace.servers["all"] = FakePod(namespace.port, "0.0.0.0")
     stays = namespace.pod("stays", serves=False)
     assert stays is None
     random, config = np.random.default_rng(3), namespace.config()
     with kube_router(config, refresh_interval_s=2.0) as router, closing(Picker(router)) as picker:
-        wait_until(lambda: picker.pick() != "", "the pod that stays")
+        wait_until(lambda: picker.pick() != "", "the remaining pod")
         alive: dict[str, bool] = {}
         for number in range(500):
             name = f"pod-{number}"
@@ -259,10 +263,10 @@ def test_hundreds_of_pods_come_and_go(namespace: Namespace) -> None:
             if number % 50 == 0:
                 assert picker.pick() != ""
         left = {name for name, lives in alive.items() if lives} | {"stays"}
-        wait_until(lambda: {name for name, _ in declared(router)} == left, "all that are left")
+        wait_until(lambda: {name for name, _ in declared(router)} == left, "all remaining pods")
         assert fake.pages > 0
         assert picker.pick() != ""
-    # Another router gets them in several pages.
+    # A second router receives the same pods in several pages.
     with kube_router(config, refresh_interval_s=2.0) as router:
-        wait_until(lambda: {name for name, _ in declared(router)} == left, "all at once")
+        wait_until(lambda: {name for name, _ in declared(router)} == left, "all pods at once")
         assert len(left) > 100

@@ -1,4 +1,4 @@
-"""Objectives and model rewrites of a real API server take effect in a running router, over gRPC."""
+"""Objectives and model rewrites of a real API server take effect in a running router."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 from router.app.server import RouterServer
 from router.config.kube import LLMD_GROUP, OLD_GROUP
 from router.pods.kube import reflector as watch
-from tests.integration.kube.kube_support import Namespace, Picker, eventually, kube_router
-from tests.integration.router_server_support import METRICS
-from tests.wire.router_wire_support import Stream, body, headers, streamed_bytes
+from tests.support.kube.cluster_objects import Namespace, Picker, eventually, kube_router
+from tests.support.router.doors import Stream, body, headers, streamed_bytes
+from tests.support.router.server import METRICS
 
 OBJECTIVE = "x-llm-d-inference-objective"
 SATURATED = METRICS.replace('waiting{engine="0"} 0.0', 'waiting{engine="0"} 50.0')
 
 
 def passes(picker: Picker, objective: str) -> bool:
-    """Whether a request of an objective is routed while the pods are saturated."""
+    """Return whether a request of an objective is routed while the pods are saturated."""
     return picker.pick(headers={OBJECTIVE: objective}) != "shed"
 
 
 def rewritten(router: RouterServer, model: str) -> str:
-    """What a request's model is on its way to the pod; "" when it is refused."""
+    """Return a request's model after the rewrite; "" if the request is rejected."""
     with grpc.insecure_channel(f"127.0.0.1:{router.ports['grpc']}") as channel:
         stream = Stream(pb_grpc.ExternalProcessorStub(channel))
         stream.send(headers(path="/v1/completions"))
@@ -41,8 +41,8 @@ def rewritten(router: RouterServer, model: str) -> str:
     return str(json.loads(sent)["model"])
 
 
-def test_an_objectives_priority_is_followed(namespace: Namespace) -> None:
-    """Below 0 requests are shed while the pods are saturated; changes count, other pools' do not."""
+def test_objectives_are_followed(namespace: Namespace) -> None:
+    """At saturation, requests of negative priority are shed; changes of the pool's objectives apply."""
     namespace.pool()
     one = namespace.pod("one", ready=False)
     one.metrics = SATURATED
@@ -50,45 +50,47 @@ def test_an_objectives_priority_is_followed(namespace: Namespace) -> None:
     namespace.objective("batch", -1)
     namespace.objective("foreign", -1, pool="another")
     with kube_router(namespace.config()) as router, closing(Picker(router)) as picker:
-        eventually(lambda: picker.pick() == one.address, "the pod")
-        eventually(lambda: not passes(picker, "batch"), "shed")
+        eventually(lambda: picker.pick() == one.address, "the pod is picked")
+        eventually(lambda: not passes(picker, "batch"), "batch is shed")
         assert passes(picker, "foreign")
         assert passes(picker, "unknown")
         namespace.change("inferenceobjectives", "batch", {"priority": 5})
-        eventually(lambda: passes(picker, "batch"), "raised")
+        eventually(lambda: passes(picker, "batch"), "priority raised")
         namespace.change("inferenceobjectives", "batch", {"priority": -5})
-        eventually(lambda: not passes(picker, "batch"), "lowered")
+        eventually(lambda: not passes(picker, "batch"), "priority lowered")
         namespace.delete("inferenceobjectives", "batch")
-        eventually(lambda: passes(picker, "batch"), "deleted")
+        eventually(lambda: passes(picker, "batch"), "objective deleted")
 
 
 def test_rewrites_are_followed(namespace: Namespace) -> None:
-    """A rewrite counts as soon as it is made, changed or deleted, if it is for our pool."""
+    """Created, changed and deleted rewrites of the router's pool apply at once."""
     namespace.pool()
     one = namespace.pod("one")
     with kube_router(namespace.config(), compat="answers") as router, closing(Picker(router)) as picker:
-        eventually(lambda: picker.pick() == one.address, "the pod")
+        eventually(lambda: picker.pick() == one.address, "the pod is picked")
         assert rewritten(router, "kvroute-tiny") == "kvroute-tiny"
         namespace.rewrite("foreign", "alias", "wrong", pool="another")
         namespace.rewrite("ours", "alias", "kvroute-tiny")
         eventually(lambda: rewritten(router, "alias") == "kvroute-tiny", "rewritten")
-        # The older object wins; of one second's objects, the first by name.
+        # The older object wins; of objects created in one second, the first by name.
         one.models.append(("second", None))
         namespace.rewrite("theirs", "alias", "second")
         namespace.rewrite("whose", "other", "second")
-        eventually(lambda: rewritten(router, "other") == "second", "the later ones are known")
+        eventually(lambda: rewritten(router, "other") == "second", "the later rewrites are known")
         assert rewritten(router, "alias") == "kvroute-tiny"
         namespace.delete("inferencemodelrewrites", "ours")
-        eventually(lambda: rewritten(router, "alias") == "second", "the next one's turn")
+        eventually(lambda: rewritten(router, "alias") == "second", "the next rewrite applies")
         target = {"targets": [{"modelRewrite": "kvroute-tiny"}]}
         namespace.change("inferencemodelrewrites", "theirs", {"rules": [target]})
-        eventually(lambda: rewritten(router, "whatever") == "kvroute-tiny", "it is for all models now")
+        eventually(
+            lambda: rewritten(router, "whatever") == "kvroute-tiny", "the rewrite applies to all models"
+        )
 
 
-def test_the_newer_groups_objects_win_once_it_is_defined(
+def test_the_newer_groups_objects_replace_the_older_ones(
     own_namespace: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where llm-d.ai's objectives are defined those of the older group do not count, with no restart."""
+    """Once llm-d.ai's CRDs are installed, objectives of the older group no longer apply."""
     monkeypatch.setattr(watch, "ABSENT_S", 2.0)
     own_namespace.pool()
     one = own_namespace.pod("one", ready=False)
@@ -96,12 +98,12 @@ def test_the_newer_groups_objects_win_once_it_is_defined(
     own_namespace.set_status("one")
     own_namespace.objective("batch", -1)
     with kube_router(own_namespace.config()) as router, closing(Picker(router)) as picker:
-        eventually(lambda: picker.pick() == one.address, "the pod")
-        eventually(lambda: not passes(picker, "batch"), "shed")
+        eventually(lambda: picker.pick() == one.address, "the pod is picked")
+        eventually(lambda: not passes(picker, "batch"), "batch is shed")
         folder = Path(os.environ["INFERENCE_EXTENSION_CRDS"])
         own_namespace.server.apply_definitions(
             folder, only="inferenceobjectives", changes={OLD_GROUP: LLMD_GROUP}
         )
-        eventually(lambda: passes(picker, "batch"), "the old group's does not count any more")
+        eventually(lambda: passes(picker, "batch"), "the old group's objective no longer applies")
         own_namespace.objective("batch", -1, group=LLMD_GROUP)
-        eventually(lambda: not passes(picker, "batch"), "the new group's does")
+        eventually(lambda: not passes(picker, "batch"), "the new group's objective applies")

@@ -1,0 +1,209 @@
+"""Start, run and stop of one model server: sockets first, then the model, then requests until a signal."""
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from ipaddress import ip_address
+from pathlib import Path
+
+import uvloop
+
+from model_server.config import TINY_MODEL, ServeOptions
+from model_server.engine.build import build_engine, log_pool
+from model_server.engine.core import EngineCore
+from model_server.errors import ModelServerError, StartError
+from model_server.kv_events.events import NullEventPublisher
+from model_server.kv_events.publisher import ZmqEventPublisher
+from model_server.openai.app import HttpApi
+from model_server.openai.generation import AsyncEngine
+from model_server.openai.http_server import GRACE_S, HttpServer, stop_by_signals
+from model_server.openai.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
+from model_server.openai.prompts import GrammarTokenizer, ServedModel
+from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenizationError
+
+logger = logging.getLogger(__name__)
+
+# A step that takes longer is a hang: no reasonable token budget needs this long.
+STUCK_S = 60.0
+
+
+class EngineDiedError(ModelServerError):
+    """The engine loop failed, so the server stopped."""
+
+
+def run(options: ServeOptions) -> None:
+    """Serve until SIGTERM or SIGINT; raises a ModelServerError if the start or the engine fails."""
+    with ExitStack() as cleanup:
+        listener = cleanup.enter_context(reserve(options.host, options.port))
+        port = listener.getsockname()[1]
+        admin = None
+        if options.admin_port is not None:
+            admin = cleanup.enter_context(reserve(options.host, options.admin_port))
+        publisher = _publisher(options, port)
+        if publisher is not None:
+            cleanup.callback(publisher.close)
+        tokenizer = load_tokenizer(options.engine.model)
+        engine = build_engine(options.engine, publisher or NullEventPublisher())
+        cleanup.callback(engine.close)
+        if publisher is not None:
+            publisher.start()
+        engine.start()
+        log_pool(engine, options.engine)
+        server = Server(options, engine, publisher, tokenizer)
+        url = f"http://{_url_host(options.host)}:{port}"
+        if admin is not None:
+            _log_admin(options, admin.getsockname())
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            ready = partial(logger.info, "server ready: url=%s model=%s", url, options.served_names[0])
+            runner.run(server.serve(listener, ready, admin))
+        if not engine.stats().healthy:
+            raise EngineDiedError("the engine failed; see the log")
+    logger.info("server stopped")
+
+
+@dataclass(eq=False)
+class Server:
+    """HTTP server of a started engine."""
+
+    options: ServeOptions
+    engine: EngineCore
+    publisher: ZmqEventPublisher | None
+    tokenizer: PromptTokenizer
+    _http: HttpServer | None = None
+    _async_engine: AsyncEngine | None = None
+
+    async def serve(
+        self, listener: socket.socket, on_ready: Callable[[], None], admin: socket.socket | None = None
+    ) -> None:
+        """Serve requests, and administration if `admin` is given, until `stop` or an engine failure."""
+        name, registry = self.options.served_names[0], new_registry()
+        metrics = RequestMetrics(name, registry)
+        self._async_engine = AsyncEngine(self.engine, asyncio.get_running_loop(), metrics)
+        publisher_stats = self.publisher.stats if self.publisher is not None else None
+        registry.register(EngineCollector(name, self.engine.stats, publisher_stats, self._cache_config()))
+        if self.engine.loras is not None:
+            max_loras = self.options.engine.max_loras
+            registry.register(LoraCollector(max_loras, self._async_engine.adapters_in_use, time.time))
+        model = ServedModel(
+            names=self.options.served_names,
+            root=self.options.engine.model,
+            tokenizer=self.tokenizer,
+            max_model_len=self.engine.max_model_len,
+            vocab_size=self.engine.vocab_size,
+            grammars=GrammarTokenizer(self.tokenizer),
+            adapters=self.engine.loras,
+        )
+        api = HttpApi(
+            options=self.options,
+            model=model,
+            engine=self.engine,
+            async_engine=self._async_engine,
+            publisher=self.publisher,
+            registry=registry,
+            healthy=self._healthy,
+        )
+        admin_port = None if admin is None else admin.getsockname()[1]
+        self._http = HttpServer(api.app(admin_port), on_ready, lambda: self.engine.stats().healthy)
+        stop_by_signals(self.stop)
+        try:
+            await self._http.serve(sockets=[listener] if admin is None else [listener, admin])
+        finally:
+            api.close()
+
+    def stop(self) -> None:
+        """Stop accepting, and abort running requests after `GRACE_S`. A second call aborts at once."""
+        assert self._http is not None
+        assert self._async_engine is not None
+        if self._http.should_exit:
+            self._async_engine.abort_all()
+            return
+        self._http.stop()
+        asyncio.get_running_loop().call_later(GRACE_S, self._async_engine.abort_all)
+
+    def _healthy(self) -> bool:
+        stats = self.engine.stats()
+        has_work = stats.running + stats.waiting > 0 and not self.engine.is_sleeping
+        stuck = has_work and time.monotonic() - stats.last_step_monotonic_s > STUCK_S
+        return stats.healthy and not stuck and (self.publisher is None or self.publisher.healthy)
+
+    def _cache_config(self) -> dict[str, str]:
+        config = self.options.engine
+        return {
+            "block_size": str(self.engine.block_tokens),
+            "num_gpu_blocks": str(self.engine.stats().total_blocks),
+            "num_cpu_blocks": str(self.engine.stats().host_blocks),
+            "cache_dtype": config.kv_cache_dtype,
+            "enable_prefix_caching": str(config.enable_prefix_caching),
+            "max_model_len": str(self.engine.max_model_len),
+        }
+
+
+@contextmanager
+def reserve(host: str, port: int) -> Iterator[socket.socket]:
+    """Bind host:port without listening; raises a StartError.
+
+    The port is reserved, but clients get "connection refused" while the model loads.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # With SO_REUSEADDR only `listen` fails if another process listens on the port. Close the probe: on a
+        # listening socket, clients would wait for the model instead of trying another server.
+        with _bound(family, kind, address) as probe:
+            probe.listen()
+            address = probe.getsockname()
+        listener = _bound(family, kind, address)
+    except OSError as error:
+        raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    with listener:
+        yield listener
+
+
+def load_tokenizer(model: str) -> PromptTokenizer:
+    """Load the tokenizer of the built-in model or a checkpoint directory; raises a StartError."""
+    try:
+        directory = TINY_DIRECTORY if model == TINY_MODEL else Path(model)
+        return PromptTokenizer.from_directory(directory, mistral_common=False)
+    except TokenizationError as error:
+        raise StartError(str(error)) from error
+
+
+def _bound(family: int, kind: int, address: tuple[object, ...]) -> socket.socket:
+    bound = socket.socket(family, kind)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def _publisher(options: ServeOptions, port: int) -> ZmqEventPublisher | None:
+    if options.events is None:
+        return None
+    topic = options.events.topic or f"kv@{_pod_host(options.host)}:{port}@{options.served_names[0]}"
+    return ZmqEventPublisher(replace(options.events, topic=topic))
+
+
+def _log_admin(options: ServeOptions, address: tuple[str, int]) -> None:
+    logger.info("administration port ready: url=http://%s:%d", _url_host(options.host), address[1])
+    if options.admin_token is None and not ip_address(address[0]).is_loopback:
+        logger.warning(
+            "administration port without a token, its snapshots expose prompts: port=%d "
+            "(set --admin-token-file, or restrict access to routers)",
+            address[1],
+        )
+
+
+def _pod_host(host: str) -> str:
+    """Return the host name by which other machines reach the server."""
+    return socket.gethostname() if host in ("0.0.0.0", "::", "") else host
+
+
+def _url_host(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

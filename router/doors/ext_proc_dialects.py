@@ -1,0 +1,290 @@
+"""Two dialects of ext_proc: how requests are parsed, and which headers and errors are returned.
+
+`NativeDialect` changes as little as possible. `LlmdDialect` reproduces the responses of the reference picker
+(llm-d) for an EndpointPickerConfig: it sets every passed header again, and errors are plain text.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from envoy.config.core.v3 import base_pb2
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from msgspec.structs import replace
+
+from router.config.picker_file import PickerConfig
+from router.config.resources import RewriteRules
+from router.doors.ext_proc_messages import immediate_response
+from router.doors.headers import (
+    DESTINATION_HEADER,
+    REQUEST_ID_HEADER,
+    error_headers,
+    served_endpoint,
+    system_owned,
+)
+from router.errors import (
+    DROPPED_REASON_HEADER,
+    EvictedError,
+    NoEndpointError,
+    RequestError,
+    SaturatedError,
+)
+from router.observe.metrics import RouterMetrics
+from router.observe.requests import ObservedRouter
+from router.picking.candidates import is_allowed, no_allowed_endpoint
+from router.picking.decision import Decision
+from router.plugins.attribute_reporter import AttributeReporter
+from router.pods.pod_set import PodSet
+from router.prompts.body_guard import BodyGuard, refusal
+from router.prompts.parsers import DEFAULT_PARSERS, OWN_PARSERS, PARSERS, Api, BodyForm, Parsers
+from router.prompts.request import MODEL_CHARS_MAX, RouteRequest
+
+SERVICE = "ext_proc"
+"""Name of the service in metrics."""
+
+# Headers that may carry the request's path, and the path of a request without them.
+_PATH_HEADERS, _DEFAULT_PATH = (":path", "x-original-path", "x-forwarded-path"), "/v1/completions"
+
+_MODEL_HEADERS = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
+_SERVED_PLUGIN = "destination-endpoint-served-verifier"
+# Header that the gateways' conformance tests read.
+_SERVED_HEADER = "x-conformance-test-served-endpoint"
+_CODES = {
+    400: "BadRequest",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "NotFound",
+    412: "PreconditionFailed",
+    413: "BadRequest",
+    429: "ResourceExhausted",
+    500: "Internal",
+    503: "ServiceUnavailable",
+}
+_NO_CANDIDATES = "failed to find endpoint candidates for serving the request"
+_SATURATED = "system saturated, sheddable request dropped"
+# Headers that `passed_headers` drops besides the system-owned ones.
+_NOT_PASSED = frozenset({DESTINATION_HEADER, "content-length"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeDialect:
+    """The router's own dialect; errors have OpenAI's JSON format."""
+
+    router: ObservedRouter
+    guard: BodyGuard
+    metrics: RouterMetrics
+    parsers: Parsers = OWN_PARSERS
+    buffered_bytes_max: int = 0  # longest response body that is buffered; 0: none is
+    reporter: AttributeReporter | None = None  # reports a response's usage as metadata
+    emits_scores: bool = False  # whether the metadata lists the scores of all candidates
+
+    def parse(self, request: RouteRequest, body: bytes) -> tuple[RouteRequest, bytes]:
+        """Parse a request; return it with the body to send, which lacks the forbidden fields.
+
+        Raises:
+            RequestError: 400, the body is invalid or has a forbidden field that cannot be removed.
+        """
+        headers = request.headers
+        path = next((headers[name] for name in _PATH_HEADERS if headers.get(name)), _DEFAULT_PATH)
+        request, api = self.parsers.parse(request.request_id, path, body, request.candidates, headers)
+        return self._with_target_model(request, api, self._without_forbidden(request, api, body))
+
+    def pick_without_body(
+        self, request: RouteRequest, is_active: Callable[[], bool]
+    ) -> tuple[str, Decision | None]:
+        """Pick a pod for a request whose body is empty or arrives after the pick.
+
+        Returns:
+            The destination, and the decision; None where the pick was random.
+        """
+        decision = self.router.route(request, time.monotonic(), is_active)
+        return decision.destination, decision
+
+    def precondition_error(self, _request: RouteRequest, _decision: Decision) -> RequestError | None:
+        """Return the error that rejects a routed request; None: send it to its pod."""
+        return None
+
+    def request_headers(
+        self, request: RouteRequest, body_bytes: int, _decision: Decision | None
+    ) -> dict[str, str]:
+        """Return the headers to set on the request besides the destination; 0 bytes: no content-length."""
+        given, request_id = request.headers.get(REQUEST_ID_HEADER), request.request_id
+        headers = {} if given == request_id else {REQUEST_ID_HEADER: request_id}
+        return headers | {"content-length": str(body_bytes)} if body_bytes else headers
+
+    def response_headers(
+        self, _headers: Mapping[str, str], _metadata: base_pb2.Metadata, _decision: Decision | None
+    ) -> dict[str, str]:
+        """Return the headers to set on the response."""
+        return {}
+
+    def error_response(self, error: RequestError) -> pb.ProcessingResponse:
+        """Return the response that rejects the request with `error`."""
+        return immediate_response(error.status, error_headers(error), error.body())
+
+    def _with_target_model(self, request: RouteRequest, _api: Api, body: bytes) -> tuple[RouteRequest, bytes]:
+        """Return the request and its body with the model's name rewritten by the configured rules."""
+        return request, body
+
+    def _without_forbidden(self, request: RouteRequest, api: Api, body: bytes) -> bytes:
+        """Return the body without the fields that clients must not send."""
+        guard = self.guard
+        if api.form is BodyForm.VLLM:
+            guard.unchecked()
+            return body
+        field = guard.forbidden(request, body)
+        if field is None:
+            return body
+        if api.form is BodyForm.VERTEX:
+            # The JSON is inside a protobuf message, from which no field can be removed.
+            raise refusal(field)
+        self.metrics.count("dropped", SERVICE, "forbidden_field")
+        return guard.without(body)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlmdDialect(NativeDialect):
+    """The reference picker's dialect."""
+
+    pods: PodSet
+    rewrites: RewriteRules
+    # Whether a response header reports the endpoint that the gateway used, for conformance tests.
+    reports_served: bool = False
+
+    def pick_without_body(
+        self, request: RouteRequest, _is_active: Callable[[], bool]
+    ) -> tuple[str, Decision | None]:
+        """Pick a random ready endpoint among those that the gateway allows."""
+        pods = [pod for pod in self.pods.snapshot().values() if pod.ready]
+        if not pods:
+            raise RequestError(500, "no pods available in datastore")
+        allowed = [pod.address for pod in pods if is_allowed(pod, request.candidates)]
+        if not allowed:
+            raise no_allowed_endpoint()
+        return random.choice(allowed), None
+
+    def precondition_error(self, request: RouteRequest, decision: Decision) -> RequestError | None:
+        if request.headers.get("prefer") == "if-available" and not decision.primary.cached_tokens:
+            return RequestError(412, "the selected endpoint holds no cached prefix of the request")
+        return None
+
+    def request_headers(
+        self, request: RouteRequest, body_bytes: int, decision: Decision | None
+    ) -> dict[str, str]:
+        request_id = {REQUEST_ID_HEADER: request.request_id}
+        if decision is None:
+            return request_id
+        headers = {"Content-Length": str(body_bytes)} if body_bytes else {}
+        if decision.pipeline is not None:
+            headers |= decision.pipeline.request_headers
+        return headers | passed_headers(request.headers) | request_id
+
+    def response_headers(
+        self, headers: Mapping[str, str], metadata: base_pb2.Metadata, decision: Decision | None
+    ) -> dict[str, str]:
+        passed = passed_headers(headers)
+        if decision is not None and decision.pipeline is not None:
+            passed |= decision.pipeline.response_headers
+        served = served_endpoint(metadata) if self.reports_served else None
+        return passed if served is None else passed | {_SERVED_HEADER: served}
+
+    def error_response(self, error: RequestError) -> pb.ProcessingResponse:
+        reason = error.dropped_reason
+        headers = {} if reason is None else {DROPPED_REASON_HEADER: reason}
+        return immediate_response(error.status, headers, _error_text(error).encode())
+
+    def _with_target_model(self, request: RouteRequest, api: Api, body: bytes) -> tuple[RouteRequest, bytes]:
+        if api.form is not BodyForm.JSON:
+            return request, body
+        named = request.model
+        asked = next((request.headers[name] for name in _MODEL_HEADERS if request.headers.get(name)), named)
+        model = self.rewrites.target(named) or asked
+        if model is None and api.needs_model:
+            raise RequestError(400, "model not found in request body", "model")
+        if named is not None and len(named) > MODEL_CHARS_MAX:
+            # A rewritten name is not looked up, but the decision log stores it, so its length is bounded.
+            raise RequestError(400, f"model is longer than {MODEL_CHARS_MAX} characters", "model")
+        if model is None or model == named:
+            return request, body
+        return replace(request, model=model, client_model=named or ""), replace_model(body, model)
+
+
+@dataclass(frozen=True, slots=True)
+class LlmdOptions:
+    """Settings of `LlmdDialect`."""
+
+    picker: PickerConfig | None  # configures parsers and reporters; None: the defaults
+    buffered_bytes_max: int
+    emits_scores: bool
+
+
+def llmd_dialect(
+    options: LlmdOptions,
+    rewrites: RewriteRules,
+    router: ObservedRouter,
+    guard: BodyGuard,
+    metrics: RouterMetrics,
+    pods: PodSet,
+) -> LlmdDialect:
+    """Build the reference picker's dialect from its configuration.
+
+    Raises:
+        ConfigError: A parser or a reporter is configured wrongly.
+    """
+    picker = options.picker
+    return LlmdDialect(
+        router=router,
+        guard=guard,
+        metrics=metrics,
+        parsers=Parsers(_parser_types(picker) if picker is not None else DEFAULT_PARSERS),
+        buffered_bytes_max=options.buffered_bytes_max,
+        reporter=AttributeReporter.from_config(picker) if picker is not None else None,
+        emits_scores=options.emits_scores,
+        pods=pods,
+        rewrites=rewrites,
+        reports_served=picker is not None
+        and any(one.type == _SERVED_PLUGIN for one in picker.plugins.values()),
+    )
+
+
+def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers to pass on: all but system-owned ones, the destination and content-length."""
+    dropped = _NOT_PASSED.union(system_owned(headers))
+    return {name: value for name, value in headers.items() if name not in dropped}
+
+
+def _error_text(error: RequestError) -> str:
+    """Return an error's text in the reference picker's wording."""
+    message = str(error)
+    if isinstance(error, EvictedError):
+        return message
+    if isinstance(error, NoEndpointError):
+        message = _NO_CANDIDATES
+    elif isinstance(error, SaturatedError):
+        message = _SATURATED
+    return f"inference error: {_CODES.get(error.status, 'Unknown')} - {message}"
+
+
+def _parser_types(picker: PickerConfig) -> Sequence[str]:
+    types = []
+    for reference in picker.parsers:
+        kind = picker.plugins[reference.plugin_ref].type
+        if kind not in PARSERS:
+            reference.section.fail("pluginRef", f"expected one of {', '.join(PARSERS)}, got {kind}")
+        types.append(kind)
+    return types or DEFAULT_PARSERS
+
+
+def replace_model(body: bytes, model: str) -> bytes:
+    """Return a JSON object with `model` replaced; the order and the other values' bytes are preserved.
+
+    Raises:
+        ValueError: The body is not a JSON object.
+    """
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    fields["model"] = msgspec.Raw(msgspec.json.encode(model))
+    return msgspec.json.encode(fields)

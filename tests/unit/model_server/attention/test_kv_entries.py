@@ -1,0 +1,171 @@
+"""Every KV entry counts: one that is wrong or missing changes the logits, if and only if it may be seen."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from model_server.attention import Attention, KvLayout, SdpaAttention, Span
+from model_server.attention import varlen as varlen_module
+from model_server.attention.varlen import VarlenAttention
+from model_server.model.decoder import Decoder
+from model_server.model.weights import load_checkpoint
+from model_server.shapes import KvGroupSpec, kv_groups, single_group
+from tests.support.model_server.model import BLOCK_TOKENS, CPU, save_reference, step, text_of
+from tests.support.model_server.varlen import kernel_in_plain_torch, needs_cuda
+
+CONTEXT_TOKENS = 22
+BLOCKS = -(-(CONTEXT_TOKENS + 5) // BLOCK_TOKENS)
+KEYS, VALUES = 0, 1
+# Groups of unequal size.
+GEMMA = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 9,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to attend.
+
+    Attributes:
+        architecture: Of the model.
+        changes: To its configuration.
+        grouped: Layers with windows have block tables of their own.
+        pool: "gathered", "fp8" or "kernel".
+    """
+
+    architecture: str = "llama"
+    changes: dict[str, object] = field(default_factory=dict)
+    grouped: bool = False
+    pool: str = "gathered"
+
+
+WAYS = {
+    "gathered": Way(),
+    "gathered, windows": Way("mistral", {"sliding_window": 9}),
+    "gathered, groups": Way("gemma3", GEMMA, grouped=True),
+    "fp8": Way(pool="fp8"),
+    "fp8, windows": Way("mistral", {"sliding_window": 9}, pool="fp8"),
+    "fp8, groups": Way("gemma3", GEMMA, grouped=True, pool="fp8"),
+    "kernel": Way(pool="kernel"),
+    "kernel, windows": Way("mistral", {"sliding_window": 9}, pool="kernel"),
+    "kernel, groups": Way("gemma3", GEMMA, grouped=True, pool="kernel"),
+}
+
+
+class Cached:
+    """A text whose KV lies in a pool, the next tokens of which can be computed again and again."""
+
+    def __init__(self, model: Decoder, groups: tuple[KvGroupSpec, ...], pool: Attention) -> None:
+        self.model, self.groups, self.pool = model, groups, pool
+        self.layout = KvLayout(groups, 1, BLOCK_TOKENS)
+        self.text = text_of(CONTEXT_TOKENS + 5)
+        self.tables = [list(range(group * BLOCKS, (group + 1) * BLOCKS)) for group in range(len(groups))]
+        step(model, pool, [(self.text, Span(0, CONTEXT_TOKENS, self.tables))])
+
+    def logits(self, length: int, tables: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """Return the logits of the next tokens."""
+        span = Span(CONTEXT_TOKENS, length, tables or self.tables)
+        return step(self.model, self.pool, [(self.text, span)])
+
+    def row(self, layer: int, kind: int, position: int) -> Tensor:
+        """Return a token's keys or values of one head, where they lie."""
+        group, plane = self.layout.places()[layer]
+        block, offset = self.tables[group][position // BLOCK_TOKENS], position % BLOCK_TOKENS
+        content = self.pool.block_tensors()[0][kind * self.layout.num_planes + plane, block]
+        return content[offset, 1] if isinstance(self.pool, VarlenAttention) else content[1, offset]
+
+    def is_seen(self, layer: int, position: int) -> bool:
+        """Tell whether the next token sees a position."""
+        window = self.model.shape.windows[layer]
+        return window is None or position > CONTEXT_TOKENS - window
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def cached(way: Way, directory: Path, device: torch.device = CPU, dtype: str = "auto") -> Cached:
+    """Make a model and compute a text's KV."""
+    head_dim = {"head_dim": 64} if device.type == "cuda" else {}
+    save_reference(directory, way.architecture, **{**way.changes, **head_dim})
+    model = load_checkpoint(directory, dtype, device).model  # type: ignore[arg-type]
+    groups = kv_groups(model.shape.windows) if way.grouped else single_group(model.shape.layers)
+    layout = KvLayout(groups, BLOCKS * len(groups) + 1, BLOCK_TOKENS)
+    pool: Attention
+    if way.pool == "kernel":
+        pool = VarlenAttention(model.shape.attention, layout, model.dtype, device)  # type: ignore[assignment]
+    else:
+        pool = SdpaAttention(model.shape.attention, layout, model.dtype, device, fp8=way.pool == "fp8")
+    return Cached(model, groups, pool)
+
+
+def check_each_entry(subject: Cached, length: int, positions: range) -> None:
+    """Turn entries round one by one."""
+    want = subject.logits(length)
+    for layer in range(subject.model.shape.layers):
+        for kind in (KEYS, VALUES):
+            for position in positions:
+                row = subject.row(layer, kind, position)
+                kept = row.clone()
+                assert kept.float().abs().max() > 0, "there is nothing to be corrupted"
+                row.copy_((-kept.float()).to(kept.dtype))
+                changed = not torch.equal(subject.logits(length), want)
+                row.copy_(kept)
+                assert changed == subject.is_seen(layer, position), (layer, kind, position)
+    assert torch.equal(subject.logits(length), want)
+
+
+def check_each_block(subject: Cached, length: int) -> None:
+    """Take blocks out of the tables one by one; an empty one takes their place."""
+    want, empty = subject.logits(length), BLOCKS * len(subject.groups)
+    for number, group in enumerate(subject.groups):
+        for index in range(CONTEXT_TOKENS // BLOCK_TOKENS):
+            tables = [list(table) for table in subject.tables]
+            tables[number][index] = empty
+            last = (index + 1) * BLOCK_TOKENS - 1
+            seen = any(subject.is_seen(layer, last) for layer in group.layers)
+            assert torch.equal(subject.logits(length, tables), want) != seen, (number, index)
+
+
+@pytest.fixture
+def subject_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Cached]:
+    """Makes the subject of a way, its kernel computed by what it documents."""
+    monkeypatch.setattr(varlen_module, "varlen_attn", kernel_in_plain_torch)
+    return lambda name: cached(WAYS[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_wrong_entry_changes_the_next_token(subject_of: Callable[[str], Cached], name: str) -> None:
+    """A key or a value of one token, head and layer changes a decode's logits, unless out of its window."""
+    check_each_entry(subject_of(name), 1, range(CONTEXT_TOKENS))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_wrong_entry_changes_a_chunk(subject_of: Callable[[str], Cached], name: str) -> None:
+    """The same for a chunk of a prompt, whose first token sees furthest back."""
+    check_each_entry(subject_of(name), 5, range(1, CONTEXT_TOKENS, 4))
+
+
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("name", WAYS)
+def test_a_missing_block_changes_the_logits(
+    subject_of: Callable[[str], Cached], name: str, length: int
+) -> None:
+    """A block that is not where the table says changes the logits, unless no layer of its group sees it."""
+    check_each_block(subject_of(name), length)
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", WAYS)
+def test_every_entry_counts_on_cuda(tmp_path: Path, name: str) -> None:
+    """The same with the real kernels."""
+    subject = cached(WAYS[name], tmp_path, torch.device("cuda"), "bfloat16")
+    check_each_entry(subject, 1, range(0, CONTEXT_TOKENS, 3))
+    check_each_block(subject, 1)

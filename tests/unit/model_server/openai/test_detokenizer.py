@@ -1,0 +1,119 @@
+"""model_server.text: decoding that ends where it should, and stop strings that never show."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model_server.openai.generation import StopStrings, TextAssembler
+from model_server.requests import EngineCoreOutput, FinishReason
+from tokenization import TINY_DIRECTORY, PromptTokenizer
+
+
+@cache
+def tokenizer() -> PromptTokenizer:
+    """The packaged tokenizer."""
+    return PromptTokenizer.from_directory(TINY_DIRECTORY)
+
+
+def output(ids: list[int], reason: FinishReason | None = None, cached_tokens: int = 0) -> EngineCoreOutput:
+    """One output of the engine."""
+    return EngineCoreOutput("r", tuple(ids), reason, cached_tokens)
+
+
+def shown(assembler: TextAssembler, ids: list[int], reason: FinishReason = "length") -> str:
+    """The text after ids came one by one."""
+    text = ""
+    for at, token_id in enumerate(ids):
+        delta = assembler.push(output([token_id], reason if at == len(ids) - 1 else None))
+        text += delta.text
+        if delta.finish_reason is not None:
+            break
+    return text
+
+
+PIECES = st.lists(st.text("ab", max_size=12), max_size=8)
+STOP = st.text("ab", min_size=1, max_size=4)
+
+
+@given(pieces=PIECES, stops=st.lists(STOP, max_size=3))
+def test_stop_strings_cut_as_if_the_text_had_come_whole(pieces: list[str], stops: list[str]) -> None:
+    """However a text is split, what is shown ends before the stop string that is complete first."""
+    finder = StopStrings(tuple(stops))
+    text = ""
+    for piece in pieces:
+        text += finder.push(piece)
+        if finder.matched is not None:
+            break
+    else:
+        text += finder.release()
+    whole = "".join(pieces)
+    found = [(whole.index(stop) + len(stop), whole.index(stop), stop) for stop in stops if stop in whole]
+    _, start, stop = min(found, default=(0, len(whole), None))
+    assert (text, finder.matched) == (whole[:start], stop)
+
+
+@given(pieces=PIECES, stop=STOP)
+def test_no_more_is_held_back_than_could_match(pieces: list[str], stop: str) -> None:
+    """What is not shown yet is always the beginning of the stop string."""
+    finder = StopStrings((stop,))
+    seen = text = ""
+    for piece in pieces:
+        seen += piece
+        text += finder.push(piece)
+        if finder.matched is not None:
+            return
+        assert stop.startswith(seen[len(text) :])
+
+
+@given(st.text(max_size=30))
+def test_any_text_comes_out_as_it_was(text: str) -> None:
+    """Tokens of any text, one by one, give that text."""
+    ids = tokenizer().encode(text)
+    assert shown(TextAssembler(tokenizer()), ids) == tokenizer().decode(ids)
+
+
+def test_a_stop_token_counts_but_is_not_shown() -> None:
+    """The token that ended generation is generated text only in the count."""
+    ids = tokenizer().encode("some words")
+    assembler = TextAssembler(tokenizer(), stop_token_ids=frozenset({ids[-1]}))
+    delta = assembler.push(output(ids, "stop", cached_tokens=16))
+    assert delta.text == tokenizer().decode(ids[:-1])
+    assert (delta.finish_reason, delta.stop_reason) == ("stop", ids[-1])
+    assert (assembler.completion_tokens, assembler.cached_tokens) == (len(ids), 16)
+
+
+def test_end_of_sequence_is_no_stop_reason() -> None:
+    """A regular end names no reason."""
+    eos = min(tokenizer().eos_token_ids)
+    delta = TextAssembler(tokenizer()).push(output([eos], "stop"))
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == ("", "stop", None)
+
+
+def test_a_stop_string_ends_before_the_rest_of_its_step() -> None:
+    """Tokens behind the match, in the same output or later, are neither shown nor counted."""
+    ids = tokenizer().encode("one two three four five")
+    assembler = TextAssembler(tokenizer(), stop_strings=(" three",))
+    delta = assembler.push(output(ids))
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == ("one two", "stop", " three")
+    assert assembler.finished
+    assert assembler.completion_tokens < len(ids)
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_text_held_back_is_shown_at_the_end(reason: FinishReason) -> None:
+    """The beginning of a stop string that never completes is part of the answer."""
+    ids = tokenizer().encode("one two thr")
+    ends = [*ids, min(tokenizer().eos_token_ids)] if reason == "stop" else ids
+    assert shown(TextAssembler(tokenizer(), stop_strings=("three",)), ends, reason) == "one two thr"
+
+
+def test_min_tokens_hides_early_stop_strings() -> None:
+    """A stop string within the first `min_tokens` tokens does not count."""
+    ids = tokenizer().encode("stop and stop again")
+    first = len(tokenizer().encode("stop"))
+    assert shown(TextAssembler(tokenizer(), stop_strings=("stop",)), ids) == ""
+    assert shown(TextAssembler(tokenizer(), stop_strings=("stop",), min_tokens=first), ids) == "stop and "

@@ -1,0 +1,99 @@
+"""The board: sums that always equal what is in flight, and rows that end with their pods."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.pods.load_table import PodBoard, PodWork
+from tests.support.depth import examples
+from tests.support.router.pricing import load
+
+PODS = ("a:0", "a:1", "a:2")
+
+
+@dataclass
+class Flying:
+    """A request in flight."""
+
+    pod: str
+    tokens: int
+    ticket: int
+    waits: bool = True
+
+
+def assert_equal(board: PodBoard, flying: list[Flying]) -> None:
+    """Compares sums, queues and heads with a plain list of the requests in flight."""
+    for pod in PODS:
+        mine = [request for request in flying if request.pod == pod]
+        queued = [request.tokens for request in mine if request.waits]
+        held = sum(request.tokens for request in mine)
+        assert board.work(pod) == PodWork(len(queued), sum(queued), len(mine) - len(queued), held)
+        if mine:
+            row = board.rows([pod])[0]
+            assert board.pods[row]["head_tokens"] == (queued[0] if queued else 0)
+
+
+@settings(max_examples=examples(200))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["begin", "end_prefill", "end", "declare"]), st.integers(0, 20)),
+        max_size=80,
+    )
+)
+def test_the_board_always_equals_a_recount(steps: list[tuple[str, int]]) -> None:
+    """After any history sums, queues and heads are those of the requests in flight."""
+    board, flying = PodBoard(), list[Flying]()
+    for now_s, (action, number) in enumerate(steps):
+        pod = PODS[number % 3]
+        if action == "begin":
+            flying.append(Flying(pod, number, board.begin(pod, number, now_s)))
+        elif action == "declare":
+            board.declare(PODS[: number % 4])
+        elif flying:
+            request = flying[number % len(flying)]
+            if action == "end":
+                flying.remove(request)
+                board.end(request.pod, request.ticket, request.tokens, now_s)
+            elif request.waits:
+                board.end_prefill(request.pod, request.ticket, now_s)
+                request.waits = False
+        assert_equal(board, flying)
+
+
+def test_a_pods_row_ends_with_its_last_request() -> None:
+    """A pod that is gone keeps its sums until its requests are over; back again, it begins anew."""
+    board = PodBoard()
+    board.declare(PODS)
+    board.scraped("a:0", load(waiting=3))
+    ticket = board.begin("a:0", 10, 0.0)
+    board.declare(["a:1"])
+    assert board.work("a:0").awaiting == 1
+    board.end("a:0", ticket, 10, 1.0)
+    board.declare(PODS)
+    assert board.pods[board.rows(["a:0"])[0]]["waiting"] == 0.0
+
+
+def test_rows_outlive_growth() -> None:
+    """Hundreds of pods have rows of their own, which stay theirs while others come."""
+    board = PodBoard()
+    names = [f"a:{number}" for number in range(300)]
+    board.begin("a:0", 7, 0.0)
+    rows = board.rows(names)
+    assert len(set(rows.tolist())) == 300
+    assert board.rows(names[:1])[0] == rows[0]
+    assert board.work("a:0").awaiting_tokens == 7
+
+
+def test_the_head_of_the_queue_is_computed_since_the_one_before_it_ended() -> None:
+    """The running prefill's time begins when it was sent to an idle pod, or when the one before it ended."""
+    board = PodBoard()
+    first, second = board.begin("a:0", 10, 1.0), board.begin("a:0", 20, 2.0)
+    row = board.rows(["a:0"])[0]
+    assert (board.pods[row]["head_tokens"], board.pods[row]["head_since_s"]) == (10.0, 1.0)
+    board.end_prefill("a:0", first, 5.0)
+    assert (board.pods[row]["head_tokens"], board.pods[row]["head_since_s"]) == (20.0, 5.0)
+    board.end("a:0", second, 20, 6.0)
+    assert board.pods[row]["head_tokens"] == 0.0

@@ -1,0 +1,324 @@
+"""The pod set, who may take a request, and how a probe is judged."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from random import Random
+
+import msgspec
+import pytest
+
+from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL, RANKS_LABEL, EventDefaults
+from router.errors import NoEndpointError, RequestError
+from router.picking.candidates import ASLEEP, select_candidates
+from router.pods.pod_set import NOT_READY_THERE, NOT_TOLD, EventSources, Pod, PodSet
+from router.pods.probe import ProbeResult, served_models
+from router.pods.watch import judge, next_probe_s, pod_stream
+from tests.support.router.bench import TINY, completion, entry, ready_pod
+from tests.support.router.pricing import load
+
+ONE, TWO = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
+UNKNOWN = replace(ready_pod("10.0.0.3:8000"), models=None)
+DOWN = replace(TWO, ready=False, why="/health answered 503")
+
+
+def pod_set(*pods: Pod) -> PodSet:
+    """A set of pods as they are given."""
+    known = PodSet()
+    known.declare([pod.entry for pod in pods])
+    for pod in pods:
+        known.put(pod)
+    return known
+
+
+def addresses(*pods: Pod, model: str = TINY, allowed: frozenset[str] | None = None) -> list[str]:
+    """Who may take a request."""
+    request = msgspec.structs.replace(completion("id", "p", model=model), candidates=allowed)
+    return [pod.address for pod in select_candidates(request, pod_set(*pods)).pods]
+
+
+def test_only_ready_pods_are_candidates_and_the_others_are_explained() -> None:
+    """A pod that is not ready takes nothing, and why is kept for explain."""
+    candidates = select_candidates(completion("id", "p"), pod_set(ONE, DOWN))
+    assert [pod.address for pod in candidates.pods] == [ONE.address]
+    assert candidates.excluded == {TWO.address: "not ready: /health answered 503"}
+
+
+def test_where_none_is_ready_one_that_fell_silent_is_tried() -> None:
+    """A machine that stalls makes every pod late at once: those that refused nothing are still asked."""
+    pods = pod_set(ONE, TWO)
+    pods.suspect(ONE.address, "its link broke")
+    assert _candidates(pods) == [TWO.address]
+    pods.suspect(TWO.address, "its link broke")
+    assert _candidates(pods) == [ONE.address, TWO.address]
+    late = ProbeResult(ONE.address, False, timed_out=True, why="late")
+    pods.put(judge(pods.snapshot()[ONE.address], late))
+    pods.put(judge(pods.snapshot()[TWO.address], ProbeResult(TWO.address, False, why="refused")))
+    assert _candidates(pods) == [ONE.address]
+    pods.put(judge(pods.snapshot()[TWO.address], ProbeResult(TWO.address, True)))
+    assert _candidates(pods) == [TWO.address]
+
+
+def test_silence_is_no_reason_to_ask_who_was_taken_out_otherwise() -> None:
+    """A pod that never was ready, that is not healthy by its own word, or that ends, is not tried."""
+    late = ProbeResult(ONE.address, False, timed_out=True, why="late")
+    unknown = judge(Pod(ONE.address, "one", ONE.entry), late)
+    unhealthy = judge(judge(ONE, ProbeResult(ONE.address, False, why="/health answered 503")), late)
+    ending = pod_set(ONE)
+    ending.suspect(ONE.address, "its link broke")
+    ending.declare([replace(ONE.entry, ready=False)])
+    for pods in (pod_set(unknown), pod_set(unhealthy), ending):
+        with pytest.raises(NoEndpointError):
+            _candidates(pods)
+
+
+def test_a_sleeping_pod_is_asked_only_where_all_sleep() -> None:
+    """A request would wait there until somebody wakes it; one that is awake and serves the model answers."""
+    pods = pod_set(ONE, TWO)
+    for pod in (ONE, TWO):
+        pods.put(judge(pods.snapshot()[pod.address], ProbeResult(pod.address, True, asleep=pod is ONE)))
+    generation = pods.generation
+    assert _candidates(pods) == [TWO.address]
+    assert select_candidates(completion("r", "hi"), pods).excluded == {ONE.address: ASLEEP}
+    assert [pod.takes_requests for pod in pods.snapshot().values()] == [False, True]
+    pods.put(judge(pods.snapshot()[ONE.address], ProbeResult(ONE.address, True)))
+    assert _candidates(pods) == [TWO.address], "a page that could not be read wakes nobody"
+    pods.put(judge(pods.snapshot()[TWO.address], ProbeResult(TWO.address, True, asleep=True)))
+    assert _candidates(pods) == [ONE.address, TWO.address]
+    pods.put(judge(pods.snapshot()[ONE.address], ProbeResult(ONE.address, True, asleep=False)))
+    assert _candidates(pods) == [ONE.address]
+    assert pods.generation == generation + 2
+
+
+def test_a_pod_that_sleeps_elsewhere_does_not_count() -> None:
+    """Where all that serve the model, or all that the gateway allows, sleep, one of them is asked."""
+    other = ready_pod("10.0.0.3:8000", model="other")
+    pods = pod_set(replace(ONE, asleep=True), TWO, other)
+    only = msgspec.structs.replace(completion("r", "hi"), candidates=frozenset({ONE.address}))
+    assert [pod.address for pod in select_candidates(only, pods).pods] == [ONE.address]
+    pods.put(replace(TWO, asleep=True))
+    assert _candidates(pods) == [ONE.address, TWO.address]
+
+
+def test_without_a_ready_pod_the_answer_is_503_with_the_protocols_reason() -> None:
+    """No ready pod means service unavailable, dropped as rejected-no-endpoints."""
+    with pytest.raises(NoEndpointError) as caught:
+        addresses(DOWN)
+    assert (caught.value.status, caught.value.dropped_reason) == (503, "rejected-no-endpoints")
+
+
+def test_a_model_that_nobody_serves_is_404() -> None:
+    """When all ready pods have told their models, an unknown one does not exist."""
+    with pytest.raises(RequestError) as caught:
+        addresses(ONE, TWO, model="gpt-9")
+    assert (caught.value.status, caught.value.param) == (404, "model")
+    assert caught.value.error_type == "NotFoundError"
+
+
+def test_a_pod_that_has_not_told_its_models_may_serve_any() -> None:
+    """An unknown model goes to the pod that may know it, a known one to both."""
+    assert addresses(ONE, UNKNOWN, model="gpt-9") == [UNKNOWN.address]
+    assert addresses(ONE, UNKNOWN) == [ONE.address, UNKNOWN.address]
+
+
+def test_what_is_no_models_name_is_kept_nowhere_and_not_said_again() -> None:
+    """Megabytes in a model's place are 404, even where a pod may serve any model; a part of them is told."""
+    with pytest.raises(RequestError) as caught:
+        addresses(ONE, UNKNOWN, model="x" * 1_000_000)
+    assert (caught.value.status, caught.value.param) == (404, "model")
+    assert len(caught.value.body()) < 1000
+    assert addresses(UNKNOWN, model="/models/" + "x" * 4000) == [UNKNOWN.address]
+
+
+def test_an_adapter_is_served_by_the_pods_that_have_it_loaded() -> None:
+    """A LoRA adapter's name selects its pods, and roots its keys in the base model."""
+    tuned = ready_pod("10.0.0.4:8000", adapters=["sql"])
+    candidates = select_candidates(completion("id", "p", model="sql"), pod_set(ONE, tuned))
+    assert [pod.address for pod in candidates.pods] == [tuned.address]
+    assert (candidates.base_model, candidates.lora_name) == (TINY, "sql")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        (None, [ONE.address, TWO.address]),
+        (frozenset({"10.0.0.2:8000"}), [TWO.address]),
+        (frozenset({"10.0.0.2"}), [TWO.address]),
+        (frozenset({"10.0.0.2:8000", "10.0.0.9:1"}), [TWO.address]),
+    ],
+)
+def test_the_gateways_subset_is_matched_by_address(
+    allowed: frozenset[str] | None, expected: list[str]
+) -> None:
+    """A subset names pods by "ip:port" or by ip; names of nobody are passed over."""
+    assert addresses(ONE, TWO, allowed=allowed) == expected
+
+
+@pytest.mark.parametrize("allowed", [frozenset(), frozenset({"10.0.0.2:8001"})])
+def test_a_subset_without_ready_pods_is_503(allowed: frozenset[str]) -> None:
+    """An empty subset, or one of strangers, leaves no endpoint."""
+    with pytest.raises(NoEndpointError):
+        addresses(ONE, TWO, allowed=allowed)
+
+
+def test_declaring_keeps_what_is_known_and_drops_who_is_gone() -> None:
+    """A pod that stays declared keeps its state, with labels that changed too; others vanish."""
+    pods = pod_set(ONE, TWO)
+    before = pods.snapshot()
+    labelled = entry("10.0.0.2:8000", role="decode")
+    assert pods.declare([ONE.entry, labelled]) == []
+    assert pods.snapshot()[ONE.address] is ONE
+    assert pods.snapshot()[TWO.address] == replace(TWO, entry=labelled)
+    pods.declare([TWO.entry])
+    assert list(pods.snapshot()) == [TWO.address]
+    assert before == {ONE.address: ONE, TWO.address: TWO}
+
+
+@pytest.mark.parametrize("change", [{"epoch": "2"}, {"name": "other"}, {"namespace": "other"}])
+def test_another_life_at_the_same_address_begins_anew(change: dict[str, str]) -> None:
+    """Another pod, or another process of it, is not ready before it was probed, and is named as new."""
+    told = load(waiting=3, kv_usage=0.5, kv_capacity_tokens=100, prefill_tokens_per_s=20.0)
+    pods = pod_set(replace(ONE, load=told), TWO)
+    pods.board.learnt({ONE.address: 30.0}, 1000.0)
+    pods.board.begin(ONE.address, 7, 0.0)
+    assert pods.declare([replace(ONE.entry, **change), TWO.entry]) == [ONE.address]
+    # What its engine told or taught is void, what was sent there is not.
+    known = pods.board.pods[pods.board.rows([ONE.address])[0]]
+    assert [known[name] for name in ("waiting", "kv_usage", "kv_capacity_tokens", "scraped_s")] == [
+        *(0.0, 0.0, 0.0),
+        -math.inf,
+    ]
+    assert pods.board.prefill_tokens_per_s(ONE.address) == 1000.0
+    assert pods.board.work(ONE.address).awaiting_tokens == 7
+    assert not pods.snapshot()[ONE.address].ready
+    assert pods.snapshot()[TWO.address].ready
+
+
+def test_a_pod_that_its_declarer_takes_out_is_out_at_once_and_in_again_at_once() -> None:
+    """Readiness as declared counts beside the probes: it takes a pod out, and lets it in again."""
+    pods = pod_set(ONE, DOWN)
+    out = [replace(pod.entry, ready=False) for pod in (ONE, DOWN)]
+    pods.declare(out)
+    assert {pod.why for pod in pods.snapshot().values()} == {NOT_READY_THERE, DOWN.why}
+    healthy = judge(pods.snapshot()[ONE.address], ProbeResult(ONE.address, True))
+    assert (healthy.ready, healthy.why) == (False, NOT_READY_THERE)
+    pods.declare([ONE.entry, DOWN.entry])
+    assert [pod.ready for pod in pods.snapshot().values()] == [True, False]
+
+
+def test_what_an_engine_tells_of_its_events_counts_less_than_what_is_declared() -> None:
+    """Annotated ports win over the engine's own account, and that over the defaults."""
+    defaults = EventDefaults(port=1, replay_port=2, asks_engine=True)
+    pod = replace(ONE, entry=replace(ONE.entry, events=defaults))
+    told = EventSources(told=True, labels={EVENTS_PORT_LABEL: "3", RANKS_LABEL: "2"})
+    off = EventSources(told=True, off=True)
+    annotated = replace(pod.entry, labels={EVENTS_PORT_LABEL: "4"})
+
+    def followed(pod: Pod) -> tuple[str | None, str | None, int] | None:
+        stream = pod_stream(pod)
+        return stream and (stream.events_endpoint, stream.replay_endpoint, stream.ranks)
+
+    assert followed(pod) == ("tcp://10.0.0.1:1", "tcp://10.0.0.1:2", 1)
+    assert followed(replace(pod, sources=NOT_TOLD)) == ("tcp://10.0.0.1:1", "tcp://10.0.0.1:2", 1)
+    assert followed(replace(pod, sources=told)) == ("tcp://10.0.0.1:3", None, 2)
+    assert followed(replace(pod, sources=told, entry=annotated)) == ("tcp://10.0.0.1:4", None, 2)
+    assert followed(replace(pod, sources=off)) is None
+    assert followed(replace(pod, sources=off, entry=annotated)) == ("tcp://10.0.0.1:4", None, 1)
+
+
+def test_a_pod_that_is_gone_is_not_brought_back_by_a_late_probe() -> None:
+    """What is put for an undeclared pod is dropped."""
+    pods = pod_set(ONE)
+    pods.put(TWO)
+    assert list(pods.snapshot()) == [ONE.address]
+
+
+def test_a_suspect_is_out_at_once() -> None:
+    """Suspicion takes a ready pod out, and changes nothing for one that is out already."""
+    pods = pod_set(ONE, DOWN)
+    assert pods.suspect(ONE.address, "its link broke") == ONE
+    assert pods.snapshot()[ONE.address].why == "its link broke"
+    assert pods.suspect(DOWN.address, "again") is None
+    assert pods.suspect("10.0.0.9:1", "stranger") is None
+
+
+def test_a_healthy_probe_makes_a_pod_ready_and_keeps_what_it_did_not_tell() -> None:
+    """Readiness needs one healthy probe; models told before are not forgotten by a probe that did not ask."""
+    judged = judge(replace(ONE, ready=False, failures=2), ProbeResult(ONE.address, True))
+    assert (judged.ready, judged.why, judged.failures, judged.models) == (True, "", 0, ONE.models)
+
+
+def test_a_pod_that_tells_no_load_hides_it_from_the_third_probe_on() -> None:
+    """Three probes in a row without a load are no accident; a load ends it, and a dead pod hides none."""
+    mute = ProbeResult(ONE.address, True, why_no_load="/metrics answered 404")
+    seen = [ONE]
+    for _ in range(3):
+        seen.append(judge(seen[-1], mute))
+    assert [pod.hides_load for pod in seen] == [False, False, False, True]
+    assert not judge(seen[-1], ProbeResult(ONE.address, True, load=load())).hides_load
+    assert not judge(seen[-1], ProbeResult(ONE.address, False, why="refused")).hides_load
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_probes_are_spread_about_their_interval(seed: int) -> None:
+    """Of many routers none asks in step with another: a fifth more or less, on moments that pods share."""
+    random = Random(seed)
+    waits_s = [next_probe_s(100.0, 10.0, random) - 100.0 for _ in range(1000)]
+    assert min(waits_s) == pytest.approx(8.0, abs=0.2)
+    assert max(waits_s) == pytest.approx(12.0, abs=0.2)
+    assert len({round(wait_s, 6) for wait_s in waits_s}) <= 42
+
+
+def test_a_refused_probe_takes_a_pod_out_at_once() -> None:
+    """A pod that refuses or answers badly is dead; no second chance."""
+    judged = judge(ONE, ProbeResult(ONE.address, False, why="refused"))
+    assert (judged.ready, judged.why) == (False, "refused")
+
+
+def test_a_slow_probe_takes_a_pod_out_only_when_repeated() -> None:
+    """A busy pod may miss two deadlines, not three; one that never was ready stays out."""
+    late = ProbeResult(ONE.address, False, timed_out=True, why="late")
+    first = judge(ONE, late)
+    second = judge(first, late)
+    assert [first.ready, second.ready, judge(second, late).ready] == [True, True, False]
+    assert not judge(replace(ONE, ready=False), late).ready
+
+
+def test_a_pods_stream_is_rooted_in_the_model_it_tells() -> None:
+    """The declared model is believed until the pod tells its own; without either nothing is followed."""
+    labels = {MODEL_LABEL: "declared", EVENTS_PORT_LABEL: "7777"}
+    declared = Pod("10.0.0.1:8000", "pod", entry("10.0.0.1:8000", **labels))
+    stream = pod_stream(declared)
+    assert stream is not None
+    assert (stream.model, stream.events_endpoint) == ("declared", "tcp://10.0.0.1:7777")
+    told = pod_stream(replace(declared, models=ONE.models))
+    assert told is not None
+    assert (told.model, told.events_endpoint) == (TINY, "tcp://10.0.0.1:7777")
+    assert pod_stream(replace(declared, entry=entry("10.0.0.1:8000"))) is None
+
+
+@pytest.mark.parametrize(
+    "page", [b"", b"{}", b'{"data":[]}', b'{"data":[{"id":"a","parent":"b"}]}', b"[" * 9999, b"\xff"]
+)
+def test_a_models_page_without_a_base_model_tells_nothing(page: bytes) -> None:
+    """Broken pages and pages without a base model are no news."""
+    assert served_models(page) is None
+
+
+def test_a_models_page_tells_base_aliases_and_adapters() -> None:
+    """Cards without a parent are the base model's names, the first its own; those with one are adapters."""
+    cards = [{"id": "m", "max_model_len": 99, "root": "/m"}, {"id": "alias", "parent": None}]
+    models = served_models(json.dumps({"data": [*cards, {"id": "sql", "parent": "m"}]}).encode())
+    assert models is not None
+    assert (models.base, models.aliases, models.adapters, models.max_model_len) == (
+        "m",
+        {"m", "alias"},
+        {"sql"},
+        99,
+    )
+
+
+def _candidates(pods: PodSet) -> list[str]:
+    return [pod.address for pod in select_candidates(completion("id", "p"), pods).pods]

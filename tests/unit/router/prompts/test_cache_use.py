@@ -1,0 +1,112 @@
+"""Tests of requests that bypass the prefix cache, or whose usage reports only some of the cached tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from router.feedback.lifecycle import RESPONSE
+from router.prompts.request import CACHE_NOT_READ, RequestKind, RouteRequest, reads_cache, usage_tells_all
+from tests.support.router.bench import TINY, Bench, completion, long_text, ready_pod
+
+A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
+TEXT = long_text(200)
+CHAT, COMPLETIONS = RequestKind.CHAT, RequestKind.COMPLETIONS
+
+
+def request_with(kind: RequestKind, **fields: Any) -> RouteRequest:
+    """Return a request with these fields."""
+    return RouteRequest("r", kind, TINY, {"model": TINY, **fields})
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "reads"),
+    [
+        (COMPLETIONS, {}, True),
+        (COMPLETIONS, {"logprobs": 5}, True),
+        (COMPLETIONS, {"echo": True}, True),
+        (COMPLETIONS, {"echo": True, "logprobs": None}, True),
+        (COMPLETIONS, {"echo": True, "logprobs": 0}, False),
+        (COMPLETIONS, {"prompt_logprobs": 0}, False),
+        (COMPLETIONS, {"prompt_logprobs": None}, True),
+        (CHAT, {"logprobs": True, "top_logprobs": 3}, True),
+        (CHAT, {"prompt_logprobs": 1}, False),
+        (CHAT, {"echo": True}, False),
+        (CHAT, {"echo": True, "top_logprobs": None}, True),
+        (CHAT, {"echo": False}, True),
+        (COMPLETIONS, {"sampling_params": {"prompt_logprobs": 0}}, False),
+        (COMPLETIONS, {"sampling_params": {"prompt_logprob_token_ids": [[1]]}}, False),
+        (COMPLETIONS, {"sampling_params": {"skip_reading_prefix_cache": True}}, False),
+        (
+            COMPLETIONS,
+            {"sampling_params": {"prompt_logprobs": 0, "skip_reading_prefix_cache": False}},
+            True,
+        ),
+        (COMPLETIONS, {"sampling_params": "none"}, True),
+        (COMPLETIONS, {"return_logprob": True, "logprob_start_len": 0}, False),
+        (COMPLETIONS, {"return_logprob": True, "logprob_start_len": -1}, True),
+        (COMPLETIONS, {"return_logprob": True, "logprob_start_len": "0"}, True),
+        (RequestKind.MESSAGES, {"prompt_logprobs": 1, "echo": True}, True),
+    ],
+)
+def test_prompt_logprobs_bypass_the_cache(kind: RequestKind, fields: dict[str, Any], reads: bool) -> None:
+    """Only fields by which vLLM 0.32 and SGLang compute prompt logprobs bypass the prefix cache."""
+    assert reads_cache(request_with(kind, **fields)) is reads
+
+
+def test_request_that_bypasses_the_cache_has_no_predicted_hit() -> None:
+    """A request that bypasses the cache counts as uncached; its blocks are still expected on the pod."""
+    bench = Bench().with_pods(A, B)
+    bench.index.hold(A.address, bench.keys(TEXT))
+    queued = msgspec.structs.replace(completion("first", long_text(40, 1)), candidates=frozenset({A.address}))
+    bench.router.route(queued, 0.0)
+    decision = bench.router.route(completion("r", TEXT, prompt_logprobs=0), 0.0)
+    best = decision.primary
+    assert (best.pod, best.cached_tokens, best.uncached_tokens) == (B.address, 0, decision.prompt_tokens)
+    assert (decision.degraded, decision.ranked.most_cached_tokens) == (CACHE_NOT_READ, 0)
+    assert decision.key in bench.index.speculative
+    assert bench.ledger.predicted_hit_tokens(B.address) == 0
+    bench.lifecycle.stored(B.address, bench.keys(TEXT)[-1:], 1.0)
+    assert bench.ledger.board.work(B.address).awaiting == 0
+    assert bench.sample("kvroute_router_picks_total", degraded=CACHE_NOT_READ) == 1
+
+
+def test_bypassing_request_is_confirmed_by_a_pod_that_holds_the_prompt() -> None:
+    """The pod stores the prompt's blocks again, which ends the prefill; its time is no rate sample."""
+    bench = Bench().with_pods(A)
+    bench.index.hold(A.address, bench.keys(TEXT))
+    bench.router.route(completion("r", TEXT, echo=True, logprobs=1), 0.0)
+    bench.lifecycle.stored(A.address, bench.keys(TEXT), 1.0)
+    assert bench.ledger.board.work(A.address).awaiting == 0
+    assert bench.rates.board.prefill_tokens_per_s(A.address) == bench.rates.board.fleet_tokens_per_s
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompts", "complete"),
+    [
+        ({}, 1, True),
+        ({"n": 1}, 1, True),
+        ({"n": 2}, 1, False),
+        ({"sampling_params": {"n": 3}}, 1, False),
+        ({}, 2, False),
+    ],
+)
+def test_usage_of_several_samples_is_incomplete(fields: dict[str, Any], prompts: int, complete: bool) -> None:
+    """With several samples or prompts, vLLM's usage has the cached tokens of only one of them."""
+    assert usage_tells_all(request_with(COMPLETIONS, **fields), prompts) is complete
+
+
+@pytest.mark.parametrize(("prompt", "fields"), [(TEXT, {"n": 2}), ([TEXT, TEXT], {})])
+def test_incomplete_usage_is_not_compared(prompt: object, fields: dict[str, Any]) -> None:
+    """Cached tokens of one of several samples or prompts are recorded, but not compared with predictions."""
+    bench = Bench().with_pods(A)
+    bench.index.hold(A.address, bench.keys(TEXT))
+    bench.router.route(completion("r", prompt, **fields), 0.0)
+    bench.lifecycle.ended("r", RESPONSE, 1.0, cached_tokens=16)
+    assert bench.sample("kvroute_router_compared_predicted_cached_tokens_total") == 0
+    assert bench.sample("kvroute_router_delivered_cached_tokens_total") == 0
+    record = bench.decision_log.find("r")
+    assert record is not None
+    assert record["delivered_cached_tokens"] == 16
