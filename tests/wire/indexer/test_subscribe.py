@@ -211,7 +211,7 @@ def test_an_engine_that_comes_later_is_waited_for(watched: Watched, engine: Engi
         watched.settled(1)
 
 
-def test_metrics_tell_what_happened(watched: Watched, engine: EnginePublisher) -> None:
+def test_metrics_count_what_happened(watched: Watched, engine: EnginePublisher) -> None:
     """Stores, copies, removals, lookups, hits and lag are counted under the documented names."""
     watched.follow(stream(engine))
     watched.settled(0)
