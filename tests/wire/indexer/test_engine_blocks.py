@@ -112,9 +112,9 @@ def test_the_engines_last_block_ends_the_prefill(routed: Routed) -> None:
     decision = routed.route("r", PROMPT)
     assert routed.bench.ledger.board.work(ADDRESS).awaiting == 1
     assert routed.watched.metric("kvroute_indexer_speculative_entries") > 0
-    predicted_tokens = routed.bench.lifecycle
+    lifecycle = routed.bench.lifecycle
     keys = routed.indexer.block_keys(TINY, PROMPT)
-    routed.watched.on_stored = lambda pod: predicted_tokens.stored(
+    routed.watched.on_stored = lambda pod: lifecycle.stored(
         pod, keys[: routed.cached(PROMPT)], time.monotonic()
     )
     routed.publish(PROMPT)
