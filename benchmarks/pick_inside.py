@@ -92,7 +92,11 @@ class Inside:
         rates = PrefillRates(RateParameters(), pods.board)
         self.index = KvIndexer(IndexerConfig(block_tokens=BLOCK_TOKENS), registry=registry)
         self.lifecycle = Lifecycle(
-            ledger, rates, RequestRecorder(decision_log, metrics), self.index.settle, self.index.dropped
+            ledger,
+            rates,
+            RequestRecorder(decision_log, metrics),
+            self.index.settle,
+            self.index.cancel_expectation,
         )
         self.tokenizers = TokenizerRegistry.load(
             {MODEL: model_directory(bodies)}, TokenizeOptions(deadline_s=_DEADLINE_S)

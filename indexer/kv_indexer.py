@@ -13,7 +13,7 @@ from indexer.audit.engine_counters import EngineReading, Finding, check_counters
 from indexer.audit.mismatch_watch import SentPrompt
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError
-from indexer.index.contract import IndexStats, PodMatches, Prefix, StreamState, explain_prefix
+from indexer.index.contract import NOT_FOLLOWED, IndexStats, PodMatches, Prefix, StreamState, explain_prefix
 from indexer.keys import Keys, Tokens
 from indexer.peers.service import PeerClient, PeerIdentity, PeerService
 from indexer.streams.ingest import Ingest
@@ -103,11 +103,8 @@ class KvIndexer:
 
     def pending(self) -> frozenset[str]:
         """Return followed pods whose view was never built, until `bootstrap_s` after they were followed."""
-        states, unsettled, now_s = (
-            self.engine_registry.states,
-            self.engine_registry.unsettled(),
-            self._clock(),
-        )
+        registry, now_s = self.engine_registry, self._clock()
+        states, unsettled = registry.states, registry.unsettled()
         return frozenset(
             pod
             for pod, followed_s in self._followed_s.items()
@@ -163,36 +160,28 @@ class KvIndexer:
         """
         started_s = time.perf_counter()
         self._speculation.expire(self._clock())
-        engine_registry = self.engine_registry
-        by_rank = self._hybrid.refine(
-            keys, self._index.match(keys, engine_registry.holders(pods)), prompt_tokens
-        )
-        found = engine_registry.best_ranks(by_rank, pods)
+        registry = self.engine_registry
+        by_rank = self._hybrid.refine(keys, self._index.match(keys, registry.holders(pods)), prompt_tokens)
+        found = registry.best_ranks(by_rank, pods)
         self._metrics.looked_up(found.longest, time.perf_counter() - started_s)
-        found.states, found.followed = engine_registry.states, self._followed_s
+        found.states, found.followed = registry.states, self._followed_s
         return found
 
     def explain(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None = None) -> list[Prefix]:
         engines = self.engine_registry.engines
         holders = list(self.engine_registry.holders(pods))
         table = self._hybrid.refine(keys, self._index.match(keys, holders), prompt_tokens)
-        prefixes = []
-        for holder in holders:
-            row, state, reason = table.rows[holder], StreamState.STALE, "not_followed"
-            if (engine := engines.get(holder)) is not None:
-                state, reason = engine.state, engine.reason
-            prefixes.append(
-                explain_prefix(
-                    holder,
-                    self._index.held(keys, holder),
-                    self._index.tiers,
-                    state=state,
-                    reason=reason,
-                    usable_blocks=int(table.cached_blocks[row]),
-                    stride=int(table.strides[row]) if len(table.strides) else 1,
-                )
+        return [
+            explain_prefix(
+                holder,
+                self._index.held(keys, holder),
+                self._index.tiers,
+                status=(engines[holder].state, engines[holder].reason) if holder in engines else NOT_FOLLOWED,
+                usable_blocks=int(table.cached_blocks[table.rows[holder]]),
+                stride=int(table.strides[table.rows[holder]]) if len(table.strides) else 1,
             )
-        return prefixes
+            for holder in holders
+        ]
 
     def observe(self, pod: str, reading: EngineReading) -> Finding | None:
         """Compare a reading of an engine's metrics with its view; clear the view if it must be wrong.
@@ -256,7 +245,8 @@ class KvIndexer:
         if (mismatch := self._mismatches.settle(request_id, now_s)) is not None:
             self._ingest.reconsider(mismatch.pod)
 
-    def dropped(self, request_id: Hashable) -> None:
+    def cancel_expectation(self, request_id: Hashable) -> None:
+        """Stop comparing a request with its pod's events, because it failed or was sent elsewhere."""
         self._mismatches.drop(request_id)
 
     def check_mismatches(self) -> None:

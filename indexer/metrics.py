@@ -79,44 +79,44 @@ class IndexerMetrics:
         self.removals_skipped = counter("removals_skipped", "Removals that cannot be used.", "reason")
         self.messages = tally(_EVENTS + "messages_received", "Live batches received.", [by_pod])
         self.removals_last = tally(
-            _EVENTS + "dedup_removed_hashes_forwarded", "Hashes removed of which the tier keeps no copy."
+            _EVENTS + "dedup_removed_hashes_forwarded", "Removed hashes without a further copy in the tier."
         )
         self.removals_copy = tally(
-            _EVENTS + "dedup_removed_hashes_suppressed", "Hashes removed of which the tier keeps a copy."
+            _EVENTS + "dedup_removed_hashes_suppressed", "Removed hashes with a further copy in the tier."
         )
 
     def _add_stream_metrics(self) -> None:
         counter, gauge = partial(self._counter, _OURS), self._gauge
-        self.stream_state = gauge(_OURS + "stream_state", "1 for the state a stream is in.", "pod", "state")
-        self.gaps = counter("gaps", "Times that batches were missing in a stream.", "pod")
-        self.replays = counter("replays", "Replays, by how they went.", "outcome")
-        self.snapshots = counter("snapshots", "Snapshots of engines, by how they went.", "outcome")
+        self.stream_state = gauge(_OURS + "stream_state", "1 for a stream's present state.", "pod", "state")
+        self.gaps = counter("gaps", "Gaps in the sequence numbers of a stream.", "pod")
+        self.replays = counter("replays", "Replays, by outcome.", "outcome")
+        self.snapshots = counter("snapshots", "Snapshots requested from engines, by outcome.", "outcome")
         self.parity_mismatches = counter(
-            "parity_mismatches", "Requests whose tokens an engine saw differently.", "pod", "model"
+            "parity_mismatches", "Requests whose tokens differ from the engine's.", "pod", "model"
         )
         self.parity_never_hit = gauge(
-            _OURS + "parity_never_hit", "1 for a pod that never stores what we compute for it.", "pod"
+            _OURS + "parity_never_hit", "1 for a pod whose blocks never match ours.", "pod"
         )
-        self.findings = counter("findings", "Views that an engine's metrics showed to be wrong.", "finding")
-        self.clears = counter("pod_clears", "Views dropped for doubt, by reason.", "reason")
-        self.rejected = counter("rejected", "Frames, batches and events that cannot be read.", "reason")
+        self.findings = counter("findings", "Views found wrong by the engine's metrics.", "finding")
+        self.clears = counter("pod_clears", "Views cleared, by reason.", "reason")
+        self.rejected = counter("rejected", "Malformed frames, batches and events.", "reason")
         self.orphans = gauge(_OURS + "orphans", "Stores that wait for their parent block.", "pod")
         self.events = self._applied.counter(
-            _OURS + "events", "Events read, by type, usable or not.", ["type"]
+            _OURS + "events", "Decoded events, by type, applied or not.", ["type"]
         )
         self.lag_s = self._applied.histogram(
             _OURS + "event_lag_seconds",
-            "From an engine's time stamp to the batch being applied.",
+            "Time from an engine's time stamp to the batch being applied.",
             _LAG_BUCKETS_S,
         )
         histogram = partial(Histogram, registry=self._registry, buckets=_SNAPSHOT_BUCKETS_S)
-        self.bootstraps = counter("bootstraps", "Views built, by where they come from.", "source")
+        self.bootstraps = counter("bootstraps", "Views built, by source.", "source")
         self.snapshot_bytes = counter("snapshot_bytes", "Bytes of snapshots applied.", "source")
-        self.snapshot_s = histogram(_OURS + "snapshot_seconds", "From asking for one to applied.", ["source"])
-        self.peers_asked = counter("peer_snapshots", "Snapshots asked of peers, by how it went.", "outcome")
-        self.exports = counter("told_snapshots", "Snapshots that peers asked for, by how it went.", "outcome")
-        self.export_bytes = counter("told_snapshot_bytes", "Bytes of snapshots told to peers.")
-        self.export_s = histogram(_OURS + "told_snapshot_seconds", "From being asked for one to told.")
+        self.snapshot_s = histogram(_OURS + "snapshot_seconds", "Time from request to applied.", ["source"])
+        self.peers_asked = counter("peer_snapshots", "Snapshots requested from peers, by outcome.", "outcome")
+        self.exports = counter("told_snapshots", "Snapshots requested by peers, by outcome.", "outcome")
+        self.export_bytes = counter("told_snapshot_bytes", "Bytes of snapshots sent to peers.")
+        self.export_s = histogram(_OURS + "told_snapshot_seconds", "Time from request to last message.")
 
     def _counter(self, prefix: str, name: str, text: str, *labels: str) -> Counter:
         return Counter(prefix + name, text, labels, registry=self._registry)
@@ -138,9 +138,9 @@ class _Sizes(Collector):
 
     def _metrics(self, stats: IndexStats, speculative: int) -> Iterator[Metric]:
         yield GaugeMetricFamily(_OURS + "blocks", "Unique blocks in the index.", stats.blocks)
-        yield GaugeMetricFamily(_OURS + "capacity_blocks", "Most blocks it may hold.", stats.capacity_blocks)
+        yield GaugeMetricFamily(_OURS + "capacity_blocks", "Most unique blocks.", stats.capacity_blocks)
         yield GaugeMetricFamily(_OURS + "holdings", "Pairs of (block, pod) in the index.", stats.holdings)
         yield CounterMetricFamily(
-            _OURS + "evicted_blocks", "Blocks lost to the capacity.", stats.evicted_blocks
+            _OURS + "evicted_blocks", "Blocks evicted because of the capacity.", stats.evicted_blocks
         )
-        yield GaugeMetricFamily(_OURS + "speculative_entries", "Assumed (request, pod, block).", speculative)
+        yield GaugeMetricFamily(_OURS + "speculative_entries", "Triples (request, pod, block).", speculative)

@@ -170,7 +170,6 @@ class MismatchWatch:
         Args:
             request_id: Id of the request; a second call replaces its expectation.
             parent_key: Key of the last block that the pod holds, or the prompt's root.
-            keys: Keys of the expected blocks.
             tokens: Token ids of the first expected block.
             start_tokens: Number of the prompt's tokens in front of that block.
         """

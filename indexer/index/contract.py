@@ -23,6 +23,7 @@ class StreamState(StrEnum):
     STALE = "STALE"
 
 
+NOT_FOLLOWED = StreamState.STALE, "not_followed"
 _ALL_ONE = np.zeros(0, np.int32)
 _NO_STATES: Mapping[str, StreamState] = MappingProxyType({})
 
@@ -136,16 +137,16 @@ def explain_prefix(
     held: NDArray[np.uint8],
     tiers: Tiers,
     *,
-    state: StreamState,
-    reason: str,
+    status: tuple[StreamState, str],
     usable_blocks: int,
     stride: int = 1,
 ) -> Prefix:
     """Explain how long an engine's cached prefix is and why it ends there.
 
     Args:
-        engine: A followed engine, or the name of one that is not followed.
+        engine: Name of the engine, `PodStream.holder`.
         held: uint8 [blocks], see `FlatIndex.held`.
+        status: State of the engine's stream and its reason.
         stride: Index blocks per engine block; the held prefix is cut to whole engine blocks.
     """
     missing = np.flatnonzero(held == 0)
@@ -158,8 +159,8 @@ def explain_prefix(
         end = PrefixEnd.HOLE if first_missing < len(held) else PrefixEnd.PROMPT
     return Prefix(
         engine=engine,
-        state=state,
-        reason=reason,
+        state=status[0],
+        reason=status[1],
         cached_blocks=usable_blocks,
         end=end,
         held_blocks=length,

@@ -85,10 +85,7 @@ class ReorderBuffer:
 
     @property
     def first(self) -> tuple[int, bytes | None]:
-        """Sequence number and payload of the next batch.
-
-        If batches were dropped, the number behind the last of them, without a payload.
-        """
+        """Number and payload of the next batch; after a drop only the number, behind the dropped ones."""
         return self._batches[0] if self._batches else (self._dropped_to + 1, None)
 
     def hold(self, sequence: int, payload: bytes) -> None:

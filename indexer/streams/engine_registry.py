@@ -77,12 +77,7 @@ class EngineRegistry:
             self._change(holder, stream_state=state, stream_reason=reason, settled=settled)
 
     def set_invalid(self, holder: str, source: str, reason: str | None) -> bool:
-        """Record why a source declares an engine's view invalid; return whether that changes anything.
-
-        Args:
-            source: Name of the check that reports, such as "parity".
-            reason: None: the source has no objection any more.
-        """
+        """Set why a source declares a view invalid, None: no reason; return whether that is a change."""
         with self._lock:
             engine = self.engines.get(holder)
             if engine is None or engine.invalid_reasons.get(source) == reason:

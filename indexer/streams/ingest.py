@@ -317,4 +317,4 @@ def _call(callback: Callable[..., None], *args: object) -> None:
     try:
         callback(*args)
     except Exception:
-        _log.exception("callback failed")
+        _log.exception("callback failed, the stream continues")

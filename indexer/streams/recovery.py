@@ -123,7 +123,7 @@ class EngineStream:
     def close(self) -> None:
         self.stop()
 
-    def reset(self, now_s: float) -> None:  # noqa: ARG002 (whoever connects needs it)
+    def reset(self, now_s: float) -> None:  # noqa: ARG002 (subclasses use it)
         """Drop the view and restart the stream, after an error in our own code."""
         self.restart()
 
@@ -168,8 +168,6 @@ class EngineStream:
 
     def export(self, future: Future[ViewSnapshot], now_s: float, feed: Feed | None) -> None:
         """Start an export of the view for a peer, or for the relay, whose feed receives all later changes.
-
-        The future receives the snapshot, or a PeerError, after some turns.
 
         Raises:
             PeerError: The view cannot be exported now.

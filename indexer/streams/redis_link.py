@@ -131,11 +131,11 @@ def _pool(url: str) -> ConnectionPool:
             f"IndexerConfig.redis_url: no {scheme}:// URL of the form "
             f"{scheme}://[user:password@]host:port/database, or unix://path"
         ) from None
-    # Options that the relay counts on, whatever the URL says of them.
+    # Options that the relay depends on override those of the URL.
     pool.connection_kwargs.update(
         socket_timeout=_TIMEOUT_S,
         socket_connect_timeout=_TIMEOUT_S,
-        # After a broken connection; never after a timeout. What was written is refused the second time.
+        # Retry after a broken connection, never after a timeout; the server rejects an entry written twice.
         retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
         protocol=2,
         decode_responses=False,

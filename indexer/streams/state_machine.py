@@ -304,11 +304,7 @@ class StreamMachine:
         return actions + (fetch or self._drain(give_up=True))
 
     def emptied(self, view: int, *, holds_nothing: bool = False) -> None:
-        """Mark a view as complete: an applied batch reported an empty cache.
-
-        Args:
-            holds_nothing: Whether the cache is still empty after that batch.
-        """
+        """Mark a view as complete: a batch reported an empty cache (`holds_nothing`: and stored nothing)."""
         if view == self._view:
             self._missing = None
             self._reported_empty = holds_nothing

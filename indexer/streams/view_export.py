@@ -71,11 +71,7 @@ class ViewExports:
     def begin(
         self, future: Future[ViewSnapshot], last_batch: tuple[int, bytes], content: ViewContent, now_s: float
     ) -> None:
-        """Start an export.
-
-        Args:
-            future: Future of the snapshot, or of a PeerError.
-            last_batch: Sequence number and digest of the last batch in the view.
+        """Start an export, whose snapshot or PeerError the future receives.
 
         Raises:
             PeerError: Another export runs.
@@ -184,11 +180,7 @@ class Feed:
     bytes_since: int = 0  # size of the entries written since that snapshot
 
     def list_from(self, state: EventApplier, machine: StreamMachine, last_batch: tuple[int, bytes]) -> None:
-        """Start the epoch, or continue it, at the view's present state.
-
-        Args:
-            last_batch: Sequence number and digest from `exportable_batch`.
-        """
+        """Start or continue the epoch at the view's present state; `last_batch`: see `exportable_batch`."""
         if self._state is None:
             state.change_log.begin()
             self._state, self._facts = state, state.view.facts()

@@ -25,7 +25,7 @@ from indexer.wire.decode import UNKNOWN_EVENT
 from indexer.wire.events import MAX_TOKENS
 
 GROUPS_MAX = 32
-# Longer entries are neither written nor read.
+# Entries above this size are neither written nor read.
 ENTRY_BYTES_MAX = 32 << 20
 _CHANGES_MAX = 1 << 20
 # Skipping a store for these reasons leaves the view valid.
@@ -100,7 +100,7 @@ class ViewSnapshot:
 
 
 class Kind(IntEnum):
-    """What a change does with one copy of each block."""
+    """Effect of a change on one copy of each block."""
 
     STORED = 0
     COPIED = 1
@@ -109,13 +109,13 @@ class Kind(IntEnum):
 
 
 class Change(Struct, frozen=True, array_like=True):
-    """One change of what a KV cache group holds."""
+    """Change of the blocks of one KV cache group."""
 
     group: int | None  # None for the lead group
     kind: Kind
     tier: int = 0
-    names: bytes = b""  # uint64, little-endian: names of blocks, see `engine_hashes`
-    keys: bytes = b""  # uint64, little-endian: their keys, of a store only
+    names: bytes = b""  # uint64, little-endian: names of the blocks, see `engine_hashes`
+    keys: bytes = b""  # uint64, little-endian: keys of the blocks, for STORED only
 
     @property
     def name_array(self) -> NDArray[np.uint64]:
@@ -127,16 +127,16 @@ class Change(Struct, frozen=True, array_like=True):
 
 
 class Entry(Struct, frozen=True, array_like=True):
-    """Changes that some batches of an engine's stream made to a view."""
+    """Entry of the change log: changes of a view by some consecutive batches."""
 
-    sequence: Annotated[int, Meta(ge=0)]  # of the last of these batches
+    sequence: Annotated[int, Meta(ge=0)]  # sequence number of the last batch
     digest: Annotated[bytes, Meta(min_length=16, max_length=16)]  # XXH3-128 of that batch's payload
-    facts: ViewFacts | None = None  # what the events told, where that has changed
+    facts: ViewFacts | None = None  # None: unchanged
     changes: Annotated[Sequence[Change], Meta(max_length=_CHANGES_MAX)] = ()
 
 
 class ChangeLog:
-    """Records the changes of one view while somebody wants them; on the subscriber's thread."""
+    """Recorder of the changes of one view, while it is on. Used on the subscriber's thread."""
 
     def __init__(self) -> None:
         self._changes: list[Change] | None = None
@@ -224,23 +224,23 @@ _DECODER = msgspec.msgpack.Decoder(Entry)
 
 
 def decode_entry(data: bytes, tiers: int) -> Entry:
-    """Read an entry.
+    """Decode and validate an entry.
 
     Args:
-        data: Its msgpack, from a server to which anybody may write.
-        tiers: How many tiers there are.
+        data: msgpack from an untrusted server.
+        tiers: Number of tiers.
 
     Raises:
-        PayloadError: It is none, or too long.
+        PayloadError: The entry is malformed or larger than 32 MiB.
     """
     if len(data) > ENTRY_BYTES_MAX:
-        raise PayloadError("oversize", f"an entry of {len(data)} bytes, at most {ENTRY_BYTES_MAX}")
+        raise PayloadError("oversize", f"entry of {len(data)} bytes, at most {ENTRY_BYTES_MAX}")
     try:
         entry = _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise PayloadError("broken_entry", str(error)) from None
     if not all(_is_sound(change, tiers) for change in entry.changes):
-        raise PayloadError("broken_entry", "columns of an entry do not belong together")
+        raise PayloadError("broken_entry", "columns of the entry have inconsistent lengths or values")
     return entry
 
 

@@ -103,7 +103,7 @@ class RouterServer:
             self.rates,
             RequestRecorder(self.decision_log, self._metrics),
             lambda request, now_s: self.index.settle(request, now_s),
-            lambda request: self.index.dropped(request),
+            lambda request: self.index.cancel_expectation(request),
         )
         self._lost_ends = LostEndDetector(self.lifecycle)
         self.health = Health()

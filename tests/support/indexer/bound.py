@@ -13,10 +13,10 @@ class ConnectedEngine:
     """PUB socket that connects to a running indexer, with a context of its own.
 
     Args:
-        inbox: The indexer, or the address that it is bound to.
-        pod: Its name in the topic.
-        model: Its model there.
-        first: Its first sequence number.
+        inbox: Indexer, or the address that it is bound to.
+        pod: Name of the pod in the topic.
+        model: Name of the model in the topic.
+        first: First sequence number.
     """
 
     def __init__(self, inbox: Watched | str, pod: str, model: str = MODEL, first: int = 0) -> None:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from indexer.wire import columns as rows
 from indexer.wire.events import BlockStored
 
-# Kernels are compiled within some test's first example, and the machine may be busy.
+# Kernels are compiled during a test's first example, and the machine may be busy.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 STORED_NAMES = BlockStored.__struct_fields__[:11]
 
-# One event with every field, and with some that are not known.
+# One event with every field, and with some unknown ones.
 PLAIN_MAP = {
     "type": "BlockStored",
     "block_hashes": [2**64 - 1, -200, b"\x01" * 32],

@@ -24,10 +24,10 @@ DIGEST = bytes(16)
 
 
 class Views:
-    """The views of PODS.
+    """Views of PODS.
 
     Attributes:
-        index: Where their blocks are.
+        index: Index with their blocks.
     """
 
     def __init__(self, block_tokens: int = 4) -> None:

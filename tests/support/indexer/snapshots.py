@@ -20,10 +20,10 @@ class SnapshotServer:
     """HTTP on a free port.
 
     Attributes:
-        answer: Called for each request with its number, from 0; tells status and body. A body of None sends
-            nothing and waits until the server is closed.
-        asked: Requests so far.
-        secrets: What each carried as its authorization.
+        answer: Function from the request's number, from 0, to status and body. With a body of None the server
+            sends nothing and waits until it is closed.
+        asked: Number of requests so far.
+        secrets: Authorization header of each request.
     """
 
     def __init__(self, answer: Callable[[int], tuple[int, bytes | None]]) -> None:

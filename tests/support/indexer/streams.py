@@ -23,13 +23,13 @@ class Loop:
 
     Attributes:
         view: Payloads applied since the last clear.
-        current: The machine's number of that view.
-        clears: Their reasons.
+        current: Number of that view at the machine.
+        clears: Reasons of all clears.
         wire: Live messages under way.
         answers: Replay answers under way; None is the end.
-        fetching: Whether a snapshot is asked for.
-        fetches: How often one was.
-        peer: What a peer's view holds, if it is asked for snapshots instead of the engine.
+        fetching: Whether a snapshot request is pending.
+        fetches: Number of snapshot requests.
+        peer: Content of a peer's view, if snapshots come from a peer instead of the engine.
     """
 
     def __init__(

@@ -44,9 +44,9 @@ class Watched:
     """Running indexer with blocks of 4 tokens.
 
     Attributes:
-        links: What `on_link` told, in order.
-        stored: What `on_stored` told, as (pod, number of keys).
-        on_stored: Called at each `on_stored`, on the subscriber's thread.
+        links: Arguments of `on_link`, in order.
+        stored: Calls of `on_stored`, as (pod, number of keys).
+        on_stored: Function called at each `on_stored`, on the subscriber's thread.
     """
 
     def __init__(self, **settings: Any) -> None:

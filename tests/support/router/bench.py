@@ -149,7 +149,7 @@ class Bench:
             self.rates,
             RequestRecorder(self.decision_log, self.metrics),
             self.index.settle,
-            self.index.dropped,
+            self.index.cancel_expectation,
         )
         self.scheduler = Scheduler(
             board,

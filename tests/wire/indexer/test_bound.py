@@ -30,7 +30,7 @@ def rejected(watched: Watched, why: str) -> float:
     return watched.metric("kvroute_indexer_rejected_total", reason=why)
 
 
-def test_pods_that_nobody_declared_are_known_by_their_topics(watched: Watched) -> None:
+def test_undeclared_pods_are_identified_by_their_topics(watched: Watched) -> None:
     """An undeclared pod is named by its topic, and is EXACT if received from its first batch on."""
     with ConnectedEngine(watched, POD) as first, ConnectedEngine(watched, OTHER) as second:
         first.publish(block(1))
@@ -41,7 +41,7 @@ def test_pods_that_nobody_declared_are_known_by_their_topics(watched: Watched) -
         assert watched.links.count((POD, True)) == 1
 
 
-def test_models_of_any_name_are_told_apart(watched: Watched) -> None:
+def test_a_models_name_may_have_any_characters(watched: Watched) -> None:
     """Everything after the second '@' of a topic is the model's name."""
     odd = "org/model@rev"
     with ConnectedEngine(watched, POD) as plain, ConnectedEngine(watched, "[fd00::1]:8000", odd) as other:
@@ -56,7 +56,7 @@ def test_models_of_any_name_are_told_apart(watched: Watched) -> None:
         )
 
 
-def test_a_publisher_that_vanished_is_noticed(watched: Watched) -> None:
+def test_a_lost_connection_is_reported(watched: Watched) -> None:
     """A lost connection is reported immediately; without a replay socket the old view is dropped."""
     with ConnectedEngine(watched, POD) as engine:
         engine.publish(block(1))
@@ -168,7 +168,7 @@ def test_undeclared_pods_are_bounded(watched: Watched) -> None:
         engine.close()
 
 
-def test_one_that_has_gone_makes_room(watched: Watched) -> None:
+def test_a_disconnected_undeclared_pod_makes_room(watched: Watched) -> None:
     """A disconnected undeclared pod is dropped with its blocks after its time, when its place is needed."""
     watched.indexer.close()
     watched = Watched(events_bind=BIND, undeclared_pods=1, undeclared_forget_s=0.01)

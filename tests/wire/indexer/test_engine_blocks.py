@@ -52,8 +52,8 @@ class Routed:
         """Route a request."""
         return self.bench.router.route(completion(request_id, prompt), time.monotonic())
 
-    def told(self, prompt: list[int]) -> int:
-        """Prompt tokens predicted; the request is over at once."""
+    def predicted_tokens(self, prompt: list[int]) -> int:
+        """Return the predicted cached tokens of a request, and end it."""
         decision = self.route("probe", prompt)
         self.bench.lifecycle.ended("probe", "response", time.monotonic())
         self.indexer.settle(decision.key, time.monotonic(), grace_s=0.0)
@@ -78,7 +78,7 @@ def test_predicted_is_whole_blocks_of_the_engine(routed: Routed) -> None:
         for tail in (0, 1, 40):
             prompt = [*PROMPT[:shared], *range(2000, 2000 + tail)]
             served = min(shared, len(prompt) - 1, whole) // routed.engine_tokens * routed.engine_tokens
-            assert routed.told(prompt) == served, (shared, tail)
+            assert routed.predicted_tokens(prompt) == served, (shared, tail)
 
 
 def test_explained_is_what_is_predicted(routed: Routed) -> None:
@@ -104,7 +104,7 @@ def test_what_is_on_its_way_is_whole_blocks_too(routed: Routed) -> None:
     """The speculative entries of a prompt end with its last engine block."""
     routed.route("first", PROMPT)
     whole = len(PROMPT) // routed.engine_tokens * routed.engine_tokens
-    assert routed.told([*PROMPT, *range(2000, 2040)]) == whole
+    assert routed.predicted_tokens([*PROMPT, *range(2000, 2040)]) == whole
 
 
 def test_the_engines_last_block_ends_the_prefill(routed: Routed) -> None:
@@ -112,9 +112,11 @@ def test_the_engines_last_block_ends_the_prefill(routed: Routed) -> None:
     decision = routed.route("r", PROMPT)
     assert routed.bench.ledger.board.work(ADDRESS).awaiting == 1
     assert routed.watched.metric("kvroute_indexer_speculative_entries") > 0
-    told = routed.bench.lifecycle
+    lifecycle = routed.bench.lifecycle
     keys = routed.indexer.block_keys(TINY, PROMPT)
-    routed.watched.on_stored = lambda pod: told.stored(pod, keys[: routed.cached(PROMPT)], time.monotonic())
+    routed.watched.on_stored = lambda pod: lifecycle.stored(
+        pod, keys[: routed.cached(PROMPT)], time.monotonic()
+    )
     routed.publish(PROMPT)
     wait_until("the prefill is over", lambda: routed.bench.ledger.board.work(ADDRESS).awaiting == 0)
     wait_until(

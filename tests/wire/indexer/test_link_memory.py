@@ -28,7 +28,7 @@ def test_few_messages_wait_at_the_socket() -> None:
             for sequence in range(SENT):
                 publisher.send_multipart([b"", sequence.to_bytes(8, "big"), bytes(MESSAGE_BYTES)])
             wait_until("the first message", lambda: bool(link.poll(0)))
-            # Time for the sockets' threads to hand over what they will; the rest goes with the publisher.
+            # Let the sockets' threads deliver messages; the rest goes with the publisher.
             time.sleep(3)
             publisher.close()
             received = 0
@@ -38,5 +38,5 @@ def test_few_messages_wait_at_the_socket() -> None:
         finally:
             publisher.close()
             close_subscription(link, monitor)
-    # Eight at the socket, and what the kernel's buffers hold.
+    # Eight messages at the socket, and those in the kernel's buffers.
     assert 1 <= received <= 60

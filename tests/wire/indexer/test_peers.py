@@ -52,7 +52,7 @@ def publish_from_the_start(engine: EnginePublisher, peer: Watched) -> None:
     """Let a peer receive all batches of the engine, more than its buffer has room for."""
     peer.follow(stream(engine))
     if engine.replay_endpoint is not None:
-        # What is said before the replay is answered would be missing.
+        # Batches published before the replay's answer would be missing.
         peer.settled(0)
     engine.wait_for_subscriber()
     for number in (1, 2, 3, 4, 5):
@@ -88,7 +88,7 @@ def test_an_engine_that_restarted_meanwhile_is_not_taken_for_the_old_one(engine:
         with EnginePublisher() as restarted:
             restarted.publish(block(1))
             with serving(first) as address, indexer(address) as second:
-                # The peer listens to the old process, we to the new one.
+                # The peer follows the old process, we follow the new one.
                 second.follow(stream(restarted))
                 second.settled(1)
                 assert asked(second, "completed") >= 1
@@ -114,7 +114,7 @@ def test_a_process_with_equal_numbers_is_not_taken_for_the_old_one(
                 second.built(source)
 
 
-def test_a_peer_that_is_not_exact_tells_nothing(engine: EnginePublisher) -> None:
+def test_a_peer_that_is_not_exact_rejects_the_request(engine: EnginePublisher) -> None:
     """A STALE peer rejects the request with the reason, and the engine's short history is used."""
     for _ in range(4):
         engine.publish(block(1))
@@ -154,7 +154,7 @@ def test_a_stale_view_is_repaired_once_a_peer_is_available(
         ({"tier_weights": {"gpu": 1.0, "cpu": 0.5, "tape": 0.1}}, "tiers"),
     ],
 )
-def test_a_peer_of_another_kind_is_told_nothing(
+def test_an_incompatible_peer_is_rejected(
     engine: EnginePublisher, settings: dict[str, Any], reason: str
 ) -> None:
     """Peers with other seeds, block sizes or tiers are rejected with the reason."""
@@ -178,7 +178,7 @@ def test_a_process_ignores_itself_among_its_peers(engine: EnginePublisher) -> No
         watched.built("replay")
 
 
-def test_of_two_peers_the_one_that_knows_is_found(engine: EnginePublisher) -> None:
+def test_unusable_peers_are_skipped(engine: EnginePublisher) -> None:
     """Peers that are unreachable or do not follow the engine are skipped."""
     with indexer() as first, indexer() as ignorant, serving(ignorant) as other:
         publish_from_the_start(engine, first)
@@ -191,7 +191,7 @@ def test_of_two_peers_the_one_that_knows_is_found(engine: EnginePublisher) -> No
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
-def test_a_peer_that_dies_half_way_has_told_nothing(engine: EnginePublisher, kept: int) -> None:
+def test_an_incomplete_snapshot_is_not_used(engine: EnginePublisher, kept: int) -> None:
     """A snapshot without its end is not used, and the next peer is asked."""
     with indexer() as first:
         publish_from_the_start(engine, first)
@@ -225,7 +225,7 @@ def test_a_snapshot_that_just_ends_is_broken(engine: EnginePublisher, kept: int)
             assert second.metric("kvroute_indexer_snapshot_bytes_total", source="peer") == 0
 
 
-def test_a_silent_peer_is_given_up(engine: EnginePublisher) -> None:
+def test_a_silent_peer_times_out(engine: EnginePublisher) -> None:
     """A silent peer delays the view by the timeout, and no other view."""
     until = threading.Event()
     with false_peer(lambda *_: then_wait([], until)) as silent:
@@ -282,7 +282,7 @@ def test_without_a_replay_socket_a_batch_in_common_proves_the_process(
             second.built("peer")
 
 
-def test_a_view_that_waits_for_a_parent_is_not_told(engine: EnginePublisher) -> None:
+def test_a_view_with_pending_stores_is_not_exported(engine: EnginePublisher) -> None:
     """A view with pending stores is not exported."""
     with indexer() as first:
         publish_from_the_start(engine, first)
@@ -293,7 +293,7 @@ def test_a_view_that_waits_for_a_parent_is_not_told(engine: EnginePublisher) -> 
             wait_until("it was refused", lambda: asked(second, "orphans") == 1)
 
 
-def test_events_wait_while_a_view_is_told_and_are_not_lost(
+def test_events_wait_during_an_export_and_are_not_lost(
     engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches that arrive during an export are applied after it, on both sides."""
@@ -306,14 +306,14 @@ def test_events_wait_while_a_view_is_told_and_are_not_lost(
             first.settled(5)
 
 
-def test_a_view_that_changes_while_it_is_listed_is_not_told(
+def test_a_view_that_changes_during_its_export_is_not_sent(
     engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A view that is invalidated during its export is not sent."""
     with indexer() as first:
         publish_from_the_start(engine, first)
-        doubt = partial(first.indexer.invalidate, POD, "cleared_by_hand")
-        while_listed(monkeypatch, doubt, lambda _: False)
+        invalidate = partial(first.indexer.invalidate, POD, "cleared_by_hand")
+        while_listed(monkeypatch, invalidate, lambda _: False)
         with serving(first) as address, indexer(address) as second:
             second.follow(stream(engine))
             wait_until("it was refused", lambda: asked(second, "changed") >= 1)

@@ -109,7 +109,7 @@ def test_a_router_follows_an_engine_that_it_cannot_reach(
         assert (POD, 1) in follows.stored
 
 
-def test_no_token_lies_on_the_server(server: RedisServer) -> None:
+def test_no_token_is_on_the_server(server: RedisServer) -> None:
     """Token ids are prompts: neither a view nor an entry contains them."""
     tokens = [0x0BADF00D + number for number in range(8)]
     with EnginePublisher() as engine, router(server) as watched:
@@ -156,7 +156,7 @@ def test_a_view_of_an_earlier_process_is_rejected(server: RedisServer) -> None:
         second.built("replay")
 
 
-def test_a_holder_that_was_stopped_writes_nothing_more(server: RedisServer) -> None:
+def test_a_router_whose_lease_expired_writes_nothing(server: RedisServer) -> None:
     """A router that resumes after its lease expired writes no entries."""
     with EnginePublisher() as engine, router(server) as next_holder, router(server) as follows:
         engine.publish(block(1))
@@ -204,7 +204,7 @@ def test_the_next_router_writes_when_one_ends(server: RedisServer) -> None:
         follows.settled(4)
 
 
-def test_a_flushed_server_is_filled_anew(server: RedisServer) -> None:
+def test_a_flushed_server_is_filled_again(server: RedisServer) -> None:
     """After a flush of the server leases, entries and views are written again, and readers become EXACT."""
     with EnginePublisher() as engine, router(server) as reaches, router(server) as follows:
         followed_from_the_start(engine, reaches)

@@ -147,7 +147,7 @@ def test_a_broken_batch_in_a_snapshot_makes_the_view_stale(watched: Watched, eng
         watched.settled(1, STALE)
 
 
-def test_a_silent_server_delays_nobody_else(watched: Watched, engine: EnginePublisher) -> None:
+def test_a_silent_server_delays_no_other_pod(watched: Watched, engine: EnginePublisher) -> None:
     """While one pod waits for its snapshot it is RECOVERING, and the others are followed."""
     with SnapshotServer(lambda _: (200, None)) as server, EnginePublisher() as other:
         watched.follow(with_snapshots(engine, server), replace(stream(other), pod="10.0.0.3:1"))

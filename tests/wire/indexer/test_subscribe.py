@@ -58,7 +58,7 @@ def test_a_gap_triggers_a_replay(
     watched: Watched, engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lost batch is replayed, and all batches are applied in order."""
-    # Else a look at the tail may find the batch before the gap shows.
+    # Without this a tail check may find the batch before the gap does.
     monkeypatch.setattr(recovery, "QUIET_S", 3600.0)
     watched.follow(stream(engine))
     watched.settled(0)
@@ -114,7 +114,7 @@ def test_a_replay_that_failed_is_tried_again_later(answers: int, monkeypatch: py
     with EnginePublisher() as engine:
         for number in (1, 2, 3):
             engine.publish(block(number))
-        # Two attempts at first, two when it is tried again.
+        # Two attempts of the first replay, two of the second.
         engine.silent_after, engine.silent_replays = answers, 4
         watched.follow(stream(engine))
         watched.settled(3)
@@ -211,7 +211,7 @@ def test_an_engine_that_comes_later_is_waited_for(watched: Watched, engine: Engi
         watched.settled(1)
 
 
-def test_metrics_tell_what_happened(watched: Watched, engine: EnginePublisher) -> None:
+def test_metrics_count_what_happened(watched: Watched, engine: EnginePublisher) -> None:
     """Stores, copies, removals, lookups, hits and lag are counted under the documented names."""
     watched.follow(stream(engine))
     watched.settled(0)

@@ -42,7 +42,7 @@ def engines() -> Iterator[tuple[EnginePublisher, EnginePublisher]]:
         yield first, second
 
 
-def test_pods_are_told_apart_by_their_subscription(
+def test_pods_are_identified_by_their_subscription(
     watched: Watched, engines: tuple[EnginePublisher, EnginePublisher]
 ) -> None:
     """Two engines that publish under one topic with the same hashes are two pods."""
@@ -109,7 +109,7 @@ def test_a_pod_that_is_not_followed_any_more_leaves_nothing(
     watched.settled(2, pod=OTHER)
 
 
-def test_a_pod_with_another_address_or_model_begins_anew(
+def test_a_pod_with_another_address_or_model_starts_over(
     watched: Watched, engines: tuple[EnginePublisher, EnginePublisher]
 ) -> None:
     """A pod with another endpoint or model starts with an empty view."""

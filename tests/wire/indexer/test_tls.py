@@ -58,7 +58,7 @@ def ask(port: int, trusted: trustme.CA, client: trustme.CA | None = None) -> Non
         None if shown is None else shown.private_key_pem.bytes(),
         None if shown is None else shown.cert_chain_pems[0].bytes(),
     )
-    # A pool of its own: connections are shared between channels else.
+    # A subchannel pool of its own, because channels share connections by default.
     with grpc.secure_channel(
         f"localhost:{port}", credentials, [("grpc.use_local_subchannel_pool", 1)]
     ) as channel:

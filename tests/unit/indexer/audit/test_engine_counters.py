@@ -19,7 +19,7 @@ BEFORE = EngineReading(
 )
 
 
-def test_a_healthy_engine_shows_nothing() -> None:
+def test_a_healthy_engine_has_no_finding() -> None:
     """Growing counters, an unchanged process and a view within the capacity are no finding."""
     now = replace(BEFORE, prompt_tokens=9000, query_tokens=90_000, hit_tokens=200, predicted_tokens=80_000)
     assert check_counters(BEFORE, now, 100) is None
@@ -55,7 +55,7 @@ def test_a_view_larger_than_the_cache_is_wrong() -> None:
 @pytest.mark.parametrize(
     ("predicted", "hits", "found"), [(4096, 0, True), (4095, 0, False), (9000, 1, False)]
 )
-def test_hits_that_never_come_are_phantoms(predicted: int, hits: int, found: bool) -> None:
+def test_predicted_hits_without_actual_hits_are_a_finding(predicted: int, hits: int, found: bool) -> None:
     """Many predicted hits that were looked up and not found are a finding."""
     now = replace(
         BEFORE,

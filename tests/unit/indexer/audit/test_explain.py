@@ -25,9 +25,7 @@ GPU, CPU = (1 << TIERS.number(tier) for tier in ("gpu", "cpu"))
 def test_the_end_has_a_reason(held: list[int], usable: int, end: PrefixEnd, length: int, beyond: int) -> None:
     """A prefix ends at the prompt's end, at a hole, or at layers with another rule."""
     held_tiers = np.array(held, np.uint8)
-    prefix = explain_prefix(
-        "pod", held_tiers, TIERS, state=StreamState.STALE, reason="gap", usable_blocks=usable
-    )
+    prefix = explain_prefix("pod", held_tiers, TIERS, status=(StreamState.STALE, "gap"), usable_blocks=usable)
     assert (prefix.end, prefix.cached_blocks, prefix.held_blocks, prefix.held_beyond) == (
         end,
         usable,
@@ -40,6 +38,6 @@ def test_the_end_has_a_reason(held: list[int], usable: int, end: PrefixEnd, leng
 def test_each_block_lies_in_its_best_tier() -> None:
     """Stretches are listed from the start; a block in two tiers counts in the better one."""
     held = np.array([GPU | CPU, GPU, CPU, CPU, GPU], np.uint8)
-    prefix = explain_prefix("p", held, TIERS, state=StreamState.EXACT, reason="", usable_blocks=5)
+    prefix = explain_prefix("p", held, TIERS, status=(StreamState.EXACT, ""), usable_blocks=5)
     assert prefix.tiers == (("gpu", 2), ("cpu", 2), ("gpu", 1))
     assert (prefix.engine, prefix.state) == ("p", StreamState.EXACT)

@@ -141,7 +141,7 @@ def test_another_request_in_flight_explains_a_store() -> None:
     assert known(watch).last_mismatch is None
 
 
-def test_runs_of_one_batch_are_told_apart() -> None:
+def test_runs_of_one_batch_are_compared_separately() -> None:
     """A run that matches one request does not excuse another run of the same batch."""
     watch = watch_of()
     parent = int(chain(OURS)[0])

@@ -49,7 +49,7 @@ def test_wrong_settings_are_rejected(settings: dict[str, Any], message: str) -> 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the extra, the error names the package to install."""
     monkeypatch.setitem(sys.modules, "redis", None)
-    for module in ("indexer.streams.relay",):
+    for module in ("indexer.streams.relay", "indexer.streams.redis_link"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(ConfigError, match=r"kvroute\[redis\]"):
         made(**_REDIS)

@@ -131,7 +131,7 @@ def test_a_mismatch_does_not_hide_the_streams_own_reason() -> None:
     bench = Bench()
     bench.ingest.state(POD, StreamState.EXACT, "")
     bench.apply(stored([1]))
-    # A full report that shows itself: from now on others may be one, too.
+    # A recognised full report: later stores may be reports, too.
     bench.apply(stored([1]), stored([2], 1))
     bench.apply(stored([1, 2]))
     bench.apply(removed(2))

@@ -23,7 +23,7 @@ def test_a_copied_view_goes_on_like_the_one_it_was_copied_from(data: st.DataObje
     """A copied view and its origin have the same content after all later events."""
     peer, ours = Views(), Views()
     payloads = st.lists(batches(0, grouped), min_size=1, max_size=3)
-    # Other pods' blocks and names are there before, on both sides, and not the same.
+    # Both sides start with different blocks and names of other pods.
     peer.apply(OTHER, data.draw(payloads))
     ours.apply(OTHER, data.draw(payloads))
     copied = False

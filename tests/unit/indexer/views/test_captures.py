@@ -1,4 +1,4 @@
-"""Ground truth: what a real vLLM 0.32 published and, for each request, what it then served from its cache.
+"""Ground truth: events that a real vLLM 0.32 published, and the cached tokens that it reported per request.
 
 The capture is of a tiny Llama with blocks of 32 tokens and a pool of 64: a cold start, exact repeats, shared
 prefixes, salts, generated blocks, a re-announced prefix, a reset, evictions, concurrent twins and preemption.
@@ -16,7 +16,7 @@ from tests.support.indexer.plain_view import apply_batch
 from tests.support.indexer.views import OnePod, read_lines
 
 ENGINE_BLOCK = 32
-# Requests whose hit is not to be known when they arrive, see below.
+# Requests whose hit cannot be known when they arrive, see below.
 UNKNOWABLE = ("r16 after reset", "r25 conc", "r27 conc")
 FRAMES = read_lines("vllm_run1_frames.jsonl.gz")
 # Text and chat prompts are left out: their token ids are not in the capture.
@@ -49,11 +49,11 @@ def delivered(request: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("block_tokens", [32, 16, 8])
 def test_predictions_equal_what_vllm_served(block_tokens: int) -> None:
-    """For each request, the prediction when it arrived is what the engine reports as cached tokens.
+    """The prediction at a request's arrival equals the cached tokens that the engine reports.
 
-    Two cases are not to be known in advance. A reset is announced only with the next request's own events. Of
-    concurrent twins one is computed first and the others hit its blocks: their truth lies at a moment between
-    their start and end, and is looked for between all events of that time.
+    Two cases cannot be known in advance. A reset is published only with the next request's events. Of
+    concurrent twins one is computed first and the others hit its blocks; their prediction must match at some
+    point between their start and end.
     """
     pod = OnePod(block_tokens=block_tokens)
     waiting = list(batches())

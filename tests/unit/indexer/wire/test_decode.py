@@ -18,7 +18,7 @@ from tests.support.indexer.views import read_json
 
 VECTORS = read_json("kv_event_vectors.json.gz")
 LLMD_VECTORS = read_json("llmd_event_vectors.json.gz")
-# The last event of these is none; llm-d wraps a negative token and refuses the others.
+# The last event of these is invalid; llm-d wraps a negative token and rejects the others.
 LLMD_REFUSED = {
     "one-bad-event-drops-whole-batch": "unknown_event",
     "event-as-map-error": "broken_event",
@@ -45,7 +45,7 @@ ARRAY_FIELDS = {
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),
 }
-# What an event that leaves a field out means by it; None for all others.
+# Default of a field that an event leaves out; None for all others.
 DEFAULTS = {"token_ids": [], "block_size": 0}
 
 json_like = st.recursive(
@@ -172,7 +172,7 @@ def test_a_broken_event_is_left_out_alone(broken: object, reason: str) -> None:
         msgspec.msgpack.encode(["now", []]),
         msgspec.msgpack.encode([1.5, {}]),
         msgspec.msgpack.encode([1.5, []]) + b"\0",
-        # Lengths that are only claimed: 4 billion events, and 4 billion bytes.
+        # Declared lengths without content: 4 billion events, and 4 billion bytes.
         b"\x92\x01\xdd\xff\xff\xff\xff",
         b"\x92\x01\x91\xc6\xff\xff\xff\xff",
         b"\x92\x01" + b"\x91" * 100_000,
