@@ -37,7 +37,7 @@ from router.picking.sessions import Sessions, session_of
 from router.pods.load_table import PodBoard
 from router.pods.pod_set import PodSnapshot
 from router.prompts.prompt_tokens import PromptTokens
-from router.prompts.request import RouteRequest, usage_tells_all
+from router.prompts.request import RouteRequest, usage_is_comparable
 
 if TYPE_CHECKING:
     from router.plugins.pipeline import Pipeline
@@ -161,7 +161,7 @@ class Scheduler:
             request.client_model,
             routing,
             prompted.tokens.partial,
-            usage_tells_all(request, len(prompted.keys)),
+            usage_is_comparable(request, len(prompted.keys)),
         )
         if session is not None:
             self._sessions.moved(session, decision.ranked.best.pod, now_s, lineup.base_model)

@@ -1,4 +1,4 @@
-"""Prefill and decode on different pods: whose work a request is, and when it is whose."""
+"""Disaggregated prefill and decode: which pod a request is charged to, and when."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DISAGGREGATED: dict[str, Any] = {
 
 
 def disaggregated() -> Bench:
-    """A pod that prefills, A, and one that decodes, B."""
+    """Return a bench with pod A for prefill and pod B for decode."""
     config = parse_config(yaml.safe_dump(DISAGGREGATED), "c.yaml")
     roles = {A: "prefill", B: "decode"}
     pods = [replace(ready_pod(pod), entry=entry(pod, **{ROLE_LABEL: role})) for pod, role in roles.items()]
@@ -53,8 +53,8 @@ def disaggregated() -> Bench:
     return made
 
 
-def test_the_pod_that_prefills_is_charged_with_the_prefill() -> None:
-    """Its queue grows by what its own cache lacks; the decoding pod's by the request, once that is done."""
+def test_the_prefill_pod_is_charged_with_the_prefill() -> None:
+    """The prefill pod is charged with uncached tokens, then the decode pod with the request."""
     made, text = disaggregated(), long_text(100)
     prompt = made.keys(text)
     made.index.hold(A, prompt[:10])
@@ -76,8 +76,8 @@ def test_the_pod_that_prefills_is_charged_with_the_prefill() -> None:
     assert (shown["pod"], shown["prefill_pod"]) == (B, A)
 
 
-def test_a_prefill_that_is_never_announced_is_handed_over_at_the_first_token() -> None:
-    """News of the destination ends the prefill elsewhere; an end does, too."""
+def test_an_unannounced_prefill_ends_with_the_first_token() -> None:
+    """The first token or the end of a request ends its prefill on the other pod."""
     made = disaggregated()
     for request_id, told in (("first", "token"), ("ends", "end")):
         made.router.route(completion(request_id, long_text(50, seed=len(told))), 0.0)
@@ -89,8 +89,8 @@ def test_a_prefill_that_is_never_announced_is_handed_over_at_the_first_token() -
         assert (made.ledger.board.work(A), made.ledger.board.work(B)) == (PodWork(), PodWork())
 
 
-def test_a_decoding_engine_need_not_know_what_is_still_prefilled() -> None:
-    """Its account of its requests ends none that is elsewhere, nor one that came only just."""
+def test_the_decode_engines_load_ends_no_remote_prefill() -> None:
+    """The decode engine's reported requests end neither a remote prefill nor a very recent request."""
     made = disaggregated()
     made.router.route(completion("r", long_text(50)), 0.0)
     made.outcomes.reconcile(B, 0, 10.0, 10.0)
@@ -102,8 +102,8 @@ def test_a_decoding_engine_need_not_know_what_is_still_prefilled() -> None:
     assert "r" not in made.ledger
 
 
-def test_other_routers_are_told_of_all_blocks_where_two_pods_share_a_request() -> None:
-    """What the prefilling pod holds already, the decoding one may not: others assume all of both."""
+def test_other_routers_assume_all_blocks_of_shared_requests() -> None:
+    """Other routers assume all blocks on both pods, because the decode pod may lack cached ones."""
     made, text = disaggregated(), long_text(100)
     journal = Journal(made.ledger, lambda: 0.0)
     reader = journal.join()

@@ -1,4 +1,4 @@
-"""Who may read the metrics port: the cluster's answers, kept for a while; an API server over HTTP."""
+"""Authorisation of the metrics port by the cluster, with a cache; against an HTTP API server."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ PATHS = {
 
 
 class ApiServer(ThreadingHTTPServer):
-    """Answers reviews as an API server does: 201 and the object with its status.
+    """API server that answers reviews with 201 and the object with its status.
 
     Attributes:
-        users: By token.
+        users: User by token.
         allowed: Users that may get /metrics.
         asked: Kinds and specs of all reviews.
-        status: What reviews are answered with.
+        status: HTTP status of the responses to reviews.
     """
 
     daemon_threads = True
@@ -46,7 +46,7 @@ class ApiServer(ThreadingHTTPServer):
         self.status = 201
 
     def reviewed(self, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
-        """The status of a review."""
+        """Return the status of a review."""
         self.asked.append((kind, spec))
         if kind == "TokenReview":
             user = self.users.get(spec["token"])
@@ -71,12 +71,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Silent."""
+        """Log nothing."""
 
 
 @contextmanager
 def api_server(directory: Path) -> Iterator[tuple[ApiServer, Path]]:
-    """A running one, and a kubeconfig for it."""
+    """Yield a running API server and a kubeconfig for it."""
     server = ApiServer()
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     config = {
@@ -96,12 +96,12 @@ def api_server(directory: Path) -> Iterator[tuple[ApiServer, Path]]:
 
 
 def refusal(auth: MetricsAuth, path: str, authorization: str | None) -> int | None:
-    """The answer to a request."""
+    """Return the status of a rejected request, or None."""
     return asyncio.run(auth.refusal(path, authorization))
 
 
 def test_the_cluster_decides_by_token(tmp_path: Path) -> None:
-    """401 without a token that it knows, 403 for who may not, and the page for who may."""
+    """An unknown token gives 401, an unauthorised one 403, and an authorised one the page."""
     with api_server(tmp_path) as (server, kubeconfig):
         auth = MetricsAuth(KubeClient(kubeconfig))
         for header in (None, "", "Basic abc", "Bearer ", "Bearer " + "x" * 20_000):
@@ -113,8 +113,8 @@ def test_the_cluster_decides_by_token(tmp_path: Path) -> None:
         assert refusal(auth, "/debug/pods", "Bearer prometheus-token") == 403
 
 
-def test_answers_are_kept_for_a_while(tmp_path: Path) -> None:
-    """A minute for who may, ten seconds for who may not; then the cluster is asked again."""
+def test_decisions_are_cached(tmp_path: Path) -> None:
+    """A grant is cached for a minute and a rejection for ten seconds."""
     now_s = 0.0
     with api_server(tmp_path) as (server, kubeconfig):
         auth = MetricsAuth(KubeClient(kubeconfig), clock=lambda: now_s)
@@ -131,8 +131,8 @@ def test_answers_are_kept_for_a_while(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [403, 500])
-def test_while_the_cluster_does_not_answer_nobody_new_is_let_in(tmp_path: Path, status: int) -> None:
-    """503, and not kept: the next request asks again."""
+def test_an_unreachable_cluster_rejects_new_tokens(tmp_path: Path, status: int) -> None:
+    """Without an answer of the cluster a request gets 503, which is not cached."""
     with api_server(tmp_path) as (server, kubeconfig):
         auth = MetricsAuth(KubeClient(kubeconfig))
         server.status = status
@@ -141,8 +141,8 @@ def test_while_the_cluster_does_not_answer_nobody_new_is_let_in(tmp_path: Path, 
         assert refusal(auth, "/metrics", "Bearer prometheus-token") is None
 
 
-def test_the_routers_pages_are_guarded(tmp_path: Path) -> None:
-    """Metrics and debug pages ask for a token; probes do not."""
+def test_the_routers_pages_are_protected(tmp_path: Path) -> None:
+    """Metrics and debug pages require a token; probes do not."""
     with (
         api_server(tmp_path) as (_, kubeconfig),
         fake_pods(0),

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from router.feedback.lifecycle import RESPONSE
-from router.prompts.request import CACHE_NOT_READ, RequestKind, RouteRequest, reads_cache, usage_tells_all
+from router.prompts.request import CACHE_NOT_READ, RequestKind, RouteRequest, reads_cache, usage_is_comparable
 from tests.unit.router_support import TINY, Bench, completion, long_text, ready_pod
 
 A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
@@ -97,7 +97,7 @@ def test_a_pod_that_holds_the_prompt_announces_it_again() -> None:
 )
 def test_a_usage_that_tells_a_part_is_known(fields: dict[str, Any], prompts: int, tells: bool) -> None:
     """Of several samples or prompts vLLM tells the cached tokens of one."""
-    assert usage_tells_all(asked(COMPLETIONS, **fields), prompts) is tells
+    assert usage_is_comparable(asked(COMPLETIONS, **fields), prompts) is tells
 
 
 @pytest.mark.parametrize(("prompt", "fields"), [(TEXT, {"n": 2}), ([TEXT, TEXT], {})])

@@ -1,4 +1,4 @@
-"""How tokenizers encode, as their metrics are read."""
+"""Metrics of tokenizers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from router.observe.metrics import TokenizerCollector
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 
-def test_metrics_tell_which_library_encodes() -> None:
-    """A model whose tokenizer the fast library refuses is told apart; comparisons are counted."""
+def test_metrics_report_the_encoder() -> None:
+    """Metrics distinguish models that the fast encoder does not support, and count comparisons."""
     refused = Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
     refused.normalizer = normalizers.NFKC()
     tokenizers = {

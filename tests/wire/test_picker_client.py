@@ -1,4 +1,4 @@
-"""The Python client of PickEndpoint against the real door, in plaintext and over TLS."""
+"""Python client of PickEndpoint against the real service, in plaintext and over TLS."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ MESSAGES = [{"role": "user", "content": TEXT}]
 
 @contextmanager
 def picker(bench: Bench) -> Iterator[PickerClient]:
-    """A client of a served bench."""
+    """Yield a client of a served bench."""
     with doors(bench) as served, PickerClient(served.address, timeout_s=TIMEOUT_S) as client:
         yield client
 
 
 def ends(bench: Bench, outcome: str) -> float:
-    """Requests whose end was reported."""
+    """Return the number of requests whose end was reported."""
     return bench.sample("kvroute_router_request_ends_total", source="report", outcome=outcome)
 
 
-def test_a_pick_names_the_best_pod_and_reports_its_requests_way() -> None:
-    """The ranked pods come as plain values, and first token and end reach the ledger once each."""
+def test_a_pick_returns_the_best_pod_and_reports_the_outcome() -> None:
+    """Ranked pods are plain values, and first token and end reach the ledger once each."""
     bench = Bench().with_pods(A, B)
     bench.index.hold(B.address, bench.keys(TEXT))
     with picker(bench) as client:
@@ -54,8 +54,8 @@ def test_a_pick_names_the_best_pod_and_reports_its_requests_way() -> None:
     assert (len(bench.ledger), ends(bench, "done"), ends(bench, "failed")) == (0, 1, 0)
 
 
-def test_a_pick_as_a_context_reports_the_end_by_itself() -> None:
-    """A block that ends is done, one that an exception leaves has failed, and the exception goes on."""
+def test_a_pick_as_a_context_reports_the_end() -> None:
+    """A block that ends reports done; one that raises reports failed, and the exception propagates."""
     bench = Bench().with_pods(A)
     with picker(bench) as client:
         with client.pick(TINY, messages=MESSAGES):
@@ -68,7 +68,7 @@ def test_a_pick_as_a_context_reports_the_end_by_itself() -> None:
 
 
 def test_every_form_of_input_is_passed_on() -> None:
-    """Text, ids and a chat with its options are counted as the engine counts them; without input, by load."""
+    """Text, ids and chats have the engine's number of tokens; without input the pick is by load."""
     with picker(Bench().with_pods(A, B)) as client:
         ids = TOKENIZER.encode(TEXT)
         assert client.pick(TINY, token_ids=[int(i) for i in ids]).prompt_tokens == len(ids)
@@ -80,14 +80,14 @@ def test_every_form_of_input_is_passed_on() -> None:
         assert narrowed.request_id == "from-header"
 
 
-def test_mistakes_are_told_before_anything_is_sent() -> None:
-    """Two inputs are the caller's mistake."""
+def test_conflicting_inputs_raise_before_sending() -> None:
+    """Two inputs raise ValueError without a call."""
     with PickerClient("127.0.0.1:1") as client, pytest.raises(ValueError, match="one of"):
         client.pick(TINY, prompt="a", token_ids=[1])
 
 
-def test_errors_carry_the_routers_code_and_words() -> None:
-    """No such model, no pod, no such option and no router are told apart."""
+def test_errors_carry_the_routers_code_and_text() -> None:
+    """Unknown model, no pod, invalid option and unreachable router have different codes."""
     with picker(Bench().with_pods(A)) as client:
         with pytest.raises(PickError, match="add_generation_prompt") as unreadable:
             client.pick(TINY, messages=MESSAGES, chat_options={"modl": "x"})
@@ -100,8 +100,8 @@ def test_errors_carry_the_routers_code_and_words() -> None:
         assert nobody.value.code is grpc.StatusCode.UNAVAILABLE
 
 
-def test_a_router_that_cannot_be_told_does_not_fail_the_request(caplog: pytest.LogCaptureFixture) -> None:
-    """When the router goes away in between, the end is lost with a warning and no exception."""
+def test_an_unreachable_router_does_not_fail_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    """If the router disappears, the report is lost with a warning and without an exception."""
     bench = Bench().with_pods(A)
     with doors(bench) as served:
         client = PickerClient(served.address, timeout_s=TIMEOUT_S)
@@ -114,8 +114,8 @@ def test_a_router_that_cannot_be_told_does_not_fail_the_request(caplog: pytest.L
     client.close()
 
 
-def test_two_requests_under_one_id_are_told_apart_by_their_pods() -> None:
-    """The end of the second use of an id ends the second, not the first that is in flight elsewhere."""
+def test_equal_request_ids_are_distinguished_by_pod() -> None:
+    """An end reported for a reused id ends the request on the reported pod only."""
     bench = Bench().with_pods(A, B)
     with picker(bench) as client:
         one = client.pick(TINY, prompt=TEXT, request_id="same", candidates=[A.address])
@@ -127,8 +127,8 @@ def test_two_requests_under_one_id_are_told_apart_by_their_pods() -> None:
     assert len(bench.ledger) == 0
 
 
-def test_tls_works_as_plaintext_does() -> None:
-    """A pick and its report pass over TLS for a client that trusts the server, and in plaintext beside it."""
+def test_tls_and_plaintext_work_side_by_side() -> None:
+    """A pick and its report work over TLS for a client that trusts the server, and in plaintext."""
     authority = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["h2"])
