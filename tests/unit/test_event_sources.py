@@ -59,7 +59,7 @@ def test_a_rank_with_a_port_of_its_own_is_followed_alone() -> None:
 @pytest.mark.parametrize("off", [{"enable_kv_cache_events": False}, {"publisher": "null"}])
 def test_an_engine_may_say_that_it_publishes_nothing(off: dict[str, Any]) -> None:
     """That is told, and something else than no account."""
-    assert told({"0": source(**off)}) == EventSources(told=True, off=True)
+    assert told({"0": source(**off)}) == EventSources(reported=True, off=True)
 
 
 @pytest.mark.parametrize(

@@ -212,8 +212,8 @@ def test_what_an_engine_tells_of_its_events_counts_less_than_what_is_declared() 
     """Annotated ports win over the engine's own account, and that over the defaults."""
     defaults = EventDefaults(port=1, replay_port=2, asks=True)
     pod = replace(ONE, entry=replace(ONE.entry, events=defaults))
-    told = EventSources(told=True, labels={EVENTS_PORT_LABEL: "3", RANKS_LABEL: "2"})
-    off = EventSources(told=True, off=True)
+    told = EventSources(reported=True, labels={EVENTS_PORT_LABEL: "3", RANKS_LABEL: "2"})
+    off = EventSources(reported=True, off=True)
     annotated = replace(pod.entry, labels={EVENTS_PORT_LABEL: "4"})
 
     def followed(pod: Pod) -> tuple[str | None, str | None, int] | None:

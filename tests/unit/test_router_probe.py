@@ -284,7 +284,7 @@ def test_a_load_is_read_where_the_engine_tells_it() -> None:
     assert told.load is not None
     assert (told.load.waiting, told.why_no_load) == (3, "")
     assert (blind.healthy, blind.load) == (True, None)
-    assert "/metrics has no metrics of an engine that is known" in blind.why_no_load
+    assert "/metrics has no valid metrics of a known engine" in blind.why_no_load
     assert [(one.connections, one.requests) for one in (pod, teller)] == [(2, 4), (2, 4)]
 
 
@@ -308,7 +308,7 @@ def test_the_token_goes_to_the_administration_port_alone(token: str | None) -> N
         return results, pod, admin
 
     results, pod, admin = asyncio.run(probe())
-    assert [result.sources and result.sources.told for result in results] == [True, True]
+    assert [result.sources and result.sources.reported for result in results] == [True, True]
     (head,) = admin.heads
     assert head.startswith(b"GET /kv_event_sources ")
     assert (b"\r\nAuthorization: Bearer s3cret\r\n" in head) == (token is not None)
