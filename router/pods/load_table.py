@@ -93,7 +93,6 @@ class PodBoard:
         """Replace the set of pods; a removed pod's row is freed after its last request.
 
         Args:
-            pods: Addresses of all pods.
             anew: Addresses with a new engine process, whose reported and observed values are reset.
         """
         with self.lock:

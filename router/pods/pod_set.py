@@ -175,7 +175,6 @@ def metrics_page(entry: PodEntry, path: str = DEFAULT_METRICS_PATH) -> tuple[str
     """Return address and path of the pod's metrics, from its labels, else by its engine type.
 
     Args:
-        entry: The declared pod.
         path: Path for engine types without a path of their own.
     """
     labels = entry.labels

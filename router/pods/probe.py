@@ -173,7 +173,6 @@ def event_sources(page: bytes, rank: int | None) -> EventSources:
     """Parse /kv_event_sources, which has vLLM's KVEventsConfig by data-parallel rank.
 
     Args:
-        page: The page.
         rank: Rank of the engine behind the probed port; None for all ranks on the page.
     """
     try:
@@ -245,7 +244,6 @@ class HttpGetter:
 
         Args:
             address: "ip:port".
-            path: Path of the request.
             bearer: Bearer token; None for none.
 
         Raises:

@@ -71,7 +71,6 @@ class BodyGuard:
 
         Args:
             request: Request parsed from `body`; its own `body` is empty for an unknown API.
-            body: The request body as received.
 
         Raises:
             RequestError: 400: the body cannot be checked and the pool has a KV connector, or it has a

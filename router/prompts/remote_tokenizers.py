@@ -60,7 +60,6 @@ class RenderTokenizer:
     """Tokenizer of one base model over vLLM's render endpoints. Thread-safe.
 
     Args:
-        model: Base model.
         url: Server with render endpoints; None to use the model's pods in rotation.
         clock: Monotonic clock in seconds, for the cache.
     """
@@ -189,7 +188,6 @@ class SidecarTokenizer:
     """Tokenizer of one model in a `kvroute tokenizer` process. Thread-safe.
 
     Args:
-        model: Base model.
         socket: Path of the Unix socket, which need not exist yet.
     """
 

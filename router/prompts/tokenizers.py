@@ -126,7 +126,6 @@ class TokenizerRegistry:
         """Tokenize a request within the deadline, or return the reason why it is degraded.
 
         Args:
-            request: The request.
             base_model: Base model of the request's model; its adapters share the tokenizer.
             context_tokens: Longest prompt that any pod accepts; longer text is not encoded. None if unknown.
             pods: Pods whose render endpoints may be used.
