@@ -1,13 +1,11 @@
-"""A client of PickEndpoint, for gateways and scripts that send their requests themselves.
+"""Client of PickEndpoint, for gateways and scripts that send requests to pods themselves.
 
-A request's model and input in, the pod to use out; how it went on goes back, so that the pod's load is known:
+Pick a pod for a request, then report the request's outcome, so that the router knows the pod's load:
 
     with PickerClient("127.0.0.1:9002") as picker, picker.pick("my-model", messages=messages) as pick:
         for chunk in stream_from(f"http://{pick.address}"):
-            pick.first_token()  # said again, it changes nothing
+            pick.first_token()  # further calls have no effect
         pick.done()
-
-Knows gRPC; sends nothing to pods.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ _OUTCOME = pb.ReportOutcomeRequest
 
 
 class PickError(Exception):
-    """The router gave no pod.
+    """Pick that returned no pod.
 
     Attributes:
-        code: NOT_FOUND: no pod serves the model; INVALID_ARGUMENT: the request cannot be read;
-            RESOURCE_EXHAUSTED: it was shed; UNAVAILABLE: no pod is ready, or no router is there;
-            DEADLINE_EXCEEDED: no answer in time.
+        code: NOT_FOUND: no pod serves the model; INVALID_ARGUMENT: the request is invalid;
+            RESOURCE_EXHAUSTED: the request was shed; UNAVAILABLE: no pod is ready, or the router cannot be
+            reached; DEADLINE_EXCEEDED: the call timed out.
     """
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
@@ -43,13 +41,13 @@ class PickError(Exception):
 
 
 class PickerClient:
-    """Asks one router; safe to share between threads.
+    """Client of one router. Thread-safe.
 
     Args:
         target: "host:port" of the router's gRPC port.
-        credentials: For TLS, for example `grpc.ssl_channel_credentials(ca_pem)`; None: plaintext.
-        timeout_s: Deadline of every call.
-        channel_options: Further options of the gRPC channel.
+        credentials: TLS credentials, for example `grpc.ssl_channel_credentials(ca_pem)`; None for plaintext.
+        timeout_s: Timeout of each call in seconds.
+        channel_options: Additional options of the gRPC channel.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class PickerClient:
         else:
             self._channel = grpc.secure_channel(target, credentials, options)
         self._timeout_s = timeout_s
-        # The generated class has no types.
+        # The generated class is untyped.
         stub: Any = pb_grpc.EndpointPickerStub
         self._stub = stub(self._channel)
 
@@ -77,7 +75,7 @@ class PickerClient:
         self.close()
 
     def close(self) -> None:
-        """Ends the connection; idempotent."""
+        """Close the connection; idempotent."""
         self._channel.close()
 
     def pick(
@@ -94,22 +92,25 @@ class PickerClient:
         candidates: Sequence[str] = (),
         cache_salt: str = "",
     ) -> Pick:
-        """Asks for a pod.
+        """Pick a pod for a request.
 
         Args:
-            model: A base model's name, or a LoRA adapter's.
-            messages: OpenAI chat messages; at most one of `messages`, `prompt` and `token_ids`, and without
-                any the pick is by load alone.
+            model: Name of a base model or LoRA adapter.
+            messages: OpenAI chat messages. Give at most one of `messages`, `prompt` and `token_ids`; without
+                any, the pick is by load alone.
+            prompt: Text of a completion.
+            token_ids: Token ids of a completion.
             tools: OpenAI tools of a chat.
-            chat_options: Of a chat: chat_template_kwargs, add_generation_prompt, continue_final_message,
-                add_special_tokens.
-            request_id: Made up where empty.
+            chat_options: Options of a chat: chat_template_kwargs, add_generation_prompt,
+                continue_final_message, add_special_tokens.
+            request_id: Id of the request; generated if empty.
             headers: HTTP headers of the request, names in lower case.
-            candidates: "ip:port" of the pods that may be picked; empty: all.
+            candidates: "ip:port" of the pods that may be picked; empty for all.
+            cache_salt: Salt that separates the request's cache entries from others'.
 
         Raises:
-            PickError: There is no pod to use.
-            ValueError: More than one input.
+            PickError: No pod can be used.
+            ValueError: More than one input is given.
         """
         request = pb.PickEndpointRequest(
             request_id=request_id,
@@ -135,29 +136,29 @@ class PickerClient:
         return Pick(self, answer)
 
     def report(self, request: pb.ReportOutcomeRequest) -> bool | None:
-        """Tells how a request went on; a router that cannot be told is no reason to fail the request.
+        """Report the outcome of a request. Never raises for an unreachable router.
 
         Returns:
-            Whether the router knows the request; None when it could not be told.
+            Whether the router knows the request; None if the report failed.
         """
         try:
             return bool(self._stub.ReportOutcome(request, timeout=self._timeout_s).known)
         except grpc.RpcError as error:
-            _log.warning("outcome of request %s not reported: %s", request.request_id, error.details())
+            _log.warning("reporting outcome failed: request=%s error=%s", request.request_id, error.details())
             return None
 
 
 class Pick:
-    """A picked pod, and the way back for how the request went on.
+    """Picked pod, with methods to report the request's outcome.
 
-    As a context it reports the end by itself, unless done() or failed() was called: done, or failed where an
-    exception passes. Each thing is reported once.
+    As a context manager it reports the end on exit, unless done() or failed() was called: done, or failed
+    after an exception. Each outcome is reported once.
 
     Attributes:
-        endpoints: Best first, never empty: each with `address`, `pod_name`, `cost_s`, `cached_tokens` and
-            the other fields of endpoint_picker.proto.
-        reason: One sentence for a person.
-        degraded: Why the pick was made without the cache's view; empty: it was made with it.
+        endpoints: Candidates, best first, never empty, with the fields of RankedEndpoint in
+            endpoint_picker.proto.
+        reason: Explanation of the pick in one sentence.
+        degraded: Why the pick ignored the caches; empty if it used them.
     """
 
     def __init__(self, client: PickerClient, answer: pb.PickEndpointResponse) -> None:
@@ -171,7 +172,7 @@ class Pick:
 
     @property
     def address(self) -> str:
-        """The pod to use, as "ip:port"."""
+        """Picked pod, as "ip:port"."""
         return self.endpoints[0].address
 
     def __enter__(self) -> Self:
@@ -192,10 +193,10 @@ class Pick:
         self._report(_OUTCOME.OUTCOME_FIRST_TOKEN)
 
     def done(self, *, cached_tokens: int | None = None) -> None:
-        """The answer is complete.
+        """Report that the response is complete.
 
         Args:
-            cached_tokens: usage.prompt_tokens_details.cached_tokens, where the engine told it.
+            cached_tokens: usage.prompt_tokens_details.cached_tokens, if the engine reported it.
         """
         self._report(_OUTCOME.OUTCOME_DONE, cached_tokens)
 
@@ -203,7 +204,7 @@ class Pick:
         self._report(_OUTCOME.OUTCOME_FAILED)
 
     def _report(self, outcome: pb.ReportOutcomeRequest.Outcome, cached_tokens: int | None = None) -> None:
-        # Each thing is reported once, and nothing after the end.
+        # Report each outcome once, and none after the end.
         if self._told not in (None, _OUTCOME.OUTCOME_FIRST_TOKEN) or self._told == outcome:
             return
         self._told = outcome

@@ -1,4 +1,4 @@
-"""Errors of the router: at its start, in its cluster, and with a client's request."""
+"""Errors of the router: at its start, of its cluster, and for client requests."""
 
 from __future__ import annotations
 
@@ -18,74 +18,74 @@ _ERROR_TYPES = {
 
 
 class RouterError(Exception):
-    """Root of this package's errors."""
+    """Base class of the router's errors."""
 
 
 class ConfigError(RouterError):
-    """A flag, a file or what it names is wrong: the message says what to do, the process exits with 2."""
+    """Invalid flag or file. The message says what to do; the process exits with status 2."""
 
 
 class ListenError(RouterError):
-    """An address is in use or not ours: the process exits with 1."""
+    """Address in use or not of this host. The process exits with status 1."""
 
 
 class ClusterError(RouterError):
-    """The Kubernetes API server refused something, or gave no answer."""
+    """Request that the Kubernetes API server rejected or did not answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
-        self.status = status  # of HTTP; 0: there was no answer
+        self.status = status  # HTTP status; 0 without a response
 
 
 class TokenizerUnavailableError(RouterError):
-    """A tokenizer in another process cannot be reached, or refuses to answer."""
+    """Failure of a tokenizer in another process: unreachable, or without a valid response."""
 
 
 class RequestError(RouterError):
-    """A client's request that cannot be routed; the router itself answers it."""
+    """Client request that cannot be routed; the router returns the error to the client."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, *, dropped_reason: str | None = None
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.param = param  # the request's field that is wrong, if one is
-        self.dropped_reason = dropped_reason  # for DROPPED_REASON_HEADER, if the protocol has one for this
+        self.param = param  # invalid field of the request, if any
+        self.dropped_reason = dropped_reason  # value of DROPPED_REASON_HEADER, if llm-d defines one
 
     @property
     def error_type(self) -> str:
-        """The `type` of the OpenAI-shaped body, named as vLLM names it."""
+        """Error `type` of the OpenAI-shaped body, with vLLM's names."""
         return _ERROR_TYPES.get(self.status, "InternalServerError")
 
     def body(self) -> bytes:
-        """The OpenAI-shaped JSON body."""
+        """Return the OpenAI-shaped JSON body."""
         error = {"message": str(self), "type": self.error_type, "param": self.param, "code": self.status}
         return msgspec.json.encode({"error": error})
 
 
 class NoEndpointError(RequestError):
-    """No pod is ready, or none of the candidates that the gateway allows."""
+    """Rejection because no pod is ready, or none of the gateway's candidates."""
 
     def __init__(self, message: str) -> None:
         super().__init__(503, message, dropped_reason="rejected-no-endpoints")
 
 
 class SaturatedError(RequestError):
-    """The pods are saturated, and the request's priority is one that is shed first."""
+    """Rejection of a request of low priority because the pods are saturated."""
 
     def __init__(self, message: str) -> None:
         super().__init__(429, message, dropped_reason="rejected-saturated")
 
 
 class FlowError(RequestError):
-    """Flow control did not let the request pass."""
+    """Rejection by flow control."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(status, message, dropped_reason=reason)
 
 
 class EvictedError(RequestError):
-    """Flow control took the request back from its pod, for a more important one."""
+    """Eviction of an in-flight request by flow control, in favour of one of higher priority."""
 
     def __init__(self) -> None:
         super().__init__(429, "request evicted by flow control", dropped_reason="evicted")

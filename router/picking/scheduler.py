@@ -34,7 +34,7 @@ from router.picking.sessions import SessionPods, session_id_of
 from router.pods.load_table import PodBoard
 from router.pods.pod_set import PodSnapshot
 from router.prompts.prompt_tokens import PromptTokens
-from router.prompts.request import RouteRequest, usage_tells_all
+from router.prompts.request import RouteRequest, usage_is_comparable
 
 # Speculative blocks of a request just sent will be in device memory.
 _DEVICE_TIERS = (GPU_TIER, SPECULATIVE_TIER)
@@ -188,7 +188,7 @@ class Scheduler:
             client_model=request.client_model,
             pipeline=result,
             partial=tokenized.tokens.partial,
-            is_comparable=usage_tells_all(request, len(tokenized.keys)),
+            is_comparable=usage_is_comparable(request, len(tokenized.keys)),
         )
         if session is not None:
             self._sessions.record(session, decision.ranked.best.pod, now_s, candidates.base_model)

@@ -1,7 +1,7 @@
-"""A model server's metrics page in; its load, and what it tells of its life, out.
+"""Parser of a model server's metrics page: load and engine counters.
 
-Looks for the few series that are used, under the names of vLLM, SGLang, TensorRT-LLM and Triton, and never
-reads the rest of the page.
+Searches for the few series needed, under the names of vLLM, SGLang, TensorRT-LLM and Triton, without parsing
+the rest of the page.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from indexer import EngineReading
 
 _SERIES_MAX = 1024
-# Timestamps are the largest numbers of a load that make sense; counters may have grown larger.
+# Timestamps are the largest valid numbers of a load; counters may be larger.
 _NUMBER_MAX = 1e10
 _ADAPTERS_MAX = 1024
 _CAPACITY_TOKENS_MAX = 10**12
 _SPEED_MAX = 1e9
 
-# Without these nothing is told of a load.
+# A page without any of these has no load.
 _FIGURES = ("waiting", "running", "kv_usage")
 
 _LABEL = re.compile(rb'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
@@ -29,43 +29,40 @@ _WHOLE = re.compile(rb"[0-9]{1,12}")
 
 @dataclass(frozen=True, slots=True)
 class LoraLoad:
-    """A pod's places for LoRA adapters.
+    """LoRA adapters in use by a pod; the union over several engines behind one port."""
 
-    Of several engines behind one port the pod has what any of them has.
-    """
-
-    running: frozenset[str]  # adapters that requests are computed with
-    waiting: frozenset[str]  # adapters that requests in the queue need
-    places: int  # how many can run at once
+    running: frozenset[str]  # adapters of running requests
+    waiting: frozenset[str]  # adapters of queued requests
+    places: int  # maximum number of adapters that can run at once
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """An engine's own account of its load; figures are None where they are not told, or senseless."""
+    """Load reported by an engine; fields are None if missing or invalid."""
 
-    waiting: int | None  # requests in its queue
-    running: int | None  # requests being computed
-    kv_usage: float | None  # share of the KV cache that running requests hold, 0..1
+    waiting: int | None  # queued requests
+    running: int | None  # running requests
+    kv_usage: float | None  # share of the KV cache used by running requests, 0..1
     kv_capacity_tokens: int | None  # size of the KV cache
-    scraped_s: float  # when it was read, on the router's monotonic clock
-    prefill_tokens_per_s: float | None = None  # by its own account
+    scraped_s: float  # when the page was received, in seconds of the router's monotonic clock
+    prefill_tokens_per_s: float | None = None  # prefill rate reported by the engine
     lora: LoraLoad | None = None
-    asked_s: float = -math.inf  # when it was asked for; -infinity: not known
+    asked_s: float = -math.inf  # when the page was requested; -inf if unknown
 
     @property
     def requests(self) -> int | None:
-        """Requests that it has; None where a part of them is not told."""
+        """Number of queued and running requests; None if either is missing."""
         return None if self.waiting is None or self.running is None else self.waiting + self.running
 
     @property
     def untold(self) -> tuple[str, ...]:
-        """Which of queue, running requests and use of the KV cache are missing."""
+        """Names of missing fields among `waiting`, `running` and `kv_usage`."""
         return tuple(name for name in _FIGURES if getattr(self, name) is None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """Place where an engine tells a value."""
+    """Location of a value on a metrics page."""
 
     name: bytes
     label: tuple[bytes, bytes] | None = (
@@ -76,15 +73,15 @@ class _Series:
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    """An engine's names; None where it has no such metric."""
+    """Metric names of an engine type; None if it has no such metric."""
 
     waiting: _Series
     running: _Series
     kv_usage: _Series
-    # Places of the tokens of a block and the number of blocks; the first that is there counts.
+    # Alternatives of (tokens per block, number of blocks); the first one present applies.
     sizes: tuple[tuple[_Series, _Series], ...]
-    # Labels that tell several engines on one page apart, whose loads add up. Series that differ in others
-    # only say the same again: ranks that compute the same requests together, or parts of a total.
+    # Labels that identify the engines on one page, whose loads are added. Series that differ only in other
+    # labels are duplicates: ranks that compute the same requests together, or parts of a total.
     apart: tuple[bytes, ...] = ()
     lora: bytes | None = None
     speed: _Series | None = None
@@ -95,7 +92,7 @@ _SGLANG_CONFIG = b"sglang:cache_config_info"
 _TRITON_REQUESTS = b"nv_trt_llm_request_metrics"
 _TRITON_BLOCKS = b"nv_trt_llm_kv_cache_block_metrics"
 _ENGINES = (
-    # One engine for each data parallel rank; tensor and pipeline ranks have no series of their own.
+    # One engine per data-parallel rank; tensor and pipeline ranks have no series of their own.
     _Engine(
         waiting=_Series(b"vllm:num_requests_waiting"),
         running=_Series(b"vllm:num_requests_running"),
@@ -105,8 +102,8 @@ _ENGINES = (
         lora=b"vllm:lora_requests_info",
         speed=_Series(b"kvroute_engine_prefill_tokens_per_second"),
     ),
-    # Every scheduler has series if it is told to: of tp_rank, pp_rank and moe_ep_rank (with context
-    # parallelism by default) all have the same requests. priority="" is the total of all priorities.
+    # Optionally every scheduler has series; those that differ in tp_rank, pp_rank and moe_ep_rank (with
+    # context parallelism by default) have the same requests. priority="" is the total of all priorities.
     _Engine(
         waiting=_Series(b"sglang:num_queue_reqs"),
         running=_Series(b"sglang:num_running_reqs"),
@@ -146,19 +143,19 @@ _DROPPED = (b"weights_offloaded", b"discard_all")
 
 
 class _UnusableError(Exception):
-    """The page is senseless."""
+    """Raised for a page that cannot be used."""
 
 
 class EnginePage:
-    """A metrics page in the text format."""
+    """Metrics page in Prometheus text format."""
 
     def __init__(self, page: bytes) -> None:
         self._page = b"\n" + page
 
     def load(self, now_s: float, asked_s: float = -math.inf) -> EngineLoad | None:
-        """Return the load; several engines on one page (data parallel ranks) are added up.
+        """Return the load, summed over engines (data-parallel ranks); None if the page has no valid load.
 
-        A figure with a senseless value is not told; the others are. None when the page tells no usable load.
+        A field with an invalid value is None; others are unaffected.
         """
         try:
             engine = next((engine for engine in _ENGINES if self.series(engine.kv_usage.name)), None)
@@ -168,15 +165,15 @@ class EnginePage:
         return load if load is not None and load.untold != _FIGURES else None
 
     def reading(self, asked_s: float | None = None) -> EngineReading | None:
-        """Return what is held against the view of the engine's cache, see `indexer.audit.engine_counters`.
+        """Return the counters to compare with the engine's view, see `indexer.audit.engine_counters`.
 
-        By vLLM's names, which the model server has too; of other engines only the process's start is known.
+        Uses vLLM's names, as the model server does; other engines report only the start of the process.
 
         Args:
-            asked_s: When the page was asked for, on a monotonic clock.
+            asked_s: When the page was requested, in monotonic seconds.
 
         Returns:
-            None where it tells of several engines, whose sums say nothing of one view, or of too much.
+            The counters; None if the page is of several engines or has too many series.
         """
         try:
             configs = [labels for labels, _ in self.series(_VLLM_CONFIG)]
@@ -199,7 +196,7 @@ class EnginePage:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether all engines that the page tells of sleep: requests wait until somebody wakes them."""
+        """Whether all engines on the page are in sleep mode, so that requests wait until they are woken."""
         try:
             awake = self._sleep_states(b"awake")
         except _UnusableError:
@@ -207,10 +204,10 @@ class EnginePage:
         return bool(awake) and not any(awake)
 
     def series(self, name: bytes) -> list[tuple[dict[bytes, bytes], bytes]]:
-        """Labels and value, as written, of a metric's series; what is there twice counts once, the last time.
+        """Return labels and value text of a metric's series; of duplicates, the last one.
 
         Raises:
-            _UnusableError: There are too many.
+            _UnusableError: There are too many series.
         """
         page, needle, found = self._page, b"\n" + name, {}
         at = page.find(needle)
@@ -226,18 +223,18 @@ class EnginePage:
         return [(dict(_LABEL.findall(labels)), value) for labels, value in found.items()]
 
     def _sleep_states(self, state: bytes) -> list[bool]:
-        """Whether each engine is in this state; none where that is not told."""
+        """Return, per engine, whether it is in this state; empty if not reported."""
         told = self.series(_SLEEP)
         return [_number(value) != 0.0 for labels, value in told if labels.get(b"sleep_state") == state]
 
     def _sum(self, name: bytes) -> float | None:
-        """Sum of a counter's series; None where there is none, or one is no count."""
+        """Return the sum of a counter's series; None if there are none, or one is invalid."""
         values = [_number(value) for _, value in self.series(name)]
         return sum(values) if values and all(map(math.isfinite, values)) else None
 
 
 def _number(text: bytes) -> float:
-    """Return a value that is a count, a share or a time; NaN if it is none."""
+    """Return a finite non-negative number, or NaN."""
     try:
         value = float(text)
     except ValueError:
@@ -246,7 +243,7 @@ def _number(text: bytes) -> float:
 
 
 def _whole(text: bytes | None) -> int:
-    """Return a label's value that is a whole number; 0 where it is none."""
+    """Return a label's value as an integer; 0 if it is not one."""
     return int(text) if text is not None and _WHOLE.fullmatch(text) else 0
 
 
@@ -257,8 +254,8 @@ def _load(page: EnginePage, engine: _Engine, now_s: float, asked_s: float) -> En
     return EngineLoad(
         waiting=int(sum(waiting.values())) if waiting else None,
         running=int(sum(running.values())) if running else None,
-        # The mean, which with the sum of their sizes gives the tokens that they hold together: an engine of
-        # several ranks sends a request itself to one that has room.
+        # The mean usage times the total size gives the tokens in use. An engine with several ranks itself
+        # assigns a request to a rank with room.
         kv_usage=sum(usages) / len(usages) if usages else None,
         kv_capacity_tokens=_capacity_tokens(page, engine),
         scraped_s=now_s,
@@ -269,7 +266,7 @@ def _load(page: EnginePage, engine: _Engine, now_s: float, asked_s: float) -> En
 
 
 def _figures(page: EnginePage, engine: _Engine, series: _Series | None) -> dict[tuple[bytes, ...], float]:
-    """One value of each engine; none where one of them is senseless, or there is no such series."""
+    """Return one value per engine; empty if any value is invalid, or the series is missing."""
     figures: dict[tuple[bytes, ...], float] = {}
     if series is None:
         return figures
@@ -294,9 +291,9 @@ def _capacity_tokens(page: EnginePage, engine: _Engine) -> int | None:
 
 
 def _lora(page: EnginePage, name: bytes, engines: int) -> LoraLoad | None:
-    """The series with each engine's newest timestamp: an engine leaves those of former adapters on its page.
+    """Return the LoRA load from each engine's newest series; series of former adapters stay on the page.
 
-    vLLM's do not name their engine; then as many of the newest count as there are engines.
+    vLLM's series may lack the engine label; then the newest ones are used, one per engine.
     """
     stamped = [(_number(value), labels) for labels, value in page.series(name)]
     if not all(stamp <= _NUMBER_MAX for stamp, _ in stamped):

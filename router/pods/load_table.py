@@ -1,7 +1,6 @@
-"""The numbers of all pods, side by side in an array, so that a request is priced on every pod in one pass.
+"""Load table: the load of all pods as a structured array, so that all costs are computed in one pass.
 
-In: what the ledger enters and ends, what was scraped, what was learnt. Out: one row for each pod. No I/O and
-no clock; knows no prompts, keys or prices.
+Fed by the ledger, metrics scrapes and rate estimates. No I/O and no clock.
 """
 
 from __future__ import annotations
@@ -18,39 +17,39 @@ from numpy.typing import NDArray
 from common.jit import kernel_with_arrays
 from router.pods.engine_load import EngineLoad
 
-# What is known of one pod; times are seconds of the router's monotonic clock.
+# Row of one pod; times are seconds of the router's monotonic clock.
 POD = np.dtype(
     [
-        ("awaiting", "f8"),  # requests that await their first token
-        ("awaiting_tokens", "f8"),  # their uncached prompt tokens
-        ("decoding", "f8"),  # requests past their first token
-        ("held_tokens", "f8"),  # uncached prompt tokens of both
-        ("head_tokens", "f8"),  # those of the request that is computed now; 0: none is
-        ("head_since_s", "f8"),  # since when it is
-        ("foreign_waiting", "f8"),  # requests in the engine's queue that are not ours
-        ("foreign_running", "f8"),  # and those beyond it
-        ("scraped_s", "f8"),  # when the engine was asked last; -inf: never
-        ("waiting", "f8"),  # the engine's queue then; of these three 0: not told
-        ("kv_usage", "f8"),  # share of the KV cache that running requests held then, 0..1
-        ("kv_used_tokens", "f8"),  # tokens that running requests held then
-        ("kv_capacity_tokens", "f8"),  # 0: not told
-        ("reported_tokens_per_s", "f8"),  # prefill speed as the engine tells it; 0: not told
-        ("learnt_tokens_per_s", "f8"),  # prefill speed as observed; 0: not observed enough
+        ("awaiting", "f8"),  # requests before their first token
+        ("awaiting_tokens", "f8"),  # uncached prompt tokens of `awaiting`
+        ("decoding", "f8"),  # requests after their first token
+        ("held_tokens", "f8"),  # uncached prompt tokens of `awaiting` and `decoding`
+        ("head_tokens", "f8"),  # uncached tokens of the request in prefill; 0 if none
+        ("head_since_s", "f8"),  # start of that prefill
+        ("foreign_waiting", "f8"),  # queued requests of other senders
+        ("foreign_running", "f8"),  # running requests of other senders
+        ("scraped_s", "f8"),  # time of the last metrics scrape; -inf if none
+        ("waiting", "f8"),  # scraped queue depth; 0 if not reported, as in the next three fields
+        ("kv_usage", "f8"),  # scraped share of the KV cache used by running requests, 0..1
+        ("kv_used_tokens", "f8"),  # scraped tokens in the KV cache of running requests
+        ("kv_capacity_tokens", "f8"),  # size of the KV cache
+        ("reported_tokens_per_s", "f8"),  # prefill rate reported by the engine; 0 if not reported
+        ("learnt_tokens_per_s", "f8"),  # observed prefill rate; 0 without enough samples
     ]
 )
 
-# What this router sent there; the rest is of the pod's engine.
+# Requests dispatched by this router; other fields are reported by the engine.
 _SENT = ("awaiting", "awaiting_tokens", "decoding", "held_tokens", "head_tokens", "head_since_s")
 _AWAITING, _AWAITING_TOKENS, _DECODING, _HELD_TOKENS, _HEAD_TOKENS, _HEAD_SINCE_S = range(len(_SENT))
 
 _ROWS_AT_FIRST = 16
-# How fast the mean size of a request follows: about the last fifty count.
+# Weight of the newest request in the moving average of sizes, which covers about 50 requests.
 _MEAN_SHARE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class PodWork:
-    """What a pod has to do, as far as this router caused it."""
+    """Load of a pod caused by this router's requests."""
 
     awaiting: int = 0
     awaiting_tokens: int = 0
@@ -59,42 +58,42 @@ class PodWork:
 
 
 class PodBoard:
-    """Rows of pods. Methods take the lock; who reads the array `pods`, POD [rows], holds it."""
+    """Load of all pods in the array `pods`, POD [rows]. Readers hold `lock`; methods take it."""
 
     def __init__(self) -> None:
-        # Held for a few microseconds, and never while taking another.
+        # Held for a few microseconds, and never while acquiring another lock.
         self.lock = Lock()
-        # Prefill speed believed of a pod of which nothing is told or learnt: the median of what others tell,
-        # else what was learnt of the fleet; 0: unknown.
+        # Default prefill rate of a pod without its own: the median of reported rates, else the rate observed
+        # for the fleet; 0 if unknown.
         self.fleet_tokens_per_s = 0.0
         self._told_fleet_tokens_per_s = 0.0
         self._learnt_fleet_tokens_per_s = 0.0
         self.mean_tokens = 0.0  # mean uncached tokens of the last requests
         self._tickets = count()
         self._rows: dict[str, int] = {}
-        # By pod: the speed that its engine tells and that is no longer believed.
+        # Invalidated reported rate by pod, ignored until the engine reports another.
         self._doubted: dict[str, float] = {}
         self._free_rows = list(range(_ROWS_AT_FIRST))
-        # By row: the uncached tokens of its waiting requests by ticket, oldest first.
+        # By row: uncached tokens of requests in prefill or queued, by ticket, oldest first.
         self._queues: list[dict[int, int]] = [{} for _ in range(_ROWS_AT_FIRST)]
         self._declared: frozenset[str] = frozenset()
         self._put(_no_pods(_ROWS_AT_FIRST))
 
     def rows(self, pods: Sequence[str]) -> NDArray[np.int64]:
-        """The pods' rows, which are theirs as long as they are declared."""
+        """Return the rows of these pods, which stay the same while the pods are declared."""
         with self.lock:
             return np.fromiter((self._row(pod) for pod in pods), np.int64, len(pods))
 
     def known(self, rows: NDArray[np.int64]) -> NDArray[Any]:
-        """A copy of these rows."""
+        """Return a copy of these rows."""
         with self.lock:
             return self.pods[rows]
 
     def declare(self, pods: Collection[str], anew: Collection[str] = ()) -> None:
-        """Gives these pods rows; others' go with their last request.
+        """Replace the set of pods; a removed pod's row is freed after its last request.
 
         Args:
-            anew: Those of them that are in another life: what is known of their engines is void.
+            anew: Addresses with a new engine process, whose reported and observed values are reset.
         """
         with self.lock:
             self._declared = frozenset(pods)
@@ -119,20 +118,20 @@ class PodBoard:
             return float(prefill_tokens_per_s(self.pods[row], self.fleet_tokens_per_s))
 
     def told_tokens_per_s(self, pod: str) -> float:
-        """The prefill speed that the pod's engine tells, else the median of what others tell; 0: none do."""
+        """Return the prefill rate reported by the pod's engine, else the median of others; 0 if unknown."""
         with self.lock:
             row = self._rows.get(pod)
             own = 0.0 if row is None else float(self.pods[row]["reported_tokens_per_s"])
             return own or self._told_fleet_tokens_per_s
 
     def told(self) -> dict[str, float]:
-        """The prefill speeds in tokens/s that engines tell and that are believed, by pod."""
+        """Return the valid reported prefill rates in tokens/s by pod."""
         with self.lock:
             told = self.pods["reported_tokens_per_s"].tolist()
             return {pod: told[row] for pod, row in self._rows.items() if told[row]}
 
     def doubt(self, pod: str) -> None:
-        """Believe the speed that the pod's engine tells no longer, until it tells another."""
+        """Invalidate the prefill rate reported by the pod's engine until it reports another."""
         with self.lock:
             known = self.pods[self._row(pod)]
             self._doubted[pod] = float(known["reported_tokens_per_s"])
@@ -148,7 +147,7 @@ class PodBoard:
             return PodWork(*(int(known[name]) for name in PodWork.__slots__))
 
     def begin(self, pod: str, tokens: int, now_s: float) -> int:
-        """Enter a request sent to the pod; return the ticket that names it."""
+        """Add a request sent to the pod; return its ticket for later calls."""
         with self.lock:
             row, ticket = self._row(pod), next(self._tickets)
             if not (queue := self._queues[row]):
@@ -163,14 +162,14 @@ class PodBoard:
             self._leave_queue(self._rows[pod], ticket, now_s, 1, 0)
 
     def hand_over(self, pod: str, ticket: int, decodes: str, tokens: int, now_s: float) -> None:
-        """The request is prefilled on `pod`, and decodes on another from now on."""
+        """Move a request from prefill on `pod` to decoding on another pod."""
         with self.lock:
             self._leave_queue(self._rows[pod], ticket, now_s, 0, -tokens)
             self._drop_idle(pod)
             self._add(self._row(decodes), 0, 0, 1, tokens)
 
     def end(self, pod: str, ticket: int, tokens: int, now_s: float) -> None:
-        """The request is over, which waited or decoded there."""
+        """Remove an ended request, in prefill or decoding."""
         with self.lock:
             row = self._rows[pod]
             if ticket in self._queues[row]:
@@ -185,7 +184,7 @@ class PodBoard:
             waiting, running, kv_usage = load.waiting or 0, load.running or 0, load.kv_usage or 0.0
             known["scraped_s"] = load.scraped_s
             known["waiting"], known["kv_usage"] = waiting, kv_usage
-            # What is there beyond what we know of came from others, or from before our time.
+            # Requests beyond this router's own come from other senders, or from before its start.
             beyond = waiting + running - known["awaiting"] - known["decoding"]
             foreign_waiting = max(0.0, waiting - known["awaiting"])
             known["foreign_waiting"] = foreign_waiting
@@ -197,7 +196,7 @@ class PodBoard:
             self._judge_fleet()
 
     def learnt(self, tokens_per_s: dict[str, float], fleet_tokens_per_s: float) -> None:
-        """Prefill speeds by pod, and of the fleet."""
+        """Set the observed prefill rates in tokens/s by pod, and for the fleet."""
         with self.lock:
             self._learnt_fleet_tokens_per_s = fleet_tokens_per_s
             self._judge_fleet()
@@ -206,7 +205,7 @@ class PodBoard:
                     self.pods[row]["learnt_tokens_per_s"] = speed
 
     def _judge_fleet(self) -> None:
-        """A pod that tells nothing yet is like those that do: else it would look many times faster."""
+        """Update the default rate, without which a pod without a rate would look many times faster."""
         told = self.pods["reported_tokens_per_s"]
         told = told[told > 0.0]
         self._told_fleet_tokens_per_s = float(np.median(told)) if len(told) else 0.0
@@ -225,7 +224,7 @@ class PodBoard:
 
     def _put(self, pods: NDArray[Any]) -> None:
         self.pods = pods
-        # The same memory as [rows, fields]: a field of a record takes ten times as long to change.
+        # View of the same memory as [rows, fields]: writing a record's field takes ten times as long.
         self._cells: Any = memoryview(pods.view(np.float64).reshape(len(pods), -1))  # type: ignore[arg-type]
 
     def _drop_idle(self, pod: str) -> None:
@@ -244,7 +243,7 @@ class PodBoard:
             self._compute(row, next(iter(queue.values()), 0), now_s)
 
     def _compute(self, row: int, tokens: int, now_s: float) -> None:
-        """The pod begins to compute a request of so many uncached tokens; 0: it has none."""
+        """Start the prefill of a request with so many uncached tokens; 0 if the queue is empty."""
         self._cells[row, _HEAD_TOKENS], self._cells[row, _HEAD_SINCE_S] = tokens, now_s
 
     def _add(self, row: int, awaiting: int, awaiting_tokens: int, decoding: int, held_tokens: int) -> None:
@@ -257,7 +256,7 @@ class PodBoard:
 
 @kernel_with_arrays
 def prefill_tokens_per_s(pod: Any, fleet_tokens_per_s: float) -> float:
-    """The believed prefill speed of a pod, which is one record of POD."""
+    """Return the prefill rate of a POD row in tokens/s: observed, else reported, else the fleet's."""
     if pod["learnt_tokens_per_s"] > 0.0:
         return float(pod["learnt_tokens_per_s"])
     if pod["reported_tokens_per_s"] > 0.0:

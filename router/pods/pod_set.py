@@ -1,7 +1,7 @@
-"""The pods and what is known of each: declarations and probe results in, immutable snapshots out.
+"""Set of pods with their state: declarations and probe results in, immutable snapshots out.
 
-One writer (pod_watch) changes it; readers take `snapshot()` at any time from any thread. What engines tell of
-their load goes on to the board. Declared pods come from a source, of which the pods file is one.
+Only PodWatch writes; any thread may read `snapshot()`. Reported loads are copied to the load table. Pods
+are declared by a PodsSource: a pods file here, or Kubernetes.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _FILE_BYTES_MAX = 1 << 20
 DEFAULT_METRICS_PATH = "/metrics"
 ROLE_LABEL = "llm-d.ai/role"
 
-# The first that a pod has counts.
+# The first label present applies.
 _ENGINE_LABELS = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
-# trtllm-serve's /metrics is JSON, and whoever reads it takes it away from others.
+# trtllm-serve's /metrics is JSON, and reading it consumes the values.
 _ENGINE_PATHS = {"trtllm-serve": "/prometheus/metrics"}
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModels:
-    """Models that a pod serves, as its /v1/models says."""
+    """Models that a pod serves, from its /v1/models."""
 
     base: str
-    aliases: frozenset[str]  # all names of the base model, `base` included
+    aliases: frozenset[str]  # all names of the base model, including `base`
     adapters: frozenset[str] = frozenset()  # names of the loaded LoRA adapters
-    max_model_len: int | None = None  # longest prompt plus answer in tokens; None if not told
+    max_model_len: int | None = None  # limit of prompt plus output in tokens; None if not reported
 
     def serves(self, model: str) -> bool:
         return model in self.aliases or model in self.adapters
@@ -47,75 +47,75 @@ class ServedModels:
 
 @dataclass(frozen=True, slots=True)
 class EventSources:
-    """Address at which an engine says that it publishes its KV events."""
+    """Ports at which an engine publishes KV events, from its /kv_event_sources."""
 
-    told: bool = False  # whether it has such a page
-    off: bool = False  # whether it says that it publishes nothing
-    # As labels of a pods file say it; without a replay port it answers no replays.
+    reported: bool = False  # whether the engine has this page
+    off: bool = False  # whether the engine reports that it publishes nothing
+    # Labels of a pods file; without a replay port the engine answers no replay requests.
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
 NOT_TOLD = EventSources()
-"""Of an engine without such a page, or with one that cannot be read."""
+"""Value for an engine without /kv_event_sources, or with an invalid page."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """One pod."""
+    """State of one pod."""
 
-    address: str  # "ip:port", its identity
+    address: str  # "ip:port"; identifies the pod
     name: str
     entry: PodEntry
-    ready: bool = False  # whether it may be given requests
-    why: str = "not probed yet"  # why it is not ready, for a person; empty when it is
-    silent: bool = False  # whether only silence took it out (late, or cut off); it may answer yet
-    probed: bool = False  # whether it was ever probed to an end
-    failures: int = 0  # probes in a row that ran out of time
-    models: ServedModels | None = None  # None until it has told
-    load: EngineLoad | None = None  # what its metrics said last; None if they never could be read
-    refused: bool = False  # whether its port refused the last connection that was taken or refused at all
-    unreachable: bool = False  # whether the last connection neither came about nor was refused
-    sources: EventSources | None = None  # where it says that it publishes its events; None until it was asked
-    loadless: int = 0  # probes in a row that it answered without telling its load
-    asleep: bool = False  # whether its engine sleeps: it answers probes, but no request
+    ready: bool = False  # whether it may receive requests
+    why: str = "not probed yet"  # why it is not ready; empty if it is
+    silent: bool = False  # whether it is not ready only because of a timeout or lost connection
+    probed: bool = False  # whether a probe has completed
+    failures: int = 0  # consecutive probes that timed out
+    models: ServedModels | None = None  # None until reported
+    load: EngineLoad | None = None  # last reported load; None if its metrics were never readable
+    refused: bool = False  # whether the last connection attempt that did not time out was refused
+    unreachable: bool = False  # whether the last connection attempt timed out or had no route
+    sources: EventSources | None = None  # reported event ports; None until requested
+    loadless: int = 0  # consecutive successful probes without a load
+    asleep: bool = False  # whether its engine is in sleep mode: it answers probes, but no requests
 
     @property
     def takes_requests(self) -> bool:
-        """Whether it may be given requests, others being there."""
+        """Whether the pod is ready and its engine awake."""
         return self.ready and not self.asleep
 
     @property
     def hides_load(self) -> bool:
-        """Whether it answers, but cannot be priced by its engine's load."""
+        """Whether the pod is ready, but its load has been missing for several probes."""
         return self.ready and self.loadless >= LOADLESS_MAX
 
 
 PodSnapshot = Mapping[str, Pod]
 
 LOADLESS_MAX = 3
-"""So many probes without a load in a row are no accident."""
+"""Consecutive probes without a load after which a missing load is not treated as temporary."""
 
 NOT_READY_THERE = "declared as not ready"
-"""Why a pod is not ready that answers, but is not Ready in Kubernetes."""
+"""Reason `why` of a pod that answers probes, but is declared as not ready (not Ready in Kubernetes)."""
 
 
 @dataclass(slots=True)
 class PodSet:
-    """The current pods by address."""
+    """Current pods by address."""
 
-    board: PodBoard = field(default_factory=PodBoard)  # where their loads are kept for pricing
-    generation: int = 0  # grows whenever something changed that decides who may take a request
+    board: PodBoard = field(default_factory=PodBoard)  # load table of the pods
+    generation: int = 0  # incremented by every change that affects which pods may receive a request
     _pods: dict[str, Pod] = field(default_factory=dict)
 
     def snapshot(self) -> PodSnapshot:
-        """The pods now; never changes afterwards."""
+        """Return the current pods by address, as an immutable snapshot."""
         return self._pods
 
     def declare(self, entries: Iterable[PodEntry]) -> Collection[str]:
-        """Takes the full list: pods not in it are gone at once, new ones begin not ready.
+        """Replace the pod set. Removed pods disappear immediately; added pods start as not ready.
 
         Returns:
-            The pods that were there and begin anew, being another pod or another life of it.
+            Addresses that now belong to another pod, or to a restarted one.
         """
         pods, anew = {}, []
         for entry in entries:
@@ -132,7 +132,7 @@ class PodSet:
         return anew
 
     def put(self, pod: Pod) -> None:
-        """Replaces what is known of one pod, unless it is gone by now."""
+        """Replace the state of one pod, unless the pod has been removed."""
         known = self._pods.get(pod.address)
         if known is None:
             return
@@ -143,7 +143,7 @@ class PodSet:
             self.generation += 1
 
     def suspect(self, address: str, why: str) -> Pod | None:
-        """Takes a pod out until a probe succeeds; returns it if that changed anything."""
+        """Mark a pod as not ready until a probe succeeds; return its former state if it was ready."""
         pod = self._pods.get(address)
         if pod is None or not pod.ready:
             return None
@@ -152,7 +152,7 @@ class PodSet:
 
 
 def redeclared(pod: Pod, entry: PodEntry) -> Pod:
-    """The same pod, declared again: out if its declarer takes it out, in if only that kept it out."""
+    """Return a pod's state after a new declaration, which may change its readiness."""
     if entry == pod.entry:
         return pod
     if not entry.ready:
@@ -164,7 +164,7 @@ def redeclared(pod: Pod, entry: PodEntry) -> Pod:
 
 
 def _standing(pod: Pod) -> tuple[object, ...]:
-    """What decides which requests it may take."""
+    """Return the fields that decide which requests the pod may receive."""
     return pod.ready, pod.why, pod.silent, pod.asleep, pod.models, pod.entry
 
 
@@ -173,14 +173,14 @@ def _life(entry: PodEntry) -> tuple[str, str, str]:
 
 
 def metrics_page(entry: PodEntry, path: str = DEFAULT_METRICS_PATH) -> tuple[str, str]:
-    """Address and path of the pod's metrics: as its labels say, else as its engine has them.
+    """Return address and path of the pod's metrics, from its labels, else by its engine type.
 
     Args:
-        path: Of engines of which nothing else is known.
+        path: Path for engine types without a path of their own.
     """
     labels = entry.labels
     engine = next((labels[name] for name in _ENGINE_LABELS if name in labels), "")
-    # The labels were checked by who read them.
+    # The labels were validated when the entry was parsed.
     port = int(labels.get(METRICS_PORT_LABEL, entry.port))
     path = labels.get(METRICS_PATH_LABEL) or _ENGINE_PATHS.get(engine, path)
     return pod_address(entry.address, port), path
@@ -190,37 +190,37 @@ class PodsSource:
     """Source of declared pods."""
 
     def changed(self) -> tuple[PodEntry, ...] | None:
-        """All declared pods if they are others than the last time; None if not, or not known yet."""
+        """Return all declared pods if they changed since the last call; None if not, or still unknown."""
         raise NotImplementedError
 
     def status(self, now_s: float) -> Any:
-        """Return what /debug/discovery shows."""
+        """Return the content of /debug/discovery."""
         raise NotImplementedError
 
     def start(self, notify: Callable[[], None]) -> None:
-        """Begins; `news` is to be called from any thread when there is something new, and never blocks."""
+        """Start; the source calls `notify`, which never blocks, from any thread when pods change."""
 
     def close(self) -> None:
-        """Ends it; idempotent."""
+        """Stop; idempotent."""
 
     def waits_for(self) -> Sequence[str]:
-        """Return what is missing before it is known which pods there are."""
+        """Return what is missing before the pods are known; empty if they are."""
         return ()
 
     def check(self, pods: Iterable[Pod], engines: Collection[EngineState], now_s: float) -> None:
-        """Compares what was declared with what was found; called now and then."""
+        """Detect discovery problems from the state of pods and event streams; called periodically."""
 
 
 @dataclass(eq=False)
 class PodsFile(PodsSource):
-    """A pods file in the reference's file-discovery form.
+    """Source of pods that reads a pods file in llm-d's file-discovery format.
 
     Raises:
-        ConfigError: The file cannot be read, or is wrong.
+        ConfigError: The file cannot be read or is invalid.
     """
 
     path: Path
-    watch: bool = True  # whether later changes are taken over
+    watch: bool = True  # whether later changes are applied
 
     def __post_init__(self) -> None:
         self._stamp: tuple[int, int, int] | None = None
@@ -232,7 +232,7 @@ class PodsFile(PodsSource):
         return {"source": "file", "path": str(self.path), "watched": self.watch, "problem": self._complaint}
 
     def changed(self) -> tuple[PodEntry, ...] | None:
-        """The pods if the file has changed; None when it has not, or is broken (which is logged)."""
+        """Return the pods if the file has changed; None if it has not, or is invalid (which is logged)."""
         if self._first is not None:
             first, self._first = self._first, None
             return first
@@ -247,14 +247,14 @@ class PodsFile(PodsSource):
         except (OSError, ConfigError) as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)
-                _log.error("pods file not taken over, the pods known before stay: %s", error)
+                _log.error("pods file invalid, keeping the last pods: error=%s", error)
             return None
 
     def _read(self) -> tuple[PodEntry, ...]:
-        """Reads the file.
+        """Read and parse the file.
 
         Raises:
-            ConfigError: Names file, line and field.
+            ConfigError: The file is invalid; names file, line and field.
         """
         try:
             self._stamp = self._stamp_now()

@@ -1,7 +1,7 @@
-"""One pod asked over HTTP how it is: its declaration in, health, served models, load and event sources out.
+"""HTTP probe of a pod: health, served models, load and event ports.
 
-GETs go over kept connections, one for each address, with one exchange at a time on each. Every exchange has
-the deadline, from connecting to the last byte; bodies are capped. Decides nothing.
+One connection per address is kept open, with one request at a time. A request has a timeout from connecting
+to the last byte, and a limit of its body's size.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ _ENDPOINT = re.compile(r"tcp://[^\s/]*:([0-9]{1,5})")
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Answer of a pod."""
+    """Result of probing one pod."""
 
     address: str
-    healthy: bool  # whether GET /health was answered with 200
-    timed_out: bool = False  # whether it was not answered in time, which a busy pod may do now and then
-    why: str = ""  # what is wrong, for a person; empty when healthy
-    models: ServedModels | None = None  # None when not asked for, or not told
-    load: EngineLoad | None = None  # None when not told
-    reading: EngineReading | None = None  # what the page tells of the engine's life; None when not told
+    healthy: bool  # whether GET /health returned 200, or 404 without such a page
+    timed_out: bool = False  # whether the probe timed out, as may happen on a busy pod
+    why: str = ""  # what is wrong; empty if healthy
+    models: ServedModels | None = None  # None if not requested or not reported
+    load: EngineLoad | None = None  # None if not reported
+    reading: EngineReading | None = None  # counters of the engine process; None if not reported
     refused: bool = False  # whether the connection was refused
-    unreachable: bool = False  # whether no connection came about in time, or there is no route
-    sources: EventSources | None = None  # where it says that it publishes its events; None when not asked for
-    why_no_load: str = ""  # for a person; empty where it was told, and for a pod that is not healthy
-    asleep: bool | None = None  # whether its engines sleep; None when its metrics could not be read
+    unreachable: bool = False  # whether connecting timed out, or there is no route
+    sources: EventSources | None = None  # reported event ports; None if not requested
+    why_no_load: str = ""  # why the load is missing; empty if reported, or if the pod is not healthy
+    asleep: bool | None = None  # whether its engines are in sleep mode; None if its metrics are unreadable
 
 
 @dataclass(eq=False)
 class Prober:
-    """Keeps connections to pods alive between probes; to be used by one asyncio loop."""
+    """Prober of pods that keeps connections open between probes; for one asyncio loop."""
 
-    timeout_s: float  # deadline of one HTTP exchange
-    admin_token: str | None = None  # bearer secret for pods' administration ports; None: they ask for none
-    metrics_path: str = DEFAULT_METRICS_PATH  # where pods tell their load, unless their labels say so
+    timeout_s: float  # timeout of one HTTP request
+    admin_token: str | None = None  # bearer token for pods' admin ports; None if they need none
+    metrics_path: str = DEFAULT_METRICS_PATH  # path of metrics for pods without a label for it
 
     def __post_init__(self) -> None:
         self._http = HttpGetter(body_bytes_max=_PAGE_BYTES_MAX, timeout_s=self.timeout_s)
 
     async def probe(self, entry: PodEntry, *, models: bool, sources: bool) -> ProbeResult:
-        """Asks one pod, also for its models and where it publishes its events if so told."""
+        """Probe one pod, on request with its models and event ports."""
         address = entry.pod
         try:
             status, _ = await self._http.get(address, "/health")
@@ -86,7 +86,7 @@ class Prober:
                 refused=isinstance(error, ConnectionRefusedError),
                 unreachable=isinstance(error, OSError) and error.errno in _NO_ROUTE,
             )
-        # An engine without such a page is asked in vain, but it answers.
+        # 404 means an engine without a health page, which is alive.
         if status not in (200, 404):
             return ProbeResult(address, False, False, f"/health answered {status}")
         served, _ = await self._page(address, "/v1/models") if models else (None, "")
@@ -101,7 +101,7 @@ class Prober:
             asleep = page.is_asleep
             if load is None:
                 url = f"http://{metrics_address}{path}"
-                why_no_load = f"{url} has no metrics of an engine that is known, or senseless ones"
+                why_no_load = f"{url} has no valid metrics of a known engine"
         return ProbeResult(
             address,
             True,
@@ -114,7 +114,7 @@ class Prober:
         )
 
     def forget(self, address: str) -> None:
-        """The pod is gone: drops its connections, wherever its metrics are."""
+        """Close the connections to a removed pod, including its metrics port."""
         self._http.forget(address.rpartition(":")[0])
 
     def close(self) -> None:
@@ -124,14 +124,14 @@ class Prober:
         if entry.admin is None:
             page, _ = await self._page(entry.pod, _SOURCES_PATH)
         else:
-            # Of all addresses this alone is sent the token.
+            # The token is sent to the admin port only.
             page, _ = await self._page(entry.admin, _SOURCES_PATH, self.admin_token)
-            # Seldom asked: the connection is not worth keeping.
+            # Rarely used, so do not keep the connection.
             self.forget(entry.admin)
         return NOT_TOLD if page is None else event_sources(page, entry.events.rank)
 
     async def _page(self, address: str, path: str, bearer: str | None = None) -> tuple[bytes | None, str]:
-        """A page, or why there is none."""
+        """Return a page's body, or None and the reason."""
         url = f"http://{address}{path}"
         try:
             status, body = await self._http.get(address, path, bearer)
@@ -143,11 +143,7 @@ class Prober:
 
 
 def served_models(page: bytes) -> ServedModels | None:
-    """Reads a /v1/models page; a card with a parent is a LoRA adapter.
-
-    Returns:
-        None when it names no base model.
-    """
+    """Parse a /v1/models page, where a card with a parent is a LoRA adapter; None without a base model."""
     try:
         cards = msgspec.json.decode(page, type=_Cards).data
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -174,10 +170,10 @@ class _Cards(msgspec.Struct):
 
 
 def event_sources(page: bytes, rank: int | None) -> EventSources:
-    """Reads /kv_event_sources, which tells vLLM's KVEventsConfig by data-parallel rank.
+    """Parse /kv_event_sources, which has vLLM's KVEventsConfig by data-parallel rank.
 
     Args:
-        rank: Which engine stands behind the port that was asked; None: all that it tells of.
+        rank: Rank of the engine behind the probed port; None for all ranks on the page.
     """
     try:
         told = msgspec.json.decode(page, type=dict[int, _Source])
@@ -187,8 +183,8 @@ def event_sources(page: bytes, rank: int | None) -> EventSources:
     if not ranks or len(ranks) > RANKS_MAX:
         return NOT_TOLD
     if not any(source.publishes for source in told.values()):
-        return EventSources(told=True, off=True)
-    # An engine that tells of itself alone may count itself as 0.
+        return EventSources(reported=True, off=True)
+    # An engine that reports only itself may do so as rank 0.
     own = ranks if rank is None or len(ranks) == 1 else [rank]
     if not told.keys() >= set(own):
         return NOT_TOLD
@@ -207,7 +203,7 @@ def event_sources(page: bytes, rank: int | None) -> EventSources:
         labels[TOPIC_LABEL] = topic
     if any(label_problem(name, value) for name, value in labels.items()):
         return NOT_TOLD
-    return EventSources(told=True, labels=labels)
+    return EventSources(reported=True, labels=labels)
 
 
 class _Source(msgspec.Struct):
@@ -228,33 +224,33 @@ def _port(endpoint: str | None) -> int | None:
 
 
 class HttpGetError(Exception):
-    """The other side answered something that is no usable HTTP answer."""
+    """Invalid or oversized HTTP response."""
 
 
 class ConnectTimeoutError(TimeoutError):
-    """No connection came about in time: nothing at the address takes or refuses it."""
+    """Timeout while connecting: the address neither accepts nor refuses the connection."""
 
 
 @dataclass(eq=False)
 class HttpGetter:
-    """Keeps connections alive between exchanges; to be used by one loop."""
+    """HTTP client that keeps connections open; for one asyncio loop."""
 
-    body_bytes_max: int  # longer bodies are an error
-    timeout_s: float  # deadline of an exchange from connecting to the last byte
+    body_bytes_max: int  # limit of a response body
+    timeout_s: float  # timeout of a request from connecting to the last byte
     _connections: dict[str, _Connection] = field(default_factory=dict, init=False)
 
     async def get(self, address: str, path: str, bearer: str | None = None) -> tuple[int, bytes]:
-        """Asks; when cancelled, the connection is dropped.
+        """Send a GET request and return status and body; cancellation closes the connection.
 
         Args:
             address: "ip:port".
-            bearer: Secret to send along; None: no secret.
+            bearer: Bearer token; None for none.
 
         Raises:
-            ConnectTimeoutError: It could not be connected to within the deadline.
-            TimeoutError: It did not answer within the deadline.
-            OSError: It cannot be connected to, or the connection broke.
-            HttpGetError: The answer is no HTTP, or too long.
+            ConnectTimeoutError: Connecting timed out.
+            TimeoutError: The response timed out.
+            OSError: Connecting failed, or the connection broke.
+            HttpGetError: The response is invalid or too large.
         """
         secret = "" if bearer is None else f"Authorization: Bearer {bearer}\r\n"
         request = f"GET {path} HTTP/1.1\r\nHost: {address}\r\n{secret}\r\n".encode("ascii")
@@ -263,7 +259,7 @@ class HttpGetter:
             async with asyncio.timeout(self.timeout_s):
                 connection = self._connections.pop(address, None)
                 if connection is not None and connection.is_open:
-                    # One that the other side has closed meanwhile says nothing.
+                    # The server may have closed an idle connection; then try a new one.
                     with suppress(ConnectionError):
                         return await self._exchange(connection, address, request)
                 connection = None
@@ -278,7 +274,7 @@ class HttpGetter:
             raise
 
     def forget(self, host: str) -> None:
-        """Drops all connections to a host that nobody uses now."""
+        """Close all idle connections to a host."""
         for address in [known for known in self._connections if known.rpartition(":")[0] == host]:
             self._connections.pop(address).abort()
 
@@ -292,7 +288,7 @@ class HttpGetter:
         except BaseException:
             connection.abort()
             raise
-        # Another exchange with this address may have left its connection meanwhile.
+        # Another request to this address may have stored its connection meanwhile.
         if (other := self._connections.get(address)) is not None:
             other.abort()
         self._connections[address] = connection
@@ -300,7 +296,7 @@ class HttpGetter:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection; also what the parser calls while it reads an answer."""
+    """HTTP connection, and the callbacks of its response parser."""
 
     def __init__(self, body_bytes_max: int) -> None:
         self._body_bytes_max = body_bytes_max
@@ -310,7 +306,7 @@ class _Connection(asyncio.Protocol):
         self._body = bytearray()
         self._header_bytes = 0
         self._has_length = False
-        # Whether the end of the connection is the end of a body.
+        # Whether the body ends with the connection.
         self._may_end = False
 
     @property
@@ -318,7 +314,7 @@ class _Connection(asyncio.Protocol):
         return not self._transport.is_closing()
 
     def get(self, request: bytes) -> asyncio.Future[tuple[int, bytes]]:
-        """Sends a request; the answer is for the future."""
+        """Send a request and return a future of its response."""
         self._answer = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
         self._body.clear()
@@ -337,7 +333,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None or self._answer.done():
-            self.abort()  # nothing was asked
+            self.abort()  # unsolicited data
             return
         try:
             self._parser.feed_data(data)

@@ -1,6 +1,6 @@
-"""The edge that keeps the pod set true: declared pods, probes and link news in, changes of PodSet out.
+"""Thread that keeps the pod set up to date, from declared pods, probes and event-stream connections.
 
-One thread with an asyncio loop decides and probes, with a task for each pod, so nothing here needs a lock.
+An asyncio loop on one thread runs a task per pod, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -41,29 +41,30 @@ class EngineReports(Protocol):
 
 @dataclass(slots=True)
 class _Watched:
-    """One pod's probing."""
+    """Probing state of one pod."""
 
-    poke: asyncio.Event = field(default_factory=asyncio.Event)  # set when the pod is to be probed at once
-    models_due_s: float = 0.0  # from when on the next probe asks for the models too
-    running: bool = False  # whether a probe is out
-    void: bool = False  # whether the probe that is out began before bad news and must not make the pod ready
-    task: asyncio.Task[None] | None = None  # probes it again and again
+    poke: asyncio.Event = field(default_factory=asyncio.Event)  # set to probe the pod at once
+    models_due_s: float = 0.0  # time from which the next probe requests the models too
+    running: bool = False  # whether a probe is in progress
+    # Whether the probe in progress started before a failure and must not make the pod ready.
+    void: bool = False
+    task: asyncio.Task[None] | None = None  # task that probes the pod periodically
 
 
 @dataclass(eq=False)
 class PodWatch:
-    """Watches the pods until closed."""
+    """Probes all declared pods periodically until closed."""
 
     source: PodsSource
-    pods: PodSet  # the set to keep; only this object writes to it
+    pods: PodSet  # written by this object only
     prober: Prober
-    # Told the full set of event streams whenever it changes, always by the same thread.
+    # Called with the full set of event streams whenever it changes, always on the same thread.
     follow: Callable[[Iterable[PodStream]], None]
     interval_s: float  # mean time between two probes of a pod
     engines: EngineReports | None = None
-    # Told the addresses of all pods, and of those that begin anew, whenever pods were declared.
+    # Called with the addresses of all pods, and of replaced or restarted ones, after every declaration.
     declared: Callable[[Collection[str], Collection[str]], None] = lambda _pods, _anew: None
-    listed: bool = False  # whether the source has told who there is
+    listed: bool = False  # whether the source has declared its pods
 
     def __post_init__(self) -> None:
         self._random = Random()
@@ -77,7 +78,7 @@ class PodWatch:
         self._thread = Thread(target=self._run, name="pod-watch", daemon=True)
 
     def start(self) -> None:
-        """Declares the pods that are known already and begins to probe."""
+        """Declare the pods that are already known and start probing."""
         self._declare()
         self._thread.start()
 
@@ -90,23 +91,23 @@ class PodWatch:
 
     @property
     def synced(self) -> bool:
-        """Whether it is known which pods there are, and every one was probed to an end."""
+        """Whether the pods are known and each has completed a probe."""
         return self.listed and all(pod.probed for pod in self.pods.snapshot().values())
 
     def link(self, pod: str, up: bool) -> None:
-        """The pod's event stream connected or broke; never blocks."""
+        """Handle that a pod's event stream connected or disconnected; never blocks."""
         self.distrust(pod, "" if up else "its event stream's connection broke")
 
     def look(self) -> None:
-        """The source has news; never blocks."""
+        """Read the source again; never blocks."""
         self._soon(self._changed.set)
 
     def distrust(self, pod: str, why: str) -> None:
-        """Has a pod probed at once, and with a `why` takes it out until that succeeds; never blocks."""
+        """Probe a pod at once; with a reason `why`, mark it as not ready until then. Never blocks."""
         self._soon(self._apply, pod, why)
 
     def _soon(self, work: Callable[..., object], *values: str) -> None:
-        # Once closed there is nobody to tell.
+        # A closed loop raises RuntimeError.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(work, *values)
 
@@ -130,7 +131,7 @@ class PodWatch:
             self.prober.close()
 
     def _declare(self) -> Collection[str] | None:
-        """Takes over who the source says there is; answers which pods begin anew, None if it has no news."""
+        """Apply the source's pods; return replaced or restarted ones, or None if nothing changed."""
         if (entries := self.source.changed()) is None:
             return None
         self.listed = True
@@ -142,7 +143,7 @@ class PodWatch:
         if gone or new or not self._watched:
             _log.info("%d pods declared", len(pods))
         for address in anew:
-            # What is under way was asked of the former.
+            # A probe in progress was sent to the former pod.
             watched = self._watched[address]
             watched.void = watched.running
             watched.models_due_s = 0.0
@@ -160,14 +161,14 @@ class PodWatch:
 
     def _apply(self, address: str, why: str) -> None:
         if why and self.pods.suspect(address, why):
-            _log.warning("pod %s is not ready: %s", address, why)
+            _log.warning("pod not ready: pod=%s reason=%s", address, why)
         if watched := self._watched.get(address):
             if why:
                 watched.void = watched.running
             watched.poke.set()
 
     async def _watch(self, address: str, watched: _Watched) -> None:
-        """Probes one pod until cancelled."""
+        """Probe one pod periodically until cancelled."""
         while True:
             pod = self.pods.snapshot()[address]
             now_s = self._loop.time()
@@ -180,13 +181,13 @@ class PodWatch:
                 answered = 0 if self.engines is None else self.engines.before_scrape(address)
                 result = await self._probe(pod, asks_models)
                 watched.running = False
-            # The page of a pod with several engines may be of any of them.
+            # With several engines behind the pod, the page may come from any of them.
             stream = pod_stream(pod)
             one_engine = stream is None or stream.ranks == 1
             if self.engines is not None and result.reading is not None and one_engine:
                 self.engines.after_scrape(pod.address, result.reading, answered)
             self._take(result, watched)
-            # A pod that starts is waited for more eagerly.
+            # Probe a starting pod more often.
             interval_s = self.interval_s if self.pods.snapshot()[address].ready else self.interval_s / 4
             wake = self._loop.call_at(next_probe_s(now_s, interval_s, self._random), watched.poke.set)
             await watched.poke.wait()
@@ -196,8 +197,8 @@ class PodWatch:
         asks_sources = pod.entry.events.asks_engine and pod.sources is None
         try:
             return await self.prober.probe(pod.entry, models=asks_models, sources=asks_sources)
-        except Exception as error:  # a pod's answer may trip over anything; it must not end its probing
-            _log.exception("probe of %s", pod.address)
+        except Exception as error:  # an unexpected error must not end the pod's probing
+            _log.exception("probe failed: pod=%s", pod.address)
             return ProbeResult(pod.address, False, why=f"probe failed: {error!r}")
 
     def _take(self, result: ProbeResult, watched: _Watched) -> None:
@@ -209,29 +210,27 @@ class PodWatch:
         judged = judge(pod, result)
         self.pods.put(judged)
         if judged.ready and not pod.ready:
-            _log.info(
-                "pod %s is ready (%s)", pod.address, judged.models.base if judged.models else "no models"
-            )
+            _log.info("pod ready: pod=%s model=%s", pod.address, judged.models and judged.models.base)
         elif not judged.ready and (pod.ready or not pod.probed):
-            _log.warning("pod %s is not ready: %s", pod.address, judged.why)
+            _log.warning("pod not ready: pod=%s reason=%s", pod.address, judged.why)
         if judged.asleep and not pod.asleep:
-            _log.warning("pod %s sleeps: it gets no requests while another pod is awake", pod.address)
+            _log.warning("pod asleep, routing to awake pods first: pod=%s", pod.address)
         elif pod.asleep and not judged.asleep:
-            _log.info("pod %s is awake", pod.address)
+            _log.info("pod awake: pod=%s", pod.address)
         if result.why_no_load and judged.loadless == LOADLESS_MAX:
             _log.warning(
-                "pod %s tells no load and is priced without: %s; metrics-port and metrics-path of its labels "
-                "or annotations say where its page is",
+                "pod load unknown, routing without it: pod=%s error=%s; set metrics-port and metrics-path by "
+                "label or annotation",
                 pod.address,
                 result.why_no_load,
             )
         if untold := _newly_untold(pod, judged):
-            _log.warning("metrics of pod %s do not tell %s; it is priced by the rest", pod.address, untold)
+            _log.warning("pod metrics incomplete, using defaults: pod=%s missing=%s", pod.address, untold)
         if (judged.models, judged.sources) != (pod.models, pod.sources):
             self._follow_streams()
 
     def _known_stream(self, pod: Pod) -> tuple[Pod, PodStream | None]:
-        """The pod's stream, found anew only if something that decides it has changed."""
+        """Return the pod and its event stream, cached while the pod's relevant fields are unchanged."""
         known = self._known_streams.get(pod.address)
         if known is not None and _same_stream(known[0], pod):
             return known
@@ -240,8 +239,8 @@ class PodWatch:
             if stream is not None:
                 stream.by_rank()
         except IndexerConfigError as error:
-            # What one engine tells must not keep the others from being followed.
-            _log.warning("events of pod %s are not followed: %s", pod.address, error)
+            # Invalid ports reported by one engine must not affect other pods.
+            _log.warning("event stream invalid, not followed: pod=%s error=%s", pod.address, error)
             stream = None
         return pod, stream
 
@@ -254,11 +253,11 @@ class PodWatch:
             try:
                 self.follow(streams)
             except IndexerConfigError as error:
-                _log.error("event streams not taken over, those followed before stay: %s", error)
+                _log.error("event streams invalid, keeping the last ones: error=%s", error)
 
 
 def judge(pod: Pod, result: ProbeResult) -> Pod:
-    """What is known of a pod after a probe: a refusal takes it out at once, slowness only when repeated."""
+    """Return a pod's state after a probe: an error makes it not ready at once, timeouts only if repeated."""
     if result.healthy:
         return replace(
             pod,
@@ -285,32 +284,31 @@ def judge(pod: Pod, result: ProbeResult) -> Pod:
         silent=result.timed_out and (pod.ready or pod.silent),
         probed=True,
         failures=failures,
-        # Where a NetworkPolicy rejects connections, the kernel sends some of the refusals only: silence among
-        # refusals says nothing new.
+        # The kernel rate-limits refusals of a NetworkPolicy, so a timeout does not end a refused state.
         refused=result.refused or (pod.refused and result.unreachable),
         unreachable=result.unreachable,
     )
 
 
 def next_probe_s(now_s: float, interval_s: float, random: Random) -> float:
-    """When a pod that was probed now is probed next: after a fifth more or less than `interval_s`.
+    """Return when to probe a pod next: after `interval_s` with a jitter of 20 %, rounded up to 0.1 s.
 
-    The jitter keeps many routers from asking in step; a few probes together cost less than each on its own.
+    The jitter spreads the probes of many routers; rounding batches the probes of one router.
     """
     due_s = now_s + interval_s * random.uniform(0.8, 1.2)
     return math.ceil(due_s * _BEGINNINGS_PER_S) / _BEGINNINGS_PER_S
 
 
 def pod_stream(pod: Pod) -> PodStream | None:
-    """The pod's event stream, as soon as its base model, which roots all its keys, is told or declared.
+    """Return the pod's event stream, or None until its base model is known, which is an input of all keys.
 
-    What was declared of the pod counts more than what its engine tells, and that more than the defaults.
+    Declared ports override those reported by the engine, and both override the defaults.
     """
     entry, told = pod.entry, pod.sources
     labels, events = dict(entry.labels), entry.events
     if told is not None and told.off and EVENTS_PORT_LABEL not in labels:
         return None
-    if told is not None and told.told:
+    if told is not None and told.reported:
         labels, events = {**told.labels, **labels}, replace(events, replay_port=None)
     if pod.models is not None:
         labels[MODEL_LABEL] = pod.models.base
@@ -318,7 +316,7 @@ def pod_stream(pod: Pod) -> PodStream | None:
 
 
 def _newly_untold(pod: Pod, judged: Pod) -> str:
-    """Figures of its load that it tells no more, or never told, for a person."""
+    """Return the names of load metrics that have newly become missing."""
     before = pod.load.untold if pod.load is not None else ()
     untold = judged.load.untold if judged.load is not None else ()
     return ", ".join(figure for figure in untold if figure not in before)

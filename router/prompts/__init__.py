@@ -1,1 +1,1 @@
-"""Request body to token ids."""
+"""Parsing of request bodies and tokenization of prompts."""

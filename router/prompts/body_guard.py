@@ -1,7 +1,7 @@
-"""Body fields that only gateways may send to a model server: bodies in, forbidden fields found or removed.
+"""Detection and removal of body fields that only gateways may send to a model server.
 
-KV transfer parameters name hosts, engines and blocks. From a client they end an engine, poison its cache or
-read what other users asked. Knows no gateway's messages and no pods.
+KV transfer parameters name hosts, engines and blocks. A client that sends them could crash an engine, poison
+its cache or read prompts of other users.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ GATEWAY_ONLY_FIELDS = (
     "prefill_worker_id",
     "decode_worker_id",
 )
-"""Fields that are forbidden unless the configuration names others."""
+"""Forbidden fields by default."""
 
-# Objects from which engines take further parameters.
+# Objects from which engines read further parameters.
 _CONTAINERS = frozenset({"vllm_xargs", "sampling_params", "extra_args", "extra_body", "nvext"})
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _RAW_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
-# Forms carry fields that no JSON reader sees.
+# Form bodies carry fields outside of JSON.
 _FORMS = ("multipart/", "application/x-www-form-urlencoded")
 
 
 class BodyGuard:
-    """Finds and removes the fields that clients must not send. Safe to share between threads.
+    """Finds and removes the fields that clients must not send. Thread-safe.
 
     A field is forbidden at the top level of a JSON object and inside the objects that carry extra parameters
-    (`vllm_xargs`, `sampling_params`, `extra_args`, `extra_body`, `nvext`). A field that is null is absent.
+    (`vllm_xargs`, `sampling_params`, `extra_args`, `extra_body`, `nvext`). A null field counts as absent.
 
     Args:
-        names: Names of the forbidden fields; empty: nothing is checked.
-        has_connector: Whether engines of the pool have a KV connector. Bodies that cannot be checked are
-            then refused.
+        names: Names of the forbidden fields; empty to check nothing.
+        has_connector: Returns whether engines of the pool have a KV connector; if so, bodies that cannot be
+            checked are rejected.
     """
 
     def __init__(
@@ -63,34 +63,34 @@ class BodyGuard:
         has_connector: Callable[[], bool] = lambda: False,
     ) -> None:
         self._names = frozenset(names)
-        self._suspects = self._names | _CONTAINERS if names else frozenset()
+        self._checked_fields = self._names | _CONTAINERS if names else frozenset()
         self._has_connector = has_connector
 
     def forbidden(self, request: RouteRequest, body: bytes | bytearray) -> str | None:
         """Return the path of a forbidden field, such as `vllm_xargs.kv_hints`; None if there is none.
 
         Args:
-            request: Made of `body`; its own `body` is empty where the router does not know the API.
+            request: Request parsed from `body`; its own `body` is empty for an unknown API.
 
         Raises:
-            RequestError: 400, the body cannot be checked and must not pass unchecked, or it is JSON of a
-                form from which no field can be removed.
+            RequestError: 400: the body cannot be checked and the pool has a KV connector, or it has a
+                forbidden field in non-standard JSON, from which no field can be removed.
         """
-        if not self._suspects or not body:
+        if not self._checked_fields or not body:
             return None
         try:
             fields = request.body or self._decoded(body, request.headers)
-            return None if self._suspects.isdisjoint(fields) else self._first(fields)
+            return None if self._checked_fields.isdisjoint(fields) else self._first_forbidden(fields)
         except RecursionError as error:
             raise RequestError(400, "the request body is nested too deeply") from error
 
     def unchecked(self) -> None:
-        """Let a request pass whose body the router cannot read.
+        """Decide whether a body that the router cannot read may pass.
 
         Raises:
-            RequestError: 400, the pool's engines have a KV connector.
+            RequestError: 400: engines of the pool have a KV connector.
         """
-        if self._suspects and self._has_connector():
+        if self._checked_fields and self._has_connector():
             raise RequestError(
                 400,
                 "the request body cannot be checked for fields that only the gateway may send: send a JSON "
@@ -98,47 +98,46 @@ class BodyGuard:
             )
 
     def without(self, body: bytes | bytearray) -> bytes:
-        """Return a JSON object without its forbidden fields; other values stay as they are written."""
+        """Return a JSON object without its forbidden fields; other values are copied unchanged."""
         return msgspec.json.encode(self._allowed(body))
 
     def _decoded(self, body: bytes | bytearray, headers: Mapping[str, str]) -> Mapping[str, Any]:
-        """Return the suspect fields of a body whose API the router does not know."""
+        """Return the fields to check of a body of an unknown API."""
         if headers.get("content-type", "").lower().startswith(_FORMS):
             self.unchecked()
         try:
             fields = _RAW_FIELDS.decode(body)
-            return {name: msgspec.json.decode(fields[name]) for name in self._suspects.intersection(fields)}
+            return {
+                name: msgspec.json.decode(fields[name]) for name in self._checked_fields.intersection(fields)
+            }
         except ValueError:
             return self._leniently_decoded(body)
 
     def _leniently_decoded(self, body: bytes | bytearray) -> Mapping[str, Any]:
-        """Check what Python's JSON reader takes beyond the standard: a BOM, UTF-16, NaN.
-
-        Engines read bodies with it.
-        """
+        """Check JSON that only Python's reader accepts (BOM, UTF-16, NaN), which engines use."""
         try:
             fields = json.loads(body)
         except ValueError:
             self.unchecked()
             return {}
-        if isinstance(fields, dict) and (field := self._first(fields)) is not None:
+        if isinstance(fields, dict) and (field := self._first_forbidden(fields)) is not None:
             raise refusal(field)
         return {}
 
-    def _first(self, fields: Mapping[str, Any]) -> str | None:
+    def _first_forbidden(self, fields: Mapping[str, Any]) -> str | None:
         for name in fields:
             value = fields[name]
             if name in self._names and value is not None:
                 return name
             if name in _CONTAINERS:
                 for inner in value if isinstance(value, list) else (value,):
-                    if isinstance(inner, dict) and (found := self._first(inner)) is not None:
+                    if isinstance(inner, dict) and (found := self._first_forbidden(inner)) is not None:
                         return f"{name}.{found}"
         return None
 
     def _allowed(self, body: bytes | bytearray | msgspec.Raw) -> dict[str, msgspec.Raw]:
         fields = _RAW_FIELDS.decode(body)
-        for name in self._suspects.intersection(fields):
+        for name in self._checked_fields.intersection(fields):
             if name in self._names:
                 del fields[name]
             else:
@@ -157,5 +156,5 @@ class BodyGuard:
 
 
 def refusal(field: str) -> RequestError:
-    """Return the answer to a client that sent a forbidden field."""
+    """Return the error for a client that sent a forbidden field."""
     return RequestError(400, f"{field} must not be sent by clients: only the gateway may set it", field)

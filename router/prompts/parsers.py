@@ -1,8 +1,7 @@
-"""The APIs of HTTP requests: path, headers and body in, a request to be routed out; one table for all doors.
+"""Parsers of HTTP requests: path, headers and body in, RouteRequest out.
 
-The longest path suffix decides the API. The router's own doors know four and pass the rest unread; for the
-reference picker's door its parsers are configured, and refusals are in its words. Knows no streams, pods or
-tokens.
+The longest matching path suffix selects the API. The router's own services parse four APIs and pass others
+unread. In compatibility mode, the parsers and error texts are those of llm-d's endpoint picker.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _CHAT, _COMPLETIONS, _OTHER = RequestKind.CHAT, RequestKind.COMPLETIONS, Request
 _VLLM_SERVICE, _VERTEX_SERVICE = "vllm.grpc.engine.VllmEngine", "PredictionService"
 _GRPC_PREFIX_BYTES = 5
 _INVALID_GRPC = "invalid or unsupported gRPC payload"
-# JSON as Go tells of it.
+# Parts of error messages of Go's encoding/json.
 _SPACE = b" \t\r\n"
 _LITERALS = {b"t": b"true", b"f": b"false", b"n": b"null"}
 _KINDS = {b"[": "array", b'"': "string", b"t": "bool", b"f": "bool"}
@@ -38,50 +37,50 @@ _Message = TypeVar("_Message", bound=Message)
 
 
 class BodyForm(Enum):
-    """What the bodies of an API are."""
+    """Encoding of an API's request bodies."""
 
     JSON = auto()
     VERTEX = auto()
-    """A gRPC message that carries a JSON body."""
+    """gRPC message that carries a JSON body."""
     VLLM = auto()
-    """A gRPC message; it has fields that are not read here."""
+    """gRPC message of vLLM, of which only the prompt and `stream` are read."""
     UNREAD = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """One API."""
+    """API of a request path, with its required fields and error texts."""
 
-    kind: RequestKind  # what it is like to the tokenizer
-    name: str = ""  # in complaints; "": the router's own API, whose model, salt and stream are checked
-    needs: tuple[str, ...] = ()  # fields of which one must be there; the first one found is the prompt
-    lack: str = ""  # the complaint where none is; "": by their names
-    broken: str = "error unmarshaling request bodyMap: "  # begins the complaint about what is no JSON object
-    needs_model: bool = True  # whether a model must be named
+    kind: RequestKind  # how the body is tokenized
+    name: str = ""  # name in errors; "" for the router's own APIs, whose model, salt and stream are checked
+    needs: tuple[str, ...] = ()  # alternative prompt fields; the first one present is used, one is required
+    lack: str = ""  # error if no prompt field is present; "" to name the field
+    broken: str = "error unmarshaling request bodyMap: "  # prefix of the error for a body that is no object
+    needs_model: bool = True  # whether the body must name a model
     form: BodyForm = BodyForm.JSON
 
     def fields(self, body: bytes | bytearray) -> dict[str, Any]:
         """Return the fields of a JSON body.
 
         Raises:
-            RequestError: 400, it is no JSON object.
+            RequestError: 400: the body is not a JSON object.
         """
         try:
             return read_fields(self.kind, body)
         except (ValueError, RecursionError) as error:
             if self.name:
-                complaint = self.broken + _go_json_error(body)
+                message = self.broken + _go_json_error(body)
             elif isinstance(error, msgspec.ValidationError):
-                complaint = "the request body must be a JSON object"
+                message = "the request body must be a JSON object"
             else:
-                complaint = f"the request body is not valid JSON: {error}"
-            raise RequestError(400, complaint) from error
+                message = f"the request body is not valid JSON: {error}"
+            raise RequestError(400, message) from error
 
     def prompt(self, fields: Mapping[str, Any]) -> Any:
-        """Return the field with the prompt.
+        """Return the value of the prompt field.
 
         Raises:
-            RequestError: 400, there is none.
+            RequestError: 400: no prompt field is present.
         """
         found = next((fields[name] for name in self.needs if fields.get(name)), None)
         if found is None or (self.kind is _CHAT and not _are_messages(found)):
@@ -98,10 +97,10 @@ _VERTEX_CHAT = Api(_CHAT, "chat completions", ("messages",), needs_model=False, 
 _VERTEX_RAW = Api(RequestKind.RESPONSES, "responses", ("input",), needs_model=False, form=BodyForm.VERTEX)
 _UNREAD = Api(_OTHER, "unread", needs_model=False, form=BodyForm.UNREAD)
 
-_OURS = "kvroute"
-# By parser: its APIs by path suffix; one without any takes the rest unread.
+_OWN = "kvroute"
+# APIs by path suffix, per parser; a parser without suffixes passes all other paths unread.
 _APIS: Mapping[str, Mapping[str, Api]] = {
-    _OURS: {
+    _OWN: {
         "chat/completions": Api(_CHAT),
         "completions": Api(_COMPLETIONS),
         "v1/messages": Api(RequestKind.MESSAGES),
@@ -150,18 +149,18 @@ _APIS: Mapping[str, Mapping[str, Api]] = {
     },
     "passthrough-parser": {},
 }
-# By parser: the gRPC service whose further methods it hands on unread.
+# gRPC service, per parser, whose other methods pass unread.
 _SERVICES = {"vllmgrpc-parser": _VLLM_SERVICE, "vertexai-parser": _VERTEX_SERVICE}
 
-PARSERS = tuple(name for name in _APIS if name != _OURS)  # types of all parsers of the reference picker
+PARSERS = tuple(name for name in _APIS if name != _OWN)  # parser types of llm-d's endpoint picker
 
 
 class Parsers:
-    """The parsers of one door.
+    """Parsers of one service, by path suffix.
 
     Args:
-        names: Their types, in the configuration's order. Of one path suffix the first counts. A parser
-            without paths takes what is left, and those after it count no more.
+        names: Parser types in the configuration's order. The first parser of a path suffix is used. A parser
+            without suffixes takes all other paths, so parsers after it have no effect.
     """
 
     def __init__(self, names: Sequence[str] = DEFAULT_PARSERS) -> None:
@@ -176,11 +175,11 @@ class Parsers:
                 break
         self._suffixes = sorted(self._apis, key=len, reverse=True)
         self._services = [_SERVICES[name] for name in names if name in _SERVICES]
-        # Gateways send few paths, again and again.
-        self._found = lru_cache(maxsize=16)(self.find)
+        # Gateways send few different paths.
+        self._find_cached = lru_cache(maxsize=16)(self.find)
 
     def find(self, path: str) -> Api | None:
-        """Return the API of a path, with or without a query string; None: no parser takes it."""
+        """Return the API of a path, with or without a query string; None if no parser handles it."""
         plain = path.partition("?")[0].rstrip("/")
         for suffix in self._suffixes:
             if plain.endswith(suffix) and (len(plain) == len(suffix) or plain[-len(suffix) - 1] in "/."):
@@ -195,16 +194,16 @@ class Parsers:
         candidates: frozenset[str] | None = None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[RouteRequest, Api]:
-        """Read an HTTP request.
+        """Parse an HTTP request.
 
         Returns:
-            The request and its API. Where the body of a parser's API names no model the request has none
-            either, whatever the API needs: it may yet be rewritten.
+            The request and its API. With a parser of llm-d, a body without model gives a request without
+            model, even if the API requires one, because a rewrite may still set it.
 
         Raises:
-            RequestError: 400, the body is not what its API allows, or no parser takes the path.
+            RequestError: 400: the body is invalid for its API, or no parser handles the path.
         """
-        api = self._found(path)
+        api = self._find_cached(path)
         if api is None:
             raise RequestError(400, f"no parser registered matching path suffix for: {path[:256]}")
         fields: dict[str, Any] = {}
@@ -217,7 +216,7 @@ class Parsers:
             prompt = api.prompt(fields)
             if api.kind is _COMPLETIONS:
                 fields["prompt"] = prompt
-        # SGLang's name for what keeps caches apart is another.
+        # SGLang names its cache salt extra_key.
         model, salt = fields.get("model"), fields.get("cache_salt", fields.get("extra_key"))
         request = RouteRequest(
             request_id,
@@ -232,7 +231,7 @@ class Parsers:
         return request, api
 
 
-OWN_PARSERS = Parsers([_OURS, "passthrough-parser"])
+OWN_PARSERS = Parsers([_OWN, "passthrough-parser"])
 
 
 def http_request(
@@ -242,7 +241,7 @@ def http_request(
     candidates: frozenset[str] | None = None,
     headers: Mapping[str, str] = MappingProxyType({}),
 ) -> RouteRequest:
-    """Read a request of the router's own APIs, see `Parsers.parse`; any other passes unread."""
+    """Parse a request by the router's own parsers, see `Parsers.parse`; other APIs pass unread."""
     return OWN_PARSERS.parse(request_id, path, body, candidates, headers)[0]
 
 
@@ -274,10 +273,10 @@ def _carried_body(body: bytes | bytearray) -> bytes:
 
 
 def _unframed(body: bytes | bytearray, message: type[_Message]) -> _Message:
-    """Take one uncompressed message out of its gRPC frame.
+    """Parse a body that is one uncompressed gRPC message with its length prefix.
 
     Raises:
-        RequestError: 400, the body is no such message.
+        RequestError: 400: the body is not such a message.
     """
     size = len(body) - _GRPC_PREFIX_BYTES
     if size < 0 or body[0] != 0 or int.from_bytes(body[1:_GRPC_PREFIX_BYTES], "big") != size:
@@ -289,10 +288,10 @@ def _unframed(body: bytes | bytearray, message: type[_Message]) -> _Message:
 
 
 def _go_json_error(body: bytes | bytearray) -> str:
-    """Return what Go's JSON reader says of a body that is no JSON object.
+    """Return the error text of Go's encoding/json for a body that is not a JSON object.
 
-    The reference hands these words to clients, who may look for them. Only what is wrong at the body's
-    beginning or end is told as Go tells it; of anything else, our own reader's words are as good.
+    llm-d returns this text to clients, which may match it. Errors at the start or end of the body have Go's
+    text; others have msgspec's.
     """
     text = bytes(body).strip(_SPACE)
     first = text[:1]

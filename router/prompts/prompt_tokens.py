@@ -1,8 +1,7 @@
-"""What is known of a request's prompts: a request and a tokenizer in, ids, a count and reasons out.
+"""Token ids of a request's prompts, or the reason why they are unknown.
 
-Images, sounds and films within given ids are told as in vLLM's token-in-token-out protocol
-(MultiModalFeatures of entrypoints/scale_out/token_in_token_out/protocol.py in 0.32; the fields that are read
-have been the same since 0.18). Knows no deadlines.
+Media items within given token ids are described as in vLLM's token-in-token-out protocol (MultiModalFeatures
+of entrypoints/scale_out/token_in_token_out/protocol.py in 0.32; these fields have not changed since 0.18).
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from tokenization import (
     responses_as_chat,
 )
 
-# Why a prompt that every engine will refuse is routed by load alone.
+# Reason to route by load alone: every engine will reject the prompt.
 LONGER_THAN_CONTEXT = "longer_than_context"
 
-# Why a request with more than PROMPTS_MAX prompts is routed by load alone.
+# Reason to route by load alone: more than PROMPTS_MAX prompts.
 TOO_MANY_PROMPTS = "too_many_prompts"
 
-PROMPTS_MAX = 64  # each is tokenized, and matched while other picks wait, on its own
-MEDIA = "media"  # why only the beginning of a prompt is known: behind it stands an image, a sound or a film
+PROMPTS_MAX = 64  # each prompt is tokenized and matched separately while other picks wait
+MEDIA = "media"  # reason why only a prefix of a prompt is known: an image, audio or video follows
 
 # Fields of bodies with token ids: vLLM's /inference/v1/generate, and SGLang's /generate.
 _FEATURES = "features"
@@ -50,25 +49,25 @@ _PLACED_BY_ENGINE = ("content_parts", "image_data", "audio_data", "video_data")
 _WITH_MEDIA = frozenset((_FEATURES, *_PLACED_BY_ENGINE))
 _AS_CHAT = (RequestKind.MESSAGES, RequestKind.RESPONSES)
 _BYTES_PER_TOKEN = 4
-# What media and the text behind count for where their true number is not known: about one image.
+# Estimated tokens of media of unknown size and the text behind it: about one image.
 _MEDIA_TOKENS = 1000
 
 
-# What the placeholders within one prompt stand for, in its order.
+# Media items of one prompt, in order of their placeholders.
 PromptMedia: TypeAlias = tuple[MultimodalItem, ...]
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
-    """Facts known of a request's prompts."""
+    """Token ids of a request's prompts, as far as they are known."""
 
-    prompts: tuple[TokenIds, ...]  # token ids of every prompt (completions may hold several); empty: unknown
-    total: int  # number of prompt tokens, estimated from the body's size when unknown
-    degraded: str | None = None  # why the ids are not known; None when they are
-    partial: str | None = None  # why `prompts` are only beginnings; None when they are whole
-    media: tuple[PromptMedia, ...] = ()  # what placeholders in `prompts` stand for, by prompt; empty: none
+    prompts: tuple[TokenIds, ...]  # token ids per prompt (completions may have several); empty if unknown
+    total: int  # number of prompt tokens, estimated from the body's size if unknown
+    degraded: str | None = None  # why the ids are unknown; None if they are known
+    partial: str | None = None  # why `prompts` are only prefixes; None if they are complete
+    media: tuple[PromptMedia, ...] = ()  # media items per prompt; empty if there are none
 
     def extras(self, block_tokens: int) -> Sequence[Sequence[bytes]]:
-        """What the blocks of each prompt depend on besides tokens, see `extras_of_prompt`."""
+        """Return, per prompt and block, the hash inputs besides tokens; see `extras_of_prompt`."""
         if not self.media:
             return ((),) * len(self.prompts)
         return [
@@ -77,7 +76,7 @@ class PromptTokens(msgspec.Struct, frozen=True):
         ]
 
     def without_media(self) -> PromptTokens:
-        """The same, known up to the first of `media` alone; the total stays what it is."""
+        """Return a copy whose prompts end at their first media item; the total is unchanged."""
         if not self.media:
             return self
         prompts = tuple(
@@ -87,17 +86,17 @@ class PromptTokens(msgspec.Struct, frozen=True):
         return PromptTokens(prompts, self.total, self.degraded, MEDIA)
 
 
-def known_prompts(request: RouteRequest, tokenizer: PromptTokenizer, limits: PromptLimits) -> PromptTokens:
-    """Tokenizes a request.
+def tokenize_prompts(request: RouteRequest, tokenizer: PromptTokenizer, limits: PromptLimits) -> PromptTokens:
+    """Tokenize a request.
 
     Raises:
-        PromptError: The prompt is not what the API allows, too long, or has no ids here.
+        PromptError: The prompt is invalid for its API, too long, or cannot be tokenized here.
         ManyItemsError: A chat has more messages and parts than `limits.items_max`.
     """
     body, template = request.body, tokenizer.chat_template
     if request.kind is RequestKind.COMPLETIONS:
         return known(tuple(completion_prompts(body, tokenizer, limits)))
-    # Engines turn the other APIs into chats; what chat it is depends on the template.
+    # Engines convert the other APIs to chats; the result depends on the template.
     if template is not None and request.kind is RequestKind.MESSAGES:
         body = messages_as_chat(body, template.effort_without_thinking)
     elif template is not None and request.kind is RequestKind.RESPONSES:
@@ -111,8 +110,8 @@ def known_prompts(request: RouteRequest, tokenizer: PromptTokenizer, limits: Pro
     return PromptTokens((ids,), len(ids) + _MEDIA_TOKENS, partial=MEDIA)
 
 
-def too_much(request: RouteRequest, context_tokens: int | None) -> PromptTokens | None:
-    """Tell of a request seen at once to be of no use to any cache; None for any other request."""
+def rejected_early(request: RouteRequest, context_tokens: int | None) -> PromptTokens | None:
+    """Return a degraded result for a prompt that is obviously too long or has too many parts, else None."""
     prompt = request.body.get("prompt")
     if request.kind is not RequestKind.COMPLETIONS or type(prompt) is not list or not prompt:
         return None
@@ -124,8 +123,8 @@ def too_much(request: RouteRequest, context_tokens: int | None) -> PromptTokens 
     return PromptTokens((), len(prompt), LONGER_THAN_CONTEXT) if len(prompt) > context_tokens else None
 
 
-def given(request: RouteRequest) -> PromptTokens | None:
-    """A completions prompt that is given as ids, which needs no tokenizer; None for any other."""
+def given_token_ids(request: RouteRequest) -> PromptTokens | None:
+    """Return the prompts of a completions request that are given as token ids; None if they are not."""
     if request.kind is not RequestKind.COMPLETIONS or "truncate_prompt_tokens" in request.body:
         return None
     prompt = request.body.get("prompt")
@@ -144,36 +143,36 @@ def given(request: RouteRequest) -> PromptTokens | None:
 
 
 def known(prompts: tuple[TokenIds, ...]) -> PromptTokens:
-    """Prompts that are known to the end."""
+    """Return the result for completely known prompts."""
     return PromptTokens(prompts, sum(map(len, prompts)))
 
 
 def with_features(prompts: Sequence[TokenIds], features: Sequence[MediaFeatures | None]) -> PromptTokens:
-    """Prompts known as far as their media are; `features` are told for each.
+    """Return prompts with the media items that `features` describes, up to the first item without a hash.
 
     Raises:
-        ValueError: What is told of the items cannot be.
+        ValueError: The description of the items is inconsistent.
     """
     return _known_parts(list(map(_known_part, prompts, features)), sum(map(len, prompts)))
 
 
 def _known_parts(parts: Sequence[tuple[TokenIds, PromptMedia]], total: int) -> PromptTokens:
-    """Prompts of `total` tokens, each known as far as its ids go, with the media items within these."""
+    """Return the result for (known token ids, media items) per prompt, with `total` tokens in all."""
     prompts, media = tuple(ids for ids, _ in parts), tuple(items for _, items in parts)
     partial = MEDIA if sum(map(len, prompts)) < total else None
     return PromptTokens(prompts, total, partial=partial, media=media if any(media) else ())
 
 
 def unknown(request: RouteRequest, reason: str) -> PromptTokens:
-    """A request whose prompts are not known, and why."""
+    """Return the result for a request whose prompts are unknown for this reason."""
     return PromptTokens((), request.body_bytes // _BYTES_PER_TOKEN, reason)
 
 
-def refused(request: RouteRequest, error: PromptError) -> PromptTokens:
-    """What a tokenizer's refusal means for the pick.
+def rejected(request: RouteRequest, error: PromptError) -> PromptTokens:
+    """Return the degraded result for a prompt that the tokenizer rejected.
 
     Raises:
-        RequestError: 400, when the prompt is not what the API allows.
+        RequestError: 400: the prompt is invalid for its API.
     """
     match error:
         case PromptTooLongError():
@@ -181,16 +180,16 @@ def refused(request: RouteRequest, error: PromptError) -> PromptTokens:
         case UnsupportedPromptError():
             return unknown(request, "unsupported_prompt")
     if request.kind in _AS_CHAT:
-        # The engine, which knows that API, will say so better than we.
+        # The engine implements this API and returns a better error.
         return unknown(request, "unsupported_prompt")
     raise RequestError(400, str(error), error.param) from error
 
 
 def _with_images(prompt: ExpandedPrompt) -> PromptTokens:
-    """A chat's ids up to its first image that has no name, and the items within them.
+    """Return a chat's token ids up to the first image without a hash, with the images before it.
 
-    An image may share its first id with the last one of the image in front: newlines that became one. A block
-    with that id ends no earlier than the image in front does, so vLLM's events name both images in it.
+    An image may share its first token with the last one of the previous image, when newlines merge. A block
+    with that token ends after the previous image starts, so vLLM's events name both images in it.
     """
     items: list[MultimodalItem] = []
     end = 0
@@ -206,14 +205,14 @@ def _with_images(prompt: ExpandedPrompt) -> PromptTokens:
 
 
 def _with_media(request: RouteRequest, prompts: tuple[TokenIds, ...]) -> PromptTokens:
-    """Ids that come with media items, of which only vLLM's `features` tell what stands where."""
+    """Return given token ids with media items, whose positions only vLLM's `features` describe."""
     if any(request.body.get(name) for name in _PLACED_BY_ENGINE):
         return unknown(request, "unsupported_prompt")
     try:
         features = msgspec.convert(request.body.get(_FEATURES), MediaFeatures | None)
         return with_features(prompts, [features] * len(prompts))
     except ValueError:
-        # The engine will refuse it, and say so better.
+        # The engine will reject the request with a better error.
         return unknown(request, "unsupported_prompt")
 
 
@@ -223,21 +222,21 @@ class _Place(msgspec.Struct):
 
 
 class MediaFeatures(msgspec.Struct):
-    """By modality the hashes of its items and their places, in the same order."""
+    """Hashes and placeholder ranges of media items by modality, in the same order."""
 
     mm_hashes: dict[str, list[str]] | None = None
     mm_placeholders: dict[str, list[_Place]] | None = None
 
 
 def _known_part(ids: TokenIds, features: MediaFeatures | None) -> tuple[TokenIds, PromptMedia]:
-    """A prompt's ids as far as they are known, and the items within them.
+    """Return the known prefix of a prompt's token ids, and the media items within it.
 
-    Placeholders are the same for every image; the hashes, which are in the engine's events too, tell them
-    apart. Where there are none, or where items lie within one another (a film and its sound, of which events
-    do not name both in every block), the prompt is known up to its first item.
+    Placeholder tokens are the same for all images; only the hashes, which events carry too, identify them.
+    Without hashes, or with overlapping items (a video and its audio, which events do not both name in every
+    block), the known prefix ends at the first item.
 
     Raises:
-        ValueError: What is told of the items cannot be.
+        ValueError: The description of the items is inconsistent.
     """
     features = features or MediaFeatures()
     items = tuple(sorted(_items(features), key=lambda item: item.offset))
@@ -245,13 +244,13 @@ def _known_part(ids: TokenIds, features: MediaFeatures | None) -> tuple[TokenIds
         raise ValueError(f"mm_placeholders: an item is not within the prompt's {len(ids)} tokens")
     nested = any(second.offset < first.offset + first.length for first, second in pairwise(items))
     if items and (features.mm_hashes is None or nested):
-        # A view would keep all of them where this is kept.
+        # Copy, because a slice would keep all ids in memory.
         return ids[: items[0].offset].copy(), ()
     return ids, items
 
 
 def _items(features: MediaFeatures) -> Iterator[MultimodalItem]:
-    """The items, with empty hashes where none are told."""
+    """Yield the items, with empty hashes if none are given."""
     places, hashes = features.mm_placeholders or {}, features.mm_hashes
     if hashes is None:
         hashes = {modality: [""] * len(items) for modality, items in places.items()}

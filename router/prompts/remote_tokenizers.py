@@ -1,11 +1,11 @@
-"""A model's tokens from other processes: servers that render, and `kvroute tokenizer` behind a Unix socket.
+"""Tokenizers in other processes: vLLM's render endpoints, and `kvroute tokenizer` behind a Unix socket.
 
-vLLM's `/v1/.../render` endpoints, asked over HTTP, are the pod's own word, so right for every model, images
-included, at the price of a request. Answers are kept for a minute, since a client's next try is the same
-request; later the template may show another date, or the pods may have another template.
+vLLM's `/v1/.../render` endpoints return the engine's own tokens, so they are correct for every model and for
+images, at the cost of an HTTP request. Responses are cached for a minute, for a client's retry; later the
+template may render another date, or the pods may have another template.
 
-`kvroute tokenizer` keeps the tokenizer's work and memory out of the router. A restart of it costs the
-requests meanwhile their tokens, no more.
+`kvroute tokenizer` keeps the tokenizer's CPU time and memory out of the router. While it restarts, requests
+are routed without tokens.
 """
 
 from __future__ import annotations
@@ -37,36 +37,37 @@ _PATHS = {
     RequestKind.RESPONSES: "/v1/responses/render",
     RequestKind.MESSAGES: "/v1/messages/render",
 }
-# The API of a request, as `Tokenize` is told it.
+# Value of the field `api` of TokenizeRequest, by kind of request.
 APIS = {
     RequestKind.CHAT: tokenizer_pb2.API_CHAT,
     RequestKind.COMPLETIONS: tokenizer_pb2.API_COMPLETIONS,
     RequestKind.RESPONSES: tokenizer_pb2.API_RESPONSES,
     RequestKind.MESSAGES: tokenizer_pb2.API_MESSAGES,
 }
-# The pick has its own, shorter deadline; an answer that comes after it is kept for the next try.
+# A pick has a shorter deadline; a response after it is cached for the retry.
 _CONNECT_S = 1.0
 _READ_S = 5.0
-_ANSWER_BYTES_MAX = 64 << 20  # 4 bytes each of 16 million tokens
+_ANSWER_BYTES_MAX = 64 << 20  # 16 million tokens of 4 bytes
 _CHUNK_BYTES = 64 << 10
-_KEPT_BYTES = 32 << 20
-_KEPT_S = 60.0
+_CACHE_BYTES = 32 << 20
+_CACHE_TTL_S = 60.0
 _ITEM_BYTES = 200
 _CONNECTIONS = 8
 _POOLS = 256
 
 
 class RenderTokenizer:
-    """Asks for one base model's tokens; safe to share between threads.
+    """Tokenizer of one base model over vLLM's render endpoints. Thread-safe.
 
     Args:
-        url: Of a server that renders; None asks the model's pods in turn.
+        url: Server with render endpoints; None to use the model's pods in rotation.
+        clock: Monotonic clock in seconds, for the cache.
     """
 
     def __init__(self, model: str, url: str | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._model = model
         self._url = url
-        self._turn = itertools.count()
+        self._rotation = itertools.count()
         self._http = urllib3.PoolManager(
             num_pools=_POOLS,
             maxsize=_CONNECTIONS,
@@ -74,29 +75,29 @@ class RenderTokenizer:
             timeout=urllib3.Timeout(connect=_CONNECT_S, read=_READ_S),
         )
         self._lock = threading.Lock()
-        self._kept: TTLCache[bytes, PromptTokens] = TTLCache(_KEPT_BYTES, _KEPT_S, clock, _size_bytes)
+        self._cache: TTLCache[bytes, PromptTokens] = TTLCache(_CACHE_BYTES, _CACHE_TTL_S, clock, _size_bytes)
 
     def prompt_tokens(self, request: RouteRequest, pods: Sequence[Pod]) -> PromptTokens:
-        """Has a request rendered; may take far longer than a pick may wait.
+        """Return a request's tokens from the cache or a server; may exceed the deadline of a pick.
 
         Raises:
-            TokenizerUnavailableError: No pod, no answer, or none that can be read.
+            TokenizerUnavailableError: There is no pod, or no valid response.
         """
         body = msgspec.json.encode({**request.body, "stream": False, "return_mm_kwargs": False})
         key = hashlib.blake2b(request.kind.encode() + body, digest_size=16).digest()
         with self._lock:
-            kept = self._kept.get(key)
-        if kept is None:
-            kept = self._ask(request, body, pods)
-            if kept.degraded is None and _size_bytes(kept) <= _KEPT_BYTES:
+            tokens = self._cache.get(key)
+        if tokens is None:
+            tokens = self._render(request, body, pods)
+            if tokens.degraded is None and _size_bytes(tokens) <= _CACHE_BYTES:
                 with self._lock:
-                    self._kept[key] = kept
-        return kept
+                    self._cache[key] = tokens
+        return tokens
 
     def close(self) -> None:
         self._http.clear()
 
-    def _ask(self, request: RouteRequest, body: bytes, pods: Sequence[Pod]) -> PromptTokens:
+    def _render(self, request: RouteRequest, body: bytes, pods: Sequence[Pod]) -> PromptTokens:
         url = f"{self._server(pods)}{_PATHS[request.kind]}"
         headers = {"content-type": "application/json"}
         try:
@@ -105,12 +106,12 @@ class RenderTokenizer:
         except urllib3.exceptions.HTTPError as error:
             raise TokenizerUnavailableError(f"{url}: {error}") from error
         if answer.status in (400, 422):
-            # The engine will say so itself, better than anyone.
+            # The engine will reject the request with a better error.
             return unknown(request, "unsupported_prompt")
         if answer.status == 403:
-            raise TokenizerUnavailableError(f"{url}: 403; vLLM renders if started with --enable-scale-out")
+            raise TokenizerUnavailableError(f"{url}: status 403; start vLLM with --enable-scale-out")
         if answer.status != 200:
-            raise TokenizerUnavailableError(f"{url}: answered {answer.status}")
+            raise TokenizerUnavailableError(f"{url}: status {answer.status}")
         try:
             tokens = read_rendered(request.kind, data)
         except (ValueError, OverflowError, RecursionError) as error:
@@ -123,24 +124,24 @@ class RenderTokenizer:
         if self._url is not None:
             return self._url
         if not pods:
-            raise TokenizerUnavailableError(f"no pod of {self._model} can be asked")
-        return f"http://{pods[next(self._turn) % len(pods)].address}"
+            raise TokenizerUnavailableError(f"no pod of model {self._model} is available")
+        return f"http://{pods[next(self._rotation) % len(pods)].address}"
 
 
 class _Rendered(msgspec.Struct):
-    """What is read of a rendered prompt; one without ids is none."""
+    """Rendered prompt, as far as it is read; it must have token ids."""
 
     token_ids: Annotated[list[int], msgspec.Meta(min_length=1)]
     features: MediaFeatures | None = None
 
 
 def read_rendered(kind: RequestKind, data: bytes) -> PromptTokens:
-    """Reads a render endpoint's answer, vLLM's GenerateRequest: a list for completions, else one prompt.
+    """Parse the response of a render endpoint, vLLM's GenerateRequest: a list for completions, else one.
 
     Raises:
-        ValueError: It is no such answer, or what it tells of media items cannot be.
+        ValueError: The response is invalid, or its media items are inconsistent.
         OverflowError: A token id is out of range.
-        RecursionError: It is nested too deeply.
+        RecursionError: The response is nested too deeply.
     """
     several = kind is RequestKind.COMPLETIONS
     form: Any = list[_Rendered] if several else _Rendered
@@ -151,7 +152,7 @@ def read_rendered(kind: RequestKind, data: bytes) -> PromptTokens:
 
 
 def _prompts_of(request: RouteRequest) -> int:
-    """How many prompts a request holds: a completion's may be several texts, or lists of ids."""
+    """Return the number of prompts of a request; completions may have several texts or lists of ids."""
     prompt = request.body.get("prompt") if request.kind is RequestKind.COMPLETIONS else None
     if not isinstance(prompt, list) or not prompt or type(prompt[0]) is int:
         return 1
@@ -159,7 +160,7 @@ def _prompts_of(request: RouteRequest) -> int:
 
 
 def _body(answer: urllib3.BaseHTTPResponse) -> bytes:
-    """Reads an answer, however slowly it comes, in bounded time and space."""
+    """Read a response body within limits of time and size."""
     deadline_s = time.monotonic() + _READ_S
     data = bytearray()
     whole = False
@@ -167,10 +168,10 @@ def _body(answer: urllib3.BaseHTTPResponse) -> bytes:
         while chunk := answer.read1(_CHUNK_BYTES):
             data += chunk
             if len(data) > _ANSWER_BYTES_MAX or time.monotonic() > deadline_s:
-                raise urllib3.exceptions.HTTPError(f"too slow or too large, given up at {len(data)} bytes")
+                raise urllib3.exceptions.HTTPError(f"too slow or too large: {len(data)} bytes read")
         whole = True
     finally:
-        # What is left unread would be taken for the next answer.
+        # Unread bytes would corrupt the connection's next response.
         if whole:
             answer.release_conn()
         else:
@@ -184,10 +185,10 @@ def _size_bytes(tokens: PromptTokens) -> int:
 
 
 class SidecarTokenizer:
-    """Asks for one model's tokens; safe to share between threads.
+    """Tokenizer of one model in a `kvroute tokenizer` process. Thread-safe.
 
     Args:
-        socket: Path of its socket, which need not exist yet.
+        socket: Path of the Unix socket, which need not exist yet.
     """
 
     def __init__(self, model: str, socket: str) -> None:
@@ -198,11 +199,11 @@ class SidecarTokenizer:
             options=[
                 ("grpc.max_receive_message_length", _ANSWER_BYTES_MAX),
                 ("grpc.enable_retries", 0),
-                # A process that comes back is found at once: trying costs nothing on the same machine.
+                # Reconnect quickly to a restarted process; attempts are cheap on the same machine.
                 ("grpc.initial_reconnect_backoff_ms", 100),
                 ("grpc.min_reconnect_backoff_ms", 100),
                 ("grpc.max_reconnect_backoff_ms", 1000),
-                # Channels to one address share a connection, and with it the state of a failed one.
+                # Do not share a connection, and its failure state, with other channels to this address.
                 ("grpc.use_local_subchannel_pool", 1),
             ],
         )
@@ -213,12 +214,12 @@ class SidecarTokenizer:
     def prompt_tokens(
         self, request: RouteRequest, context_tokens: int | None, timeout_s: float
     ) -> PromptTokens:
-        """Tokenizes a request there.
+        """Tokenize a request in the other process.
 
         Raises:
-            RequestError: 400, when the prompt is not what the API allows.
-            TokenizerUnavailableError: The process is not there, or does not serve the model.
-            TimeoutError: No answer in time.
+            RequestError: 400: the prompt is invalid for its API.
+            TokenizerUnavailableError: The process cannot be reached, or does not serve the model.
+            TimeoutError: The deadline passed.
         """
         message = tokenizer_pb2.TokenizeRequest(
             model=self._model,

@@ -1,7 +1,4 @@
-"""A request to be routed, and what its fields of the OpenAI and Anthropic APIs mean for its pick.
-
-Which API a path speaks, the parsers say. Knows no gRPC, tokens or pods.
-"""
+"""Request to be routed, and the fields of OpenAI and Anthropic APIs that affect its pick."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ import msgspec
 
 from router.errors import RequestError
 
-MODEL_CHARS_MAX = 4096  # a model is named by a repository or a path; decisions that are kept keep its name
-# Why a request is picked by load alone whose whole prompt every pod will compute.
+MODEL_CHARS_MAX = 4096  # enough for a repository or path; the decision log keeps the name
+# Reason to route by load alone: every pod will compute the whole prompt.
 CACHE_NOT_READ = "cache_not_read"
 
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -23,7 +20,7 @@ _FIELDS = msgspec.json.Decoder(dict[str, Any])
 
 
 class RequestKind(StrEnum):
-    """APIs, as far as routing cares."""
+    """API of a request, as far as routing distinguishes it."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
@@ -33,28 +30,28 @@ class RequestKind(StrEnum):
 
 
 class RouteRequest(msgspec.Struct, frozen=True):
-    """One request to be routed."""
+    """Request to be routed."""
 
-    request_id: str  # joins this request with what is later heard of it
+    request_id: str  # identifies the request in later reports of its lifecycle
     kind: RequestKind
-    model: str | None = None  # as the pod is asked for it: base model or LoRA adapter; None: unknown API
-    # The decoded JSON body of a known API, checked only in the fields named here; else empty. A chat's
-    # `messages` may be JSON text still (msgspec.Raw), of which only the form is checked.
+    model: str | None = None  # base model or LoRA adapter sent to the pod; None for an unknown API
+    # Decoded JSON body of a known API, of which only the fields here are validated; else empty. A chat's
+    # `messages` may still be unparsed JSON (msgspec.Raw).
     body: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    body_bytes: int = 0  # size of the body as it came
-    cache_salt: str | None = None  # vLLM's field that keeps this request's cache apart from others'
-    candidates: frozenset[str] | None = None  # "ip:port" (or "ip") of the pods the gateway allows; None: all
-    # By lower-case name; objective, session and trace context are read from them.
+    body_bytes: int = 0  # size of the body as received
+    cache_salt: str | None = None  # vLLM's field that separates this request's cache entries from others'
+    candidates: frozenset[str] | None = None  # "ip:port" or "ip" of pods the gateway allows; None for all
+    # Headers by lower-case name: objective, session and trace context.
     headers: Mapping[str, str] = msgspec.field(default_factory=dict)
-    client_model: str | None = None  # as the client named it, where it was rewritten; "": it named none
+    client_model: str | None = None  # the client's model if it was rewritten; "" if the client named none
 
 
 def read_fields(kind: RequestKind, body: bytes | bytearray) -> dict[str, Any]:
-    """The fields of a known API's body; a chat's messages are left as JSON text, most of which may be known.
+    """Decode the body of a known API; a chat's messages stay JSON text, most of which may be cached.
 
     Raises:
-        msgspec.ValidationError: It is no object.
-        ValueError, RecursionError: It is no JSON.
+        msgspec.ValidationError: The body is not an object.
+        ValueError, RecursionError: The body is not JSON.
     """
     if kind is not RequestKind.CHAT:
         return _FIELDS.decode(body)
@@ -73,10 +70,10 @@ def api_request(
     candidates: frozenset[str] | None = None,
     headers: Mapping[str, str] = MappingProxyType({}),
 ) -> RouteRequest:
-    """Checks the decoded body of a known API.
+    """Validate the decoded body of a known API and return its request.
 
     Raises:
-        RequestError: 400, naming the field.
+        RequestError: 400: a field is invalid; names the field.
     """
     model = body.get("model")
     if not isinstance(model, str) or not model:
@@ -91,15 +88,15 @@ def api_request(
 
 
 def too_large(limit_bytes: int) -> RequestError:
-    """The answer to a body above the limit."""
+    """Return the error for a body above the limit."""
     return RequestError(413, f"the request body is larger than this router's limit of {limit_bytes} bytes")
 
 
 def reads_cache(request: RouteRequest) -> bool:
-    """Whether an engine looks the prompt up in its cache.
+    """Return whether engines look the prompt up in their prefix cache.
 
-    Log probabilities of a prompt's tokens are computed with the prompt. vLLM then reads no cache at all, and
-    SGLang only up to the first token that is asked for: predicted is nothing for either.
+    Log probabilities of prompt tokens require computing the prompt. vLLM then skips its cache, and SGLang
+    uses it only up to the first requested token; no cache hit is predicted for either.
     """
     if request.kind not in (RequestKind.CHAT, RequestKind.COMPLETIONS):
         return True
@@ -111,17 +108,17 @@ def reads_cache(request: RouteRequest) -> bool:
         return False
     if not body.get("echo"):
         return True
-    # A chat that does not say how many alternatives it wants wants 0: the tokens' own log probabilities.
+    # A chat without top_logprobs means 0, which requests the tokens' own log probabilities.
     if request.kind is RequestKind.CHAT:
         return body.get("top_logprobs", 0) is None
     return body.get("logprobs") is None
 
 
-def usage_tells_all(request: RouteRequest, prompts: int) -> bool:
-    """Whether `cached_tokens` of the answer's usage counts all that is predicted, and nothing else.
+def usage_is_comparable(request: RouteRequest, prompts: int) -> bool:
+    """Return whether `cached_tokens` in the response's usage is comparable with the predicted cache hit.
 
-    Of several samples vLLM tells one's, which may have found what another has just computed; of several
-    prompts it tells one's.
+    With several samples, vLLM reports one of them, which may hit blocks that another has just computed; with
+    several prompts, it reports one of them.
     """
     body = request.body
     samples = [fields.get("n") for fields in (body, _sampling(body))]
@@ -129,12 +126,12 @@ def usage_tells_all(request: RouteRequest, prompts: int) -> bool:
 
 
 def _sampling(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Parameters of vLLM's /inference/v1/generate and SGLang's /generate."""
+    """Return the sampling parameters of vLLM's /inference/v1/generate and SGLang's /generate."""
     sampling = body.get("sampling_params")
     return sampling if isinstance(sampling, dict) else {}
 
 
 def _starts_in_prompt(body: Mapping[str, Any]) -> bool:
-    """SGLang's own words for log probabilities of the prompt."""
+    """Return whether SGLang's fields request log probabilities of the prompt."""
     start = body.get("logprob_start_len")
     return bool(body.get("return_logprob")) and isinstance(start, int) and start >= 0

@@ -1,7 +1,4 @@
-"""`kvroute tokenizer`: the tokenizers of a few models behind a Unix socket, for routers on the same machine.
-
-Bodies in, token ids out, over gRPC with the standard health service. Knows no pods.
-"""
+"""`kvroute tokenizer`: gRPC server on a Unix socket that tokenizes for routers on the same machine."""
 
 from __future__ import annotations
 
@@ -38,22 +35,22 @@ SERVICE = "kvroute.v1.Tokenizer"
 _KINDS = {api: kind for kind, api in APIS.items()}
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BODY_BYTES_MAX = 64 << 20
-# The caller has its own deadline; this one only ends what nobody can be waiting for any more.
+# Longer than any caller's deadline; ends work that no caller waits for.
 _DEADLINE_S = 60.0
 _STOP_S = 2.0
 
 
 class TokenizerServer:
-    """Serves tokenizers on a Unix socket.
+    """gRPC server of tokenizers on a Unix socket.
 
     Args:
-        path: Of the socket; one that a dead process has left there is replaced.
-        sources: Tokenizer by base model, see `router.prompts.tokenizers`.
-        threads: Calls at once; four times as many may wait, beyond that they are refused.
+        path: Path of the socket; a stale socket of a dead process is replaced.
+        sources: Source of the tokenizer by base model, see `router.prompts.tokenizers`.
+        threads: Concurrent calls; four times as many are queued, further ones rejected.
 
     Raises:
-        ConfigError: A tokenizer cannot be loaded, or is in another process itself.
-        ListenError: The path is in use, or cannot be listened on.
+        ConfigError: A tokenizer cannot be loaded, or its source is another process.
+        ListenError: The path is in use, or the socket cannot be created.
     """
 
     def __init__(self, path: Path, sources: dict[str, str], threads: int) -> None:
@@ -87,7 +84,7 @@ class TokenizerServer:
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
     def close(self) -> None:
-        """Ends; calls under way have a moment."""
+        """Stop the server; calls in progress have two seconds to finish."""
         self._health.enter_graceful_shutdown()
         self._server.stop(grace=_STOP_S).wait()
         self._registry.close()
@@ -96,13 +93,13 @@ class TokenizerServer:
         self, message: tokenizer_pb2.TokenizeRequest, context: grpc.ServicerContext
     ) -> tokenizer_pb2.TokenizeResponse:
         if message.model not in self._models:
-            context.abort(grpc.StatusCode.NOT_FOUND, f"no tokenizer for the model {message.model!r} here")
+            context.abort(grpc.StatusCode.NOT_FOUND, f"no tokenizer for model {message.model!r}")
         if message.api not in _KINDS:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "api: must be one of those named")
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"api: unknown value {message.api}")
         try:
             body = read_fields(_KINDS[message.api], message.body)
         except (ValueError, RecursionError) as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"body: no JSON object: {error}")
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"body: not a JSON object: {error}")
         request = RouteRequest("", _KINDS[message.api], message.model, body, len(message.body))
         try:
             tokens = self._registry.prompt_tokens(request, message.model, message.context_tokens or None)
@@ -110,7 +107,7 @@ class TokenizerServer:
             refusal = tokenizer_pb2.Refusal(message=str(error), param=error.param or "")
             return tokenizer_pb2.TokenizeResponse(refusal=refusal)
         if not message.reads_media:
-            # Nothing else tells one image's ids from another's.
+            # Without media, a caller could not distinguish two images, whose token ids are equal.
             tokens = tokens.without_media()
         return tokenizer_pb2.TokenizeResponse(
             prompts=[ids.astype("<u4", copy=False).tobytes() for ids in tokens.prompts],
@@ -122,15 +119,15 @@ class TokenizerServer:
 
 
 def _media(items: PromptMedia) -> tokenizer_pb2.PromptMedia:
-    # The fields have the same names.
+    # MediaItem has the fields of MultimodalItem.
     return tokenizer_pb2.PromptMedia(items=[tokenizer_pb2.MediaItem(**asdict(item)) for item in items])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs until SIGTERM or SIGINT; returns the exit status."""
+    """Run `kvroute tokenizer` until SIGTERM or SIGINT; return the exit status."""
     flags = command_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # Blocked before any thread begins, so that the signals wait for sigwait, which misses none.
+    # Block the signals before any thread starts, so that only sigwait receives them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         models = dict(flags.model)
@@ -142,16 +139,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvroute tokenizer: error: {error}", file=sys.stderr)
         return 1
     server.start()
-    _log.info("listening: %s, models %s", flags.socket, ", ".join(model for model, _ in flags.model))
+    _log.info(
+        "tokenizer listening: socket=%s models=%s", flags.socket, ",".join(model for model, _ in flags.model)
+    )
     signal.sigwait(_STOP_SIGNALS)
     server.close()
-    _log.info("ended")
+    _log.info("tokenizer stopped")
     return 0
 
 
 def command_parser() -> argparse.ArgumentParser:
     """Return the parser of the command's flags."""
-    parser = CommandParser(prog="kvroute tokenizer", description="Tokenizes for routers on the same machine.")
+    parser = CommandParser(
+        prog="kvroute tokenizer", description="Tokenizer service for routers on the same machine."
+    )
     parser.add_argument("--socket", type=Path, required=True, metavar="PATH", help="Unix socket to listen on")
     parser.add_argument(
         "--model",
@@ -172,19 +173,19 @@ def command_parser() -> argparse.ArgumentParser:
 
 
 def _check_free(path: Path) -> None:
-    """Takes away the socket of a process that is no more; refuses anything else at its place."""
+    """Remove the stale socket of a dead process; raise ListenError if the path is otherwise in use."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
         if not path.parent.is_dir():
-            raise ListenError(f"--socket {path}: there is no directory {path.parent}") from None
+            raise ListenError(f"--socket {path}: no directory {path.parent}") from None
         return
     if not stat.S_ISSOCK(mode):
-        raise ListenError(f"--socket {path}: there is a file that is no socket")
+        raise ListenError(f"--socket {path}: the file exists and is not a socket")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
         except OSError:
             path.unlink(missing_ok=True)
             return
-    raise ListenError(f"--socket {path}: another process listens there")
+    raise ListenError(f"--socket {path}: another process listens on it")

@@ -1,15 +1,14 @@
-"""A request's prompts as the engine's own token ids, or the reason why they are not known.
+"""Tokenizers by model, with a deadline per pick.
 
-Knows which model has which tokenizer and how long a pick may wait for it; knows nothing of pods or keys.
-Never fails a request for its own lack: routing then goes by load alone, and says why.
+If a tokenizer fails or is too slow, the request is routed by load alone, and the reason is recorded.
 
 SOURCE of `--tokenizer MODEL=SOURCE` is one of
 
-    DIR                       a directory that holds a tokenizer.json
-    hf:OWNER/NAME@REVISION    the same, from the Hugging Face Hub (or its cache) at a pinned revision
-    unix:PATH                 a `kvroute tokenizer` behind a Unix socket
-    http://HOST:PORT          a server with vLLM's render endpoints
-    pods                      the render endpoints of the model's own pods
+    DIR                       directory with a tokenizer.json
+    hf:OWNER/NAME@REVISION    tokenizer from the Hugging Face Hub (or its cache) at a pinned revision
+    unix:PATH                 `kvroute tokenizer` behind a Unix socket
+    http://HOST:PORT          server with vLLM's render endpoints
+    pods                      render endpoints of the model's own pods
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from router.errors import ConfigError, RequestError, TokenizerUnavailableError
 from router.pods.pod_set import Pod
 from router.prompts.prompt_tokens import (
     PromptTokens,
-    given,
-    known_prompts,
-    refused,
-    too_much,
+    given_token_ids,
+    rejected,
+    rejected_early,
+    tokenize_prompts,
     unknown,
 )
 from router.prompts.remote_tokenizers import RenderTokenizer, SidecarTokenizer
@@ -56,12 +55,12 @@ _HUB = "hf:"
 _SOCKET = "unix:"
 _URLS = ("http://", "https://")
 
-# Bodies that are read, rendered and encoded in a millisecond or two, by the library alone in three.
+# Bodies that are tokenized inline, in 1-2 ms by the fast encoder and 3 ms by the tokenizers library.
 _INLINE_BODY_BYTES = 128 << 10
 _INLINE_LIBRARY_BODY_BYTES = 8 << 10
-# Token ids in prompts: only the engine knows its embeddings' padding, and refuses what is beyond it.
+# Accept any token id in prompts: only the engine knows its padded vocabulary, and checks against it.
 _ANY_ID = 1 << 31
-# What is turned into a chat's messages.
+# Fields that are converted to a chat's messages.
 _DECODED_ITEMS = {RequestKind.MESSAGES: "messages", RequestKind.RESPONSES: "input"}
 
 _Tokenizer: TypeAlias = PromptTokenizer | SidecarTokenizer | RenderTokenizer
@@ -69,19 +68,19 @@ _Tokenizer: TypeAlias = PromptTokenizer | SidecarTokenizer | RenderTokenizer
 
 @dataclass(frozen=True, slots=True)
 class TokenizeOptions:
-    """How long a pick may wait for its tokens, and what goes on at once."""
+    """Deadline and concurrency of tokenization."""
 
-    deadline_s: float = 0.05  # later than this the request is picked by load alone
-    threads: int = 2  # prompts tokenized at once, beside those that are short
-    waiting_max: int = 64  # prompts that may wait for one of these threads
+    deadline_s: float = 0.05  # after this time a request is routed by load alone
+    threads: int = 2  # threads for large prompts; small ones are tokenized inline
+    waiting_max: int = 64  # prompts queued for these threads
 
 
 class _QueueFullError(Exception):
-    """As many prompts wait for a thread as may."""
+    """Raised when the queue of the tokenizer threads is full."""
 
 
 class TokenizerRegistry:
-    """Tokenizers by base model, in this process and elsewhere; safe to call from any thread."""
+    """Tokenizers by base model, in this process and in others. Thread-safe."""
 
     def __init__(
         self,
@@ -91,33 +90,33 @@ class TokenizerRegistry:
         self._tokenizers = dict(tokenizers)
         self._options = options or TokenizeOptions()
         self._threads = ThreadPoolExecutor(self._options.threads, "tokenize")
-        self._places = threading.BoundedSemaphore(self._options.threads + self._options.waiting_max)
-        self._missed: set[str] = set()
+        self._slots = threading.BoundedSemaphore(self._options.threads + self._options.waiting_max)
+        self._unavailable: set[str] = set()
 
     @classmethod
     def load(
         cls, sources: Mapping[str, Path | str], options: TokenizeOptions | None = None
     ) -> TokenizerRegistry:
-        """Opens the tokenizer of every base model, see SOURCE above.
+        """Open the tokenizer of every base model; see SOURCE above.
 
         Raises:
-            ConfigError: A source is misspelled or cannot be used.
+            ConfigError: A source is invalid or cannot be loaded.
         """
         return cls({model: _open_source(model, str(source)) for model, source in sources.items()}, options)
 
     @property
     def asks_others(self) -> bool:
-        """Whether a model's tokens come from another process."""
+        """Whether any model's tokenizer is in another process."""
         return len(self.local) < len(self._tokenizers)
 
     @property
     def local(self) -> Mapping[str, PromptTokenizer]:
-        """Those in this process, by base model."""
+        """Tokenizers in this process, by base model."""
         tokenizers = self._tokenizers.items()
         return {model: one for model, one in tokenizers if isinstance(one, PromptTokenizer)}
 
     def close(self) -> None:
-        # What waits is dropped, what runs ends by itself.
+        # Drop queued work; running work ends by itself.
         self._threads.shutdown(wait=False, cancel_futures=True)
         for tokenizer in self._tokenizers.values():
             if not isinstance(tokenizer, PromptTokenizer):
@@ -130,18 +129,19 @@ class TokenizerRegistry:
         context_tokens: int | None = None,
         pods: Sequence[Pod] = (),
     ) -> PromptTokens:
-        """Tokenizes a request, or tells within the deadline why not.
+        """Tokenize a request within the deadline, or return the reason why it is degraded.
 
         Args:
-            base_model: The base of the request's model, whose tokenizer its adapters share.
-            context_tokens: Longest prompt that any pod takes; longer text is not encoded. None: unknown.
+            base_model: Base model of the request's model; its adapters share the tokenizer.
+            context_tokens: Longest prompt that any pod accepts; longer text is not encoded. None if unknown.
+            pods: Pods whose render endpoints may be used.
 
         Raises:
-            RequestError: 400, when the prompt is not what the API allows.
+            RequestError: 400: the prompt is invalid for its API.
         """
         if request.kind is RequestKind.PASSTHROUGH:
             return unknown(request, "passthrough")
-        if (known := too_much(request, context_tokens) or given(request)) is not None:
+        if (known := rejected_early(request, context_tokens) or given_token_ids(request)) is not None:
             return known
         tokenizer = self._tokenizers.get(base_model or "")
         if tokenizer is None:
@@ -153,11 +153,11 @@ class TokenizerRegistry:
             if isinstance(tokenizer, SidecarTokenizer):
                 tokens = tokenizer.prompt_tokens(request, context_tokens, timeout_s)
             else:
-                tokens = self._on_a_thread(partial(tokenizer.prompt_tokens, request, pods), timeout_s)
-            self._missed.discard(base_model or "")
+                tokens = self._in_pool(partial(tokenizer.prompt_tokens, request, pods), timeout_s)
+            self._unavailable.discard(base_model or "")
             return tokens
         except PromptError as error:
-            return refused(request, error)
+            return rejected(request, error)
         except RequestError:
             raise
         except TimeoutError:
@@ -165,60 +165,58 @@ class TokenizerRegistry:
         except _QueueFullError:
             return unknown(request, "tokenize_queue_full")
         except TokenizerUnavailableError as error:
-            self._miss(base_model or "", error)
+            self._mark_unavailable(base_model or "", error)
             return unknown(request, "tokenizer_unavailable")
         except Exception:
-            # Whatever a tokenizer trips over must cost this request its cache, not its answer.
-            _log.debug("request %s cannot be tokenized", request.request_id, exc_info=True)
+            # An unexpected error of a tokenizer must not fail the request.
+            _log.debug("tokenization failed: request=%s", request.request_id, exc_info=True)
             return unknown(request, "tokenize_error")
 
     def _local(
         self, request: RouteRequest, tokenizer: PromptTokenizer, context_tokens: int | None
     ) -> PromptTokens:
-        """Encodes here what is short, and the rest on a thread that it waits for."""
+        """Tokenize a small request inline, and a large one on a thread within the deadline."""
         chars_max = None if context_tokens is None else context_tokens * tokenizer.token_chars_max
         limits = PromptLimits(chars_max, context_tokens, ids_below=_ANY_ID)
         started_s = time.monotonic()
         if not _is_large(request, tokenizer):
             try:
-                return known_prompts(request, tokenizer, replace(limits, items_max=ITEMS_AT_ONCE_MAX))
+                return tokenize_prompts(request, tokenizer, replace(limits, items_max=ITEMS_AT_ONCE_MAX))
             except ManyItemsError:
-                pass  # a chat's messages are text still: how many they are is seen when they are read
+                pass  # a chat's messages are unparsed, so their number is known only now
         left_s = self._options.deadline_s - (time.monotonic() - started_s)
-        return self._on_a_thread(partial(known_prompts, request, tokenizer, limits), max(0.0, left_s))
+        return self._in_pool(partial(tokenize_prompts, request, tokenizer, limits), max(0.0, left_s))
 
-    def _on_a_thread(self, work: Callable[[], PromptTokens], timeout_s: float) -> PromptTokens:
-        """Tokenizes on a thread.
+    def _in_pool(self, work: Callable[[], PromptTokens], timeout_s: float) -> PromptTokens:
+        """Run tokenization on a pool thread.
 
         Raises:
-            TimeoutError: It takes longer; it is not stopped.
-            _QueueFullError: It has not begun, also where this is closed.
+            TimeoutError: The work takes longer; it continues in the background.
+            _QueueFullError: The queue is full, or the registry is closed.
         """
-        if not self._places.acquire(blocking=False):
+        if not self._slots.acquire(blocking=False):
             raise _QueueFullError
         try:
             future = self._threads.submit(work)
         except RuntimeError as error:
-            self._places.release()
+            self._slots.release()
             raise _QueueFullError from error
-        # Also called for what is cancelled before it ran.
-        future.add_done_callback(lambda _: self._places.release())
+        # Also runs for work that is cancelled before it starts.
+        future.add_done_callback(lambda _: self._slots.release())
         return future.result(timeout_s)
 
-    def _miss(self, model: str, error: TokenizerUnavailableError) -> None:
-        """Tells of the first of several requests that get no answer; all are counted by their reason."""
-        if model not in self._missed:
-            self._missed.add(model)
-            _log.warning(
-                "no tokens for the model %s, its requests are picked by load alone: %s", model, error
-            )
+    def _mark_unavailable(self, model: str, error: TokenizerUnavailableError) -> None:
+        """Log the first of consecutive failures of a model's tokenizer; all are counted by reason."""
+        if model not in self._unavailable:
+            self._unavailable.add(model)
+            _log.warning("tokenizer unavailable, routing by load alone: model=%s error=%s", model, error)
 
 
 def _open_source(model: str, source: str) -> _Tokenizer:
-    """Opens a tokenizer; those in other processes are not asked yet.
+    """Open a tokenizer, without connecting to other processes.
 
     Raises:
-        ConfigError: The source is misspelled, or a local one cannot be loaded; names the flag.
+        ConfigError: The source is invalid, or a local tokenizer cannot be loaded; names the flag.
     """
 
     def checked(found: bool, form: str) -> None:
@@ -248,7 +246,7 @@ def _loaded(model: str, source: str, directory: Callable[[], Path]) -> PromptTok
 
 
 def _is_large(request: RouteRequest, tokenizer: PromptTokenizer) -> bool:
-    """Whether to tokenize a request may take long, as far as its size and number of items say."""
+    """Return whether tokenizing a request may take long, by its size and number of items."""
     is_fast = tokenizer.encoder.facts.is_fast
     if request.body_bytes > (_INLINE_BODY_BYTES if is_fast else _INLINE_LIBRARY_BODY_BYTES):
         return True

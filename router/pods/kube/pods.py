@@ -55,7 +55,6 @@ def endpoints_of(pod: PodObject, rules: KubeConfig) -> PodEndpoints:
     """Return a pod's endpoints; none if the pod has no address, is terminating or has finished.
 
     Args:
-        pod: The pod.
         rules: Settings common to all pods. An endpoint's rank is its port's index among the target ports.
     """
     status, metadata = pod.status, pod.metadata

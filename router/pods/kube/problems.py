@@ -141,7 +141,6 @@ def pod_symptoms(
     """Yield symptoms of pods' ports and event streams.
 
     Args:
-        pods: All pods.
         engines: States of the event streams that are followed.
         probed: Addresses of endpoints whose port the pod's own readiness probe checks.
     """

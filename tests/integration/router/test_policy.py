@@ -110,7 +110,7 @@ def test_a_pod_without_load_metrics_is_reported(tmp_path: Path, caplog: pytest.L
             path.write_text(json.dumps(declared))
             wait_until(lambda: _kv_usage(router) == 0.5, "its load")
             wait_until(lambda: f"{hidden} 0.0" in get(router, "/metrics")[1].decode(), "the gauge's end")
-    (warning,) = (message for message in caplog.messages if "tells no load" in message)
+    (warning,) = (message for message in caplog.messages if "pod load unknown" in message)
     assert f"http://{pod.address}/metrics answered 404" in warning
 
 
@@ -131,8 +131,8 @@ def test_an_invalid_metric_is_reported_and_others_are_used(
             assert scraped == {"waiting": 3, "running": 0, "kv_usage": None}
             pod.metrics = sound
             wait_until(lambda: missing not in get(router, "/metrics")[1].decode(), "the gauge's end")
-    (warning,) = (message for message in caplog.messages if "do not tell" in message)
-    assert f"{pod.address} do not tell kv_usage" in warning
+    (warning,) = (message for message in caplog.messages if "metrics incomplete" in message)
+    assert f"pod={pod.address} missing=kv_usage" in warning
 
 
 def _kv_usage(router: RouterServer) -> float | None:

@@ -1,4 +1,4 @@
-"""Tokens from a server's render endpoints, over real HTTP."""
+"""Tokenizer over a server's render endpoints, over HTTP."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MODEL = "m"
 
 @pytest.fixture
 def renderer() -> Iterator[Renderer]:
-    """A running renderer."""
+    """Yield a running renderer."""
     with running_renderer() as running:
         yield running
 
 
 @pytest.fixture
 def registry(renderer: Renderer) -> Iterator[TokenizerRegistry]:
-    """A router's tokenizers: one at a URL, one at the pods."""
+    """Yield a registry with one tokenizer at a URL and one at the pods."""
     sources = {MODEL: f"http://{renderer.address}", "pods": "pods", "none": "http://127.0.0.1:1"}
     made = TokenizerRegistry.load(sources, TokenizeOptions(deadline_s=30))
     yield made
@@ -36,18 +36,18 @@ def registry(renderer: Renderer) -> Iterator[TokenizerRegistry]:
 
 
 def chat(text: str = "hello") -> RouteRequest:
-    """A chat."""
+    """Return a chat request."""
     body = {"messages": [{"role": "user", "content": text}], "stream": True}
     return RouteRequest("id", RequestKind.CHAT, MODEL, body, body_bytes=400)
 
 
 def rendered(ids: list[int], **fields: object) -> dict[str, object]:
-    """A rendered prompt with more in it than is read."""
+    """Return a rendered prompt with fields that are not read."""
     return {"request_id": "x", "token_ids": ids, "sampling_params": {"n": 1}, **fields}
 
 
 def test_ids_come_from_the_server(renderer: Renderer, registry: TokenizerRegistry) -> None:
-    """A chat's one prompt and a completion's several have the ids that the server tells."""
+    """A chat's prompt and a completion's several prompts have the token ids of the server's response."""
     renderer.answers = {
         CHAT: (200, json.dumps(rendered([1, 2, 3])).encode()),
         COMPLETIONS: (200, json.dumps([rendered([4]), rendered([5, 6], features=None)]).encode()),
@@ -60,8 +60,8 @@ def test_ids_come_from_the_server(renderer: Renderer, registry: TokenizerRegistr
     assert (path, body["messages"], body["stream"]) == (CHAT, chat().body["messages"], False)
 
 
-def test_a_pod_of_the_model_is_asked(renderer: Renderer, registry: TokenizerRegistry) -> None:
-    """With the source `pods` one of the candidates renders; without any the reason is told."""
+def test_a_pod_of_the_model_renders(renderer: Renderer, registry: TokenizerRegistry) -> None:
+    """With the source `pods` one of the candidates renders; without candidates the request is degraded."""
     renderer.answers = {CHAT: (200, json.dumps(rendered([7])).encode())}
     tokens = registry.prompt_tokens(chat(), "pods", None, [ready_pod(renderer.address)])
     assert [ids.tolist() for ids in tokens.prompts] == [[7]]
@@ -70,7 +70,7 @@ def test_a_pod_of_the_model_is_asked(renderer: Renderer, registry: TokenizerRegi
 
 @pytest.mark.parametrize("name", CASES)
 def test_images_are_known_by_their_hashes(renderer: Renderer, registry: TokenizerRegistry, name: str) -> None:
-    """What vLLM answers for a prompt with images is known to its end; asked again, it is the same."""
+    """vLLM's response for a prompt with images is known completely, and equal on repetition."""
     renderer.answers = {CHAT: (200, answer(name))}
     rendered = CASES[name]["rendered"]
     for _ in range(2):
@@ -91,10 +91,10 @@ def test_images_are_known_by_their_hashes(renderer: Renderer, registry: Tokenize
         (RequestKind.MESSAGES, MESSAGES, {"max_tokens": 5, "messages": [], "thinking": {"type": "disabled"}}),
     ],
 )
-def test_another_apis_request_is_rendered_as_it_came(
+def test_other_apis_use_their_own_render_endpoint(
     renderer: Renderer, registry: TokenizerRegistry, kind: RequestKind, path: str, body: dict[str, object]
 ) -> None:
-    """What a chat of it is depends on the template, so its own endpoint is asked; a lack is told."""
+    """Messages and responses requests are rendered by their own endpoint; a missing one is reported."""
     request = RouteRequest("id", kind, MODEL, body, body_bytes=400)
     renderer.answers = {path: (404, b"{}")}
     assert registry.prompt_tokens(request, MODEL).degraded == "tokenizer_unavailable"
@@ -105,8 +105,8 @@ def test_another_apis_request_is_rendered_as_it_came(
     assert (asked_path, {name: asked[name] for name in body}) == (path, body)
 
 
-def test_an_image_without_a_hash_ends_what_is_known(renderer: Renderer, registry: TokenizerRegistry) -> None:
-    """Placeholders are the same for every image, so they are counted but not taken for known."""
+def test_an_image_without_hash_ends_the_known_prefix(renderer: Renderer, registry: TokenizerRegistry) -> None:
+    """Placeholders without hashes are counted, but not used as known tokens."""
     places = {"mm_placeholders": {"image": [{"offset": 4, "length": 2}, {"offset": 2, "length": 1}]}}
     renderer.answers = {CHAT: (200, json.dumps(rendered([1, 2, 3, 4, 5, 5, 6], features=places)).encode())}
     tokens = registry.prompt_tokens(chat(), MODEL)
@@ -130,28 +130,28 @@ OUTSIDE = {"mm_hashes": {"image": ["a"]}, "mm_placeholders": {"image": [{"offset
         (200, json.dumps({"token_ids": [1, 2], "features": OUTSIDE}).encode(), "tokenizer_unavailable"),
     ],
 )
-def test_no_ids_have_a_reason(
+def test_invalid_responses_degrade_with_a_reason(
     renderer: Renderer, registry: TokenizerRegistry, status: int, body: bytes, reason: str
 ) -> None:
-    """Whatever a server answers, the request goes on by load alone."""
+    """After any invalid response the request is routed by load."""
     renderer.answers = {CHAT: (status, body)}
     tokens = registry.prompt_tokens(chat(), MODEL)
     assert (tokens.prompts, tokens.degraded) == ((), reason)
 
 
 @pytest.mark.parametrize("body", ["[]", '[{"token_ids": [1]}]', '[{"token_ids": [1]}, {"token_ids": []}]'])
-def test_prompts_of_which_some_lack_are_not_known(
+def test_incomplete_responses_are_rejected(
     renderer: Renderer, registry: TokenizerRegistry, body: str
 ) -> None:
-    """An answer that tells fewer prompts than were asked for, or none of one's ids, is no answer."""
+    """A response with fewer prompts than requested, or with an empty one, is invalid."""
     renderer.answers = {COMPLETIONS: (200, body.encode()), CHAT: (200, b'{"token_ids": []}')}
     for request in (completion("id", ["a", "b"]), chat()):
         tokens = registry.prompt_tokens(request, MODEL)
         assert (tokens.prompts, tokens.degraded) == ((), "tokenizer_unavailable")
 
 
-def test_an_answer_is_not_believed_for_ever(renderer: Renderer) -> None:
-    """A minute later a template may show another date, or pods another template: they are asked again."""
+def test_cached_responses_expire(renderer: Renderer) -> None:
+    """A response is cached for a minute, because template and date may change."""
     clock = Mock()
     tokenizer = RenderTokenizer(MODEL, f"http://{renderer.address}", clock)
     told = []
@@ -162,13 +162,13 @@ def test_an_answer_is_not_believed_for_ever(renderer: Renderer) -> None:
     tokenizer.close()
 
 
-def test_a_server_that_is_not_there_has_a_reason(registry: TokenizerRegistry) -> None:
-    """A refused connection is told as such."""
+def test_an_unreachable_server_has_a_reason(registry: TokenizerRegistry) -> None:
+    """A refused connection degrades the request with its reason."""
     assert registry.prompt_tokens(chat(), "none").degraded == "tokenizer_unavailable"
 
 
-def test_a_late_answer_serves_the_next_try(renderer: Renderer) -> None:
-    """Beyond the deadline the pick goes by load; the answer is kept, and the same request then has it."""
+def test_a_late_response_serves_the_retry(renderer: Renderer) -> None:
+    """A response after the deadline is cached and serves the same request's retry."""
     renderer.go.clear()
     renderer.answers = {CHAT: (200, json.dumps(rendered([1, 2])).encode())}
     sources = {MODEL: f"http://{renderer.address}"}

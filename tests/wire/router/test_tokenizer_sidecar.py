@@ -1,4 +1,4 @@
-"""`kvroute tokenizer` and its client over a real Unix socket."""
+"""`kvroute tokenizer` and its client over a Unix socket."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ DEADLINE_S = 300.0
 
 @pytest.fixture
 def socket(tmp_path: Path) -> Path:
-    """Where the server listens."""
+    """Return the path of the server's socket."""
     return tmp_path / "tokenizer.socket"
 
 
 @pytest.fixture
 def server(socket: Path) -> Iterator[TokenizerServer]:
-    """A server of the packaged tokenizer."""
+    """Yield a server of the packaged tokenizer."""
     running = TokenizerServer(socket, {MODEL: str(TINY_DIRECTORY)}, threads=2)
     running.start()
     yield running
@@ -50,7 +50,7 @@ def server(socket: Path) -> Iterator[TokenizerServer]:
 
 @pytest.fixture
 def registry(socket: Path) -> Iterator[TokenizerRegistry]:
-    """A router's tokenizers: one it serves, one it does not."""
+    """Yield a registry with one served and one unknown model."""
     sources = {MODEL: f"unix:{socket}", "other": f"unix:{socket}"}
     made = TokenizerRegistry.load(sources, TokenizeOptions(deadline_s=DEADLINE_S))
     yield made
@@ -58,13 +58,13 @@ def registry(socket: Path) -> Iterator[TokenizerRegistry]:
 
 
 def chat(**fields: object) -> RouteRequest:
-    """A chat."""
+    """Return a chat request."""
     body = {"messages": [{"role": "user", "content": "Hello there"}], **fields}
     return RouteRequest("id", RequestKind.CHAT, MODEL, body, body_bytes=100)
 
 
 def until(registry: TokenizerRegistry, degraded: str | None) -> PromptTokens:
-    """Asks until the answer is of this kind."""
+    """Request tokens until the result is degraded for this reason."""
     deadline_s = time.monotonic() + DEADLINE_S
     while (tokens := registry.prompt_tokens(chat(), MODEL)).degraded != degraded:
         assert time.monotonic() < deadline_s, tokens.degraded
@@ -73,8 +73,8 @@ def until(registry: TokenizerRegistry, degraded: str | None) -> PromptTokens:
 
 
 @pytest.mark.usefixtures("server")
-def test_the_ids_are_those_of_the_tokenizer_here(registry: TokenizerRegistry) -> None:
-    """Chats, texts, several texts and other APIs' requests come back as the same ids."""
+def test_the_ids_equal_local_ones(registry: TokenizerRegistry) -> None:
+    """Requests of all APIs have the same token ids as with a local tokenizer."""
     tokens = registry.prompt_tokens(chat(), MODEL)
     assert tokens.prompts[0].tolist() == chat_prompt(chat().body, TOKENIZER).tolist()
     assert (tokens.total, tokens.degraded, tokens.partial) == (len(tokens.prompts[0]), None, None)
@@ -96,8 +96,8 @@ def test_the_ids_are_those_of_the_tokenizer_here(registry: TokenizerRegistry) ->
 
 
 @pytest.mark.usefixtures("server")
-def test_conversations_that_go_on_are_known_there(registry: TokenizerRegistry) -> None:
-    """Turn by turn a long conversation has the ids of the whole, there as here."""
+def test_growing_chats_have_the_same_ids(registry: TokenizerRegistry) -> None:
+    """A chat that grows turn by turn has the ids of a local tokenizer."""
     messages = [{"role": "user", "content": "word " * 5000}]
     for turn in range(3):
         body = msgspec.json.encode({"model": MODEL, "messages": messages})
@@ -107,8 +107,8 @@ def test_conversations_that_go_on_are_known_there(registry: TokenizerRegistry) -
 
 
 @pytest.mark.usefixtures("server")
-def test_refusals_and_reasons_come_through(registry: TokenizerRegistry) -> None:
-    """A malformed prompt is a 400 with its field; what has no ids, or only some, tells why."""
+def test_errors_and_reasons_are_passed_on(registry: TokenizerRegistry) -> None:
+    """A malformed prompt is a 400 with its field; unknown or partial ids carry their reason."""
     with pytest.raises(RequestError) as caught:
         registry.prompt_tokens(chat(add_generation_prompt="perhaps"), MODEL)
     assert (caught.value.status, caught.value.param) == (400, "add_generation_prompt")
@@ -120,8 +120,8 @@ def test_refusals_and_reasons_come_through(registry: TokenizerRegistry) -> None:
     assert registry.prompt_tokens(chat(), "other").degraded == "tokenizer_unavailable"
 
 
-def test_images_come_through_with_their_names(socket: Path, tmp_path: Path) -> None:
-    """A router that reads what ids stand for has all of them; one that does not has those in front."""
+def test_images_are_passed_on_with_their_hashes(socket: Path, tmp_path: Path) -> None:
+    """A router that reads media gets all ids; one that does not gets those before the first image."""
     (tmp_path / "model").mkdir()
     model = write_model(tmp_path / "model", "qwen")
     content = [image_part(60, 60, "a"), {"type": "text", "text": "or"}, image_part(90, 30, "b")]
@@ -145,8 +145,8 @@ def test_images_come_through_with_their_names(socket: Path, tmp_path: Path) -> N
     assert (older.partial, len(older.media)) == ("media", 0)
 
 
-def test_a_restart_costs_only_the_requests_meanwhile(registry: TokenizerRegistry, socket: Path) -> None:
-    """Without the process requests go by load, with their reason; a new one, even after a kill, is found."""
+def test_a_restart_affects_only_requests_meanwhile(registry: TokenizerRegistry, socket: Path) -> None:
+    """Without the process, requests are routed by load; a new process is found, also after a kill."""
     run = "import sys; from kvroute.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", run, "tokenizer", "--socket", str(socket)]
     command += ["--model", f"{MODEL}={TINY_DIRECTORY}"]
@@ -160,18 +160,18 @@ def test_a_restart_costs_only_the_requests_meanwhile(registry: TokenizerRegistry
 
 
 class HeldServer(TokenizerServer):
-    """Answers when it is let."""
+    """Server that answers only when released."""
 
     def Tokenize(  # noqa: N802
         self, message: tokenizer_pb2.TokenizeRequest, context: grpc.ServicerContext
     ) -> tokenizer_pb2.TokenizeResponse:
-        """Waits first."""
+        """Wait, then answer."""
         assert self.go.wait(300)
         return super().Tokenize(message, context)
 
 
-def test_a_late_answer_is_a_deadline(socket: Path) -> None:
-    """A process that is too slow costs a request its deadline, and the reason is counted."""
+def test_a_late_response_is_a_deadline(socket: Path) -> None:
+    """A process that is too slow degrades the request at its deadline."""
     held = HeldServer(socket, {MODEL: str(TINY_DIRECTORY)}, threads=1)
     held.go = threading.Event()
     held.go.set()
@@ -187,8 +187,8 @@ def test_a_late_answer_is_a_deadline(socket: Path) -> None:
 
 
 @pytest.mark.usefixtures("server")
-def test_health_is_told(socket: Path) -> None:
-    """The standard health service answers for the process and the service."""
+def test_health_is_served(socket: Path) -> None:
+    """The standard health service reports the process and the service."""
     with grpc.insecure_channel(f"unix:{socket}") as channel:
         for service in ("", SERVICE):
             request = health_pb2.HealthCheckRequest(service=service)
@@ -200,8 +200,8 @@ def test_health_is_told(socket: Path) -> None:
 @pytest.mark.parametrize(
     ("api", "body"), [(0, b"{}"), (1, b"[]"), (1, b"{"), (7, b"{}"), (2, b"[" * 100_000)]
 )
-def test_a_hostile_call_is_refused(socket: Path, api: int, body: bytes) -> None:
-    """What is no request of a known API is an invalid argument, and the next call is served."""
+def test_a_hostile_call_is_rejected(socket: Path, api: int, body: bytes) -> None:
+    """A call that is no request of a known API is INVALID_ARGUMENT, and the next call is served."""
     with grpc.insecure_channel(f"unix:{socket}") as channel:
         stub = tokenizer_pb2_grpc.TokenizerStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
@@ -212,12 +212,12 @@ def test_a_hostile_call_is_refused(socket: Path, api: int, body: bytes) -> None:
 
 
 @pytest.mark.usefixtures("server")
-def test_a_socket_in_use_is_not_taken(socket: Path, tmp_path: Path) -> None:
-    """A second process on one path stops with the path; so does one whose path is another file."""
+def test_a_socket_in_use_is_not_replaced(socket: Path, tmp_path: Path) -> None:
+    """A second process on the same path, or a path of another file, raises ListenError."""
     with pytest.raises(ListenError, match="another process listens"):
         TokenizerServer(socket, {MODEL: str(TINY_DIRECTORY)}, threads=1)
     (tmp_path / "file").write_text("precious")
-    with pytest.raises(ListenError, match="no socket"):
+    with pytest.raises(ListenError, match="is not a socket"):
         TokenizerServer(tmp_path / "file", {MODEL: str(TINY_DIRECTORY)}, threads=1)
     with pytest.raises(ListenError, match="no directory"):
         TokenizerServer(tmp_path / "none" / "s", {MODEL: str(TINY_DIRECTORY)}, threads=1)
@@ -225,7 +225,7 @@ def test_a_socket_in_use_is_not_taken(socket: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["pods", "http://127.0.0.1:1", "unix:/none"])
-def test_tokenizers_elsewhere_are_not_served(socket: Path, source: str) -> None:
-    """A process that would only ask another one is refused at its start."""
+def test_remote_tokenizers_are_not_served(socket: Path, source: str) -> None:
+    """A source in another process raises ConfigError."""
     with pytest.raises(ConfigError, match="must be a directory or hf:"):
         TokenizerServer(socket, {MODEL: source}, threads=1)

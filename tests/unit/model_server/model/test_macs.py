@@ -1,4 +1,4 @@
-"""What `kvroute bench macs` counts: the closed forms, step by step, on the engine's own decoder."""
+"""Operation counts of `kvroute bench macs`: the closed forms, step by step, on the engine's decoder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _one_thread() -> None:
 
 @cache
 def model() -> Decoder:
-    """Make the model once."""
+    """Return the model, built once."""
     return new_model(WIDTH)
 
 
@@ -31,8 +31,8 @@ def taken(*, cached: bool, block_tokens: int = 1) -> list[Step]:
     return generate(model(), PROMPT, STEPS, block_tokens, cached=cached)
 
 
-def test_without_a_cache_each_step_costs_the_whole_text() -> None:
-    """Every uncached step executes 4sD^2 + 2s^2D in each layer, s being the text so far."""
+def test_without_a_cache_each_step_computes_the_whole_text() -> None:
+    """An uncached step costs 4sD^2 + 2s^2D per layer, with s tokens so far."""
     layers = model().shape.layers
     steps = taken(cached=False)
     assert [step.tokens for step in steps] == [len(PROMPT) + number for number in range(STEPS)]
@@ -40,8 +40,8 @@ def test_without_a_cache_each_step_costs_the_whole_text() -> None:
         assert step.attention_macs == layers * uncached_macs(step.tokens, WIDTH)
 
 
-def test_with_a_cache_each_step_costs_one_token() -> None:
-    """After the prompt every cached step executes 4D^2 + 2sD in each layer."""
+def test_with_a_cache_each_step_computes_one_token() -> None:
+    """After the prompt a cached step costs 4D^2 + 2sD per layer."""
     layers = model().shape.layers
     first, *rest = taken(cached=True)
     assert first.attention_macs == layers * uncached_macs(len(PROMPT), WIDTH)
@@ -50,20 +50,20 @@ def test_with_a_cache_each_step_costs_one_token() -> None:
 
 
 def test_a_decode_reads_whole_blocks() -> None:
-    """With blocks of several tokens the cached form holds for the length rounded up to a block."""
+    """With blocks of several tokens, the cached form holds for the length rounded up to a block."""
     for step in taken(cached=True, block_tokens=4)[1:]:
         padded = -(-step.tokens // 4) * 4
         assert step.attention_macs == model().shape.layers * cached_macs(padded, WIDTH)
 
 
-def test_both_write_the_same_text() -> None:
-    """What is compared is one generation: with and without the cache the tokens are equal."""
+def test_both_generate_the_same_tokens() -> None:
+    """With and without the cache the generated tokens are equal."""
     without, cached = (taken(cached=kept) for kept in (False, True))
     assert [step.next_token for step in without] == [step.next_token for step in cached]
 
 
-def test_the_rest_of_the_model_is_counted_apart() -> None:
-    """MLP and output head are no part of attention, and are counted for each token of a step."""
+def test_the_rest_of_the_model_is_counted_separately() -> None:
+    """MLP and output head are not part of attention, and are counted per token of a step."""
     shape = model().shape
     for step in taken(cached=False):
         mlp = 3 * shape.intermediate * WIDTH * shape.layers

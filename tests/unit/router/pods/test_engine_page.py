@@ -1,4 +1,4 @@
-"""Picking an engine's life out of its metrics page."""
+"""Engine counters from a metrics page."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ READING = EngineReading(
 
 
 def test_vllms_page_is_read() -> None:
-    """Start, size and counters come out, however large they have grown; an awake engine is not asleep."""
+    """Start, size and counters are read, however large; an awake engine is not asleep."""
     assert EnginePage(PAGE).reading() == READING
 
 
-def test_a_sleeping_engine_is_known() -> None:
-    """It is not awake, and its weights or all of its memory are gone."""
+def test_a_sleeping_engine_is_detected() -> None:
+    """An engine that is not awake and has offloaded or discarded its weights is asleep."""
     asleep = PAGE.replace(b'"awake"} 1.0', b'"awake"} 0.0')
     reading = EnginePage(asleep.replace(b'discard_all"} 0.0', b'discard_all"} 1.0')).reading()
     assert reading is not None
     assert reading.asleep
 
 
-def test_a_paused_engine_sleeps_with_its_cache() -> None:
-    """vLLM at sleep level 0 is not awake, and has dropped nothing: its view stays, requests would wait."""
+def test_a_paused_engine_keeps_its_cache() -> None:
+    """vLLM at sleep level 0 counts as asleep for requests, but keeps its cache."""
     paused = PAGE.replace(b'"awake"} 1.0', b'"awake"} 0.0')
     paused += b'vllm:engine_sleep_state{engine="0",sleep_state="weights_offloaded"} 0.0\n'
     asleep = paused.replace(b'offloaded"} 0.0', b'offloaded"} 1.0')
@@ -46,28 +46,28 @@ def test_a_paused_engine_sleeps_with_its_cache() -> None:
     assert [EnginePage(page).is_asleep for page in (paused, asleep, PAGE, b"")] == [True, True, False, False]
 
 
-def test_engines_behind_one_port_sleep_when_all_do() -> None:
-    """One that is awake takes requests."""
+def test_engines_behind_one_port_sleep_if_all_do() -> None:
+    """A pod with one awake engine is not asleep."""
     other = b'vllm:engine_sleep_state{engine="1",sleep_state="awake"} '
     asleep = PAGE.replace(b'"awake"} 1.0', b'"awake"} 0.0')
     assert [EnginePage(asleep + other + state).is_asleep for state in (b"0.0\n", b"1.0\n")] == [True, False]
 
 
-def test_several_engines_on_a_page_tell_nothing_of_one_view() -> None:
-    """Their sums cannot be held against the blocks of one of them."""
+def test_several_engines_on_a_page_give_no_reading() -> None:
+    """Sums over several engines cannot be compared with one engine's view."""
     assert EnginePage(PAGE + PAGE.replace(b'engine="0"', b'engine="1"')).reading() is None
 
 
 @pytest.mark.parametrize("value", [b"NaN", b"-1", b"+Inf", b"many", b""])
-def test_a_senseless_number_is_not_told(value: bytes) -> None:
-    """It is left out, so that nothing can be concluded from it; the others stay."""
+def test_an_invalid_number_is_missing(value: bytes) -> None:
+    """An invalid number is left out, and other fields are unaffected."""
     reading = EnginePage(PAGE.replace(b" 100.0", b" " + value)).reading()
     assert reading is not None
     assert (reading.hit_tokens, reading.query_tokens) == (None, 900.0)
 
 
 @given(st.binary(max_size=400), st.integers(0, len(PAGE)))
-def test_any_page_is_survived(noise: bytes, at: int) -> None:
-    """Noise anywhere leads to a reading or to none, never to an error."""
+def test_any_page_gives_a_reading_or_none(noise: bytes, at: int) -> None:
+    """Noise anywhere on a page raises no error."""
     reading = EnginePage(PAGE[:at] + noise + PAGE[at:]).reading()
     assert reading is None or isinstance(reading, EngineReading)

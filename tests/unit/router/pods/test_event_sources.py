@@ -1,4 +1,4 @@
-"""An engine's own account of where it publishes: what is believed, and what is not."""
+"""Event ports reported by an engine: which reports are used, and which are ignored."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tests.support.kube.objects import JSON
 
 
 def source(**fields: Any) -> dict[str, Any]:
-    """One rank's configuration."""
+    """Return the configuration of one rank."""
     return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://*:5557", **fields}
 
 
 def told(page: Any, rank: int | None = None) -> EventSources:
-    """What a page tells."""
+    """Return what is parsed from a page."""
     return event_sources(json.dumps(page).encode(), rank)
 
 
 def labels(**fields: str) -> dict[str, str]:
-    """Labels by their last parts."""
+    """Return labels by their last parts."""
     return {f"kvroute.io/kv-{name.replace('_', '-')}": value for name, value in fields.items()}
 
 
-def test_one_engine_tells_its_ports_and_topic() -> None:
-    """Ports of events and replays, and what its topics begin with."""
+def test_one_engine_reports_ports_and_topic() -> None:
+    """The ports of events and replays and the topic prefix are read."""
     page = {"0": source(replay_endpoint="tcp://*:6000", topic="kv-events", buffer_steps=10_000)}
     assert told(page).labels == labels(
         events_port="5557", ranks="1", replay_port="6000", events_topic="kv-events"
@@ -39,16 +39,16 @@ def test_one_engine_tells_its_ports_and_topic() -> None:
     assert told({"0": source()}).labels == labels(events_port="5557", ranks="1")
 
 
-def test_ranks_behind_one_port_are_followed_together_if_their_ports_are_in_a_row() -> None:
-    """Else only the first can be found."""
+def test_ranks_with_consecutive_ports_are_followed_together() -> None:
+    """Ranks behind one port are all followed only if their ports are consecutive; else only the first."""
     row = {str(rank): source(endpoint=f"tcp://10.0.0.1:{5557 + rank}") for rank in range(3)}
     assert told(row).labels == labels(events_port="5557", ranks="3")
     gap = {**row, "2": source(endpoint="tcp://*:7000")}
     assert told(gap).labels == labels(events_port="5557", ranks="1")
 
 
-def test_a_rank_with_a_port_of_its_own_is_followed_alone() -> None:
-    """Its own entry counts, also where it counts itself as 0; another's is no account of it."""
+def test_a_rank_with_its_own_port_is_followed_alone() -> None:
+    """A rank's own entry is used, also if it reports itself as rank 0; other ranks' entries are not."""
     row = {str(rank): source(endpoint=f"tcp://*:{5557 + rank}") for rank in range(3)}
     assert told(row, 2).labels == labels(events_port="5559", ranks="1")
     assert told(row, 0).labels == labels(events_port="5557", ranks="1")
@@ -57,9 +57,9 @@ def test_a_rank_with_a_port_of_its_own_is_followed_alone() -> None:
 
 
 @pytest.mark.parametrize("off", [{"enable_kv_cache_events": False}, {"publisher": "null"}])
-def test_an_engine_may_say_that_it_publishes_nothing(off: dict[str, Any]) -> None:
-    """That is told, and something else than no account."""
-    assert told({"0": source(**off)}) == EventSources(told=True, off=True)
+def test_an_engine_may_report_that_it_publishes_nothing(off: dict[str, Any]) -> None:
+    """Disabled events are a report, unlike a missing page."""
+    assert told({"0": source(**off)}) == EventSources(reported=True, off=True)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_an_engine_may_say_that_it_publishes_nothing(off: dict[str, Any]) -> Non
         {str(rank): source() for rank in range(300)},
     ],
 )
-def test_an_account_that_makes_no_sense_is_none(page: Any) -> None:
-    """The engine is then taken as it was declared."""
+def test_an_invalid_page_is_no_report(page: Any) -> None:
+    """After an invalid page the engine is followed as declared."""
     assert told(page) == NOT_TOLD
 
 
@@ -100,8 +100,8 @@ def test_an_account_that_makes_no_sense_is_none(page: Any) -> None:
     ),
     st.none() | st.integers(0, 4),
 )
-def test_whatever_is_told_can_be_followed(page: dict[str, Any], rank: int | None) -> None:
-    """Hostile accounts are none, or streams at ports that there are."""
+def test_any_report_can_be_followed(page: dict[str, Any], rank: int | None) -> None:
+    """Hostile pages give no report, or streams with valid ports."""
     found = told(page, rank)
     stream = PodEntry("a", "b", "10.0.0.1", 1, {**found.labels, MODEL_LABEL: "m"}).stream()
     assert stream is not None

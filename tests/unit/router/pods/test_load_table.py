@@ -1,4 +1,4 @@
-"""The board: sums that always equal what is in flight, and rows that end with their pods."""
+"""Load table: sums equal the requests in flight, and rows end with their pods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PODS = ("a:0", "a:1", "a:2")
 
 @dataclass
 class Flying:
-    """A request in flight."""
+    """Request in flight."""
 
     pod: str
     tokens: int
@@ -25,7 +25,7 @@ class Flying:
 
 
 def assert_equal(board: PodBoard, flying: list[Flying]) -> None:
-    """Compares sums, queues and heads with a plain list of the requests in flight."""
+    """Compare sums, queues and heads with a plain list of the requests in flight."""
     for pod in PODS:
         mine = [request for request in flying if request.pod == pod]
         queued = [request.tokens for request in mine if request.waits]
@@ -43,8 +43,8 @@ def assert_equal(board: PodBoard, flying: list[Flying]) -> None:
         max_size=80,
     )
 )
-def test_the_board_always_equals_a_recount(steps: list[tuple[str, int]]) -> None:
-    """After any history sums, queues and heads are those of the requests in flight."""
+def test_the_table_equals_a_recount(steps: list[tuple[str, int]]) -> None:
+    """After any history, sums, queues and heads are those of the requests in flight."""
     board, flying = PodBoard(), list[Flying]()
     for now_s, (action, number) in enumerate(steps):
         pod = PODS[number % 3]
@@ -64,7 +64,7 @@ def test_the_board_always_equals_a_recount(steps: list[tuple[str, int]]) -> None
 
 
 def test_a_pods_row_ends_with_its_last_request() -> None:
-    """A pod that is gone keeps its sums until its requests are over; back again, it begins anew."""
+    """A removed pod keeps its sums until its requests end; re-added afterwards, it starts empty."""
     board = PodBoard()
     board.declare(PODS)
     board.scraped("a:0", load(waiting=3))
@@ -76,8 +76,8 @@ def test_a_pods_row_ends_with_its_last_request() -> None:
     assert board.pods[board.rows(["a:0"])[0]]["waiting"] == 0.0
 
 
-def test_rows_outlive_growth() -> None:
-    """Hundreds of pods have rows of their own, which stay theirs while others come."""
+def test_rows_are_stable_under_growth() -> None:
+    """Each of hundreds of pods has its own row, which stays the same while pods are added."""
     board = PodBoard()
     names = [f"a:{number}" for number in range(300)]
     board.begin("a:0", 7, 0.0)
@@ -87,8 +87,8 @@ def test_rows_outlive_growth() -> None:
     assert board.work("a:0").awaiting_tokens == 7
 
 
-def test_the_head_of_the_queue_is_computed_since_the_one_before_it_ended() -> None:
-    """The running prefill's time begins when it was sent to an idle pod, or when the one before it ended."""
+def test_the_prefill_clock_starts_with_the_head_of_the_queue() -> None:
+    """A prefill starts when its request is sent to an idle pod, or when the previous prefill ends."""
     board = PodBoard()
     first, second = board.begin("a:0", 10, 1.0), board.begin("a:0", 20, 2.0)
     row = board.rows(["a:0"])[0]

@@ -1,4 +1,4 @@
-"""The pod set, who may take a request, and how a probe is judged."""
+"""Pod set, candidates of a request, and evaluation of probes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOWN = replace(TWO, ready=False, why="/health answered 503")
 
 
 def pod_set(*pods: Pod) -> PodSet:
-    """A set of pods as they are given."""
+    """Return a pod set with these pods."""
     known = PodSet()
     known.declare([pod.entry for pod in pods])
     for pod in pods:
@@ -34,20 +34,20 @@ def pod_set(*pods: Pod) -> PodSet:
 
 
 def addresses(*pods: Pod, model: str = TINY, allowed: frozenset[str] | None = None) -> list[str]:
-    """Who may take a request."""
+    """Return the candidates of a request."""
     request = msgspec.structs.replace(completion("id", "p", model=model), candidates=allowed)
     return [pod.address for pod in select_candidates(request, pod_set(*pods)).pods]
 
 
-def test_only_ready_pods_are_candidates_and_the_others_are_explained() -> None:
-    """A pod that is not ready takes nothing, and why is kept for explain."""
+def test_only_ready_pods_are_candidates() -> None:
+    """A pod that is not ready receives no requests, and the reason is kept for explain."""
     candidates = select_candidates(completion("id", "p"), pod_set(ONE, DOWN))
     assert [pod.address for pod in candidates.pods] == [ONE.address]
     assert candidates.excluded == {TWO.address: "not ready: /health answered 503"}
 
 
-def test_where_none_is_ready_one_that_fell_silent_is_tried() -> None:
-    """A machine that stalls makes every pod late at once: those that refused nothing are still asked."""
+def test_without_ready_pods_silent_ones_are_tried() -> None:
+    """If no pod is ready, pods that only timed out are candidates."""
     pods = pod_set(ONE, TWO)
     pods.suspect(ONE.address, "its link broke")
     assert _candidates(pods) == [TWO.address]
@@ -61,8 +61,8 @@ def test_where_none_is_ready_one_that_fell_silent_is_tried() -> None:
     assert _candidates(pods) == [TWO.address]
 
 
-def test_silence_is_no_reason_to_ask_who_was_taken_out_otherwise() -> None:
-    """A pod that never was ready, that is not healthy by its own word, or that ends, is not tried."""
+def test_pods_that_failed_otherwise_are_not_tried() -> None:
+    """A pod that was never ready, is unhealthy or terminates is no candidate."""
     late = ProbeResult(ONE.address, False, timed_out=True, why="late")
     unknown = judge(Pod(ONE.address, "one", ONE.entry), late)
     unhealthy = judge(judge(ONE, ProbeResult(ONE.address, False, why="/health answered 503")), late)
@@ -74,8 +74,8 @@ def test_silence_is_no_reason_to_ask_who_was_taken_out_otherwise() -> None:
             _candidates(pods)
 
 
-def test_a_sleeping_pod_is_asked_only_where_all_sleep() -> None:
-    """A request would wait there until somebody wakes it; one that is awake and serves the model answers."""
+def test_a_sleeping_pod_is_used_only_if_all_sleep() -> None:
+    """A sleeping pod is a candidate only if no awake pod serves the model."""
     pods = pod_set(ONE, TWO)
     for pod in (ONE, TWO):
         pods.put(judge(pods.snapshot()[pod.address], ProbeResult(pod.address, True, asleep=pod is ONE)))
@@ -92,8 +92,8 @@ def test_a_sleeping_pod_is_asked_only_where_all_sleep() -> None:
     assert pods.generation == generation + 2
 
 
-def test_a_pod_that_sleeps_elsewhere_does_not_count() -> None:
-    """Where all that serve the model, or all that the gateway allows, sleep, one of them is asked."""
+def test_sleeping_pods_are_compared_within_the_candidates() -> None:
+    """If all pods of the model, or all that the gateway allows, sleep, one of them is picked."""
     other = ready_pod("10.0.0.3:8000", model="other")
     pods = pod_set(replace(ONE, asleep=True), TWO, other)
     only = msgspec.structs.replace(completion("r", "hi"), candidates=frozenset({ONE.address}))
@@ -102,29 +102,29 @@ def test_a_pod_that_sleeps_elsewhere_does_not_count() -> None:
     assert _candidates(pods) == [ONE.address, TWO.address]
 
 
-def test_without_a_ready_pod_the_answer_is_503_with_the_protocols_reason() -> None:
-    """No ready pod means service unavailable, dropped as rejected-no-endpoints."""
+def test_without_a_ready_pod_the_error_is_503() -> None:
+    """Without a ready pod the request fails with 503 and the dropped reason rejected-no-endpoints."""
     with pytest.raises(NoEndpointError) as caught:
         addresses(DOWN)
     assert (caught.value.status, caught.value.dropped_reason) == (503, "rejected-no-endpoints")
 
 
-def test_a_model_that_nobody_serves_is_404() -> None:
-    """When all ready pods have told their models, an unknown one does not exist."""
+def test_an_unknown_model_is_404() -> None:
+    """If all ready pods have reported their models, an unknown model gives 404."""
     with pytest.raises(RequestError) as caught:
         addresses(ONE, TWO, model="gpt-9")
     assert (caught.value.status, caught.value.param) == (404, "model")
     assert caught.value.error_type == "NotFoundError"
 
 
-def test_a_pod_that_has_not_told_its_models_may_serve_any() -> None:
-    """An unknown model goes to the pod that may know it, a known one to both."""
+def test_a_pod_without_reported_models_may_serve_any() -> None:
+    """A pod that has not reported its models is a candidate for every model."""
     assert addresses(ONE, UNKNOWN, model="gpt-9") == [UNKNOWN.address]
     assert addresses(ONE, UNKNOWN) == [ONE.address, UNKNOWN.address]
 
 
-def test_what_is_no_models_name_is_kept_nowhere_and_not_said_again() -> None:
-    """Megabytes in a model's place are 404, even where a pod may serve any model; a part of them is told."""
+def test_an_oversized_model_name_is_rejected() -> None:
+    """A model name above the limit gives 404, and the error quotes only its beginning."""
     with pytest.raises(RequestError) as caught:
         addresses(ONE, UNKNOWN, model="x" * 1_000_000)
     assert (caught.value.status, caught.value.param) == (404, "model")
@@ -132,8 +132,8 @@ def test_what_is_no_models_name_is_kept_nowhere_and_not_said_again() -> None:
     assert addresses(UNKNOWN, model="/models/" + "x" * 4000) == [UNKNOWN.address]
 
 
-def test_an_adapter_is_served_by_the_pods_that_have_it_loaded() -> None:
-    """A LoRA adapter's name selects its pods, and roots its keys in the base model."""
+def test_an_adapter_is_served_by_pods_that_loaded_it() -> None:
+    """A LoRA adapter's name selects its pods, and its keys start from the base model."""
     tuned = ready_pod("10.0.0.4:8000", adapters=["sql"])
     candidates = select_candidates(completion("id", "p", model="sql"), pod_set(ONE, tuned))
     assert [pod.address for pod in candidates.pods] == [tuned.address]
@@ -152,19 +152,19 @@ def test_an_adapter_is_served_by_the_pods_that_have_it_loaded() -> None:
 def test_the_gateways_subset_is_matched_by_address(
     allowed: frozenset[str] | None, expected: list[str]
 ) -> None:
-    """A subset names pods by "ip:port" or by ip; names of nobody are passed over."""
+    """A subset names pods by "ip:port" or ip; unknown names are ignored."""
     assert addresses(ONE, TWO, allowed=allowed) == expected
 
 
 @pytest.mark.parametrize("allowed", [frozenset(), frozenset({"10.0.0.2:8001"})])
 def test_a_subset_without_ready_pods_is_503(allowed: frozenset[str]) -> None:
-    """An empty subset, or one of strangers, leaves no endpoint."""
+    """An empty subset, or one of unknown pods, gives 503."""
     with pytest.raises(NoEndpointError):
         addresses(ONE, TWO, allowed=allowed)
 
 
-def test_declaring_keeps_what_is_known_and_drops_who_is_gone() -> None:
-    """A pod that stays declared keeps its state, with labels that changed too; others vanish."""
+def test_a_declaration_keeps_known_pods() -> None:
+    """A pod that stays declared keeps its state, also with changed labels; removed pods disappear."""
     pods = pod_set(ONE, TWO)
     before = pods.snapshot()
     labelled = entry("10.0.0.2:8000", role="decode")
@@ -177,14 +177,14 @@ def test_declaring_keeps_what_is_known_and_drops_who_is_gone() -> None:
 
 
 @pytest.mark.parametrize("change", [{"epoch": "2"}, {"name": "other"}, {"namespace": "other"}])
-def test_another_life_at_the_same_address_begins_anew(change: dict[str, str]) -> None:
-    """Another pod, or another process of it, is not ready before it was probed, and is named as new."""
+def test_another_epoch_at_the_same_address_is_a_new_pod(change: dict[str, str]) -> None:
+    """Another pod or process at an address is not ready before a probe, and is returned as new."""
     told = load(waiting=3, kv_usage=0.5, kv_capacity_tokens=100, prefill_tokens_per_s=20.0)
     pods = pod_set(replace(ONE, load=told), TWO)
     pods.board.learnt({ONE.address: 30.0}, 1000.0)
     pods.board.begin(ONE.address, 7, 0.0)
     assert pods.declare([replace(ONE.entry, **change), TWO.entry]) == [ONE.address]
-    # What its engine told or taught is void, what was sent there is not.
+    # Values reported by or observed at the engine are reset; requests sent there are kept.
     known = pods.board.pods[pods.board.rows([ONE.address])[0]]
     assert [known[name] for name in ("waiting", "kv_usage", "kv_capacity_tokens", "scraped_s")] == [
         *(0.0, 0.0, 0.0),
@@ -196,8 +196,8 @@ def test_another_life_at_the_same_address_begins_anew(change: dict[str, str]) ->
     assert pods.snapshot()[TWO.address].ready
 
 
-def test_a_pod_that_its_declarer_takes_out_is_out_at_once_and_in_again_at_once() -> None:
-    """Readiness as declared counts beside the probes: it takes a pod out, and lets it in again."""
+def test_declared_readiness_applies_at_once() -> None:
+    """A pod declared as not ready is removed from candidates at once, and returns when declared as ready."""
     pods = pod_set(ONE, DOWN)
     out = [replace(pod.entry, ready=False) for pod in (ONE, DOWN)]
     pods.declare(out)
@@ -208,12 +208,12 @@ def test_a_pod_that_its_declarer_takes_out_is_out_at_once_and_in_again_at_once()
     assert [pod.ready for pod in pods.snapshot().values()] == [True, False]
 
 
-def test_what_an_engine_tells_of_its_events_counts_less_than_what_is_declared() -> None:
-    """Annotated ports win over the engine's own account, and that over the defaults."""
+def test_declared_event_ports_override_reported_ones() -> None:
+    """Annotated ports override those reported by the engine, and both override the defaults."""
     defaults = EventDefaults(port=1, replay_port=2, asks_engine=True)
     pod = replace(ONE, entry=replace(ONE.entry, events=defaults))
-    told = EventSources(told=True, labels={EVENTS_PORT_LABEL: "3", RANKS_LABEL: "2"})
-    off = EventSources(told=True, off=True)
+    told = EventSources(reported=True, labels={EVENTS_PORT_LABEL: "3", RANKS_LABEL: "2"})
+    off = EventSources(reported=True, off=True)
     annotated = replace(pod.entry, labels={EVENTS_PORT_LABEL: "4"})
 
     def followed(pod: Pod) -> tuple[str | None, str | None, int] | None:
@@ -228,15 +228,15 @@ def test_what_an_engine_tells_of_its_events_counts_less_than_what_is_declared() 
     assert followed(replace(pod, sources=off, entry=annotated)) == ("tcp://10.0.0.1:4", None, 1)
 
 
-def test_a_pod_that_is_gone_is_not_brought_back_by_a_late_probe() -> None:
-    """What is put for an undeclared pod is dropped."""
+def test_a_late_probe_does_not_restore_a_removed_pod() -> None:
+    """A probe result of an undeclared pod is dropped."""
     pods = pod_set(ONE)
     pods.put(TWO)
     assert list(pods.snapshot()) == [ONE.address]
 
 
-def test_a_suspect_is_out_at_once() -> None:
-    """Suspicion takes a ready pod out, and changes nothing for one that is out already."""
+def test_a_suspected_pod_is_not_ready_at_once() -> None:
+    """A suspicion makes a ready pod not ready, and does not change others."""
     pods = pod_set(ONE, DOWN)
     assert pods.suspect(ONE.address, "its link broke") == ONE
     assert pods.snapshot()[ONE.address].why == "its link broke"
@@ -244,14 +244,14 @@ def test_a_suspect_is_out_at_once() -> None:
     assert pods.suspect("10.0.0.9:1", "stranger") is None
 
 
-def test_a_healthy_probe_makes_a_pod_ready_and_keeps_what_it_did_not_tell() -> None:
-    """Readiness needs one healthy probe; models told before are not forgotten by a probe that did not ask."""
+def test_a_healthy_probe_makes_a_pod_ready() -> None:
+    """One healthy probe makes a pod ready; models reported earlier are kept if not requested again."""
     judged = judge(replace(ONE, ready=False, failures=2), ProbeResult(ONE.address, True))
     assert (judged.ready, judged.why, judged.failures, judged.models) == (True, "", 0, ONE.models)
 
 
-def test_a_pod_that_tells_no_load_hides_it_from_the_third_probe_on() -> None:
-    """Three probes in a row without a load are no accident; a load ends it, and a dead pod hides none."""
+def test_three_probes_without_load_hide_the_load() -> None:
+    """Three consecutive probes without a load mark it as unknown; a load, or a failed pod, ends that."""
     mute = ProbeResult(ONE.address, True, why_no_load="/metrics answered 404")
     seen = [ONE]
     for _ in range(3):
@@ -263,7 +263,7 @@ def test_a_pod_that_tells_no_load_hides_it_from_the_third_probe_on() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_probes_are_spread_about_their_interval(seed: int) -> None:
-    """Of many routers none asks in step with another: a fifth more or less, on moments that pods share."""
+    """The next probe follows after 80 to 120 % of the interval, rounded up to 0.1 s."""
     random = Random(seed)
     waits_s = [next_probe_s(100.0, 10.0, random) - 100.0 for _ in range(1000)]
     assert min(waits_s) == pytest.approx(8.0, abs=0.2)
@@ -271,14 +271,14 @@ def test_probes_are_spread_about_their_interval(seed: int) -> None:
     assert len({round(wait_s, 6) for wait_s in waits_s}) <= 42
 
 
-def test_a_refused_probe_takes_a_pod_out_at_once() -> None:
-    """A pod that refuses or answers badly is dead; no second chance."""
+def test_a_failed_probe_makes_a_pod_not_ready_at_once() -> None:
+    """A refused connection or an error status makes a pod not ready."""
     judged = judge(ONE, ProbeResult(ONE.address, False, why="refused"))
     assert (judged.ready, judged.why) == (False, "refused")
 
 
-def test_a_slow_probe_takes_a_pod_out_only_when_repeated() -> None:
-    """A busy pod may miss two deadlines, not three; one that never was ready stays out."""
+def test_only_repeated_timeouts_make_a_pod_not_ready() -> None:
+    """A ready pod may time out twice, not three times; a pod that was never ready stays not ready."""
     late = ProbeResult(ONE.address, False, timed_out=True, why="late")
     first = judge(ONE, late)
     second = judge(first, late)
@@ -286,8 +286,8 @@ def test_a_slow_probe_takes_a_pod_out_only_when_repeated() -> None:
     assert not judge(replace(ONE, ready=False), late).ready
 
 
-def test_a_pods_stream_is_rooted_in_the_model_it_tells() -> None:
-    """The declared model is believed until the pod tells its own; without either nothing is followed."""
+def test_a_stream_needs_the_base_model() -> None:
+    """The declared model is used until the pod reports its own; without either no stream is followed."""
     labels = {MODEL_LABEL: "declared", EVENTS_PORT_LABEL: "7777"}
     declared = Pod("10.0.0.1:8000", "pod", entry("10.0.0.1:8000", **labels))
     stream = pod_stream(declared)
@@ -302,13 +302,13 @@ def test_a_pods_stream_is_rooted_in_the_model_it_tells() -> None:
 @pytest.mark.parametrize(
     "page", [b"", b"{}", b'{"data":[]}', b'{"data":[{"id":"a","parent":"b"}]}', b"[" * 9999, b"\xff"]
 )
-def test_a_models_page_without_a_base_model_tells_nothing(page: bytes) -> None:
-    """Broken pages and pages without a base model are no news."""
+def test_a_models_page_without_a_base_model_is_ignored(page: bytes) -> None:
+    """Invalid pages and pages without a base model give None."""
     assert served_models(page) is None
 
 
-def test_a_models_page_tells_base_aliases_and_adapters() -> None:
-    """Cards without a parent are the base model's names, the first its own; those with one are adapters."""
+def test_a_models_page_lists_base_aliases_and_adapters() -> None:
+    """Cards without a parent are names of the base model, the first its own; others are adapters."""
     cards = [{"id": "m", "max_model_len": 99, "root": "/m"}, {"id": "alias", "parent": None}]
     models = served_models(json.dumps({"data": [*cards, {"id": "sql", "parent": "m"}]}).encode())
     assert models is not None

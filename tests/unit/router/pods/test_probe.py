@@ -1,4 +1,4 @@
-"""Probes over real sockets: kept connections, deadlines, and pods that answer badly."""
+"""Probes over sockets: kept connections, timeouts, and invalid responses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GOOD = {b"/health": b"", b"/v1/models": MODELS, b"/metrics": PAGE}
 
 
 class Pod:
-    """A server that answers each request by `answer`, and counts connections and requests."""
+    """Server that answers each request by `answer`, and counts connections and requests."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -33,11 +33,11 @@ class Pod:
 
     @property
     def requests(self) -> int:
-        """How many came."""
+        """Number of requests received."""
         return len(self.heads)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
+        """Serve one connection."""
         self.connections += 1
         try:
             while True:
@@ -52,13 +52,13 @@ class Pod:
 
 
 async def well(path: bytes, writer: asyncio.StreamWriter) -> None:
-    """A healthy pod."""
+    """Return the response of a healthy pod."""
     writer.write(OK % (len(GOOD[path]), GOOD[path]))
 
 
 @asynccontextmanager
 async def serving(answer: Answer) -> AsyncIterator[tuple[Pod, str]]:
-    """A pod on a free port."""
+    """Yield a pod on a free port."""
     pod = Pod(answer)
     server = await asyncio.start_server(pod.serve, "127.0.0.1", 0)
     try:
@@ -68,7 +68,7 @@ async def serving(answer: Answer) -> AsyncIterator[tuple[Pod, str]]:
 
 
 def probed(answer: Answer, *, timeout_s: float = 20.0, times: int = 1) -> tuple[ProbeResult, Pod]:
-    """The last of some probes of a pod."""
+    """Return the last of several probes of a pod, and the pod."""
 
     async def probe() -> tuple[ProbeResult, Pod]:
         async with serving(answer) as (pod, address):
@@ -81,8 +81,8 @@ def probed(answer: Answer, *, timeout_s: float = 20.0, times: int = 1) -> tuple[
     return asyncio.run(probe())
 
 
-def test_a_healthy_pod_tells_health_models_and_load_over_one_connection() -> None:
-    """Probe after probe asks three pages each, on the connection of the first."""
+def test_probes_use_one_connection() -> None:
+    """Repeated probes request three pages each over one connection."""
     result, pod = probed(well, times=3)
     assert (result.healthy, result.why) == (True, "")
     assert result.models is not None
@@ -92,8 +92,8 @@ def test_a_healthy_pod_tells_health_models_and_load_over_one_connection() -> Non
     assert (pod.connections, pod.requests) == (1, 9)
 
 
-def test_a_connection_that_the_pod_closed_says_nothing_of_the_pod() -> None:
-    """A pod that closes after every answer is asked anew each time, and is healthy."""
+def test_a_connection_closed_by_the_pod_is_replaced() -> None:
+    """A pod that closes after every response is probed over new connections and is healthy."""
 
     async def close_after(path: bytes, writer: asyncio.StreamWriter) -> None:
         await well(path, writer)
@@ -106,8 +106,8 @@ def test_a_connection_that_the_pod_closed_says_nothing_of_the_pod() -> None:
     assert pod.connections == 6
 
 
-def test_a_body_without_a_length_ends_with_its_connection() -> None:
-    """An old server's answer, whose end is the connection's, is read whole."""
+def test_a_body_without_length_ends_with_its_connection() -> None:
+    """A response that ends with its connection is read completely."""
 
     async def without_length(path: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + GOOD[path])
@@ -120,7 +120,7 @@ def test_a_body_without_a_length_ends_with_its_connection() -> None:
 
 
 def test_chunked_bodies_are_joined() -> None:
-    """A page that comes in chunks is the same page."""
+    """A chunked page is read completely."""
 
     async def chunked(path: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -136,8 +136,8 @@ def test_chunked_bodies_are_joined() -> None:
 
 
 @pytest.mark.parametrize("trickling", [b"/health", b"/metrics"])
-def test_a_pod_that_trickles_is_given_up_at_the_deadline(trickling: bytes) -> None:
-    """A byte now and then does not move the deadline: no health in time is a timeout, no metrics no load."""
+def test_a_slow_response_times_out(trickling: bytes) -> None:
+    """Single bytes do not extend the timeout: /health then times out, and metrics give no load."""
 
     async def trickle(path: bytes, writer: asyncio.StreamWriter) -> None:
         if path != trickling:
@@ -154,8 +154,8 @@ def test_a_pod_that_trickles_is_given_up_at_the_deadline(trickling: bytes) -> No
     assert result.load is None
 
 
-def test_a_flood_instead_of_a_page_is_cut_off() -> None:
-    """A metrics page without end costs its load, not the router's memory."""
+def test_an_endless_page_is_cut_off() -> None:
+    """A metrics page above the limit gives no load."""
 
     async def flood(path: bytes, writer: asyncio.StreamWriter) -> None:
         if path != b"/metrics":
@@ -181,8 +181,8 @@ def test_a_flood_instead_of_a_page_is_cut_off() -> None:
         (b"HTTP/1.1 200 OK\r\ncontent-len", "/health: "),
     ],
 )
-def test_a_bad_answer_is_no_health(sent: bytes, why: str) -> None:
-    """An error status, another protocol, endless headers and half an answer take the pod out, with why."""
+def test_an_invalid_response_is_unhealthy(sent: bytes, why: str) -> None:
+    """An error status, another protocol, endless headers or a partial response make a pod unhealthy."""
 
     async def badly(path: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(sent)
@@ -194,8 +194,8 @@ def test_a_bad_answer_is_no_health(sent: bytes, why: str) -> None:
     assert result.why.startswith(why)
 
 
-def test_a_pod_that_is_not_there_is_refused_at_once() -> None:
-    """A closed port is a refusal, not a timeout."""
+def test_a_closed_port_is_refused() -> None:
+    """A closed port is reported as refused, not as a timeout."""
 
     async def probe() -> ProbeResult:
         async with serving(well) as (_, address):
@@ -209,7 +209,7 @@ def test_a_pod_that_is_not_there_is_refused_at_once() -> None:
 
 @contextmanager
 def dropping() -> Iterator[str]:
-    """A port whose packets are dropped, as those of a listener whose queue is full are."""
+    """Yield an address whose packets are dropped, like those of a listener with a full queue."""
     with ExitStack() as sockets:
         listener = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         for _ in range(8):
@@ -219,8 +219,8 @@ def dropping() -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_a_pod_whose_packets_are_dropped_is_unreachable() -> None:
-    """Without a connection in time the pod is told from one that takes it and is slow to answer."""
+def test_dropped_packets_are_unreachable() -> None:
+    """A pod that accepts no connection in time is unreachable, unlike one that responds slowly."""
 
     async def probe(address: str) -> ProbeResult:
         return await Prober(timeout_s=0.5).probe(entry(address), models=False, sources=False)
@@ -250,20 +250,20 @@ PORT, PATH = "kvroute.io/metrics-port", "kvroute.io/metrics-path"
         ({PORT: "8002"}, "10.0.0.1:8002", "/metrics"),
     ],
 )
-def test_a_pods_labels_say_where_its_metrics_are(labels: dict[str, str], address: str, path: str) -> None:
-    """Port and path by labels of ours, else the path by the engine's type; else /metrics as it is served."""
+def test_labels_set_the_metrics_page(labels: dict[str, str], address: str, path: str) -> None:
+    """Port and path come from labels, else the path from the engine type, else /metrics."""
     assert metrics_page(entry("10.0.0.1:8000", **labels)) == (address, path)
 
 
-def test_engines_of_an_unknown_type_have_the_configured_path() -> None:
-    """The path of the configuration counts where neither the pod nor its engine's type has one."""
+def test_unknown_engine_types_have_the_configured_path() -> None:
+    """The configured path applies if neither the pod nor its engine type has one."""
     labels: list[dict[str, str]] = [{}, {ENGINE: "trtllm-serve"}]
     paths = [metrics_page(entry("10.0.0.1:8000", **each), "/all")[1] for each in labels]
     assert paths == ["/all", "/prometheus/metrics"]
 
 
-def test_a_load_is_read_where_the_engine_tells_it() -> None:
-    """Metrics at another port and path are read over their own connection, kept until the pod is gone."""
+def test_a_load_is_read_from_its_metrics_page() -> None:
+    """Metrics at another port and path are read over their own connection."""
 
     async def metrics(path: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(OK % (len(TRTLLM), TRTLLM) if path == b"/prometheus/metrics" else OK % (2, b"[]"))
@@ -284,13 +284,13 @@ def test_a_load_is_read_where_the_engine_tells_it() -> None:
     assert told.load is not None
     assert (told.load.waiting, told.why_no_load) == (3, "")
     assert (blind.healthy, blind.load) == (True, None)
-    assert "/metrics has no metrics of an engine that is known" in blind.why_no_load
+    assert "/metrics has no valid metrics of a known engine" in blind.why_no_load
     assert [(one.connections, one.requests) for one in (pod, teller)] == [(2, 4), (2, 4)]
 
 
 @pytest.mark.parametrize("token", [None, "s3cret"])
-def test_the_token_goes_to_the_administration_port_alone(token: str | None) -> None:
-    """Event sources are asked for at the administration port with the token, which no other page is sent."""
+def test_the_token_is_sent_to_the_admin_port_only(token: str | None) -> None:
+    """The bearer token is sent with /kv_event_sources on the admin port, and with no other request."""
 
     async def answer(path: bytes, writer: asyncio.StreamWriter) -> None:
         page = b'{"0": {"enable_kv_cache_events": true, "endpoint": "tcp://*:7000"}}'
@@ -308,7 +308,7 @@ def test_the_token_goes_to_the_administration_port_alone(token: str | None) -> N
         return results, pod, admin
 
     results, pod, admin = asyncio.run(probe())
-    assert [result.sources and result.sources.told for result in results] == [True, True]
+    assert [result.sources and result.sources.reported for result in results] == [True, True]
     (head,) = admin.heads
     assert head.startswith(b"GET /kv_event_sources ")
     assert (b"\r\nAuthorization: Bearer s3cret\r\n" in head) == (token is not None)
@@ -317,8 +317,8 @@ def test_the_token_goes_to_the_administration_port_alone(token: str | None) -> N
     assert not any(b"uthorization" in head for head in pod.heads)
 
 
-def test_a_sleeping_engine_is_told_with_the_time_of_the_question() -> None:
-    """Whoever compares the page with newer events, or with what was sent, knows from when on it is old."""
+def test_a_page_carries_the_time_of_its_request() -> None:
+    """A load carries the time at which the page was requested, for comparison with newer events."""
     asleep = PAGE + b'vllm:engine_sleep_state{engine="0",sleep_state="awake"} 0.0\n'
 
     async def answer(path: bytes, writer: asyncio.StreamWriter) -> None:
@@ -337,8 +337,8 @@ def test_a_sleeping_engine_is_told_with_the_time_of_the_question() -> None:
     assert asked_s <= result.load.asked_s <= result.load.scraped_s
 
 
-def test_pods_that_share_a_metrics_port_do_not_disturb_each_other() -> None:
-    """Two exchanges with one address at once are each answered, and one connection is kept of theirs."""
+def test_pods_may_share_a_metrics_port() -> None:
+    """Two concurrent requests to one address both succeed, and one connection is kept."""
 
     async def get() -> tuple[list[tuple[int, bytes]], int]:
         async with serving(well) as (pod, address):

@@ -1,4 +1,4 @@
-"""Body fields that clients must not send: hostile spellings, removal, and bodies that cannot be checked."""
+"""Forbidden body fields: hostile spellings, removal, and bodies that cannot be checked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BASE: dict[str, Any] = {"model": "m", "prompt": "hello", "messages": [{"role": "
 
 
 def outcome(body: bytes, path: str, *, has_connector: bool = False, content_type: str = "") -> str:
-    """What a body meets: the path of its forbidden field, "refused" or "passes"."""
+    """Return the path of a body's forbidden field, "refused" or "passes"."""
     guard = BodyGuard(has_connector=lambda: has_connector)
     try:
         request = http_request("r", path, body, headers={"content-type": content_type})
@@ -40,7 +40,7 @@ def outcome(body: bytes, path: str, *, has_connector: bool = False, content_type
 
 
 def carries(value: Any) -> bool:
-    """Whether an engine that read this object would find a forbidden field."""
+    """Return whether an engine that reads this object would find a forbidden field."""
     if not isinstance(value, dict):
         return False
     if any(value.get(name) is not None for name in GATEWAY_ONLY_FIELDS):
@@ -52,7 +52,7 @@ def carries(value: Any) -> bool:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("field", GATEWAY_ONLY_FIELDS)
 def test_each_field_is_found_on_each_path(path: str, field: str) -> None:
-    """A forbidden field is found at the top level of every API's body, known to the router or not."""
+    """A forbidden field is found at the top level of every API's body, known or unknown."""
     assert outcome(json.dumps({**BASE, field: PARAMS}).encode(), path) == field
 
 
@@ -72,7 +72,7 @@ def test_each_field_is_found_on_each_path(path: str, field: str) -> None:
     ],
 )
 def test_nested_fields_are_found(path: str, extra: dict[str, Any], found: str) -> None:
-    """A forbidden field is found inside the objects from which engines take further parameters."""
+    """A forbidden field is found inside the objects from which engines read further parameters."""
     assert outcome(json.dumps({**BASE, **extra}).encode(), path) == found
 
 
@@ -94,7 +94,7 @@ def test_nested_fields_are_found(path: str, extra: dict[str, Any], found: str) -
     ],
 )
 def test_no_spelling_passes(path: str, spelling: bytes) -> None:
-    """Escapes, repeated keys, white space and what only lenient readers take are found or refused."""
+    """Escapes, duplicate keys, white space and lenient JSON do not hide a forbidden field."""
     body = json.dumps(BASE).encode()[:-1] + b", " + spelling + b"}"
     assert outcome(body, path) != "passes"
 
@@ -111,14 +111,14 @@ def test_no_spelling_passes(path: str, spelling: bytes) -> None:
     ],
 )
 def test_no_encoding_passes(path: str, mark: bytes, encoding: str) -> None:
-    """A body in an encoding that Python's JSON reader detects does not pass with a forbidden field."""
+    """A forbidden field is found in every encoding that Python's JSON reader detects."""
     body = mark + json.dumps({**BASE, "kv_transfer_params": PARAMS}).encode(encoding)
     assert outcome(body, path) == "refused"
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_too_deep_a_body_is_refused(path: str) -> None:
-    """A body that is nested more deeply than the router reads does not pass, whoever else might read it."""
+def test_a_deeply_nested_body_is_rejected(path: str) -> None:
+    """A body that is nested more deeply than the router reads is rejected."""
     deep = b'{"model": "m", "x": ' + b"[" * 5000 + b"]" * 5000 + b', "kv_transfer_params": {}}'
     assert outcome(deep, path) == "refused"
     nested = b'{"model": "m", "extra_args": ' * 900 + b'{"kv_hints": 1}' + b"}" * 900
@@ -137,8 +137,8 @@ def test_too_deep_a_body_is_refused(path: str) -> None:
         {"sampling_params": {"temperature": 0}},
     ],
 )
-def test_what_engines_do_not_read_there_passes(path: str, extra: dict[str, Any]) -> None:
-    """A null, another name and a name inside content are left alone."""
+def test_harmless_fields_pass(path: str, extra: dict[str, Any]) -> None:
+    """Null values, other names and names inside of content are ignored."""
     assert outcome(json.dumps({**BASE, **extra}).encode(), path) == "passes"
 
 
@@ -152,21 +152,21 @@ def test_what_engines_do_not_read_there_passes(path: str, extra: dict[str, Any])
         (b'{"model": "m"', "application/json"),
     ],
 )
-def test_what_cannot_be_checked_passes_only_without_a_connector(body: bytes, content_type: str) -> None:
-    """Forms, protobuf and broken JSON are refused where engines have a KV connector, and only there."""
+def test_unreadable_bodies_pass_only_without_a_connector(body: bytes, content_type: str) -> None:
+    """Forms, protobuf and invalid JSON are rejected only if engines have a KV connector."""
     path = "/v1/audio/transcriptions"
     assert outcome(body, path, content_type=content_type) == "passes"
     assert outcome(body, path, content_type=content_type, has_connector=True) == "refused"
 
 
 def test_readable_bodies_pass_with_a_connector() -> None:
-    """A KV connector changes nothing for bodies that can be checked, of any JSON type, or that are empty."""
+    """With a KV connector, bodies that can be checked still pass, of any JSON type and empty ones too."""
     for body in (b"", b"[]", b'"text"', b"1", b"{}", b'{"input": [1, 2]}'):
         assert outcome(body, "/v1/embeddings", has_connector=True) == "passes"
 
 
-def test_removal_keeps_everything_else_as_it_is_written() -> None:
-    """Numbers of any size, order, escapes and other fields of the same object survive the removal."""
+def test_removal_keeps_other_values_unchanged() -> None:
+    """Large numbers, order, escapes and other fields survive the removal of a forbidden field."""
     body = (
         rb'{"model": "m", "seed": 123456789012345678901234567890, "kv_transfer\u005fparams": {"a": [1]},'
         rb' "temperature": 0.10, "prompt": "\u00e9\n", "vllm_xargs": {"kv_hints": 1, "session_id": 1.50},'
@@ -179,7 +179,7 @@ def test_removal_keeps_everything_else_as_it_is_written() -> None:
 
 
 def test_the_list_can_be_changed() -> None:
-    """Other names replace the default ones, and no name switches the check off."""
+    """Configured names replace the default ones; an empty list disables the check."""
     body = json.dumps({**BASE, "kv_hints": 1, "priority": 3}).encode()
     request = http_request("r", "/v1/completions", body)
     assert BodyGuard(["priority"]).forbidden(request, body) == "priority"
@@ -190,7 +190,7 @@ def test_the_list_can_be_changed() -> None:
 
 
 class Pairs(list[Any]):
-    """An object's members, which may repeat a name."""
+    """Members of a JSON object, which may repeat a name."""
 
 
 _NAMES = st.sampled_from([*GATEWAY_ONLY_FIELDS[:3], *CONTAINERS, "model", "prompt", "x"])
@@ -202,7 +202,7 @@ _VALUES = st.recursive(
 
 
 def spelt(value: Any, draw: st.DataObject) -> str:
-    """JSON of a value, with escapes and white space where the draw says so."""
+    """Return JSON of a value with drawn escapes and white space."""
     space = draw.draw(st.sampled_from(["", "", " ", "\n\t"]))
     if isinstance(value, Pairs):
         members = (f"{_name(name, draw)}{space}:{spelt(inner, draw)}" for name, inner in value)
@@ -224,10 +224,10 @@ def _name(name: str, draw: st.DataObject) -> str:
     encoding=st.sampled_from(["utf-8", "utf-8", "utf-8", "utf-8-sig", "utf-16"]),
     draw=st.data(),
 )
-def test_whatever_python_reads_as_carrying_a_field_does_not_pass(
+def test_any_field_that_python_reads_is_found(
     members: Pairs, path: str, encoding: str, draw: st.DataObject
 ) -> None:
-    """A field that Python's JSON reader finds is found or its body refused; after removal none is left."""
+    """A forbidden field that Python's JSON reader finds is found or rejected; after removal none is left."""
     body = spelt(members, draw).encode(encoding)
     read = json.loads(body)
     told = outcome(body, path)

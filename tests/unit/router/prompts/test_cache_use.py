@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from router.feedback.lifecycle import RESPONSE
-from router.prompts.request import CACHE_NOT_READ, RequestKind, RouteRequest, reads_cache, usage_tells_all
+from router.prompts.request import CACHE_NOT_READ, RequestKind, RouteRequest, reads_cache, usage_is_comparable
 from tests.support.router.bench import TINY, Bench, completion, long_text, ready_pod
 
 A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
@@ -95,7 +95,7 @@ def test_bypassing_request_is_confirmed_by_a_pod_that_holds_the_prompt() -> None
 )
 def test_usage_of_several_samples_is_incomplete(fields: dict[str, Any], prompts: int, complete: bool) -> None:
     """With several samples or prompts, vLLM's usage has the cached tokens of only one of them."""
-    assert usage_tells_all(request_with(COMPLETIONS, **fields), prompts) is complete
+    assert usage_is_comparable(request_with(COMPLETIONS, **fields), prompts) is complete
 
 
 @pytest.mark.parametrize(("prompt", "fields"), [(TEXT, {"n": 2}), ([TEXT, TEXT], {})])

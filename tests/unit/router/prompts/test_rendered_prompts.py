@@ -1,4 +1,4 @@
-"""Answers of render endpoints: vLLM's own, and any that a broken or hostile server could give."""
+"""Responses of render endpoints: those of vLLM, and those of a broken or hostile server."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ ERRORS = (ValueError, OverflowError, RecursionError)
 
 
 def read(token_ids: object = IDS, **features: object) -> PromptTokens:
-    """What is read of a chat with these features."""
+    """Return the tokens read from a rendered chat with these features."""
     return read_rendered(
         RequestKind.CHAT, json.dumps({"token_ids": token_ids, "features": features}).encode()
     )
 
 
 def place(offset: object, length: object) -> dict[str, object]:
-    """Where an item stands."""
+    """Return the placeholder range of an item."""
     return {"offset": offset, "length": length}
 
 
 def lists(tokens: PromptTokens) -> list[list[int]]:
-    """Prompts as lists."""
+    """Return the prompts as lists."""
     return [prompt.tolist() for prompt in tokens.prompts]
 
 
 @pytest.mark.parametrize("kind", [RequestKind.CHAT, RequestKind.RESPONSES])
 @pytest.mark.parametrize("name", CASES)
-def test_vllms_answers_are_read_to_the_end(name: str, kind: RequestKind) -> None:
-    """All ids are known, and every item with its hash and place, in the prompt's order."""
+def test_vllms_responses_are_read_completely(name: str, kind: RequestKind) -> None:
+    """All token ids are known, and all media items with hash and range, in order."""
     rendered = CASES[name]["rendered"]
     tokens = read_rendered(kind, answer(name))
     assert lists(tokens) == [rendered["token_ids"]]
@@ -60,11 +60,11 @@ def test_vllms_answers_are_read_to_the_end(name: str, kind: RequestKind) -> None
 
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("told", CASES)
-def test_a_prompt_matches_as_far_as_vllms_own_hashes_agree(told: str, flat: bool) -> None:
-    """Against one pod's events every prompt finds the blocks that vLLM would reuse: no more, no fewer.
+def test_a_prompt_matches_as_far_as_vllms_hashes_agree(told: str, flat: bool) -> None:
+    """Every prompt matches exactly the blocks of a pod that vLLM would reuse.
 
-    So an image's own blocks and those behind it are found again, also stored step by step; those of another
-    image, or of the same one a token further on, are not, although their token ids are equal.
+    Blocks of an image and behind it match, also when stored step by step; blocks of another image, or of the
+    same one at another offset, do not, although their token ids are equal.
     """
     pod = OnePod(block_tokens=BLOCK_TOKENS, flat=flat)
     for payload in payloads(told):
@@ -76,31 +76,31 @@ def test_a_prompt_matches_as_far_as_vllms_own_hashes_agree(told: str, flat: bool
         assert pod.match(keys).cached_blocks == agreeing_blocks(name, told), name
 
 
-def test_the_vectors_tell_images_apart() -> None:
-    """Among them are prompts of equal length that differ in nothing but the image, and one seen in steps."""
+def test_the_vectors_distinguish_images() -> None:
+    """The vectors contain prompts that differ only in an image, and one reported in steps."""
     one, another = CASES["one_image"]["rendered"], CASES["another_image"]["rendered"]
     assert one["token_ids"] == another["token_ids"]
     assert agreeing_blocks("one_image", "another_image") == 1
     assert agreeing_blocks("one_image", "in_steps") == len(one["token_ids"]) // BLOCK_TOKENS
 
 
-def test_without_hashes_only_the_beginning_is_known() -> None:
-    """Placeholders are the same for every image: what they stand for must be told, or nothing is taken."""
+def test_without_hashes_only_the_prefix_is_known() -> None:
+    """Without hashes, the known prefix ends at the first placeholder, which all images share."""
     places = {"image": [place(4, 2), place(2, 1)]}
     for features in ({"mm_placeholders": places}, {"mm_placeholders": places, "mm_hashes": None}):
         tokens = read(**features)
         assert (lists(tokens), tokens.total, tokens.partial, tokens.media) == ([[1, 2]], 8, MEDIA, ())
 
 
-def test_items_within_one_another_are_not_known() -> None:
-    """Events do not name a film and its sound in every block of both, so the prompt ends where they begin."""
+def test_overlapping_items_end_the_known_prefix() -> None:
+    """Overlapping items end the known prefix, because events do not name both in every block."""
     places = {"video": [place(3, 4)], "audio": [place(4, 2)]}
     tokens = read(mm_hashes={"video": ["v"], "audio": ["a"]}, mm_placeholders=places)
     assert (lists(tokens), tokens.total, tokens.partial, tokens.media) == ([[1, 2, 3]], 8, MEDIA, ())
 
 
 def test_each_of_several_prompts_has_its_own_items() -> None:
-    """One may be text, one known with its image, and one known only up to its own."""
+    """Prompts with text only, with a known image and with an unknown image are treated independently."""
     image = {"mm_hashes": {"image": ["a"]}, "mm_placeholders": {"image": [place(0, 2)]}}
     unhashed = {"mm_placeholders": {"image": [place(1, 2)]}}
     body = [{"token_ids": IDS, "features": features} for features in (None, image, unhashed)]
@@ -132,8 +132,8 @@ def test_each_of_several_prompts_has_its_own_items() -> None:
         {"mm_placeholders": [place(1, 1)]},
     ],
 )
-def test_items_that_cannot_be_are_refused(features: dict[str, Any]) -> None:
-    """An answer that contradicts itself is not believed in its ids either."""
+def test_inconsistent_items_are_rejected(features: dict[str, Any]) -> None:
+    """A response with inconsistent media items is rejected as a whole."""
     with pytest.raises(ERRORS):
         read(**features)
 
@@ -151,7 +151,7 @@ FEATURES = st.fixed_dictionaries(
 
 @st.composite
 def features_of_equal_counts(draw: st.DrawFn) -> dict[str, Any]:
-    """As many hashes as places, so that the places themselves are what is tried."""
+    """Draw equal numbers of hashes and ranges, so that only the ranges can be inconsistent."""
     places = draw(st.dictionaries(MODALITIES, PLACES, max_size=3))
     hashes = {name: [draw(st.text(max_size=4)) for _ in items] for name, items in places.items()}
     return {"mm_hashes": hashes, "mm_placeholders": places}
@@ -159,10 +159,8 @@ def features_of_equal_counts(draw: st.DrawFn) -> dict[str, Any]:
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.none() | FEATURES | features_of_equal_counts())
 @settings(deadline=None)
-def test_whatever_is_told_of_items_is_sound_or_refused(
-    token_ids: list[int], features: dict[str, Any] | None
-) -> None:
-    """What is read lies within its prompt, in order and apart, and gives keys; what is cut off says so."""
+def test_any_items_are_consistent_or_rejected(token_ids: list[int], features: dict[str, Any] | None) -> None:
+    """Accepted items lie ordered and disjoint within their prompt and give keys; cut prompts are partial."""
     body = json.dumps({"token_ids": token_ids, "features": features}).encode()
     try:
         tokens = read_rendered(RequestKind.CHAT, body)
@@ -204,8 +202,8 @@ JSON = st.recursive(
     JSON.map(json.dumps).map(str.encode) | st.binary(),
 )
 @settings(deadline=None)
-def test_no_answer_does_more_than_being_refused(kind: RequestKind, data: bytes) -> None:
-    """Whatever a server says: prompts, or an error that is told."""
+def test_any_response_is_parsed_or_rejected(kind: RequestKind, data: bytes) -> None:
+    """Any bytes give prompts or one of the documented errors."""
     try:
         tokens = read_rendered(kind, data)
     except ERRORS:

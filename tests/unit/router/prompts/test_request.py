@@ -1,4 +1,4 @@
-"""Reading a client's request: which API, which fields, and what is refused."""
+"""Parsing of client requests: API, fields, and rejected bodies."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ JSON = st.recursive(
         ("", RequestKind.PASSTHROUGH),
     ],
 )
-def test_the_longest_path_suffix_decides_the_api(path: str, kind: RequestKind) -> None:
-    """The API is chosen by whole path segments at the end, without query and trailing slash."""
+def test_the_longest_path_suffix_selects_the_api(path: str, kind: RequestKind) -> None:
+    """The API is selected by whole trailing path segments, without query and trailing slash."""
     assert http_request("id", path, b'{"model":"m"}').kind is kind
 
 
-def test_the_fields_that_routing_needs_are_read_exactly() -> None:
-    """Model, salt and size are taken over, and integers beyond 2**53 keep their value."""
+def test_routing_fields_are_read_exactly() -> None:
+    """Model, salt and size are read, and integers above 2**53 keep their value."""
     body = b'{"model":"m","prompt":"p","stream":true,"cache_salt":"s","seed":9007199254740993}'
     request = http_request("id", "/v1/completions", body)
     assert (request.model, request.cache_salt) == ("m", "s")
@@ -71,8 +71,8 @@ def test_the_fields_that_routing_needs_are_read_exactly() -> None:
         (b'{"model":"m","cache_salt":""}', "cache_salt"),
     ],
 )
-def test_malformed_bodies_are_answered_with_an_openai_shaped_400(body: bytes, param: str | None) -> None:
-    """Whatever is wrong with a body, the error has status 400, names the field and is OpenAI-shaped."""
+def test_malformed_bodies_get_an_openai_error(body: bytes, param: str | None) -> None:
+    """An invalid body gives an OpenAI-shaped error with status 400 that names the field."""
     with pytest.raises(RequestError) as caught:
         http_request("id", "/v1/chat/completions", body)
     answer = msgspec.json.decode(caught.value.body())["error"]
@@ -82,8 +82,8 @@ def test_malformed_bodies_are_answered_with_an_openai_shaped_400(body: bytes, pa
 
 
 @given(st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
-def test_hostile_bodies_never_escape_the_error_type(body: bytes) -> None:
-    """Any bytes either become a request with a model or raise RequestError, nothing else."""
+def test_hostile_bodies_raise_only_request_errors(body: bytes) -> None:
+    """Any bytes give a request with a model or raise RequestError."""
     refusal = None
     try:
         request = http_request("id", "/v1/chat/completions", body)
@@ -98,13 +98,13 @@ def test_hostile_bodies_never_escape_the_error_type(body: bytes) -> None:
 
 @given(st.binary(max_size=200))
 def test_unknown_paths_are_not_parsed(body: bytes) -> None:
-    """A request of an unknown API is passed through whatever its body is."""
+    """A request of an unknown API passes whatever its body is."""
     request = http_request("id", "/tokenize", body)
     assert (request.kind, request.model, request.body_bytes) == (RequestKind.PASSTHROUGH, None, len(body))
 
 
-def test_a_body_above_the_limit_has_its_own_status() -> None:
-    """The size error is a 413 and names the limit."""
+def test_a_body_above_the_limit_is_a_413() -> None:
+    """The error for a body above the limit has status 413 and names the limit."""
     error = too_large(10)
     assert error.status == 413
     assert "10 bytes" in json.loads(error.body())["error"]["message"]

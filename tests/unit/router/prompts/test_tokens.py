@@ -1,4 +1,4 @@
-"""Requests to token ids: the engine's own, or a counted reason why not."""
+"""Tokenization of requests: the engine's token ids, or a counted reason why they are unknown."""
 
 from __future__ import annotations
 
@@ -26,58 +26,58 @@ from tokenization.prompts import chat_prompt
 
 
 class BrokenTokenizer(PromptTokenizer):
-    """Trips over everything."""
+    """Tokenizer that always fails."""
 
     def token_ids(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-        """Fails."""
+        """Fail."""
         raise RuntimeError("broken")
 
 
 class SlowTokenizer(PromptTokenizer):
-    """Encodes when it is let, as one would on a machine that is far too busy."""
+    """Tokenizer that encodes only when released, like one on an overloaded machine."""
 
     go: threading.Event
     encoded: threading.Semaphore
 
     def token_ids(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-        """Encodes when let."""
+        """Encode when released."""
         assert self.go.wait(300)
         ids = super().token_ids(text, add_special_tokens=add_special_tokens)
         self.encoded.release()
         return ids
 
 
-# Is never given messages as JSON text, so that it checks all of them.
+# Never receives messages as JSON text, so it checks all of them.
 DECODED = PromptTokenizer.from_directory(TINY_DIRECTORY)
 REGISTRY = TokenizerRegistry({TINY: TOKENIZER, "broken": BrokenTokenizer.from_directory(TINY_DIRECTORY)})
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 
 
-# Longer than what is tokenized at once.
+# Larger than the limit for inline tokenization.
 LONG = " ".join(f"word {at}" for at in range(20_000))
 
 
 def chat(messages: object, **fields: object) -> RouteRequest:
-    """A chat request."""
+    """Return a chat request."""
     body = {"model": TINY, "messages": messages, **fields}
     return RouteRequest("id", RequestKind.CHAT, TINY, body, body_bytes=400)
 
 
 def lists(tokens: PromptTokens) -> list[list[int]]:
-    """Prompts as lists."""
+    """Return the prompts as lists."""
     return [prompt.tolist() for prompt in tokens.prompts]
 
 
-def test_a_chat_becomes_the_engines_token_ids() -> None:
-    """Chat messages give exactly what the shared tokenization gives the model server."""
+def test_a_chat_has_the_engines_token_ids() -> None:
+    """Chat messages give the same token ids in the router and in the model server."""
     tokens = REGISTRY.prompt_tokens(chat(MESSAGES), TINY)
     assert lists(tokens) == [chat_prompt({"messages": MESSAGES}, TOKENIZER).tolist()]
     assert tokens.prompts[0].dtype == np.uint32
     assert (tokens.total, tokens.degraded, tokens.partial) == (len(tokens.prompts[0]), None, None)
 
 
-def test_a_long_chat_that_goes_on_becomes_the_engines_token_ids() -> None:
-    """From bytes of which most are known, turn by turn, come the ids of the same messages sent decoded."""
+def test_a_growing_chat_has_the_engines_token_ids() -> None:
+    """A chat that grows turn by turn, with most bytes cached, has the ids of the same decoded messages."""
     messages: list[dict[str, str]] = []
     for turn in range(12):
         role = "user" if turn % 2 == 0 else "assistant"
@@ -97,20 +97,20 @@ def test_several_prompts_are_several_token_lists() -> None:
 
 @pytest.mark.parametrize(("prompt", "ids"), [([1, 2, 3], [[1, 2, 3]]), ([[1], [2, 3]], [[1], [2, 3]])])
 def test_a_prompt_of_token_ids_needs_no_tokenizer(prompt: object, ids: list[list[int]]) -> None:
-    """Ids are taken as they are, even for a model whose tokenizer is not known."""
+    """Given token ids are used unchanged, even for a model without tokenizer."""
     tokens = REGISTRY.prompt_tokens(completion("id", prompt), "unknown")
     assert (lists(tokens), tokens.degraded) == (ids, None)
 
 
-def test_ids_of_padded_embeddings_are_the_engines_affair() -> None:
-    """Ids beyond the tokenizer's vocabulary are routed: checkpoints pad their embeddings."""
+def test_ids_above_the_vocabulary_are_accepted() -> None:
+    """Token ids beyond the tokenizer's vocabulary are routed, because checkpoints pad their embeddings."""
     tokens = REGISTRY.prompt_tokens(completion("id", [5, TOKENIZER.vocab_size + 7]), TINY)
     assert (lists(tokens), tokens.degraded) == ([[5, TOKENIZER.vocab_size + 7]], None)
 
 
 @pytest.mark.parametrize("name", ["two_images", "sound_and_image", "text"])
-def test_ids_with_vllms_features_are_known_with_their_images(name: str) -> None:
-    """A prompt that was rendered elsewhere, for vLLM's generate API, has what its renderer told of images."""
+def test_given_ids_keep_their_media_items(name: str) -> None:
+    """A prompt in vLLM's generate format keeps the hashes and ranges of its images."""
     rendered = CASES[name]["rendered"]
     body = {"token_ids": rendered["token_ids"], "features": rendered["features"]}
     request = completion("id", rendered["token_ids"], **body)
@@ -131,21 +131,21 @@ def test_ids_with_vllms_features_are_known_with_their_images(name: str) -> None:
         {"features": {"mm_placeholders": {"image": [{"offset": 1, "length": 9}]}}},
     ],
 )
-def test_ids_whose_images_the_engine_places_go_by_load(fields: dict[str, object]) -> None:
-    """Where it puts them is not told; nor are ids believed that come with features which cannot be."""
+def test_ids_with_unplaced_images_are_routed_by_load(fields: dict[str, object]) -> None:
+    """Ids with images of unknown position, or with inconsistent features, are routed by load."""
     tokens = REGISTRY.prompt_tokens(completion("id", [1, 2, 3], **fields), TINY)
     assert (tokens.prompts, tokens.degraded) == ((), "unsupported_prompt")
 
 
-def test_ids_with_an_image_of_no_name_are_known_up_to_it() -> None:
-    """Without hashes equal placeholders may stand for anything."""
+def test_an_image_without_hash_ends_the_known_prefix() -> None:
+    """Without hashes, the known prefix of given ids ends at the first placeholder."""
     features = {"mm_placeholders": {"image": [{"offset": 1, "length": 2}]}}
     tokens = REGISTRY.prompt_tokens(completion("id", [1, 2, 2, 3], features=features), TINY)
     assert (lists(tokens), tokens.total, tokens.partial) == ([[1]], 4, MEDIA)
 
 
 def test_a_chat_with_an_image_is_known_up_to_it() -> None:
-    """The ids in front of an image are given, with the reason why they are not all."""
+    """The token ids before an image are known, with the reason why the rest is not."""
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     body = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": [image]}]
     tokens = REGISTRY.prompt_tokens(chat(body), TINY)
@@ -157,15 +157,15 @@ def test_a_chat_with_an_image_is_known_up_to_it() -> None:
 
 @pytest.fixture
 def slow() -> Iterator[SlowTokenizer]:
-    """A tokenizer that waits; at the test's end it goes on, so that its threads end."""
+    """Yield a tokenizer that blocks until the end of the test."""
     tokenizer = SlowTokenizer.from_directory(TINY_DIRECTORY)
     tokenizer.go, tokenizer.encoded = threading.Event(), threading.Semaphore(0)
     yield tokenizer
     tokenizer.go.set()
 
 
-def test_a_late_prompt_is_picked_by_load(slow: SlowTokenizer) -> None:
-    """Beyond the deadline the reason is told at once; the next request may be in time."""
+def test_a_late_prompt_is_routed_by_load(slow: SlowTokenizer) -> None:
+    """After the deadline the reason is returned at once; the next request may succeed."""
     registry = TokenizerRegistry({TINY: slow}, options=TokenizeOptions(deadline_s=0.01))
     request = completion("id", LONG)
     late = registry.prompt_tokens(request, TINY)
@@ -180,8 +180,8 @@ def test_a_late_prompt_is_picked_by_load(slow: SlowTokenizer) -> None:
     patient.close()
 
 
-def test_what_finds_the_queue_full_is_shed_with_its_reason(slow: SlowTokenizer) -> None:
-    """One prompt at work and one waiting are all that this pool takes; the third is told so."""
+def test_a_full_queue_is_reported(slow: SlowTokenizer) -> None:
+    """With one prompt in work and one queued, the third is rejected with the reason."""
     options = TokenizeOptions(deadline_s=0.01, threads=1, waiting_max=1)
     registry = TokenizerRegistry({TINY: slow}, options=options)
     reasons = [registry.prompt_tokens(completion("id", LONG), TINY).degraded for _ in range(3)]
@@ -193,8 +193,8 @@ def test_what_finds_the_queue_full_is_shed_with_its_reason(slow: SlowTokenizer) 
     assert registry.prompt_tokens(completion("id", LONG), TINY).degraded == "tokenize_queue_full"
 
 
-def test_what_is_short_needs_no_other_thread(slow: SlowTokenizer) -> None:
-    """A pool without a free thread does not hold up a request whose tokens cost nothing."""
+def test_small_requests_need_no_pool_thread(slow: SlowTokenizer) -> None:
+    """A busy pool does not delay a small request."""
     options = TokenizeOptions(deadline_s=0.05, threads=1, waiting_max=0)
     registry = TokenizerRegistry({TINY: slow}, options=options)
     assert registry.prompt_tokens(completion("id", LONG), TINY).degraded == "tokenize_deadline"
@@ -204,8 +204,8 @@ def test_what_is_short_needs_no_other_thread(slow: SlowTokenizer) -> None:
     registry.close()
 
 
-def test_what_the_library_alone_encodes_is_sooner_long() -> None:
-    """A text that is encoded at once by the fast library is left to another thread without it."""
+def test_the_library_alone_has_a_lower_inline_limit() -> None:
+    """A text that the fast encoder handles inline is tokenized in the pool without it."""
     library = Tokenizer.from_file(str(TINY_DIRECTORY / "tokenizer.json"))
     library.normalizer = normalizers.NFKC()
     tokenizers = {"fast": TOKENIZER, "library": PromptTokenizer(library, None, frozenset())}
@@ -216,8 +216,8 @@ def test_what_the_library_alone_encodes_is_sooner_long() -> None:
     assert reasons == [None, "tokenize_queue_full"]
 
 
-def test_a_huge_body_is_read_on_another_thread() -> None:
-    """What takes long to read and render has the deadline too."""
+def test_a_large_body_is_tokenized_in_the_pool() -> None:
+    """A body that takes long to parse and render is subject to the deadline."""
     registry = TokenizerRegistry({TINY: TOKENIZER}, options=TokenizeOptions(deadline_s=60, threads=1))
     registry.close()
     huge = RouteRequest("id", RequestKind.CHAT, TINY, {"messages": MESSAGES}, body_bytes=2 << 20)
@@ -239,7 +239,7 @@ def test_a_huge_body_is_read_on_another_thread() -> None:
             "unsupported_prompt",
         ),
         (chat([{"role": "user", "content": [{"prompt_embeds": "A"}]}]), TINY, "unsupported_prompt"),
-        # Engines may be told to take these.
+        # Some engines can be configured to accept these.
         (chat(MESSAGES, chat_template="{{ messages }}"), TINY, "unsupported_prompt"),
         (chat(MESSAGES, chat_template_kwargs={"chat_template": "x"}), TINY, "unsupported_prompt"),
         (chat(MESSAGES, chat_template_kwargs={"tools": "x"}), TINY, "unsupported_prompt"),
@@ -248,10 +248,8 @@ def test_a_huge_body_is_read_on_another_thread() -> None:
         (RouteRequest("id", RequestKind.PASSTHROUGH, body_bytes=400), TINY, "passthrough"),
     ],
 )
-def test_what_cannot_be_tokenized_is_routed_by_load_with_a_reason(
-    request_: RouteRequest, base: str | None, reason: str
-) -> None:
-    """A missing tokenizer or a failure costs the prefix, names its reason and leaves an estimate."""
+def test_failures_degrade_with_a_reason(request_: RouteRequest, base: str | None, reason: str) -> None:
+    """A missing or failing tokenizer gives a reason and an estimated number of tokens."""
     tokens = REGISTRY.prompt_tokens(request_, base)
     assert (tokens.prompts, tokens.degraded) == ((), reason)
     assert tokens.total == request_.body_bytes // 4
@@ -270,7 +268,7 @@ def test_what_cannot_be_tokenized_is_routed_by_load_with_a_reason(
     ],
 )
 def test_a_prompt_of_the_wrong_type_is_a_400(request_: RouteRequest) -> None:
-    """What the API does not allow is the client's error, not a reason to degrade."""
+    """A prompt that is invalid for its API raises RequestError 400."""
     with pytest.raises(RequestError) as caught:
         REGISTRY.prompt_tokens(request_, TINY)
     assert caught.value.status == 400
@@ -278,8 +276,8 @@ def test_a_prompt_of_the_wrong_type_is_a_400(request_: RouteRequest) -> None:
 
 
 @pytest.mark.parametrize("field", ["image_url", "image_pil", "audio_url", "input_audio", "video_url"])
-def test_media_are_known_by_their_field(field: str) -> None:
-    """Engines take a part without a type for what its field says; what stands in front of it is known."""
+def test_media_are_recognised_by_their_field(field: str) -> None:
+    """A content part without type is identified by its field, as in engines, and ends the known prefix."""
     typed, untyped = (
         REGISTRY.prompt_tokens(
             chat([*MESSAGES, {"role": "user", "content": [{**kind, field: "http://host/it"}]}]), TINY
@@ -290,8 +288,8 @@ def test_media_are_known_by_their_field(field: str) -> None:
     assert lists(untyped) == lists(typed) != [[]]
 
 
-def test_text_that_no_context_holds_is_not_encoded() -> None:
-    """A prompt that every engine refuses costs the router no tokenizing."""
+def test_text_longer_than_the_context_is_not_encoded() -> None:
+    """A prompt that every engine rejects is not tokenized."""
     longest = REGISTRY.prompt_tokens(completion("id", "a" * 8 * TOKENIZER.token_chars_max), TINY, 8)
     assert longest.degraded is None
     longer = REGISTRY.prompt_tokens(completion("id", "a" * (8 * TOKENIZER.token_chars_max + 1)), TINY, 8)
@@ -303,7 +301,7 @@ def test_text_that_no_context_holds_is_not_encoded() -> None:
         st.none() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=4), max_leaves=6
     )
 )
-def test_hostile_prompts_never_raise_anything_else(prompt: object) -> None:
+def test_hostile_prompts_raise_only_request_errors(prompt: object) -> None:
     """Any prompt gives tokens, a reason, or a 400."""
     status = 400
     try:
@@ -326,8 +324,8 @@ def test_hostile_prompts_never_raise_anything_else(prompt: object) -> None:
         ("http://", "must have the form http://HOST:PORT"),
     ],
 )
-def test_a_source_that_is_none_stops_the_start(tmp_path: Path, source: str, problem: str) -> None:
-    """A wrong --tokenizer names the flag, the model, the source and what is wrong with it."""
+def test_an_invalid_source_stops_the_start(tmp_path: Path, source: str, problem: str) -> None:
+    """An invalid --tokenizer is reported with flag, model, source and problem."""
     source = source.format(tmp=tmp_path)
     with pytest.raises(ConfigError, match=f"--tokenizer m={source}: .*{problem}"):
         TokenizerRegistry.load({"m": source})
