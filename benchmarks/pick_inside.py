@@ -86,10 +86,10 @@ class Inside:
     def __init__(self, bodies: Path) -> None:
         registry = CollectorRegistry()
         pods = PodSet()
-        ledger = Ledger(LedgerParameters(), pods.board)
+        ledger = Ledger(LedgerParameters(), pods.load_table)
         metrics = RouterMetrics(registry)
         decision_log = DecisionLog(_DECISIONS_KEPT, lambda address: address)
-        rates = PrefillRates(RateParameters(), pods.board)
+        rates = PrefillRates(RateParameters(), pods.load_table)
         self.index = KvIndexer(IndexerConfig(block_tokens=BLOCK_TOKENS), registry=registry)
         self.lifecycle = Lifecycle(
             ledger,
@@ -102,13 +102,13 @@ class Inside:
             {MODEL: model_directory(bodies)}, TokenizeOptions(deadline_s=_DEADLINE_S)
         )
         self.scheduler = Scheduler(
-            pods.board, ledger, np.random.default_rng(7), block_tokens=self.index.block_tokens
+            pods.load_table, ledger, np.random.default_rng(7), block_tokens=self.index.block_tokens
         )
         routed = Router(
             pods=pods,
             tokenizers=self.tokenizers,
             index=self.index,
-            admission=Admission({}, UtilizationDetector(load_age_max_s=5.0), pods.board),
+            admission=Admission({}, UtilizationDetector(load_age_max_s=5.0), pods.load_table),
             scheduler=self.scheduler,
             dispatched=self.lifecycle.decided,
         )

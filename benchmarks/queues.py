@@ -32,7 +32,7 @@ from model_server.shapes import single_group
 from model_server.worker.block_copies import CpuCopies
 from router.picking.cost import CACHE_HIT, CostInputs, CostParameters, cost_breakdowns
 from router.pods.engine_load import EngineLoad
-from router.pods.load_table import PodBoard
+from router.pods.load_table import PodLoadTable
 
 _BLOCK_TOKENS = 16
 _POOL_BLOCKS = 65_536
@@ -117,10 +117,10 @@ class Router:
 
     def __init__(self, pods: int, seed: int) -> None:
         self._names = [str(number) for number in range(pods)]
-        self._board = PodBoard()
-        self._board.declare(self._names)
+        self._load_table = PodLoadTable()
+        self._load_table.declare(self._names)
         self.scraped([0] * pods, 0.0)
-        self._rows = self._board.rows(self._names)
+        self._rows = self._load_table.rows(self._names)
         self._hits = np.zeros(pods, CACHE_HIT)
         self._sent: set[tuple[int, int]] = set()
         # Pod and load table ticket by request.
@@ -132,15 +132,19 @@ class Router:
         for name, number in zip(self._names, requests, strict=True):
             running = min(1, number)
             load = EngineLoad(number - running, running, 0.0, None, now_s, _TOKENS_PER_S)
-            self._board.scraped(name, load)
+            self._load_table.scraped(name, load)
 
     def pick(self, arrival: Arrival) -> int:
         pods = range(len(self._names))
         cached = [_SHARED_TOKENS if (pod, arrival.prompt) in self._sent else 0 for pod in pods]
         self._hits["cached_tokens"] = cached
-        board, now_s = self._board, arrival.arrived_s
-        inputs = CostInputs(float(arrival.tokens), now_s, board.fleet_tokens_per_s, board.mean_tokens)
-        breakdowns = cost_breakdowns(board.pods, self._rows, self._hits, np.zeros(0), inputs, _PARAMETERS)
+        load_table, now_s = self._load_table, arrival.arrived_s
+        inputs = CostInputs(
+            float(arrival.tokens), now_s, load_table.fleet_tokens_per_s, load_table.mean_tokens
+        )
+        breakdowns = cost_breakdowns(
+            load_table.pods, self._rows, self._hits, np.zeros(0), inputs, _PARAMETERS
+        )
         least = breakdowns["cost_s"].min()
         pod = self._random.choice([pod for pod in pods if breakdowns["cost_s"][pod] == least])
         self.send(arrival, pod, now_s)
@@ -151,14 +155,14 @@ class Router:
         cached = _SHARED_TOKENS if (pod, arrival.prompt) in self._sent else 0
         self.holds(pod, arrival.prompt)
         name = self._names[pod]
-        self._sent_to[arrival.number] = name, self._board.begin(name, arrival.tokens - cached, now_s)
+        self._sent_to[arrival.number] = name, self._load_table.begin(name, arrival.tokens - cached, now_s)
 
     def holds(self, pod: int, prompt: int) -> None:
         """Record that the pod holds, or will soon hold, a request's prefix."""
         self._sent.add((pod, prompt))
 
     def first_token(self, number: int, now_s: float) -> None:
-        self._board.end_prefill(*self._sent_to.pop(number), now_s)
+        self._load_table.end_prefill(*self._sent_to.pop(number), now_s)
 
 
 class LeastRequests:

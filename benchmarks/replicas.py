@@ -135,12 +135,12 @@ class Costs:
         self.entries = [PodEntry(f"pod-{at}", "bench", f"10.0.0.{at}", 8000) for at in range(_PODS)]
         pods = PodSet()
         pods.declare(self.entries)
-        self._ledger = Ledger(LedgerParameters(), pods.board)
+        self._ledger = Ledger(LedgerParameters(), pods.load_table)
         self._change_log = ChangeLog(self._ledger)
         other = PodSet()
         other.declare(self.entries)
         index = KvIndexer(IndexerConfig(hash_seed=7), registry=CollectorRegistry())
-        self._work = RemoteLoad(Ledger(LedgerParameters(), other.board), index, other)
+        self._work = RemoteLoad(Ledger(LedgerParameters(), other.load_table), index, other)
         self._numbers = count()
         self._keys = np.random.default_rng(7).integers(0, 1 << 63, (64, _BLOCKS)).astype(np.uint64)
 

@@ -34,9 +34,9 @@ class Fleet:
 
     def __init__(self, pods: int) -> None:
         self._pods = PodSet()
-        self._ledger = Ledger(LedgerParameters(), self._pods.board)
+        self._ledger = Ledger(LedgerParameters(), self._pods.load_table)
         self._scheduler = Scheduler(
-            self._pods.board, self._ledger, np.random.default_rng(7), block_tokens=_BLOCK_TOKENS
+            self._pods.load_table, self._ledger, np.random.default_rng(7), block_tokens=_BLOCK_TOKENS
         )
         entries = [_entry(number) for number in range(pods)]
         self._pods.declare(entries)

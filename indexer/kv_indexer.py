@@ -192,7 +192,7 @@ class KvIndexer:
         finding = check_counters(before, reading, self._held_blocks(pod, reading))
         hits_moved = before is None or (reading.hit_tokens or 0) > (before.hit_tokens or 0)
         if finding is not None or hits_moved:
-            kept = {other: told for other, told in self._readings.items() if other in self._followed_s}
+            kept = {other: reading for other, reading in self._readings.items() if other in self._followed_s}
             self._readings = {**kept, pod: reading}
         if finding is not None:
             if not (before is not None and before.asleep and reading.asleep):

@@ -36,7 +36,7 @@ sixteen tokens, until memory is needed for something newer. A request whose begi
 before needs no work for that beginning, so it matters which server gets which request. A server that is
 busy makes every request wait, so it matters as well how much work each one has. The router in front of
 them weighs both, in seconds, and sends each request where its first token will come first. When someone
-asks about a request, tell which server took it, how many of its tokens were found there, and what the
+asks about a request, and see which server served it, how many of its tokens were found there, and what the
 other servers would have cost. Never guess what a server holds: ask the index, which follows the
 servers' own events, and say when its view is not exact."""
 

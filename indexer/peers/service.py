@@ -155,11 +155,11 @@ class PeerService(pb_grpc.IndexPeerServicer):
             self._metrics.exports.labels(outcome).inc()
 
     def _listed(self, engine: str, model: str) -> ViewSnapshot:
-        told = self._export(engine, model)
+        view = self._export(engine, model)
         try:
-            return told.result(self._total_s)
+            return view.result(self._total_s)
         except FutureTimeoutError:
-            told.cancel()
+            view.cancel()
             raise PeerError("timeout", f"the export took more than {self._total_s:g} s") from None
 
 

@@ -270,8 +270,8 @@ class DebugPages:
             "adapters": sorted(models.adapters) if models else [],
             "max_model_len": models.max_model_len if models else None,
             "scraped": asdict(pod.load) if pod.load else None,
-            "in_flight": asdict(self.pods.board.work(pod.address)),
-            "prefill_tokens_per_s": self.pods.board.prefill_tokens_per_s(pod.address),
+            "in_flight": asdict(self.pods.load_table.work(pod.address)),
+            "prefill_tokens_per_s": self.pods.load_table.prefill_tokens_per_s(pod.address),
         }
 
 

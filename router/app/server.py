@@ -88,9 +88,9 @@ class RouterServer:
         self._rewrites = RewriteRules(resources.rules, np.random.default_rng())
         self.pods = PodSet()
         self._admission, self._flow = build_admission(config, resources.priorities, self.pods, registry)
-        self._ledger = Ledger(LedgerParameters(lifetime_s=config.request_lifetime_s), self.pods.board)
+        self._ledger = Ledger(LedgerParameters(lifetime_s=config.request_lifetime_s), self.pods.load_table)
         self.rates = PrefillRates(
-            RateParameters(prior_tokens_per_s=config.prefill_tokens_per_s), self.pods.board
+            RateParameters(prior_tokens_per_s=config.prefill_tokens_per_s), self.pods.load_table
         )
         self._metrics = RouterMetrics(registry)
         registry.register(StateCollector(self.pods, self._ledger, time.monotonic, config.pool_name))
@@ -238,7 +238,7 @@ class RouterServer:
             lambda server: ext_proc.add_to(server, opened),
             ExtAuthzService(self.router, guard, metrics, config.max_request_bytes).add_to,
             EndpointPickerService(self.router, lifecycle, metrics, self.pods).add_to,
-            AccessLogService(lifecycle, metrics, self.watch.distrust).add_to,
+            AccessLogService(lifecycle, metrics, self.watch.mark_not_ready).add_to,
             self.index.exports.add_to,
             self._fleet.service.add_to,
             self.health.add_to,

@@ -81,8 +81,8 @@ def build_admission(
         found = read_flow_settings(picker, config.refresh_interval_s, config.load_age_max_s)
     if picker is None or found is None:
         detector = UtilizationDetector(load_age_max_s=Duration(_load_age_max_s(config)))
-        return Admission(priorities, detector, pods.board), None
-    admission = Admission(priorities, None, pods.board)
+        return Admission(priorities, detector, pods.load_table), None
+    admission = Admission(priorities, None, pods.load_table)
     if found[0].evicts and (config.compat == "off" or not config.responses_full):
         picker.flow.section.fail(
             "enableEviction",
@@ -116,7 +116,7 @@ def build_ranker(config: RouterConfig) -> Pipeline | None:
 def build_scheduler(config: RouterConfig, pods: PodSet, ledger: Ledger, ranker: Pipeline | None) -> Scheduler:
     """Build the scheduler, with `ranker` if the configuration file has one."""
     return Scheduler(
-        pods.board,
+        pods.load_table,
         ledger,
         np.random.default_rng(),
         block_tokens=config.index.block_tokens,

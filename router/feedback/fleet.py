@@ -62,7 +62,7 @@ class Fleet(Collector):
         self._received: Counter[str] = Counter()
         self._change_log = ChangeLog(ledger)
         self.service = LedgerService(self._change_log, identity)
-        self._remote = RemoteLoad(Ledger(LedgerParameters(), pods.board, ledger.adapters), index, pods)
+        self._remote = RemoteLoad(Ledger(LedgerParameters(), pods.load_table, ledger.adapters), index, pods)
         self._follower = LedgerFollower(config, identity, self._on_changes, self._remote.drop)
 
     def start(self) -> None:

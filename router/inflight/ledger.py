@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from indexer.keys import Keys
 from router.inflight.dispatch import Dispatch, Entry, SentAdapters
-from router.pods.load_table import PodBoard
+from router.pods.load_table import PodLoadTable
 
 _Key = TypeVar("_Key", int, str)
 
@@ -63,11 +63,11 @@ class Ledger:
     def __init__(
         self,
         parameters: LedgerParameters,
-        board: PodBoard | None = None,
+        load_table: PodLoadTable | None = None,
         adapters: SentAdapters | None = None,
     ) -> None:
         self._parameters = parameters
-        self.board = board or PodBoard()
+        self.load_table = load_table or PodLoadTable()
         self.adapters = adapters or SentAdapters()
         # Receives every change in order, under the lock; set by `subscribe`.
         self.changes: ChangeListener | None = None
@@ -113,7 +113,7 @@ class Ledger:
         pod = dispatch.prefill_pod or dispatch.pod
         with self._lock:
             displaced = self._evict(request_id, now_s)
-            number = self.board.begin(pod, dispatch.uncached_tokens, now_s)
+            number = self.load_table.begin(pod, dispatch.uncached_tokens, now_s)
             if dispatch.adapter is not None:
                 self.adapters.add(pod, dispatch.adapter)
             if predicted_hit_tokens := dispatch.predicted_hit_tokens:
@@ -317,9 +317,9 @@ class Ledger:
     def _leave_queue(self, entry: Entry, now_s: float) -> None:
         dispatch = entry.dispatch
         if entry.pod == dispatch.pod:
-            self.board.end_prefill(entry.pod, entry.number, now_s)
+            self.load_table.end_prefill(entry.pod, entry.number, now_s)
         else:
-            self.board.hand_over(entry.pod, entry.number, dispatch.pod, dispatch.uncached_tokens, now_s)
+            self.load_table.hand_over(entry.pod, entry.number, dispatch.pod, dispatch.uncached_tokens, now_s)
             self.adapters.remove(entry.pod, dispatch.adapter)
             self.adapters.add(dispatch.pod, dispatch.adapter)
             self._leave_pod(entry)
@@ -334,7 +334,7 @@ class Ledger:
         _remove_from(self._by_id, dispatch.request_id, entry)
         self._leave_pod(entry)
         self._remember(self._ended_s, dispatch.request_id, now_s)
-        self.board.end(entry.pod, entry.number, dispatch.uncached_tokens, now_s)
+        self.load_table.end(entry.pod, entry.number, dispatch.uncached_tokens, now_s)
         self.adapters.remove(entry.pod, dispatch.adapter)
         if entry.confirm_key is not None:
             self._stop_confirming(entry, entry.confirm_key)

@@ -16,7 +16,7 @@ from statistics import median
 from threading import Lock
 from typing import NamedTuple
 
-from router.pods.load_table import PodBoard
+from router.pods.load_table import PodLoadTable
 
 DECODE_SLOWDOWN = 0.008
 """Share by which each decoding request lengthens a prefill on its pod; source: docs/decisions.md."""
@@ -66,9 +66,9 @@ class PrefillRates:
     observations. A wrong rate reported by one pod changes neither the fleet's median nor other pods.
     """
 
-    def __init__(self, parameters: RateParameters, board: PodBoard | None = None) -> None:
+    def __init__(self, parameters: RateParameters, load_table: PodLoadTable | None = None) -> None:
         self._parameters = parameters
-        self.board = board or PodBoard()
+        self.load_table = load_table or PodLoadTable()
         self._observed: dict[str, deque[_Observation]] = {}
         self._observations = 0
         self._medians: dict[str, float] = {}
@@ -76,7 +76,7 @@ class PrefillRates:
         self._reported: dict[str, tuple[float, int]] = {}
         self._lock = Lock()
         self._fleet = self._before = parameters.prior_tokens_per_s
-        self.board.learnt({}, self._fleet)
+        self.load_table.set_observed({}, self._fleet)
 
     def observe(
         self,
@@ -102,7 +102,7 @@ class PrefillRates:
             rate = tokens / seconds * (1.0 + DECODE_SLOWDOWN * decoding)
             if sample is RateSample.UPPER_BOUND:
                 # The prior: a fleet rate learnt too slow from upper bounds must be able to recover.
-                cap = self.board.told_tokens_per_s(pod) or max(known.prior_tokens_per_s, self._fleet)
+                cap = self.load_table.reported_tokens_per_s(pod) or max(known.prior_tokens_per_s, self._fleet)
                 rate = min(rate, cap)
             observed = self._observed.setdefault(pod, deque(maxlen=known.window))
             self._observations += 1
@@ -132,11 +132,11 @@ class PrefillRates:
                 self._before = self._fleet
             self._medians = {pod: self._median(pod) for pod in enough}
             self._reset(unknown)
-            for pod, rate in self.board.told().items():
+            for pod, rate in self.load_table.reported_rates().items():
                 if (seen := self._reported.get(pod)) is None or seen[0] != rate:
                     self._reported[pod] = rate, self._observations
                 elif seen[1] < oldest and not self._observed.get(pod):
-                    self.board.doubt(pod)
+                    self.load_table.invalidate_rate(pod)
 
     def keep(self, pods: Collection[str]) -> None:
         with self._lock:
@@ -149,7 +149,7 @@ class PrefillRates:
                 self._reset(gone)
 
     def _reset(self, pods: Collection[str]) -> None:
-        self.board.learnt(dict.fromkeys(pods, 0.0), self._fleet)
+        self.load_table.set_observed(dict.fromkeys(pods, 0.0), self._fleet)
         self._publish(self._medians)
 
     def _publish(self, pods: Iterable[str]) -> None:
@@ -159,8 +159,8 @@ class PrefillRates:
         if abs(fleet - self._fleet) > _FLEET_CHANGE * self._fleet:
             self._fleet, pods = fleet, self._medians
             # The estimates below read the fleet's rate from the load table.
-            self.board.learnt({}, fleet)
-        self.board.learnt({pod: self._estimate(pod) for pod in pods}, self._fleet)
+            self.load_table.set_observed({}, fleet)
+        self.load_table.set_observed({pod: self._estimate(pod) for pod in pods}, self._fleet)
 
     def _estimate(self, pod: str) -> float:
         """Return the pod's rate in tokens/s; 0 if it does not differ significantly from the expected rate.
@@ -170,7 +170,7 @@ class PrefillRates:
         """
         rates = sorted(one.tokens_per_s for one in self._observed[pod])
         observations, known = len(rates), self._parameters
-        expected = self.board.told_tokens_per_s(pod) or self._fleet
+        expected = self.load_table.reported_tokens_per_s(pod) or self._fleet
         below = max(0, int((observations - known.standard_errors_min * math.sqrt(observations)) / 2))
         if rates[below] <= expected <= rates[-1 - below]:
             return 0.0
@@ -178,7 +178,7 @@ class PrefillRates:
         return float(self._medians[pod] ** share * expected ** (1.0 - share))
 
     def _median(self, pod: str) -> float:
-        prior = self.board.told_tokens_per_s(pod) or self._parameters.prior_tokens_per_s
+        prior = self.load_table.reported_tokens_per_s(pod) or self._parameters.prior_tokens_per_s
         bound = self._parameters.bound_factor
         own = median([one.tokens_per_s for one in self._observed[pod]])
         return min(max(own, prior / bound), prior * bound)

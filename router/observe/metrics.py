@@ -254,7 +254,7 @@ class StateCollector(Collector):
     pool: str = "default"  # name of the inference pool
 
     def collect(self) -> Iterable[Metric]:
-        pods, board, now_s = self.pods.snapshot(), self.pods.board, self.now_s()
+        pods, load_table, now_s = self.pods.snapshot(), self.pods.load_table, self.now_s()
         ready = GaugeMetricFamily(
             _EPP + "ready_endpoints", "Pods that can receive requests.", labels=["name"]
         )
@@ -264,10 +264,10 @@ class StateCollector(Collector):
         yield GaugeMetricFamily(
             _OURS + "fleet_prefill_tokens_per_second",
             "Prefill rate of pods without a rate of their own.",
-            value=board.fleet_tokens_per_s,
+            value=load_table.fleet_tokens_per_s,
         )
         states = [
-            _PodState(pod, board.work(address), board.prefill_tokens_per_s(address), now_s)
+            _PodState(pod, load_table.work(address), load_table.prefill_tokens_per_s(address), now_s)
             for address, pod in pods.items()
         ]
         for name, text, read in _PER_POD:
@@ -282,7 +282,7 @@ class StateCollector(Collector):
             labels=["pod", "figure"],
         )
         for pod in pods.values():
-            for figure in pod.load.untold if pod.load is not None else ():
+            for figure in pod.load.missing_figures if pod.load is not None else ():
                 missing.add_metric([pod.address, figure], 1.0)
         yield missing
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from router.config.fields import Count, Duration, Number, Positive, Settings
 from router.errors import SaturatedError
-from router.pods.load_table import PodBoard
+from router.pods.load_table import PodLoadTable
 
 # In the order of precedence.
 OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
@@ -72,7 +72,7 @@ class Admission:
 
     priorities: Mapping[str, int]  # by objective; the mapping is replaced on changes
     detector: SaturationDetector | None  # None: no request is rejected
-    board: PodBoard
+    load_table: PodLoadTable
 
     def admit(self, headers: Mapping[str, str], rows: NDArray[np.int64], now_s: float) -> int:
         """Return the request's priority.
@@ -85,7 +85,7 @@ class Admission:
         """
         priority = self.priority_of(headers)
         if priority < 0 and self.detector is not None:
-            saturation = self.detector.saturation(self.board.known(rows), 0, now_s)
+            saturation = self.detector.saturation(self.load_table.known(rows), 0, now_s)
             if saturation >= 1.0:
                 raise SaturatedError(
                     f"the model servers are saturated ({saturation:.2f}) "

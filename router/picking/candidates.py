@@ -85,7 +85,7 @@ def select_candidates(request: RouteRequest, pod_set: PodSet) -> CandidateSet:
         allowed = awake
     addresses = tuple(pod.address for pod in allowed)
     base, lora = _base_and_adapter(request.model, allowed)
-    rows = pod_set.board.rows(addresses)
+    rows = pod_set.load_table.rows(addresses)
     return CandidateSet(allowed, addresses, base, lora, _context_tokens(allowed), excluded, rows)
 
 

@@ -151,8 +151,8 @@ class FlowControl:
             if pod.ready:
                 stage = _STAGES.get(pod.entry.labels.get(ROLE_LABEL, ""), "decode")
                 stages.setdefault(stage, []).append(pod.address)
-        board, now_s = self._pods.board, self._clock()
-        loads = [board.known(board.rows(addresses)) for addresses in stages.values()]
+        load_table, now_s = self._pods.load_table, self._clock()
+        loads = [load_table.known(load_table.rows(addresses)) for addresses in stages.values()]
         return max((self._detector.saturation(one, self._pending, now_s) for one in loads), default=1.0)
 
     def state(self) -> dict[str, float]:

@@ -31,7 +31,7 @@ from router.picking.cost import (
 )
 from router.picking.decision import Candidate, Decision, PipelineResult, Ranking
 from router.picking.sessions import SessionPods, session_id_of
-from router.pods.load_table import PodBoard
+from router.pods.load_table import PodLoadTable
 from router.pods.pod_set import PodSnapshot
 from router.prompts.prompt_tokens import PromptTokens
 from router.prompts.request import RouteRequest, usage_is_comparable
@@ -109,7 +109,7 @@ class Scheduler:
 
     def __init__(
         self,
-        board: PodBoard,
+        load_table: PodLoadTable,
         ledger: Ledger,
         random: np.random.Generator,
         *,
@@ -117,7 +117,7 @@ class Scheduler:
         cost: CostParameters | None = None,
         ranker: Ranker | None = None,
     ) -> None:
-        self._board = board
+        self._load_table = load_table
         self._ledger = ledger
         self._draw = random.bit_generator.random_raw
         self._block_tokens = block_tokens
@@ -131,7 +131,7 @@ class Scheduler:
         # Compile the kernels, or load them from their cache, before the first request arrives.
         no_hits, none = (*_NO_MATCHES, block_tokens, np.zeros(0, CACHE_HIT)), (_NO_ROWS, _NO_EXTRA)
         add_hits(*no_hits)
-        _predict_costs(*no_hits, board.pods, *none, 0.0, 0.0, 1.0, 0.0, self._parameters, 1)
+        _predict_costs(*no_hits, load_table.pods, *none, 0.0, 0.0, 1.0, 0.0, self._parameters, 1)
 
     def schedule(
         self,
@@ -161,7 +161,7 @@ class Scheduler:
             order = _session_first(order, breakdowns["cost_s"], candidates, session_pod)
         result = None
         if self._ranker is not None:
-            loads = self._board.known(candidates.rows)
+            loads = self._load_table.known(candidates.rows)
             arguments = candidates, pods, used, breakdowns, hits, loads
             order, result = self._ranker.rank(tokenized, *arguments, now_s)
         ranked = Ranking(
@@ -204,23 +204,23 @@ class Scheduler:
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64], int]:
         """Return the candidates' hits and cost breakdowns, their order, and the most cached tokens."""
         hits = np.zeros(len(candidates.rows), CACHE_HIT)
-        block_tokens, board = self._block_tokens, self._board
+        block_tokens, load_table = self._block_tokens, self._load_table
         prompts = map(self._hit_args, matches, tokenized.tokens.prompts, repeat(candidates))
         first, *others = list(prompts) or [_NO_MATCHES]
         for other in others:
             add_hits(*other, block_tokens, hits)
-        with board.lock:
+        with load_table.lock:
             breakdowns, order, most_cached_tokens = _predict_costs(
                 *first,
                 block_tokens,
                 hits,
-                board.pods,
+                load_table.pods,
                 candidates.rows,
                 extra_s,
                 float(tokenized.tokens.total),
                 float(now_s),
-                float(board.fleet_tokens_per_s),
-                float(board.mean_tokens),
+                float(load_table.fleet_tokens_per_s),
+                float(load_table.mean_tokens),
                 self._parameters,
                 self._draw() >> 1,
             )

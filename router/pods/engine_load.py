@@ -55,7 +55,7 @@ class EngineLoad:
         return None if self.waiting is None or self.running is None else self.waiting + self.running
 
     @property
-    def untold(self) -> tuple[str, ...]:
+    def missing_figures(self) -> tuple[str, ...]:
         """Names of missing fields among `waiting`, `running` and `kv_usage`."""
         return tuple(name for name in _FIGURES if getattr(self, name) is None)
 
@@ -162,7 +162,7 @@ class EnginePage:
             load = _load(self, engine, now_s, asked_s) if engine is not None else None
         except _UnusableError:
             return None
-        return load if load is not None and load.untold != _FIGURES else None
+        return load if load is not None and load.missing_figures != _FIGURES else None
 
     def reading(self, asked_s: float | None = None) -> EngineReading | None:
         """Return the counters to compare with the engine's view, see `indexer.audit.engine_counters`.
@@ -224,8 +224,8 @@ class EnginePage:
 
     def _sleep_states(self, state: bytes) -> list[bool]:
         """Return, per engine, whether it is in this state; empty if not reported."""
-        told = self.series(_SLEEP)
-        return [_number(value) != 0.0 for labels, value in told if labels.get(b"sleep_state") == state]
+        reported = self.series(_SLEEP)
+        return [_number(value) != 0.0 for labels, value in reported if labels.get(b"sleep_state") == state]
 
     def _sum(self, name: bytes) -> float | None:
         """Return the sum of a counter's series; None if there are none, or one is invalid."""
@@ -305,11 +305,15 @@ def _lora(page: EnginePage, name: bytes, engines: int) -> LoraLoad | None:
             break
     if not accounts:
         return None
-    told = accounts.values()
+    reported = accounts.values()
     return LoraLoad(
-        running=frozenset().union(*(_names(labels.get(b"running_lora_adapters", b"")) for labels in told)),
-        waiting=frozenset().union(*(_names(labels.get(b"waiting_lora_adapters", b"")) for labels in told)),
-        places=sum(_whole(labels.get(b"max_lora")) for labels in told),
+        running=frozenset().union(
+            *(_names(labels.get(b"running_lora_adapters", b"")) for labels in reported)
+        ),
+        waiting=frozenset().union(
+            *(_names(labels.get(b"waiting_lora_adapters", b"")) for labels in reported)
+        ),
+        places=sum(_whole(labels.get(b"max_lora")) for labels in reported),
     )
 
 

@@ -34,7 +34,7 @@ POD = np.dtype(
         ("kv_used_tokens", "f8"),  # scraped tokens in the KV cache of running requests
         ("kv_capacity_tokens", "f8"),  # size of the KV cache
         ("reported_tokens_per_s", "f8"),  # prefill rate reported by the engine; 0 if not reported
-        ("learnt_tokens_per_s", "f8"),  # observed prefill rate; 0 without enough samples
+        ("observed_tokens_per_s", "f8"),  # observed prefill rate; 0 without enough samples
     ]
 )
 
@@ -57,7 +57,7 @@ class PodWork:
     held_tokens: int = 0
 
 
-class PodBoard:
+class PodLoadTable:
     """Load of all pods in the array `pods`, POD [rows]. Readers hold `lock`; methods take it."""
 
     def __init__(self) -> None:
@@ -66,13 +66,13 @@ class PodBoard:
         # Default prefill rate of a pod without its own: the median of reported rates, else the rate observed
         # for the fleet; 0 if unknown.
         self.fleet_tokens_per_s = 0.0
-        self._told_fleet_tokens_per_s = 0.0
-        self._learnt_fleet_tokens_per_s = 0.0
+        self._reported_fleet_tokens_per_s = 0.0
+        self._observed_fleet_tokens_per_s = 0.0
         self.mean_tokens = 0.0  # mean uncached tokens of the last requests
         self._tickets = count()
         self._rows: dict[str, int] = {}
         # Invalidated reported rate by pod, ignored until the engine reports another.
-        self._doubted: dict[str, float] = {}
+        self._invalidated: dict[str, float] = {}
         self._free_rows = list(range(_ROWS_AT_FIRST))
         # By row: uncached tokens of requests in prefill or queued, by ticket, oldest first.
         self._queues: list[dict[int, int]] = [{} for _ in range(_ROWS_AT_FIRST)]
@@ -105,7 +105,7 @@ class PodBoard:
                     fresh[name] = self.pods[row][name]
                 self.pods[row] = fresh[0]
             for pod in anew:
-                self._doubted.pop(pod, None)
+                self._invalidated.pop(pod, None)
             if anew:
                 self._judge_fleet()
             for pod in self._rows.keys() - self._declared:
@@ -117,24 +117,24 @@ class PodBoard:
                 return self.fleet_tokens_per_s
             return float(prefill_tokens_per_s(self.pods[row], self.fleet_tokens_per_s))
 
-    def told_tokens_per_s(self, pod: str) -> float:
+    def reported_tokens_per_s(self, pod: str) -> float:
         """Return the prefill rate reported by the pod's engine, else the median of others; 0 if unknown."""
         with self.lock:
             row = self._rows.get(pod)
             own = 0.0 if row is None else float(self.pods[row]["reported_tokens_per_s"])
-            return own or self._told_fleet_tokens_per_s
+            return own or self._reported_fleet_tokens_per_s
 
-    def told(self) -> dict[str, float]:
+    def reported_rates(self) -> dict[str, float]:
         """Return the valid reported prefill rates in tokens/s by pod."""
         with self.lock:
-            told = self.pods["reported_tokens_per_s"].tolist()
-            return {pod: told[row] for pod, row in self._rows.items() if told[row]}
+            reported = self.pods["reported_tokens_per_s"].tolist()
+            return {pod: reported[row] for pod, row in self._rows.items() if reported[row]}
 
-    def doubt(self, pod: str) -> None:
+    def invalidate_rate(self, pod: str) -> None:
         """Invalidate the prefill rate reported by the pod's engine until it reports another."""
         with self.lock:
             known = self.pods[self._row(pod)]
-            self._doubted[pod] = float(known["reported_tokens_per_s"])
+            self._invalidated[pod] = float(known["reported_tokens_per_s"])
             known["reported_tokens_per_s"] = 0.0
             self._judge_fleet()
 
@@ -191,25 +191,25 @@ class PodBoard:
             known["foreign_running"] = max(0.0, beyond - foreign_waiting)
             known["kv_capacity_tokens"] = load.kv_capacity_tokens or 0
             known["kv_used_tokens"] = kv_usage * (load.kv_capacity_tokens or 0)
-            told = load.prefill_tokens_per_s or 0.0
-            known["reported_tokens_per_s"] = 0.0 if told == self._doubted.get(pod) else told
+            reported = load.prefill_tokens_per_s or 0.0
+            known["reported_tokens_per_s"] = 0.0 if reported == self._invalidated.get(pod) else reported
             self._judge_fleet()
 
-    def learnt(self, tokens_per_s: dict[str, float], fleet_tokens_per_s: float) -> None:
+    def set_observed(self, tokens_per_s: dict[str, float], fleet_tokens_per_s: float) -> None:
         """Set the observed prefill rates in tokens/s by pod, and for the fleet."""
         with self.lock:
-            self._learnt_fleet_tokens_per_s = fleet_tokens_per_s
+            self._observed_fleet_tokens_per_s = fleet_tokens_per_s
             self._judge_fleet()
             for pod, speed in tokens_per_s.items():
                 if (row := self._rows.get(pod)) is not None:
-                    self.pods[row]["learnt_tokens_per_s"] = speed
+                    self.pods[row]["observed_tokens_per_s"] = speed
 
     def _judge_fleet(self) -> None:
         """Update the default rate, without which a pod without a rate would look many times faster."""
-        told = self.pods["reported_tokens_per_s"]
-        told = told[told > 0.0]
-        self._told_fleet_tokens_per_s = float(np.median(told)) if len(told) else 0.0
-        self.fleet_tokens_per_s = self._told_fleet_tokens_per_s or self._learnt_fleet_tokens_per_s
+        reported = self.pods["reported_tokens_per_s"]
+        reported = reported[reported > 0.0]
+        self._reported_fleet_tokens_per_s = float(np.median(reported)) if len(reported) else 0.0
+        self.fleet_tokens_per_s = self._reported_fleet_tokens_per_s or self._observed_fleet_tokens_per_s
 
     def _row(self, pod: str) -> int:
         row = self._rows.get(pod)
@@ -231,7 +231,7 @@ class PodBoard:
         row = self._rows[pod]
         if pod not in self._declared and not self._queues[row] and not self._cells[row, _DECODING]:
             del self._rows[pod]
-            self._doubted.pop(pod, None)
+            self._invalidated.pop(pod, None)
             self.pods[row] = _no_pods(1)[0]
             self._free_rows.append(row)
 
@@ -257,8 +257,8 @@ class PodBoard:
 @kernel_with_arrays
 def prefill_tokens_per_s(pod: Any, fleet_tokens_per_s: float) -> float:
     """Return the prefill rate of a POD row in tokens/s: observed, else reported, else the fleet's."""
-    if pod["learnt_tokens_per_s"] > 0.0:
-        return float(pod["learnt_tokens_per_s"])
+    if pod["observed_tokens_per_s"] > 0.0:
+        return float(pod["observed_tokens_per_s"])
     if pod["reported_tokens_per_s"] > 0.0:
         return float(pod["reported_tokens_per_s"])
     return fleet_tokens_per_s

@@ -17,7 +17,7 @@ from indexer import EngineState
 from indexer.pod_entry import METRICS_PATH_LABEL, METRICS_PORT_LABEL, PodEntry, parse_pods, pod_address
 from router.errors import ConfigError
 from router.pods.engine_load import EngineLoad
-from router.pods.load_table import PodBoard
+from router.pods.load_table import PodLoadTable
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class EventSources:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-NOT_TOLD = EventSources()
+NOT_REPORTED = EventSources()
 """Value for an engine without /kv_event_sources, or with an invalid page."""
 
 
@@ -76,7 +76,7 @@ class Pod:
     refused: bool = False  # whether the last connection attempt that did not time out was refused
     unreachable: bool = False  # whether the last connection attempt timed out or had no route
     sources: EventSources | None = None  # reported event ports; None until requested
-    loadless: int = 0  # consecutive successful probes without a load
+    probes_without_load: int = 0  # consecutive successful probes without a load
     asleep: bool = False  # whether its engine is in sleep mode: it answers probes, but no requests
 
     @property
@@ -87,12 +87,12 @@ class Pod:
     @property
     def hides_load(self) -> bool:
         """Whether the pod is ready, but its load has been missing for several probes."""
-        return self.ready and self.loadless >= LOADLESS_MAX
+        return self.ready and self.probes_without_load >= PROBES_WITHOUT_LOAD_MAX
 
 
 PodSnapshot = Mapping[str, Pod]
 
-LOADLESS_MAX = 3
+PROBES_WITHOUT_LOAD_MAX = 3
 """Consecutive probes without a load after which a missing load is not treated as temporary."""
 
 NOT_READY_THERE = "declared as not ready"
@@ -103,7 +103,7 @@ NOT_READY_THERE = "declared as not ready"
 class PodSet:
     """Current pods by address."""
 
-    board: PodBoard = field(default_factory=PodBoard)  # load table of the pods
+    load_table: PodLoadTable = field(default_factory=PodLoadTable)  # load table of the pods
     generation: int = 0  # incremented by every change that affects which pods may receive a request
     _pods: dict[str, Pod] = field(default_factory=dict)
 
@@ -127,7 +127,7 @@ class PodSet:
                 if known is not None:
                     anew.append(entry.pod)
         self._pods = pods
-        self.board.declare(pods, anew)
+        self.load_table.declare(pods, anew)
         self.generation += 1
         return anew
 
@@ -138,7 +138,7 @@ class PodSet:
             return
         self._pods = {**self._pods, pod.address: pod}
         if pod.load is not None and pod.load is not known.load:
-            self.board.scraped(pod.address, pod.load)
+            self.load_table.scraped(pod.address, pod.load)
         if _standing(pod) != _standing(known):
             self.generation += 1
 

@@ -28,7 +28,7 @@ from indexer.pod_entry import (
     label_problem,
 )
 from router.pods.engine_load import EngineLoad, EnginePage
-from router.pods.pod_set import DEFAULT_METRICS_PATH, NOT_TOLD, EventSources, ServedModels, metrics_page
+from router.pods.pod_set import DEFAULT_METRICS_PATH, NOT_REPORTED, EventSources, ServedModels, metrics_page
 
 _HEADER_BYTES_MAX = 64 << 10
 _PAGE_BYTES_MAX = 4 << 20
@@ -90,7 +90,7 @@ class Prober:
         if status not in (200, 404):
             return ProbeResult(address, False, False, f"/health answered {status}")
         served, _ = await self._page(address, "/v1/models") if models else (None, "")
-        told = await self._sources(entry) if sources else None
+        reported = await self._sources(entry) if sources else None
         asked_s = time.monotonic()
         metrics_address, path = metrics_page(entry, self.metrics_path)
         metrics, why_no_load = await self._page(metrics_address, path)
@@ -108,7 +108,7 @@ class Prober:
             models=served_models(served) if served is not None else None,
             load=load,
             reading=reading,
-            sources=told,
+            sources=reported,
             why_no_load=why_no_load,
             asleep=asleep,
         )
@@ -128,7 +128,7 @@ class Prober:
             page, _ = await self._page(entry.admin, _SOURCES_PATH, self.admin_token)
             # Rarely used, so do not keep the connection.
             self.forget(entry.admin)
-        return NOT_TOLD if page is None else event_sources(page, entry.events.rank)
+        return NOT_REPORTED if page is None else event_sources(page, entry.events.rank)
 
     async def _page(self, address: str, path: str, bearer: str | None = None) -> tuple[bytes | None, str]:
         """Return a page's body, or None and the reason."""
@@ -176,33 +176,33 @@ def event_sources(page: bytes, rank: int | None) -> EventSources:
         rank: Rank of the engine behind the probed port; None for all ranks on the page.
     """
     try:
-        told = msgspec.json.decode(page, type=dict[int, _Source])
+        reported = msgspec.json.decode(page, type=dict[int, _Source])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return NOT_TOLD
-    ranks = sorted(told)
+        return NOT_REPORTED
+    ranks = sorted(reported)
     if not ranks or len(ranks) > RANKS_MAX:
-        return NOT_TOLD
-    if not any(source.publishes for source in told.values()):
+        return NOT_REPORTED
+    if not any(source.publishes for source in reported.values()):
         return EventSources(reported=True, off=True)
     # An engine that reports only itself may do so as rank 0.
     own = ranks if rank is None or len(ranks) == 1 else [rank]
-    if not told.keys() >= set(own):
-        return NOT_TOLD
-    ports = [_port(told[each].endpoint) for each in own]
+    if not reported.keys() >= set(own):
+        return NOT_REPORTED
+    ports = [_port(reported[each].endpoint) for each in own]
     first = ports[0]
     if first is None:
-        return NOT_TOLD
+        return NOT_REPORTED
     count = len(own) if ports == list(range(first, first + len(own))) else 1
     labels = {EVENTS_PORT_LABEL: str(first), RANKS_LABEL: str(count)}
-    replay = _port(told[own[0]].replay_endpoint)
+    replay = _port(reported[own[0]].replay_endpoint)
     if max(first, replay or 0) + count > _PORTS:
-        return NOT_TOLD
+        return NOT_REPORTED
     if replay is not None:
         labels[REPLAY_PORT_LABEL] = str(replay)
-    if topic := told[own[0]].topic:
+    if topic := reported[own[0]].topic:
         labels[TOPIC_LABEL] = topic
     if any(label_problem(name, value) for name, value in labels.items()):
-        return NOT_TOLD
+        return NOT_REPORTED
     return EventSources(reported=True, labels=labels)
 
 

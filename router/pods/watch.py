@@ -18,7 +18,7 @@ from typing import Protocol
 from indexer import ConfigError as IndexerConfigError
 from indexer import EngineReading, PodStream
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL
-from router.pods.pod_set import LOADLESS_MAX, NOT_READY_THERE, Pod, PodSet, PodsSource
+from router.pods.pod_set import NOT_READY_THERE, PROBES_WITHOUT_LOAD_MAX, Pod, PodSet, PodsSource
 from router.pods.probe import Prober, ProbeResult
 
 _log = logging.getLogger(__name__)
@@ -96,13 +96,13 @@ class PodWatch:
 
     def link(self, pod: str, up: bool) -> None:
         """Handle that a pod's event stream connected or disconnected; never blocks."""
-        self.distrust(pod, "" if up else "its event stream's connection broke")
+        self.mark_not_ready(pod, "" if up else "its event stream's connection broke")
 
     def look(self) -> None:
         """Read the source again; never blocks."""
         self._soon(self._changed.set)
 
-    def distrust(self, pod: str, why: str) -> None:
+    def mark_not_ready(self, pod: str, why: str) -> None:
         """Probe a pod at once; with a reason `why`, mark it as not ready until then. Never blocks."""
         self._soon(self._apply, pod, why)
 
@@ -217,15 +217,15 @@ class PodWatch:
             _log.warning("pod asleep, routing to awake pods first: pod=%s", pod.address)
         elif pod.asleep and not judged.asleep:
             _log.info("pod awake: pod=%s", pod.address)
-        if result.why_no_load and judged.loadless == LOADLESS_MAX:
+        if result.why_no_load and judged.probes_without_load == PROBES_WITHOUT_LOAD_MAX:
             _log.warning(
                 "pod load unknown, routing without it: pod=%s error=%s; set metrics-port and metrics-path by "
                 "label or annotation",
                 pod.address,
                 result.why_no_load,
             )
-        if untold := _newly_untold(pod, judged):
-            _log.warning("pod metrics incomplete, using defaults: pod=%s missing=%s", pod.address, untold)
+        if missing := _newly_missing(pod, judged):
+            _log.warning("pod metrics incomplete, using defaults: pod=%s missing=%s", pod.address, missing)
         if (judged.models, judged.sources) != (pod.models, pod.sources):
             self._follow_streams()
 
@@ -270,7 +270,7 @@ def judge(pod: Pod, result: ProbeResult) -> Pod:
             unreachable=False,
             models=result.models or pod.models,
             load=result.load or pod.load,
-            loadless=pod.loadless + 1 if result.why_no_load else 0,
+            probes_without_load=pod.probes_without_load + 1 if result.why_no_load else 0,
             sources=result.sources or pod.sources,
             asleep=pod.asleep if result.asleep is None else result.asleep,
         )
@@ -304,22 +304,22 @@ def pod_stream(pod: Pod) -> PodStream | None:
 
     Declared ports override those reported by the engine, and both override the defaults.
     """
-    entry, told = pod.entry, pod.sources
+    entry, reported = pod.entry, pod.sources
     labels, events = dict(entry.labels), entry.events
-    if told is not None and told.off and EVENTS_PORT_LABEL not in labels:
+    if reported is not None and reported.off and EVENTS_PORT_LABEL not in labels:
         return None
-    if told is not None and told.reported:
-        labels, events = {**told.labels, **labels}, replace(events, replay_port=None)
+    if reported is not None and reported.reported:
+        labels, events = {**reported.labels, **labels}, replace(events, replay_port=None)
     if pod.models is not None:
         labels[MODEL_LABEL] = pod.models.base
     return replace(entry, labels=labels, events=events).stream()
 
 
-def _newly_untold(pod: Pod, judged: Pod) -> str:
+def _newly_missing(pod: Pod, judged: Pod) -> str:
     """Return the names of load metrics that have newly become missing."""
-    before = pod.load.untold if pod.load is not None else ()
-    untold = judged.load.untold if judged.load is not None else ()
-    return ", ".join(figure for figure in untold if figure not in before)
+    before = pod.load.missing_figures if pod.load is not None else ()
+    missing = judged.load.missing_figures if judged.load is not None else ()
+    return ", ".join(figure for figure in missing if figure not in before)
 
 
 def _same_stream(one: Pod, other: Pod) -> bool:

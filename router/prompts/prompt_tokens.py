@@ -254,8 +254,8 @@ def _items(features: MediaFeatures) -> Iterator[MultimodalItem]:
     places, hashes = features.mm_placeholders or {}, features.mm_hashes
     if hashes is None:
         hashes = {modality: [""] * len(items) for modality, items in places.items()}
-    told = [{modality: len(items) for modality, items in side.items()} for side in (places, hashes)]
-    if told[0] != told[1]:
+    counts = [{modality: len(items) for modality, items in side.items()} for side in (places, hashes)]
+    if counts[0] != counts[1]:
         raise ValueError("mm_hashes and mm_placeholders: must have as many items of the same modalities")
     for modality, items in places.items():
         for identifier, place in zip(hashes[modality], items, strict=True):

@@ -89,8 +89,8 @@ def peers_of(one: RouterServer) -> list[dict[str, Any]]:
 
 def awaiting(one: RouterServer) -> int:
     """Return the requests awaiting a first token in this router's load table."""
-    board = one.pods.board
-    return sum(board.work(pod).awaiting for pod in one.pods.snapshot())
+    load_table = one.pods.load_table
+    return sum(load_table.work(pod).awaiting for pod in one.pods.snapshot())
 
 
 def await_work(one: RouterServer, requests: int) -> None:

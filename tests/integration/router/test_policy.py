@@ -88,11 +88,11 @@ def test_a_new_pod_at_an_address_has_the_default_rate(tmp_path: Path) -> None:
             slow = pods[0].address
             for _ in range(20):
                 router.rates.observe(slow, 1_000.0, 10.0, time.monotonic())
-            assert router.rates.board.prefill_tokens_per_s(slow) < 1_000.0
+            assert router.rates.load_table.prefill_tokens_per_s(slow) < 1_000.0
             path.write_text(path.read_text().replace("pod-0", "another"))
             wait_until(lambda: router.pods.snapshot()[slow].name == "another", "the new pod")
             prior = router.config.prefill_tokens_per_s
-            wait_until(lambda: router.rates.board.prefill_tokens_per_s(slow) == prior, "its own rate")
+            wait_until(lambda: router.rates.load_table.prefill_tokens_per_s(slow) == prior, "its own rate")
 
 
 def test_a_pod_without_load_metrics_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -104,7 +104,7 @@ def test_a_pod_without_load_metrics_is_reported(tmp_path: Path, caplog: pytest.L
             hidden = f'kvroute_router_pod_hides_load{{pod="{pod.address}"}}'
             wait_until(lambda: f"{hidden} 1.0" in get(router, "/metrics")[1].decode(), "the gauge")
             assert router.pods.snapshot()[pod.address].ready
-            wait_until(lambda: router.pods.snapshot()[pod.address].loadless > 5, "further probes")
+            wait_until(lambda: router.pods.snapshot()[pod.address].probes_without_load > 5, "further probes")
             declared = json.loads(path.read_text())
             declared["endpoints"][0]["labels"] = {"llm-d.ai/engine-type": "trtllm-serve"}
             path.write_text(json.dumps(declared))

@@ -88,7 +88,7 @@ def test_a_broken_connection_removes_a_pod_until_it_is_probed(tmp_path: Path) ->
         pod.may_answer.set()
         all_ready(router, pod)
         pod.healthy = False
-        router.watch.distrust(pod.address, "could not connect")
+        router.watch.mark_not_ready(pod.address, "could not connect")
         all_ready(router)
         assert not router.pods.snapshot()[pod.address].ready
         pod.healthy = True

@@ -103,7 +103,7 @@ class PlainIndex:
         self.speculative.pop(request, None)
         self.settled.append(request.request_id)
 
-    def dropped(self, request: DispatchKey) -> None:
+    def cancel_expectation(self, request: DispatchKey) -> None:
         """Record that a request was lost."""
         self.lost.append(request.request_id)
 
@@ -137,9 +137,9 @@ class Bench:
     clock: Callable[[], float] = lambda: 0.0  # tests pass all times explicitly
 
     def __post_init__(self) -> None:
-        board = self.pods.board
-        self.ledger = Ledger(LedgerParameters(), board)
-        self.rates = PrefillRates(RateParameters(), board)
+        load_table = self.pods.load_table
+        self.ledger = Ledger(LedgerParameters(), load_table)
+        self.rates = PrefillRates(RateParameters(), load_table)
         self.metrics = RouterMetrics(self.registry)
         self.decision_log = DecisionLog(
             self.decisions_kept, lambda address: f"pod-{address.rpartition(':')[2]}"
@@ -152,7 +152,7 @@ class Bench:
             self.index.cancel_expectation,
         )
         self.scheduler = Scheduler(
-            board,
+            load_table,
             self.ledger,
             np.random.default_rng(self.seed),
             block_tokens=self.index.block_tokens,
@@ -162,7 +162,7 @@ class Bench:
             pods=self.pods,
             tokenizers=self.tokenizers,
             index=self.index,
-            admission=Admission(self.priorities, UtilizationDetector(load_age_max_s=5.0), board),
+            admission=Admission(self.priorities, UtilizationDetector(load_age_max_s=5.0), load_table),
             scheduler=self.scheduler,
             dispatched=self.lifecycle.decided,
             clock=self.clock,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from router.picking.cost import CACHE_HIT, CostInputs, CostParameters, cost_breakdowns
 from router.pods.engine_load import EngineLoad
-from router.pods.load_table import PodBoard
+from router.pods.load_table import PodLoadTable
 
 PARAMETERS = CostParameters()
 
@@ -50,7 +50,7 @@ class Costs:
     """Costs of one request, in the order of the pods."""
 
     breakdowns: NDArray[Any]
-    board: PodBoard = field(repr=False)
+    load_table: PodLoadTable = field(repr=False)
 
     def part(self, name: str) -> list[float]:
         """Return one field of the cost breakdown of every pod."""
@@ -71,18 +71,20 @@ def costs_on(
     extra_s: Sequence[float] = (),
 ) -> Costs:
     """Compute the cost of a request on these pods."""
-    board = PodBoard()
+    load_table = PodLoadTable()
     names = [f"a:{index}" for index in range(len(pods))]
-    board.declare(names)
+    load_table.declare(names)
     for name, pod in zip(names, pods, strict=True):
         if pod.load is not None:
-            board.scraped(name, pod.load)
+            load_table.scraped(name, pod.load)
         for number in range(pod.decoding):
-            board.end_prefill(name, board.begin(name, 0, float(-number)), 0.0)
+            load_table.end_prefill(name, load_table.begin(name, 0, float(-number)), 0.0)
         for queued in pod.queue:
-            board.begin(name, queued.tokens, queued.sent_s)
-    board.learnt({name: pod.tokens_per_s for name, pod in zip(names, pods, strict=True)}, 1000.0)
+            load_table.begin(name, queued.tokens, queued.sent_s)
+    load_table.set_observed({name: pod.tokens_per_s for name, pod in zip(names, pods, strict=True)}, 1000.0)
     hits = np.array([(pod.cached_tokens, pod.host_tokens) for pod in pods], CACHE_HIT)
-    inputs = CostInputs(float(prompt_tokens), now_s, board.fleet_tokens_per_s, 100.0)
-    rows, extra = board.rows(names), np.array(extra_s, np.float64)
-    return Costs(cost_breakdowns(board.pods, rows, hits, extra, inputs, parameters.record()[0]), board)
+    inputs = CostInputs(float(prompt_tokens), now_s, load_table.fleet_tokens_per_s, 100.0)
+    rows, extra = load_table.rows(names), np.array(extra_s, np.float64)
+    return Costs(
+        cost_breakdowns(load_table.pods, rows, hits, extra, inputs, parameters.record()[0]), load_table
+    )

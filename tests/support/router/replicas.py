@@ -8,7 +8,7 @@ from router.feedback.change_log import ChangeLog, FollowerQueue
 from router.feedback.fleet import RemoteLoad
 from router.feedback.messages import LedgerChanges, decode_changes
 from router.inflight.ledger import Ledger, LedgerParameters
-from router.pods.load_table import PodBoard
+from router.pods.load_table import PodLoadTable
 from tests.support.router.bench import Bench, PlainIndex
 
 PEER = "10.0.0.9:9002"
@@ -24,8 +24,8 @@ class Follower:
     def __init__(self, bench: Bench | None = None) -> None:
         self.bench = bench or Bench()
         self.index: PlainIndex = self.bench.index
-        self.board: PodBoard = self.bench.pods.board
-        self.ledger = Ledger(LedgerParameters(), self.board, self.bench.ledger.adapters)
+        self.load_table: PodLoadTable = self.bench.pods.load_table
+        self.ledger = Ledger(LedgerParameters(), self.load_table, self.bench.ledger.adapters)
         self.remote = RemoteLoad(self.ledger, self.index, self.bench.pods)
 
     def follow(self, change_log: ChangeLog, queue: FollowerQueue, now_s: float) -> None:

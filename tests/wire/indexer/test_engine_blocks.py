@@ -110,7 +110,7 @@ def test_what_is_on_its_way_is_whole_blocks_too(routed: Routed) -> None:
 def test_the_engines_last_block_ends_the_prefill(routed: Routed) -> None:
     """A prefill ends with the event of its last whole block; the tail is not awaited."""
     decision = routed.route("r", PROMPT)
-    assert routed.bench.ledger.board.work(ADDRESS).awaiting == 1
+    assert routed.bench.ledger.load_table.work(ADDRESS).awaiting == 1
     assert routed.watched.metric("kvroute_indexer_speculative_entries") > 0
     lifecycle = routed.bench.lifecycle
     keys = routed.indexer.block_keys(TINY, PROMPT)
@@ -118,7 +118,7 @@ def test_the_engines_last_block_ends_the_prefill(routed: Routed) -> None:
         pod, keys[: routed.cached(PROMPT)], time.monotonic()
     )
     routed.publish(PROMPT)
-    wait_until("the prefill is over", lambda: routed.bench.ledger.board.work(ADDRESS).awaiting == 0)
+    wait_until("the prefill is over", lambda: routed.bench.ledger.load_table.work(ADDRESS).awaiting == 0)
     wait_until(
         "nothing is assumed any more",
         lambda: routed.watched.metric("kvroute_indexer_speculative_entries") == 0,
@@ -133,4 +133,4 @@ def test_a_prompt_of_less_than_a_block_awaits_no_event(routed: Routed) -> None:
     best = decision.ranked.best
     patience_s = 2.0 * (best.queued_prefill_s + best.own_prefill_s) + 0.2
     routed.bench.lifecycle.expire(decision.decided_s + patience_s)
-    assert routed.bench.ledger.board.work(ADDRESS).awaiting == 0
+    assert routed.bench.ledger.load_table.work(ADDRESS).awaiting == 0

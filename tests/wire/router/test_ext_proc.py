@@ -40,7 +40,7 @@ def test_a_streamed_request_is_answered_after_its_end_headers_first() -> None:
         assert first.request_headers.response.clear_route_cache
         assert json_format.MessageToDict(first.dynamic_metadata) == {"envoy.lb": {DESTINATION: pod}}
         assert streamed_bytes(stream.rest()) == (BODY, [True])
-        assert served.bench.ledger.board.work(pod).awaiting == 1
+        assert served.bench.ledger.load_table.work(pod).awaiting == 1
 
 
 @pytest.mark.parametrize(("size", "answers"), [(61_999, 1), (62_000, 1), (62_001, 2), (125_000, 3)])

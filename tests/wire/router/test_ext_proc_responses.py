@@ -62,7 +62,7 @@ def test_a_streamed_response_is_echoed_chunk_by_chunk() -> None:
         assert set_headers(stream.receive()) == {"x-went-into-resp-headers": "true"}
         stream.send(response_body(b"data: {}\n\n", end=False))
         assert echoed(stream.receive()) == (b"data: {}\n\n", False)
-        wait_until(lambda: bench.ledger.board.work(A.address).decoding == 1, "first token")
+        wait_until(lambda: bench.ledger.load_table.work(A.address).decoding == 1, "first token")
         last = b"data: " + json.dumps(USAGE).encode() + b"\n\ndata: [DONE]\n\n"
         stream.send(response_body(last, end=False), response_body(b"", end=True))
         assert [echoed(stream.receive()) for _ in range(2)] == [(last, False), (b"", True)]

@@ -141,7 +141,7 @@ def test_outcomes_reach_the_ledger() -> None:
     with serving(bench) as served:
         pick(served, model=TINY, prompt=TEXT, request_id="r")
         assert report(served, "r", OUTCOME.OUTCOME_FIRST_TOKEN)
-        assert bench.ledger.board.work(A.address).decoding == 1
+        assert bench.ledger.load_table.work(A.address).decoding == 1
         assert report(served, "r", OUTCOME.OUTCOME_DONE, cached_tokens=0)
         assert report(served, "r", OUTCOME.OUTCOME_DONE)
         assert bench.sample("kvroute_router_request_ends_total", source="report", outcome="done") == 1

@@ -45,7 +45,7 @@ def test_a_pick_returns_ranked_pods_and_reports_outcomes() -> None:
         assert pick.prompt_tokens == len(TOKENIZER.encode(TEXT))
         pick.first_token()
         pick.first_token()
-        assert bench.ledger.board.work(B.address).decoding == 1
+        assert bench.ledger.load_table.work(B.address).decoding == 1
         pick.done(cached_tokens=16)
         pick.failed()
     record = bench.decision_log.find("mine")
@@ -121,8 +121,8 @@ def test_requests_with_one_id_are_distinguished_by_pod() -> None:
         one = client.pick(TINY, prompt=TEXT, request_id="same", candidates=[A.address])
         other = client.pick(TINY, prompt=TEXT, request_id="same", candidates=[B.address])
         other.done()
-        assert bench.ledger.board.work(A.address).awaiting == 1
-        assert bench.ledger.board.work(B.address).awaiting == 0
+        assert bench.ledger.load_table.work(A.address).awaiting == 1
+        assert bench.ledger.load_table.work(B.address).awaiting == 0
         one.done()
     assert len(bench.ledger) == 0
 

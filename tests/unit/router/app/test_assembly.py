@@ -32,7 +32,7 @@ def test_load_age_limit_follows_the_probe_interval(config: RouterConfig, age_max
     bench = Bench().with_pods(replace(A, load=load(running=3)))
     admission, _ = build_admission(config, {"low": -1}, bench.pods, CollectorRegistry())
     bench.core.scheduler = build_scheduler(config, bench.pods, bench.ledger, None)
-    rows = bench.pods.board.rows([A.address])
+    rows = bench.pods.load_table.rows([A.address])
     ages_s = (age_max_s - 0.1, age_max_s + 0.1)
     assert admission.admit(LOW, rows, ages_s[0]) == -1
     with pytest.raises(SaturatedError):

@@ -26,7 +26,7 @@ from router.errors import (
 )
 from router.picking.admission import Admission, UtilizationDetector
 from router.picking.flow import REJECTIONS
-from router.pods.load_table import PodBoard
+from router.pods.load_table import PodLoadTable
 from router.prompts.body_guard import BodyGuard
 from router.prompts.parsers import Parsers
 from router.prompts.request import RequestKind, RouteRequest
@@ -310,9 +310,9 @@ def test_flow_controls_outcomes_are_the_references() -> None:
 
 def test_shedding_is_the_references() -> None:
     """While pods are saturated, requests below priority 0 get 429 and others pass."""
-    board = PodBoard()
-    admission = Admission({"low": -1}, UtilizationDetector(), board)
-    rows = board.rows(["a:1"])
+    load_table = PodLoadTable()
+    admission = Admission({"low": -1}, UtilizationDetector(), load_table)
+    rows = load_table.rows(["a:1"])
     with pytest.raises(SaturatedError):
         admission.admit({"x-llm-d-inference-objective": "low"}, rows, 0.0)
     assert admission.admit({}, rows, 0.0) == 0

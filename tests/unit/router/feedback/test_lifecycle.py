@@ -65,7 +65,7 @@ def test_prefills_on_an_idle_pod_update_its_rate() -> None:
     own, prior = 2 * decision.prompt_tokens, RateParameters().prior_tokens_per_s
     # Ten observations against a weight of four for the fleet's rate: the mean of this pod's and the prior.
     expected = own ** (10 / 14) * ((own + prior) / 2) ** (4 / 14)
-    assert bench.rates.board.prefill_tokens_per_s(A.address) == pytest.approx(expected, rel=0.05)
+    assert bench.rates.load_table.prefill_tokens_per_s(A.address) == pytest.approx(expected, rel=0.05)
 
 
 def test_first_token_is_counted_once() -> None:
@@ -81,7 +81,7 @@ def test_unreported_requests_time_out() -> None:
     """A prefill timeout keeps the request's speculative blocks; the end of its lifetime removes them."""
     bench = routed()
     bench.lifecycle.expire(60.0)
-    assert (bench.ledger.board.work(A.address).decoding, bench.index.settled) == (1, [])
+    assert (bench.ledger.load_table.work(A.address).decoding, bench.index.settled) == (1, [])
     bench.lifecycle.expire(10.0 + 600.0)
     assert (len(bench.ledger), bench.index.settled) == (0, ["r"])
 
@@ -90,7 +90,7 @@ def test_first_token_after_the_timeout_updates_the_rate() -> None:
     """A first token after the prefill timeout counts in the rate, and settles the speculative blocks."""
     bench = Bench().with_pods(A)
     bench.index.state = StreamState.STALE
-    expected = bench.rates.board.prefill_tokens_per_s(A.address)
+    expected = bench.rates.load_table.prefill_tokens_per_s(A.address)
     for number in range(10):
         request_id, now_s = f"r{number}", 100.0 * number
         decision = bench.router.route(completion(request_id, long_text(400, number)), now_s)
@@ -103,7 +103,7 @@ def test_first_token_after_the_timeout_updates_the_rate() -> None:
         assert record is not None
         assert record["prefill_end"] == {"source": "response", "after_s": pytest.approx(took_s)}
         bench.lifecycle.ended(request_id, RESPONSE, now_s + took_s, pod=A.address)
-    assert bench.rates.board.prefill_tokens_per_s(A.address) < expected / 2
+    assert bench.rates.load_table.prefill_tokens_per_s(A.address) < expected / 2
 
 
 def test_delay_of_the_last_block_is_measured() -> None:

@@ -85,8 +85,8 @@ def test_idle_engine_ends_the_waiting_of_requests() -> None:
     assert load is not None
     for asked_s, awaiting in ((0.2, 1), (0.6, 0)):
         detector.check({A.address: replace(A, load=replace(load, asked_s=asked_s))}, 0.7)
-        assert bench.ledger.board.work(A.address).awaiting == awaiting
-    assert bench.ledger.board.work(A.address).decoding == 1
+        assert bench.ledger.load_table.work(A.address).awaiting == awaiting
+    assert bench.ledger.load_table.work(A.address).decoding == 1
     assert bench.sample("kvroute_router_prefill_end_seconds_count", source="scrape") == 1
     assert bench.index.settled == []
     bench.lifecycle.ended("r0", RESPONSE, 0.8)
@@ -107,6 +107,6 @@ def test_early_or_incomplete_scrape_does_not_end_waiting() -> None:
         load,
     ):
         detector.check({A.address: replace(A, load=page)}, 0.1)
-        assert bench.ledger.board.work(A.address).awaiting == 1
+        assert bench.ledger.load_table.work(A.address).awaiting == 1
     detector.check({A.address: replace(A, load=replace(load, asked_s=2 * expected_s + 0.6))}, 0.1)
-    assert bench.ledger.board.work(A.address).awaiting == 0
+    assert bench.ledger.load_table.work(A.address).awaiting == 0

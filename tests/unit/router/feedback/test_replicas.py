@@ -40,7 +40,7 @@ class Sender:
     def __init__(self, **limits: Any) -> None:
         self.now_s = 0.0
         self.bench = bench()
-        self.ledger = Ledger(LedgerParameters(**limits), self.bench.pods.board)
+        self.ledger = Ledger(LedgerParameters(**limits), self.bench.pods.load_table)
         self.change_log = ChangeLog(self.ledger, lambda: self.now_s)
 
 
@@ -56,7 +56,7 @@ def test_each_change_updates_the_followers_load() -> None:
     for step in steps:
         step()
         follower.follow(sender.change_log, queue, 0.0)
-        assert follower.board.work(PODS[0]) == sender.ledger.board.work(PODS[0])
+        assert follower.load_table.work(PODS[0]) == sender.ledger.load_table.work(PODS[0])
         assert len(follower.remote) == len(sender.ledger)
 
 
@@ -73,7 +73,7 @@ def test_new_follower_receives_requests_in_flight() -> None:
         ("r2", 2.0, False),
     ]
     follower.remote.apply(PEER, changes, 10.0)
-    assert follower.board.work(PODS[0]) == sender.ledger.board.work(PODS[0])
+    assert follower.load_table.work(PODS[0]) == sender.ledger.load_table.work(PODS[0])
 
 
 def test_remote_blocks_are_speculative_until_the_first_token() -> None:
@@ -85,7 +85,7 @@ def test_remote_blocks_are_speculative_until_the_first_token() -> None:
     assert list(follower.index.speculative.values()) == [(PODS[0], {1, 2, 3, 4, 5})]
     sender.ledger.expire(0.7)
     follower.follow(sender.change_log, queue, 0.7)
-    assert (follower.board.work(PODS[0]).awaiting, len(follower.index.speculative)) == (0, 1)
+    assert (follower.load_table.work(PODS[0]).awaiting, len(follower.index.speculative)) == (0, 1)
     sender.ledger.first_token("r1", 1.0)
     follower.follow(sender.change_log, queue, 1.0)
     assert not follower.index.speculative
@@ -100,7 +100,7 @@ def test_lost_peer_leaves_nothing_behind() -> None:
     assert follower.bench.ledger.adapters.on(PODS[0]) == ("sql",)
     assert follower.remote.drop(PEER, 1.0) == 2
     assert follower.bench.ledger.adapters.on(PODS[0]) == ()
-    assert [follower.board.work(pod).awaiting for pod in PODS] == [0, 1, 0]
+    assert [follower.load_table.work(pod).awaiting for pod in PODS] == [0, 1, 0]
     assert [pod for pod, _ in follower.index.speculative.values()] == [PODS[1]]
     assert (follower.remote.drop(PEER, 1.0), len(follower.remote)) == (0, 1)
 
@@ -111,11 +111,13 @@ def test_remote_prefill_counts_at_the_prefill_pod() -> None:
     queue = sender.change_log.subscribe()
     sender.ledger.dispatch(replace(ONE, prefill_pod=PODS[1]), KEYS)
     follower.follow(sender.change_log, queue, 0.0)
-    assert follower.board.work(PODS[1]).awaiting_tokens == 100
+    assert follower.load_table.work(PODS[1]).awaiting_tokens == 100
     sender.ledger.first_token("r1", 1.0)
     follower.follow(sender.change_log, queue, 1.0)
-    assert [follower.board.work(pod) for pod in PODS] == [sender.ledger.board.work(pod) for pod in PODS]
-    assert follower.board.work(PODS[0]).decoding == 1
+    assert [follower.load_table.work(pod) for pod in PODS] == [
+        sender.ledger.load_table.work(pod) for pod in PODS
+    ]
+    assert follower.load_table.work(PODS[0]).decoding == 1
 
 
 def test_both_pods_of_a_request_get_speculative_blocks() -> None:
@@ -131,7 +133,7 @@ def test_repeated_number_replaces_the_request() -> None:
     follower = Follower(bench())
     follower.remote.apply(PEER, LedgerChanges(sent=[SENT]), 0.0)
     follower.remote.apply(PEER, LedgerChanges(sent=[replace(SENT, pod=PODS[1], request_id="r2")]), 0.0)
-    assert [follower.board.work(pod).awaiting for pod in PODS] == [0, 1, 0]
+    assert [follower.load_table.work(pod).awaiting for pod in PODS] == [0, 1, 0]
     assert ("r1" in follower.remote, "r2" in follower.remote) == (False, True)
 
 
@@ -139,7 +141,7 @@ def test_eviction_of_a_remote_request_ends_its_speculation() -> None:
     """A remote request that the full ledger evicts loses its speculative blocks."""
     follower = Follower(bench())
     follower.remote = RemoteLoad(
-        Ledger(LedgerParameters(capacity=1), follower.board), follower.index, follower.bench.pods
+        Ledger(LedgerParameters(capacity=1), follower.load_table), follower.index, follower.bench.pods
     )
     follower.remote.apply(PEER, LedgerChanges(sent=[SENT, replace(SENT, number=2, pod=PODS[1])]), 0.0)
     assert [pod for pod, _ in follower.index.speculative.values()] == [PODS[1]]
@@ -149,8 +151,8 @@ def test_age_of_a_remote_request_counts() -> None:
     """The time that the pod has already spent on a remote request counts in its queueing delay."""
     follower = Follower(bench())
     follower.remote.apply(PEER, LedgerChanges(sent=[replace(SENT, age_s=3.0)]), 10.0)
-    (row,) = follower.board.rows(PODS[:1])
-    assert follower.board.pods[row]["head_since_s"] == 7.0
+    (row,) = follower.load_table.rows(PODS[:1])
+    assert follower.load_table.pods[row]["head_since_s"] == 7.0
 
 
 def test_new_follower_receives_earlier_changes_once() -> None:
@@ -284,14 +286,14 @@ def test_unknown_numbers_are_ignored() -> None:
     follower = Follower(bench())
     follower.remote.apply(PEER, LedgerChanges(sent=[SENT]), 0.0)
     follower.remote.apply("other", LedgerChanges(overdue=[1], prefilled=[1], ended=[1, 2]), 0.0)
-    assert follower.board.work(PODS[0]).awaiting == 1
+    assert follower.load_table.work(PODS[0]).awaiting == 1
 
 
 def test_unknown_pod_gets_load_but_no_blocks() -> None:
     """A remote request to a pod that this router does not know yet counts as load, without blocks."""
     follower = Follower(bench(1))
     follower.remote.apply(PEER, LedgerChanges(sent=[replace(SENT, pod=PODS[2])]), 0.0)
-    assert (follower.board.work(PODS[2]).awaiting, follower.index.speculative) == (1, {})
+    assert (follower.load_table.work(PODS[2]).awaiting, follower.index.speculative) == (1, {})
 
 
 def test_report_is_forwarded_to_the_requests_router() -> None:
@@ -393,8 +395,10 @@ def test_followers_load_matches_the_senders(steps: list[tuple[Any, ...]]) -> Non
                 assert not follower.index.speculative
     if queue is not None:
         follower.follow(sender.change_log, queue, sender.now_s)
-        assert [follower.board.work(pod) for pod in PODS] == [sender.ledger.board.work(pod) for pod in PODS]
+        assert [follower.load_table.work(pod) for pod in PODS] == [
+            sender.ledger.load_table.work(pod) for pod in PODS
+        ]
         assert len(follower.remote) == len(sender.ledger)
     follower.remote.drop(PEER, sender.now_s)
-    assert all(follower.board.work(pod).held_tokens == 0 for pod in PODS)
+    assert all(follower.load_table.work(pod).held_tokens == 0 for pod in PODS)
     assert (len(follower.remote), follower.index.speculative) == (0, {})

@@ -44,11 +44,15 @@ def ledger_with(*dispatches: Dispatch) -> Ledger:
 def test_request_waits_then_decodes_then_is_removed() -> None:
     """A request's tokens count as queued until its first token, and as held until its end."""
     ledger = ledger_with(ONE)
-    assert ledger.board.work("a:1") == PodWork(awaiting=1, awaiting_tokens=100, decoding=0, held_tokens=100)
+    assert ledger.load_table.work("a:1") == PodWork(
+        awaiting=1, awaiting_tokens=100, decoding=0, held_tokens=100
+    )
     assert ledger.first_token("r1", 1.0) == ONE
-    assert ledger.board.work("a:1") == PodWork(awaiting=0, awaiting_tokens=0, decoding=1, held_tokens=100)
+    assert ledger.load_table.work("a:1") == PodWork(
+        awaiting=0, awaiting_tokens=0, decoding=1, held_tokens=100
+    )
     assert ledger.end("r1", 1.0) == ONE
-    assert (ledger.board.work("a:1"), len(ledger)) == (PodWork(), 0)
+    assert (ledger.load_table.work("a:1"), len(ledger)) == (PodWork(), 0)
 
 
 def test_stored_last_block_ends_prefill() -> None:
@@ -58,7 +62,7 @@ def test_stored_last_block_ends_prefill() -> None:
     assert ledger.stored("a:1", keys(1, 2), 1.0) == ([], [])
     assert ledger.stored("a:1", keys(1, 77), 1.0) == ([ONE], [])
     assert ledger.stored("a:1", keys(77), 1.0) == ([], [])
-    assert ledger.board.work("a:1").decoding == 1
+    assert ledger.load_table.work("a:1").decoding == 1
 
 
 def test_one_block_ends_prefills_of_all_its_requests() -> None:
@@ -66,7 +70,9 @@ def test_one_block_ends_prefills_of_all_its_requests() -> None:
     other = replace(ONE, request_id="r2")
     ledger = ledger_with(ONE, other)
     assert ledger.stored("a:1", keys(77, 77), 1.0) == ([ONE, other], [])
-    assert ledger.board.work("a:1") == PodWork(awaiting=0, awaiting_tokens=0, decoding=2, held_tokens=200)
+    assert ledger.load_table.work("a:1") == PodWork(
+        awaiting=0, awaiting_tokens=0, decoding=2, held_tokens=200
+    )
 
 
 def test_block_after_first_token_is_reported_as_late() -> None:
@@ -97,12 +103,15 @@ def test_reused_id_has_one_entry_per_request() -> None:
     other = replace(ONE, pod="a:2", uncached_tokens=50)
     ledger = ledger_with(ONE)
     assert ledger.dispatch(other) == []
-    assert (ledger.board.work("a:1").awaiting_tokens, ledger.board.work("a:2").awaiting_tokens) == (100, 50)
+    assert (ledger.load_table.work("a:1").awaiting_tokens, ledger.load_table.work("a:2").awaiting_tokens) == (
+        100,
+        50,
+    )
     assert ledger.first_token("r1", 1.0, "a:2") == other
-    assert (ledger.board.work("a:1").awaiting, ledger.board.work("a:2").decoding) == (1, 1)
+    assert (ledger.load_table.work("a:1").awaiting, ledger.load_table.work("a:2").decoding) == (1, 1)
     assert ledger.end("r1", 1.0, "elsewhere") == ONE
     assert ledger.end("r1", 1.0) == other
-    assert (len(ledger), ledger.board.work("a:2"), "r1" in ledger) == (0, PodWork(), False)
+    assert (len(ledger), ledger.load_table.work("a:2"), "r1" in ledger) == (0, PodWork(), False)
 
 
 def test_oldest_request_of_an_id_is_evicted_at_the_limit() -> None:
@@ -143,7 +152,7 @@ def test_report_after_prefill_timeout_counts_once(source: str, prefill_pod: str 
     ledger = ledger_with(sent)
     assert ledger.expire(20.0)[0] == [sent]
     presumed = PodWork(decoding=1, held_tokens=100)
-    assert (ledger.prefill_ended_s("r1"), ledger.board.work("a:1")) == (None, presumed)
+    assert (ledger.prefill_ended_s("r1"), ledger.load_table.work("a:1")) == (None, presumed)
 
     def report(now_s: float) -> list[Dispatch]:
         if source == "stored":
@@ -151,9 +160,9 @@ def test_report_after_prefill_timeout_counts_once(source: str, prefill_pod: str 
         return [ended for ended in [ledger.first_token("r1", now_s, "a:1")] if ended is not None]
 
     assert (report(30.0), report(31.0)) == ([sent], [])
-    assert (ledger.prefill_ended_s("r1"), ledger.board.work("a:1")) == (30.0, presumed)
+    assert (ledger.prefill_ended_s("r1"), ledger.load_table.work("a:1")) == (30.0, presumed)
     ledger.end("r1", 32.0)
-    assert (ledger.board.work("a:1"), ledger.board.work("a:2")) == (PodWork(), PodWork())
+    assert (ledger.load_table.work("a:1"), ledger.load_table.work("a:2")) == (PodWork(), PodWork())
 
 
 def test_end_before_dispatch_is_remembered_by_id() -> None:
@@ -178,7 +187,7 @@ def test_requests_beyond_the_engines_count_are_removed() -> None:
     assert [gone.request_id for gone in ledger.end_lost("a:1", 1, 4.5, 5.0)] == ["r0", "r1"]
     assert ledger.end_lost("a:1", 9, 100.0, 100.0) == []
     assert [gone.request_id for gone in ledger.end_lost("a:1", 0, 100.0, 100.0)] == ["r2", "r3"]
-    assert (len(ledger), ledger.board.work("a:1")) == (1, PodWork())
+    assert (len(ledger), ledger.load_table.work("a:1")) == (1, PodWork())
 
 
 def test_full_ledger_evicts_its_oldest_request() -> None:
@@ -193,7 +202,7 @@ def test_prefill_without_event_times_out() -> None:
     ledger = ledger_with(replace(ONE, confirm_key=None, queued_prefill_s=0.5))
     assert ledger.expire(2.0)[0] == []
     assert [dispatch.request_id for dispatch in ledger.expire(2.2)[0]] == ["r1"]
-    assert ledger.board.work("a:1").decoding == 1
+    assert ledger.load_table.work("a:1").decoding == 1
 
 
 def test_prefill_with_event_times_out_later() -> None:
@@ -208,7 +217,7 @@ def test_request_expires_after_its_lifetime() -> None:
     ledger = ledger_with(ONE, replace(ONE, request_id="r2", confirm_key=None))
     ledger.first_token("r1", 1.0)
     assert {dispatch.request_id for dispatch in ledger.expire(60.0)[1]} == {"r1", "r2"}
-    assert (len(ledger), ledger.board.work("a:1")) == (0, PodWork())
+    assert (len(ledger), ledger.load_table.work("a:1")) == (0, PodWork())
 
 
 STEPS = st.lists(
@@ -289,7 +298,7 @@ def assert_equal(ledger: Ledger, awaiting: list[Dispatch], decoding: list[Dispat
         queued = [one.uncached_tokens for one in awaiting if one.computed_on == pod]
         decoded = [one.uncached_tokens for one in decoding if one.pod == pod]
         work = PodWork(len(queued), sum(queued), len(decoded), sum(queued) + sum(decoded))
-        assert ledger.board.work(pod) == work
+        assert ledger.load_table.work(pod) == work
 
 
 def test_adapter_is_listed_while_a_request_needs_it() -> None:

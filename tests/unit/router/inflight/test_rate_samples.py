@@ -31,7 +31,7 @@ def learnt_rate(bench: Bench, requests: Sequence[RouteRequest], tokens_per_s: fl
         end_s = decision.primary.uncached_tokens / tokens_per_s
         bench.lifecycle.first_token(request.request_id, RESPONSE, end_s, pod=A.address)
         bench.lifecycle.ended(request.request_id, RESPONSE, end_s, pod=A.address)
-    return bench.rates.board.prefill_tokens_per_s(A.address)
+    return bench.rates.load_table.prefill_tokens_per_s(A.address)
 
 
 def prompts(model: str = TINY) -> list[RouteRequest]:

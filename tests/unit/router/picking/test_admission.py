@@ -8,7 +8,7 @@ from router.errors import SaturatedError
 from router.picking.admission import Admission, UtilizationDetector
 from router.picking.cost import adapter_delay_s
 from router.pods.engine_load import EngineLoad, LoraLoad
-from router.pods.load_table import PodBoard
+from router.pods.load_table import PodLoadTable
 from tests.support.router.pricing import load
 
 PRIORITIES = {"batch": -1, "chat": 5}
@@ -18,13 +18,13 @@ FULL, HALF = load(waiting=5), load(kv_usage=0.4)
 
 def admitted(headers: dict[str, str], *loads: EngineLoad | None, now_s: float = 0.0) -> int:
     """Return the priority with which a request is admitted to pods with these loads."""
-    board = PodBoard()
+    load_table = PodLoadTable()
     names = [f"a:{index}" for index in range(len(loads))]
     for name, reported in zip(names, loads, strict=True):
         if reported is not None:
-            board.scraped(name, reported)
+            load_table.scraped(name, reported)
     detector = UtilizationDetector(load_age_max_s=5.0)
-    return Admission(PRIORITIES, detector, board).admit(headers, board.rows(names), now_s)
+    return Admission(PRIORITIES, detector, load_table).admit(headers, load_table.rows(names), now_s)
 
 
 def test_a_negative_priority_is_rejected_while_all_pods_are_saturated() -> None:

@@ -91,8 +91,8 @@ def test_foreign_queued_requests_cost_an_average_prefill() -> None:
     pod = replace(IDLE, load=load(waiting=3))
     assert costs_on(100, pod).part("queued_prefill_s") == [pytest.approx(0.3)]
     found = costs_on(100, replace(IDLE, queue=[Queued(100)]))
-    found.board.scraped("a:0", load(waiting=3))
-    assert found.board.pods["foreign_waiting"].max() == 2.0
+    found.load_table.scraped("a:0", load(waiting=3))
+    assert found.load_table.pods["foreign_waiting"].max() == 2.0
 
 
 def test_decoding_requests_change_a_pick() -> None:

@@ -212,10 +212,10 @@ def test_saturation_is_that_of_the_fullest_stage() -> None:
         one.pods.declare([decode.entry, pod.entry])
         one.pods.put(pod)
         assert one.flow.saturation() == 0.0
-        ticket = one.pods.board.begin(prefill, 10, 0.0)
+        ticket = one.pods.load_table.begin(prefill, 10, 0.0)
         assert one.flow.saturation() == 1.0
-        one.pods.board.end(prefill, ticket, 10, 0.0)
-        one.pods.board.begin(decode.address, 10, 0.0)
+        one.pods.load_table.end(prefill, ticket, 10, 0.0)
+        one.pods.load_table.begin(decode.address, 10, 0.0)
         assert one.flow.saturation() == 1.0
 
 

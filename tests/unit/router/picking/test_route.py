@@ -244,7 +244,7 @@ def test_the_event_of_the_last_full_block_ends_the_prefill() -> None:
     bench = Bench().with_pods(A)
     bench.router.route(completion("r", TEXT), 1.0)
     bench.lifecycle.stored(A.address, bench.keys(TEXT)[-1:], 1.5)
-    assert bench.ledger.board.work(A.address).decoding == 1
+    assert bench.ledger.load_table.work(A.address).decoding == 1
     assert bench.index.settled == ["r"]
 
 
@@ -255,7 +255,7 @@ def test_no_event_is_awaited_without_an_exact_view(state: StreamState) -> None:
     bench.index.state = state
     decision = bench.router.route(completion("r", TEXT), 0.0)
     bench.lifecycle.expire(2 * decision.primary.own_prefill_s + 0.2)
-    assert bench.ledger.board.work(A.address).decoding == 1
+    assert bench.ledger.load_table.work(A.address).decoding == 1
 
 
 def test_scraped_kv_usage_counts_only_while_it_is_fresh() -> None:
@@ -283,6 +283,6 @@ def test_concurrent_picks_lose_no_request() -> None:
     bench = Bench().with_pods(A, B)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: bench.router.route(completion(f"r{n}", long_text(50, n)), 0.0), range(200)))
-    counts = [bench.ledger.board.work(pod.address).awaiting for pod in (A, B)]
+    counts = [bench.ledger.load_table.work(pod.address).awaiting for pod in (A, B)]
     assert sum(counts) == len(bench.ledger) == 200
     assert min(counts) > 50

@@ -44,7 +44,7 @@ def disaggregated() -> Bench:
     pods = [replace(ready_pod(pod), entry=entry(pod, **{ROLE_LABEL: role})) for pod, role in roles.items()]
     made = Bench().with_pods(*pods)
     made.core.scheduler = Scheduler(
-        made.pods.board,
+        made.pods.load_table,
         made.ledger,
         np.random.default_rng(3),
         block_tokens=16,
@@ -61,15 +61,15 @@ def test_the_prefill_pod_is_charged_until_the_prefill_ends() -> None:
     decision = made.router.route(completion("r", text), 0.0)
     assert (decision.primary.pod, decision.prefill_pod) == (B, A)
     tokens = decision.prompt_tokens - 160
-    assert made.ledger.board.work(A) == PodWork(awaiting=1, awaiting_tokens=tokens, held_tokens=tokens)
-    assert made.ledger.board.work(B) == PodWork()
+    assert made.ledger.load_table.work(A) == PodWork(awaiting=1, awaiting_tokens=tokens, held_tokens=tokens)
+    assert made.ledger.load_table.work(B) == PodWork()
     made.lifecycle.stored(B, prompt, 1.0)
-    assert made.ledger.board.work(A).awaiting == 1
+    assert made.ledger.load_table.work(A).awaiting == 1
     made.lifecycle.stored(A, prompt, 1.0)
-    assert made.ledger.board.work(A) == PodWork()
-    assert made.ledger.board.work(B) == PodWork(decoding=1, held_tokens=tokens)
+    assert made.ledger.load_table.work(A) == PodWork()
+    assert made.ledger.load_table.work(B) == PodWork(decoding=1, held_tokens=tokens)
     made.lifecycle.ended("r", "response", 2.0, pod=B, cached_tokens=decision.prompt_tokens)
-    assert (made.ledger.board.work(B), len(made.ledger)) == (PodWork(), 0)
+    assert (made.ledger.load_table.work(B), len(made.ledger)) == (PodWork(), 0)
     assert made.sample("kvroute_router_compared_predicted_cached_tokens_total") == 0.0
     shown = made.decision_log.find("r")
     assert shown is not None
@@ -81,12 +81,15 @@ def test_a_first_token_ends_the_prefill_without_stored_events() -> None:
     made = disaggregated()
     for request_id, event in (("first", "token"), ("ends", "end")):
         made.router.route(completion(request_id, long_text(50, seed=len(event))), 0.0)
-        assert made.ledger.board.work(A).awaiting == 1
+        assert made.ledger.load_table.work(A).awaiting == 1
         if event == "token":
             assert made.lifecycle.first_token(request_id, "response", 1.0, pod=B)
-            assert (made.ledger.board.work(A).awaiting, made.ledger.board.work(B).decoding) == (0, 1)
+            assert (made.ledger.load_table.work(A).awaiting, made.ledger.load_table.work(B).decoding) == (
+                0,
+                1,
+            )
         made.lifecycle.ended(request_id, "response", 2.0, pod=B)
-        assert (made.ledger.board.work(A), made.ledger.board.work(B)) == (PodWork(), PodWork())
+        assert (made.ledger.load_table.work(A), made.ledger.load_table.work(B)) == (PodWork(), PodWork())
 
 
 def test_an_idle_decode_engine_does_not_end_a_request_in_prefill() -> None:

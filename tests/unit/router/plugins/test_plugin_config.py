@@ -50,7 +50,7 @@ def bench(ranker: Pipeline, **loads: tuple[int, float]) -> Bench:
         load = EngineLoad(waiting, 0, usage, None, 0.0)
         made.pods.put(type(known)(**{f: getattr(known, f) for f in known.__slots__} | {"load": load}))
     made.core.scheduler = Scheduler(
-        made.pods.board, made.ledger, np.random.default_rng(3), block_tokens=16, ranker=ranker
+        made.pods.load_table, made.ledger, np.random.default_rng(3), block_tokens=16, ranker=ranker
     )
     return made
 

@@ -59,7 +59,7 @@ def test_an_invalid_number_affects_only_its_field(value: bytes, told: bytes, loa
     """An invalid gauge is missing, and the page's other fields are used."""
     found = engine_load(PAGE.replace(told, b" " + value), 5.0)
     assert found == load
-    assert len(load.untold) == 1
+    assert len(load.missing_figures) == 1
 
 
 def test_a_sum_without_one_engine_is_missing() -> None:
@@ -67,7 +67,7 @@ def test_a_sum_without_one_engine_is_missing() -> None:
     page = PAGE + PAGE.replace(b'engine="0"', b'engine="1"').replace(b" 3.0", b" NaN")
     load = engine_load(page, 5.0)
     assert load == EngineLoad(None, 4, 0.25, 3200, 5.0)
-    assert (load.untold, load.requests) == (("waiting",), None)
+    assert (load.missing_figures, load.requests) == (("waiting",), None)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +222,6 @@ def test_any_page_gives_a_valid_load_or_none(page: bytes) -> None:
     """Any bytes give None or a load within its bounds."""
     load = engine_load(page, 0.0)
     if load is not None:
-        assert load.untold != ("waiting", "running", "kv_usage")
+        assert load.missing_figures != ("waiting", "running", "kv_usage")
         assert (load.waiting or 0) >= 0 <= (load.running or 0)
         assert 0.0 <= (load.kv_usage or 0.0) <= 1.0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from indexer.pod_entry import MODEL_LABEL, PodEntry
-from router.pods.pod_set import NOT_TOLD, EventSources
+from router.pods.pod_set import NOT_REPORTED, EventSources
 from router.pods.probe import event_sources
 from tests.support.kube.objects import JSON
 
@@ -53,7 +53,7 @@ def test_a_rank_with_its_own_port_is_followed_alone() -> None:
     assert told(row, 2).labels == labels(events_port="5559", ranks="1")
     assert told(row, 0).labels == labels(events_port="5557", ranks="1")
     assert told({"0": source(endpoint="tcp://*:7000")}, 2).labels == labels(events_port="7000", ranks="1")
-    assert told(row, 5) == NOT_TOLD
+    assert told(row, 5) == NOT_REPORTED
 
 
 @pytest.mark.parametrize("off", [{"enable_kv_cache_events": False}, {"publisher": "null"}])
@@ -79,7 +79,7 @@ def test_an_engine_may_report_that_it_publishes_nothing(off: dict[str, Any]) -> 
 )
 def test_an_invalid_page_is_no_report(page: Any) -> None:
     """After an invalid page the engine is followed as declared."""
-    assert told(page) == NOT_TOLD
+    assert told(page) == NOT_REPORTED
 
 
 @given(

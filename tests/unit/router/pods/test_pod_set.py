@@ -13,7 +13,7 @@ import pytest
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL, RANKS_LABEL, EventDefaults
 from router.errors import NoEndpointError, RequestError
 from router.picking.candidates import ASLEEP, select_candidates
-from router.pods.pod_set import NOT_READY_THERE, NOT_TOLD, EventSources, Pod, PodSet
+from router.pods.pod_set import NOT_READY_THERE, NOT_REPORTED, EventSources, Pod, PodSet
 from router.pods.probe import ProbeResult, served_models
 from router.pods.watch import judge, next_probe_s, pod_stream
 from tests.support.router.bench import TINY, completion, entry, ready_pod
@@ -181,17 +181,17 @@ def test_another_epoch_at_the_same_address_is_a_new_pod(change: dict[str, str]) 
     """Another pod or process at an address is not ready before a probe, and is returned as new."""
     told = load(waiting=3, kv_usage=0.5, kv_capacity_tokens=100, prefill_tokens_per_s=20.0)
     pods = pod_set(replace(ONE, load=told), TWO)
-    pods.board.learnt({ONE.address: 30.0}, 1000.0)
-    pods.board.begin(ONE.address, 7, 0.0)
+    pods.load_table.set_observed({ONE.address: 30.0}, 1000.0)
+    pods.load_table.begin(ONE.address, 7, 0.0)
     assert pods.declare([replace(ONE.entry, **change), TWO.entry]) == [ONE.address]
     # Values reported by or observed at the engine are reset; requests sent there are kept.
-    known = pods.board.pods[pods.board.rows([ONE.address])[0]]
+    known = pods.load_table.pods[pods.load_table.rows([ONE.address])[0]]
     assert [known[name] for name in ("waiting", "kv_usage", "kv_capacity_tokens", "scraped_s")] == [
         *(0.0, 0.0, 0.0),
         -math.inf,
     ]
-    assert pods.board.prefill_tokens_per_s(ONE.address) == 1000.0
-    assert pods.board.work(ONE.address).awaiting_tokens == 7
+    assert pods.load_table.prefill_tokens_per_s(ONE.address) == 1000.0
+    assert pods.load_table.work(ONE.address).awaiting_tokens == 7
     assert not pods.snapshot()[ONE.address].ready
     assert pods.snapshot()[TWO.address].ready
 
@@ -221,7 +221,7 @@ def test_declared_event_ports_override_reported_ones() -> None:
         return stream and (stream.events_endpoint, stream.replay_endpoint, stream.ranks)
 
     assert followed(pod) == ("tcp://10.0.0.1:1", "tcp://10.0.0.1:2", 1)
-    assert followed(replace(pod, sources=NOT_TOLD)) == ("tcp://10.0.0.1:1", "tcp://10.0.0.1:2", 1)
+    assert followed(replace(pod, sources=NOT_REPORTED)) == ("tcp://10.0.0.1:1", "tcp://10.0.0.1:2", 1)
     assert followed(replace(pod, sources=told)) == ("tcp://10.0.0.1:3", None, 2)
     assert followed(replace(pod, sources=told, entry=annotated)) == ("tcp://10.0.0.1:4", None, 2)
     assert followed(replace(pod, sources=off)) is None

@@ -69,7 +69,7 @@ def test_request_that_bypasses_the_cache_has_no_predicted_hit() -> None:
     assert decision.key in bench.index.speculative
     assert bench.ledger.predicted_hit_tokens(B.address) == 0
     bench.lifecycle.stored(B.address, bench.keys(TEXT)[-1:], 1.0)
-    assert bench.ledger.board.work(B.address).awaiting == 0
+    assert bench.ledger.load_table.work(B.address).awaiting == 0
     assert bench.sample("kvroute_router_picks_total", degraded=CACHE_NOT_READ) == 1
 
 
@@ -79,8 +79,8 @@ def test_bypassing_request_is_confirmed_by_a_pod_that_holds_the_prompt() -> None
     bench.index.hold(A.address, bench.keys(TEXT))
     bench.router.route(completion("r", TEXT, echo=True, logprobs=1), 0.0)
     bench.lifecycle.stored(A.address, bench.keys(TEXT), 1.0)
-    assert bench.ledger.board.work(A.address).awaiting == 0
-    assert bench.rates.board.prefill_tokens_per_s(A.address) == bench.rates.board.fleet_tokens_per_s
+    assert bench.ledger.load_table.work(A.address).awaiting == 0
+    assert bench.rates.load_table.prefill_tokens_per_s(A.address) == bench.rates.load_table.fleet_tokens_per_s
 
 
 @pytest.mark.parametrize(
