@@ -74,7 +74,7 @@ class ModelServerProtocol(HttpToolsProtocol):
 
     @property
     def writable(self) -> bool:
-        """Whether the client is connected and reads fast enough. If not, ASGI's `send` waits."""
+        """Return whether the client is connected and reads fast enough. If not, ASGI's `send` waits."""
         return not (self.flow.write_paused or self.transport.is_closing())
 
     def write_chunk(self, chunk: bytes) -> None:

@@ -145,7 +145,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
 
     @property
     def echoes(self) -> bool:
-        """Whether the answer repeats the prompt first."""
+        """Return whether the answer repeats the prompt first."""
         return False
 
     @property

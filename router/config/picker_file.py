@@ -164,7 +164,7 @@ class PickerConfig(Settings):
 
     @property
     def picks(self) -> bool:
-        """Whether the file configures how to pick; if not, the cost policy applies."""
+        """Return whether the file configures how to pick; if not, the cost policy applies."""
         return bool(self.profiles) or any(entry.type != _DISCOVERY for entry in self.entries)
 
     @property

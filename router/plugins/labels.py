@@ -37,7 +37,7 @@ class Expression(Settings):
 
 
 class LabelSelectorFilter(Settings):
-    """Keeps the endpoints that a Kubernetes label selector matches."""
+    """Filter that keeps the endpoints that a Kubernetes label selector matches."""
 
     match_labels: Mapping[str, Text] = {}
     match_expressions: tuple[Expression, ...] = ()
@@ -70,7 +70,7 @@ class ByLabelFilter(Settings):
 
 
 class DecodeFilter(Settings):
-    """Keeps pods whose role in disaggregated serving includes decode; pods without a role count as decode."""
+    """Filter that keeps pods whose role includes decode; pods without a role count as decode."""
 
     role: ClassVar[str] = "decode"
 
@@ -80,13 +80,13 @@ class DecodeFilter(Settings):
 
 
 class PrefillFilter(DecodeFilter):
-    """Keeps pods whose role includes prefill."""
+    """Filter that keeps pods whose role includes prefill."""
 
     role: ClassVar[str] = "prefill"
 
 
 class EncodeFilter(DecodeFilter):
-    """Keeps pods whose role includes encode."""
+    """Filter that keeps pods whose role includes encode."""
 
     role: ClassVar[str] = "encode"
 
@@ -103,7 +103,7 @@ class HeaderLabelScorer(Settings):
 
 
 class HeaderTestingFilter(Settings):
-    """Keeps the endpoints ("ip" or "ip:port") that the conformance tests' header lists, in its order."""
+    """Filter that keeps the endpoints ("ip" or "ip:port") in the conformance tests' header, in its order."""
 
     def filter(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
         by_name: dict[str, Endpoint] = {}

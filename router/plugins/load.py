@@ -104,7 +104,7 @@ _METRICS: dict[str, Callable[[Endpoint], float]] = {
 
 
 class PrefixAffinityFilter(Settings):
-    """Keeps the endpoints that have the prompt cached, unless the others would respond much earlier."""
+    """Filter that keeps endpoints with the prompt cached, unless others would respond much earlier."""
 
     producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)  # source of the prefix matches
     affinity_threshold: Share = 0.8  # cached share of the prompt from which on an endpoint is kept

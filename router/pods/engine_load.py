@@ -196,7 +196,7 @@ class EnginePage:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether all engines on the page are in sleep mode, so that requests wait until they are woken."""
+        """Return whether all engines on the page sleep, so that requests wait until they are woken."""
         try:
             awake = self._sleep_states(b"awake")
         except _UnusableError:

@@ -81,12 +81,12 @@ class Pod:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether the pod is ready and its engine awake."""
+        """Return whether the pod is ready and its engine awake."""
         return self.ready and not self.asleep
 
     @property
     def hides_load(self) -> bool:
-        """Whether the pod is ready, but its load has been missing for several probes."""
+        """Return whether the pod is ready, but its load has been missing for several probes."""
         return self.ready and self.probes_without_load >= PROBES_WITHOUT_LOAD_MAX
 
 

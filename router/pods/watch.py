@@ -91,7 +91,7 @@ class PodWatch:
 
     @property
     def synced(self) -> bool:
-        """Whether the pods are known and each has completed a probe."""
+        """Return whether the pods are known and each has completed a probe."""
         return self.listed and all(pod.probed for pod in self.pods.snapshot().values())
 
     def link(self, pod: str, up: bool) -> None:

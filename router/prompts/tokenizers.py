@@ -106,7 +106,7 @@ class TokenizerRegistry:
 
     @property
     def asks_others(self) -> bool:
-        """Whether any model's tokenizer is in another process."""
+        """Return whether any model's tokenizer is in another process."""
         return len(self.local) < len(self._tokenizers)
 
     @property

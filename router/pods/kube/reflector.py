@@ -117,7 +117,7 @@ class Mirror(Generic[_T]):
 
 @dataclass(eq=False)
 class Reflector(Generic[_T]):
-    """Keeps a mirror of one kind up to date until closed."""
+    """Mirror of one kind of objects, kept up to date until closed."""
 
     name: str  # resource name for logs
     client: KubeClient

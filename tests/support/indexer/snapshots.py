@@ -47,7 +47,7 @@ class SnapshotServer:
                     self.wfile.write(data)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Says nothing."""
+                """Log nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}/kv_events/snapshot"

@@ -1,4 +1,4 @@
-"""An HTTP/2 client that sends what it is told to, frame by frame, right or wrong."""
+"""HTTP/2 client that sends any frames, valid or not, and returns the received ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REQUEST = (
 
 
 def request_block(method: str = "unary", *more: tuple[str, str]) -> bytes:
-    """A call's header block, which needs no table and leaves none."""
+    """Return a call's header block, which neither uses nor changes the dynamic table."""
     fields = [(name, path(method) if name == ":path" else value) for name, value in (*REQUEST, *more)]
     encoder = hpack.Encoder()
     encoder.header_table_size = 0
@@ -38,7 +38,7 @@ def request_block(method: str = "unary", *more: tuple[str, str]) -> bytes:
 
 @dataclass
 class Frame:
-    """A frame that the server sent."""
+    """Frame sent by the server."""
 
     kind: int
     flags: int
@@ -47,10 +47,11 @@ class Frame:
 
 
 class RawClient:
-    """One connection, frame by frame.
+    """Connection to a server.
 
-    Attributes:
-        settings: Sent behind the preface.
+    Args:
+        settings: Settings to send after the preface.
+        greets: Whether to send preface and settings.
     """
 
     def __init__(self, port: int, settings: dict[Any, int] | None = None, *, greets: bool = True) -> None:
@@ -67,11 +68,11 @@ class RawClient:
         self.socket.close()
 
     def send(self, data: bytes) -> None:
-        """Sends bytes as they are."""
+        """Send raw bytes."""
         self.socket.sendall(data)
 
     def send_until_closed(self, pieces: Iterator[bytes]) -> None:
-        """Sends until the server has had enough."""
+        """Send pieces until the server closes the connection."""
         try:
             for piece in pieces:
                 self.socket.sendall(piece)
@@ -79,15 +80,15 @@ class RawClient:
             return
 
     def open(self, stream_id: int, method: str = "unary", *, ends: bool = False) -> None:
-        """Begins a call."""
+        """Send the HEADERS frame of a call."""
         self.send(open_frame(stream_id, method, ends=ends))
 
     def say(self, stream_id: int, message: bytes, *, ends: bool = True) -> None:
-        """Sends a message in one frame."""
+        """Send a message in one DATA frame."""
         self.send(data_frame(stream_id, prefixed(message), ends=ends))
 
     def frame(self) -> Frame | None:
-        """The next frame; None: the connection has ended."""
+        """Return the next frame, or None at the end of the connection."""
         while len(self._rest) < frames.HEAD_BYTES or len(self._rest) < self._size():
             try:
                 data = self.socket.recv(1 << 18)
@@ -102,7 +103,7 @@ class RawClient:
         return Frame(kind, flags, stream_id, payload)
 
     def is_full(self) -> bool:
-        """Whether data waits to be read, and for a tenth of a second no more came: the server cannot send."""
+        """Return whether unread data is waiting and no more arrives within 0.1 s: the server cannot send."""
         before, now = b"", b""
         for at in range(20):
             now = fcntl.ioctl(self.socket, termios.FIONREAD, bytes(4))
@@ -113,18 +114,18 @@ class RawClient:
         return True
 
     def next(self, kind: int, stream_id: int | None = None) -> Frame:
-        """The next frame of this type, and of this stream; those before it are dropped."""
+        """Return the next frame of a type and stream; skip the frames before it."""
         while (got := self.frame()) is not None:
             if got.kind == kind and stream_id in (None, got.stream_id):
                 return got
         raise AssertionError(f"the connection has ended without a frame of type {kind}")
 
     def fields(self, frame: Frame) -> dict[str, str]:
-        """What a HEADERS frame says."""
+        """Return the header fields of a HEADERS frame."""
         return {str(name): str(value) for name, value in self._decoder.decode(frame.payload)}
 
     def answer(self, stream_id: int) -> tuple[bytes, dict[str, str]]:
-        """A call's bytes and its trailers."""
+        """Return the bytes of a call's response and its trailers."""
         data = b""
         while (got := self.frame()) is not None:
             if got.stream_id != stream_id:
@@ -140,7 +141,7 @@ class RawClient:
         raise AssertionError("the connection has ended without the answer")
 
     def end(self) -> tuple[int | None, list[Frame]]:
-        """Reads to the connection's end: GOAWAY's code, if one came, and all frames."""
+        """Read to the end of the connection; return the code of GOAWAY, if any, and all frames."""
         seen = []
         while (got := self.frame()) is not None:
             seen.append(got)
@@ -153,16 +154,16 @@ class RawClient:
 
 
 def open_frame(stream_id: int, method: str = "unary", *, ends: bool = False) -> bytes:
-    """HEADERS that begin a call."""
+    """Return the HEADERS frame of a call."""
     flags = frames.END_HEADERS | (frames.END_STREAM if ends else 0)
     return frames.frame(FrameType.HEADERS, flags, stream_id, request_block(method))
 
 
 def data_frame(stream_id: int, data: bytes, *, ends: bool = False) -> bytes:
-    """DATA."""
+    """Return a DATA frame."""
     return frames.frame(FrameType.DATA, frames.END_STREAM if ends else 0, stream_id, data)
 
 
 def prefixed(message: bytes) -> bytes:
-    """A message as it is sent."""
+    """Return a message with its gRPC prefix."""
     return plain_prefix(0, len(message)) + message

@@ -1,4 +1,4 @@
-"""A server with vLLM's render endpoints, over real HTTP: it answers what a test tells it to."""
+"""HTTP server with vLLM's render endpoints, whose responses a test sets."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MESSAGES = "/v1/messages/render"
 
 @dataclass
 class Renderer:
-    """What a test tells and learns.
+    """Responses of the server, and the requests that it received.
 
     Attributes:
-        answers: Path -> status and body.
+        answers: Status and body of the response, by path.
         asked: Path and body of every request.
-        go: Held back until set.
-        address: Where it listens.
+        go: Event that responses wait for.
+        address: "host:port" of the server.
     """
 
     answers: dict[str, tuple[int, bytes]] = field(default_factory=dict)
@@ -34,36 +34,36 @@ class Renderer:
 
 @contextmanager
 def running_renderer() -> Iterator[Renderer]:
-    """A renderer that listens on a free port."""
-    told = Renderer()
-    told.go.set()
+    """Run a server on a free port."""
+    renderer = Renderer()
+    renderer.go.set()
 
     class Handler(BaseHTTPRequestHandler):
-        """Answers from what the test told."""
+        """Handler that sends the responses of the test."""
 
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            """Reads, waits, answers."""
+            """Record the request and respond once `go` is set."""
             body = self.rfile.read(int(self.headers["content-length"]))
-            told.asked.append((self.path, json.loads(body)))
-            told.go.wait(60)
-            status, answer = told.answers[self.path]
+            renderer.asked.append((self.path, json.loads(body)))
+            renderer.go.wait(60)
+            status, answer = renderer.answers[self.path]
             self.send_response(status)
             self.send_header("content-length", str(len(answer)))
             self.end_headers()
             self.wfile.write(answer)
 
         def log_message(self, *_: object) -> None:
-            """Says nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    told.address = f"127.0.0.1:{server.server_port}"
+    renderer.address = f"127.0.0.1:{server.server_port}"
     try:
-        yield told
+        yield renderer
     finally:
-        told.go.set()
+        renderer.go.set()
         server.shutdown()
         server.server_close()

@@ -1,4 +1,4 @@
-"""Every KV entry counts: one that is wrong or missing changes the logits, if and only if it may be seen."""
+"""KV entries: a wrong or missing entry changes the logits exactly if it is visible to the next token."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,13 +29,13 @@ GEMMA = {
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way to attend.
+class Case:
+    """Model and KV pool of one case.
 
     Attributes:
-        architecture: Of the model.
-        changes: To its configuration.
-        grouped: Layers with windows have block tables of their own.
+        architecture: Architecture of the model.
+        changes: Changes of its configuration.
+        grouped: Whether layers with a sliding window have their own block tables.
         pool: "gathered", "fp8" or "kernel".
     """
 
@@ -45,21 +45,21 @@ class Way:
     pool: str = "gathered"
 
 
-WAYS = {
-    "gathered": Way(),
-    "gathered, windows": Way("mistral", {"sliding_window": 9}),
-    "gathered, groups": Way("gemma3", GEMMA, grouped=True),
-    "fp8": Way(pool="fp8"),
-    "fp8, windows": Way("mistral", {"sliding_window": 9}, pool="fp8"),
-    "fp8, groups": Way("gemma3", GEMMA, grouped=True, pool="fp8"),
-    "kernel": Way(pool="kernel"),
-    "kernel, windows": Way("mistral", {"sliding_window": 9}, pool="kernel"),
-    "kernel, groups": Way("gemma3", GEMMA, grouped=True, pool="kernel"),
+CASES = {
+    "gathered": Case(),
+    "gathered, windows": Case("mistral", {"sliding_window": 9}),
+    "gathered, groups": Case("gemma3", GEMMA, grouped=True),
+    "fp8": Case(pool="fp8"),
+    "fp8, windows": Case("mistral", {"sliding_window": 9}, pool="fp8"),
+    "fp8, groups": Case("gemma3", GEMMA, grouped=True, pool="fp8"),
+    "kernel": Case(pool="kernel"),
+    "kernel, windows": Case("mistral", {"sliding_window": 9}, pool="kernel"),
+    "kernel, groups": Case("gemma3", GEMMA, grouped=True, pool="kernel"),
 }
 
 
 class Cached:
-    """A text whose KV lies in a pool, the next tokens of which can be computed again and again."""
+    """Text with cached KV, whose next tokens can be computed repeatedly."""
 
     def __init__(self, model: Decoder, groups: tuple[KvGroupSpec, ...], pool: Attention) -> None:
         self.model, self.groups, self.pool = model, groups, pool
@@ -74,14 +74,14 @@ class Cached:
         return step(self.model, self.pool, [(self.text, span)])
 
     def row(self, layer: int, kind: int, position: int) -> Tensor:
-        """Return a token's keys or values of one head, where they lie."""
+        """Return a view of a token's keys or values of one head in the pool."""
         group, plane = self.layout.places()[layer]
         block, offset = self.tables[group][position // BLOCK_TOKENS], position % BLOCK_TOKENS
         content = self.pool.block_tensors()[0][kind * self.layout.num_planes + plane, block]
         return content[offset, 1] if isinstance(self.pool, VarlenAttention) else content[1, offset]
 
     def is_seen(self, layer: int, position: int) -> bool:
-        """Tell whether the next token sees a position."""
+        """Return whether the next token attends to a position."""
         window = self.model.shape.windows[layer]
         return window is None or position > CONTEXT_TOKENS - window
 
@@ -91,23 +91,23 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def cached(way: Way, directory: Path, device: torch.device = CPU, dtype: str = "auto") -> Cached:
+def cached(case: Case, directory: Path, device: torch.device = CPU, dtype: str = "auto") -> Cached:
     """Make a model and compute a text's KV."""
     head_dim = {"head_dim": 64} if device.type == "cuda" else {}
-    save_reference(directory, way.architecture, **{**way.changes, **head_dim})
+    save_reference(directory, case.architecture, **{**case.changes, **head_dim})
     model = load_checkpoint(directory, dtype, device).model  # type: ignore[arg-type]
-    groups = kv_groups(model.shape.windows) if way.grouped else single_group(model.shape.layers)
+    groups = kv_groups(model.shape.windows) if case.grouped else single_group(model.shape.layers)
     layout = KvLayout(groups, BLOCKS * len(groups) + 1, BLOCK_TOKENS)
     pool: Attention
-    if way.pool == "kernel":
+    if case.pool == "kernel":
         pool = VarlenAttention(model.shape.attention, layout, model.dtype, device)  # type: ignore[assignment]
     else:
-        pool = SdpaAttention(model.shape.attention, layout, model.dtype, device, fp8=way.pool == "fp8")
+        pool = SdpaAttention(model.shape.attention, layout, model.dtype, device, fp8=case.pool == "fp8")
     return Cached(model, groups, pool)
 
 
 def check_each_entry(subject: Cached, length: int, positions: range) -> None:
-    """Turn entries round one by one."""
+    """Negate entries one by one and check which change the logits."""
     want = subject.logits(length)
     for layer in range(subject.model.shape.layers):
         for kind in (KEYS, VALUES):
@@ -123,7 +123,7 @@ def check_each_entry(subject: Cached, length: int, positions: range) -> None:
 
 
 def check_each_block(subject: Cached, length: int) -> None:
-    """Take blocks out of the tables one by one; an empty one takes their place."""
+    """Replace blocks by an empty one, one by one, and check which change the logits."""
     want, empty = subject.logits(length), BLOCKS * len(subject.groups)
     for number, group in enumerate(subject.groups):
         for index in range(CONTEXT_TOKENS // BLOCK_TOKENS):
@@ -136,36 +136,36 @@ def check_each_block(subject: Cached, length: int) -> None:
 
 @pytest.fixture
 def subject_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Cached]:
-    """Makes the subject of a way, its kernel computed by what it documents."""
+    """Return a function that prepares a case by name, with the kernel replaced by plain torch."""
     monkeypatch.setattr(varlen_module, "varlen_attn", kernel_in_plain_torch)
-    return lambda name: cached(WAYS[name], tmp_path)
+    return lambda name: cached(CASES[name], tmp_path)
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", CASES)
 def test_a_wrong_entry_changes_the_next_token(subject_of: Callable[[str], Cached], name: str) -> None:
-    """A key or a value of one token, head and layer changes a decode's logits, unless out of its window."""
+    """A wrong key or value changes the logits of a decode, unless it is outside the window."""
     check_each_entry(subject_of(name), 1, range(CONTEXT_TOKENS))
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", CASES)
 def test_a_wrong_entry_changes_a_chunk(subject_of: Callable[[str], Cached], name: str) -> None:
-    """The same for a chunk of a prompt, whose first token sees furthest back."""
+    """A wrong key or value changes the logits of a prefill chunk, unless it is outside the window."""
     check_each_entry(subject_of(name), 5, range(1, CONTEXT_TOKENS, 4))
 
 
 @pytest.mark.parametrize("length", [1, 5])
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", CASES)
 def test_a_missing_block_changes_the_logits(
     subject_of: Callable[[str], Cached], name: str, length: int
 ) -> None:
-    """A block that is not where the table says changes the logits, unless no layer of its group sees it."""
+    """A missing block changes the logits, unless no layer of its group attends to it."""
     check_each_block(subject_of(name), length)
 
 
 @needs_cuda
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", CASES)
 def test_every_entry_counts_on_cuda(tmp_path: Path, name: str) -> None:
-    """The same with the real kernels."""
-    subject = cached(WAYS[name], tmp_path, torch.device("cuda"), "bfloat16")
+    """On CUDA, wrong entries and missing blocks change the logits as on a CPU."""
+    subject = cached(CASES[name], tmp_path, torch.device("cuda"), "bfloat16")
     check_each_entry(subject, 1, range(0, CONTEXT_TOKENS, 3))
     check_each_block(subject, 1)

@@ -1,4 +1,4 @@
-"""model_server.text: decoding that ends where it should, and stop strings that never show."""
+"""Detokenization of outputs, and stop strings, which are never part of the answer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 @cache
 def tokenizer() -> PromptTokenizer:
-    """The packaged tokenizer."""
+    """Return the packaged tokenizer."""
     return PromptTokenizer.from_directory(TINY_DIRECTORY)
 
 
 def output(ids: list[int], reason: FinishReason | None = None, cached_tokens: int = 0) -> EngineCoreOutput:
-    """One output of the engine."""
+    """Return one output of the engine."""
     return EngineCoreOutput("r", tuple(ids), reason, cached_tokens)
 
 
 def shown(assembler: TextAssembler, ids: list[int], reason: FinishReason = "length") -> str:
-    """The text after ids came one by one."""
+    """Return the text of ids that arrive one by one."""
     text = ""
     for at, token_id in enumerate(ids):
         delta = assembler.push(output([token_id], reason if at == len(ids) - 1 else None))
@@ -40,8 +40,8 @@ STOP = st.text("ab", min_size=1, max_size=4)
 
 
 @given(pieces=PIECES, stops=st.lists(STOP, max_size=3))
-def test_stop_strings_cut_as_if_the_text_had_come_whole(pieces: list[str], stops: list[str]) -> None:
-    """However a text is split, what is shown ends before the stop string that is complete first."""
+def test_stop_strings_match_across_tokens(pieces: list[str], stops: list[str]) -> None:
+    """However a text is split into tokens, the answer ends before the first complete stop string."""
     finder = StopStrings(tuple(stops))
     text = ""
     for piece in pieces:
@@ -57,8 +57,8 @@ def test_stop_strings_cut_as_if_the_text_had_come_whole(pieces: list[str], stops
 
 
 @given(pieces=PIECES, stop=STOP)
-def test_no_more_is_held_back_than_could_match(pieces: list[str], stop: str) -> None:
-    """What is not shown yet is always the beginning of the stop string."""
+def test_only_a_possible_match_is_withheld(pieces: list[str], stop: str) -> None:
+    """The withheld text is always a prefix of the stop string."""
     finder = StopStrings((stop,))
     seen = text = ""
     for piece in pieces:
@@ -70,14 +70,14 @@ def test_no_more_is_held_back_than_could_match(pieces: list[str], stop: str) -> 
 
 
 @given(st.text(max_size=30))
-def test_any_text_comes_out_as_it_was(text: str) -> None:
-    """Tokens of any text, one by one, give that text."""
+def test_any_text_is_decoded_unchanged(text: str) -> None:
+    """The tokens of any text, decoded one by one, give the same text."""
     ids = tokenizer().encode(text)
     assert shown(TextAssembler(tokenizer()), ids) == tokenizer().decode(ids)
 
 
-def test_a_stop_token_counts_but_is_not_shown() -> None:
-    """The token that ended generation is generated text only in the count."""
+def test_a_stop_token_is_counted_but_not_part_of_the_text() -> None:
+    """The stop token counts as a completion token, but its text is not part of the answer."""
     ids = tokenizer().encode("some words")
     assembler = TextAssembler(tokenizer(), stop_token_ids=frozenset({ids[-1]}))
     delta = assembler.push(output(ids, "stop", cached_tokens=16))
@@ -86,15 +86,15 @@ def test_a_stop_token_counts_but_is_not_shown() -> None:
     assert (assembler.completion_tokens, assembler.cached_tokens) == (len(ids), 16)
 
 
-def test_end_of_sequence_is_no_stop_reason() -> None:
-    """A regular end names no reason."""
+def test_end_of_sequence_has_no_stop_reason() -> None:
+    """An end by the end-of-sequence token has no stop_reason."""
     eos = min(tokenizer().eos_token_ids)
     delta = TextAssembler(tokenizer()).push(output([eos], "stop"))
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("", "stop", None)
 
 
 def test_a_stop_string_ends_before_the_rest_of_its_step() -> None:
-    """Tokens behind the match, in the same output or later, are neither shown nor counted."""
+    """Tokens after the match, in the same output or later, are neither part of the answer nor counted."""
     ids = tokenizer().encode("one two three four five")
     assembler = TextAssembler(tokenizer(), stop_strings=(" three",))
     delta = assembler.push(output(ids))
@@ -104,15 +104,15 @@ def test_a_stop_string_ends_before_the_rest_of_its_step() -> None:
 
 
 @pytest.mark.parametrize("reason", ["length", "stop"])
-def test_text_held_back_is_shown_at_the_end(reason: FinishReason) -> None:
-    """The beginning of a stop string that never completes is part of the answer."""
+def test_withheld_text_is_returned_at_the_end(reason: FinishReason) -> None:
+    """A prefix of a stop string that never completes is part of the answer."""
     ids = tokenizer().encode("one two thr")
     ends = [*ids, min(tokenizer().eos_token_ids)] if reason == "stop" else ids
     assert shown(TextAssembler(tokenizer(), stop_strings=("three",)), ends, reason) == "one two thr"
 
 
 def test_min_tokens_hides_early_stop_strings() -> None:
-    """A stop string within the first `min_tokens` tokens does not count."""
+    """A stop string within the first `min_tokens` tokens is ignored."""
     ids = tokenizer().encode("stop and stop again")
     first = len(tokenizer().encode("stop"))
     assert shown(TextAssembler(tokenizer(), stop_strings=("stop",)), ids) == ""
