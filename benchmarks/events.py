@@ -20,8 +20,8 @@ from benchmarks.index_load import PODS
 from benchmarks.radix_rival import measure_rival
 from benchmarks.report import Options, cpu_s, read_options
 from indexer.index.index import FlatIndex
-from indexer.tiers import Tiers
 from indexer.views.applier import warm_kernels
+from indexer.wire.tiers import Tiers
 
 _POD = PODS[0]
 _BLOCKS = {32: 262_144, 1: 65_536}

@@ -9,7 +9,7 @@ import numpy as np
 
 from indexer.index.index import FlatIndex
 from indexer.keys import Keys
-from indexer.tiers import GPU_TIER, Tiers
+from indexer.wire.tiers import GPU_TIER, Tiers
 
 PODS = tuple(f"10.0.{number // 250}.{number % 250}:8000" for number in range(256))
 CHAIN_BLOCKS = 1000

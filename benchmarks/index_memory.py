@@ -19,8 +19,8 @@ from benchmarks.index_load import PODS
 from benchmarks.report import Options
 from indexer.config import PodStream
 from indexer.index.index import FlatIndex
-from indexer.tiers import Tiers
 from indexer.views.applier import warm_kernels
+from indexer.wire.tiers import Tiers
 
 _POOL_BLOCKS = 131_072
 _THOUSANDS = (300, 500, 750, 1000, 1200, 1500, 1800, 2000, 2500, 3000, 4000, 8000)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from benchmarks.report import Options, cpu_s, read_options
 from indexer import PodMatches, StreamState
 from indexer.pod_entry import PodEntry
-from indexer.tiers import Tiers
+from indexer.wire.tiers import Tiers
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.picking.candidates import CandidateCache
 from router.picking.scheduler import Scheduler, TokenizedRequest

@@ -8,7 +8,7 @@ from indexer.index.contract import IndexStats, PodMatch, PodMatches, StreamState
 from indexer.kv_indexer import KvIndexer
 from indexer.streams.engine_registry import EngineState
 from indexer.streams.subscriber import raise_open_files
-from indexer.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
+from indexer.wire.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
 
 __all__ = [
     "GPU_TIER",

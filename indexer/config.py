@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common.flags import ADMIN_TOKEN_VARIABLE, admin_token, file_flag, flag, flag_values, pair
 from indexer.errors import ConfigError
-from indexer.tiers import DEFAULT_TIERS, DEFAULT_WEIGHTS
+from indexer.wire.tiers import DEFAULT_TIERS, DEFAULT_WEIGHTS
 
 DEFAULT_EVENTS_PORT = 5557
 

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from indexer.index.index import FlatIndex
 from indexer.keys import Keys
-from indexer.tiers import SPECULATIVE_TIER
+from indexer.wire.tiers import SPECULATIVE_TIER
 
 # Time of the next check, unique number, request.
 _Due: TypeAlias = tuple[float, int, Hashable]

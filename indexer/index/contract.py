@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer.keys import Keys
-from indexer.tiers import Tiers
+from indexer.wire.tiers import Tiers
 
 
 class StreamState(StrEnum):

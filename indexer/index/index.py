@@ -30,7 +30,7 @@ from indexer.index.update import (
     used_bytes,
 )
 from indexer.keys import Keys
-from indexer.tiers import Tiers
+from indexer.wire.tiers import Tiers
 
 # Blocks per turn under the lock, about 0.2 ms.
 TURN_BLOCKS = 1024

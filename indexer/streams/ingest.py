@@ -26,11 +26,11 @@ from indexer.keys import BlockHasher, Keys
 from indexer.metrics import IndexerMetrics
 from indexer.streams.engine_registry import EngineRegistry
 from indexer.streams.snapshot import Fetched, Snapshot
-from indexer.tiers import GPU_TIER, Tiers
 from indexer.views.applier import ApplierContext, EventApplier
 from indexer.views.hybrid import HybridMatcher
 from indexer.views.pod_view import PodView
 from indexer.views.view_parts import Entry, Outcome, ViewContent, ViewFacts, ViewPart, decode_entry
+from indexer.wire.tiers import GPU_TIER, Tiers
 
 _log = logging.getLogger(__name__)
 # A publisher can change its stream's state with each message.

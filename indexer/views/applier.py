@@ -16,7 +16,6 @@ from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError
 from indexer.index.index import TURN_BLOCKS, FlatIndex
 from indexer.keys import BlockHasher, Keys
-from indexer.tiers import SPECULATIVE_TIER, Tiers
 from indexer.views.apply_kernel import (
     ALL_DONE,
     EXTRA_COPIES,
@@ -39,6 +38,7 @@ from indexer.views.view_parts import ChangeLog, Kind, Outcome, StoredRun
 from indexer.wire import columns as rows
 from indexer.wire.columns import Columns, EventDecoder, hash_to_uint64
 from indexer.wire.events import BlockRemoved, BlockStored
+from indexer.wire.tiers import SPECULATIVE_TIER, Tiers
 
 # Maximum of awaited hashes that the kernel compares with each store; above it the view applies all events.
 _AWAITED_MAX = 16

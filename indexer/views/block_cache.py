@@ -21,10 +21,10 @@ from indexer.index.index import SWEEP_SLOTS, FlatIndex
 from indexer.index.layout import LOW, NOTHING, PART_BLOCKS, FlatArrays, HeldBlocks
 from indexer.index.update import place_blocks, remove_by_hash
 from indexer.keys import Keys
-from indexer.tiers import SPECULATIVE_TIER, TIERS_MAX
 from indexer.views.view_parts import Change, ChangeLog, Kind
 from indexer.wire.columns import hash_to_uint64
 from indexer.wire.events import EngineHash
+from indexer.wire.tiers import SPECULATIVE_TIER, TIERS_MAX
 
 _SPLITS_MAX = 16
 _HASHES_MAX = 1 + ALIASES_MAX

@@ -19,9 +19,9 @@ from common.jit import kernel
 from indexer.index.contract import PodMatches
 from indexer.index.index import FlatIndex
 from indexer.keys import Keys
-from indexer.tiers import SPECULATIVE_TIER
 from indexer.views.view_parts import GROUPS_MAX, GroupRule
 from indexer.wire.events import BlockStored
+from indexer.wire.tiers import SPECULATIVE_TIER
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ import numpy as np
 from indexer.config import IndexerConfig
 from indexer.errors import TokenError
 from indexer.keys import BlockHasher, Keys
-from indexer.tiers import Tiers
 from indexer.views.block_cache import BlockCache, Dropped
 from indexer.views.full_reports import FullReports, LaterEvents, UncertainCopies
 from indexer.views.hybrid import CacheGroups, PodGroups
 from indexer.views.runs import CopyChange, Orphan, Orphans, PlainRuns, Runs
 from indexer.views.view_parts import Entry, Kind, Outcome, ViewFacts, ViewPart
 from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, KVEvent
+from indexer.wire.tiers import Tiers
 
 # Reason: a store may have been a further physical copy or a repeated report.
 AMBIGUOUS_COPIES = "ambiguous_copies"

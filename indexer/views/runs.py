@@ -23,10 +23,10 @@ import numpy as np
 
 from indexer.errors import TokenError
 from indexer.keys import BlockHasher, Keys, RunExtras, pack, read_extras, token_words
-from indexer.tiers import Tiers
 from indexer.views.block_cache import BlockCache, Dropped
 from indexer.views.view_parts import Outcome, StoredRun
 from indexer.wire.events import BlockStored, EngineHash
+from indexer.wire.tiers import Tiers
 
 PARTIAL_BLOCKS_MAX = 131_072
 """Maximum of partial blocks per pod; each takes about 1 KB."""

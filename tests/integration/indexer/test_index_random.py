@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from indexer.tiers import SPECULATIVE_TIER
+from indexer.wire.tiers import SPECULATIVE_TIER
 from tests.support.depth import examples
 from tests.support.indexer.held_copies import references
 from tests.support.indexer.index_backends import BACKENDS, TIERS, keys

@@ -8,7 +8,7 @@ import numpy as np
 
 from indexer.index.index import FlatIndex
 from indexer.keys import Keys
-from indexer.tiers import Tiers
+from indexer.wire.tiers import Tiers
 from tests.support.indexer.reference_index import ReferenceIndex
 
 TIERS = Tiers()

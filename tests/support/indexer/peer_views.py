@@ -11,10 +11,10 @@ from indexer.config import IndexerConfig, PodStream
 from indexer.index.index import FlatIndex
 from indexer.keys import BlockHasher, Keys
 from indexer.peers.messages import SnapshotReader, snapshot_messages
-from indexer.tiers import Tiers
 from indexer.views.applier import ApplierContext, EventApplier
 from indexer.views.hybrid import group_holder
 from indexer.views.view_parts import Outcome, ViewSnapshot
+from indexer.wire.tiers import Tiers
 from tests.support.indexer.held_copies import references
 
 PODS = ("10.0.0.1:8000", "10.0.0.2:8000")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from indexer.index.contract import IndexStats, PodMatches
 from indexer.keys import Keys
-from indexer.tiers import SPECULATIVE_TIER, Tiers
+from indexer.wire.tiers import SPECULATIVE_TIER, Tiers
 
 # Holders of one block: pod -> tier's number -> references.
 _Holders = dict[str, dict[int, int]]

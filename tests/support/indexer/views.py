@@ -11,12 +11,12 @@ from indexer.config import IndexerConfig
 from indexer.index.contract import PodMatch
 from indexer.index.index import FlatIndex
 from indexer.keys import BlockHasher, Keys
-from indexer.tiers import Tiers
 from indexer.views.block_cache import BlockCache
 from indexer.views.hybrid import HybridMatcher, group_holder
 from indexer.views.pod_view import PodView
 from indexer.views.view_parts import Outcome
 from indexer.wire.events import BlockStored, KVEvent
+from indexer.wire.tiers import Tiers
 from tests.support.indexer.decoding import EventBatch
 from tests.support.indexer.plain_view import MappedCache, apply_batch
 from tests.support.indexer.reference_index import ReferenceIndex

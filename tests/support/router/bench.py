@@ -13,7 +13,7 @@ from indexer import PodMatches, StreamState
 from indexer.audit.mismatch_watch import DispatchKey
 from indexer.keys import Keys, Tokens
 from indexer.pod_entry import PodEntry
-from indexer.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
+from indexer.wire.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
 from router.feedback.lifecycle import Lifecycle
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters

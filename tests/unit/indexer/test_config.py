@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from indexer import ConfigError, IndexerConfig, PodStream
-from indexer.tiers import Tiers
+from indexer.wire.tiers import Tiers
 
 
 def test_defaults_are_valid() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from indexer.errors import PayloadError
 from indexer.keys import Keys, MultimodalItem, extras_of_prompt, pack
-from indexer.tiers import Tiers
+from indexer.wire.tiers import Tiers
 from tests.support.indexer.decoding import decode_batch
 from tests.support.indexer.reference_index import ReferenceIndex
 from tests.support.indexer.views import OnePod, read_json, read_lines

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from indexer.index.contract import PrefixEnd, StreamState, explain_prefix
-from indexer.tiers import Tiers
+from indexer.wire.tiers import Tiers
 
 TIERS = Tiers()
 GPU, CPU = (1 << TIERS.number(tier) for tier in ("gpu", "cpu"))

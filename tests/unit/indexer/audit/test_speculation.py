@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from indexer import IndexerConfig, KvIndexer
 from indexer.audit.speculation import Speculation
 from indexer.keys import Keys
-from indexer.tiers import Tiers
+from indexer.wire.tiers import Tiers
 from tests.support.indexer.contents import items_within
 from tests.support.indexer.reference_index import ReferenceIndex
 

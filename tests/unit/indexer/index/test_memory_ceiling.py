@@ -8,8 +8,8 @@ import pytest
 from indexer.index.index import FlatIndex
 from indexer.index.layout import ALIAS_BYTES, BLOCK_BYTES, EXTRA_BYTES
 from indexer.keys import Keys
-from indexer.tiers import Tiers
 from indexer.views.block_cache import BlockCache
+from indexer.wire.tiers import Tiers
 
 TIERS = Tiers()
 PODS = tuple(f"10.0.0.{number}:8000" for number in range(60))

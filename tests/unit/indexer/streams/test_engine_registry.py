@@ -8,7 +8,7 @@ from indexer.config import PodStream
 from indexer.index.contract import StreamState
 from indexer.keys import BlockHasher
 from indexer.streams.engine_registry import EngineRegistry
-from indexer.tiers import Tiers
+from indexer.wire.tiers import Tiers
 from tests.support.indexer.reference_index import ReferenceIndex
 
 POD, OTHER = "10.0.0.1:8000", "10.0.0.2:8000"

@@ -17,12 +17,12 @@ from indexer.index.engine_hashes import scoped_hash
 from indexer.index.hash_table import GOLDEN, hash_bits
 from indexer.index.index import TURN_BLOCKS, FlatIndex
 from indexer.keys import BlockHasher, Keys
-from indexer.tiers import Tiers
 from indexer.views.applier import ApplierContext, EventApplier
 from indexer.views.block_cache import BlockCache
 from indexer.views.hybrid import group_holder
 from indexer.views.pod_view import PodView
 from indexer.views.view_parts import Outcome
+from indexer.wire.tiers import Tiers
 from tests.support.depth import examples
 from tests.support.indexer.plain_view import DecodingApplier, MappedCache
 from tests.support.indexer.reference_index import ReferenceIndex

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from indexer import PodMatches, StreamState
 from indexer.pod_entry import PodEntry
-from indexer.tiers import Tiers
+from indexer.wire.tiers import Tiers
 from router._pb import endpoint_picker_pb2 as pb
 from router.doors.pick import pick_response
 from router.picking.cost import CACHE_HIT, COST_BREAKDOWN

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from indexer.tiers import Tiers
+from indexer.wire.tiers import Tiers
 from router.picking.cost import CACHE_HIT, CostParameters, add_hits
 from tests.support.router.pricing import IDLE, PodState, Queued, costs_on, load
 
