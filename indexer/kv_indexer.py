@@ -161,8 +161,10 @@ class KvIndexer:
         started_s = time.perf_counter()
         self._speculation.expire(self._clock())
         registry = self.engine_registry
-        by_rank = self._hybrid.refine(keys, self._index.match(keys, registry.holders(pods)), prompt_tokens)
-        found = registry.best_ranks(by_rank, pods)
+        table = self._index.match(keys, registry.holders(pods))
+        if self._hybrid.pods:
+            table = self._hybrid.refine(keys, table, prompt_tokens)
+        found = registry.best_ranks(table, pods)
         self._metrics.looked_up(found.longest, time.perf_counter() - started_s)
         found.states, found.followed = registry.states, self._followed_s
         return found

@@ -65,17 +65,17 @@ class HybridMatcher:
         self._speculative_bit = np.uint8(1 << index.tiers.number(SPECULATIVE_TIER))
         self._lock = threading.Lock()
         # Read by other threads without the lock, so it is replaced as a whole.
-        self._pods: Mapping[str, PodGroups] = {}
+        self.pods: Mapping[str, PodGroups] = {}
         # Compiles the kernel now rather than during the first request.
         usable_blocks(1, 1, [(GroupRule(1, usable=True, leads=False), np.zeros(1, np.uint8))])
 
     def set_groups(self, pod: str, groups: PodGroups | None) -> None:
         """Set a pod's groups as learned from its events; None for a pod with at most one group."""
-        if self._pods.get(pod) is groups:
+        if self.pods.get(pod) is groups:
             return
         with self._lock:
-            others = {other: known for other, known in self._pods.items() if other != pod}
-            self._pods = others if groups is None else {**others, pod: groups}
+            others = {other: known for other, known in self.pods.items() if other != pod}
+            self.pods = others if groups is None else {**others, pod: groups}
 
     def refine(self, keys: Keys, table: PodMatches, prompt_tokens: int | None = None) -> PodMatches:
         """Shorten the matches of hybrid pods.
@@ -91,9 +91,7 @@ class HybridMatcher:
         Returns:
             The matches; `table` itself if none changes.
         """
-        pods = self._pods
-        if not pods:
-            return table
+        pods = self.pods
         blocks = blocks_by_tier = None
         for pod in pods.keys() & table.rows.keys():
             row = table.rows[pod]

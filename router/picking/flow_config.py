@@ -10,7 +10,7 @@ from router.config.fields import Duration, Positive, Settings
 from router.config.picker_file import BandSettings, FlowSettings, PickerConfig
 from router.picking.admission import ConcurrencyDetector, SaturationDetector, UtilizationDetector
 from router.picking.flow_queue import FAIRNESS, ORDERS
-from router.picking.sessions import agent_session_id
+from router.prompts.request import agent_session_id
 
 USAGE_LIMIT = "static-usage-limit-policy"
 _DETECTORS: Mapping[str, type[SaturationDetector]] = {

@@ -30,11 +30,11 @@ from router.picking.cost import (
     least_cost_first,
 )
 from router.picking.decision import Candidate, Decision, PipelineResult, Ranking
-from router.picking.sessions import SessionPods, session_id_of
+from router.picking.sessions import SessionPods
 from router.pods.load_table import PodLoadTable
 from router.pods.pod_set import PodSnapshot
 from router.prompts.prompt_tokens import PromptTokens
-from router.prompts.request import RouteRequest, usage_is_comparable
+from router.prompts.request import RouteRequest, session_id_of, usage_is_comparable
 
 # Speculative blocks of a request just sent will be in device memory.
 _DEVICE_TIERS = (GPU_TIER, SPECULATIVE_TIER)

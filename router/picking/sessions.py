@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from threading import Lock
-
-SESSION_ID_HEADER = "x-session-id"
-# Session headers of coding agents, in the order of precedence.
-_AGENT_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
-_ID_CHARS_MAX = 256
 
 
 class SessionPods:
@@ -46,26 +40,3 @@ class SessionPods:
             self._pods.move_to_end(key)
             if len(self._pods) > self._capacity:
                 self._pods.popitem(last=False)
-
-
-def session_id_of(headers: Mapping[str, str]) -> str | None:
-    """Return the session id of a request, from x-session-id or an agent's header.
-
-    None without such a header, or if the id is longer than 256 characters.
-    """
-    session = headers.get(SESSION_ID_HEADER) or agent_session_id(headers)
-    return session if session and len(session) <= _ID_CHARS_MAX else None
-
-
-def cookie_value(header: str, name: str) -> str:
-    """Return the value of a cookie in a request's cookie header; "" if it is missing."""
-    for pair in header.split(";"):
-        key, equals, value = pair.strip().partition("=")
-        if equals and key == name:
-            return value.strip('"')
-    return ""
-
-
-def agent_session_id(headers: Mapping[str, str]) -> str | None:
-    """Return the session id in an agent's header; None without one."""
-    return next((headers[name] for name in _AGENT_HEADERS if headers.get(name)), None)

@@ -11,9 +11,8 @@ import xxhash
 from msgspec import Meta
 
 from router.config.fields import Settings, Text, Whole
-from router.picking.sessions import agent_session_id, cookie_value
 from router.plugins.api import PrefixMatch
-from router.prompts.request import RouteRequest
+from router.prompts.request import RouteRequest, agent_session_id
 
 if TYPE_CHECKING:
     from indexer import PodMatches
@@ -127,8 +126,17 @@ class SessionIdProducer(Settings):
     def attribute(self, headers: Mapping[str, str]) -> str | None:
         if self.header_name is not None:
             return headers.get(self.header_name.lower())
-        return cookie_value(headers.get("cookie", ""), self.cookie_name or "") or None
+        return _cookie_value(headers.get("cookie", ""), self.cookie_name or "") or None
 
 
 PrefixProducer = PrecisePrefix | ApproximatePrefix  # computes the cached prefix of a prompt per pod
 AttributeProducer = AgentIdentity | SessionIdProducer  # computes an attribute from the headers
+
+
+def _cookie_value(header: str, name: str) -> str:
+    """Return the value of a cookie in a request's cookie header; "" if it is missing."""
+    for pair in header.split(";"):
+        key, equals, value = pair.strip().partition("=")
+        if equals and key == name:
+            return value.strip('"')
+    return ""

@@ -13,8 +13,9 @@ from typing import Annotated, Literal
 from msgspec import Meta, field
 
 from router.config.fields import Number, Settings, Text
-from router.picking.sessions import SESSION_ID_HEADER, SessionPods
+from router.picking.sessions import SessionPods
 from router.plugins.api import Endpoint, PluginRequest
+from router.prompts.request import SESSION_ID_HEADER
 
 TOKEN_HEADER = "x-session-token"
 

@@ -14,6 +14,10 @@ from router.errors import RequestError
 MODEL_CHARS_MAX = 4096  # enough for a repository or path; the decision log keeps the name
 # Reason to route by load alone: every pod will compute the whole prompt.
 CACHE_NOT_READ = "cache_not_read"
+SESSION_ID_HEADER = "x-session-id"
+# Session headers of coding agents, in the order of precedence.
+_AGENT_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
+_ID_CHARS_MAX = 256
 
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _FIELDS = msgspec.json.Decoder(dict[str, Any])
@@ -135,3 +139,17 @@ def _starts_in_prompt(body: Mapping[str, Any]) -> bool:
     """Return whether SGLang's fields request log probabilities of the prompt."""
     start = body.get("logprob_start_len")
     return bool(body.get("return_logprob")) and isinstance(start, int) and start >= 0
+
+
+def session_id_of(headers: Mapping[str, str]) -> str | None:
+    """Return the session id of a request, from x-session-id or an agent's header.
+
+    None without such a header, or if the id is longer than 256 characters.
+    """
+    session = headers.get(SESSION_ID_HEADER) or agent_session_id(headers)
+    return session if session and len(session) <= _ID_CHARS_MAX else None
+
+
+def agent_session_id(headers: Mapping[str, str]) -> str | None:
+    """Return the session id in an agent's header; None without one."""
+    return next((headers[name] for name in _AGENT_HEADERS if headers.get(name)), None)

@@ -7,7 +7,8 @@ from msgspec.structs import replace
 
 from router.feedback.lifecycle import REPORT
 from router.picking.decision import Decision
-from router.picking.sessions import SessionPods, session_id_of
+from router.picking.sessions import SessionPods
+from router.prompts.request import session_id_of
 from tests.support.router.bench import Bench, completion, ready_pod
 
 A, B = ready_pod("10.0.0.1:8000", model="m"), ready_pod("10.0.0.2:8000", model="m")
