@@ -90,7 +90,7 @@ def test_a_mistake_is_reported_once_in_three_ways(mistaken: Release, name: str) 
     gauge = f'kvroute_discovery_problem{{reason="{mistake.reason}"}} 1.0'
     router = eventually("the metric says so", lambda: _router_that_says(mistaken, gauge), deadline_s=300)
     log = mistaken.kubectl("logs", router)
-    lines = [line for line in log.splitlines() if f"{mistake.reason}: " in line]
+    lines = [line for line in log.splitlines() if f"reason={mistake.reason} " in line]
     assert len(lines) == 1, log
     assert re.search(mistake.words, lines[0])
     assert eventually("an Event", lambda: _events(mistaken, router, mistake.reason))
