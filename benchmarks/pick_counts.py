@@ -82,7 +82,7 @@ def serve(load: Load, callgrind: Callable[[str], None]) -> None:
             for _ in range(load.warm_bursts):
                 _burst(inside, inside.requests(lines, _BURST))
             counted = [inside.requests(lines, _BURST) for _ in range(load.bursts)]
-            # As the router does at start.
+            # Same setting as the router makes at start.
             gc.collect()
             gc.freeze()
             callgrind("--instr=on")

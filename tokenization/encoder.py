@@ -262,7 +262,7 @@ class TextEncoder:
 
     def _by_library(self, text: str) -> TokenIds:
         try:
-            # As a batch, because the library holds the GIL while it encodes a single text.
+            # Encode as a batch, because the library holds the GIL while it encodes a single text.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except TypeError as error:  # the text has no UTF-8 form
             raise UnsupportedPromptError("the prompt contains a lone surrogate", "prompt") from error

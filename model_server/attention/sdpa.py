@@ -188,7 +188,7 @@ class SdpaAttention:
         blocks = [-(-span.stop // block_tokens) for span in spans]
         first = 0
         while first < len(spans):
-            # As many as fit into one call. Ascending contexts need little padding.
+            # One call takes as many sequences as fit. Ascending contexts need little padding.
             stop = first + 1
             while stop < len(spans) and (stop + 1 - first) * blocks[stop] <= self._gathered_blocks:
                 stop += 1

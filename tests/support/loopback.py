@@ -47,7 +47,7 @@ def listens(port: int) -> bool:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # As servers do: lingering connections do not block the port.
+        # Lingering connections must not block the port, as for servers.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HERE, port))

@@ -135,7 +135,7 @@ class ChatTemplate:
         # A plain dict, because every rendering copies the globals, and a ChainMap is slow to copy.
         self._template.globals = dict(self._template.globals)
         self._special_tokens = dict(special_tokens)
-        # As in vLLM, which searches for the quoted role.
+        # vLLM searches for the quoted role, too.
         self._names_developer = '"developer"' in source or "'developer'" in source
         self.messages = MessageCache(wants_parts=self.wants_parts)
 

@@ -41,7 +41,7 @@ def test_a_request_goes_to_the_picked_pod_and_ends_in_the_ledger(served: Gateway
     assert decision["degraded"] is None
     wait_until(lambda: served.decision(response)["end"], "the request's end")
     end = served.decision(response)["end"]
-    # Where ext_proc sees responses, it and the access log race.
+    # Reports of ext_proc and of the access log race.
     full = "x-went-into-resp-headers" in response.headers
     assert end["source"] in ({"response", "access_log"} if full else {"access_log"})
     assert end["failed"] is False

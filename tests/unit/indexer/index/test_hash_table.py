@@ -14,7 +14,7 @@ from indexer.index.hash_table import behind, delete, empty_table, grow_table, ho
 from tests.support.depth import examples
 
 MOST = 5_000
-# Of few hashes entries pile up; the least and the largest ones meet around the table's end.
+# Few distinct hashes make entries pile up; the least and the largest ones meet around the table's end.
 few_hashes = st.sampled_from([0, 1, 0xFFFF_FFFF, 0xFFFF_FFFE, 0x8000_0000])
 hashes = few_hashes | st.integers(0, 0xFFFF_FFFF)
 

@@ -6,7 +6,7 @@ from tests.support.indexer.streams import EXACT, RECOVERING, STALE, Loop, follow
 
 
 def test_a_snapshot_comes_before_the_history() -> None:
-    """Where a snapshot is offered the view starts with it, and live batches wait for it."""
+    """A view starts with the snapshot if the engine offers one, and live batches wait for it."""
     loop = Loop(snapshots=True, history=1)
     for _ in range(3):
         loop.publish()

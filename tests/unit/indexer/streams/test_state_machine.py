@@ -139,7 +139,7 @@ def test_a_new_process_is_recognised_without_an_event() -> None:
 
 
 def test_a_new_process_that_published_as_much_is_recognised_by_content() -> None:
-    """The same sequence number with another payload identifies a new process."""
+    """A known sequence number with another payload identifies a new process."""
     loop = followed()
     loop.restart()
     for _ in range(7):

@@ -194,7 +194,7 @@ steps = st.one_of(
 def test_blocks_are_held_exactly_while_their_last_parts_are(
     flat: bool, history: list[tuple[str, int, str]]
 ) -> None:
-    """As in a naive model, an index block is held in the tiers of its last part's copies."""
+    """An index block is held in the tiers of its last part's copies, as in a naive model."""
     pod = OnePod(block_tokens=64, flat=flat)
     pod.apply(*map(part, range(PARTS)), BlockRemoved(list(range(1, PARTS + 1))))
     copies = [{"GPU": 0, "CPU": 0} for _ in range(PARTS)]

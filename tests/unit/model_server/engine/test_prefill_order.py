@@ -91,7 +91,7 @@ def test_low_priority_decode_is_preempted_although_admitted_first() -> None:
 
 
 def test_last_partial_prompt_is_preempted_for_a_decode() -> None:
-    """Of two partial prompts, the last in the order is preempted for a decode."""
+    """A decode preempts the last in the order of two partial prompts."""
     scheduler = new_scheduler(blocks=5, tokens=4, caching=False, policy="priority")
     scheduler.add_request(arriving("decode", 1))
     scheduler.add_request(arriving("low", 8, priority=5))

@@ -95,7 +95,7 @@ MESSAGES: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
         },
         [{"role": "tool", "tool_call_id": "t", "content": "x"}],
     ),
-    # As in vLLM 0.32, images without a source, or in results without a URL, are dropped.
+    # Images without a source, or in results without a URL, are dropped, as in vLLM 0.32.
     (
         {"messages": [{"role": "user", "content": [PNG, {"type": "image"}, LINK, *text("x")]}]},
         [
