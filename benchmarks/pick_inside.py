@@ -44,7 +44,7 @@ from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
 from router.observe.decision_log import DecisionLog
 from router.observe.metrics import RouterMetrics
-from router.observe.requests import ObservedRouter, RequestRecorder
+from router.observe.requests import ObservedRouter
 from router.picking.admission import Admission, UtilizationDetector
 from router.picking.route import Router
 from router.picking.scheduler import Scheduler
@@ -88,13 +88,13 @@ class Inside:
         pods = PodSet()
         ledger = Ledger(LedgerParameters(), pods.load_table)
         metrics = RouterMetrics(registry)
-        decision_log = DecisionLog(_DECISIONS_KEPT, lambda address: address)
+        decision_log = DecisionLog(_DECISIONS_KEPT, lambda address: address, metrics)
         rates = PrefillRates(RateParameters(), pods.load_table)
         self.index = KvIndexer(IndexerConfig(block_tokens=BLOCK_TOKENS), registry=registry)
         self.lifecycle = Lifecycle(
             ledger,
             rates,
-            RequestRecorder(decision_log, metrics),
+            decision_log,
             self.index.settle,
             self.index.cancel_expectation,
         )

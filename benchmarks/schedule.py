@@ -64,7 +64,7 @@ class Fleet:
     def run(self, requests: list[TokenizedRequest]) -> None:
         """Schedule requests one after the other."""
         for tokenized in requests:
-            self._scheduler.schedule(tokenized, self._candidates, self._pods.snapshot(), self._matches, 1.0)
+            self._scheduler.schedule(tokenized, self._candidates, self._pods.current, self._matches, 1.0)
 
     def end_newest(self, count: int) -> None:
         """End the requests that were scheduled last."""

@@ -174,12 +174,20 @@ def _template_options(body: Body) -> dict[str, Any]:
     if body.get("chat_template") is not None:
         raise UnsupportedPromptError("a chat template in the request is not accepted", "chat_template")
     kwargs = _template_kwargs(body)
-    tools = _given_tools(kwargs.pop("tools", None))
+    # Tools of `chat_template_kwargs` replace the request's tools and are not checked.
+    tools = kwargs.pop("tools", None)
+    if tools is not None:
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise UnsupportedPromptError(
+                "the template's tools are not a list of objects", "chat_template_kwargs"
+            )
+    elif body.get("tools") is not None:
+        tools = chat_tools(body["tools"])
     documents = kwargs.pop("documents", None) if body.get("documents") is None else body["documents"]
     if documents is not None:
         objects(documents, "documents")
     return {
-        "tools": chat_tools(body.get("tools")) if tools is None else tools,
+        "tools": tools,
         "add_generation_prompt": _flag(body, "add_generation_prompt", True),
         "continue_final_message": _flag(body, "continue_final_message", False),
         "documents": documents,
@@ -204,15 +212,6 @@ def _template_kwargs(body: Body) -> dict[str, Any]:
             kwargs["enable_thinking"] = effort != "none"
         kwargs["reasoning_effort"] = effort
     return kwargs
-
-
-def _given_tools(tools: object) -> Sequence[Mapping[str, Any]] | None:
-    """Return tools of `chat_template_kwargs`, which replace the request's tools and are not checked."""
-    if tools is None:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UnsupportedPromptError("the template's tools are not a list of objects", "chat_template_kwargs")
-    return tools
 
 
 def _encoded(

@@ -76,7 +76,7 @@ class Speculation:
             request.assumed[pod] = keys
             self._entries += len(keys)
             self._awaited.setdefault(pod, {}).setdefault(int(keys[-1]), []).append(request_id)
-            self._index.add(pod, SPECULATIVE_TIER, keys)
+            self._index.store(pod, self._index.tiers.speculative, keys)
             if self._entries > self._max_entries:
                 self._expire(now_s)
             while self._entries > self._max_entries:

@@ -24,7 +24,7 @@ from indexer.keys import Keys
 from indexer.views.view_parts import Change, ChangeLog, Kind
 from indexer.wire.columns import hash_to_uint64
 from indexer.wire.events import EngineHash
-from indexer.wire.tiers import SPECULATIVE_TIER, TIERS_MAX
+from indexer.wire.tiers import TIERS_MAX
 
 _SPLITS_MAX = 16
 _HASHES_MAX = 1 + ALIASES_MAX
@@ -171,7 +171,7 @@ class BlockCache:
     def export(self) -> Iterator[HeldBlocks | None]:
         """List all blocks in parts; see `ViewContent.parts`."""
         index, start, used, counts = self._index, 0, 1, np.zeros(3, np.int64)
-        left_out = index.tiers.number(SPECULATIVE_TIER)
+        left_out = index.tiers.speculative
         room = HeldBlocks(
             keys=np.empty(PART_BLOCKS, np.uint64),
             tiers=np.empty(PART_BLOCKS, np.uint8),

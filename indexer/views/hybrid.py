@@ -21,7 +21,6 @@ from indexer.index.index import FlatIndex
 from indexer.keys import Keys
 from indexer.views.view_parts import GROUPS_MAX, GroupRule
 from indexer.wire.events import BlockStored
-from indexer.wire.tiers import SPECULATIVE_TIER
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class HybridMatcher:
     def __init__(self, index: FlatIndex, block_tokens: int) -> None:
         self._index = index
         self._block_tokens = block_tokens
-        self._speculative_bit = np.uint8(1 << index.tiers.number(SPECULATIVE_TIER))
+        self._speculative_bit = np.uint8(1 << index.tiers.speculative)
         self._lock = threading.Lock()
         # Read by other threads without the lock, so it is replaced as a whole.
         self.pods: Mapping[str, PodGroups] = {}

@@ -66,6 +66,7 @@ class Tiers:
         # Weight of one block, for each of `names`.
         self.weights: tuple[float, ...] = tuple(credit[tier] for tier in self.names)
         self._numbers = {tier: number for number, tier in enumerate(self.names)}
+        self.speculative = self._numbers[SPECULATIVE_TIER]  # number of the speculative tier
         self._tier_by_medium = {medium.upper(): tier for medium, tier in tier_by_medium.items()}
         self._tier_by_medium[""] = GPU_TIER
 

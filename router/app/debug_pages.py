@@ -230,11 +230,11 @@ class DebugPages:
             "views_pending": sorted(self.index.pending()),
             "parity": self.index.mismatch_details(),
             "routers": list(self.routers(time.monotonic())),
-            "pods_asleep": [pod.address for pod in self.pods.snapshot().values() if pod.asleep],
+            "pods_asleep": [pod.address for pod in self.pods.current.values() if pod.asleep],
         }
         if self.health.ready:
             return 200, {"status": "ready", **index}
-        waiting = [pod.address for pod in self.pods.snapshot().values() if not pod.probed]
+        waiting = [pod.address for pod in self.pods.current.values() if not pod.probed]
         missing = {"waits_for": list(self.source.waits_for()), "pods_not_probed_yet": waiting}
         return 503, {"status": "not ready", **missing, **index}
 
@@ -250,7 +250,7 @@ class DebugPages:
     def _pod_list(self, _query: Query) -> tuple[int, Any]:
         views = self.index.states()
         return 200, {
-            "pods": [self._pod(pod, views) for pod in self.pods.snapshot().values()],
+            "pods": [self._pod(pod, views) for pod in self.pods.current.values()],
             "parity": self.index.mismatch_details(),
         }
 

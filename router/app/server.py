@@ -52,7 +52,7 @@ from router.observe.metrics import (
     StreamMetrics,
     TokenizerCollector,
 )
-from router.observe.requests import ObservedRouter, RequestRecorder
+from router.observe.requests import ObservedRouter
 from router.observe.tracing import Traces
 from router.picking.route import Router
 from router.pods.pod_set import Pod, PodSet
@@ -96,12 +96,12 @@ class RouterServer:
         registry.register(StateCollector(self.pods, self._ledger, time.monotonic, config.pool_name))
         if config.compat != "off":
             registry.register(MetricAliases(registry))
-        self.decision_log = DecisionLog(_DECISIONS_KEPT, self._pod_name)
+        self.decision_log = DecisionLog(_DECISIONS_KEPT, self._pod_name, self._metrics)
         # Lambdas, because the index is built later: it calls `lifecycle` too.
         self.lifecycle = Lifecycle(
             self._ledger,
             self.rates,
-            RequestRecorder(self.decision_log, self._metrics),
+            self.decision_log,
             lambda request, now_s: self.index.settle(request, now_s),
             lambda request: self.index.cancel_expectation(request),
         )
@@ -230,7 +230,7 @@ class RouterServer:
         """Return functions that register the services of the gRPC port with a server."""
         config, lifecycle, metrics = self.config, self.lifecycle, self._metrics
         guard = BodyGuard(
-            config.forbidden_fields, lambda: kv_connector_sign(config, self.pods.snapshot()) is not None
+            config.forbidden_fields, lambda: kv_connector_sign(config, self.pods.current) is not None
         )
         ext_proc = self._ext_proc(guard)
         opened = StreamMetrics(registry).opened if config.stream_metrics else None
@@ -273,7 +273,7 @@ class RouterServer:
 
     def _housekeep(self, now_s: float) -> None:
         self.lifecycle.expire(now_s)
-        self._lost_ends.check(self.pods.snapshot(), now_s)
+        self._lost_ends.check(self.pods.current, now_s)
         if now_s >= self._review_due_s:
             self._review_due_s = now_s + _REVIEW_EVERY_S
             self.index.check_mismatches()
@@ -284,9 +284,9 @@ class RouterServer:
         if now_s - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now_s
             engines = self.index.engine_registry.engines.values()
-            self._source.check(self.pods.snapshot().values(), tuple(engines), now_s)
+            self._source.check(self.pods.current.values(), tuple(engines), now_s)
         if not self.health.ready and self._synced(now_s):
-            sign = kv_connector_sign(self.config, self.pods.snapshot())
+            sign = kv_connector_sign(self.config, self.pods.current)
             if sign is not None and self.config.forbidden_fields:
                 _log.warning(
                     "KV connector detected, rejecting requests whose body cannot be checked: sign=%s; set "
@@ -305,14 +305,14 @@ class RouterServer:
         late = now_s - self._listed_s > self.config.sync_timeout_s
         if not (self.watch.synced or late):
             return False
-        pods = self.pods.snapshot()
+        pods = self.pods.current
         # All Ready pods are unreachable: probably a network policy does not yet admit this router.
         if self.config.kube is not None and not late and _all_unreachable(pods.values()):
             return False
         return not any(pod in pods and pods[pod].ready for pod in self.index.pending())
 
     def _pod_name(self, address: str) -> str:
-        pod = self.pods.snapshot().get(address)
+        pod = self.pods.current.get(address)
         return pod.name if pod is not None else ""
 
     def _set_resources(self, resources: Resources) -> None:

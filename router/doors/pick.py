@@ -64,7 +64,7 @@ class EndpointPickerService:
                 self.metrics.refused(error)
                 _abort(context, error)
             limit = sized[0].max_endpoints or _ENDPOINTS_MAX
-            return pick_response(decision, self.pods.snapshot(), limit).SerializeToString()
+            return pick_response(decision, self.pods.current, limit).SerializeToString()
 
     def _report(
         self, request: pb.ReportOutcomeRequest, context: grpc.ServicerContext

@@ -209,7 +209,7 @@ class RemoteLoad:
         if sent.is_prefilled:
             self.ledger.first_token(request.dispatch.request_id, now_s)
             return
-        pods = self.pods.snapshot()
+        pods = self.pods.current
         for pod in filter(None, (sent.pod, sent.prefill_pod)):
             if pod in pods:
                 self.index.speculate(dispatch.key, pod, sent.keys, now_s, None)

@@ -1,4 +1,4 @@
-"""Log of the latest decisions with their costs and the lifecycle of their requests, for the debug pages.
+"""Log of the latest decisions with their costs and request lifecycles, for the debug pages and metrics.
 
 Bounded; decisions are converted to JSON-ready records only when requested. Knows no HTTP. Times are seconds
 of the router's monotonic clock, except `time`, which is Unix time.
@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from router.inflight.dispatch import Dispatch
+from router.observe.metrics import RouterMetrics
 from router.picking.decision import Decision
 
 # Converting one candidate takes some microseconds.
@@ -33,10 +34,11 @@ class _Record(msgspec.Struct, eq=False):
 
 @dataclass(eq=False)
 class DecisionLog:
-    """Latest decisions by request id. Thread-safe."""
+    """Latest decisions by request id, whose lifecycles are also counted. Thread-safe."""
 
     capacity: int  # decisions kept; the oldest is dropped first
     pod_name: Callable[[str], str]  # returns a pod's name by its address
+    metrics: RouterMetrics
     # Candidates of all decisions kept, including filtered ones, weighted by the number of prompts. Limits
     # memory: with hundreds of pods, fewer decisions are kept.
     candidates_max: int = 100_000
@@ -47,6 +49,7 @@ class DecisionLog:
         self._lock = Lock()
 
     def decided(self, decision: Decision) -> None:
+        """Record a decision; called before any report on its request."""
         record, request_id = _Record(decision, time.time()), decision.request_id
         with self._lock:
             if (old := self._records.pop(request_id, None)) is not None:
@@ -60,6 +63,8 @@ class DecisionLog:
                 self._candidates -= oldest.decision.ranked.memory_weight
 
     def prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None:
+        """Record the reported or presumed end of a prefill."""
+        self.metrics.observe("prefill_ends", now_s - dispatch.dispatched_s, source)
         with self._lock:
             if record := self._record_of(dispatch.request_id, dispatch):
                 record.prefill_end = {"source": source, "after_s": now_s - record.decision.decided_s}
@@ -71,34 +76,41 @@ class DecisionLog:
         now_s: float,
         *,
         failed: bool,
+        late_s: float | None = None,
         cached_tokens: int | None = None,
         dispatch: Dispatch | None = None,
         pod: str | None = None,
-    ) -> int | None:
-        """Record the end of a request, and the tokens that the pod served from its cache.
+    ) -> None:
+        """Record the end of a request, and its cached tokens beside the predicted ones.
 
         Args:
+            late_s: Seconds since the end, if the source reports them.
+            cached_tokens: Prompt tokens that the engine served from its cache, if reported.
             dispatch: The request in flight that ended, if known; selects among requests of one id.
             pod: Pod of the request, if `dispatch` is unknown.
-
-        Returns:
-            Predicted cached tokens, to be compared with `cached_tokens`. None if the two are not comparable:
-            no record, a pick by load alone, another pod prefilled, the usage counts other prompts or samples,
-            or cached tokens were reported before.
         """
+        if dispatch is not None:
+            self.metrics.ended(source, failed=failed, late_s=late_s)
         with self._lock:
             record = self._record_of(request_id, dispatch, pod)
             if record is None:
-                return None
+                return
             decision, reported = record.decision, record.delivered_cached_tokens
             after_s = now_s - decision.decided_s
             record.end = record.end or {"source": source, "after_s": after_s, "failed": failed}
             if cached_tokens is None:
-                return None
+                return
             record.delivered_cached_tokens = cached_tokens
-        if reported is not None or decision.degraded or decision.prefill_pod is not None:
-            return None
-        return decision.primary.cached_tokens if decision.is_comparable else None
+        # Picks by load alone, usage that counts other prompts or samples, and hits of a prefill on another
+        # pod are not comparable.
+        is_predicted = not decision.degraded and decision.prefill_pod is None and decision.is_comparable
+        if reported is None and is_predicted:
+            self.metrics.count("compared", number=decision.primary.cached_tokens)
+            self.metrics.count("delivered", number=cached_tokens)
+
+    def reported_late(self, event: str, source: str, late_s: float) -> None:
+        """Record the seconds between the first report of an event and this source's."""
+        self.metrics.observe("late", late_s, event, source)
 
     def latest(self, count: int, *, pods_max: int = _PODS_MAX) -> list[dict[str, Any]]:
         """Return the latest `count` decisions, newest first; fewer if they have over `pods_max` pods."""

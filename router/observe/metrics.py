@@ -254,7 +254,7 @@ class StateCollector(Collector):
     pool: str = "default"  # name of the inference pool
 
     def collect(self) -> Iterable[Metric]:
-        pods, load_table, now_s = self.pods.snapshot(), self.pods.load_table, self.now_s()
+        pods, load_table, now_s = self.pods.current, self.pods.load_table, self.now_s()
         ready = GaugeMetricFamily(
             _EPP + "ready_endpoints", "Pods that can receive requests.", labels=["name"]
         )

@@ -58,7 +58,7 @@ def select_candidates(request: RouteRequest, pod_set: PodSet) -> CandidateSet:
         NoEndpointError: No pod is ready, or the gateway allows none of those that are.
         RequestError: 404, if every ready pod has reported its models and none serves the requested one.
     """
-    allowed, excluded, pods = [], {}, pod_set.snapshot()
+    allowed, excluded, pods = [], {}, pod_set.current
     ready = serving = False
     none_ready = not any(pod.ready for pod in pods.values())
     for pod in pods.values():

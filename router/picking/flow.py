@@ -147,7 +147,7 @@ class FlowControl:
     def saturation(self) -> float:
         """Return the saturation of the fullest stage (encode, prefill or decode); 1 without ready pods."""
         stages: dict[str, list[str]] = {}
-        for pod in self._pods.snapshot().values():
+        for pod in self._pods.current.values():
             if pod.ready:
                 stage = _STAGES.get(pod.entry.labels.get(ROLE_LABEL, ""), "decode")
                 stages.setdefault(stage, []).append(pod.address)
@@ -223,7 +223,7 @@ class FlowControl:
         """Reject queued requests that have expired or whose client has disconnected."""
         now_s, settings = self._clock(), self._settings
         empty_ttl_s = settings.ttl_s if settings.no_endpoint_ttl_s is None else settings.no_endpoint_ttl_s
-        is_empty = not any(pod.ready for pod in self._pods.snapshot().values())
+        is_empty = not any(pod.ready for pod in self._pods.current.values())
         for queued in list(self._queue):
             if queued.is_active is not None and not queued.is_active():
                 self._drop(queued, "cancelled")

@@ -137,7 +137,7 @@ class Router:
         # Start the prefill clock here so that tokenization and queueing time are not charged to the pod.
         decided_s = now_s + self.clock() - started_s
         decision, displaced = self.scheduler.schedule(
-            tokenized, candidates, self.pods.snapshot(), matches, decided_s
+            tokenized, candidates, self.pods.current, matches, decided_s
         )
         if keys := tokenized.keys:
             key, pod = decision.key, decision.ranked.best.pod

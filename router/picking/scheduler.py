@@ -67,7 +67,7 @@ class TokenizedRequest(msgspec.Struct, frozen=True):
             return None
         row = matches.rows[pod]
         cached_blocks: int = matches.cached_blocks.item(row)
-        speculative_blocks: int = matches.blocks_by_tier.item(row, matches.tiers.number(SPECULATIVE_TIER))
+        speculative_blocks: int = matches.blocks_by_tier.item(row, matches.tiers.speculative)
         salt, held_blocks = self.request.cache_salt, cached_blocks - speculative_blocks
         return SentPrompt(base_model, lora_name, salt, self.tokens.prompts[0], cached_blocks, held_blocks)
 

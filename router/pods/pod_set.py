@@ -1,6 +1,6 @@
 """Set of pods with their state: declarations and probe results in, immutable snapshots out.
 
-Only PodWatch writes; any thread may read `snapshot()`. Reported loads are copied to the load table. Pods
+Only PodWatch writes; any thread may read `current`. Reported loads are copied to the load table. Pods
 are declared by a PodsSource: a pods file here, or Kubernetes.
 """
 
@@ -105,11 +105,7 @@ class PodSet:
 
     load_table: PodLoadTable = field(default_factory=PodLoadTable)  # load table of the pods
     generation: int = 0  # incremented by every change that affects which pods may receive a request
-    _pods: dict[str, Pod] = field(default_factory=dict)
-
-    def snapshot(self) -> PodSnapshot:
-        """Return the current pods by address, as an immutable snapshot."""
-        return self._pods
+    current: PodSnapshot = field(default_factory=dict)  # pods by address; replaced as a whole, never changed
 
     def declare(self, entries: Iterable[PodEntry]) -> Collection[str]:
         """Replace the pod set. Removed pods disappear immediately; added pods start as not ready.
@@ -119,24 +115,24 @@ class PodSet:
         """
         pods, anew = {}, []
         for entry in entries:
-            known = self._pods.get(entry.pod)
+            known = self.current.get(entry.pod)
             if known is not None and _life(known.entry) == _life(entry):
                 pods[entry.pod] = redeclared(known, entry)
             else:
                 pods[entry.pod] = Pod(address=entry.pod, name=entry.name, entry=entry)
                 if known is not None:
                     anew.append(entry.pod)
-        self._pods = pods
+        self.current = pods
         self.load_table.declare(pods, anew)
         self.generation += 1
         return anew
 
     def put(self, pod: Pod) -> None:
         """Replace the state of one pod, unless the pod has been removed."""
-        known = self._pods.get(pod.address)
+        known = self.current.get(pod.address)
         if known is None:
             return
-        self._pods = {**self._pods, pod.address: pod}
+        self.current = {**self.current, pod.address: pod}
         if pod.load is not None and pod.load is not known.load:
             self.load_table.scraped(pod.address, pod.load)
         if _standing(pod) != _standing(known):
@@ -144,7 +140,7 @@ class PodSet:
 
     def suspect(self, address: str, why: str) -> Pod | None:
         """Mark a pod as not ready until a probe succeeds; return its former state if it was ready."""
-        pod = self._pods.get(address)
+        pod = self.current.get(address)
         if pod is None or not pod.ready:
             return None
         self.put(replace(pod, ready=False, why=why, silent=True))

@@ -92,7 +92,7 @@ class PodWatch:
     @property
     def synced(self) -> bool:
         """Return whether the pods are known and each has completed a probe."""
-        return self.listed and all(pod.probed for pod in self.pods.snapshot().values())
+        return self.listed and all(pod.probed for pod in self.pods.current.values())
 
     def link(self, pod: str, up: bool) -> None:
         """Handle that a pod's event stream connected or disconnected; never blocks."""
@@ -138,7 +138,7 @@ class PodWatch:
         return self.pods.declare(entries)
 
     def _watch_declared(self, anew: Collection[str]) -> None:
-        pods = self.pods.snapshot()
+        pods = self.pods.current
         gone, new = self._watched.keys() - pods.keys(), pods.keys() - self._watched.keys()
         if gone or new or not self._watched:
             _log.info("%d pods declared", len(pods))
@@ -170,7 +170,7 @@ class PodWatch:
     async def _watch(self, address: str, watched: _Watched) -> None:
         """Probe one pod periodically until cancelled."""
         while True:
-            pod = self.pods.snapshot()[address]
+            pod = self.pods.current[address]
             now_s = self._loop.time()
             asks_models = not pod.ready or pod.models is None or now_s >= watched.models_due_s
             if asks_models:
@@ -188,7 +188,7 @@ class PodWatch:
                 self.engines.after_scrape(pod.address, result.reading, answered)
             self._take(result, watched)
             # Probe a starting pod more often.
-            interval_s = self.interval_s if self.pods.snapshot()[address].ready else self.interval_s / 4
+            interval_s = self.interval_s if self.pods.current[address].ready else self.interval_s / 4
             wake = self._loop.call_at(next_probe_s(now_s, interval_s, self._random), watched.poke.set)
             await watched.poke.wait()
             wake.cancel()
@@ -202,7 +202,7 @@ class PodWatch:
             return ProbeResult(pod.address, False, why=f"probe failed: {error!r}")
 
     def _take(self, result: ProbeResult, watched: _Watched) -> None:
-        pod = self.pods.snapshot()[result.address]
+        pod = self.pods.current[result.address]
         if watched.void and result.healthy:
             watched.void = False
             return
@@ -245,7 +245,7 @@ class PodWatch:
         return pod, stream
 
     def _follow_streams(self) -> None:
-        pods = self.pods.snapshot().values()
+        pods = self.pods.current.values()
         self._known_streams = {pod.address: self._known_stream(pod) for pod in pods}
         streams = frozenset(stream for _, stream in self._known_streams.values() if stream is not None)
         if streams != self._streams:

@@ -250,4 +250,5 @@ def _is_large(request: RouteRequest, tokenizer: PromptTokenizer) -> bool:
     is_fast = tokenizer.encoder.facts.is_fast
     if request.body_bytes > (_INLINE_BODY_BYTES if is_fast else _INLINE_LIBRARY_BODY_BYTES):
         return True
-    return count_items(request.body.get(_DECODED_ITEMS.get(request.kind, ""))) > ITEMS_AT_ONCE_MAX
+    items = _DECODED_ITEMS.get(request.kind)
+    return items is not None and count_items(request.body.get(items)) > ITEMS_AT_ONCE_MAX

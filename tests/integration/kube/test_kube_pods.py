@@ -19,7 +19,7 @@ TOKENS = list(range(1000, 1000 + 4 * BLOCK_TOKENS))
 
 def declared(router: RouterServer) -> set[tuple[str, str]]:
     """Return name and address of all known endpoints."""
-    return {(pod.name, pod.address) for pod in router.pods.snapshot().values()}
+    return {(pod.name, pod.address) for pod in router.pods.current.values()}
 
 
 def test_only_ready_pods_of_the_pool_are_picked(namespace: Namespace) -> None:
@@ -223,7 +223,7 @@ def test_a_router_is_not_ready_before_it_knows_its_pods(namespace: Namespace) ->
         assert not router.health.ready
         namespace.pool()
         wait_until(lambda: get(router, "/ready")[0] == 200, "readiness")
-        assert router.pods.snapshot() == {}
+        assert router.pods.current == {}
 
 
 def test_a_router_is_not_ready_while_all_pods_refuse_it(namespace: Namespace) -> None:
@@ -236,7 +236,7 @@ def test_a_router_is_not_ready_while_all_pods_refuse_it(namespace: Namespace) ->
         )
         assert router.watch.synced
         assert get(router, "/ready")[0] == 503
-        address = next(iter(router.pods.snapshot().values())).entry.address
+        address = next(iter(router.pods.current.values())).entry.address
         namespace.servers["one"] = FakePod(namespace.port, address)
         wait_until(lambda: get(router, "/ready")[0] == 200, "readiness")
 

@@ -35,7 +35,7 @@ def test_another_process_is_found_by_its_page(tmp_path: Path, ranks: str, found:
         path = pods_file(tmp_path / "pods.yaml", pod, model="kvroute-tiny", kv_ranks=ranks)
         restarted(pod, 1_000)
         with running_router(path) as router:
-            wait_until(lambda: router.pods.snapshot()[pod.address].ready, "the pod is ready")
+            wait_until(lambda: router.pods.current[pod.address].ready, "the pod is ready")
             pages = pod.pages
             wait_until(lambda: pod.pages > pages + 1, "its page was read")
             restarted(pod, 2_000)
@@ -58,7 +58,7 @@ def test_a_router_waits_for_the_views_of_the_pods_it_may_pick(tmp_path: Path) ->
             wait_until(lambda: get(router, "/ready")[0] == 200, "ready without it")
         pod.healthy = True
         with running_router(path, index=patient, sync_timeout_s=600.0) as router:
-            wait_until(lambda: router.pods.snapshot()[pod.address].ready, "the pod is ready")
+            wait_until(lambda: router.pods.current[pod.address].ready, "the pod is ready")
             status, page = get(router, "/ready")
             assert (status, json.loads(page)["views_pending"]) == (503, [pod.address])
         labels["kv_replay_port"] = str(engine.replay_port)

@@ -90,7 +90,7 @@ def peers_of(one: RouterServer) -> list[dict[str, Any]]:
 def awaiting(one: RouterServer) -> int:
     """Return the requests awaiting a first token in this router's load table."""
     load_table = one.pods.load_table
-    return sum(load_table.work(pod).awaiting for pod in one.pods.snapshot())
+    return sum(load_table.work(pod).awaiting for pod in one.pods.current)
 
 
 def await_work(one: RouterServer, requests: int) -> None:

@@ -90,7 +90,7 @@ def test_a_new_pod_at_an_address_has_the_default_rate(tmp_path: Path) -> None:
                 router.rates.observe(slow, 1_000.0, 10.0, time.monotonic())
             assert router.rates.load_table.prefill_tokens_per_s(slow) < 1_000.0
             path.write_text(path.read_text().replace("pod-0", "another"))
-            wait_until(lambda: router.pods.snapshot()[slow].name == "another", "the new pod")
+            wait_until(lambda: router.pods.current[slow].name == "another", "the new pod")
             prior = router.config.prefill_tokens_per_s
             wait_until(lambda: router.rates.load_table.prefill_tokens_per_s(slow) == prior, "its own rate")
 
@@ -103,8 +103,8 @@ def test_a_pod_without_load_metrics_is_reported(tmp_path: Path, caplog: pytest.L
         with caplog.at_level(logging.WARNING, "router.pods.watch"), running_router(path) as router:
             hidden = f'kvroute_router_pod_hides_load{{pod="{pod.address}"}}'
             wait_until(lambda: f"{hidden} 1.0" in get(router, "/metrics")[1].decode(), "the gauge")
-            assert router.pods.snapshot()[pod.address].ready
-            wait_until(lambda: router.pods.snapshot()[pod.address].probes_without_load > 5, "further probes")
+            assert router.pods.current[pod.address].ready
+            wait_until(lambda: router.pods.current[pod.address].probes_without_load > 5, "further probes")
             declared = json.loads(path.read_text())
             declared["endpoints"][0]["labels"] = {"llm-d.ai/engine-type": "trtllm-serve"}
             path.write_text(json.dumps(declared))
@@ -136,12 +136,12 @@ def test_an_invalid_metric_is_reported_and_others_are_used(
 
 
 def _kv_usage(router: RouterServer) -> float | None:
-    (pod,) = router.pods.snapshot().values()
+    (pod,) = router.pods.current.values()
     return pod.load.kv_usage if pod.load is not None else None
 
 
 def _now_s(router: RouterServer) -> float:
     """Return the current time of the router's clock."""
-    (pod,) = router.pods.snapshot().values()
+    (pod,) = router.pods.current.values()
     assert pod.load is not None
     return pod.load.scraped_s

@@ -90,7 +90,7 @@ def test_a_broken_connection_removes_a_pod_until_it_is_probed(tmp_path: Path) ->
         pod.healthy = False
         router.watch.mark_not_ready(pod.address, "could not connect")
         all_ready(router)
-        assert not router.pods.snapshot()[pod.address].ready
+        assert not router.pods.current[pod.address].ready
         pod.healthy = True
         all_ready(router, pod)
 
@@ -106,9 +106,9 @@ def test_a_changed_pods_file_is_applied_and_a_broken_one_is_not(tmp_path: Path) 
             path.write_text("endpoints: [nonsense")
             two.healthy = False
             all_ready(router, one)
-            assert len(router.pods.snapshot()) == 2
+            assert len(router.pods.current) == 2
             write_pods(path, [one.address])
-            wait_until(lambda: list(router.pods.snapshot()) == [one.address], "the second pod's end")
+            wait_until(lambda: list(router.pods.current) == [one.address], "the second pod's end")
 
 
 def test_a_new_model_on_a_known_pod_is_noticed(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_new_model_on_a_known_pod_is_noticed(tmp_path: Path) -> None:
         pod.models = [("other", None), ("tuned", "other")]
         pod.restart()
         all_ready(router, pod)
-        models = router.pods.snapshot()[pod.address].models
+        models = router.pods.current[pod.address].models
         assert models is not None
         assert (models.base, models.adapters) == ("other", {"tuned"})
 

@@ -19,7 +19,7 @@ from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
 from router.observe.decision_log import DecisionLog
 from router.observe.metrics import RouterMetrics
-from router.observe.requests import ObservedRouter, RequestRecorder
+from router.observe.requests import ObservedRouter
 from router.observe.tracing import Traces
 from router.picking.admission import Admission, UtilizationDetector
 from router.picking.route import Router
@@ -142,12 +142,12 @@ class Bench:
         self.rates = PrefillRates(RateParameters(), load_table)
         self.metrics = RouterMetrics(self.registry)
         self.decision_log = DecisionLog(
-            self.decisions_kept, lambda address: f"pod-{address.rpartition(':')[2]}"
+            self.decisions_kept, lambda address: f"pod-{address.rpartition(':')[2]}", self.metrics
         )
         self.lifecycle = Lifecycle(
             self.ledger,
             self.rates,
-            RequestRecorder(self.decision_log, self.metrics),
+            self.decision_log,
             self.index.settle,
             self.index.cancel_expectation,
         )

@@ -169,7 +169,7 @@ def _running(pod: MetricsPod) -> Iterator[MetricsPod]:
 
 
 def _is_told(router: RouterServer, pods: Sequence[MetricsPod]) -> bool:
-    known = router.pods.snapshot()
+    known = router.pods.current
     return len(known) == len(pods) and all(pod.ready and pod.load is not None for pod in known.values())
 
 

@@ -156,7 +156,7 @@ def get(router: RouterServer, path: str) -> tuple[int, bytes]:
 
 def ready_pods(router: RouterServer) -> set[str]:
     """Return the addresses of ready pods."""
-    return {pod.address for pod in router.pods.snapshot().values() if pod.ready}
+    return {pod.address for pod in router.pods.current.values() if pod.ready}
 
 
 class _Server(ThreadingHTTPServer):

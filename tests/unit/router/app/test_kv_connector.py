@@ -40,4 +40,4 @@ def test_a_kv_connector_is_detected_by_flag_plugin_or_label(
     pods = PodSet()
     pods.declare([entry("10.0.0.1:8000", **labels)])
     config, _ = parse_flags([*PODS, *flags])
-    assert kv_connector_sign(config, pods.snapshot()) == sign
+    assert kv_connector_sign(config, pods.current) == sign

@@ -56,7 +56,7 @@ def decided(ranked: Ranking, request_id: str = "r", degraded: str | None = None)
 
 def read(pods: PodSet, decision: Decision, endpoints_max: int = 40) -> pb.PickEndpointResponse:
     """Return a response as a client reads it."""
-    told = pick_response(decision, pods.snapshot(), endpoints_max)
+    told = pick_response(decision, pods.current, endpoints_max)
     return pb.PickEndpointResponse.FromString(told.SerializeToString())
 
 
@@ -89,7 +89,7 @@ def test_protobuf_reads_what_was_decided(
     told = read(pods, decision)
     assert [endpoint.address for endpoint in told.endpoints] == [ranked.pods[at] for at in ranked.order]
     for endpoint, candidate in zip(told.endpoints, ranked, strict=True):
-        assert endpoint.pod_name == pods.snapshot()[endpoint.address].name
+        assert endpoint.pod_name == pods.current[endpoint.address].name
         assert [getattr(endpoint, name) for name in SECONDS] == [getattr(candidate, name) for name in SECONDS]
         assert (endpoint.cached_tokens, endpoint.view) == (candidate.cached_tokens, candidate.view)
     assert (told.request_id, told.reason) == (request_id, decision.reason)

@@ -35,12 +35,13 @@ TEXT, OTHER = long_text(100), long_text(100, 1)
 
 def test_many_candidates_limit_the_decisions_kept() -> None:
     """Beyond `candidates_max` candidates in all, the oldest decisions are dropped, never the newest."""
-    bench, log = Bench().with_pods(*PODS), DecisionLog(100, str, candidates_max=25)
+    bench = Bench().with_pods(*PODS)
+    log = DecisionLog(100, str, bench.metrics, candidates_max=25)
     decisions = [bench.router.route(completion(f"r{number}", TEXT), 0.0) for number in range(3)]
     for decision in decisions:
         log.decided(decision)
     assert [record["request_id"] for record in log.latest(100)] == ["r2", "r1"]
-    small = DecisionLog(100, str, candidates_max=5)
+    small = DecisionLog(100, str, bench.metrics, candidates_max=5)
     for decision in decisions:
         small.decided(decision)
     assert [record["request_id"] for record in small.latest(100)] == ["r2"]
@@ -48,7 +49,8 @@ def test_many_candidates_limit_the_decisions_kept() -> None:
 
 def test_many_prompts_limit_the_decisions_kept() -> None:
     """A decision with many prompts has a higher weight: eleven prompts count as three decisions."""
-    bench, log = Bench().with_pods(*PODS), DecisionLog(100, str, candidates_max=60)
+    bench = Bench().with_pods(*PODS)
+    log = DecisionLog(100, str, bench.metrics, candidates_max=60)
     for number, prompt in enumerate([TEXT, [TEXT] * 11, [TEXT] * 11, TEXT]):
         log.decided(bench.router.route(completion(f"r{number}", prompt), 0.0))
         kept = [record["request_id"] for record in log.latest(100)]
@@ -79,7 +81,8 @@ def test_partial_prompt_is_recorded() -> None:
 
 def test_repeated_request_id_replaces_the_decision() -> None:
     """A retry under the same id replaces the former decision, and its candidates count once."""
-    bench, log = Bench().with_pods(*PODS), DecisionLog(100, str, candidates_max=25)
+    bench = Bench().with_pods(*PODS)
+    log = DecisionLog(100, str, bench.metrics, candidates_max=25)
     for text in (TEXT, "short"):
         for _ in range(3):
             log.decided(bench.router.route(completion("r", text), 0.0))

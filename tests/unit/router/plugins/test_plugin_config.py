@@ -46,7 +46,7 @@ def bench(ranker: Pipeline, **loads: tuple[int, float]) -> Bench:
     made = Bench().with_pods(*(ready_pod(address) for address in (A, B)))
     for name, (waiting, usage) in loads.items():
         address = {"a": A, "b": B}[name]
-        known = made.pods.snapshot()[address]
+        known = made.pods.current[address]
         load = EngineLoad(waiting, 0, usage, None, 0.0)
         made.pods.put(type(known)(**{f: getattr(known, f) for f in known.__slots__} | {"load": load}))
     made.core.scheduler = Scheduler(

@@ -54,10 +54,10 @@ def test_without_ready_pods_silent_ones_are_tried() -> None:
     pods.suspect(TWO.address, "its link broke")
     assert _candidates(pods) == [ONE.address, TWO.address]
     late = ProbeResult(ONE.address, False, timed_out=True, why="late")
-    pods.put(judge(pods.snapshot()[ONE.address], late))
-    pods.put(judge(pods.snapshot()[TWO.address], ProbeResult(TWO.address, False, why="refused")))
+    pods.put(judge(pods.current[ONE.address], late))
+    pods.put(judge(pods.current[TWO.address], ProbeResult(TWO.address, False, why="refused")))
     assert _candidates(pods) == [ONE.address]
-    pods.put(judge(pods.snapshot()[TWO.address], ProbeResult(TWO.address, True)))
+    pods.put(judge(pods.current[TWO.address], ProbeResult(TWO.address, True)))
     assert _candidates(pods) == [TWO.address]
 
 
@@ -78,16 +78,16 @@ def test_a_sleeping_pod_is_used_only_if_all_sleep() -> None:
     """A sleeping pod is a candidate only if no awake pod serves the model."""
     pods = pod_set(ONE, TWO)
     for pod in (ONE, TWO):
-        pods.put(judge(pods.snapshot()[pod.address], ProbeResult(pod.address, True, asleep=pod is ONE)))
+        pods.put(judge(pods.current[pod.address], ProbeResult(pod.address, True, asleep=pod is ONE)))
     generation = pods.generation
     assert _candidates(pods) == [TWO.address]
     assert select_candidates(completion("r", "hi"), pods).excluded == {ONE.address: ASLEEP}
-    assert [pod.takes_requests for pod in pods.snapshot().values()] == [False, True]
-    pods.put(judge(pods.snapshot()[ONE.address], ProbeResult(ONE.address, True)))
+    assert [pod.takes_requests for pod in pods.current.values()] == [False, True]
+    pods.put(judge(pods.current[ONE.address], ProbeResult(ONE.address, True)))
     assert _candidates(pods) == [TWO.address], "a page that could not be read wakes nobody"
-    pods.put(judge(pods.snapshot()[TWO.address], ProbeResult(TWO.address, True, asleep=True)))
+    pods.put(judge(pods.current[TWO.address], ProbeResult(TWO.address, True, asleep=True)))
     assert _candidates(pods) == [ONE.address, TWO.address]
-    pods.put(judge(pods.snapshot()[ONE.address], ProbeResult(ONE.address, True, asleep=False)))
+    pods.put(judge(pods.current[ONE.address], ProbeResult(ONE.address, True, asleep=False)))
     assert _candidates(pods) == [ONE.address]
     assert pods.generation == generation + 2
 
@@ -166,13 +166,13 @@ def test_a_subset_without_ready_pods_is_503(allowed: frozenset[str]) -> None:
 def test_a_declaration_keeps_known_pods() -> None:
     """A pod that stays declared keeps its state, also with changed labels; removed pods disappear."""
     pods = pod_set(ONE, TWO)
-    before = pods.snapshot()
+    before = pods.current
     labelled = entry("10.0.0.2:8000", role="decode")
     assert pods.declare([ONE.entry, labelled]) == []
-    assert pods.snapshot()[ONE.address] is ONE
-    assert pods.snapshot()[TWO.address] == replace(TWO, entry=labelled)
+    assert pods.current[ONE.address] is ONE
+    assert pods.current[TWO.address] == replace(TWO, entry=labelled)
     pods.declare([TWO.entry])
-    assert list(pods.snapshot()) == [TWO.address]
+    assert list(pods.current) == [TWO.address]
     assert before == {ONE.address: ONE, TWO.address: TWO}
 
 
@@ -192,8 +192,8 @@ def test_another_epoch_at_the_same_address_is_a_new_pod(change: dict[str, str]) 
     ]
     assert pods.load_table.prefill_tokens_per_s(ONE.address) == 1000.0
     assert pods.load_table.work(ONE.address).awaiting_tokens == 7
-    assert not pods.snapshot()[ONE.address].ready
-    assert pods.snapshot()[TWO.address].ready
+    assert not pods.current[ONE.address].ready
+    assert pods.current[TWO.address].ready
 
 
 def test_declared_readiness_applies_at_once() -> None:
@@ -201,11 +201,11 @@ def test_declared_readiness_applies_at_once() -> None:
     pods = pod_set(ONE, DOWN)
     out = [replace(pod.entry, ready=False) for pod in (ONE, DOWN)]
     pods.declare(out)
-    assert {pod.why for pod in pods.snapshot().values()} == {NOT_READY_THERE, DOWN.why}
-    healthy = judge(pods.snapshot()[ONE.address], ProbeResult(ONE.address, True))
+    assert {pod.why for pod in pods.current.values()} == {NOT_READY_THERE, DOWN.why}
+    healthy = judge(pods.current[ONE.address], ProbeResult(ONE.address, True))
     assert (healthy.ready, healthy.why) == (False, NOT_READY_THERE)
     pods.declare([ONE.entry, DOWN.entry])
-    assert [pod.ready for pod in pods.snapshot().values()] == [True, False]
+    assert [pod.ready for pod in pods.current.values()] == [True, False]
 
 
 def test_declared_event_ports_override_reported_ones() -> None:
@@ -232,14 +232,14 @@ def test_a_late_probe_does_not_restore_a_removed_pod() -> None:
     """A probe result of an undeclared pod is dropped."""
     pods = pod_set(ONE)
     pods.put(TWO)
-    assert list(pods.snapshot()) == [ONE.address]
+    assert list(pods.current) == [ONE.address]
 
 
 def test_a_suspected_pod_is_not_ready_at_once() -> None:
     """A suspicion makes a ready pod not ready, and does not change others."""
     pods = pod_set(ONE, DOWN)
     assert pods.suspect(ONE.address, "its link broke") == ONE
-    assert pods.snapshot()[ONE.address].why == "its link broke"
+    assert pods.current[ONE.address].why == "its link broke"
     assert pods.suspect(DOWN.address, "again") is None
     assert pods.suspect("10.0.0.9:1", "stranger") is None
 
