@@ -161,7 +161,7 @@ class KvIndexer:
         started_s = time.perf_counter()
         self._speculation.expire(self._clock())
         registry = self.engine_registry
-        table = self._index.match(keys, registry.holders(pods))
+        table = self._index.match(keys, registry.holders(pods), self._servable(prompt_tokens))
         if self._hybrid.pods:
             table = self._hybrid.refine(keys, table, prompt_tokens)
         found = registry.best_ranks(table, pods)
@@ -169,10 +169,15 @@ class KvIndexer:
         found.states, found.followed = registry.states, self._followed_s
         return found
 
+    def _servable(self, prompt_tokens: int | None) -> int | None:
+        # An engine computes at least the last token.
+        return None if prompt_tokens is None else max(0, prompt_tokens - 1) // self._hasher.block_tokens
+
     def explain(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None = None) -> list[Prefix]:
         engines = self.engine_registry.engines
         holders = list(self.engine_registry.holders(pods))
-        table = self._hybrid.refine(keys, self._index.match(keys, holders), prompt_tokens)
+        table = self._index.match(keys, holders, self._servable(prompt_tokens))
+        table = self._hybrid.refine(keys, table, prompt_tokens)
         return [
             explain_prefix(
                 holder,
@@ -181,6 +186,8 @@ class KvIndexer:
                 status=(engines[holder].state, engines[holder].reason) if holder in engines else NOT_FOLLOWED,
                 usable_blocks=int(table.cached_blocks[table.rows[holder]]),
                 stride=int(table.strides[table.rows[holder]]) if len(table.strides) else 1,
+                drops=self._ingest.drops(holder),
+                drafter=self._ingest.drafter(holder),
             )
             for holder in holders
         ]
@@ -190,6 +197,7 @@ class KvIndexer:
 
         Called by one thread, with readings of pods that have one rank.
         """
+        self._ingest.set_drafter(pod, reading.has_drafter)
         before = self._readings.get(pod)
         finding = check_counters(before, reading, self._held_blocks(pod, reading))
         hits_moved = before is None or (reading.hit_tokens or 0) > (before.hit_tokens or 0)
@@ -261,6 +269,11 @@ class KvIndexer:
         """Return one line per pod whose tokens differ from ours; shown by /ready."""
         self.check_mismatches()
         return self._mismatches.details()
+
+    def drafter_details(self) -> list[str]:
+        """Return one line per engine with a drafter; shown by /ready."""
+        found = ((holder, self._ingest.drafter(holder)) for holder in self.engine_registry.engines)
+        return [f"pod={holder}: {text}" for holder, text in found if text]
 
     def stats(self) -> IndexStats:
         return self._index.stats()

@@ -20,6 +20,7 @@ class PrefixEnd(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PREFIX_END_PROMPT: _ClassVar[PrefixEnd]
     PREFIX_END_HOLE: _ClassVar[PrefixEnd]
     PREFIX_END_OTHER_ATTENTION: _ClassVar[PrefixEnd]
+    PREFIX_END_DRAFTER: _ClassVar[PrefixEnd]
 STREAM_STATE_UNSPECIFIED: StreamState
 STREAM_STATE_EXACT: StreamState
 STREAM_STATE_RECOVERING: StreamState
@@ -28,6 +29,7 @@ PREFIX_END_UNSPECIFIED: PrefixEnd
 PREFIX_END_PROMPT: PrefixEnd
 PREFIX_END_HOLE: PrefixEnd
 PREFIX_END_OTHER_ATTENTION: PrefixEnd
+PREFIX_END_DRAFTER: PrefixEnd
 
 class SnapshotRequest(_message.Message):
     __slots__ = ("schema", "instance", "fingerprint", "form", "tiers", "engine", "model")
@@ -125,7 +127,7 @@ class ExplainPrefixResponse(_message.Message):
     def __init__(self, engines: _Optional[_Iterable[_Union[EngineExplanation, _Mapping]]] = ..., block_tokens: _Optional[int] = ..., prompt_blocks: _Optional[int] = ...) -> None: ...
 
 class EngineExplanation(_message.Message):
-    __slots__ = ("engine", "state", "reason", "cached_blocks", "end", "held_blocks", "held_beyond", "tiers")
+    __slots__ = ("engine", "state", "reason", "cached_blocks", "end", "held_blocks", "held_beyond", "tiers", "drafter")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +136,7 @@ class EngineExplanation(_message.Message):
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HELD_BEYOND_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
     engine: str
     state: StreamState
     reason: str
@@ -142,7 +145,8 @@ class EngineExplanation(_message.Message):
     held_blocks: int
     held_beyond: int
     tiers: _containers.RepeatedCompositeFieldContainer[TierRun]
-    def __init__(self, engine: _Optional[str] = ..., state: _Optional[_Union[StreamState, str]] = ..., reason: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., end: _Optional[_Union[PrefixEnd, str]] = ..., held_blocks: _Optional[int] = ..., held_beyond: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ...) -> None: ...
+    drafter: str
+    def __init__(self, engine: _Optional[str] = ..., state: _Optional[_Union[StreamState, str]] = ..., reason: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., end: _Optional[_Union[PrefixEnd, str]] = ..., held_blocks: _Optional[int] = ..., held_beyond: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ..., drafter: _Optional[str] = ...) -> None: ...
 
 class TierRun(_message.Message):
     __slots__ = ("tier", "blocks")

@@ -31,6 +31,7 @@ class EngineReading:
     query_tokens: float | None = None  # counter of tokens looked up in the prefix cache
     hit_tokens: float | None = None  # counter of tokens found in the prefix cache
     asleep: bool = False
+    has_drafter: bool | None = None  # whether the engine has counters of speculative decoding
     # Time of the page's request, on a monotonic clock; later events are newer than the page.
     asked_s: float | None = None
     # Our counter of cached tokens, predicted for requests answered before the page was requested.

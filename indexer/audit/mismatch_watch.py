@@ -198,21 +198,30 @@ class MismatchWatch:
         watched = self._pods.get(pod)
         return watched is not None and watched.mismatched
 
-    def stored(self, pod: str, runs: Sequence[StoredRun], keys: Sequence[int]) -> None:
+    def stored(self, pod: str, runs: Sequence[StoredRun], keys: Sequence[int], stride: int = 1) -> int:
         """Compare a pod's new blocks with its expectations.
 
         Args:
             runs: Stored runs, in order.
             keys: Keys of all their blocks, possibly of others too.
+            stride: Index blocks per block of the engine.
+
+        Returns:
+            How many runs begin one engine block later than expected: the engine served that block.
         """
+        late = 0
         with self._lock:
             watched = self._pods.get(pod)
             if watched is None or not watched.waiting:
-                return
+                return 0
             awaited = {key for it in watched.waiting.values() for key in it.keys}
             # Nearly always these are blocks of other requests, and no run must be compared.
             expected = not awaited.isdisjoint(keys)
             for run in runs:
+                late += expected and any(
+                    it.keys[stride - 1 : stride + 1] == [run.parent, int(run.keys[0])]
+                    for it in watched.waiting.values()
+                )
                 if expected and self._meets(watched, set(run.keys.tolist())):
                     # A run that one expectation explains says nothing about the others.
                     continue
@@ -220,6 +229,7 @@ class MismatchWatch:
                 for expectation in watched.waiting.values():
                     if expectation.parent == run.parent and expectation.instead is None:
                         expectation.instead = run.tokens[: len(expectation.tokens)].copy()
+        return late
 
     def settle(self, request_id: Hashable, now_s: float) -> Mismatch | None:
         """End a request's expectation, at its first token or end; return the mismatch, if it is one."""

@@ -116,6 +116,7 @@ class PrefixEnd(Enum):
     PROMPT = "prompt"  # all blocks are cached
     HOLE = "hole"  # the next block is missing
     OTHER_ATTENTION = "other_attention"  # another KV cache group lacks blocks that are needed to resume
+    DRAFTER = "drafter"  # the engine drops the last matched block of every hit for its drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,7 @@ class Prefix:
     held_blocks: int  # length of the unbroken prefix that it holds, usable or not
     held_beyond: int  # blocks held after the first missing one
     tiers: tuple[tuple[str, int], ...]  # best tier and length in blocks of each stretch of the held prefix
+    drafter: str = ""  # what is known of the engine's drafter, in words; empty: no sign of one
 
 
 def explain_prefix(
@@ -140,6 +142,8 @@ def explain_prefix(
     status: tuple[StreamState, str],
     usable_blocks: int,
     stride: int = 1,
+    drops: bool = False,
+    drafter: str = "",
 ) -> Prefix:
     """Explain how long an engine's cached prefix is and why it ends there.
 
@@ -148,13 +152,17 @@ def explain_prefix(
         held: uint8 [blocks], see `FlatIndex.held`.
         status: State of the engine's stream and its reason.
         stride: Index blocks per engine block; the held prefix is cut to whole engine blocks.
+        drops: Whether the engine drops the last matched block of every hit.
+        drafter: See `Prefix`.
     """
     missing = np.flatnonzero(held == 0)
     first_missing = int(missing[0]) if len(missing) else len(held)
     length = first_missing - first_missing % stride
     best = [_best_tier(bits, tiers) for bits in held[:length].tolist()]
     if usable_blocks < length:
-        end = PrefixEnd.OTHER_ATTENTION
+        # The block with the prompt's last token is not served either.
+        is_drop = drops and length - usable_blocks <= 2 * stride
+        end = PrefixEnd.DRAFTER if is_drop else PrefixEnd.OTHER_ATTENTION
     else:
         end = PrefixEnd.HOLE if first_missing < len(held) else PrefixEnd.PROMPT
     return Prefix(
@@ -166,6 +174,7 @@ def explain_prefix(
         held_blocks=length,
         held_beyond=int(np.count_nonzero(held[first_missing:])),
         tiers=tuple((tier, len(list(stretch))) for tier, stretch in groupby(best)),
+        drafter=drafter,
     )
 
 

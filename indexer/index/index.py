@@ -20,7 +20,7 @@ from indexer.index import layout
 from indexer.index.contract import IndexStats, PodMatches
 from indexer.index.hash_table import empty_table, reserved
 from indexer.index.layout import FlatArrays
-from indexer.index.match import cut_to_strides, held_blocks, match_blocks, scratch
+from indexer.index.match import count_copies, cut_to_served, held_blocks, match_blocks, scratch
 from indexer.index.update import (
     count_blocks,
     ensure_room,
@@ -51,7 +51,8 @@ class _PodSet:
     version: int
     rows: dict[str, int]
     numbers: NDArray[np.int64]
-    strides: NDArray[np.int32]  # empty if all are 1
+    strides: NDArray[np.int32]  # empty if all are 1 and nothing is dropped
+    drops: NDArray[np.int32]  # as many as `strides`
 
 
 class FlatIndex:
@@ -100,6 +101,7 @@ class FlatIndex:
         self._version = 0
         self._pod_sets: dict[frozenset[str], _PodSet] = {}
         self._strides: dict[str, int] = {}  # index blocks per block of the pod's engine, where not 1
+        self._dropping: set[str] = set()  # pods whose engines drop the last matched block of a hit
         # Scratch memory under the lock: slots of the blocks that are being stored or matched.
         self.chain = np.empty(TURN_BLOCKS, np.int64)
         # Numbers of removed pods: not yet being swept, being swept, and the first slot not yet swept.
@@ -166,12 +168,22 @@ class FlatIndex:
                 if stride == 1:
                     del self._strides[pod]
 
-    def match(self, keys: Keys, pods: Collection[str]) -> PodMatches:
-        """Return, per pod, the length of the longest cached prefix of `keys`.
+    def set_drop(self, pod: str, drops: bool) -> bool:
+        """Set whether the pod's engine drops the last block of each hit; return whether that changed."""
+        if (pod in self._dropping) == drops:
+            return False
+        with self.lock:
+            self._version += 1
+            self._dropping = self._dropping | {pod} if drops else self._dropping - {pod}
+        return True
+
+    def match(self, keys: Keys, pods: Collection[str], servable_blocks: int | None = None) -> PodMatches:
+        """Return, per pod, the length of the longest cached prefix of `keys` that its engine serves.
 
         Args:
             keys: Chained keys of a prompt, first block first.
             pods: The pods to match. Repeated frozensets are fastest, because their numbers are cached.
+            servable_blocks: Blocks before the prompt's last token, for engines that drop a block. None: all.
 
         Returns:
             One match per pod. The blocks of the longest match become the most recently used ones.
@@ -187,7 +199,8 @@ class FlatIndex:
             longest = match_blocks(self.arrays, self._scratch, keys, numbers, self.chain, counts, blocks)
         strides = pod_set.strides
         if len(strides):
-            cut_to_strides(blocks, counts, strides)
+            servable = len(keys) if servable_blocks is None else servable_blocks
+            cut_to_served(blocks, counts, strides, pod_set.drops, servable)
             longest = int(blocks.max(initial=0))
         return PodMatches(pod_set.rows, self.tiers, blocks, counts, longest, strides=strides)
 
@@ -202,6 +215,14 @@ class FlatIndex:
             if (number := self._numbers.get(pod)) is not None:
                 held_blocks(self.arrays, keys, number, tiers)
         return tiers
+
+    def copies(self, keys: Keys, pod: str, tier: str) -> NDArray[np.int32]:
+        """Return int32 [keys], the number of copies of each block that the pod holds in this tier."""
+        copies = np.zeros(len(keys), np.int32)
+        with self.lock:
+            if (number := self._numbers.get(pod)) is not None:
+                count_copies(self.arrays, keys, number, self.tiers.number(tier), copies)
+        return copies
 
     def stats(self) -> IndexStats:
         """Return the index's size. Sweeps first, so that blocks of cleared pods do not count."""
@@ -310,7 +331,10 @@ class FlatIndex:
             rows = {pod: row for row, pod in enumerate(pods)}
             numbers = np.fromiter((self._numbers.get(pod, -1) for pod in rows), np.int64, len(rows))
             strides = np.fromiter((self._strides.get(pod, 1) for pod in rows), np.int32, len(rows))
-            known = _PodSet(self._version, rows, numbers, strides if (strides > 1).any() else strides[:0])
+            drops = np.where([pod in self._dropping for pod in rows], strides, 0).astype(np.int32)
+            if not (strides > 1).any() and not drops.any():
+                strides, drops = strides[:0], drops[:0]
+            known = _PodSet(self._version, rows, numbers, strides, drops)
             if len(self._pod_sets) >= _POD_SETS_MAX:
                 self._pod_sets.clear()
             self._pod_sets[pods] = known

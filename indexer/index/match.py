@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from common.jit import inlined, kernel
 from indexer.index import layout
 from indexer.index.hash_table import find, use
-from indexer.index.holders import held_tiers, in_row, lowest_bit
+from indexer.index.holders import count_extra_copies, held_tiers, in_row, lowest_bit
 from indexer.index.layout import NOTHING, ONE, FlatArrays
 
 # Columns of a followed pod.
@@ -281,15 +281,38 @@ def held_blocks(arrays: FlatArrays, keys: NDArray[np.uint64], pod: int, tiers: N
 
 
 @kernel
-def cut_to_strides(
-    blocks: NDArray[np.int32], blocks_by_tier: NDArray[np.int32], strides: NDArray[np.int32]
+def count_copies(
+    arrays: FlatArrays, keys: NDArray[np.uint64], pod: int, tier: int, copies: NDArray[np.int32]
 ) -> None:
-    """Round each row's blocks down to a multiple of its stride.
+    """Write, per key, the number of copies that the pod holds in this tier."""
+    for place in range(len(keys)):
+        slot = find(arrays, keys[place], np.int64(-1))
+        copies[place] = 0
+        if slot >= 0 and (held_tiers(arrays, slot, pod) >> tier) & 1:
+            copies[place] = 1 + count_extra_copies(arrays, slot, pod, tier)
+
+
+@kernel
+def cut_to_served(
+    blocks: NDArray[np.int32],
+    blocks_by_tier: NDArray[np.int32],
+    strides: NDArray[np.int32],
+    drops: NDArray[np.int32],
+    servable: int,
+) -> None:
+    """Cut each row's blocks to what its engine serves: whole blocks of its own, less those that it drops.
 
     Engines evict the end of a chain first, so the blocks cut off are taken from the slowest tiers.
+
+    Args:
+        drops: int32 [rows], index blocks at the end of a hit that the engine computes again.
+        servable: Most blocks that an engine without a drop serves of the prompt.
     """
     for row in range(len(blocks)):
         over = blocks[row] % strides[row]
+        if drops[row] > 0:
+            most = min(blocks[row] - over, servable - servable % strides[row])
+            over = blocks[row] - max(0, most - drops[row])
         blocks[row] -= over
         for tier in range(blocks_by_tier.shape[1] - 1, -1, -1):
             taken = min(over, blocks_by_tier[row, tier])

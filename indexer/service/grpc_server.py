@@ -222,6 +222,7 @@ def _explanation(prefix: Prefix) -> pb.EngineExplanation:
         held_blocks=prefix.held_blocks,
         held_beyond=prefix.held_beyond,
         tiers=[pb.TierRun(tier=tier, blocks=blocks) for tier, blocks in prefix.tiers],
+        drafter=prefix.drafter,
     )
 
 

@@ -28,7 +28,6 @@ from indexer.streams.engine_registry import EngineRegistry
 from indexer.streams.snapshot import Fetched, Snapshot
 from indexer.views.applier import ApplierContext, EventApplier
 from indexer.views.hybrid import HybridMatcher
-from indexer.views.pod_view import PodView
 from indexer.views.view_parts import Entry, Outcome, ViewContent, ViewFacts, ViewPart, decode_entry
 from indexer.wire.tiers import GPU_TIER, Tiers
 
@@ -107,7 +106,9 @@ class Ingest:
     def closed(self, pod: str) -> None:
         self._pods.pop(pod).view.clear()
         self.hybrid.set_groups(pod, None)
+        self.hybrid.set_drop(pod, False)
         self.index.set_stride(pod, 1)
+        self.index.set_drop(pod, False)
         self.speculation.drop_pod(self.engine_registry.pod(pod))
         self.mismatches.forget_pod(self.engine_registry.pod(pod))
         self.engine_registry.remove(pod)
@@ -120,13 +121,16 @@ class Ingest:
         state = self._pods[pod]
         serving = self.engine_registry.pod(pod)
         outcome = state.apply(payloads, with_runs=self.mismatches.waits_for(serving))
-        self._learn(pod, state.view)
+        self._learn(pod)
         self._count(pod, outcome)
         keys = _joined(outcome.stored)
         key_list = keys.tolist()
         self._set_invalid(pod, "events", state.view.invalid_reason)
-        if outcome.runs:
-            self.mismatches.stored(serving, outcome.runs, key_list)
+        if outcome.runs and self.mismatches.waits_for(serving):
+            late = self.mismatches.stored(serving, outcome.runs, key_list, state.stride)
+            if late and state.drop.drops and state.drop.is_learning:
+                state.drop.count(-late)
+                self._set_drop(pod, state)
             self.reconsider(serving)
         if outcome.emptied:
             self.speculation.drop_pod(serving)
@@ -145,7 +149,7 @@ class Ingest:
             else:
                 outcome.stored += stored
                 outcome.damage = outcome.damage or damage
-        self._learn(pod, view)
+        self._learn(pod)
         if outcome.stored:
             keys = _joined(outcome.stored)
             self._notify_stored(self.engine_registry.pod(pod), keys, keys.tolist())
@@ -155,7 +159,7 @@ class Ingest:
         return self._pods[pod]
 
     def clear(self, pod: str, reason: str) -> None:
-        self._pods[pod].view.clear()
+        self._pods[pod].clear()
         self._set_invalid(pod, "events", None)
         self.hybrid.set_groups(pod, None)
         self.speculation.drop_pod(self.engine_registry.pod(pod))
@@ -221,13 +225,13 @@ class Ingest:
 
     def restore_facts(self, pod: str, facts: ViewFacts) -> None:
         self._pods[pod].view.restore_facts(facts)
-        self._learn(pod, self._pods[pod].view)
+        self._learn(pod)
 
     def restore(self, pod: str, part: ViewPart | Entry) -> None:
         """Add a part of another router's view, or apply changes recorded since it was exported."""
         if isinstance(part, Entry):
             self._pods[pod].view.apply_entry(part)
-            self._learn(pod, self._pods[pod].view)
+            self._learn(pod)
             return
         self._pods[pod].view.restore(part)
         if part.group is None:
@@ -261,11 +265,36 @@ class Ingest:
         self.metrics.zmq_errors.labels(pod, operation).inc()
         _repeated.event("socket_error", pod, "socket error: operation=%s pod=%s", operation, pod)
 
-    def _learn(self, pod: str, view: PodView) -> None:
-        self.hybrid.set_groups(pod, view.groups)
+    def set_drafter(self, pod: str, has_drafter: bool | None) -> None:
+        """Set whether an engine's metrics name a drafter. Thread-safe."""
+        state = self._pods.get(pod)
+        if state is not None and has_drafter is not None and state.drop.has_drafter != has_drafter:
+            state.drop.has_drafter = has_drafter
+            self._set_drop(pod, state)
+
+    def drops(self, pod: str) -> bool:
+        """Return whether an engine is predicted to drop the last block of each hit. Thread-safe."""
+        state = self._pods.get(pod)
+        return state is not None and state.drop.drops
+
+    def drafter(self, pod: str) -> str:
+        """Return what is known of an engine's drafter; empty without a sign of one. Thread-safe."""
+        state = self._pods.get(pod)
+        return "" if state is None else state.drop.describe(state.view.block_tokens or 0)
+
+    def _learn(self, pod: str) -> None:
+        state = self._pods[pod]
+        self.hybrid.set_groups(pod, state.view.groups)
+        self._set_drop(pod, state)
         # A cleared view has no block size; the engine's next process most likely has the same one.
-        if (block_tokens := view.block_tokens) is not None:
-            self.index.set_stride(pod, max(1, block_tokens // self.hasher.block_tokens))
+        if state.view.block_tokens is not None:
+            self.index.set_stride(pod, state.stride)
+
+    def _set_drop(self, pod: str, state: EventApplier) -> None:
+        drops, is_hybrid = state.drop.drops, state.view.groups is not None
+        is_new = self.index.set_drop(pod, drops and not is_hybrid)
+        if self.hybrid.set_drop(pod, drops and is_hybrid) or is_new:
+            _note("drop", pod, "block drop: pod=%s %s", self.drafter(pod) or "none")
 
     def _notify_stored(self, serving: str, keys: Keys, key_list: Sequence[int]) -> None:
         now_s = self.clock()

@@ -32,13 +32,13 @@ from indexer.views.apply_kernel import (
 )
 from indexer.views.block_cache import BlockCache
 from indexer.views.full_reports import LaterEvents
-from indexer.views.hybrid import HybridMatcher, group_holder
+from indexer.views.hybrid import BlockDrop, HybridMatcher, group_holder
 from indexer.views.pod_view import PodView
 from indexer.views.view_parts import ChangeLog, Kind, Outcome, StoredRun
 from indexer.wire import columns as rows
 from indexer.wire.columns import Columns, EventDecoder, hash_to_uint64
 from indexer.wire.events import BlockRemoved, BlockStored
-from indexer.wire.tiers import SPECULATIVE_TIER, Tiers
+from indexer.wire.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
 
 # Maximum of awaited hashes that the kernel compares with each store; above it the view applies all events.
 _AWAITED_MAX = 16
@@ -66,6 +66,7 @@ class EventApplier:
 
     def __init__(self, context: ApplierContext, stream: PodStream) -> None:
         self.change_log = ChangeLog()  # records changes of the index
+        self.drop = BlockDrop()
         self._context = context
         self._stream = stream
         self._holder = stream.holder
@@ -83,7 +84,7 @@ class EventApplier:
 
     def apply(self, payloads: Sequence[bytes], *, with_runs: bool = False) -> Outcome:
         columns = self._context.decoder.decode(payloads)
-        outcome = Outcome(runs=[] if with_runs else None)
+        outcome = Outcome(runs=[] if with_runs or self.drop.is_learning else None)
         self._context.progress.counts[:] = 0
         for batch in columns.batches:
             if batch.unread is None:
@@ -96,7 +97,25 @@ class EventApplier:
         for kind, name in _TYPES.items():
             if events := columns.kinds[kind]:
                 outcome.events[name] += events
+        if outcome.runs and self.drop.is_learning:
+            self.drop.observe(
+                outcome.runs,
+                self.stride,
+                lambda keys: self._context.index.copies(keys, self._holder, GPU_TIER),
+                outcome.published_s[-1] if outcome.published_s else 0.0,
+                is_hybrid=self.view.groups is not None,
+            )
         return outcome
+
+    @property
+    def stride(self) -> int:
+        """Return the index blocks per block of the engine, at least 1."""
+        return max(1, (self.view.block_tokens or 0) // self._context.hasher.block_tokens)
+
+    def clear(self) -> None:
+        """Delete the view and its blocks in the index; keep what is true of the engine's process."""
+        self.view.clear()
+        self.drop.reopen()
 
     def _cache_of(self, group: int | None) -> BlockCache:
         if group is None:
@@ -244,6 +263,7 @@ def warm_kernels() -> None:
     index.add(_WARM_PODS[0], SPECULATIVE_TIER, keys)
     index.set_stride(_WARM_PODS[0], 2)
     index.match(keys, frozenset(_WARM_PODS))
+    index.copies(keys, _WARM_PODS[0], GPU_TIER)
     index.held(keys, _WARM_PODS[0])
     HybridMatcher(index, 1)
     index.remove(_WARM_PODS[0], SPECULATIVE_TIER, keys)

@@ -1,4 +1,4 @@
-"""Hybrid attention: KV cache groups of a pod, and matches cut to prefixes that its engine can resume.
+"""Prefixes that an engine can resume: KV cache groups of hybrid models, and blocks dropped for a drafter.
 
 A model with several kinds of attention layers keeps one group of blocks per kind and reports each group
 separately. The first full-attention group is the lead group: its stores carry tokens and positions. Blocks of
@@ -7,9 +7,10 @@ other groups are identified by the same hashes. Each group is a holder of its ow
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from msgspec.structs import replace
@@ -19,7 +20,7 @@ from common.jit import kernel
 from indexer.index.contract import PodMatches
 from indexer.index.index import FlatIndex
 from indexer.keys import Keys
-from indexer.views.view_parts import GROUPS_MAX, GroupRule
+from indexer.views.view_parts import GROUPS_MAX, GroupRule, StoredRun
 from indexer.wire.events import BlockStored
 
 
@@ -36,22 +37,32 @@ def group_holder(pod: str, group: int) -> str:
     return f"{pod}#{group}"
 
 
-def usable_blocks(depth: int, stride: int, groups: Sequence[tuple[GroupRule, NDArray[np.uint8]]]) -> int:
+def usable_blocks(
+    depth: int, stride: int, groups: Sequence[tuple[GroupRule, NDArray[np.uint8]]], *, drops: bool = False
+) -> int:
     """Return the length of the longest prefix that the engine can resume.
+
+    With a drafter that drops a block, vLLM lets each group match one block of its own further than the other
+    groups, and then drops it.
 
     Args:
         depth: Unbroken prefix held by the lead group, in index blocks.
         groups: Rule of each other group with uint8 [depth or more]: non-zero at the last index block of each
             of its blocks that is held.
+        drops: Whether the engine drops the last matched block of every group.
 
     Returns:
         Length in index blocks, a multiple of `stride`.
     """
-    usable = -1
+    usable, limit = -1, depth
+    depth = max(0, depth - depth % stride - stride * drops)
     while usable != depth:
         usable = depth = depth - depth % stride
         for rule, held in groups:
-            depth = _resumable(held, depth, rule.stride, rule.last_blocks, rule.chunk)
+            extra = rule.stride * drops
+            last_blocks = rule.last_blocks + drops if rule.last_blocks >= 0 else -1
+            most = min(depth + extra, limit)
+            depth = max(0, _resumable(held, most, rule.stride, last_blocks, rule.chunk) - extra)
     return usable
 
 
@@ -63,8 +74,9 @@ class HybridMatcher:
         self._block_tokens = block_tokens
         self._speculative_bit = np.uint8(1 << index.tiers.speculative)
         self._lock = threading.Lock()
-        # Read by other threads without the lock, so it is replaced as a whole.
+        # Read by other threads without the lock, so they are replaced as a whole.
         self.pods: Mapping[str, PodGroups] = {}
+        self._dropping: frozenset[str] = frozenset()
         # Compiles the kernel now rather than during the first request.
         usable_blocks(1, 1, [(GroupRule(1, usable=True, leads=False), np.zeros(1, np.uint8))])
 
@@ -75,6 +87,14 @@ class HybridMatcher:
         with self._lock:
             others = {other: known for other, known in self.pods.items() if other != pod}
             self.pods = others if groups is None else {**others, pod: groups}
+
+    def set_drop(self, pod: str, drops: bool) -> bool:
+        """Set whether a hybrid pod's engine drops the last block of each hit; return whether that changed."""
+        if (pod in self._dropping) == drops:
+            return False
+        with self._lock:
+            self._dropping = self._dropping | {pod} if drops else self._dropping - {pod}
+        return True
 
     def refine(self, keys: Keys, table: PodMatches, prompt_tokens: int | None = None) -> PodMatches:
         """Shorten the matches of hybrid pods.
@@ -95,9 +115,11 @@ class HybridMatcher:
         for pod in pods.keys() & table.rows.keys():
             row = table.rows[pod]
             depth = int(table.cached_blocks[row])
+            drops = pod in self._dropping
             if prompt_tokens is not None:
-                depth = min(depth, max(0, prompt_tokens - 1) // self._block_tokens)
-            usable = self._usable(keys[:depth], pod, pods[pod])
+                # The dropped block may be the one with the last token.
+                depth = min(depth, max(0, prompt_tokens - (not drops)) // self._block_tokens)
+            usable = self._usable(keys[:depth], pod, pods[pod], drops)
             if usable == table.cached_blocks[row]:
                 continue
             if blocks is None or blocks_by_tier is None:
@@ -108,7 +130,7 @@ class HybridMatcher:
             return table
         return PodMatches(table.rows, table.tiers, blocks, blocks_by_tier, strides=table.strides)
 
-    def _usable(self, keys: Keys, pod: str, groups: PodGroups) -> int:
+    def _usable(self, keys: Keys, pod: str, groups: PodGroups, drops: bool) -> int:
         if not len(keys):
             return 0
         assumed = self._index.held(keys, pod) & self._speculative_bit
@@ -116,7 +138,7 @@ class HybridMatcher:
             (rule, self._index.held(keys, group_holder(pod, group)) | assumed)
             for group, rule in groups.rules.items()
         ]
-        return usable_blocks(len(keys), groups.stride, held)
+        return usable_blocks(len(keys), groups.stride, held, drops=drops)
 
 
 @kernel
@@ -214,3 +236,116 @@ class CacheGroups:
         if rest == 0 and is_chunked and window_tokens % event.block_size == 0:
             return replace(rule, chunk=window_tokens // self._block_tokens)
         return GroupRule(group, usable=False, leads=False)
+
+
+# Evidence for one answer in excess of the other after which runs are no longer examined.
+_CERTAIN = 8
+# Least excess for a drop in a hybrid model, which also computes held blocks again after it lost a window.
+_HYBRID_EXCESS = 2
+# Longer than a step of an engine.
+_NEW_S = 10.0
+# Ends of runs and first blocks that are remembered; above it the oldest half is dropped.
+_REMEMBERED_MAX = 8192
+
+_Copies = Callable[[Keys], NDArray[np.int32]]
+
+
+@dataclass(slots=True)
+class BlockDrop:
+    """Whether an engine drops the last matched block of every hit, learned from its events alone. Pure.
+
+    vLLM does so with EAGLE, EAGLE3 and MTP drafters, which need the hidden states of that block: a hit of k
+    blocks serves k - 1, and the last one is computed and stored again. ngram and draft models drop nothing.
+    Two kinds of runs of at least two blocks, with a known parent, are evidence:
+
+    - Drop: the first block was held before, the second was not.
+    - No drop: the first block was not held before, although the run begins a request. Chunks of a long
+      prefill, which continue the end of an earlier run, do not count.
+
+    Concurrent requests with one new prompt store the same blocks, and the later stores look like a drop. So a
+    first block is no evidence of one for some time after it was stored, and never if it showed no drop.
+    """
+
+    has_drafter: bool | None = None  # whether the engine's metrics name a drafter; None: unknown
+    stores: int = 0  # runs that were evidence
+    _balance: int = 0  # above 0: evidence of a drop prevails
+    _excess: int = 1  # least balance that is an answer
+    _learned: bool | None = None
+    # Last key of each run, and whether the run is one decoded block.
+    _ends: dict[int, bool] = field(default_factory=dict)
+    # By first block: time until which concurrent requests may store it again.
+    _new_until_s: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def is_learning(self) -> bool:
+        return self.has_drafter is not False and abs(self._balance) < _CERTAIN
+
+    @property
+    def drops(self) -> bool:
+        """Return whether to predict a drop; the lower prediction for a drafter that is not learned yet."""
+        if self.has_drafter is False:
+            return False
+        return bool(self.has_drafter) if self._learned is None else self._learned
+
+    def reopen(self) -> None:
+        """Forget the runs of a view that was cleared; keep the answer, but let new evidence change it."""
+        self._balance = max(-1, min(1, self._balance))
+        self._ends.clear()
+        self._new_until_s.clear()
+
+    def describe(self, block_tokens: int) -> str:
+        """Return what is known of the drafter, in words; empty without a sign of one."""
+        if self.has_drafter is False or (self.has_drafter is None and not self._learned):
+            return ""
+        if self._learned is None:
+            return f"drafter: {block_tokens} tokens a hit assumed, not learned yet"
+        cost = f"{block_tokens} tokens" if self._learned else "nothing"
+        return f"drafter: costs {cost} a hit, learned from {self.stores} stores"
+
+    def observe(
+        self,
+        runs: Sequence[StoredRun],
+        block: int,
+        copies_of: _Copies,
+        published_s: float,
+        *,
+        is_hybrid: bool = False,
+    ) -> None:
+        """Learn from the runs of one or more batches, which are in the index already.
+
+        Args:
+            block: Index blocks per block of the engine.
+            copies_of: Returns int32 [keys], the engine's copies of each block in device memory.
+            published_s: Time of the last batch, by the engine's clock.
+        """
+        self._excess = _HYBRID_EXCESS if is_hybrid else 1
+        for run in runs:
+            follows_end = self._ends.pop(run.parent, None)
+            if follows_end is not False:
+                self._examine(run, block, copies_of, published_s)
+            self._ends[int(run.keys[-1])] = len(run.keys) <= block and follows_end is not None
+        for remembered in (self._ends, self._new_until_s):
+            if len(remembered) > _REMEMBERED_MAX:
+                for key in list(remembered)[: _REMEMBERED_MAX // 2]:
+                    del remembered[key]
+
+    def _examine(self, run: StoredRun, block: int, copies_of: _Copies, published_s: float) -> None:
+        first, second = int(run.keys[block - 1]), int(run.keys[min(2 * block, len(run.keys)) - 1])
+        copies = copies_of(np.array([run.parent, first, second], np.uint64)).tolist()
+        if not copies[0] or copies[2] != 1:
+            return
+        if copies[1] == 1:
+            if first == second:
+                self._new_until_s[first] = published_s + _NEW_S
+            else:
+                self._new_until_s[first] = math.inf
+                self.count(-1)
+        elif published_s >= self._new_until_s.get(first, -math.inf):
+            self.count(1)
+
+    def count(self, evidence: int) -> None:
+        """Count runs that are evidence: above 0 of a drop, below 0 of none."""
+        self.stores += abs(evidence)
+        self._balance = max(-_CERTAIN, min(_CERTAIN, self._balance + evidence))
+        if self._balance < 0 or self._balance >= self._excess:
+            self._learned = self._balance > 0

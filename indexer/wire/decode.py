@@ -7,7 +7,7 @@ decodes many messages at once.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -86,6 +86,14 @@ class _ClearedArray(Struct, array_like=True, tag="AllBlocksCleared", gc=False):
     pass
 
 
+class _MapTag(Struct):
+    type: str
+
+
+class _ArrayTag(Struct, array_like=True):
+    type: str
+
+
 ArrayEvent = _StoredArray | _RemovedArray | _ClearedArray
 
 
@@ -107,7 +115,8 @@ _map_event = msgspec.msgpack.Decoder(KVEvent)
 _array_event = msgspec.msgpack.Decoder(ArrayEvent)
 _tokens = msgspec.msgpack.Decoder(TokenIds)
 EXTRA_KEYS = msgspec.msgpack.Decoder(ExtraKeys | None)
-_any = msgspec.msgpack.Decoder(Any)
+_map_tag = msgspec.msgpack.Decoder(_MapTag)
+_array_tag = msgspec.msgpack.Decoder(_ArrayTag)
 
 
 def split_batch(payload: bytes, max_bytes: int) -> Batch[Raw]:
@@ -189,11 +198,7 @@ def _is_map(raw: bytes | Raw) -> bool:
 
 def _reason(raw: bytes | Raw) -> str:
     try:
-        event = _any.decode(raw)
+        tag = (_map_tag if _is_map(raw) else _array_tag).decode(raw).type
     except BROKEN:
         return BROKEN_EVENT
-    if isinstance(event, dict):
-        tag = event.get("type")
-    else:
-        tag = event[0] if isinstance(event, list) and event else None
-    return UNKNOWN_EVENT if isinstance(tag, str) and tag not in KINDS else BROKEN_EVENT
+    return BROKEN_EVENT if tag in KINDS else UNKNOWN_EVENT

@@ -229,6 +229,7 @@ class DebugPages:
         index = {
             "views_pending": sorted(self.index.pending()),
             "parity": self.index.mismatch_details(),
+            "drafters": self.index.drafter_details(),
             "routers": list(self.routers(time.monotonic())),
             "pods_asleep": [pod.address for pod in self.pods.current.values() if pod.asleep],
         }

@@ -137,6 +137,8 @@ _ENGINES = (
 )
 
 
+# Present, even at 0, with any kind of speculative decoding.
+_DRAFTS = b"vllm:spec_decode_num_drafts_total"
 _SLEEP = b"vllm:engine_sleep_state"
 # States in which the KV cache is gone.
 _DROPPED = (b"weights_offloaded", b"discard_all")
@@ -190,6 +192,7 @@ class EnginePage:
                 # vLLM at sleep level 0 is in neither state, and keeps its cache.
                 asleep=bool(awake) and not any(awake) and (not all(dropped) or any(map(any, dropped))),
                 asked_s=asked_s,
+                has_drafter=bool(self.series(_DRAFTS)) if configs else None,
             )
         except _UnusableError:
             return None

@@ -52,7 +52,9 @@ class ReferenceIndex:
         self._evicted = 0
 
     def add(self, pod: str, tier: str, keys: Keys) -> None:
-        number = self.tiers.number(tier)
+        self.store(pod, self.tiers.number(tier), keys)
+
+    def store(self, pod: str, number: int, keys: Keys) -> None:
         with self._lock:
             self._add(pod, number, keys.tolist(), [1] * len(keys))
 
@@ -83,7 +85,7 @@ class ReferenceIndex:
                 self._drop_holder(key, pod)
         return blocks
 
-    def match(self, keys: Keys, pods: Collection[str]) -> PodMatches:
+    def match(self, keys: Keys, pods: Collection[str], _servable_blocks: int | None = None) -> PodMatches:
         rows = {pod: row for row, pod in enumerate(dict.fromkeys(pods))}
         counts = np.zeros((len(rows), len(self.tiers.names)), np.int32)
         chain = keys.tolist()

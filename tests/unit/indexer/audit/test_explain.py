@@ -35,6 +35,30 @@ def test_the_end_has_a_reason(held: list[int], usable: int, end: PrefixEnd, leng
     assert (prefix.state, prefix.reason) == (StreamState.STALE, "gap")
 
 
+@pytest.mark.parametrize(
+    ("usable", "drops", "end"),
+    [
+        (2, True, PrefixEnd.DRAFTER),
+        (0, True, PrefixEnd.OTHER_ATTENTION),
+        (2, False, PrefixEnd.OTHER_ATTENTION),
+    ],
+)
+def test_a_dropped_block_is_named(usable: int, drops: bool, end: PrefixEnd) -> None:
+    """A prefix that ends one engine block early at an engine with a drafter ends because of the drafter."""
+    held = np.array([GPU] * 6, np.uint8)
+    prefix = explain_prefix(
+        "p",
+        held,
+        TIERS,
+        status=(StreamState.EXACT, ""),
+        usable_blocks=usable,
+        stride=2,
+        drops=drops,
+        drafter="d",
+    )
+    assert (prefix.end, prefix.drafter) == (end, "d")
+
+
 def test_each_block_lies_in_its_best_tier() -> None:
     """Stretches are listed from the start; a block in two tiers counts in the better one."""
     held = np.array([GPU | CPU, GPU, CPU, CPU, GPU], np.uint8)

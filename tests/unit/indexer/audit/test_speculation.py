@@ -36,9 +36,9 @@ class CountingIndex(ReferenceIndex):
         super().__init__(1000, Tiers())
         self.copies: Counter[tuple[str, int]] = Counter()
 
-    def add(self, pod: str, tier: str, keys: Keys) -> None:
+    def store(self, pod: str, number: int, keys: Keys) -> None:
         """Add and count."""
-        super().add(pod, tier, keys)
+        super().store(pod, number, keys)
         self.copies.update((pod, key) for key in keys.tolist())
 
     def remove(self, pod: str, tier: str, keys: Keys) -> int:

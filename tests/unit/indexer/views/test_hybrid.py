@@ -290,3 +290,8 @@ def test_usable_prefixes_are_the_longest_that_obey_all_rules(
     lengths = range(depth - depth % stride, -1, -stride)
     longest = next(length for length in lengths if all(obeys(length, *group) for group in groups))
     assert usable_blocks(depth, stride, groups) == longest
+    # Dropping a block never makes a prefix longer, and without other groups it costs exactly one.
+    dropped = usable_blocks(depth, stride, groups, drops=True)
+    assert dropped <= max(longest, 0)
+    assert dropped % stride == 0
+    assert usable_blocks(depth, stride, [], drops=True) == max(0, depth - depth % stride - stride)

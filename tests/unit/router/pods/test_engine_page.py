@@ -19,13 +19,25 @@ vllm:engine_sleep_state{engine="0",sleep_state="awake"} 1.0
 vllm:engine_sleep_state{engine="0",sleep_state="discard_all"} 0.0
 """
 READING = EngineReading(
-    started_s=1.7e9, capacity_blocks=100, prompt_tokens=5e12, query_tokens=900.0, hit_tokens=100.0
+    started_s=1.7e9,
+    capacity_blocks=100,
+    prompt_tokens=5e12,
+    query_tokens=900.0,
+    hit_tokens=100.0,
+    has_drafter=False,
 )
 
 
 def test_vllms_page_is_read() -> None:
     """Start, size and counters are read, however large; an awake engine is not asleep."""
     assert EnginePage(PAGE).reading() == READING
+
+
+def test_counters_of_speculative_decoding_show_a_drafter() -> None:
+    """vLLM reports these counters, even at 0, exactly with a drafter; another engine's page says nothing."""
+    drafts = b'vllm:spec_decode_num_drafts_total{engine="0"} 0.0\n'
+    readings = [EnginePage(page).reading() for page in (PAGE + drafts, b"process_start_time_seconds 1.0\n")]
+    assert [reading and reading.has_drafter for reading in readings] == [True, None]
 
 
 def test_a_sleeping_engine_is_detected() -> None:
