@@ -73,6 +73,10 @@ class BlockHasher:
         packed = _model_text(model, lora_name) + _optional_text(cache_salt)
         return int(xxh3_64_intdigest(packed, self._root_seed))
 
+    def next_key(self, key: int, next_token: int) -> int:
+        """Return the key of a block in front of a token."""
+        return int(self.chain(key, np.full(self.block_tokens, next_token, np.uint32))[0])
+
     def chain(self, parent: int, token_ids: Tokens, extras: Sequence[bytes] = ()) -> Keys:
         """Return the keys of the full blocks in `token_ids`; a partial block at the end has none.
 

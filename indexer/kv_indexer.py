@@ -150,20 +150,28 @@ class KvIndexer:
         root = self._hasher.root(model, lora_name or None, cache_salt or None)
         return self._hasher.chain(root, token_ids, extras)
 
-    def match(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None = None) -> PodMatches:
+    def match(
+        self,
+        keys: Keys,
+        pods: Collection[str],
+        *,
+        prompt_tokens: int | None = None,
+        tokens: Tokens | None = None,
+    ) -> PodMatches:
         """Return, for each of `pods`, the length of the longest cached prefix of `keys` in blocks.
 
         A match is rounded down to whole blocks of the pod's engine, if their size is known.
 
         Args:
-            prompt_tokens: Length of the prompt; used for pods of hybrid models, see `HybridMatcher.refine`.
+            prompt_tokens: Length of the prompt; used where engines serve less, see `HybridMatcher.refine`.
+            tokens: The prompt's token ids, for engines that compare the token behind a hit.
         """
         started_s = time.perf_counter()
         self._speculation.expire(self._clock())
         registry = self.engine_registry
         table = self._index.match(keys, registry.holders(pods), self._servable(prompt_tokens))
-        if self._hybrid.pods:
-            table = self._hybrid.refine(keys, table, prompt_tokens)
+        if self._hybrid.is_needed:
+            table = self._hybrid.refine(keys, table, prompt_tokens, tokens)
         found = registry.best_ranks(table, pods)
         self._metrics.looked_up(found.longest, time.perf_counter() - started_s)
         found.states, found.followed = registry.states, self._followed_s
@@ -173,11 +181,18 @@ class KvIndexer:
         # An engine computes at least the last token.
         return None if prompt_tokens is None else max(0, prompt_tokens - 1) // self._hasher.block_tokens
 
-    def explain(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None = None) -> list[Prefix]:
+    def explain(
+        self,
+        keys: Keys,
+        pods: Collection[str],
+        *,
+        prompt_tokens: int | None = None,
+        tokens: Tokens | None = None,
+    ) -> list[Prefix]:
         engines = self.engine_registry.engines
         holders = list(self.engine_registry.holders(pods))
         table = self._index.match(keys, holders, self._servable(prompt_tokens))
-        table = self._hybrid.refine(keys, table, prompt_tokens)
+        table = self._hybrid.refine(keys, table, prompt_tokens, tokens)
         return [
             explain_prefix(
                 holder,

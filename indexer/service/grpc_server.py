@@ -99,8 +99,8 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
     def Score(  # noqa: N802 (the name is the proto's)
         self, request: pb.ScoreRequest, context: grpc.ServicerContext
     ) -> pb.ScoreResponse:
-        keys, pods, prompt_tokens = self._prompt(request, context)
-        matches = self._indexer.match(keys, pods, prompt_tokens=prompt_tokens).values()
+        keys, pods, tokens = self._prompt(request, context)
+        matches = self._indexer.match(keys, pods, prompt_tokens=len(tokens), tokens=tokens).values()
         ranked = sorted(matches, key=lambda match: (-match.cached_blocks, match.pod))
         return pb.ScoreResponse(
             pods=[self._score(match) for match in ranked],
@@ -122,8 +122,8 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
     def Explain(  # noqa: N802 (the name is the proto's)
         self, request: pb.ScoreRequest, context: grpc.ServicerContext
     ) -> pb.ExplainPrefixResponse:
-        keys, pods, prompt_tokens = self._prompt(request, context)
-        prefixes = self._indexer.explain(keys, pods, prompt_tokens=prompt_tokens)
+        keys, pods, tokens = self._prompt(request, context)
+        prefixes = self._indexer.explain(keys, pods, prompt_tokens=len(tokens), tokens=tokens)
         return pb.ExplainPrefixResponse(
             engines=[_explanation(prefix) for prefix in prefixes],
             block_tokens=self._indexer.block_tokens,
@@ -164,8 +164,8 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
 
     def _prompt(
         self, request: pb.ScoreRequest, context: grpc.ServicerContext
-    ) -> tuple[Keys, Sequence[str], int]:
-        """Return the prompt's block keys, the requested pods, and the prompt's length in tokens."""
+    ) -> tuple[Keys, Sequence[str], Sequence[int]]:
+        """Return the prompt's block keys, the requested pods, and the prompt's token ids."""
         if not request.model:
             _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "model: missing")
         if request.text and request.token_ids:
@@ -180,7 +180,7 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
             )
         except TokenError as error:
             _abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"token_ids: {error}")
-        return keys, pods, len(token_ids)
+        return keys, pods, token_ids
 
     def _serving(self, model: str) -> list[str]:
         """Return the pods of a model: declared ones, then undeclared ones that connected."""

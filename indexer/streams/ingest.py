@@ -71,7 +71,7 @@ class Ingest:
             max_s=config.speculative_max_s,
             max_entries=config.speculative_entries,
         )
-        self.hybrid = HybridMatcher(self.index, config.block_tokens)
+        self.hybrid = HybridMatcher(self.index, self.hasher)
         self.metrics = IndexerMetrics(registry, stats=self.index.stats, speculative=self._speculative_entries)
         self.mismatches = MismatchWatch(self.metrics)
         self.engine_registry = EngineRegistry()
@@ -107,6 +107,7 @@ class Ingest:
         self._pods.pop(pod).view.clear()
         self.hybrid.set_groups(pod, None)
         self.hybrid.set_drop(pod, False)
+        self.hybrid.set_paired(pod, False)
         self.index.set_stride(pod, 1)
         self.index.set_drop(pod, False)
         self.speculation.drop_pod(self.engine_registry.pod(pod))
@@ -285,6 +286,7 @@ class Ingest:
     def _learn(self, pod: str) -> None:
         state = self._pods[pod]
         self.hybrid.set_groups(pod, state.view.groups)
+        self.hybrid.set_paired(pod, state.view.is_paired)
         self._set_drop(pod, state)
         # A cleared view has no block size; the engine's next process most likely has the same one.
         if state.view.block_tokens is not None:

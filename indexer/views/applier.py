@@ -97,6 +97,9 @@ class EventApplier:
         for kind, name in _TYPES.items():
             if events := columns.kinds[kind]:
                 outcome.events[name] += events
+        if self.view.is_paired:
+            # Such an engine stores pages with other next tokens again, and drops nothing.
+            self.drop.has_drafter = False
         if outcome.runs and self.drop.is_learning:
             self.drop.observe(
                 outcome.runs,
@@ -265,7 +268,7 @@ def warm_kernels() -> None:
     index.match(keys, frozenset(_WARM_PODS))
     index.copies(keys, _WARM_PODS[0], GPU_TIER)
     index.held(keys, _WARM_PODS[0])
-    HybridMatcher(index, 1)
+    HybridMatcher(index, hasher)
     index.remove(_WARM_PODS[0], SPECULATIVE_TIER, keys)
     copied = EventApplier(context, PodStream("warm-copy", "warm", "tcp://127.0.0.1:1", None)).view
     for part in state.view.parts():

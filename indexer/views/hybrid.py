@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from common.jit import kernel
 from indexer.index.contract import PodMatches
 from indexer.index.index import FlatIndex
-from indexer.keys import Keys
+from indexer.keys import BlockHasher, Keys, Tokens
 from indexer.views.view_parts import GROUPS_MAX, GroupRule, StoredRun
 from indexer.wire.events import BlockStored
 
@@ -66,17 +66,22 @@ def usable_blocks(
     return usable
 
 
+# Group of the keys of blocks in front of their next tokens.
+NEXT_TOKENS = -1
+
+
 class HybridMatcher:
     """Matcher that cuts hybrid pods' matches to prefixes that their engines can resume. Thread-safe."""
 
-    def __init__(self, index: FlatIndex, block_tokens: int) -> None:
+    def __init__(self, index: FlatIndex, hasher: BlockHasher) -> None:
         self._index = index
-        self._block_tokens = block_tokens
+        self._hasher = hasher
         self._speculative_bit = np.uint8(1 << index.tiers.speculative)
         self._lock = threading.Lock()
         # Read by other threads without the lock, so they are replaced as a whole.
         self.pods: Mapping[str, PodGroups] = {}
         self._dropping: frozenset[str] = frozenset()
+        self._paired: frozenset[str] = frozenset()
         # Compiles the kernel now rather than during the first request.
         usable_blocks(1, 1, [(GroupRule(1, usable=True, leads=False), np.zeros(1, np.uint8))])
 
@@ -96,8 +101,25 @@ class HybridMatcher:
             self._dropping = self._dropping | {pod} if drops else self._dropping - {pod}
         return True
 
-    def refine(self, keys: Keys, table: PodMatches, prompt_tokens: int | None = None) -> PodMatches:
-        """Shorten the matches of hybrid pods.
+    def set_paired(self, pod: str, is_paired: bool) -> None:
+        """Set whether a pod's engine finds a block only in front of the token that followed it."""
+        if (pod in self._paired) != is_paired:
+            with self._lock:
+                self._paired = self._paired | {pod} if is_paired else self._paired - {pod}
+
+    @property
+    def is_needed(self) -> bool:
+        """Return whether any pod's matches may have to be shortened."""
+        return bool(self.pods or self._paired)
+
+    def refine(
+        self,
+        keys: Keys,
+        table: PodMatches,
+        prompt_tokens: int | None = None,
+        tokens: Tokens | None = None,
+    ) -> PodMatches:
+        """Shorten the matches of hybrid pods, and of pods whose engine compares the token behind a hit.
 
         A speculative block counts as held in all groups of its pod, because the blocks that a request will
         leave in a sliding window are not known in advance.
@@ -106,20 +128,26 @@ class HybridMatcher:
             table: The index's matches of `keys`: prefixes held by the lead groups.
             prompt_tokens: Length of the prompt. An engine computes at least the last token, so a prompt that
                 ends with a full block resumes at an earlier block. None: the prompt is longer than `keys`.
+            tokens: The prompt's token ids; without them the last block of a hit is not counted where the
+                engine compares the token behind it.
 
         Returns:
             The matches; `table` itself if none changes.
         """
         pods = self.pods
         blocks = blocks_by_tier = None
-        for pod in pods.keys() & table.rows.keys():
+        for pod in (pods.keys() | self._paired) & table.rows.keys():
             row = table.rows[pod]
             depth = int(table.cached_blocks[row])
             drops = pod in self._dropping
             if prompt_tokens is not None:
                 # The dropped block may be the one with the last token.
-                depth = min(depth, max(0, prompt_tokens - (not drops)) // self._block_tokens)
-            usable = self._usable(keys[:depth], pod, pods[pod], drops)
+                depth = min(depth, max(0, prompt_tokens - (not drops)) // self._hasher.block_tokens)
+            if pod in self._paired:
+                stride = int(table.strides[row]) if len(table.strides) else 1
+                usable = self._found(keys, pod, depth - depth % stride, stride, tokens)
+            else:
+                usable = self._usable(keys[:depth], pod, pods[pod], drops)
             if usable == table.cached_blocks[row]:
                 continue
             if blocks is None or blocks_by_tier is None:
@@ -129,6 +157,20 @@ class HybridMatcher:
         if blocks is None or blocks_by_tier is None:
             return table
         return PodMatches(table.rows, table.tiers, blocks, blocks_by_tier, strides=table.strides)
+
+    def _found(self, keys: Keys, pod: str, depth: int, stride: int, tokens: Tokens | None) -> int:
+        """Return the blocks of a prefix that are found: its last one only in front of the stored token.
+
+        The blocks before it are in front of the token that begins the next one. The engine looks up all
+        tokens but the last.
+        """
+        behind = depth * self._hasher.block_tokens
+        if not depth or tokens is None or behind > len(tokens) - 2:
+            return max(0, depth - stride)
+        key = np.array([self._hasher.next_key(int(keys[depth - 1]), int(tokens[behind]))], np.uint64)
+        is_assumed = self._index.held(keys[depth - 1 : depth], pod) & self._speculative_bit
+        is_found = self._index.held(key, group_holder(pod, NEXT_TOKENS)) | is_assumed
+        return depth if is_found[0] else depth - stride
 
     def _usable(self, keys: Keys, pod: str, groups: PodGroups, drops: bool) -> int:
         if not len(keys):

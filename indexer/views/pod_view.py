@@ -15,7 +15,7 @@ from indexer.errors import TokenError
 from indexer.keys import BlockHasher, Keys
 from indexer.views.block_cache import BlockCache, Dropped
 from indexer.views.full_reports import FullReports, LaterEvents, UncertainCopies
-from indexer.views.hybrid import CacheGroups, PodGroups
+from indexer.views.hybrid import NEXT_TOKENS, CacheGroups, PodGroups
 from indexer.views.runs import CopyChange, Orphan, Orphans, PlainRuns, Runs
 from indexer.views.view_parts import Entry, Kind, Outcome, ViewFacts, ViewPart
 from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, KVEvent
@@ -47,6 +47,7 @@ class PodView:
         self._runs = Runs(model, self._lead_cache, hasher, tiers, max_partials=config.engine_hashes_per_pod)
         self._caches: dict[int, BlockCache] = {}
         self._zero_is_a_hash = False
+        self.is_paired = False  # whether the engine finds a block only in front of the same token
         self._full_reports = FullReports()
         self._uncertain = UncertainCopies()
         # Copies of this batch in groups other than the lead group that wait for their block.
@@ -81,7 +82,8 @@ class PodView:
     def plain(self) -> PlainRuns | None:
         """Return the conditions under which runs need no state but the index; None if none do."""
         block_tokens = self._runs.block_tokens
-        if block_tokens is None or self._runs.are_partial or self._uncertain or self._full_reports.in_episode:
+        is_plain = not (self._runs.are_partial or self._uncertain or self._full_reports.in_episode)
+        if block_tokens is None or not is_plain or self.is_paired:
             return None
         return PlainRuns(block_tokens, self._groups.lead, self._orphans.awaited)
 
@@ -96,6 +98,7 @@ class PodView:
         self._caches.clear()
         self._runs.block_tokens = None
         self._zero_is_a_hash = False
+        self.is_paired = False
         self._full_reports.reset()
 
     @property
@@ -105,7 +108,7 @@ class PodView:
             return "orphans"
         if self._uncertain:
             return AMBIGUOUS_COPIES
-        return "part_runs" if self._runs.are_partial else None
+        return "part_runs" if self._runs.are_partial or self.is_paired else None
 
     @property
     def invalid_reason(self) -> str | None:
@@ -245,6 +248,8 @@ class PodView:
         except TokenError:
             outcome.skip("BlockStored", "extra_keys")
             return False
+        if run.next_tokens:
+            self._store_next_tokens(run, tier)
         if self._uncertain:
             if parent_hash is not None:
                 # A request that continues a block has that block.
@@ -252,6 +257,17 @@ class PodView:
             self._remove_copies(self._uncertain.on_stored(run.block_hashes, tier), tier)
         self._zero_is_a_hash |= 0 in run.block_hashes
         return True
+
+    def _store_next_tokens(self, run: BlockStored, tier: str) -> None:
+        """Store, per index block that ends with an engine block, the token that must follow it."""
+        self.is_paired = True
+        keys = {
+            engine_hash: self._hasher.next_key(tail_key, next_token)
+            for engine_hash, next_token in zip(run.block_hashes, run.next_tokens, strict=False)
+            if (tail_key := self._runs.tail_key(engine_hash)) is not None
+        }
+        if keys:
+            self._cache(NEXT_TOKENS).store([*keys], np.array([*keys.values()], np.uint64), tier)
 
     def _starts_prompt(self, parent_hash: EngineHash | None) -> bool:
         # llm-d's simulator writes 0 for "no parent". A real hash is 0 once in 2**64 blocks; an engine that
@@ -319,6 +335,8 @@ class PodView:
 
     def _add_copy(self, change: CopyChange, outcome: Outcome) -> bool:
         if change.group is None:
+            if self.is_paired:
+                self._cache(NEXT_TOKENS).copy(change.engine_hash, change.tier)
             return self._runs.copy(change.engine_hash, change.tier)
         cache = self._cache(change.group)
         if cache.copy(change.engine_hash, change.tier):
@@ -332,6 +350,8 @@ class PodView:
     def _drop_copy(self, change: CopyChange) -> Dropped | None:
         engine_hash, tier = change.engine_hash, change.tier
         if change.group is None:
+            if self.is_paired:
+                self._cache(NEXT_TOKENS).drop(engine_hash, tier)
             dropped = self._runs.drop(engine_hash, tier)
             if dropped is Dropped.LAST and self._uncertain:
                 if self._uncertain.replace_last(engine_hash, tier):

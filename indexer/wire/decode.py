@@ -7,6 +7,7 @@ decodes many messages at once.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Generic, TypeVar
 
 import msgspec
@@ -26,6 +27,7 @@ from indexer.wire.events import (
     GroupIdx,
     KVEvent,
     TokenIds,
+    TokenPairs,
     WindowTokens,
 )
 
@@ -112,8 +114,10 @@ MAP_BATCH = msgspec.msgpack.Decoder(Batch[Event])
 ARRAY_BATCH = msgspec.msgpack.Decoder(Batch[ArrayEvent])
 _raw_batch = msgspec.msgpack.Decoder(Batch[Raw])
 _map_event = msgspec.msgpack.Decoder(KVEvent)
+_map_of_pairs = msgspec.msgpack.Decoder(Event)
 _array_event = msgspec.msgpack.Decoder(ArrayEvent)
 _tokens = msgspec.msgpack.Decoder(TokenIds)
+_pairs = msgspec.msgpack.Decoder(TokenPairs)
 EXTRA_KEYS = msgspec.msgpack.Decoder(ExtraKeys | None)
 _map_tag = msgspec.msgpack.Decoder(_MapTag)
 _array_tag = msgspec.msgpack.Decoder(_ArrayTag)
@@ -144,11 +148,18 @@ def decode_event(raw: bytes | Raw) -> KVEvent:
     """
     try:
         if _is_map(raw):
-            event: KVEvent = _map_event.decode(raw)
-            return event
+            return _decode_map(raw)
         return typed(from_array(_array_event.decode(raw)))
     except BROKEN as error:
         raise PayloadError(_reason(raw), str(error)) from None
+
+
+def _decode_map(raw: bytes | Raw) -> KVEvent:
+    try:
+        event: KVEvent = _map_event.decode(raw)
+        return event
+    except msgspec.ValidationError:
+        return typed(_map_of_pairs.decode(raw))
 
 
 def typed(event: Event) -> KVEvent:
@@ -163,15 +174,33 @@ def typed(event: Event) -> KVEvent:
         case "AllBlocksCleared":
             return AllBlocksCleared()
         case "BlockStored":
-            fields = {name: getattr(event, name) for name in BlockStored.__struct_fields__}
+            fields = {name: getattr(event, name) for name in Event.__struct_fields__ if name != "type"}
             try:
-                fields["token_ids"] = _tokens.decode(event.token_ids)
+                fields["token_ids"], fields["next_tokens"] = _tokens_of(event)
                 fields["extra_keys"] = EXTRA_KEYS.decode(event.extra_keys)
             except BROKEN as error:
                 raise PayloadError(BROKEN_EVENT, str(error)) from None
             return BlockStored(**fields)
         case kind:
             raise PayloadError(UNKNOWN_EVENT, f"unknown kind of event: {kind[:100]!r}")
+
+
+def _tokens_of(event: Event) -> tuple[TokenIds, TokenIds]:
+    """Return a store's tokens, and the token behind each block if the engine reports pairs of tokens.
+
+    With EAGLE, SGLang reports each token as the pair with its next one, and counts pairs in `block_size`.
+
+    Raises:
+        msgspec.ValidationError: Neither tokens nor pairs.
+    """
+    try:
+        return _tokens.decode(event.token_ids), []
+    except msgspec.ValidationError:
+        pairs = _pairs.decode(event.token_ids)
+    if any(second != after for (_, second), (after, _) in pairwise(pairs)):
+        raise msgspec.ValidationError("token_ids: a pair must begin with the second token of the last one")
+    size = event.block_size or len(pairs)
+    return [first for first, _ in pairs], [pair[1] for pair in pairs[size - 1 :: size]]
 
 
 def from_array(event: ArrayEvent) -> Event:

@@ -16,7 +16,9 @@ MAX_WINDOW_TOKENS = 2**31 - 1
 # An engine's hash of a block: a digest (vLLM: 16 or 32 bytes), uint64 (vLLM) or int64 (SGLang).
 EngineHash = int | Annotated[bytes, Meta(min_length=1, max_length=MAX_HASH_BYTES)]
 EngineHashes = Annotated[list[EngineHash], Meta(max_length=MAX_TOKENS)]
-TokenIds = Annotated[list[Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]], Meta(max_length=MAX_TOKENS)]
+_TokenId = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
+TokenIds = Annotated[list[_TokenId], Meta(max_length=MAX_TOKENS)]
+TokenPairs = Annotated[list[tuple[_TokenId, _TokenId]], Meta(max_length=MAX_TOKENS)]
 # Per block: None, or a list of LoRA name, [multimodal id, offset], cache salt, prompt-embeddings digest.
 ExtraKeys = Annotated[list[Annotated[list[Any], Meta(max_length=1024)] | None], Meta(max_length=MAX_TOKENS)]
 GroupIdx = Annotated[int, Meta(ge=0, le=MAX_GROUP)]
@@ -39,6 +41,8 @@ class BlockStored(Struct, frozen=True, tag_field="type", tag="BlockStored"):
     kv_cache_spec_sliding_window: WindowTokens | None = None
     # SGLang only; vLLM has the salt in the first block's extra keys.
     cache_salt: str | None = None
+    # Token behind each block, if the engine finds blocks only in front of it (SGLang with EAGLE).
+    next_tokens: TokenIds = []
 
 
 class BlockRemoved(Struct, frozen=True, tag_field="type", tag="BlockRemoved"):

@@ -130,8 +130,8 @@ class Router:
     ) -> tuple[Decision, Sequence[Dispatch]]:
         # Block keys include the base model, so pods of another base match nothing.
         matches = [
-            self.index.match(keys, candidates.address_set, prompt_tokens=length)
-            for keys, length in zip(tokenized.keys, map(len, tokenized.tokens.prompts), strict=False)
+            self.index.match(keys, candidates.address_set, prompt_tokens=len(prompt), tokens=prompt)
+            for keys, prompt in zip(tokenized.keys, tokenized.tokens.prompts, strict=False)
         ]
         step_done()
         # Start the prefill clock here so that tokenization and queueing time are not charged to the pod.

@@ -52,7 +52,7 @@ class OnePod:
         flat_index = FlatIndex(_FLAT_BYTES, tiers, capacity_blocks=_FLAT_BLOCKS) if flat else None
         self.index: Any = flat_index or ReferenceIndex(config.capacity_blocks, tiers)
         self.hasher = BlockHasher(block_tokens, 1)
-        self.hybrid = HybridMatcher(self.index, block_tokens)
+        self.hybrid = HybridMatcher(self.index, self.hasher)
 
         def cache_of(group: int | None) -> Any:
             holder = POD if group is None else group_holder(POD, group)
@@ -66,6 +66,7 @@ class OnePod:
         """Apply events as one batch."""
         outcome = apply_batch(self.view, EventBatch(0.0, events))
         self.hybrid.set_groups(POD, self.view.groups)
+        self.hybrid.set_paired(POD, self.view.is_paired)
         return outcome
 
     def keys(
@@ -78,9 +79,11 @@ class OnePod:
         """Return the keys of a prompt."""
         return self.hasher.chain(self.hasher.root(MODEL, lora, salt), tokens, extras)
 
-    def match(self, keys: Keys, prompt_tokens: int | None = None) -> PodMatch:
+    def match(
+        self, keys: Keys, prompt_tokens: int | None = None, tokens: list[int] | None = None
+    ) -> PodMatch:
         """Return the match of a prompt."""
-        return self.hybrid.refine(keys, self.index.match(keys, [POD]), prompt_tokens)[POD]
+        return self.hybrid.refine(keys, self.index.match(keys, [POD]), prompt_tokens, tokens)[POD]
 
     def tiers(self, tokens: list[int], lora: str | None = None, salt: str | None = None) -> dict[str, int]:
         """Return the cached blocks of a prompt by tier."""

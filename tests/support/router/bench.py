@@ -82,7 +82,9 @@ class PlainIndex:
         """Add blocks to a pod's cache."""
         (self.host if host else self.held).setdefault(pod, set()).update(keys.tolist())
 
-    def match(self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None = None) -> PodMatches:
+    def match(
+        self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None = None, tokens: object = None
+    ) -> PodMatches:
         """Return the longest cached prefix of each pod."""
         rows = {pod: row for row, pod in enumerate(sorted(pods))}
         by_tier = np.zeros((len(rows), len(self.tiers.names)), np.int32)
