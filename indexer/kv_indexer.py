@@ -267,8 +267,7 @@ class KvIndexer:
     def settle(self, request_id: Hashable, now_s: float, *, grace_s: float = 0.05) -> None:
         """Let a request's speculative entries expire after `grace_s`: first token, failure or end."""
         self._speculation.settle(request_id, now_s, grace_s)
-        if (mismatch := self._mismatches.settle(request_id, now_s)) is not None:
-            self._ingest.reconsider(mismatch.pod)
+        self._mismatches.settle(request_id, now_s)
 
     def cancel_expectation(self, request_id: Hashable) -> None:
         """Stop comparing a request with its pod's events, because it failed or was sent elsewhere."""

@@ -7,7 +7,7 @@ There are two signs:
 
 - Mismatch: we expect the pod to extend a cached prefix (the parent) by a certain block. The pod extends the
   same prefix by another block, no other request in flight explains that block, and the expected block does
-  not arrive before the request ends. Digests of both token windows are reported.
+  not arrive until a second after the request's end. Digests of both token windows are reported.
 - Never hit: many requests in a row ended without a match, although the pod stored blocks. Then even the
   first key differs: model, adapter, block size or the first token.
 
@@ -43,6 +43,8 @@ OTHER_TOKENS = "other_tokens"
 WINDOW_TOKENS = 16
 # Requests in a row whose blocks must match before a mismatched pod is trusted.
 TRUSTED_AFTER = 8
+# A request's events may arrive after its answer; other requests decode behind the same prefix meanwhile.
+EVENTS_LATE_MAX_S = 1.0
 _DIGEST_BYTES = 8
 # Blocks compared per request. Engines store a prompt's blocks in order, so the first ones are enough.
 _WATCHED_BLOCKS = 8
@@ -129,6 +131,7 @@ class _Expectation:
     unexplained_runs: int
     # Tokens that the pod stored behind the parent instead; None: none.
     instead: NDArray[np.uint32] | None = None
+    ended_s: float | None = None  # when the request ended, if its block may still arrive
 
 
 class MismatchWatch:
@@ -227,30 +230,50 @@ class MismatchWatch:
                     continue
                 watched.unexplained_runs += 1
                 for expectation in watched.waiting.values():
-                    if expectation.parent == run.parent and expectation.instead is None:
+                    is_open = expectation.instead is None and expectation.ended_s is None
+                    if is_open and expectation.parent == run.parent:
                         expectation.instead = run.tokens[: len(expectation.tokens)].copy()
         return late
 
-    def settle(self, request_id: Hashable, now_s: float) -> Mismatch | None:
-        """End a request's expectation, at its first token or end; return the mismatch, if it is one."""
+    def settle(self, request_id: Hashable, now_s: float) -> None:
+        """End a request, at its first token or its end; `judge` compares once its events have arrived."""
         # Checked without the lock, because most expectations have matched before.
         if request_id not in self._expected:
-            return None
+            return
         with self._lock:
-            expectation = self._forget(request_id)
-            if expectation is None or expectation.unexplained_runs == expectation.watched.unexplained_runs:
-                return None
-            watched = expectation.watched
-            watched.misses_in_a_row += 1
-            watched.never_hit = watched.misses_in_a_row >= self._never_hit_dispatches
-            mismatch = self._mismatch(request_id, expectation)
-            if mismatch is not None:
-                watched.last_mismatch = mismatch
-            if mismatch is not None or watched.never_hit:
-                watched.matches_needed = TRUSTED_AFTER
-        if mismatch is not None:
+            expectation = self._expected.get(request_id)
+            if expectation is None or expectation.ended_s is not None:
+                return
+            if expectation.unexplained_runs == expectation.watched.unexplained_runs:
+                self._forget(request_id)
+            else:
+                expectation.ended_s = now_s
+
+    def judge(self, now_s: float) -> list[Mismatch]:
+        """Return the mismatches of requests that ended at least a second ago, whose blocks did not arrive."""
+        with self._lock:
+            due = [
+                request_id
+                for request_id, expectation in self._expected.items()
+                if expectation.ended_s is not None and now_s - expectation.ended_s >= EVENTS_LATE_MAX_S
+            ]
+            mismatches = [found for request_id in due if (found := self._judged(request_id)) is not None]
+        for mismatch in mismatches:
             self._metrics.parity_mismatches.labels(mismatch.pod, mismatch.model).inc()
             self._warn(mismatch, now_s)
+        return mismatches
+
+    def _judged(self, request_id: Hashable) -> Mismatch | None:
+        expectation = self._forget(request_id)
+        assert expectation is not None
+        watched = expectation.watched
+        watched.misses_in_a_row += 1
+        watched.never_hit = watched.misses_in_a_row >= self._never_hit_dispatches
+        mismatch = self._mismatch(request_id, expectation)
+        if mismatch is not None:
+            watched.last_mismatch = mismatch
+        if mismatch is not None or watched.never_hit:
+            watched.matches_needed = TRUSTED_AFTER
         return mismatch
 
     def drop(self, request_id: Hashable) -> None:
@@ -269,7 +292,8 @@ class MismatchWatch:
             return list(self._pods.values())
 
     def check(self, now_s: float) -> None:
-        """Report pods whose blocks never match, in metrics and log; call it every few seconds."""
+        """Report mismatches and pods whose blocks never match; call it every few seconds."""
+        self.judge(now_s)
         for watched in self.report():
             self._metrics.parity_never_hit.labels(watched.pod).set(watched.never_hit)
             if watched.never_hit:

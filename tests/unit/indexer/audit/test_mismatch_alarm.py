@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from indexer.audit.mismatch_watch import DispatchKey, MismatchWatch
+from indexer.audit.mismatch_watch import EVENTS_LATE_MAX_S, DispatchKey, MismatchWatch
 from indexer.index.contract import IndexStats
 from indexer.keys import BlockHasher
 from indexer.metrics import IndexerMetrics
@@ -35,6 +35,7 @@ class Bench:
         keys = HASHER.chain(root, THEIRS)
         self.watch.stored(POD, [StoredRun(root, keys, THEIRS)], keys.tolist())
         self.watch.settle(request, now_s)
+        self.watch.judge(now_s + EVENTS_LATE_MAX_S)
 
     def metric(self, name: str, **labels: str) -> float | None:
         """Return the value of a metric."""

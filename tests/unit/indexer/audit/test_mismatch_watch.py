@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from indexer.audit.mismatch_watch import TRUSTED_AFTER, MismatchWatch, WatchedPod
+from indexer.audit.mismatch_watch import EVENTS_LATE_MAX_S, TRUSTED_AFTER, Mismatch, MismatchWatch, WatchedPod
 from indexer.index.contract import IndexStats
 from indexer.keys import BlockHasher, Keys
 from indexer.metrics import IndexerMetrics
@@ -44,6 +44,12 @@ def report_stored(watch: MismatchWatch, *runs: StoredRun, pod: str = POD) -> Non
     watch.stored(pod, runs, [key for each in runs for key in each.keys.tolist()])
 
 
+def settled(watch: MismatchWatch, request_id: str) -> Mismatch | None:
+    """End a request and judge it after its events must have arrived."""
+    watch.settle(request_id, 0.0)
+    return next(iter(watch.judge(EVENTS_LATE_MAX_S)), None)
+
+
 OURS = tokens(1, 2, 3, 4, 5, 6, 7, 8)
 THEIRS = tokens(1, 2, 9, 4, 5, 6, 7, 8)
 
@@ -69,7 +75,7 @@ def test_blocks_that_come_as_computed_are_no_sign() -> None:
     expect(watch, "a")
     store(watch, THEIRS)
     store(watch, OURS)
-    assert watch.settle("a", 0.0) is None
+    assert settled(watch, "a") is None
     assert not watch.waits_for(POD)
     assert known(watch).last_mismatch is None
 
@@ -79,7 +85,7 @@ def test_other_tokens_behind_the_same_prefix_are_a_mismatch() -> None:
     watch = watch_of()
     expect(watch, "a")
     store(watch, THEIRS)
-    mismatch = watch.settle("a", 0.0)
+    mismatch = settled(watch, "a")
     assert mismatch is not None
     assert (mismatch.request_id, mismatch.pod, mismatch.model) == ("a", POD, MODEL)
     assert mismatch.position == 2
@@ -95,7 +101,7 @@ def test_a_digest_is_the_processs_own() -> None:
     for watch in (first := watch_of(), first, watch_of()):
         expect(watch, "a")
         store(watch, THEIRS)
-        mismatch = watch.settle("a", 0.0)
+        mismatch = settled(watch, "a")
         assert mismatch is not None
         report_stored.append((mismatch.computed, mismatch.stored))
     assert report_stored[0] == report_stored[1]
@@ -110,7 +116,7 @@ def test_a_pod_is_mismatched_until_requests_in_a_row_match() -> None:
     for _ in range(2):
         expect(watch, "a")
         store(watch, THEIRS)
-        watch.settle("a", 0.0)
+        settled(watch, "a")
         for number in range(TRUSTED_AFTER):
             assert watch.is_mismatched(POD)
             expect(watch, str(number))
@@ -125,7 +131,7 @@ def test_a_mismatch_is_found_behind_a_cached_prefix_too() -> None:
     parent = int(chain(OURS)[0])
     watch.expect("a", POD, MODEL, parent, chain(OURS)[1:], OURS[4:], start_tokens=4)
     report_stored(watch, run(tokens(5, 6, 7, 9), parent))
-    mismatch = watch.settle("a", 0.0)
+    mismatch = settled(watch, "a")
     assert mismatch is not None
     assert mismatch.position == 7
 
@@ -136,8 +142,8 @@ def test_another_request_in_flight_explains_a_store() -> None:
     expect(watch, "a", OURS)
     expect(watch, "b", THEIRS)
     store(watch, THEIRS)
-    assert watch.settle("b", 0.0) is None
-    assert watch.settle("a", 0.0) is None
+    assert settled(watch, "b") is None
+    assert settled(watch, "a") is None
     assert known(watch).last_mismatch is None
 
 
@@ -149,11 +155,11 @@ def test_runs_of_one_batch_are_compared_separately() -> None:
     watch.expect("b", POD, MODEL, parent, chain(tokens(5, 6, 7, 9), parent), tokens(5, 6, 7, 9))
     watch.expect("c", POD, MODEL, ROOT, chain(THEIRS), THEIRS[:4])
     report_stored(watch, run(OURS), run(tokens(5, 6, 8, 9), parent), run(tokens(5, 5, 5, 5), parent))
-    assert watch.settle("a", 0.0) is None
-    mismatch = watch.settle("b", 0.0)
+    assert settled(watch, "a") is None
+    mismatch = settled(watch, "b")
     assert mismatch is not None
     assert mismatch.position == 2
-    assert watch.settle("c", 0.0) is None
+    assert settled(watch, "c") is None
     assert known(watch).misses_in_a_row == 2
 
 
@@ -162,8 +168,32 @@ def test_a_pod_that_stored_nothing_shows_nothing() -> None:
     watch = watch_of()
     expect(watch, "a")
     store(watch, THEIRS, OTHER)
-    assert watch.settle("a", 0.0) is None
+    assert settled(watch, "a") is None
     assert known(watch).misses_in_a_row == 0
+
+
+def test_blocks_may_arrive_after_the_answer() -> None:
+    """An answer may overtake its events: a block that another request decoded meanwhile is no mismatch."""
+    watch = watch_of()
+    expect(watch, "a")
+    store(watch, THEIRS)
+    watch.settle("a", 5.0)
+    assert watch.judge(5.0 + EVENTS_LATE_MAX_S / 2) == []
+    store(watch, OURS)
+    assert watch.judge(9.0) == []
+    assert known(watch).misses_in_a_row == 0
+
+
+def test_blocks_stored_after_the_end_are_no_sign() -> None:
+    """What the pod stores behind the prefix after a request's end belongs to other requests."""
+    watch = watch_of()
+    expect(watch, "a")
+    store(watch, tokens(7, 7, 7, 7), POD)
+    report_stored(watch, run(OURS, HASHER.root("other")))
+    watch.settle("a", 5.0)
+    store(watch, THEIRS)
+    (mismatch,) = watch.judge(9.0)
+    assert mismatch.position == 0
 
 
 def test_dropped_requests_show_nothing() -> None:
@@ -172,7 +202,7 @@ def test_dropped_requests_show_nothing() -> None:
     expect(watch, "a")
     store(watch, THEIRS)
     watch.drop("a")
-    assert watch.settle("a", 0.0) is None
+    assert settled(watch, "a") is None
     assert known(watch).last_mismatch is None
 
 
@@ -184,7 +214,7 @@ def test_keys_that_never_match_are_reported() -> None:
         assert not (number and known(watch).never_hit)
         expect(watch, str(number))
         report_stored(watch, run(OURS, elsewhere))
-        assert watch.settle(str(number), 0.0) is None
+        assert settled(watch, str(number)) is None
     assert known(watch).never_hit
     expect(watch, "met")
     store(watch, OURS)
@@ -197,7 +227,7 @@ def test_a_pod_that_is_gone_is_forgotten() -> None:
     expect(watch, "a")
     watch.forget_pod(POD)
     assert watch.report() == []
-    assert watch.settle("a", 0.0) is None
+    assert settled(watch, "a") is None
 
 
 _STEPS = st.lists(
@@ -223,7 +253,7 @@ def test_what_is_watched_is_bounded(steps: list[tuple[str, int, int, str]]) -> N
         elif what == "store":
             store(watch, ids, pod)
         elif what == "settle":
-            watch.settle(str(request), 0.0)
+            settled(watch, str(request))
         elif what == "drop":
             watch.drop(str(request))
         else:
@@ -231,5 +261,5 @@ def test_what_is_watched_is_bounded(steps: list[tuple[str, int, int, str]]) -> N
         assert len(watch.report()) <= 2
         assert sum(len(account.waiting) for account in watch.report()) <= 3
     for request in range(6):
-        watch.settle(str(request), 0.0)
+        settled(watch, str(request))
     assert not any(account.waiting for account in watch.report())

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from indexer.audit.mismatch_watch import TRUSTED_AFTER
+from indexer.audit.mismatch_watch import EVENTS_LATE_MAX_S, TRUSTED_AFTER
 from indexer.config import IndexerConfig, PodStream
 from indexer.index.contract import StreamState
 from indexer.streams.ingest import Ingest
@@ -115,6 +115,7 @@ def test_a_pod_with_other_tokens_is_stale_until_they_are_right() -> None:
         bench.mismatches.expect(number, POD, "m", root, keys, np.array(prompt[:1], np.uint32))
         bench.apply(stored(engine_sees))
         bench.mismatches.settle(number, 0.0)
+        bench.mismatches.judge(EVENTS_LATE_MAX_S)
         bench.ingest.reconsider(POD)
 
     send(0, [1, 2], [1001, 1002])
