@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from indexer.errors import PeerError
 from indexer.keys import Keys
 from router.feedback.lifecycle import RequestReport, Seconds, Text
-from router.inflight.dispatch import Dispatch
+from router.inflight.dispatch import SEQUENCES_MAX, Dispatch
 
 FOLLOW = "/kvroute.v2.LedgerPeer/Follow"
 """gRPC method, server streaming: `FollowRequest` in, `LedgerChanges` out; empty messages are heartbeats."""
@@ -60,6 +60,7 @@ class Sent(Struct, frozen=True, omit_defaults=True):
     adapter: Text | None = None  # LoRA adapter
     key_bytes: Annotated[bytes, Meta(max_length=KEYS_MAX * _KEY.itemsize)] = b""
     is_prefilled: bool = False  # whether its first token is reported or presumed
+    sequences: Annotated[int, Meta(ge=1, le=SEQUENCES_MAX)] = 1  # samples or beams that it decodes
 
     def __post_init__(self) -> None:
         if len(self.key_bytes) % _KEY.itemsize:
@@ -96,6 +97,7 @@ def sent_entry(number: int, dispatch: Dispatch, keys: Keys | None, now_s: float,
         None if dispatch.adapter is None else _bounded(dispatch.adapter),
         b"" if keys is None else keys[:KEYS_MAX].astype(_KEY, copy=False).tobytes(),
         prefilled,
+        dispatch.sequences,
     )
 
 

@@ -317,9 +317,10 @@ class Ledger:
     def _leave_queue(self, entry: Entry, now_s: float) -> None:
         dispatch = entry.dispatch
         if entry.pod == dispatch.pod:
-            self.load_table.end_prefill(entry.pod, entry.number, now_s)
+            self.load_table.end_prefill(entry.pod, entry.number, now_s, dispatch.sequences)
         else:
-            self.load_table.hand_over(entry.pod, entry.number, dispatch.pod, dispatch.uncached_tokens, now_s)
+            tokens, sequences = dispatch.uncached_tokens, dispatch.sequences
+            self.load_table.hand_over(entry.pod, entry.number, dispatch.pod, tokens, now_s, sequences)
             self.adapters.remove(entry.pod, dispatch.adapter)
             self.adapters.add(dispatch.pod, dispatch.adapter)
             self._leave_pod(entry)
@@ -334,7 +335,7 @@ class Ledger:
         _remove_from(self._by_id, dispatch.request_id, entry)
         self._leave_pod(entry)
         self._remember(self._ended_s, dispatch.request_id, now_s)
-        self.load_table.end(entry.pod, entry.number, dispatch.uncached_tokens, now_s)
+        self.load_table.end(entry.pod, entry.number, dispatch.uncached_tokens, now_s, dispatch.sequences)
         self.adapters.remove(entry.pod, dispatch.adapter)
         if entry.confirm_key is not None:
             self._stop_confirming(entry, entry.confirm_key)

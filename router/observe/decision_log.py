@@ -103,7 +103,7 @@ class DecisionLog:
             record.delivered_cached_tokens = cached_tokens
         # Picks by load alone, usage that counts other prompts or samples, and hits of a prefill on another
         # pod are not comparable.
-        is_predicted = not decision.degraded and decision.prefill_pod is None and decision.is_comparable
+        is_predicted = not decision.degraded and decision.prefill_pod is None and decision.sequences == 1
         if reported is None and is_predicted:
             self.metrics.count("compared", number=decision.primary.cached_tokens)
             self.metrics.count("delivered", number=cached_tokens)
@@ -162,6 +162,7 @@ class DecisionLog:
             "best_cached_tokens": decision.ranked.most_cached_tokens,
             "delivered_cached_tokens": record.delivered_cached_tokens,
             "priority": decision.priority,
+            "sequences": decision.sequences,
             "session_pod": decision.session_pod,
             "own_weight": best.own_weight,
             "candidates": [

@@ -177,7 +177,7 @@ class Decision(msgspec.Struct, frozen=True):
     client_model: str | None = None  # model name that the client sent, if the router rewrote it
     pipeline: PipelineResult | None = None  # None if the default cost policy picked
     partial: str | None = None  # why only a prefix of the prompt was known; None if all of it was
-    is_comparable: bool = True  # whether the response's usage covers the whole predicted cache hit
+    sequences: int = 1  # sequences that the engine decodes: samples or beams of all prompts
 
     @property
     def key(self) -> DispatchKey:

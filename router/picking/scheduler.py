@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from common.jit import kernel_with_arrays
 from indexer import GPU_TIER, SPECULATIVE_TIER, PodMatches, SentPrompt, StreamState, Tiers
 from indexer.keys import Keys
-from router.inflight.dispatch import Dispatch
+from router.inflight.dispatch import SEQUENCES_MAX, Dispatch
 from router.inflight.ledger import Ledger
 from router.inflight.rates import RateSample
 from router.picking.candidates import CandidateSet
@@ -34,7 +34,7 @@ from router.picking.sessions import SessionPods
 from router.pods.load_table import PodLoadTable
 from router.pods.pod_set import PodSnapshot
 from router.prompts.prompt_tokens import PromptTokens
-from router.prompts.request import RouteRequest, session_id_of, usage_is_comparable
+from router.prompts.request import RouteRequest, sequences_of, session_id_of
 
 # Speculative blocks of a request just sent will be in device memory.
 _DEVICE_TIERS = (GPU_TIER, SPECULATIVE_TIER)
@@ -188,7 +188,7 @@ class Scheduler:
             client_model=request.client_model,
             pipeline=result,
             partial=tokenized.tokens.partial,
-            is_comparable=usage_is_comparable(request, len(tokenized.keys)),
+            sequences=sequences_of(request, len(tokenized.tokens.prompts), SEQUENCES_MAX),
         )
         if session is not None:
             self._sessions.record(session, decision.ranked.best.pod, now_s, candidates.base_model)
@@ -282,6 +282,7 @@ class Scheduler:
                 decoding=executor.decoding,
                 prefill_pod=prefill,
                 adapter=candidates.lora_name,
+                sequences=decision.sequences,
                 # With a separate prefill pod, the reported usage includes transferred blocks.
                 predicted_hit_tokens=executor.cached_tokens if is_exact else 0,
             ),

@@ -22,7 +22,7 @@ POD = np.dtype(
     [
         ("awaiting", "f8"),  # requests before their first token
         ("awaiting_tokens", "f8"),  # uncached prompt tokens of `awaiting`
-        ("decoding", "f8"),  # requests after their first token
+        ("decoding", "f8"),  # sequences of requests after their first token
         ("held_tokens", "f8"),  # uncached prompt tokens of `awaiting` and `decoding`
         ("head_tokens", "f8"),  # uncached tokens of the request in prefill; 0 if none
         ("head_since_s", "f8"),  # start of that prefill
@@ -157,25 +157,27 @@ class PodLoadTable:
             self.mean_tokens += _MEAN_SHARE * (tokens - self.mean_tokens)
             return ticket
 
-    def end_prefill(self, pod: str, ticket: int, now_s: float) -> None:
+    def end_prefill(self, pod: str, ticket: int, now_s: float, sequences: int = 1) -> None:
         with self.lock:
-            self._leave_queue(self._rows[pod], ticket, now_s, 1, 0)
+            self._leave_queue(self._rows[pod], ticket, now_s, sequences, 0)
 
-    def hand_over(self, pod: str, ticket: int, decodes: str, tokens: int, now_s: float) -> None:
+    def hand_over(
+        self, pod: str, ticket: int, decodes: str, tokens: int, now_s: float, sequences: int = 1
+    ) -> None:
         """Move a request from prefill on `pod` to decoding on another pod."""
         with self.lock:
             self._leave_queue(self._rows[pod], ticket, now_s, 0, -tokens)
             self._drop_idle(pod)
-            self._add(self._row(decodes), 0, 0, 1, tokens)
+            self._add(self._row(decodes), 0, 0, sequences, tokens)
 
-    def end(self, pod: str, ticket: int, tokens: int, now_s: float) -> None:
+    def end(self, pod: str, ticket: int, tokens: int, now_s: float, sequences: int = 1) -> None:
         """Remove an ended request, in prefill or decoding."""
         with self.lock:
             row = self._rows[pod]
             if ticket in self._queues[row]:
                 self._leave_queue(row, ticket, now_s, 0, -tokens)
             else:
-                self._add(row, 0, 0, -1, -tokens)
+                self._add(row, 0, 0, -sequences, -tokens)
             self._drop_idle(pod)
 
     def scraped(self, pod: str, load: EngineLoad) -> None:

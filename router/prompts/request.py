@@ -18,6 +18,8 @@ SESSION_ID_HEADER = "x-session-id"
 # Session headers of coding agents, in the order of precedence.
 _AGENT_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
 _ID_CHARS_MAX = 256
+# Samples of one prompt; with beam search `n` is the number of beams.
+_SAMPLES = ("n", "best_of")
 
 _RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _FIELDS = msgspec.json.Decoder(dict[str, Any])
@@ -118,15 +120,19 @@ def reads_cache(request: RouteRequest) -> bool:
     return body.get("logprobs") is None
 
 
-def usage_is_comparable(request: RouteRequest, prompts: int) -> bool:
-    """Return whether `cached_tokens` in the response's usage is comparable with the predicted cache hit.
+def sequences_of(request: RouteRequest, prompts: int, most: int) -> int:
+    """Return how many sequences the engine decodes, at most `most`: the samples or beams of each prompt.
 
-    With several samples, vLLM reports one of them, which may hit blocks that another has just computed; with
-    several prompts, it reports one of them.
+    If there are several, `cached_tokens` in the response's usage is not comparable with the predicted hit:
+    vLLM reports one of them, which may hit blocks that another has just computed.
     """
-    body = request.body
-    samples = [fields.get("n") for fields in (body, _sampling(body))]
-    return prompts == 1 and all(n is None or n == 1 for n in samples)
+    samples = 1
+    for fields in (request.body, _sampling(request.body)):
+        for name in _SAMPLES:
+            number = fields.get(name)
+            if type(number) is int and number > samples:
+                samples = number
+    return max(1, min(samples * prompts, most))
 
 
 def _sampling(body: Mapping[str, Any]) -> Mapping[str, Any]:

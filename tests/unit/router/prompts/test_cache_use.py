@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from router.feedback.lifecycle import RESPONSE
-from router.prompts.request import CACHE_NOT_READ, RequestKind, RouteRequest, reads_cache, usage_is_comparable
+from router.prompts.request import CACHE_NOT_READ, RequestKind, RouteRequest, reads_cache, sequences_of
 from tests.support.router.bench import TINY, Bench, completion, long_text, ready_pod
 
 A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
@@ -84,18 +84,42 @@ def test_bypassing_request_is_confirmed_by_a_pod_that_holds_the_prompt() -> None
 
 
 @pytest.mark.parametrize(
-    ("fields", "prompts", "complete"),
+    ("fields", "prompts", "sequences"),
     [
-        ({}, 1, True),
-        ({"n": 1}, 1, True),
-        ({"n": 2}, 1, False),
-        ({"sampling_params": {"n": 3}}, 1, False),
-        ({}, 2, False),
+        ({}, 1, 1),
+        ({"n": 1, "best_of": 1}, 1, 1),
+        ({"n": 2, "best_of": 5}, 1, 5),
+        ({"n": 4, "use_beam_search": True}, 1, 4),
+        ({"sampling_params": {"n": 3}}, 2, 6),
+        ({}, 2, 2),
+        ({"n": 10**9}, 3, 1024),
+        ({"n": True, "best_of": "7", "sampling_params": {"n": -3}}, 0, 1),
     ],
 )
-def test_usage_of_several_samples_is_incomplete(fields: dict[str, Any], prompts: int, complete: bool) -> None:
-    """With several samples or prompts, vLLM's usage has the cached tokens of only one of them."""
-    assert usage_is_comparable(request_with(COMPLETIONS, **fields), prompts) is complete
+def test_samples_beams_and_prompts_are_sequences(
+    fields: dict[str, Any], prompts: int, sequences: int
+) -> None:
+    """The engine decodes each sample or beam of each prompt; invalid numbers count as one."""
+    assert sequences_of(request_with(COMPLETIONS, **fields), prompts, 1024) == sequences
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "sequences"), [(TEXT, {"n": 8}, 8), ([TEXT, TEXT], {"n": 2}, 4)]
+)
+def test_a_request_weighs_as_the_sequences_that_it_decodes(
+    prompt: object, fields: dict[str, Any], sequences: int
+) -> None:
+    """A request waits once for its first token; then its pod decodes all of its sequences, until its end."""
+    bench = Bench().with_pods(A)
+    bench.router.route(completion("r", prompt, **fields), 0.0)
+    assert bench.ledger.load_table.work(A.address).awaiting == 1
+    bench.lifecycle.first_token("r", RESPONSE, 1.0)
+    assert bench.ledger.load_table.work(A.address).decoding == sequences
+    record = bench.decision_log.find("r")
+    assert record is not None
+    assert record["sequences"] == sequences
+    bench.lifecycle.ended("r", RESPONSE, 2.0, failed=False)
+    assert bench.ledger.load_table.work(A.address).decoding == 0
 
 
 @pytest.mark.parametrize(("prompt", "fields"), [(TEXT, {"n": 2}), ([TEXT, TEXT], {})])
