@@ -33,6 +33,11 @@ def _shown(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
+def engine_name(pod: str, rank: int) -> str:
+    """Return the name of a pod's engine in the index: the pod for rank 0, else "<pod>@dp<rank>"."""
+    return f"{pod}@dp{rank}" if rank else pod
+
+
 @dataclass(frozen=True, slots=True)
 class PodStream:
     """Stream of KV cache events of one pod."""
@@ -53,8 +58,7 @@ class PodStream:
 
     @property
     def holder(self) -> str:
-        """Name of this engine in the index: the pod for rank 0, else "<pod>@dp<rank>"."""
-        return f"{self.pod}@dp{self.rank}" if self.rank else self.pod
+        return engine_name(self.pod, self.rank)
 
     def by_rank(self) -> tuple[PodStream, ...]:
         """Return one stream per rank.

@@ -157,6 +157,7 @@ class KvIndexer:
         *,
         prompt_tokens: int | None = None,
         tokens: Tokens | None = None,
+        pending_tokens: Mapping[str, int] | None = None,
     ) -> PodMatches:
         """Return, for each of `pods`, the length of the longest cached prefix of `keys` in blocks.
 
@@ -165,6 +166,8 @@ class KvIndexer:
         Args:
             prompt_tokens: Length of the prompt; used where engines serve less, see `HybridMatcher.refine`.
             tokens: The prompt's token ids, for engines that compare the token behind a hit.
+            pending_tokens: Uncached tokens in flight by engine, where the request can be sent to one rank of
+                a pod; see `EngineRegistry.of_pods`.
         """
         started_s = time.perf_counter()
         self._speculation.expire(self._clock())
@@ -172,7 +175,7 @@ class KvIndexer:
         table = self._index.match(keys, registry.holders(pods), self._servable(prompt_tokens))
         if self._hybrid.is_needed:
             table = self._hybrid.refine(keys, table, prompt_tokens, tokens)
-        found = registry.best_ranks(table, pods)
+        found = registry.of_pods(table, pods, pending_tokens, self._hasher.block_tokens)
         self._metrics.looked_up(found.longest, time.perf_counter() - started_s)
         found.states, found.followed = registry.states, self._followed_s
         return found

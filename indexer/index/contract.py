@@ -25,6 +25,7 @@ class StreamState(StrEnum):
 
 NOT_FOLLOWED = StreamState.STALE, "not_followed"
 _ALL_ONE = np.zeros(0, np.int32)
+_NO_RANKS: Mapping[str, int] = MappingProxyType({})
 _NO_STATES: Mapping[str, StreamState] = MappingProxyType({})
 
 
@@ -50,7 +51,10 @@ class PodMatches(Mapping[str, PodMatch]):
     Not a dataclass: one is created per request, and a frozen dataclass costs a microsecond more.
     """
 
-    __slots__ = "blocks_by_tier", "cached_blocks", "followed", "longest", "rows", "states", "strides", "tiers"
+    __slots__ = (
+        *("blocks_by_tier", "cached_blocks", "followed", "longest", "ranks", "rows", "states", "strides"),
+        "tiers",
+    )
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class PodMatches(Mapping[str, PodMatch]):
         longest: int | None = None,
         *,
         strides: NDArray[np.int32] = _ALL_ONE,
+        ranks: Mapping[str, int] = _NO_RANKS,
         states: Mapping[str, StreamState] = _NO_STATES,
         followed: Collection[str] = (),
     ) -> None:
@@ -71,6 +76,7 @@ class PodMatches(Mapping[str, PodMatch]):
         self.longest = int(cached_blocks.max(initial=0)) if longest is None else longest  # of `cached_blocks`
         # int32 [pods]: index blocks per block of the pod's engine; empty: 1 for all.
         self.strides = strides
+        self.ranks = ranks  # by pod with several engines: the rank whose match counts
         self.states = states  # of each stream that was opened, by pod
         self.followed = followed  # all pods that are followed
 

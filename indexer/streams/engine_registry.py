@@ -1,8 +1,9 @@
 """Registry of the followed engines: their pods, stream states and links, combined per pod.
 
 A pod is one serving endpoint. Each data-parallel engine (rank) behind a pod has a stream and blocks of its
-own under the name `PodStream.holder`; a request sent to the pod may reach any rank. So the match of a pod is
-the match of its best rank, its state is the worst state of its ranks, and it is linked while any rank is.
+own under the name `PodStream.holder`. The match of a pod is that of the rank to which the request is sent, or
+the mean of its ranks if the pod chooses it. Its state is the worst state of its ranks, and it is linked while
+any rank is.
 An EXACT view is STALE while any source has declared it invalid. Thread-safe; independent of events and
 sockets.
 """
@@ -122,26 +123,54 @@ class EngineRegistry:
             return pods
         return [*pods, *(holder for pod in pods for holder in further.get(pod, ()))]
 
-    def best_ranks(self, table: PodMatches, pods: Collection[str]) -> PodMatches:
+    def of_pods(
+        self, table: PodMatches, pods: Collection[str], pending_tokens: Mapping[str, int] | None, block: int
+    ) -> PodMatches:
+        """Return the matches of pods from those of their engines.
+
+        Args:
+            pending_tokens: Uncached tokens in flight by engine, to choose the rank that decodes first. None:
+                the rank cannot be chosen, so the mean of the ranks is expected.
+            block: Tokens per index block.
+        """
         if len(table.rows) == len(pods):
             return table
-        rows = [
-            max(
-                (table.rows[holder] for holder in (pod, *self._further.get(pod, ())) if holder in table.rows),
-                key=lambda row: (
-                    int(table.cached_blocks[row]),
-                    table.tiers.weighted(table.blocks_by_tier[row].tolist()),
-                ),
-            )
-            for pod in pods
-        ]
-        chosen = np.array(rows, np.intp)
+        if pending_tokens is None:
+            return self._expected(table, pods)
+
+        def left_tokens(holder: str) -> int:
+            return pending_tokens.get(holder, 0) - block * table.cached_blocks.item(table.rows[holder])
+
+        best = {pod: min(self._rows_of(pod, table), key=left_tokens) for pod in pods}
+        engines = self.engines
+        chosen = np.array([table.rows[holder] for holder in best.values()], np.intp)
         return PodMatches(
             {pod: row for row, pod in enumerate(pods)},
             table.tiers,
             table.cached_blocks[chosen],
             table.blocks_by_tier[chosen],
             strides=table.strides[chosen] if len(table.strides) else table.strides,
+            ranks={
+                pod: engines[name].stream.rank for pod, name in best.items() if len(self.members(pod)) > 1
+            },
+        )
+
+    def _rows_of(self, pod: str, table: PodMatches) -> Sequence[str]:
+        """Return the names in the table of a pod's engines; the pod itself if it has none."""
+        return [holder for holder in self.members(pod) if holder in table.rows] or [pod]
+
+    def _expected(self, table: PodMatches, pods: Collection[str]) -> PodMatches:
+        """Return the mean of the ranks of each pod, rounded down to index blocks."""
+        members = [[table.rows[holder] for holder in self._rows_of(pod, table)] for pod in pods]
+        means = [table.blocks_by_tier[rows].mean(axis=0).astype(np.int32) for rows in members]
+        by_tier = np.array(means, np.int32).reshape(len(members), len(table.tiers.names))
+        firsts = np.array([rows[0] for rows in members], np.intp)
+        return PodMatches(
+            {pod: row for row, pod in enumerate(pods)},
+            table.tiers,
+            by_tier.sum(axis=1, dtype=np.int32),
+            by_tier,
+            strides=table.strides[firsts] if len(table.strides) else table.strides,
         )
 
     def _linked(self, pod: str) -> bool:

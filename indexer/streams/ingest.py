@@ -110,7 +110,7 @@ class Ingest:
         self.hybrid.set_paired(pod, False)
         self.index.set_stride(pod, 1)
         self.index.set_drop(pod, False)
-        self.speculation.drop_pod(self.engine_registry.pod(pod))
+        self._end_speculation(pod)
         self.mismatches.forget_pod(self.engine_registry.pod(pod))
         self.engine_registry.remove(pod)
         self.metrics.subscribers.set(self.engine_registry.linked_engines())
@@ -134,9 +134,9 @@ class Ingest:
                 self._set_drop(pod, state)
             self.reconsider(serving)
         if outcome.emptied:
-            self.speculation.drop_pod(serving)
+            self._end_speculation(pod)
         if outcome.stored:
-            self._notify_stored(serving, keys, key_list)
+            self._notify_stored(pod, keys, key_list)
         return outcome
 
     def apply_entries(self, pod: str, entries: Sequence[bytes]) -> Outcome:
@@ -153,7 +153,7 @@ class Ingest:
         self._learn(pod)
         if outcome.stored:
             keys = _joined(outcome.stored)
-            self._notify_stored(self.engine_registry.pod(pod), keys, keys.tolist())
+            self._notify_stored(pod, keys, keys.tolist())
         return outcome
 
     def state_of(self, pod: str) -> EventApplier:
@@ -163,7 +163,7 @@ class Ingest:
         self._pods[pod].clear()
         self._set_invalid(pod, "events", None)
         self.hybrid.set_groups(pod, None)
-        self.speculation.drop_pod(self.engine_registry.pod(pod))
+        self._end_speculation(pod)
         self.metrics.clears.labels(reason).inc()
         _repeated.event("view_dropped", pod, "view dropped: pod=%s reason=%s", pod, reason)
 
@@ -236,7 +236,7 @@ class Ingest:
             return
         self._pods[pod].view.restore(part)
         if part.group is None:
-            self._notify_stored(self.engine_registry.pod(pod), part.blocks.keys, part.blocks.keys.tolist())
+            self._notify_stored(pod, part.blocks.keys, part.blocks.keys.tolist())
 
     def restored(self, pod: str, fetched: Fetched, took_s: float) -> None:
         answer = fetched.answer
@@ -298,9 +298,15 @@ class Ingest:
         if self.hybrid.set_drop(pod, drops and is_hybrid) or is_new:
             _note("drop", pod, "block drop: pod=%s %s", self.drafter(pod) or "none")
 
-    def _notify_stored(self, serving: str, keys: Keys, key_list: Sequence[int]) -> None:
-        now_s = self.clock()
-        self.speculation.stored(serving, key_list, now_s)
+    def _end_speculation(self, pod: str) -> None:
+        for name in {pod, self.engine_registry.pod(pod)}:
+            self.speculation.drop_pod(name)
+
+    def _notify_stored(self, pod: str, keys: Keys, key_list: Sequence[int]) -> None:
+        now_s, serving = self.clock(), self.engine_registry.pod(pod)
+        self.speculation.stored(pod, key_list, now_s)
+        if serving != pod:
+            self.speculation.stored(serving, key_list, now_s)
         _call(self.on_stored, serving, keys, now_s)
 
     def _count(self, pod: str, outcome: Outcome) -> None:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n router/_pb/endpoint_picker.proto\x12\nkvroute.v1\"\xd3\x02\n\x13PickEndpointRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.kvroute.v1.ChatInputH\x00\x12)\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x14.kvroute.v1.TokenIdsH\x00\x12=\n\x07headers\x18\x06 \x03(\x0b\x32,.kvroute.v1.PickEndpointRequest.HeadersEntry\x12\x12\n\ncandidates\x18\x07 \x03(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x15\n\rmax_endpoints\x18\t \x01(\r\x1a.\n\x0cHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x07\n\x05input\"L\n\tChatInput\x12\x15\n\rmessages_json\x18\x01 \x01(\x0c\x12\x12\n\ntools_json\x18\x02 \x01(\x0c\x12\x14\n\x0coptions_json\x18\x03 \x01(\x0c\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\x92\x01\n\x14PickEndpointResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\tendpoints\x18\x02 \x03(\x0b\x32\x1a.kvroute.v1.RankedEndpoint\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x10\n\x08\x64\x65graded\x18\x05 \x01(\t\"\xc0\x01\n\x0eRankedEndpoint\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x10\n\x08pod_name\x18\x02 \x01(\t\x12\x0e\n\x06\x63ost_s\x18\x03 \x01(\x01\x12\x18\n\x10queued_prefill_s\x18\x04 \x01(\x01\x12\x15\n\rown_prefill_s\x18\x05 \x01(\x01\x12\x0e\n\x06\x63opy_s\x18\x06 \x01(\x01\x12\x15\n\rkv_pressure_s\x18\x07 \x01(\x01\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x0c\n\x04view\x18\t \x01(\t\"\x87\x02\n\x14ReportOutcomeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x39\n\x07outcome\x18\x02 \x01(\x0e\x32(.kvroute.v1.ReportOutcomeRequest.Outcome\x12\x1a\n\rcached_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"a\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x17\n\x13OUTCOME_FIRST_TOKEN\x10\x01\x12\x10\n\x0cOUTCOME_DONE\x10\x02\x12\x12\n\x0eOUTCOME_FAILED\x10\x03\x42\x10\n\x0e_cached_tokens\"&\n\x15ReportOutcomeResponse\x12\r\n\x05known\x18\x01 \x01(\x08\x32\xb9\x01\n\x0e\x45ndpointPicker\x12Q\n\x0cPickEndpoint\x12\x1f.kvroute.v1.PickEndpointRequest\x1a .kvroute.v1.PickEndpointResponse\x12T\n\rReportOutcome\x12 .kvroute.v1.ReportOutcomeRequest\x1a!.kvroute.v1.ReportOutcomeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n router/_pb/endpoint_picker.proto\x12\nkvroute.v1\"\xd3\x02\n\x13PickEndpointRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x15.kvroute.v1.ChatInputH\x00\x12)\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x14.kvroute.v1.TokenIdsH\x00\x12=\n\x07headers\x18\x06 \x03(\x0b\x32,.kvroute.v1.PickEndpointRequest.HeadersEntry\x12\x12\n\ncandidates\x18\x07 \x03(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x15\n\rmax_endpoints\x18\t \x01(\r\x1a.\n\x0cHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x07\n\x05input\"L\n\tChatInput\x12\x15\n\rmessages_json\x18\x01 \x01(\x0c\x12\x12\n\ntools_json\x18\x02 \x01(\x0c\x12\x14\n\x0coptions_json\x18\x03 \x01(\x0c\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xca\x01\n\x14PickEndpointResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12-\n\tendpoints\x18\x02 \x03(\x0b\x32\x1a.kvroute.v1.RankedEndpoint\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x10\n\x08\x64\x65graded\x18\x05 \x01(\t\x12\x1f\n\x12\x64\x61ta_parallel_rank\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x15\n\x13_data_parallel_rank\"\xc0\x01\n\x0eRankedEndpoint\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x10\n\x08pod_name\x18\x02 \x01(\t\x12\x0e\n\x06\x63ost_s\x18\x03 \x01(\x01\x12\x18\n\x10queued_prefill_s\x18\x04 \x01(\x01\x12\x15\n\rown_prefill_s\x18\x05 \x01(\x01\x12\x0e\n\x06\x63opy_s\x18\x06 \x01(\x01\x12\x15\n\rkv_pressure_s\x18\x07 \x01(\x01\x12\x15\n\rcached_tokens\x18\x08 \x01(\r\x12\x0c\n\x04view\x18\t \x01(\t\"\x87\x02\n\x14ReportOutcomeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x39\n\x07outcome\x18\x02 \x01(\x0e\x32(.kvroute.v1.ReportOutcomeRequest.Outcome\x12\x1a\n\rcached_tokens\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\"a\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x17\n\x13OUTCOME_FIRST_TOKEN\x10\x01\x12\x10\n\x0cOUTCOME_DONE\x10\x02\x12\x12\n\x0eOUTCOME_FAILED\x10\x03\x42\x10\n\x0e_cached_tokens\"&\n\x15ReportOutcomeResponse\x12\r\n\x05known\x18\x01 \x01(\x08\x32\xb9\x01\n\x0e\x45ndpointPicker\x12Q\n\x0cPickEndpoint\x12\x1f.kvroute.v1.PickEndpointRequest\x1a .kvroute.v1.PickEndpointResponse\x12T\n\rReportOutcome\x12 .kvroute.v1.ReportOutcomeRequest\x1a!.kvroute.v1.ReportOutcomeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,15 +44,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=468
   _globals['_TOKENIDS']._serialized_end=495
   _globals['_PICKENDPOINTRESPONSE']._serialized_start=498
-  _globals['_PICKENDPOINTRESPONSE']._serialized_end=644
-  _globals['_RANKEDENDPOINT']._serialized_start=647
-  _globals['_RANKEDENDPOINT']._serialized_end=839
-  _globals['_REPORTOUTCOMEREQUEST']._serialized_start=842
-  _globals['_REPORTOUTCOMEREQUEST']._serialized_end=1105
-  _globals['_REPORTOUTCOMEREQUEST_OUTCOME']._serialized_start=990
-  _globals['_REPORTOUTCOMEREQUEST_OUTCOME']._serialized_end=1087
-  _globals['_REPORTOUTCOMERESPONSE']._serialized_start=1107
-  _globals['_REPORTOUTCOMERESPONSE']._serialized_end=1145
-  _globals['_ENDPOINTPICKER']._serialized_start=1148
-  _globals['_ENDPOINTPICKER']._serialized_end=1333
+  _globals['_PICKENDPOINTRESPONSE']._serialized_end=700
+  _globals['_RANKEDENDPOINT']._serialized_start=703
+  _globals['_RANKEDENDPOINT']._serialized_end=895
+  _globals['_REPORTOUTCOMEREQUEST']._serialized_start=898
+  _globals['_REPORTOUTCOMEREQUEST']._serialized_end=1161
+  _globals['_REPORTOUTCOMEREQUEST_OUTCOME']._serialized_start=1046
+  _globals['_REPORTOUTCOMEREQUEST_OUTCOME']._serialized_end=1143
+  _globals['_REPORTOUTCOMERESPONSE']._serialized_start=1163
+  _globals['_REPORTOUTCOMERESPONSE']._serialized_end=1201
+  _globals['_ENDPOINTPICKER']._serialized_start=1204
+  _globals['_ENDPOINTPICKER']._serialized_end=1389
 # @@protoc_insertion_point(module_scope)

@@ -53,18 +53,20 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PickEndpointResponse(_message.Message):
-    __slots__ = ("request_id", "endpoints", "reason", "prompt_tokens", "degraded")
+    __slots__ = ("request_id", "endpoints", "reason", "prompt_tokens", "degraded", "data_parallel_rank")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
+    DATA_PARALLEL_RANK_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     endpoints: _containers.RepeatedCompositeFieldContainer[RankedEndpoint]
     reason: str
     prompt_tokens: int
     degraded: str
-    def __init__(self, request_id: _Optional[str] = ..., endpoints: _Optional[_Iterable[_Union[RankedEndpoint, _Mapping]]] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., degraded: _Optional[str] = ...) -> None: ...
+    data_parallel_rank: int
+    def __init__(self, request_id: _Optional[str] = ..., endpoints: _Optional[_Iterable[_Union[RankedEndpoint, _Mapping]]] = ..., reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., degraded: _Optional[str] = ..., data_parallel_rank: _Optional[int] = ...) -> None: ...
 
 class RankedEndpoint(_message.Message):
     __slots__ = ("address", "pod_name", "cost_s", "queued_prefill_s", "own_prefill_s", "copy_s", "kv_pressure_s", "cached_tokens", "view")

@@ -33,7 +33,7 @@ from router.observe.requests import ObservedRouter
 from router.picking.decision import PipelineResult
 from router.prompts.body_guard import BodyGuard, refusal
 from router.prompts.parsers import http_request
-from router.prompts.request import RequestKind, RouteRequest, too_large
+from router.prompts.request import RANK_HEADER, RequestKind, RouteRequest, too_large
 
 _SERVICE = "check"  # in metrics
 _PARTIAL_BODY_HEADER = "x-envoy-auth-partial-body"
@@ -83,11 +83,11 @@ class ExtAuthzService:
             except RequestError as error:
                 self._metrics.refused(error)
                 return denied_response(error)
-        destination, routing = decision.destination, decision.pipeline
-        removed = system_owned(headers, () if routing is None else routing.request_headers)
+        destination, routing, rank = decision.destination, decision.pipeline, decision.rank
+        removed = system_owned(headers, decision.request_headers)
         if is_given and routing is None:
-            return ok_response(destination, None, removed)
-        return ok_response.__wrapped__(destination, None if is_given else request_id, removed, routing)
+            return ok_response(destination, None, removed, rank)
+        return ok_response.__wrapped__(destination, None if is_given else request_id, removed, rank, routing)
 
     def _request(self, message: pb.CheckRequest, request_id: str, headers: Mapping[str, str]) -> RouteRequest:
         """Parse a Check call into a request.
@@ -135,6 +135,7 @@ def ok_response(
     destination: str,
     made_request_id: str | None,
     removed: tuple[str, ...],
+    rank: int | None = None,
     routing: PipelineResult | None = None,
 ) -> bytes:
     """Return a serialized response that sets the picked pod as a header and as metadata.
@@ -144,6 +145,8 @@ def ok_response(
     headers, response_headers = [_set(DESTINATION_HEADER, destination)], []
     if made_request_id is not None:
         headers.append(_set(REQUEST_ID_HEADER, made_request_id))
+    if rank is not None:
+        headers.append(_set(RANK_HEADER, str(rank)))
     if routing is not None:
         headers += [_set(name, value) for name, value in routing.request_headers.items()]
         response_headers = [_set(name, value) for name, value in routing.response_headers.items()]

@@ -41,7 +41,7 @@ from router.plugins.attribute_reporter import AttributeReporter
 from router.pods.pod_set import PodSet
 from router.prompts.body_guard import BodyGuard, refusal
 from router.prompts.parsers import DEFAULT_PARSERS, OWN_PARSERS, PARSERS, Api, BodyForm, Parsers
-from router.prompts.request import MODEL_CHARS_MAX, RouteRequest
+from router.prompts.request import MODEL_CHARS_MAX, RANK_HEADER, RouteRequest
 
 SERVICE = "ext_proc"
 """Name of the service in metrics."""
@@ -109,11 +109,13 @@ class NativeDialect:
         return None
 
     def request_headers(
-        self, request: RouteRequest, body_bytes: int, _decision: Decision | None
+        self, request: RouteRequest, body_bytes: int, decision: Decision | None
     ) -> dict[str, str]:
         """Return the headers to set on the request besides the destination; 0 bytes: no content-length."""
         given, request_id = request.headers.get(REQUEST_ID_HEADER), request.request_id
         headers = {} if given == request_id else {REQUEST_ID_HEADER: request_id}
+        if decision is not None and decision.rank is not None:
+            headers[RANK_HEADER] = str(decision.rank)
         return headers | {"content-length": str(body_bytes)} if body_bytes else headers
 
     def response_headers(
@@ -179,8 +181,7 @@ class LlmdDialect(NativeDialect):
         if decision is None:
             return request_id
         headers = {"Content-Length": str(body_bytes)} if body_bytes else {}
-        if decision.pipeline is not None:
-            headers |= decision.pipeline.request_headers
+        headers |= decision.request_headers
         return headers | passed_headers(request.headers) | request_id
 
     def response_headers(

@@ -153,6 +153,7 @@ def pick_response(decision: Decision, pods: PodSnapshot, endpoints_max: int) -> 
         reason=_text(decision.reason),
         prompt_tokens=decision.prompt_tokens,
         degraded=decision.degraded or "",
+        data_parallel_rank=decision.rank,
     )
 
 

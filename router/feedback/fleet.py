@@ -201,6 +201,7 @@ class RemoteLoad:
             now_s - sent.age_s,
             prefill_pod=sent.prefill_pod,
             adapter=sent.adapter,
+            engine=sent.engine,
             sequences=sent.sequences,
         )
         request = requests[sent.number] = _RemoteRequest(dispatch, sent.request_id)

@@ -60,6 +60,7 @@ class Sent(Struct, frozen=True, omit_defaults=True):
     adapter: Text | None = None  # LoRA adapter
     key_bytes: Annotated[bytes, Meta(max_length=KEYS_MAX * _KEY.itemsize)] = b""
     is_prefilled: bool = False  # whether its first token is reported or presumed
+    engine: Text | None = None  # engine of a pod with several; None: the pod chooses
     sequences: Annotated[int, Meta(ge=1, le=SEQUENCES_MAX)] = 1  # samples or beams that it decodes
 
     def __post_init__(self) -> None:
@@ -97,6 +98,7 @@ def sent_entry(number: int, dispatch: Dispatch, keys: Keys | None, now_s: float,
         None if dispatch.adapter is None else _bounded(dispatch.adapter),
         b"" if keys is None else keys[:KEYS_MAX].astype(_KEY, copy=False).tobytes(),
         prefilled,
+        dispatch.engine,
         dispatch.sequences,
     )
 

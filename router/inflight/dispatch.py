@@ -30,6 +30,7 @@ class Dispatch(msgspec.Struct, frozen=True):
     decoding: int = 0  # requests decoding on the prefilling pod, including those of other routers
     prefill_pod: str | None = None  # pod that prefills if `pod` only decodes; the figures above are for it
     adapter: str | None = None  # LoRA adapter the request needs
+    engine: str | None = None  # engine of a pod with several, chosen by the router; None: the pod chooses
     sequences: int = 1  # sequences that the pod decodes after the first token
     predicted_hit_tokens: int = 0  # prompt tokens expected in the cache of `pod`; 0 if the view is not exact
 

@@ -82,6 +82,8 @@ class Ledger:
         # Predicted cache-hit tokens by pod: of requests not answered yet, and of answered ones.
         self._open_hit_tokens: Counter[str] = Counter()
         self._answered_hit_tokens: Counter[str] = Counter()
+        # By engine of pods with several: uncached tokens before the first token, and one per sequence.
+        self.pending_tokens: Counter[str] = Counter()
         # Heap of (timeout of the prefill, entry number).
         self._due: list[tuple[float, int]] = []
         self._lock = Lock()
@@ -118,6 +120,8 @@ class Ledger:
                 self.adapters.add(pod, dispatch.adapter)
             if predicted_hit_tokens := dispatch.predicted_hit_tokens:
                 self._open_hit_tokens[dispatch.pod] += predicted_hit_tokens
+            if dispatch.engine is not None:
+                self.pending_tokens[dispatch.engine] += dispatch.uncached_tokens + dispatch.sequences
             entry = Entry(dispatch, number, pod, now_s, confirm_key, predicted_hit_tokens)
             self._entries[number] = entry
             self._by_id.setdefault(request_id, []).append(entry)
@@ -316,6 +320,8 @@ class Ledger:
 
     def _leave_queue(self, entry: Entry, now_s: float) -> None:
         dispatch = entry.dispatch
+        if dispatch.engine is not None:
+            self.pending_tokens[dispatch.engine] -= dispatch.uncached_tokens
         if entry.pod == dispatch.pod:
             self.load_table.end_prefill(entry.pod, entry.number, now_s, dispatch.sequences)
         else:
@@ -331,6 +337,8 @@ class Ledger:
     def _remove(self, entry: Entry, now_s: float) -> Dispatch:
         dispatch = entry.dispatch
         self._close_prediction(entry)
+        if dispatch.engine is not None:
+            self._leave_engine(entry, dispatch.engine)
         del self._entries[entry.number]
         _remove_from(self._by_id, dispatch.request_id, entry)
         self._leave_pod(entry)
@@ -342,6 +350,12 @@ class Ledger:
         if self.changes is not None:
             self.changes.record("ended", entry.number)
         return dispatch
+
+    def _leave_engine(self, entry: Entry, engine: str) -> None:
+        pending, dispatch = self.pending_tokens, entry.dispatch
+        pending[engine] -= dispatch.sequences + (dispatch.uncached_tokens if entry.is_waiting else 0)
+        if not pending[engine]:
+            del pending[engine]
 
     def _close_prediction(self, entry: Entry, *, answered: bool = False) -> None:
         """Remove the entry's predicted hit tokens from the open ones; count them if the pod has answered."""

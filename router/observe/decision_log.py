@@ -162,6 +162,7 @@ class DecisionLog:
             "best_cached_tokens": decision.ranked.most_cached_tokens,
             "delivered_cached_tokens": record.delivered_cached_tokens,
             "priority": decision.priority,
+            "rank": decision.rank,
             "sequences": decision.sequences,
             "session_pod": decision.session_pod,
             "own_weight": best.own_weight,

@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer import DispatchKey, PodMatches, StreamState
+from router.prompts.request import RANK_HEADER
 
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _NO_STATES: Mapping[str, StreamState] = MappingProxyType({})
 
 
@@ -177,6 +179,7 @@ class Decision(msgspec.Struct, frozen=True):
     client_model: str | None = None  # model name that the client sent, if the router rewrote it
     pipeline: PipelineResult | None = None  # None if the default cost policy picked
     partial: str | None = None  # why only a prefix of the prompt was known; None if all of it was
+    rank: int | None = None  # data-parallel rank of the pod; None where the pod has one, or chooses it
     sequences: int = 1  # sequences that the engine decodes: samples or beams of all prompts
 
     @property
@@ -196,6 +199,12 @@ class Decision(msgspec.Struct, frozen=True):
     def destination(self) -> str:
         """Return the comma-separated addresses that the gateway tries in order."""
         return self.primary.pod if self.pipeline is None else ",".join(self.pipeline.destinations)
+
+    @property
+    def request_headers(self) -> Mapping[str, str]:
+        """Return the headers to set on the request besides the destination."""
+        headers = self.pipeline.request_headers if self.pipeline is not None else _NO_HEADERS
+        return headers if self.rank is None else {**headers, RANK_HEADER: str(self.rank)}
 
     @property
     def prefill_pod(self) -> str | None:

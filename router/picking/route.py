@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from indexer import PodMatches, TokenError
+from indexer.config import engine_name
 from indexer.keys import Keys
 from router.inflight.dispatch import Dispatch
 from router.picking.admission import Admission
@@ -24,7 +25,7 @@ from router.picking.flow import FlowControl
 from router.picking.scheduler import Scheduler, TokenizedRequest
 from router.pods.pod_set import PodSet
 from router.prompts.prompt_tokens import LONGER_THAN_CONTEXT, PROMPTS_MAX, TOO_MANY_PROMPTS, PromptTokens
-from router.prompts.request import CACHE_NOT_READ, RouteRequest, reads_cache
+from router.prompts.request import CACHE_NOT_READ, RANKED_KINDS, RouteRequest, reads_cache
 from router.prompts.tokenizers import TokenizerRegistry
 
 if TYPE_CHECKING:
@@ -128,9 +129,18 @@ class Router:
         now_s: float,
         step_done: Callable[[], None],
     ) -> tuple[Decision, Sequence[Dispatch]]:
+        # Without a chosen rank, vLLM spreads several prompts over a pod's ranks.
+        is_ranked = len(tokenized.keys) == 1 and tokenized.request.kind in RANKED_KINDS
+        pending = self.scheduler.pending_tokens if is_ranked else None
         # Block keys include the base model, so pods of another base match nothing.
         matches = [
-            self.index.match(keys, candidates.address_set, prompt_tokens=len(prompt), tokens=prompt)
+            self.index.match(
+                keys,
+                candidates.address_set,
+                prompt_tokens=len(prompt),
+                tokens=prompt,
+                pending_tokens=pending,
+            )
             for keys, prompt in zip(tokenized.keys, tokenized.tokens.prompts, strict=False)
         ]
         step_done()
@@ -141,9 +151,10 @@ class Router:
         )
         if keys := tokenized.keys:
             key, pod = decision.key, decision.ranked.best.pod
+            engine = engine_name(pod, decision.rank or 0)
             # The pod's events are compared with the prompt to detect a different tokenization.
             prompt = tokenized.sent_prompt(pod, candidates, matches[0]) if len(keys) == 1 else None
-            self.index.speculate(key, pod, _stored_keys(pod, keys, matches), decided_s, prompt)
+            self.index.speculate(key, engine, _stored_keys(pod, keys, matches), decided_s, prompt)
             if (prefill := decision.prefill_pod) is not None:
                 self.index.speculate(key, prefill, _stored_keys(prefill, keys, matches), decided_s, None)
         return decision, displaced

@@ -5,7 +5,7 @@ This is the critical section of routing: callers admit one request at a time. No
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from common.jit import kernel_with_arrays
 from indexer import GPU_TIER, SPECULATIVE_TIER, PodMatches, SentPrompt, StreamState, Tiers
+from indexer.config import engine_name
 from indexer.keys import Keys
 from router.inflight.dispatch import SEQUENCES_MAX, Dispatch
 from router.inflight.ledger import Ledger
@@ -133,6 +134,11 @@ class Scheduler:
         add_hits(*no_hits)
         _predict_costs(*no_hits, load_table.pods, *none, 0.0, 0.0, 1.0, 0.0, self._parameters, 1)
 
+    @property
+    def pending_tokens(self) -> Mapping[str, int]:
+        """Return the uncached tokens in flight by engine, of pods with several."""
+        return self._ledger.pending_tokens
+
     def schedule(
         self,
         tokenized: TokenizedRequest,
@@ -174,6 +180,7 @@ class Scheduler:
             matches=matches,
             most_cached_tokens=most_cached,
         )
+        rank = matches[0].ranks.get(ranked.best.pod) if used else None
         decision = Decision(
             request_id=request.request_id,
             kind=request.kind,
@@ -186,6 +193,7 @@ class Scheduler:
             priority=tokenized.priority,
             session_pod=session_pod,
             client_model=request.client_model,
+            rank=rank,
             pipeline=result,
             partial=tokenized.tokens.partial,
             sequences=sequences_of(request, len(tokenized.tokens.prompts), SEQUENCES_MAX),
@@ -283,6 +291,7 @@ class Scheduler:
                 prefill_pod=prefill,
                 adapter=candidates.lora_name,
                 sequences=decision.sequences,
+                engine=None if decision.rank is None else engine_name(pod, decision.rank),
                 # With a separate prefill pod, the reported usage includes transferred blocks.
                 predicted_hit_tokens=executor.cached_tokens if is_exact else 0,
             ),

@@ -83,6 +83,7 @@ class _Engine:
     # Labels that identify the engines on one page, whose loads are added. Series that differ only in other
     # labels are duplicates: ranks that compute the same requests together, or parts of a total.
     apart: tuple[bytes, ...] = ()
+    sizes_are_totals: bool = False  # whether each engine's number of blocks is that of all
     lora: bytes | None = None
     speed: _Series | None = None
 
@@ -99,6 +100,7 @@ _ENGINES = (
         kv_usage=_Series(b"vllm:kv_cache_usage_perc"),
         sizes=((_Series(_VLLM_CONFIG, None, b"block_size"), _Series(_VLLM_CONFIG, None, b"num_gpu_blocks")),),
         apart=(b"engine",),
+        sizes_are_totals=True,
         lora=b"vllm:lora_requests_info",
         speed=_Series(b"kvroute_engine_prefill_tokens_per_second"),
     ),
@@ -287,7 +289,8 @@ def _figures(page: EnginePage, engine: _Engine, series: _Series | None) -> dict[
 def _capacity_tokens(page: EnginePage, engine: _Engine) -> int | None:
     for block_tokens, blocks in engine.sizes:
         sizes, counts = _figures(page, engine, block_tokens), _figures(page, engine, blocks)
-        tokens = sum(int(sizes.get(which, 0.0) * count) for which, count in counts.items())
+        each = [int(sizes.get(which, 0.0) * count) for which, count in counts.items()]
+        tokens = max(each, default=0) if engine.sizes_are_totals else sum(each)
         if 0 < tokens <= _CAPACITY_TOKENS_MAX:
             return tokens
     return None

@@ -35,6 +35,11 @@ class RequestKind(StrEnum):
     PASSTHROUGH = "passthrough"
 
 
+# APIs for which vLLM obeys RANK_HEADER.
+RANKED_KINDS = frozenset({RequestKind.CHAT, RequestKind.COMPLETIONS, RequestKind.MESSAGES})
+RANK_HEADER = "x-data-parallel-rank"
+
+
 class RouteRequest(msgspec.Struct, frozen=True):
     """Request to be routed."""
 

@@ -69,7 +69,7 @@ class Watched:
 
     def match(self, pod: str = POD) -> PodMatch:
         """Return the match of TOKENS at the pod."""
-        return self.indexer.match(self.keys, [pod])[pod]
+        return self.indexer.match(self.keys, [pod], pending_tokens={})[pod]
 
     def settled(self, cached: int, state: StreamState = StreamState.EXACT, pod: str = POD) -> None:
         """Wait until the pod has so many blocks of TOKENS, in this state."""

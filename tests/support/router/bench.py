@@ -60,6 +60,7 @@ class PlainIndex:
         self.settled: list[str] = []
         self.lost: list[str] = []
         self.state = StreamState.EXACT
+        self.ranks: dict[str, int] = {}  # rank that is chosen of a pod with several
 
     def block_keys(
         self,
@@ -83,7 +84,13 @@ class PlainIndex:
         (self.host if host else self.held).setdefault(pod, set()).update(keys.tolist())
 
     def match(
-        self, keys: Keys, pods: Collection[str], *, prompt_tokens: int | None = None, tokens: object = None
+        self,
+        keys: Keys,
+        pods: Collection[str],
+        *,
+        prompt_tokens: int | None = None,
+        tokens: object = None,
+        pending_tokens: object = None,
     ) -> PodMatches:
         """Return the longest cached prefix of each pod."""
         rows = {pod: row for row, pod in enumerate(sorted(pods))}
@@ -92,7 +99,10 @@ class PlainIndex:
             for tier, blocks in self._prefix(keys.tolist(), pod).items():
                 by_tier[row, self.tiers.number(tier)] = blocks
         blocks, states = by_tier.sum(axis=1, dtype=np.int32), dict.fromkeys(rows, self.state)
-        return PodMatches(rows, self.tiers, blocks, by_tier, states=states, followed=frozenset(rows))
+        ranks = {} if pending_tokens is None else self.ranks
+        return PodMatches(
+            rows, self.tiers, blocks, by_tier, ranks=ranks, states=states, followed=frozenset(rows)
+        )
 
     def speculate(
         self, request: DispatchKey, pod: str, keys: Keys, now_s: float, prompt: object = None

@@ -53,6 +53,28 @@ def set_headers(answer: pb.CheckResponse) -> dict[str, str]:
     return {option.header.key: option.header.value for option in part.headers}
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "rank"),
+    [
+        ("/v1/completions", {"prompt": TEXT}, "1"),
+        ("/v1/completions", {"prompt": [TEXT, TEXT]}, None),
+        ("/v1/responses", {"input": TEXT}, None),
+    ],
+)
+def test_the_rank_is_sent_where_engines_obey_it(path: str, fields: dict[str, Any], rank: str | None) -> None:
+    """The chosen rank of a pod is a header of requests with one prompt, but not of the Responses API."""
+    bench = Bench().with_pods(A)
+    bench.index.ranks = {A.address: 1}
+    with serving(bench) as served:
+        body = json.dumps({"model": TINY, **fields}).encode()
+        answer = check(served, request(body, path, x_data_parallel_rank="0"))
+    assert set_headers(answer).get("x-data-parallel-rank") == rank
+    assert list(answer.ok_response.headers_to_remove) == ([] if rank else ["x-data-parallel-rank"])
+    record = bench.decision_log.find("r")
+    assert record is not None
+    assert record["rank"] == (int(rank) if rank else None)
+
+
 @pytest.mark.parametrize("as_text", [False, True])
 def test_a_request_gets_the_pod_with_its_prefix(as_text: bool) -> None:
     """The picked pod is set as a header and as metadata, whether the body came as bytes or as text."""

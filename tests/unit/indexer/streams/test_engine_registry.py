@@ -60,8 +60,8 @@ def test_a_view_that_was_built_once_is_settled_for_good() -> None:
     assert made.unsettled() == frozenset()
 
 
-def test_a_pods_match_is_its_best_ranks() -> None:
-    """The match of a pod is the longest prefix of one engine, never parts of two."""
+def test_a_pods_match_is_that_of_one_rank_or_the_mean_of_all() -> None:
+    """A rank that can be chosen is the one with the least tokens left; else the mean of all is expected."""
     index, hasher = ReferenceIndex(100, Tiers()), BlockHasher(4, 1)
     keys = hasher.chain(hasher.root("m", None, None), np.arange(20, dtype=np.uint32))
     made = roster(rank(0), rank(1), rank(3, OTHER))
@@ -70,9 +70,15 @@ def test_a_pods_match_is_its_best_ranks() -> None:
     index.add(f"{POD}@dp1", "cpu", keys[1:4])
     index.add(f"{OTHER}@dp3", "gpu", keys[1:])
     pods = [POD, OTHER, "unknown"]
-    table = made.best_ranks(index.match(keys, made.holders(pods)), pods)
+    matched = index.match(keys, made.holders(pods))
+    table = made.of_pods(matched, pods, {}, 4)
     assert {pod: table[pod].cached_blocks for pod in table} == {POD: 4, OTHER: 0, "unknown": 0}
     assert dict(table[POD].blocks_by_tier) == {"gpu": 1, "cpu": 3}
+    assert table.ranks == {POD: 1}
+    busy = made.of_pods(matched, pods, {f"{POD}@dp1": 9}, 4)
+    assert (busy[POD].cached_blocks, busy.ranks) == (2, {POD: 0})
+    expected = made.of_pods(matched, pods, None, 4)
+    assert (dict(expected[POD].blocks_by_tier), expected.ranks) == ({"gpu": 1, "cpu": 1}, {})
 
 
 def test_pods_with_one_rank_are_passed_through() -> None:
@@ -80,4 +86,4 @@ def test_pods_with_one_rank_are_passed_through() -> None:
     index, made, pods = ReferenceIndex(100, Tiers()), roster(rank(0)), frozenset({POD, OTHER})
     assert made.holders(pods) is pods
     table = index.match(np.empty(0, np.uint64), pods)
-    assert made.best_ranks(table, pods) is table
+    assert made.of_pods(table, pods, {}, 4) is table

@@ -55,6 +55,19 @@ def test_request_waits_then_decodes_then_is_removed() -> None:
     assert (ledger.load_table.work("a:1"), len(ledger)) == (PodWork(), 0)
 
 
+def test_engines_of_a_pod_have_pending_tokens_of_their_own() -> None:
+    """Uncached tokens are pending until the first token, and one per sequence until the end."""
+    ledger = ledger_with(
+        replace(ONE, engine="a:1@dp1", sequences=2), replace(ONE, request_id="r2", engine="a:1")
+    )
+    assert ledger.pending_tokens == {"a:1@dp1": 102, "a:1": 101}
+    ledger.first_token("r1", 1.0)
+    assert ledger.pending_tokens == {"a:1@dp1": 2, "a:1": 101}
+    ledger.end("r1", 2.0)
+    ledger.end("r2", 2.0)
+    assert ledger.pending_tokens == {}
+
+
 def test_stored_last_block_ends_prefill() -> None:
     """Only the confirming key, published by the request's pod, ends the prefill, and only once."""
     ledger = ledger_with(ONE)

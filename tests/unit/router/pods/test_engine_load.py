@@ -31,9 +31,9 @@ def test_vllms_page_is_read() -> None:
 
 
 def test_data_parallel_ranks_add_up() -> None:
-    """With several engines on a page, requests and capacity are sums, and usage is the mean."""
+    """Requests of several engines are summed, usage is the mean; each reports the capacity of all."""
     page = PAGE + PAGE.replace(b'engine="0"', b'engine="1"').replace(b"0.25", b"0.75")
-    assert engine_load(page, 5.0) == EngineLoad(6, 4, 0.5, 3200, 5.0)
+    assert engine_load(page, 5.0) == EngineLoad(6, 4, 0.5, 1600, 5.0)
 
 
 def test_a_page_of_prometheus_client_is_read() -> None:
