@@ -17,6 +17,7 @@ import numpy as np
 from indexer import PodMatches, TokenError
 from indexer.keys import Keys
 from router.inflight.dispatch import Dispatch
+from router.inflight.failures import PodFailures
 from router.picking.admission import Admission
 from router.picking.candidates import CandidateCache, CandidateSet
 from router.picking.decision import Decision
@@ -42,6 +43,7 @@ class Router:
     scheduler: Scheduler
     # Called with each decision, the ledger entries evicted for it, and the arrival time of its request.
     dispatched: Callable[[Decision, Sequence[Dispatch], float], None]
+    failures: PodFailures
     flow: FlowControl | None = None  # None: flow control is off
     clock: Callable[[], float] = time.perf_counter  # measures the time spent inside
     _candidates: CandidateCache = field(init=False)
@@ -139,6 +141,8 @@ class Router:
         decision, displaced = self.scheduler.schedule(
             tokenized, candidates, self.pods.current, matches, decided_s
         )
+        if self.failures.trials and decision.is_charged:
+            self.failures.dispatched(decision.ranked.best.pod, decided_s)
         if keys := tokenized.keys:
             key, pod = decision.key, decision.ranked.best.pod
             # The pod's events are compared with the prompt to detect a different tokenization.

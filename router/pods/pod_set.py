@@ -78,6 +78,7 @@ class Pod:
     sources: EventSources | None = None  # reported event ports; None until requested
     probes_without_load: int = 0  # consecutive successful probes without a load
     asleep: bool = False  # whether its engine is in sleep mode: it answers probes, but no requests
+    failing: str = ""  # why it gets no requests while others serve, see `PodFailures`; empty if it does
 
     @property
     def takes_requests(self) -> bool:
@@ -161,7 +162,7 @@ def redeclared(pod: Pod, entry: PodEntry) -> Pod:
 
 def _standing(pod: Pod) -> tuple[object, ...]:
     """Return the fields that decide which requests the pod may receive."""
-    return pod.ready, pod.why, pod.silent, pod.asleep, pod.models, pod.entry
+    return pod.ready, pod.why, pod.silent, pod.asleep, pod.failing, pod.models, pod.entry
 
 
 def _life(entry: PodEntry) -> tuple[str, str, str]:

@@ -106,6 +106,10 @@ class PodWatch:
         """Probe a pod at once; with a reason `why`, mark it as not ready until then. Never blocks."""
         self._soon(self._apply, pod, why)
 
+    def mark_failing(self, pod: str, why: str) -> None:
+        """Give a pod no requests while others serve, or end that with an empty reason; never blocks."""
+        self._soon(self._apply_failing, pod, why)
+
     def _soon(self, work: Callable[..., object], *values: str) -> None:
         # A closed loop raises RuntimeError.
         with suppress(RuntimeError):
@@ -166,6 +170,14 @@ class PodWatch:
             if why:
                 watched.void = watched.running
             watched.poke.set()
+
+    def _apply_failing(self, address: str, why: str) -> None:
+        if (pod := self.pods.current.get(address)) is not None and pod.failing != why:
+            self.pods.put(replace(pod, failing=why))
+            if why:
+                _log.warning("pod failing, routing to others: pod=%s reason=%s", address, why)
+            else:
+                _log.info("pod no longer excluded as failing: pod=%s", address)
 
     async def _watch(self, address: str, watched: _Watched) -> None:
         """Probe one pod periodically until cancelled."""

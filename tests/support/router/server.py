@@ -43,6 +43,7 @@ class FakePod:
         seen: Headers of the posted requests.
         bodies: Bodies of the posted requests.
         ended: Number of connections closed after a request was posted on them.
+        status: Status of responses to POSTs that are not streamed.
         answer: Response to a POST; sent as events in pieces if the request asks for a stream.
     """
 
@@ -60,6 +61,7 @@ class FakePod:
         self.seen: list[dict[str, str]] = []
         self.bodies: list[bytes] = []
         self.ended = 0
+        self.status = 200
         self.answer = b'{"ok": true}'
         self.sources: dict[str, dict[str, Any]] | None = None
         # A stopped pod must be able to bind its port again.
@@ -188,7 +190,7 @@ def _handler(pod: FakePod) -> type[BaseHTTPRequestHandler]:
             if b'"stream": true' in pod.bodies[-1] or not pod.may_finish.is_set():
                 self._stream(pod.answer)
             else:
-                self._answer(200, pod.answer)
+                self._answer(pod.status, pod.answer)
 
         def _stream(self, data: bytes) -> None:
             self.send_response(200)
