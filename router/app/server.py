@@ -190,6 +190,7 @@ class RouterServer:
             scheduler=build_scheduler(config, self.pods, self._ledger, self._ranker),
             dispatched=self.lifecycle.decided,
             failures=self.lifecycle.failures,
+            wake=self.watch.wake if config.wake_pods else None,
             flow=self._flow,
         )
         self.router = ObservedRouter(routed, self._metrics, self._traces)

@@ -31,6 +31,8 @@ BLOCKS, ACCESS_LOG, RESPONSE, REPORT = "blocks", "access_log", "response", "repo
 SCRAPE, CLOCK, DISPLACED = "scrape", "clock", "displaced"
 
 FIRST_TOKEN, DONE, FAILED, REFUSED = "first_token", "done", "failed", "refused"
+# Events without a request: what the report's pod did with its last one.
+POD_FAILED, POD_SERVED = "pod_failed", "pod_served"
 
 Text = Annotated[str, Meta(max_length=512)]
 # A finite number of seconds.
@@ -101,6 +103,7 @@ class Lifecycle:
 
     def __post_init__(self) -> None:
         self.outcomes = PodOutcomes(self.failures, self.observer.served)
+        self.failures.share = self._share
 
     def forward_to(self, fleet: PeerRouters) -> None:
         """Forward reports on unknown requests to other routers from now on."""
@@ -247,6 +250,10 @@ class Lifecycle:
         # A gateway that asked two routers for one request has used only one pick: the one of this pod.
         if pod is not None and self.is_remote(request_id) and not self.ledger.is_on(request_id, pod):
             return
+        if pod is not None and report.event == POD_FAILED:
+            self.failures.failed(pod, now_s, now_s, shared=True)
+        if pod is not None and report.event == POD_SERVED:
+            self.failures.succeeded(pod, now_s, shared=True)
         if report.event == FIRST_TOKEN:
             self.first_token(request_id, source, now_s, pod=pod, forward=False)
         if report.event not in (DONE, FAILED, REFUSED):
@@ -264,6 +271,10 @@ class Lifecycle:
             attempts=report.attempts,
             forward=False,
         )
+
+    def _share(self, pod: str, failed: bool) -> None:
+        if self._fleet is not None:
+            self._fleet.forward(RequestReport("", POD_FAILED if failed else POD_SERVED, REPORT, pod))
 
     def _settle_unanswered(self, dispatch: Dispatch, now_s: float) -> None:
         """End the speculative entries of a request that may have stored no blocks."""

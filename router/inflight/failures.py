@@ -57,7 +57,7 @@ class PodFailures:
                 self.load_table.set_failure_cost(pod, _cost_s(streak, now_s))
             else:
                 streak.retry_s = min(2 * streak.retry_s, RETRY_MAX_S)
-                self._close(pod, streak, now_s, f"{streak.failures} requests in a row failed")
+                self._close(pod, streak, now_s, f"{OUT_AFTER} or more requests in a row failed")
         if not shared:
             self.share(pod, True)
 

@@ -230,6 +230,7 @@ class _PodState(NamedTuple):
 _PER_POD: tuple[tuple[str, str, Callable[[_PodState], float | None]], ...] = (
     ("ready", "1 if the pod can receive requests.", lambda state: state.pod.takes_requests),
     ("asleep", "1 if the pod's engine is asleep.", lambda state: state.pod.asleep),
+    ("stalled", "1 if requests wait at the pod and it computes nothing.", lambda state: state.pod.stalled),
     (
         "failing",
         "1 if the pod gets no requests while others serve, because its last ones failed.",

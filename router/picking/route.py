@@ -23,7 +23,7 @@ from router.picking.candidates import CandidateCache, CandidateSet
 from router.picking.decision import Decision
 from router.picking.flow import FlowControl
 from router.picking.scheduler import Scheduler, TokenizedRequest
-from router.pods.pod_set import PodSet
+from router.pods.pod_set import Pod, PodSet
 from router.prompts.prompt_tokens import LONGER_THAN_CONTEXT, PROMPTS_MAX, TOO_MANY_PROMPTS, PromptTokens
 from router.prompts.request import CACHE_NOT_READ, RouteRequest, reads_cache
 from router.prompts.tokenizers import TokenizerRegistry
@@ -45,6 +45,7 @@ class Router:
     dispatched: Callable[[Decision, Sequence[Dispatch], float], None]
     failures: PodFailures
     flow: FlowControl | None = None  # None: flow control is off
+    wake: Callable[[Sequence[Pod]], None] | None = None  # called with candidates that all sleep
     clock: Callable[[], float] = time.perf_counter  # measures the time spent inside
     _candidates: CandidateCache = field(init=False)
     _picking: Lock = field(init=False, default_factory=Lock)
@@ -84,6 +85,9 @@ class Router:
         self, request: RouteRequest, started_s: float, now_s: float, step_done: Callable[[], None]
     ) -> tuple[Decision, Sequence[Dispatch]]:
         candidates = self._candidates.get(request)
+        # A sleeping pod is a candidate only if all candidates sleep.
+        if candidates.pods[0].asleep and self.wake is not None:
+            self.wake(candidates.pods)
         priority = self.admission.admit(request.headers, candidates.rows, now_s)
         step_done()
         base_model, context_tokens = candidates.base_model, candidates.context_tokens

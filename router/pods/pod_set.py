@@ -7,6 +7,7 @@ are declared by a PodsSource: a pods file here, or Kubernetes.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -78,6 +79,10 @@ class Pod:
     sources: EventSources | None = None  # reported event ports; None until requested
     probes_without_load: int = 0  # consecutive successful probes without a load
     asleep: bool = False  # whether its engine is in sleep mode: it answers probes, but no requests
+    stalled: bool = False  # whether requests wait at its engine and it computes nothing, see `stalls`
+    progress: tuple[float | None, ...] = ()  # last load figures that change while an engine computes
+    moved_s: float = -math.inf  # time of their last change
+    stuck_s: float = math.inf  # time since which requests wait without such a change
     failing: str = ""  # why it gets no requests while others serve, see `PodFailures`; empty if it does
 
     @property

@@ -20,6 +20,7 @@ from indexer import EngineReading, PodStream
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL
 from router.pods.pod_set import NOT_READY_THERE, PROBES_WITHOUT_LOAD_MAX, Pod, PodSet, PodsSource
 from router.pods.probe import Prober, ProbeResult
+from router.pods.stalls import checked
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ _PROBES_AT_ONCE = 64
 _BEGINNINGS_PER_S = 10
 _TIMEOUTS_MAX = 3
 _MODELS_EVERY_S = 5.0
+_WAKE_EVERY_S = 60.0
 
 
 class EngineReports(Protocol):
@@ -49,6 +51,8 @@ class _Watched:
     # Whether the probe in progress started before a failure and must not make the pod ready.
     void: bool = False
     task: asyncio.Task[None] | None = None  # task that probes the pod periodically
+    woken_s: float = -math.inf  # when the pod was last asked to wake up
+    waking: asyncio.Task[None] | None = None  # the last task that did so
 
 
 @dataclass(eq=False)
@@ -110,6 +114,10 @@ class PodWatch:
         """Give a pod no requests while others serve, or end that with an empty reason; never blocks."""
         self._soon(self._apply_failing, pod, why)
 
+    def wake(self, pods: Iterable[Pod]) -> None:
+        """Wake one of these sleeping pods, unless one of them is being woken; never blocks."""
+        self._soon(self._apply_wake, *(pod.address for pod in pods))
+
     def _soon(self, work: Callable[..., object], *values: str) -> None:
         # A closed loop raises RuntimeError.
         with suppress(RuntimeError):
@@ -128,7 +136,8 @@ class PodWatch:
                 if (anew := self._declare()) is not None:
                     self._watch_declared(anew)
         finally:
-            tasks = [watched.task for watched in self._watched.values() if watched.task is not None]
+            both = (task for watched in self._watched.values() for task in (watched.task, watched.waking))
+            tasks = [task for task in both if task is not None]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -179,6 +188,25 @@ class PodWatch:
             else:
                 _log.info("pod no longer excluded as failing: pod=%s", address)
 
+    def _apply_wake(self, *addresses: str) -> None:
+        pods = [watched for address in addresses if (watched := self._watched.get(address)) is not None]
+        # One at a time, since sleeping pods may share a device; another one if the last did not wake.
+        if pods and max(pod.woken_s for pod in pods) <= self._loop.time() - _WAKE_EVERY_S:
+            address = min(addresses, key=lambda each: self._watched[each].woken_s)
+            watched = self._watched[address]
+            watched.woken_s = self._loop.time()
+            watched.waking = self._loop.create_task(self._wake(self.pods.current[address], watched))
+
+    async def _wake(self, pod: Pod, watched: _Watched) -> None:
+        _log.info("waking pod, all pods of a request's model sleep: pod=%s", pod.address)
+        if error := await self.prober.wake(pod.entry):
+            _log.warning(
+                "pod not woken, trying again in %g s: pod=%s error=%s; vLLM needs --enable-sleep-mode and "
+                "VLLM_SERVER_DEV_MODE=1",
+                *(_WAKE_EVERY_S, pod.address, error),
+            )
+        watched.poke.set()
+
     async def _watch(self, address: str, watched: _Watched) -> None:
         """Probe one pod periodically until cancelled."""
         while True:
@@ -219,7 +247,7 @@ class PodWatch:
             watched.void = False
             return
         watched.void = False
-        judged = judge(pod, result)
+        judged = checked(judge(pod, result), self.pods.current.values())
         self.pods.put(judged)
         if judged.ready and not pod.ready:
             _log.info("pod ready: pod=%s model=%s", pod.address, judged.models and judged.models.base)

@@ -1,9 +1,10 @@
-"""Pods that fail or lie idle beside good ones, behind a real Envoy: they get next to no requests."""
+"""Pods that fail, stall or sleep, in a whole router and partly behind a real Envoy."""
 
 from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from router.inflight.failures import OUT_AFTER
 from tests.support.router.doors import wait_until
 from tests.support.router.envoy import BODY, Gateway, Mode, gateway
-from tests.support.router.server import get
+from tests.support.router.server import METRICS, fake_pods, get, ready_pods, running_router, write_pods
 
 REQUESTS = 500
 
@@ -61,3 +62,53 @@ def test_errors_of_clients_are_no_failures(tmp_path: Path) -> None:
         assert set(post_all(served, threads=2)) == {400}
         assert min(len(pod.bodies) for pod in served.pods) > OUT_AFTER
         assert ready_page(served)["pods_failing"] == {}
+
+
+def busy_page(tokens: int) -> str:
+    """Return the metrics page of an engine with queued requests that has computed this many tokens."""
+    page = METRICS.replace('waiting{engine="0"} 0.0', 'waiting{engine="0"} 3.0')
+    return f'{page}vllm:generation_tokens_total{{engine="0"}} {tokens}.0\n'
+
+
+def test_a_stalled_pod_is_out_until_its_tokens_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pod with queued requests and no new token is not ready while another computes, and says why."""
+    monkeypatch.setattr("router.pods.stalls.STALL_S", 0.5)
+    with fake_pods(2) as (busy, idle):
+        tokens = count()
+        idle.metrics = busy_page(7)
+
+        def computes() -> bool:
+            busy.metrics = busy_page(next(tokens))
+            return ready_pods(router) == {busy.address}
+
+        pods_file = write_pods(tmp_path / "pods.yaml", [busy.address, idle.address])
+        with running_router(pods_file) as router:
+            wait_until(lambda: len(ready_pods(router)) == 2, "both pods")
+            wait_until(computes, "the stalled pod's exclusion")
+            assert router.pods.current[idle.address].why.startswith("stalled: ")
+            metric = f'kvroute_router_pod_stalled{{pod="{idle.address}"}} 1.0'
+            assert metric in get(router, "/metrics")[1].decode()
+            assert f"pod not ready: pod={idle.address} reason=stalled: " in caplog.text
+            idle.metrics = busy_page(8)
+            wait_until(lambda: idle.address in ready_pods(router), "its return")
+
+
+SLEEPING = METRICS + 'vllm:engine_sleep_state{engine="0",sleep_state="awake"} 0.0\n'
+
+
+@pytest.mark.parametrize("wakes", [True, False])
+def test_one_sleeping_pod_is_woken_where_the_operator_allows_it(tmp_path: Path, wakes: bool) -> None:
+    """With --wake-pods, requests whose candidates all sleep wake one pod, once; without it none."""
+    with gateway(tmp_path, "check_grpc", wake_pods=wakes) as served:
+        for pod in served.pods:
+            pod.metrics = SLEEPING
+        wait_until(lambda: len(ready_page(served)["pods_asleep"]) == 2, "sleep")  # type: ignore[arg-type]
+        for _ in range(20):
+            assert served.post(BODY).status == 200
+        called = [path for pod in served.pods for path in pod.paths]
+        if wakes:
+            wait_until(lambda: "/wake_up" in {path for pod in served.pods for path in pod.paths}, "the call")
+            called = [path for pod in served.pods for path in pod.paths]
+        assert called.count("/wake_up") == wakes

@@ -81,7 +81,7 @@ def test_a_pod_out_is_tried_by_one_request_at_a_time() -> None:
     """After several failures in a row a pod is out; trials of one request follow at doubling intervals."""
     failing, now_s, intervals = Failing(), 0.0, []
     failing.fail(OUT_AFTER)
-    assert failing.excluded == {A: f"{OUT_AFTER} requests in a row failed"}
+    assert failing.excluded == {A: f"{OUT_AFTER} or more requests in a row failed"}
     for _ in range(6):
         waited_s = 0.0
         while not failing.trials:
