@@ -328,7 +328,6 @@ class RouterServer:
     def _forget_others(self, pods: Collection[str], restarted: Collection[str]) -> None:
         # A restarted pod may run on another machine, so its learned rate is dropped.
         self.rates.keep(set(pods).difference(restarted))
-        self.lifecycle.failures.forget(restarted)
         self._metrics.keep(pods)
         self._ledger.keep(pods)
 

@@ -73,10 +73,10 @@ class ResponsePhase:
         if is_event_stream:
             self._buffered = None
         # A response that is not streamed has no first token: its first byte follows the last token.
+        self._awaits_first_token = is_event_stream
         status = headers.get(":status", "200")
         self._failed, self._refused = status >= "500" or _has_grpc_failed(headers), "400" <= status < "500"
         self._is_fault = _is_fault(headers)
-        self._awaits_first_token = is_event_stream and not self._failed
         self._sees_body = mode != _NONE
         self._usage = UsageReader(is_event_stream=is_event_stream)
         # Engines send the headers of a non-streamed HTTP response once its body is generated; not so gRPC.

@@ -148,7 +148,6 @@ class Lifecycle:
         dispatch = self.ledger.first_token(request_id, now_s, pod, dispatched_s)
         if dispatch is not None:
             self._prefill_ended(dispatch, source, now_s)
-            self.outcomes.first_token(dispatch)
         elif (known_s := self.ledger.prefill_ended_s(request_id, pod, dispatched_s)) is not None:
             self.observer.reported_late(FIRST_TOKEN, source, now_s - known_s)
         elif forward and self._fleet is not None and request_id not in self.ledger:

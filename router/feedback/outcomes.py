@@ -24,28 +24,22 @@ _DUPLICATES_PER_ID = 64
 
 
 class End(NamedTuple):
-    """How a request ended at a pod.
-
-    Attributes:
-        pod: Address that served the request, if known.
-        is_fault: Whether the pod failed it: 5xx or a broken connection, not the client's 4xx or disconnect.
-        is_answered: Whether the response is complete and no error.
-        attempts: Times that Envoy sent the request to a pod; 0 if unknown.
-        is_logged: Whether Envoy's access log reported the end.
-    """
+    """How a request ended, and at which pod if that is known."""
 
     pod: str | None
-    is_fault: bool
-    is_answered: bool
-    attempts: int = 0
-    is_logged: bool = False
+    is_fault: (
+        bool  # whether the pod failed it: 5xx or a broken connection, not the client's 4xx or disconnect
+    )
+    is_answered: bool  # whether the response is complete and no error
+    attempts: int  # times that Envoy sent the request to a pod; 0 if unknown
+    is_logged: bool  # whether Envoy's access log reports the end
 
 
 class PodOutcomes:
-    """Judges pods and gateway by the ends of requests.
+    """Judges pods and the gateway by the ends of requests.
 
     Args:
-        served: Called with the comparison of the picked and the serving pod, for a metric.
+        served: Called with `SAME`, `RETRIED`, `OTHER` or `UNKNOWN` for each logged request.
     """
 
     def __init__(self, failures: PodFailures, served: Callable[[str], None]) -> None:
@@ -68,19 +62,18 @@ class PodOutcomes:
             "another pod than the picked one, without a retry; let no second picker or load balancer choose"
         )
 
-    def first_token(self, dispatch: Dispatch) -> None:
-        """Record that a response has begun."""
-        if not self._is_repeated:
-            self.failures.succeeded(dispatch.pod, dispatch.dispatched_s)
-
     def ended(self, dispatch: Dispatch, end: End, now_s: float) -> None:
-        """Record the first report of a request's end."""
-        pod, sent_s = self._pod(dispatch, end), dispatch.dispatched_s
+        """Record the end of a request."""
+        picked, sent_s, pod = dispatch.pod, dispatch.dispatched_s, end.pod or dispatch.pod
+        outcome = SAME if pod == picked else RETRIED if end.attempts > 1 else OTHER
+        if not self.failures.load_table.is_declared(pod):
+            # A proxy in between hides the pod.
+            outcome, pod = UNKNOWN, picked
         if end.is_logged and end.pod is not None:
-            self._compare(dispatch.pod, end)
-        if end.attempts > 1 and pod != dispatch.pod:
+            self._compared(outcome, picked, pod)
+        if outcome == RETRIED:
             # Envoy reports only its last attempt.
-            self.failures.failed(dispatch.pod, sent_s, now_s)
+            self.failures.failed(picked, sent_s, now_s)
         if end.is_fault:
             self.failures.failed(pod, sent_s, now_s)
         elif end.is_answered and (end.is_logged or not self._is_repeated):
@@ -89,27 +82,16 @@ class PodOutcomes:
     def repeated(self, dispatch: Dispatch, was_fault: bool, end: End, now_s: float) -> None:
         """Record Envoy's log entry of a response whose end, as a fault of the picked pod or not, is known."""
         self._is_repeated = True
-        is_known = was_fault and self._pod(dispatch, end) == dispatch.pod
-        self.ended(dispatch, end._replace(is_fault=end.is_fault and not is_known), now_s)
+        is_fault = end.is_fault and not (was_fault and end.pod in (None, dispatch.pod))
+        self.ended(dispatch, end._replace(is_fault=is_fault), now_s)
 
-    def _pod(self, dispatch: Dispatch, end: End) -> str:
-        # A proxy in between hides the pod; then the gateway is trusted.
-        is_pod = end.pod is not None and self.failures.load_table.is_declared(end.pod)
-        return end.pod if is_pod and end.pod is not None else dispatch.pod
-
-    def _compare(self, picked: str, end: End) -> None:
-        if end.pod == picked:
-            outcome = SAME
-        elif not self.failures.load_table.is_declared(end.pod or ""):
-            outcome = UNKNOWN
-        else:
-            outcome = RETRIED if end.attempts > 1 else OTHER
+    def _compared(self, outcome: str, picked: str, pod: str) -> None:
         self._served(outcome)
         if outcome in (SAME, OTHER):
             self._ignored.append(outcome == OTHER)
         if outcome == OTHER and (finding := self.picks_ignored) is not None:
             text = "picks ignored: picked=%s served=%s finding=%s"
-            self._repeated.event("picks_ignored", "gateway", text, picked, end.pod, finding)
+            self._repeated.event("picks_ignored", "gateway", text, picked, pod, finding)
 
 
 class DuplicateEnds:

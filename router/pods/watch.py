@@ -51,8 +51,8 @@ class _Watched:
     # Whether the probe in progress started before a failure and must not make the pod ready.
     void: bool = False
     task: asyncio.Task[None] | None = None  # task that probes the pod periodically
-    woken_s: float = -math.inf  # when the pod was last asked to wake up
-    waking: asyncio.Task[None] | None = None  # the last task that did so
+    wakes: bool = False  # whether to wake the pod before its next probe
+    woken_s: float = -math.inf  # when that was last decided
 
 
 @dataclass(eq=False)
@@ -136,8 +136,7 @@ class PodWatch:
                 if (anew := self._declare()) is not None:
                     self._watch_declared(anew)
         finally:
-            both = (task for watched in self._watched.values() for task in (watched.task, watched.waking))
-            tasks = [task for task in both if task is not None]
+            tasks = [watched.task for watched in self._watched.values() if watched.task is not None]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -189,23 +188,20 @@ class PodWatch:
                 _log.info("pod no longer excluded as failing: pod=%s", address)
 
     def _apply_wake(self, *addresses: str) -> None:
-        pods = [watched for address in addresses if (watched := self._watched.get(address)) is not None]
+        sleeping = [watched for each in addresses if (watched := self._watched.get(each)) is not None]
         # One at a time, since sleeping pods may share a device; another one if the last did not wake.
-        if pods and max(pod.woken_s for pod in pods) <= self._loop.time() - _WAKE_EVERY_S:
-            address = min(addresses, key=lambda each: self._watched[each].woken_s)
-            watched = self._watched[address]
-            watched.woken_s = self._loop.time()
-            watched.waking = self._loop.create_task(self._wake(self.pods.current[address], watched))
+        sleeping.sort(key=lambda watched: watched.woken_s)
+        if sleeping and sleeping[-1].woken_s <= self._loop.time() - _WAKE_EVERY_S:
+            sleeping[0].woken_s, sleeping[0].wakes = self._loop.time(), True
+            sleeping[0].poke.set()
 
-    async def _wake(self, pod: Pod, watched: _Watched) -> None:
-        _log.info("waking pod, all pods of a request's model sleep: pod=%s", pod.address)
+    async def _wake(self, pod: Pod) -> None:
+        _log.info("waking pod, all candidates of a request sleep: pod=%s", pod.address)
         if error := await self.prober.wake(pod.entry):
             _log.warning(
-                "pod not woken, trying again in %g s: pod=%s error=%s; vLLM needs --enable-sleep-mode and "
-                "VLLM_SERVER_DEV_MODE=1",
-                *(_WAKE_EVERY_S, pod.address, error),
+                "pod not woken: pod=%s error=%s; vLLM needs --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1",
+                *(pod.address, error),
             )
-        watched.poke.set()
 
     async def _watch(self, address: str, watched: _Watched) -> None:
         """Probe one pod periodically until cancelled."""
@@ -216,6 +212,9 @@ class PodWatch:
             if asks_models:
                 watched.models_due_s = now_s + _MODELS_EVERY_S
             watched.poke.clear()
+            if watched.wakes:
+                watched.wakes = False
+                await self._wake(pod)
             async with self._probes:
                 watched.running = True
                 answered = 0 if self.engines is None else self.engines.before_scrape(address)

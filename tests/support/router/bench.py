@@ -173,7 +173,8 @@ class Bench:
         self.router = ObservedRouter(self.core, self.metrics, self.traces)
 
     def _exclude(self, pod: str, why: str) -> None:
-        self.pods.put(replace(self.pods.current[pod], failing=why))
+        if pod in self.pods.current:
+            self.pods.put(replace(self.pods.current[pod], failing=why))
 
     def with_pods(self, *pods: Pod) -> Bench:
         """Declare pods in their given state."""
