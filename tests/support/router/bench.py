@@ -183,6 +183,11 @@ class Bench:
             self.pods.put(pod)
         return self
 
+    def failure_s(self, pod: Pod) -> float:
+        """Return the cost of a pod's failures in seconds."""
+        table = self.pods.load_table
+        return float(table.known(table.rows([pod.address]))["failure_s"][0])
+
     def keys(self, text: str, model: str = TINY) -> Keys:
         """Return the block keys of a completions prompt."""
         return self.index.block_keys(model, TOKENIZER.encode(text))

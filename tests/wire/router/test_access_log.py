@@ -236,12 +236,6 @@ def detailed(code: int, details: str) -> accesslog_pb2.HTTPAccessLogEntry:
     return made
 
 
-def failure_s(bench: Bench, pod: Pod = A) -> float:
-    """Return the cost of the pod's failures."""
-    table = bench.pods.load_table
-    return float(table.known(table.rows([pod.address]))["failure_s"][0])
-
-
 @pytest.mark.parametrize(
     ("logged", "is_fault"),
     [
@@ -261,7 +255,7 @@ def test_only_failures_of_the_pod_cost(logged: accesslog_pb2.HTTPAccessLogEntry,
     bench = in_flight()
     with serving(bench) as served:
         send(served, at(A, logged))
-    assert failure_s(bench) == (COST_S if is_fault else 0.0)
+    assert bench.failure_s(A) == (COST_S if is_fault else 0.0)
 
 
 def outcomes(bench: Bench) -> dict[str, float]:
@@ -305,13 +299,13 @@ def test_a_failure_costs_the_pod_that_caused_it(full: bool) -> None:
     """A retry elsewhere is a failure of the picked pod; without one, a failure is the serving pod's."""
     bench = Bench().with_pods(A, B)
     picked_and_served(bench, B, attempts=2, full=full)
-    assert (failure_s(bench), failure_s(bench, B)) == (COST_S, 0.0)
+    assert (bench.failure_s(A), bench.failure_s(B)) == (COST_S, 0.0)
     bench = Bench().with_pods(A, B)
     picked_and_served(bench, B, code=500)
-    assert (failure_s(bench), failure_s(bench, B)) == (0.0, COST_S)
+    assert (bench.failure_s(A), bench.failure_s(B)) == (0.0, COST_S)
     bench = Bench().with_pods(A, B)
     picked_and_served(bench, A, code=500, full=full)
-    assert failure_s(bench) == COST_S
+    assert bench.failure_s(A) == COST_S
 
 
 def test_a_gateway_that_ignores_picks_is_named(caplog: pytest.LogCaptureFixture) -> None:

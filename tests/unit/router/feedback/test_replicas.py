@@ -415,12 +415,8 @@ def test_failures_of_pods_are_shared() -> None:
         def has_request(self, request_id: str) -> bool:
             return False
 
-    def cost_s() -> float:
-        table = receiver.pods.load_table
-        return float(table.known(table.rows(PODS[:1]))["failure_s"][0])
-
     sender.lifecycle.forward_to(Fleet())
     sender.lifecycle.failures.failed(PODS[0], 0.0, 0.0)
-    assert cost_s() > 0.0
+    assert receiver.failure_s(ready_pod(PODS[0])) > 0.0
     sender.lifecycle.failures.succeeded(PODS[0], 0.5)
-    assert cost_s() == 0.0
+    assert receiver.failure_s(ready_pod(PODS[0])) == 0.0
