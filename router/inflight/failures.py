@@ -45,7 +45,9 @@ class PodFailures:
         """Record that the pod failed a request; `shared`: another router reported it."""
         with self._lock:
             streak = self._streaks.get(pod) or _Streak(dispatched_s)
-            if dispatched_s < streak.counts_from_s or not self.load_table.is_declared(pod):
+            # Other routers have trials of their own.
+            is_known = dispatched_s < streak.counts_from_s or (shared and streak.due_s < math.inf)
+            if is_known or not self.load_table.is_declared(pod):
                 return
             self._streaks[pod] = streak
             streak.failures, streak.failed_s = streak.failures + 1, now_s

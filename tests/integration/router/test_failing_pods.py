@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvroute.envoy_config import EnvoySettings, bootstrap
 from router.inflight.failures import OUT_AFTER
 from tests.support.router.doors import wait_until
 from tests.support.router.envoy import BODY, Gateway, Mode, gateway
@@ -40,6 +43,39 @@ def test_a_pod_that_fails_at_once_gets_next_to_no_requests(tmp_path: Path, mode:
         assert len(bad.bodies) < 0.02 * REQUESTS
         assert statuses.count(500) == len(bad.bodies)
         assert len(good.bodies) == REQUESTS - len(bad.bodies)
+
+
+def served_requests(served: Gateway, outcome: str) -> int:
+    """Return the count of requests by whether the picked pod served them."""
+    page = get(served.router, "/metrics")[1].decode()
+    name = f'kvroute_router_served_requests_total{{outcome="{outcome}"}} '
+    return next((int(float(line.split()[-1])) for line in page.splitlines() if line.startswith(name)), 0)
+
+
+def ignoring_picks(settings: EnvoySettings) -> dict[str, Any]:
+    """Return the configuration of an Envoy that balances requests by itself, whatever the pick."""
+    config = json.dumps(bootstrap(replace(settings, failure_mode_allow=True)))
+    config = config.replace('"cluster": "picked_pod"', '"cluster": "round_robin"')
+    changed: dict[str, Any] = json.loads(config)
+    return changed
+
+
+@pytest.mark.parametrize("mode", ["check_grpc", "ext_proc skip", "ext_proc full"])
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_gateway_that_ignores_picks_is_named(
+    tmp_path: Path, mode: Mode, ignores: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Envoy's log shows in each mode whether the picked pods serve; if not, /ready says so."""
+    if ignores:
+        monkeypatch.setattr("tests.support.router.envoy.bootstrap", ignoring_picks)
+    with gateway(tmp_path, mode) as served:
+        for number in range(60):
+            # One conversation, so all picks are the same pod.
+            assert served.post({**BODY, "prompt": f"{BODY['prompt']}{number}"}).status == 200
+        wait_until(lambda: sum(served_requests(served, each) for each in ("same", "other")) == 60, "the log")
+        assert (served_requests(served, "other") > 10) is ignores
+        finding = ready_page(served)["picks_ignored"]
+        assert ("your gateway ignores picks" in str(finding)) is ignores
 
 
 def test_pods_that_all_fail_stay_in_and_come_back(tmp_path: Path) -> None:

@@ -120,6 +120,15 @@ def test_failures_of_requests_sent_before_the_exclusion_count_once() -> None:
     failing.try_once(1.0 + RETRY_S)
 
 
+def test_failures_at_other_routers_do_not_delay_a_trial() -> None:
+    """Failures that other routers report exclude a pod, and do not count while it is excluded."""
+    failing = Failing()
+    for _ in range(10 * OUT_AFTER):
+        failing.failed(A, 0.0, 0.0, shared=True)
+    assert failing.excluded[A]
+    failing.try_once(RETRY_S)
+
+
 def test_only_declared_pods_are_kept() -> None:
     """Failures of unknown addresses are ignored; those of removed pods are forgotten."""
     failing = Failing()
