@@ -62,8 +62,8 @@ class PodOutcomes:
             "another pod than the picked one, without a retry; let no second picker or load balancer choose"
         )
 
-    def ended(self, dispatch: Dispatch, end: End, now_s: float) -> None:
-        """Record the end of a request."""
+    def ended(self, dispatch: Dispatch, end: End, now_s: float, *, is_known_fault: bool = False) -> None:
+        """Record the end of a request; `is_known_fault`: as a fault of the picked pod it is known."""
         picked, sent_s, pod = dispatch.pod, dispatch.dispatched_s, end.pod or dispatch.pod
         outcome = SAME if pod == picked else RETRIED if end.attempts > 1 else OTHER
         if not self.failures.load_table.is_declared(pod):
@@ -75,15 +75,15 @@ class PodOutcomes:
             # Envoy reports only its last attempt.
             self.failures.failed(picked, sent_s, now_s)
         if end.is_fault:
-            self.failures.failed(pod, sent_s, now_s)
+            if not (is_known_fault and pod == picked):
+                self.failures.failed(pod, sent_s, now_s)
         elif end.is_answered and (end.is_logged or not self._is_repeated):
             self.failures.succeeded(pod, sent_s)
 
     def repeated(self, dispatch: Dispatch, was_fault: bool, end: End, now_s: float) -> None:
         """Record Envoy's log entry of a response whose end, as a fault of the picked pod or not, is known."""
         self._is_repeated = True
-        is_fault = end.is_fault and not (was_fault and end.pod in (None, dispatch.pod))
-        self.ended(dispatch, end._replace(is_fault=is_fault), now_s)
+        self.ended(dispatch, end, now_s, is_known_fault=was_fault)
 
     def _compared(self, outcome: str, picked: str, pod: str) -> None:
         self._served(outcome)

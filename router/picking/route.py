@@ -85,13 +85,13 @@ class Router:
         self, request: RouteRequest, started_s: float, now_s: float, step_done: Callable[[], None]
     ) -> tuple[Decision, Sequence[Dispatch]]:
         candidates = self._candidates.get(request)
-        # A sleeping pod is a candidate only if all candidates sleep.
-        if candidates.pods[0].asleep and self.wake is not None:
-            self.wake(candidates.pods)
         priority = self.admission.admit(request.headers, candidates.rows, now_s)
         step_done()
         base_model, context_tokens = candidates.base_model, candidates.context_tokens
         tokens = self.tokenizers.prompt_tokens(request, base_model, context_tokens, candidates.pods)
+        # A sleeping pod is a candidate only if all candidates sleep. Requests without a body wake none.
+        if candidates.pods[0].asleep and self.wake is not None and tokens.total:
+            self.wake(candidates.pods)
         tokenized = self._tokenized(request, tokens, candidates, priority)
         with self._picking:
             return self._pick(tokenized, candidates, started_s, now_s, step_done)

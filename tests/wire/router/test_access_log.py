@@ -306,6 +306,10 @@ def test_a_failure_costs_the_pod_that_caused_it(full: bool) -> None:
     bench = Bench().with_pods(A, B)
     picked_and_served(bench, A, code=500, full=full)
     assert bench.failure_s(A) == COST_S
+    # A proxy in between hides the pod.
+    bench = Bench().with_pods(A, B)
+    picked_and_served(bench, C, code=500, full=full)
+    assert bench.failure_s(A) == COST_S
 
 
 def test_a_gateway_that_ignores_picks_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -316,3 +316,16 @@ def test_a_failing_pod_gets_one_request_as_its_trial() -> None:
     assert picks(1.0 + RETRY_S) == [A.address, *[B.address] * 4]
     failures.succeeded(A.address, 1.0 + RETRY_S)
     assert A.address in picks(2.0 + RETRY_S)
+
+
+def test_only_requests_with_a_body_wake_pods() -> None:
+    """A request whose candidates all sleep asks to wake them, unless it has no body or another is awake."""
+    bench, asked = Bench().with_pods(A, B), list[list[str]]()
+    bench.core.wake = lambda pods: asked.append([pod.address for pod in pods])
+    bench.pods.put(replace(A, asleep=True))
+    bench.router.route(completion("r1", TEXT), 0.0)
+    bench.pods.put(replace(B, asleep=True))
+    bench.router.route(RouteRequest("r2", RequestKind.PASSTHROUGH), 0.0)
+    assert asked == []
+    bench.router.route(completion("r3", TEXT), 0.0)
+    assert asked == [[A.address, B.address]]
