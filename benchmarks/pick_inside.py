@@ -40,6 +40,7 @@ from router.doors.ext_authz import ExtAuthzService
 from router.doors.health import CHECK_SERVICE, PICK_SERVICE
 from router.doors.pick import EndpointPickerService
 from router.feedback.lifecycle import ACCESS_LOG, Lifecycle
+from router.inflight.failures import PodFailures
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
 from router.observe.decision_log import DecisionLog
@@ -97,6 +98,7 @@ class Inside:
             decision_log,
             self.index.settle,
             self.index.cancel_expectation,
+            PodFailures(pods.load_table),
         )
         self.tokenizers = TokenizerRegistry.load(
             {MODEL: model_directory(bodies)}, TokenizeOptions(deadline_s=_DEADLINE_S)
@@ -111,6 +113,7 @@ class Inside:
             admission=Admission({}, UtilizationDetector(load_age_max_s=5.0), pods.load_table),
             scheduler=self.scheduler,
             dispatched=self.lifecycle.decided,
+            failures=self.lifecycle.failures,
         )
         self.router = ObservedRouter(routed, metrics)
         check = ExtAuthzService(self.router, BodyGuard(), metrics, _BODY_BYTES_MAX)

@@ -97,6 +97,12 @@ class RouterConfig:
         1.0,
         "interval between probes of a pod's health and metrics (default: 1s)",
     )
+    wake_pods: bool = switch(
+        _PODS,
+        "--wake-pods",
+        False,
+        "wake a sleeping pod by POST /wake_up for a request whose candidates all sleep, one per minute",
+    )
     host: str = flag(
         _SERVING, "--host", str, "0.0.0.0", "address to listen on (default: %(default)s)", metavar="HOST"
     )

@@ -214,6 +214,7 @@ class DebugPages:
     health: Health
     plugins: Callable[[], Mapping[str, Any]]  # returns the state of configured plugins by name
     routers: Callable[[float], Sequence[Mapping[str, Any]]]  # returns the peer routers' state at a time
+    picks_ignored: Callable[[], str | None]  # returns the finding that the gateway ignores picks
 
     def pages(self) -> dict[str, Page]:
         return {
@@ -232,6 +233,8 @@ class DebugPages:
             "drafters": self.index.drafter_details(),
             "routers": list(self.routers(time.monotonic())),
             "pods_asleep": [pod.address for pod in self.pods.current.values() if pod.asleep],
+            "pods_failing": {pod.address: pod.failing for pod in self.pods.current.values() if pod.failing},
+            "picks_ignored": self.picks_ignored(),
         }
         if self.health.ready:
             return 200, {"status": "ready", **index}
@@ -263,6 +266,7 @@ class DebugPages:
             "ready": pod.ready,
             "why_not": pod.why,
             "asleep": pod.asleep,
+            "failing": pod.failing,
             "declared_ready": pod.entry.ready,
             "labels": dict(pod.entry.labels),
             "view": views[pod.address].value if pod.address in views else None,

@@ -42,6 +42,7 @@ from router.doors.pick import EndpointPickerService
 from router.errors import ConfigError, ListenError
 from router.feedback.fleet import Fleet
 from router.feedback.lifecycle import EngineCheck, Lifecycle, LostEndDetector
+from router.inflight.failures import PodFailures
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
 from router.observe.decision_log import DecisionLog
@@ -104,6 +105,7 @@ class RouterServer:
             self.decision_log,
             lambda request, now_s: self.index.settle(request, now_s),
             lambda request: self.index.cancel_expectation(request),
+            PodFailures(self.pods.load_table, lambda pod, why: self.watch.mark_failing(pod, why)),
         )
         self._lost_ends = LostEndDetector(self.lifecycle)
         self.health = Health()
@@ -187,6 +189,8 @@ class RouterServer:
             admission=self._admission,
             scheduler=build_scheduler(config, self.pods, self._ledger, self._ranker),
             dispatched=self.lifecycle.decided,
+            failures=self.lifecycle.failures,
+            wake=self.watch.wake if config.wake_pods else None,
             flow=self._flow,
         )
         self.router = ObservedRouter(routed, self._metrics, self._traces)
@@ -224,6 +228,7 @@ class RouterServer:
             health=self.health,
             plugins=lambda: plugin_states(self._ranker, self._flow),
             routers=self._fleet.status,
+            picks_ignored=lambda: self.lifecycle.outcomes.picks_ignored,
         )
 
     def _services(self, registry: CollectorRegistry) -> list[Callable[[Any], object]]:

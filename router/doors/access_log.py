@@ -27,7 +27,14 @@ from router.h2 import GrpcServer
 from router.h2.exchange_call import ExchangeMethod
 from router.observe.metrics import RouterMetrics
 
-_CLIENT_ERROR, _SERVER_ERROR = 400, 500
+_CLIENT_ERROR, _SERVER_ERROR, _NOT_IMPLEMENTED = 400, 500, 501
+# Response flags that only the pod can cause.
+_FAULTS = (
+    "upstream_connection_failure",
+    "upstream_connection_termination",
+    "upstream_protocol_error",
+    "upstream_remote_reset",
+)
 # Envoy's response_code_details of requests that ext_authz or ext_proc rejected.
 _REFUSALS = (b"ext_authz_denied", b"kvroute")
 _NO_BODIES = (RequestMethod.GET, RequestMethod.HEAD)
@@ -70,8 +77,9 @@ class AccessLogService:
         if common.intermediate_log_entry:
             return "intermediate"
         address = common.upstream_remote_address.socket_address
-        pod = pod_address(address.address, address.port_value)
-        if common.response_flags.upstream_connection_failure:
+        # Without an address, the request was sent to no pod.
+        pod = pod_address(address.address, address.port_value) if address.address else None
+        if pod is not None and common.response_flags.upstream_connection_failure:
             self.on_connection_failure(pod, "Envoy could not connect to it")
         # Decoded as in ext_proc, so that ids with invalid UTF-8 match.
         request_id = entry.request.request_id.decode("utf-8", "replace")
@@ -89,6 +97,8 @@ class AccessLogService:
             failed=failed,
             refused=entry.response.response_code.value >= _CLIENT_ERROR,
             late_s=_late_s(common),
+            is_fault=_is_fault(entry),
+            attempts=common.upstream_request_attempt_count,
         )
         if ended is not None:
             return "joined"
@@ -100,6 +110,16 @@ def _has_failed(entry: Any) -> bool:
     code = entry.response.response_code.value
     flags = entry.common_properties.response_flags
     return code == 0 or code >= _SERVER_ERROR or bool(flags.ListFields())
+
+
+def _is_fault(entry: Any) -> bool:
+    """Return whether the pod failed the request, and not the client, a time limit or Envoy."""
+    flags, details = entry.common_properties.response_flags, entry.response.response_code_details
+    if any(getattr(flags, name) for name in _FAULTS):
+        return True
+    code = entry.response.response_code.value
+    is_pods = details == b"via_upstream" if details else not flags.ListFields()
+    return bool(code >= _SERVER_ERROR and code != _NOT_IMPLEMENTED and is_pods)
 
 
 def _is_not_charged(entry: Any, failed: bool) -> bool:

@@ -19,6 +19,9 @@ from router.picking.decision import Decision
 from router.plugins.attribute_reporter import AttributeReporter
 
 _KEPT_BYTES_MAX = 1 << 20
+# Statuses of requests for what an engine lacks, and of Envoy's time limits.
+_NO_FAULTS = ("501", "504")
+_GRPC_FAULTS = ("2", "13", "14", "15")  # unknown, internal, unavailable, data loss
 # A usage has some hundred bytes. Its fields are merged over all events of a response, up to these limits.
 _USAGE_BYTES_MAX = 4096
 _USAGE_FIELDS_MAX = 64
@@ -48,7 +51,7 @@ class ResponsePhase:
         self.pending: Decision | None = None
         self.models = ("", "")  # the model's name at the pod, and the client's name for it
         self._usage: UsageReader | None = None
-        self._failed, self._refused = True, False
+        self._failed, self._refused, self._is_fault = True, False, False
         self._sees_body = True
         self._awaits_first_token = False
 
@@ -73,6 +76,7 @@ class ResponsePhase:
         self._awaits_first_token = is_event_stream
         status = headers.get(":status", "200")
         self._failed, self._refused = status >= "500" or _has_grpc_failed(headers), "400" <= status < "500"
+        self._is_fault = _is_fault(headers)
         self._sees_body = mode != _NONE
         self._usage = UsageReader(is_event_stream=is_event_stream)
         # Engines send the headers of a non-streamed HTTP response once its body is generated; not so gRPC.
@@ -104,8 +108,9 @@ class ResponsePhase:
 
     def trailers(self, message: pb.HttpTrailers) -> Iterator[pb.ProcessingResponse]:
         """Process the trailers, which end the response; yield the buffered body and the trailers."""
-        if _has_grpc_failed(header_values(message.trailers)):
+        if _has_grpc_failed(trailers := header_values(message.trailers)):
             self._failed = True
+            self._is_fault = _is_fault(trailers)
         self._complete()
         if self._buffered:
             data, self._buffered = bytes(self._buffered), None
@@ -114,6 +119,7 @@ class ResponsePhase:
 
     def abort(self) -> None:
         """Report the request as failed, unless its end has been reported."""
+        self._is_fault = False  # unknown: Envoy also ends the stream if the client disconnects
         self._report_end(failed=True)
 
     def close(self) -> None:
@@ -165,6 +171,7 @@ class ResponsePhase:
             dispatched_s=sent.decided_s,
             failed=failed,
             refused=self._refused,
+            is_fault=self._is_fault,
             cached_tokens=self._usage.cached_tokens if self._usage is not None else None,
         )
 
@@ -175,6 +182,14 @@ def _has_grpc_failed(headers: Mapping[str, str]) -> bool:
     A response without a body carries grpc-status in its headers.
     """
     return headers.get("grpc-status", "0") != "0"
+
+
+def _is_fault(headers: Mapping[str, str]) -> bool:
+    """Return whether the headers or trailers report a failure of the pod, not of its gateway or client."""
+    status = headers.get(":status", "200")
+    if status >= "500":
+        return status not in _NO_FAULTS and "x-envoy-overloaded" not in headers
+    return headers.get("grpc-status", "0") in _GRPC_FAULTS
 
 
 class UsageReader:

@@ -81,6 +81,7 @@ class EndpointPickerService:
                 now_s,
                 pod=pod,
                 failed=outcome == pb.ReportOutcomeRequest.OUTCOME_FAILED,
+                is_fault=outcome == pb.ReportOutcomeRequest.OUTCOME_FAILED,
                 cached_tokens=request.cached_tokens if request.HasField("cached_tokens") else None,
             )
         else:

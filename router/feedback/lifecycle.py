@@ -9,10 +9,8 @@ later reports goes to the metrics. Knows no protocol. `Lifecycle` is thread-safe
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from threading import Lock
 from typing import Annotated, Protocol
 
 import msgspec
@@ -20,7 +18,9 @@ from msgspec import Meta
 
 from indexer import DispatchKey, EngineReading
 from indexer.keys import Keys
+from router.feedback.outcomes import DuplicateEnds, End, PodOutcomes
 from router.inflight.dispatch import Dispatch
+from router.inflight.failures import PodFailures
 from router.inflight.ledger import Ledger
 from router.inflight.rates import PrefillRates
 from router.picking.decision import Decision
@@ -31,9 +31,8 @@ BLOCKS, ACCESS_LOG, RESPONSE, REPORT = "blocks", "access_log", "response", "repo
 SCRAPE, CLOCK, DISPLACED = "scrape", "clock", "displaced"
 
 FIRST_TOKEN, DONE, FAILED, REFUSED = "first_token", "done", "failed", "refused"
-
-# Longer than Envoy buffers its access log.
-_DUPLICATE_MAX_S = 30.0
+# Events without a request: what the report's pod did with its last one.
+POD_FAILED, POD_SERVED = "pod_failed", "pod_served"
 
 Text = Annotated[str, Meta(max_length=512)]
 # A finite number of seconds.
@@ -51,6 +50,8 @@ class RequestReport(msgspec.Struct, frozen=True, omit_defaults=True):
     pod: Text | None = None
     late_s: Seconds | None = None  # seconds since the end, if the source reports them
     cached_tokens: Annotated[int, Meta(ge=0)] | None = None
+    is_fault: bool = False  # see `End`, as is the next field
+    attempts: Annotated[int, Meta(ge=0)] = 0
 
 
 class PeerRouters(Protocol):
@@ -83,6 +84,8 @@ class LifecycleObserver(Protocol):
 
     def reported_late(self, event: str, source: str, late_s: float) -> None: ...
 
+    def served(self, outcome: str) -> None: ...
+
 
 @dataclass(slots=True)
 class Lifecycle:
@@ -93,8 +96,14 @@ class Lifecycle:
     observer: LifecycleObserver
     settle: Callable[[DispatchKey, float], None]  # ends a request's speculative index entries at a time
     drop: Callable[[DispatchKey], None]  # stops waiting for a request's blocks; called before `settle`
-    _duplicates: DuplicateEnds = field(init=False, default_factory=lambda: DuplicateEnds())
+    failures: PodFailures
+    outcomes: PodOutcomes = field(init=False)
+    _duplicates: DuplicateEnds = field(init=False, default_factory=DuplicateEnds)
     _fleet: PeerRouters | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.outcomes = PodOutcomes(self.failures, self.observer.served)
+        self.failures.share = self._share
 
     def forward_to(self, fleet: PeerRouters) -> None:
         """Forward reports on unknown requests to other routers from now on."""
@@ -157,6 +166,8 @@ class Lifecycle:
         cached_tokens: int | None = None,
         late_s: float | None = None,
         refused: bool = False,
+        is_fault: bool = False,
+        attempts: int = 0,
         forward: bool = True,
     ) -> Dispatch | None:
         """Record the end of a request; return its dispatch if it was in flight.
@@ -164,17 +175,21 @@ class Lifecycle:
         Args:
             pod, dispatched_s, forward: See `first_token`.
             refused: Whether the pod rejected the request with 4xx, and so computed nothing.
+            is_fault, attempts: See `End`.
             late_s: Seconds since the end, if the source reports them.
         """
-        dispatch = None
-        if source != ACCESS_LOG or not self._duplicates.consume(request_id, now_s):
-            answered = not (failed or refused)
+        dispatch, answered = None, not (failed or refused)
+        end = End(pod, is_fault, answered, attempts, is_logged=source == ACCESS_LOG)
+        if end.is_logged and (known := self._duplicates.consume(request_id, now_s, pod)) is not None:
+            self.outcomes.repeated(*known, end, now_s)
+        else:
             dispatch = self.ledger.end(
                 request_id, now_s, pod, dispatched_s, late_s=max(0.0, late_s or 0.0), answered=answered
             )
         if dispatch is not None:
+            self.outcomes.ended(dispatch, end, now_s)
             if source == RESPONSE:
-                self._duplicates.expect(request_id, now_s)
+                self._duplicates.expect(request_id, now_s, dispatch, is_fault)
             if failed or refused:
                 self._settle_unanswered(dispatch, now_s)
             else:
@@ -183,7 +198,8 @@ class Lifecycle:
             self.observer.reported_late("end", source, now_s - known_s)
         elif forward and self._fleet is not None:
             event = FAILED if failed else REFUSED if refused else DONE
-            self._fleet.forward(RequestReport(request_id, event, source, pod, late_s, cached_tokens))
+            told = late_s, cached_tokens, is_fault, attempts
+            self._fleet.forward(RequestReport(request_id, event, source, pod, *told))
         if dispatch is not None or cached_tokens is not None:
             self.observer.ended(
                 request_id,
@@ -198,7 +214,8 @@ class Lifecycle:
         return dispatch
 
     def expire(self, now_s: float) -> None:
-        """Apply the timeouts of prefills and the lifetime of requests."""
+        """Apply the timeouts of prefills, the lifetime of requests and the times of failing pods."""
+        self.failures.expire(now_s)
         prefills, expired = self.ledger.expire(now_s)
         for dispatch in prefills:
             # The speculative entries stay: the prefill may still be running.
@@ -232,6 +249,10 @@ class Lifecycle:
         # A gateway that asked two routers for one request has used only one pick: the one of this pod.
         if pod is not None and self.is_remote(request_id) and not self.ledger.is_on(request_id, pod):
             return
+        if pod is not None and report.event == POD_FAILED:
+            self.failures.failed(pod, now_s, now_s, shared=True)
+        if pod is not None and report.event == POD_SERVED:
+            self.failures.succeeded(pod, now_s, shared=True)
         if report.event == FIRST_TOKEN:
             self.first_token(request_id, source, now_s, pod=pod, forward=False)
         if report.event not in (DONE, FAILED, REFUSED):
@@ -245,8 +266,14 @@ class Lifecycle:
             refused=report.event == REFUSED,
             cached_tokens=report.cached_tokens,
             late_s=report.late_s,
+            is_fault=report.is_fault,
+            attempts=report.attempts,
             forward=False,
         )
+
+    def _share(self, pod: str, failed: bool) -> None:
+        if self._fleet is not None:
+            self._fleet.forward(RequestReport("", POD_FAILED if failed else POD_SERVED, REPORT, pod))
 
     def _settle_unanswered(self, dispatch: Dispatch, now_s: float) -> None:
         """End the speculative entries of a request that may have stored no blocks."""
@@ -263,42 +290,6 @@ class Lifecycle:
         self.rates.observe(dispatch.computed_on, tokens, took_s, now_s, sample, dispatch.decoding)
         self.settle(dispatch.key, now_s)
         self.observer.prefill_ended(dispatch, source, now_s)
-
-
-class DuplicateEnds:
-    """Filter of ends that Envoy's access log repeats after the response phase. Thread-safe.
-
-    A log entry has only the request id, which may be in flight again by then: the entry must not end that
-    request. Ends are counted per id, and expire if no log entry follows.
-    """
-
-    def __init__(self, capacity: int = 10_000) -> None:
-        self._capacity = capacity
-        # By request id: number of expected log entries, and time of the latest end.
-        self._expected: OrderedDict[str, tuple[int, float]] = OrderedDict()
-        self._lock = Lock()
-
-    def __len__(self) -> int:
-        return len(self._expected)
-
-    def expect(self, request_id: str, now_s: float) -> None:
-        """Expect a log entry for a request that the response phase has ended."""
-        with self._lock:
-            ends, _ = self._expected.get(request_id, (0, now_s))
-            self._expected[request_id] = ends + 1, now_s
-            self._expected.move_to_end(request_id)
-            if len(self._expected) > self._capacity:
-                self._expected.popitem(last=False)
-
-    def consume(self, request_id: str, now_s: float) -> bool:
-        """Return whether a log entry for this id was expected, and count it."""
-        with self._lock:
-            ends, ended_s = self._expected.pop(request_id, (0, now_s))
-            if not ends or now_s - ended_s > _DUPLICATE_MAX_S:
-                return False
-            if ends > 1:
-                self._expected[request_id] = ends - 1, ended_s
-            return True
 
 
 # Longer than a report of an end takes, which Envoy's access log may delay.

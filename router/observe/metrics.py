@@ -71,6 +71,11 @@ _COUNTERS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         "Invalid messages that were dropped.",
         ("door", "reason"),
     ),
+    "served": (
+        _OURS + "served_requests_total",
+        "Requests by whether the picked pod served them, from Envoy's access log.",
+        ("outcome",),
+    ),
     "logged": (_OURS + "access_log_entries_total", "Access log entries by matched request.", ("join",)),
 }
 # Like `_COUNTERS`, with the buckets before the labels.
@@ -225,6 +230,12 @@ class _PodState(NamedTuple):
 _PER_POD: tuple[tuple[str, str, Callable[[_PodState], float | None]], ...] = (
     ("ready", "1 if the pod can receive requests.", lambda state: state.pod.takes_requests),
     ("asleep", "1 if the pod's engine is asleep.", lambda state: state.pod.asleep),
+    ("stalled", "1 if requests wait at the pod and it computes nothing.", lambda state: state.pod.stalled),
+    (
+        "failing",
+        "1 if the pod gets no requests while others serve, because its last ones failed.",
+        lambda state: bool(state.pod.failing),
+    ),
     ("awaiting", "Requests awaiting a first token.", lambda state: state.work.awaiting),
     ("awaiting_tokens", "Uncached tokens of awaiting requests.", lambda state: state.work.awaiting_tokens),
     ("decoding", "Requests that have their first token.", lambda state: state.work.decoding),

@@ -12,7 +12,8 @@ from router.errors import NoEndpointError, RequestError
 from router.pods.pod_set import Pod, PodSet
 from router.prompts.request import MODEL_CHARS_MAX, RouteRequest
 
-ASLEEP = "its engine sleeps"  # reason to exclude a pod while another candidate is awake
+# Reasons to exclude a pod while another candidate has neither.
+ASLEEP, FAILING = "its engine sleeps", "failing: "
 
 # An error is also sent as a gRPC status, of which clients accept a few kilobytes.
 _MODEL_CHARS_SHOWN = 200
@@ -52,7 +53,7 @@ def select_candidates(request: RouteRequest, pod_set: PodSet) -> CandidateSet:
     """Return the pods that may serve a request.
 
     If no pod is ready, pods that only stopped answering probes are candidates. If all candidates sleep,
-    sleeping pods are candidates, because an operator may wake them.
+    sleeping pods are candidates, because an operator may wake them; likewise if all fail.
 
     Raises:
         NoEndpointError: No pod is ready, or the gateway allows none of those that are.
@@ -83,6 +84,9 @@ def select_candidates(request: RouteRequest, pod_set: PodSet) -> CandidateSet:
     if awake := [pod for pod in allowed if not pod.asleep]:
         excluded |= {pod.address: ASLEEP for pod in allowed if pod.asleep}
         allowed = awake
+    if serving_pods := [pod for pod in allowed if not pod.failing]:
+        excluded |= {pod.address: FAILING + pod.failing for pod in allowed if pod.failing}
+        allowed = serving_pods
     addresses = tuple(pod.address for pod in allowed)
     base, lora = _base_and_adapter(request.model, allowed)
     rows = pod_set.load_table.rows(addresses)

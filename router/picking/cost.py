@@ -116,7 +116,7 @@ def cost_breakdowns(
         cost["copy_s"] = hits[at]["host_tokens"] / parameters["copy_tokens_per_s"]
         excess_tokens = _excess_tokens(pod, is_fresh, request.prompt_tokens, parameters)
         cost["kv_pressure_s"] = excess_tokens * seconds_per_token
-        cost["extra_s"] = extra_s[at] if len(extra_s) else 0.0
+        cost["extra_s"] = pod["failure_s"] + (extra_s[at] if len(extra_s) else 0.0)
         weighted_s = weight * cost["own_prefill_s"]
         other_s = cost["copy_s"] + cost["kv_pressure_s"] + cost["extra_s"]
         cost["cost_s"] = cost["queued_prefill_s"] + weighted_s + other_s

@@ -36,7 +36,7 @@ class Candidate(msgspec.Struct, frozen=True):
     own_weight: float
     copy_s: float
     kv_pressure_s: float
-    extra_s: float  # seconds to load the request's LoRA adapter
+    extra_s: float  # seconds to load the request's LoRA adapter, and of the pod's last failures
     slowdown: float  # factor by which decoding requests slow the prefill, at least 1
     awaiting: int  # requests from this router that await their first token
     decoding: int  # requests past their first token, from any client

@@ -18,12 +18,13 @@ from indexer import PodMatches, TokenError
 from indexer.config import engine_name
 from indexer.keys import Keys
 from router.inflight.dispatch import Dispatch
+from router.inflight.failures import PodFailures
 from router.picking.admission import Admission
 from router.picking.candidates import CandidateCache, CandidateSet
 from router.picking.decision import Decision
 from router.picking.flow import FlowControl
 from router.picking.scheduler import Scheduler, TokenizedRequest
-from router.pods.pod_set import PodSet
+from router.pods.pod_set import Pod, PodSet
 from router.prompts.prompt_tokens import LONGER_THAN_CONTEXT, PROMPTS_MAX, TOO_MANY_PROMPTS, PromptTokens
 from router.prompts.request import CACHE_NOT_READ, RANKED_KINDS, RouteRequest, reads_cache
 from router.prompts.tokenizers import TokenizerRegistry
@@ -43,7 +44,9 @@ class Router:
     scheduler: Scheduler
     # Called with each decision, the ledger entries evicted for it, and the arrival time of its request.
     dispatched: Callable[[Decision, Sequence[Dispatch], float], None]
+    failures: PodFailures
     flow: FlowControl | None = None  # None: flow control is off
+    wake: Callable[[Sequence[Pod]], None] | None = None  # called with candidates that all sleep
     clock: Callable[[], float] = time.perf_counter  # measures the time spent inside
     _candidates: CandidateCache = field(init=False)
     _picking: Lock = field(init=False, default_factory=Lock)
@@ -87,6 +90,9 @@ class Router:
         step_done()
         base_model, context_tokens = candidates.base_model, candidates.context_tokens
         tokens = self.tokenizers.prompt_tokens(request, base_model, context_tokens, candidates.pods)
+        # A sleeping pod is a candidate only if all candidates sleep. Requests without a body wake none.
+        if candidates.pods[0].asleep and self.wake is not None and tokens.total:
+            self.wake(candidates.pods)
         tokenized = self._tokenized(request, tokens, candidates, priority)
         with self._picking:
             return self._pick(tokenized, candidates, started_s, now_s, step_done)
@@ -149,6 +155,8 @@ class Router:
         decision, displaced = self.scheduler.schedule(
             tokenized, candidates, self.pods.current, matches, decided_s
         )
+        if self.failures.trials and decision.is_charged:
+            self.failures.dispatched(decision.ranked.best.pod, decided_s)
         if keys := tokenized.keys:
             key, pod = decision.key, decision.ranked.best.pod
             engine = engine_name(pod, decision.rank or 0)

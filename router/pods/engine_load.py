@@ -48,6 +48,7 @@ class EngineLoad:
     prefill_tokens_per_s: float | None = None  # prefill rate reported by the engine
     lora: LoraLoad | None = None
     asked_s: float = -math.inf  # when the page was requested; -inf if unknown
+    tokens: float | None = None  # prompt and output tokens since the engine's start
 
     @property
     def requests(self) -> int | None:
@@ -86,6 +87,7 @@ class _Engine:
     sizes_are_totals: bool = False  # whether each engine's number of blocks is that of all
     lora: bytes | None = None
     speed: _Series | None = None
+    tokens: tuple[bytes, ...] = ()  # counters of prompt and output tokens
 
 
 _VLLM_CONFIG = b"vllm:cache_config_info"
@@ -103,6 +105,7 @@ _ENGINES = (
         sizes_are_totals=True,
         lora=b"vllm:lora_requests_info",
         speed=_Series(b"kvroute_engine_prefill_tokens_per_second"),
+        tokens=(b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total"),
     ),
     # Optionally every scheduler has series; those that differ in tp_rank, pp_rank and moe_ep_rank (with
     # context parallelism by default) have the same requests. priority="" is the total of all priorities.
@@ -116,6 +119,7 @@ _ENGINES = (
             (_Series(b"sglang:page_size"), _Series(b"sglang:num_pages")),
         ),
         apart=(b"dp_rank",),
+        tokens=(b"sglang:prompt_tokens_total", b"sglang:generation_tokens_total"),
     ),
     # One engine behind each server.
     _Engine(
@@ -186,11 +190,11 @@ class EnginePage:
             awake = self._sleep_states(b"awake")
             dropped = [self._sleep_states(state) for state in _DROPPED]
             return EngineReading(
-                started_s=self._sum(b"process_start_time_seconds"),
+                started_s=self.total(b"process_start_time_seconds"),
                 capacity_blocks=_whole(configs[0].get(b"num_gpu_blocks")) or None if configs else None,
-                prompt_tokens=self._sum(b"vllm:prompt_tokens_total"),
-                query_tokens=self._sum(b"vllm:prefix_cache_queries_total"),
-                hit_tokens=self._sum(b"vllm:prefix_cache_hits_total"),
+                prompt_tokens=self.total(b"vllm:prompt_tokens_total"),
+                query_tokens=self.total(b"vllm:prefix_cache_queries_total"),
+                hit_tokens=self.total(b"vllm:prefix_cache_hits_total"),
                 # vLLM at sleep level 0 is in neither state, and keeps its cache.
                 asleep=bool(awake) and not any(awake) and (not all(dropped) or any(map(any, dropped))),
                 asked_s=asked_s,
@@ -232,7 +236,7 @@ class EnginePage:
         reported = self.series(_SLEEP)
         return [_number(value) != 0.0 for labels, value in reported if labels.get(b"sleep_state") == state]
 
-    def _sum(self, name: bytes) -> float | None:
+    def total(self, name: bytes) -> float | None:
         """Return the sum of a counter's series; None if there are none, or one is invalid."""
         values = [_number(value) for _, value in self.series(name)]
         return sum(values) if values and all(map(math.isfinite, values)) else None
@@ -256,6 +260,7 @@ def _load(page: EnginePage, engine: _Engine, now_s: float, asked_s: float) -> En
     waiting, running = _figures(page, engine, engine.waiting), _figures(page, engine, engine.running)
     usages = [min(usage, 1.0) for usage in _figures(page, engine, engine.kv_usage).values()]
     speed = sum(_figures(page, engine, engine.speed).values())
+    tokens = [total for name in engine.tokens if (total := page.total(name)) is not None]
     return EngineLoad(
         waiting=int(sum(waiting.values())) if waiting else None,
         running=int(sum(running.values())) if running else None,
@@ -267,6 +272,7 @@ def _load(page: EnginePage, engine: _Engine, now_s: float, asked_s: float) -> En
         prefill_tokens_per_s=speed if 0.0 < speed <= _SPEED_MAX else None,
         lora=_lora(page, engine.lora, max(map(len, (waiting, running, usages)))) if engine.lora else None,
         asked_s=asked_s,
+        tokens=sum(tokens) if tokens else None,
     )
 
 

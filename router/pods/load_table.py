@@ -35,6 +35,7 @@ POD = np.dtype(
         ("kv_capacity_tokens", "f8"),  # size of the KV cache
         ("reported_tokens_per_s", "f8"),  # prefill rate reported by the engine; 0 if not reported
         ("observed_tokens_per_s", "f8"),  # observed prefill rate; 0 without enough samples
+        ("failure_s", "f8"),  # cost of the pod's last failures in seconds
     ]
 )
 
@@ -196,6 +197,15 @@ class PodLoadTable:
             reported = load.prefill_tokens_per_s or 0.0
             known["reported_tokens_per_s"] = 0.0 if reported == self._invalidated.get(pod) else reported
             self._judge_fleet()
+
+    def is_declared(self, pod: str) -> bool:
+        return pod in self._declared
+
+    def set_failure_cost(self, pod: str, seconds: float) -> None:
+        """Set the seconds that a pod's failures add to its cost."""
+        with self.lock:
+            if (row := self._rows.get(pod)) is not None:
+                self.pods[row]["failure_s"] = seconds
 
     def set_observed(self, tokens_per_s: dict[str, float], fleet_tokens_per_s: float) -> None:
         """Set the observed prefill rates in tokens/s by pod, and for the fleet."""

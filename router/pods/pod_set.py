@@ -7,6 +7,7 @@ are declared by a PodsSource: a pods file here, or Kubernetes.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -78,6 +79,11 @@ class Pod:
     sources: EventSources | None = None  # reported event ports; None until requested
     probes_without_load: int = 0  # consecutive successful probes without a load
     asleep: bool = False  # whether its engine is in sleep mode: it answers probes, but no requests
+    stalled: bool = False  # whether requests wait at its engine and it computes nothing, see `stalls`
+    progress: tuple[float | None, ...] = ()  # last load figures that change while an engine computes
+    moved_s: float = -math.inf  # time of their last change
+    stuck_s: float = math.inf  # time since which requests wait without such a change
+    failing: str = ""  # why it gets no requests while others serve, see `PodFailures`; empty if it does
 
     @property
     def takes_requests(self) -> bool:
@@ -161,7 +167,7 @@ def redeclared(pod: Pod, entry: PodEntry) -> Pod:
 
 def _standing(pod: Pod) -> tuple[object, ...]:
     """Return the fields that decide which requests the pod may receive."""
-    return pod.ready, pod.why, pod.silent, pod.asleep, pod.models, pod.entry
+    return pod.ready, pod.why, pod.silent, pod.asleep, pod.failing, pod.models, pod.entry
 
 
 def _life(entry: PodEntry) -> tuple[str, str, str]:

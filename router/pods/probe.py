@@ -32,6 +32,7 @@ from router.pods.pod_set import DEFAULT_METRICS_PATH, NOT_REPORTED, EventSources
 
 _HEADER_BYTES_MAX = 64 << 10
 _PAGE_BYTES_MAX = 4 << 20
+_WAKE_TIMEOUT_S = 60.0  # loading weights from host memory or disk takes seconds
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 _SOURCES_PATH = "/kv_event_sources"
 _PORTS = 65_536
@@ -112,6 +113,18 @@ class Prober:
             why_no_load=why_no_load,
             asleep=asleep,
         )
+
+    async def wake(self, entry: PodEntry) -> str:
+        """Wake a sleeping engine by POST /wake_up; return what failed, or an empty text."""
+        http = HttpGetter(_PAGE_BYTES_MAX, _WAKE_TIMEOUT_S)
+        address, token = (entry.admin, self.admin_token) if entry.admin else (entry.pod, None)
+        try:
+            status, _ = await http.get(address, "/wake_up", token, "POST")
+        except (OSError, HttpGetError) as error:
+            return f"/wake_up: {error!r}"
+        finally:
+            http.close()
+        return "" if status == 200 else f"/wake_up answered {status}"
 
     def forget(self, address: str) -> None:
         """Close the connections to a removed pod, including its metrics port."""
@@ -239,8 +252,10 @@ class HttpGetter:
     timeout_s: float  # timeout of a request from connecting to the last byte
     _connections: dict[str, _Connection] = field(default_factory=dict, init=False)
 
-    async def get(self, address: str, path: str, bearer: str | None = None) -> tuple[int, bytes]:
-        """Send a GET request and return status and body; cancellation closes the connection.
+    async def get(
+        self, address: str, path: str, bearer: str | None = None, method: str = "GET"
+    ) -> tuple[int, bytes]:
+        """Send a request without a body and return status and body; cancellation closes the connection.
 
         Args:
             address: "ip:port".
@@ -253,7 +268,8 @@ class HttpGetter:
             HttpGetError: The response is invalid or too large.
         """
         secret = "" if bearer is None else f"Authorization: Bearer {bearer}\r\n"
-        request = f"GET {path} HTTP/1.1\r\nHost: {address}\r\n{secret}\r\n".encode("ascii")
+        length = "" if method == "GET" else "Content-Length: 0\r\n"
+        request = f"{method} {path} HTTP/1.1\r\nHost: {address}\r\n{secret}{length}\r\n".encode("ascii")
         connection = None
         try:
             async with asyncio.timeout(self.timeout_s):

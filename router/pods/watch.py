@@ -20,6 +20,7 @@ from indexer import EngineReading, PodStream
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL
 from router.pods.pod_set import NOT_READY_THERE, PROBES_WITHOUT_LOAD_MAX, Pod, PodSet, PodsSource
 from router.pods.probe import Prober, ProbeResult
+from router.pods.stalls import checked
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ _PROBES_AT_ONCE = 64
 _BEGINNINGS_PER_S = 10
 _TIMEOUTS_MAX = 3
 _MODELS_EVERY_S = 5.0
+_WAKE_EVERY_S = 60.0
 
 
 class EngineReports(Protocol):
@@ -49,6 +51,8 @@ class _Watched:
     # Whether the probe in progress started before a failure and must not make the pod ready.
     void: bool = False
     task: asyncio.Task[None] | None = None  # task that probes the pod periodically
+    wakes: bool = False  # whether to wake the pod before its next probe
+    woken_s: float = -math.inf  # when that was last decided
 
 
 @dataclass(eq=False)
@@ -105,6 +109,14 @@ class PodWatch:
     def mark_not_ready(self, pod: str, why: str) -> None:
         """Probe a pod at once; with a reason `why`, mark it as not ready until then. Never blocks."""
         self._soon(self._apply, pod, why)
+
+    def mark_failing(self, pod: str, why: str) -> None:
+        """Give a pod no requests while others serve, or end that with an empty reason; never blocks."""
+        self._soon(self._apply_failing, pod, why)
+
+    def wake(self, pods: Iterable[Pod]) -> None:
+        """Wake one of these sleeping pods, unless one of them is being woken; never blocks."""
+        self._soon(self._apply_wake, *(pod.address for pod in pods))
 
     def _soon(self, work: Callable[..., object], *values: str) -> None:
         # A closed loop raises RuntimeError.
@@ -167,6 +179,30 @@ class PodWatch:
                 watched.void = watched.running
             watched.poke.set()
 
+    def _apply_failing(self, address: str, why: str) -> None:
+        if (pod := self.pods.current.get(address)) is not None and pod.failing != why:
+            self.pods.put(replace(pod, failing=why))
+            if why:
+                _log.warning("pod failing, routing to others: pod=%s reason=%s", address, why)
+            else:
+                _log.info("pod no longer excluded as failing: pod=%s", address)
+
+    def _apply_wake(self, *addresses: str) -> None:
+        sleeping = [watched for each in addresses if (watched := self._watched.get(each)) is not None]
+        # One at a time, since sleeping pods may share a device; another one if the last did not wake.
+        sleeping.sort(key=lambda watched: watched.woken_s)
+        if sleeping and sleeping[-1].woken_s <= self._loop.time() - _WAKE_EVERY_S:
+            sleeping[0].woken_s, sleeping[0].wakes = self._loop.time(), True
+            sleeping[0].poke.set()
+
+    async def _wake(self, pod: Pod) -> None:
+        _log.info("waking pod, all candidates of a request sleep: pod=%s", pod.address)
+        if error := await self.prober.wake(pod.entry):
+            _log.warning(
+                "pod not woken: pod=%s error=%s; vLLM needs --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1",
+                *(pod.address, error),
+            )
+
     async def _watch(self, address: str, watched: _Watched) -> None:
         """Probe one pod periodically until cancelled."""
         while True:
@@ -176,6 +212,9 @@ class PodWatch:
             if asks_models:
                 watched.models_due_s = now_s + _MODELS_EVERY_S
             watched.poke.clear()
+            if watched.wakes:
+                watched.wakes = False
+                await self._wake(pod)
             async with self._probes:
                 watched.running = True
                 answered = 0 if self.engines is None else self.engines.before_scrape(address)
@@ -207,7 +246,7 @@ class PodWatch:
             watched.void = False
             return
         watched.void = False
-        judged = judge(pod, result)
+        judged = checked(judge(pod, result), self.pods.current.values())
         self.pods.put(judged)
         if judged.ready and not pod.ready:
             _log.info("pod ready: pod=%s model=%s", pod.address, judged.models and judged.models.base)

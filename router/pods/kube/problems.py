@@ -60,6 +60,7 @@ class Reason(StrEnum):
     WRONG_TARGET_PORT = "WrongTargetPort"
     POD_UNREACHABLE = "PodUnreachable"
     ENGINE_WITHOUT_EVENTS = "EngineWithoutEvents"
+    POD_STALLED = "PodStalled"
     BAD_ANNOTATION = "BadAnnotation"
     BAD_POD = "BadPod"
     BAD_OBJECTIVE = "BadObjective"
@@ -157,6 +158,8 @@ def pod_symptoms(
         elif pod.entry.ready and pod.unreachable:
             text = f"{which}: connection timed out, or no route to host"
             yield Symptom(Reason.POD_UNREACHABLE, pod.address, text, _UNREACHABLE_S)
+        if pod.stalled:
+            yield Symptom(Reason.POD_STALLED, pod.address, f"{which}: {pod.why}")
         if pod.ready and (why := _without_events(pod, by_pod.get(pod.address, ()))) is not None:
             what, lasts_s = why
             yield Symptom(Reason.ENGINE_WITHOUT_EVENTS, pod.address, f"{pod.name}: {what}", lasts_s)

@@ -130,6 +130,7 @@ def test_the_pages_show_the_state(tmp_path: Path) -> None:
     with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:
         wait_until(lambda: get(router, "/ready")[0] == 200, "readiness")
         index = {"views_pending": [], "parity": [], "routers": [], "pods_asleep": []}
+        index |= {"pods_failing": {}, "picks_ignored": None}
         assert json.loads(get(router, "/ready")[1]) == {"status": "ready", **index}
         all_ready(router, pod)
         router.router.route(completion("r1", "hello " * 40), 0.0)

@@ -15,6 +15,7 @@ from indexer.keys import Keys, Tokens
 from indexer.pod_entry import PodEntry
 from indexer.wire.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
 from router.feedback.lifecycle import Lifecycle
+from router.inflight.failures import PodFailures
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
 from router.observe.decision_log import DecisionLog
@@ -162,6 +163,7 @@ class Bench:
             self.decision_log,
             self.index.settle,
             self.index.cancel_expectation,
+            PodFailures(load_table, self._exclude),
         )
         self.scheduler = Scheduler(
             load_table,
@@ -177,9 +179,14 @@ class Bench:
             admission=Admission(self.priorities, UtilizationDetector(load_age_max_s=5.0), load_table),
             scheduler=self.scheduler,
             dispatched=self.lifecycle.decided,
+            failures=self.lifecycle.failures,
             clock=self.clock,
         )
         self.router = ObservedRouter(self.core, self.metrics, self.traces)
+
+    def _exclude(self, pod: str, why: str) -> None:
+        if pod in self.pods.current:
+            self.pods.put(replace(self.pods.current[pod], failing=why))
 
     def with_pods(self, *pods: Pod) -> Bench:
         """Declare pods in their given state."""
@@ -187,6 +194,11 @@ class Bench:
         for pod in pods:
             self.pods.put(pod)
         return self
+
+    def failure_s(self, pod: Pod) -> float:
+        """Return the cost of a pod's failures in seconds."""
+        table = self.pods.load_table
+        return float(table.known(table.rows([pod.address]))["failure_s"][0])
 
     def keys(self, text: str, model: str = TINY) -> Keys:
         """Return the block keys of a completions prompt."""

@@ -42,7 +42,9 @@ class FakePod:
         sources: Content of /kv_event_sources; None: 404.
         seen: Headers of the posted requests.
         bodies: Bodies of the posted requests.
+        paths: Paths of the posted requests.
         ended: Number of connections closed after a request was posted on them.
+        status: Status of responses to POSTs that are not streamed.
         answer: Response to a POST; sent as events in pieces if the request asks for a stream.
     """
 
@@ -59,7 +61,9 @@ class FakePod:
         self.models: list[tuple[str, str | None]] = [("kvroute-tiny", None)]
         self.seen: list[dict[str, str]] = []
         self.bodies: list[bytes] = []
+        self.paths: list[str] = []
         self.ended = 0
+        self.status = 200
         self.answer = b'{"ok": true}'
         self.sources: dict[str, dict[str, Any]] | None = None
         # A stopped pod must be able to bind its port again.
@@ -184,11 +188,12 @@ def _handler(pod: FakePod) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             self.posted = True
             pod.bodies.append(self._body())
+            pod.paths.append(self.path)
             pod.seen.append({name.lower(): value for name, value in self.headers.items()})
             if b'"stream": true' in pod.bodies[-1] or not pod.may_finish.is_set():
                 self._stream(pod.answer)
             else:
-                self._answer(200, pod.answer)
+                self._answer(pod.status, pod.answer)
 
         def _stream(self, data: bytes) -> None:
             self.send_response(200)

@@ -7,19 +7,23 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from typing import Any
 
+import msgspec
 import pytest
 from envoy.config.core.v3 import base_pb2
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
 
 from indexer import PodMatches
-from router.feedback.lifecycle import RequestReport
+from router.feedback.lifecycle import RESPONSE, RequestReport
+from router.inflight.failures import COST_S
+from router.pods.pod_set import Pod
 from tests.support.router.bench import Bench, completion, ready_pod
 from tests.support.router.doors import TIMEOUT_S, ServedBench, serving
 
 pytestmark = pytest.mark.usefixtures("each_transport")
 
-A = ready_pod("10.0.0.1:8000")
+A, B, C = (ready_pod(f"10.0.0.{number}:8000") for number in (1, 2, 3))
+ONLY_A = frozenset({A.address})
 
 
 def entry(request_id: str = "r", code: int = 200, **common: object) -> accesslog_pb2.HTTPAccessLogEntry:
@@ -211,3 +215,116 @@ def test_other_log_messages_are_ignored() -> None:
         als_pb2_grpc.AccessLogServiceStub(served.channel).StreamAccessLogs(iter(messages), timeout=TIMEOUT_S)
         send(served, entry())
     assert len(bench.ledger) == 0
+
+
+def at(
+    pod: Pod, logged: accesslog_pb2.HTTPAccessLogEntry, attempts: int = 1
+) -> accesslog_pb2.HTTPAccessLogEntry:
+    """Return the entry as of a request that the pod served."""
+    common = logged.common_properties
+    common.upstream_request_attempt_count = attempts
+    host, _, port = pod.address.rpartition(":")
+    common.upstream_remote_address.socket_address.address = host
+    common.upstream_remote_address.socket_address.port_value = int(port)
+    return logged
+
+
+def detailed(code: int, details: str) -> accesslog_pb2.HTTPAccessLogEntry:
+    """Build an entry with Envoy's reason for the status."""
+    made = entry(code=code)
+    made.response.response_code_details = details
+    return made
+
+
+@pytest.mark.parametrize(
+    ("logged", "is_fault"),
+    [
+        (entry(code=500), True),
+        (detailed(503, "via_upstream"), True),
+        (entry(code=503, response_flags=flags(upstream_connection_termination=True)), True),
+        (entry(response_flags=flags(upstream_remote_reset=True)), True),
+        (entry(code=501), False),
+        (entry(code=400), False),
+        (entry(code=0, response_flags=flags(downstream_connection_termination=True)), False),
+        (detailed(503, "overflow"), False),
+        (entry(code=504, response_flags=flags(upstream_request_timeout=True)), False),
+    ],
+)
+def test_only_failures_of_the_pod_cost(logged: accesslog_pb2.HTTPAccessLogEntry, is_fault: bool) -> None:
+    """A pod's 5xx and broken connections cost; errors of clients, time limits and Envoy's own do not."""
+    bench = in_flight()
+    with serving(bench) as served:
+        send(served, at(A, logged))
+    assert bench.failure_s(A) == (COST_S if is_fault else 0.0)
+
+
+def outcomes(bench: Bench) -> dict[str, float]:
+    """Return the nonzero counts of picked and serving pods."""
+    counts = {
+        outcome: bench.sample("kvroute_router_served_requests_total", outcome=outcome)
+        for outcome in ("same", "other", "retried", "unknown")
+    }
+    return {outcome: number for outcome, number in counts.items() if number}
+
+
+def picked_and_served(
+    bench: Bench, pod: Pod, *, attempts: int = 1, code: int = 200, full: bool = False, times: int = 1
+) -> None:
+    """Pick A for requests and log that another pod served them; `full`: the response phase ended them."""
+    for number in range(times):
+        request = msgspec.structs.replace(completion(f"r{number}", "hello"), candidates=ONLY_A)
+        sent = {"pod": A.address, "dispatched_s": bench.router.route(request, 0.0).decided_s}
+        if full:
+            bench.lifecycle.ended(
+                request.request_id, RESPONSE, time.monotonic(), is_fault=code >= 500, **sent
+            )
+    with serving(bench) as served:
+        send(served, *(at(pod, entry(f"r{number}", code), attempts) for number in range(times)))
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(
+    ("pod", "attempts", "outcome"),
+    [(A, 1, "same"), (A, 2, "same"), (B, 1, "other"), (B, 2, "retried"), (C, 1, "unknown")],
+)
+def test_the_serving_pod_is_compared_with_the_pick(pod: Pod, attempts: int, outcome: str, full: bool) -> None:
+    """Each log entry of a pod counts once: same, other, after a retry, or at an address that is no pod's."""
+    bench = Bench().with_pods(A, B)
+    picked_and_served(bench, pod, attempts=attempts, full=full)
+    assert outcomes(bench) == {outcome: 1}
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_failure_costs_the_pod_that_caused_it(full: bool) -> None:
+    """A retry elsewhere is a failure of the picked pod; without one, a failure is the serving pod's."""
+    bench = Bench().with_pods(A, B)
+    picked_and_served(bench, B, attempts=2, full=full)
+    assert (bench.failure_s(A), bench.failure_s(B)) == (COST_S, 0.0)
+    bench = Bench().with_pods(A, B)
+    picked_and_served(bench, B, code=500)
+    assert (bench.failure_s(A), bench.failure_s(B)) == (0.0, COST_S)
+    bench = Bench().with_pods(A, B)
+    picked_and_served(bench, A, code=500, full=full)
+    assert bench.failure_s(A) == COST_S
+    # A proxy in between hides the pod.
+    bench = Bench().with_pods(A, B)
+    picked_and_served(bench, C, code=500, full=full)
+    assert bench.failure_s(A) == COST_S
+
+
+def test_a_gateway_that_ignores_picks_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Ten of the last hundred requests at another pod are a finding, logged once a minute; not retries."""
+    bench = Bench().with_pods(A, B)
+    picked_and_served(bench, B, attempts=2, times=12)
+    picked_and_served(bench, A, times=3)
+    picked_and_served(bench, B, times=9)
+    assert bench.lifecycle.outcomes.picks_ignored is None
+    picked_and_served(bench, B, times=2)
+    finding = bench.lifecycle.outcomes.picks_ignored
+    assert finding is not None
+    assert "your gateway ignores picks: 11 of the last 14 requests" in finding
+    logged = [message for message in caplog.messages if message.startswith("picks ignored: ")]
+    (line,) = logged
+    assert f"picked={A.address} served={B.address}" in line
+    picked_and_served(bench, A, times=100)
+    assert bench.lifecycle.outcomes.picks_ignored is None

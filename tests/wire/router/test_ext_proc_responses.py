@@ -10,6 +10,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from router.doors.ext_proc import ExtProcOptions
 from router.doors.ext_proc_messages import BodyMode
+from router.inflight.failures import COST_S
 from tests.support.router.bench import TINY, Bench, long_text, ready_pod
 from tests.support.router.doors import (
     ServedBench,
@@ -110,6 +111,30 @@ def test_a_server_error_is_a_failed_request(status: str) -> None:
         stream.receive()
         stream.rest()
         wait_until(lambda: ends(bench, "failed") == 1, "end")
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_fault"),
+    [
+        ({"status": "500"}, True),
+        ({"status": "503"}, True),
+        ({"status": "503", "x_envoy_overloaded": "true"}, False),
+        ({"status": "504"}, False),
+        ({"status": "501"}, False),
+        ({"status": "400"}, False),
+        ({"status": "200", "content_type": "application/grpc", "grpc_status": "13"}, True),
+        ({"status": "200", "content_type": "application/grpc", "grpc_status": "3"}, False),
+    ],
+)
+def test_only_failures_of_the_pod_cost(fields: dict[str, str], is_fault: bool) -> None:
+    """A pod's 5xx and internal gRPC errors cost; errors of clients, time limits and Envoy's own do not."""
+    bench = Bench().with_pods(A)
+    with serving(bench, FULL) as served:
+        stream = requested(served)
+        stream.send(response_headers(end=True, **fields))
+        stream.rest()
+        wait_until(lambda: ends(bench, "failed") + ends(bench, "done") == 1, "end")
+    assert bench.failure_s(A) == (COST_S if is_fault else 0.0)
 
 
 def test_trailers_end_a_response() -> None:

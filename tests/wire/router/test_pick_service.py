@@ -151,6 +151,16 @@ def test_outcomes_reach_the_ledger() -> None:
         assert record["delivered_cached_tokens"] == 0
 
 
+def test_a_failed_outcome_costs_its_pod() -> None:
+    """A reported failure costs the pod that the gateway names, else the picked one."""
+    for address, failing in (("", A), (B.address, B)):
+        bench = Bench().with_pods(A, B)
+        with serving(bench) as served:
+            pick(served, model=TINY, prompt=TEXT, request_id="r", candidates=[A.address])
+            report(served, "r", OUTCOME.OUTCOME_FAILED, address=address)
+        assert [bench.failure_s(pod) > 0.0 for pod in (A, B)] == [failing is A, failing is B]
+
+
 def test_an_outcome_must_be_named() -> None:
     """A report without an outcome is rejected."""
     with serving(Bench()) as served, pytest.raises(grpc.RpcError) as caught:

@@ -10,8 +10,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from indexer import IndexerConfig, KvIndexer, StreamState
-from router.feedback.lifecycle import ACCESS_LOG, REPORT, RESPONSE, DuplicateEnds
-from router.inflight.rates import RateParameters
+from router.feedback.lifecycle import ACCESS_LOG, REPORT, RESPONSE
+from router.feedback.outcomes import DuplicateEnds
+from router.inflight.dispatch import Dispatch
+from router.inflight.rates import RateParameters, RateSample
 from tests.support.router.bench import (
     TINY,
     TOKENIZER,
@@ -243,15 +245,20 @@ def test_duplicate_end_in_the_access_log_is_ignored() -> None:
     assert bench.lifecycle.ended("r", ACCESS_LOG, 12.2, pod=A.address) is not None
 
 
+def sent() -> Dispatch:
+    """Return a request sent to the pod at 0 s."""
+    return Dispatch("r", A.address, 100, 0.0, 0.5, None, RateSample.NONE, 0.0)
+
+
 def test_expected_duplicates_are_bounded_and_expire() -> None:
     """Beyond the capacity the oldest ids are dropped; a much later log entry is not a duplicate."""
-    duplicates = DuplicateEnds(capacity=2)
+    duplicates, known = DuplicateEnds(capacity=2), (sent(), False)
     for number in range(3):
-        duplicates.expect(f"r{number}", 0.0)
+        duplicates.expect(f"r{number}", 0.0, *known)
     assert len(duplicates) == 2
-    assert [duplicates.consume(f"r{number}", 1.0) for number in range(3)] == [False, True, True]
-    duplicates.expect("r", 2.0)
-    assert (duplicates.consume("r", 60.0), len(duplicates)) == (False, 0)
+    assert [duplicates.consume(f"r{number}", 1.0, None) for number in range(3)] == [None, known, known]
+    duplicates.expect("r", 2.0, *known)
+    assert (duplicates.consume("r", 60.0, None), len(duplicates)) == (None, 0)
 
 
 def test_dispatch_time_selects_among_requests_of_one_id_and_pod() -> None:

@@ -402,3 +402,21 @@ def test_followers_load_matches_the_senders(steps: list[tuple[Any, ...]]) -> Non
     follower.remote.drop(PEER, sender.now_s)
     assert all(follower.load_table.work(pod).held_tokens == 0 for pod in PODS)
     assert (len(follower.remote), follower.index.speculative) == (0, {})
+
+
+def test_failures_of_pods_are_shared() -> None:
+    """A failure that one router sees costs the pod at others, until that router sees a success."""
+    sender, receiver = bench(1), bench(1)
+
+    class Fleet:
+        def forward(self, report: RequestReport) -> None:
+            receiver.lifecycle.peer_reported(report, 1.0)
+
+        def has_request(self, request_id: str) -> bool:
+            return False
+
+    sender.lifecycle.forward_to(Fleet())
+    sender.lifecycle.failures.failed(PODS[0], 0.0, 0.0)
+    assert receiver.failure_s(ready_pod(PODS[0])) > 0.0
+    sender.lifecycle.failures.succeeded(PODS[0], 0.5)
+    assert receiver.failure_s(ready_pod(PODS[0])) == 0.0

@@ -49,6 +49,18 @@ def test_a_pod_change_is_visible_to_the_next_request() -> None:
         cache.get(REQUEST)
 
 
+def test_a_failing_pod_is_a_candidate_only_if_all_fail() -> None:
+    """A failing pod is excluded with the reason while another pod serves; a sleeping one does not serve."""
+    pods, cache = two_pods()
+    pods.put(replace(A, failing="5 or more"))
+    assert cache.get(REQUEST).addresses == (B.address,)
+    assert cache.get(REQUEST).excluded == {A.address: "failing: 5 or more"}
+    pods.put(replace(B, asleep=True))
+    assert cache.get(REQUEST).addresses == (A.address,)
+    pods.put(replace(B, failing="5 or more"))
+    assert cache.get(REQUEST).addresses == (A.address, B.address)
+
+
 def test_models_and_subsets_have_separate_candidates() -> None:
     """Requests with different allowed endpoints get different candidates."""
     _, cache = two_pods()

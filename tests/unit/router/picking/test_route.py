@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import count
 from unittest.mock import Mock
 
 import msgspec
@@ -13,6 +14,7 @@ import pytest
 from indexer import StreamState
 from indexer.errors import TokenError
 from router.errors import RequestError, SaturatedError
+from router.inflight.failures import COST_S, OUT_AFTER, RETRY_S
 from router.pods.engine_load import EngineLoad, LoraLoad
 from router.prompts.request import RequestKind, RouteRequest
 from tests.support.router.bench import TINY, TOKENIZER, Bench, completion, long_text, ready_pod
@@ -286,3 +288,44 @@ def test_concurrent_picks_lose_no_request() -> None:
     counts = [bench.ledger.load_table.work(pod.address).awaiting for pod in (A, B)]
     assert sum(counts) == len(bench.ledger) == 200
     assert min(counts) > 50
+
+
+def test_failures_cost_more_than_a_queue() -> None:
+    """A pod whose last request failed costs a second more, as extra seconds of its candidate."""
+    bench = Bench().with_pods(A, B)
+    bench.lifecycle.failures.failed(A.address, 0.0, 0.0)
+    ranked = bench.router.route(completion("r", TEXT), 0.0).ranked
+    assert [(one.pod, one.extra_s) for one in ranked] == [(B.address, 0.0), (A.address, COST_S)]
+
+
+def test_a_failing_pod_gets_one_request_as_its_trial() -> None:
+    """An excluded pod gets no request until its trial, and then one until that has succeeded."""
+    bench = Bench().with_pods(A, B)
+    failures, numbers = bench.lifecycle.failures, count()
+    # The index prefers the failing pod as soon as it is a candidate.
+    bench.index.hold(A.address, bench.keys(TEXT))
+
+    def picks(now_s: float) -> list[str]:
+        found = [bench.router.route(completion(f"r{next(numbers)}", TEXT), now_s) for _ in range(5)]
+        return [decision.primary.pod for decision in found]
+
+    for _ in range(OUT_AFTER):
+        failures.failed(A.address, 0.0, 0.0)
+    assert picks(1.0) == [B.address] * 5
+    failures.expire(1.0 + RETRY_S)
+    assert picks(1.0 + RETRY_S) == [A.address, *[B.address] * 4]
+    failures.succeeded(A.address, 1.0 + RETRY_S)
+    assert A.address in picks(2.0 + RETRY_S)
+
+
+def test_only_requests_with_a_body_wake_pods() -> None:
+    """A request whose candidates all sleep asks to wake them, unless it has no body or another is awake."""
+    bench, asked = Bench().with_pods(A, B), list[list[str]]()
+    bench.core.wake = lambda pods: asked.append([pod.address for pod in pods])
+    bench.pods.put(replace(A, asleep=True))
+    bench.router.route(completion("r1", TEXT), 0.0)
+    bench.pods.put(replace(B, asleep=True))
+    bench.router.route(RouteRequest("r2", RequestKind.PASSTHROUGH), 0.0)
+    assert asked == []
+    bench.router.route(completion("r3", TEXT), 0.0)
+    assert asked == [[A.address, B.address]]

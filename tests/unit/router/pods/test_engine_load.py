@@ -30,6 +30,20 @@ def test_vllms_page_is_read() -> None:
     assert engine_load(PAGE, 5.0) == EngineLoad(3, 2, 0.25, 1600, 5.0)
 
 
+@pytest.mark.parametrize("engine", [b"vllm", b"sglang"])
+def test_tokens_are_the_sum_of_both_counters(engine: bytes) -> None:
+    """Prompt and output tokens of all engines add up; without either counter they are unknown."""
+    counters = b'%b:prompt_tokens_total 2e10\n%b:generation_tokens_total{e="0"} 3\n' % (engine, engine)
+    page = b"%b:kv_cache_usage_perc 0.5\nsglang:token_usage 0.5\n" % engine
+    page += counters + b'%b:generation_tokens_total{e="1"} 4\n' % engine
+    load = engine_load(page, 5.0)
+    assert load is not None
+    assert load.tokens == 2e10 + 7
+    load = engine_load(PAGE, 5.0)
+    assert load is not None
+    assert load.tokens is None
+
+
 def test_data_parallel_ranks_add_up() -> None:
     """Requests of several engines are summed, usage is the mean; each reports the capacity of all."""
     page = PAGE + PAGE.replace(b'engine="0"', b'engine="1"').replace(b"0.25", b"0.75")

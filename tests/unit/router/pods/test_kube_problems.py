@@ -103,6 +103,7 @@ def test_each_mistake_has_one_reason(fields: dict[str, Any], reason: Reason, par
         (replace(POD, ready=False, refused=True), (), Reason.WRONG_TARGET_PORT),
         (replace(POD, ready=False, refused=True, unreachable=True), (), Reason.WRONG_TARGET_PORT),
         (replace(POD, ready=False, unreachable=True), (), Reason.POD_UNREACHABLE),
+        (replace(POD, ready=False, stalled=True, why="stalled: "), (), Reason.POD_STALLED),
         (POD, (), Reason.ENGINE_WITHOUT_EVENTS),
         (replace(POD, models=None), (), Reason.ENGINE_WITHOUT_EVENTS),
         (POD, (replace(ENGINE, linked=False),), Reason.ENGINE_WITHOUT_EVENTS),

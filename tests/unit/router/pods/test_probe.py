@@ -317,6 +317,28 @@ def test_the_token_is_sent_to_the_admin_port_only(token: str | None) -> None:
     assert not any(b"uthorization" in head for head in pod.heads)
 
 
+@pytest.mark.parametrize(("status", "failure"), [(200, ""), (404, "/wake_up answered 404")])
+def test_an_engine_is_woken_at_its_admin_port(status: int, failure: str) -> None:
+    """Waking posts to /wake_up, at the admin port with the token where the pod has one; failures are told."""
+
+    async def answer(_path: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 %d X\r\ncontent-length: 0\r\n\r\n" % status)
+
+    async def wake() -> tuple[list[str], Pod, Pod]:
+        async with serving(answer) as (pod, address), serving(answer) as (admin, admin_address):
+            prober = Prober(timeout_s=20.0, admin_token="s3cret")
+            labels = {ADMIN_PORT_LABEL: admin_address.rpartition(":")[2]}
+            results = [await prober.wake(each) for each in (entry(address), entry(address, **labels))]
+            prober.close()
+        return results, pod, admin
+
+    results, pod, admin = asyncio.run(wake())
+    assert results == [failure, failure]
+    assert [head.split(b"\r\n")[0] for head in (*pod.heads, *admin.heads)] == [b"POST /wake_up HTTP/1.1"] * 2
+    assert b"Bearer s3cret" in admin.heads[0]
+    assert b"Bearer" not in pod.heads[0]
+
+
 def test_a_page_carries_the_time_of_its_request() -> None:
     """A load carries the time at which the page was requested, for comparison with newer events."""
     asleep = PAGE + b'vllm:engine_sleep_state{engine="0",sleep_state="awake"} 0.0\n'

@@ -1,0 +1,133 @@
+"""Evidence from the ends of requests: failures of pods, and picks that the gateway ignores."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from threading import Lock
+from typing import NamedTuple
+
+from common.repeated_log import RepeatedLog
+from router.inflight.dispatch import Dispatch
+from router.inflight.failures import PodFailures
+
+_log = logging.getLogger(__name__)
+
+SAME, RETRIED, OTHER, UNKNOWN = "same", "retried", "other", "unknown"
+
+_COMPARED = 100
+_IGNORED_MIN = 10
+# Longer than Envoy buffers its access log.
+_DUPLICATE_MAX_S = 30.0
+_DUPLICATES_PER_ID = 64
+
+
+class End(NamedTuple):
+    """How a request ended, and at which pod if that is known."""
+
+    pod: str | None
+    is_fault: (
+        bool  # whether the pod failed it: 5xx or a broken connection, not the client's 4xx or disconnect
+    )
+    is_answered: bool  # whether the response is complete and no error
+    attempts: int  # times that Envoy sent the request to a pod; 0 if unknown
+    is_logged: bool  # whether Envoy's access log reports the end
+
+
+class PodOutcomes:
+    """Judges pods and the gateway by the ends of requests.
+
+    Args:
+        served: Called with `SAME`, `RETRIED`, `OTHER` or `UNKNOWN` for each logged request.
+    """
+
+    def __init__(self, failures: PodFailures, served: Callable[[str], None]) -> None:
+        self.failures = failures
+        self._served = served
+        self._repeated = RepeatedLog(_log)
+        # Of the last compared requests, whether another pod served them without a retry.
+        self._ignored: deque[bool] = deque(maxlen=_COMPARED)
+        # Whether the access log repeats the ends of responses: only the log shows which pod served.
+        self._is_repeated = False
+
+    @property
+    def picks_ignored(self) -> str | None:
+        """Return the finding that the gateway ignores picks, as one sentence; None if it obeys."""
+        ignored = sum(self._ignored.copy())
+        if ignored < _IGNORED_MIN:
+            return None
+        return (
+            f"your gateway ignores picks: {ignored} of the last {len(self._ignored)} requests were served by "
+            "another pod than the picked one, without a retry; let no second picker or load balancer choose"
+        )
+
+    def ended(self, dispatch: Dispatch, end: End, now_s: float, *, is_known_fault: bool = False) -> None:
+        """Record the end of a request; `is_known_fault`: as a fault of the picked pod it is known."""
+        picked, sent_s, pod = dispatch.pod, dispatch.dispatched_s, end.pod or dispatch.pod
+        outcome = SAME if pod == picked else RETRIED if end.attempts > 1 else OTHER
+        if not self.failures.load_table.is_declared(pod):
+            # A proxy in between hides the pod.
+            outcome, pod = UNKNOWN, picked
+        if end.is_logged and end.pod is not None:
+            self._compared(outcome, picked, pod)
+        if outcome == RETRIED:
+            # Envoy reports only its last attempt.
+            self.failures.failed(picked, sent_s, now_s)
+        if end.is_fault:
+            if not (is_known_fault and pod == picked):
+                self.failures.failed(pod, sent_s, now_s)
+        elif end.is_answered and (end.is_logged or not self._is_repeated):
+            self.failures.succeeded(pod, sent_s)
+
+    def repeated(self, dispatch: Dispatch, was_fault: bool, end: End, now_s: float) -> None:
+        """Record Envoy's log entry of a response whose end, as a fault of the picked pod or not, is known."""
+        self._is_repeated = True
+        self.ended(dispatch, end, now_s, is_known_fault=was_fault)
+
+    def _compared(self, outcome: str, picked: str, pod: str) -> None:
+        self._served(outcome)
+        if outcome in (SAME, OTHER):
+            self._ignored.append(outcome == OTHER)
+        if outcome == OTHER and (finding := self.picks_ignored) is not None:
+            text = "picks ignored: picked=%s served=%s finding=%s"
+            self._repeated.event("picks_ignored", "gateway", text, picked, pod, finding)
+
+
+class DuplicateEnds:
+    """Filter of ends that Envoy's access log repeats after the response phase. Thread-safe.
+
+    A log entry has only the request id, which may be in flight again by then: the entry must not end that
+    request. Ends are kept per id, and expire if no log entry follows.
+    """
+
+    def __init__(self, capacity: int = 10_000) -> None:
+        self._capacity = capacity
+        # By request id: time of the latest end, and the ends, each with whether it was a fault.
+        self._expected: OrderedDict[str, tuple[float, deque[tuple[Dispatch, bool]]]] = OrderedDict()
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    def expect(self, request_id: str, now_s: float, dispatch: Dispatch, was_fault: bool) -> None:
+        """Expect a log entry for a request that the response phase has ended."""
+        with self._lock:
+            _, ends = self._expected.get(request_id) or (now_s, deque(maxlen=_DUPLICATES_PER_ID))
+            ends.append((dispatch, was_fault))
+            self._expected[request_id] = now_s, ends
+            self._expected.move_to_end(request_id)
+            if len(self._expected) > self._capacity:
+                self._expected.popitem(last=False)
+
+    def consume(self, request_id: str, now_s: float, pod: str | None) -> tuple[Dispatch, bool] | None:
+        """Return the end that a log entry of this id and pod repeats, and forget it; None if none."""
+        with self._lock:
+            ended_s, ends = self._expected.pop(request_id, (now_s, None))
+            if not ends or now_s - ended_s > _DUPLICATE_MAX_S:
+                return None
+            end = next((end for end in ends if end[0].pod == pod), ends[0])
+            ends.remove(end)
+            if ends:
+                self._expected[request_id] = ended_s, ends
+            return end
