@@ -1,0 +1,105 @@
+"""Cache salts per tenant, derived from a request header that the gateway sets.
+
+Engines share cached blocks only between requests with equal salts. A client that chooses its own salt could
+choose another tenant's and learn from response times what that tenant sent.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from router.errors import ConfigError, RequestError
+from router.prompts.parsers import Api
+from router.prompts.request import RouteRequest
+
+SALT_FIELDS = ("cache_salt", "extra_key")
+"""Body fields of engines from which a salt is read; a client's own are removed."""
+
+_TENANT_CHARS_MAX = 1024
+_KEY_BYTES_MIN, _KEY_BYTES_MAX = 16, 4096
+# Paths of POST requests for which engines compute text only, and so cache nothing.
+_TEXT_ONLY = ("/tokenize", "/detokenize", "/render", "/count_tokens", "/conversations")
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+@dataclass(frozen=True, slots=True)
+class TenantSalt:
+    """Salts requests by HMAC-SHA256 of a request header. Thread-safe."""
+
+    header: str  # lower case
+    key: bytes
+
+    @classmethod
+    def load(cls, header: str | None, key_file: Path | None) -> TenantSalt | None:
+        """Read the key; return None if no header is configured.
+
+        Raises:
+            ConfigError: The key is missing, unreadable, too short or too long.
+        """
+        if header is None and key_file is None:
+            return None
+        if header is None or key_file is None:
+            raise ConfigError("--salt-from and --salt-key-file must be given together")
+        try:
+            key = key_file.read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"--salt-key-file {key_file}: cannot be read: {error}") from error
+        if not _KEY_BYTES_MIN <= len(key) <= _KEY_BYTES_MAX:
+            raise ConfigError(
+                f"--salt-key-file {key_file}: expected {_KEY_BYTES_MIN} to {_KEY_BYTES_MAX} bytes, got "
+                f"{len(key)}; make one with: openssl rand -hex 32"
+            )
+        return cls(header, key)
+
+    def applied(self, request: RouteRequest, api: Api, path: str, body: bytes) -> tuple[RouteRequest, bytes]:
+        """Return the request and its body with the tenant's salt, which replaces any other.
+
+        Args:
+            path: Path of the request, with or without a query string.
+            body: Without the `SALT_FIELDS` of clients; the body to send.
+
+        Raises:
+            RequestError: 400: the tenant's header or the API's salt field is missing; 431: the header is too
+                long.
+        """
+        if not body or path.partition("?")[0].endswith(_TEXT_ONLY):
+            return request, body
+        field = api.salt_field
+        if not field:
+            raise RequestError(
+                400, f"{path[:256]}: this API has no cache salt, and this router separates tenants by salts"
+            )
+        salt = self._salt(request.headers)
+        try:
+            fields = _FIELDS.decode(body)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(400, "the request body must be a JSON object") from error
+        fields[field] = msgspec.Raw(msgspec.json.encode(salt))
+        # Remote tokenizers send the request's fields to engines, so the client's salt must not remain there.
+        parsed = {name: value for name, value in request.body.items() if name not in SALT_FIELDS}
+        return replace(request, cache_salt=salt, body=parsed), msgspec.json.encode(fields)
+
+    def refusal(self, service: str) -> RequestError:
+        """Return the error for a request whose body the calling service cannot change."""
+        return RequestError(
+            500,
+            f"--salt-from needs to set a body field, which {service} cannot do; call ext_proc with the body "
+            "mode FULL_DUPLEX_STREAMED or BUFFERED",
+        )
+
+    def _salt(self, headers: Mapping[str, str]) -> str:
+        tenant = headers.get(self.header, "")
+        # Headers with bytes that are not UTF-8 would be the same tenant.
+        if not tenant or "\ufffd" in tenant:
+            raise RequestError(
+                400, f"the header {self.header}, which names the tenant, is missing or invalid"
+            )
+        if len(tenant) > _TENANT_CHARS_MAX:
+            raise RequestError(431, f"the header {self.header} is longer than {_TENANT_CHARS_MAX} characters")
+        return hmac.digest(self.key, tenant.encode("utf-8", "replace"), "sha256").hex()
