@@ -231,6 +231,9 @@ class DebugPages:
             "parity": self.index.mismatch_details(),
             "routers": list(self.routers(time.monotonic())),
             "pods_asleep": [pod.address for pod in self.pods.current.values() if pod.asleep],
+            "prefixes_of_old_weights_may_hit": {
+                pod.address: sorted(pod.reloaded) for pod in self.pods.current.values() if pod.reloaded
+            },
         }
         if self.health.ready:
             return 200, {"status": "ready", **index}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from router.pods.load_table import PodLoadTable
 _log = logging.getLogger(__name__)
 
 _FILE_BYTES_MAX = 1 << 20
+# Unloaded adapters that are remembered per pod.
+_UNLOADED_MAX, _NAME_CHARS_MAX = 1000, 256
 
 DEFAULT_METRICS_PATH = "/metrics"
 ROLE_LABEL = "llm-d.ai/role"
@@ -40,6 +43,7 @@ class ServedModels:
     aliases: frozenset[str]  # all names of the base model, including `base`
     adapters: frozenset[str] = frozenset()  # names of the loaded LoRA adapters
     max_model_len: int | None = None  # limit of prompt plus output in tokens; None if not reported
+    adapter_roots: frozenset[tuple[str, str]] = frozenset()  # adapters with the places of their weights
 
     def serves(self, model: str) -> bool:
         return model in self.aliases or model in self.adapters
@@ -78,6 +82,8 @@ class Pod:
     sources: EventSources | None = None  # reported event ports; None until requested
     probes_without_load: int = 0  # consecutive successful probes without a load
     asleep: bool = False  # whether its engine is in sleep mode: it answers probes, but no requests
+    unloaded: frozenset[str] = frozenset()  # adapters that its engine process served before, bounded
+    reloaded: frozenset[str] = frozenset()  # adapters that this process loaded again under the same name
 
     @property
     def takes_requests(self) -> bool:
@@ -145,6 +151,21 @@ class PodSet:
             return None
         self.put(replace(pod, ready=False, why=why, silent=True))
         return pod
+
+
+def with_models(pod: Pod, models: ServedModels) -> Pod:
+    """Return a pod with its reported models, among which adapters may be loaded again.
+
+    `created` on the models' page does not show that: vLLM and SGLang write the present time there.
+    """
+    if pod.models is None or models == pod.models:
+        return replace(pod, models=models)
+    roots = dict(pod.models.adapter_roots)
+    moved = {name for name, root in models.adapter_roots if roots.get(name, root) != root}
+    gone = pod.unloaded | (pod.models.adapters - models.adapters)
+    unloaded = frozenset(islice((name for name in gone if len(name) <= _NAME_CHARS_MAX), _UNLOADED_MAX))
+    reloaded = pod.reloaded | moved | (models.adapters & unloaded)
+    return replace(pod, models=models, unloaded=unloaded - models.adapters, reloaded=reloaded)
 
 
 def redeclared(pod: Pod, entry: PodEntry) -> Pod:
