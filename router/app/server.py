@@ -55,6 +55,7 @@ from router.observe.metrics import (
 from router.observe.requests import ObservedRouter
 from router.observe.tracing import Traces
 from router.picking.route import Router
+from router.picking.state_pods import StatePods
 from router.pods.pod_set import Pod, PodSet
 from router.pods.probe import Prober
 from router.pods.watch import PodWatch
@@ -106,6 +107,7 @@ class RouterServer:
             self.decision_log,
             lambda request, now_s: self.index.settle(request, now_s),
             lambda request: self.index.cancel_expectation(request),
+            StatePods(self.pods, lambda outcome: self._metrics.count("stateful", outcome)),
         )
         self._lost_ends = LostEndDetector(self.lifecycle)
         self.health = Health()
@@ -191,7 +193,7 @@ class RouterServer:
             dispatched=self.lifecycle.decided,
             flow=self._flow,
         )
-        self.router = ObservedRouter(routed, self._metrics, self._traces)
+        self.router = ObservedRouter(routed, self._metrics, self._traces, self.lifecycle.states)
         self._debug = opened.enter_context(closing(listen_metrics(config, registry, self._pages())))
         self._grpc_health = opened.enter_context(closing(listen_health(config, self.health)))
         may_block = pick_may_block(config, self._flow, self._tokenizers)

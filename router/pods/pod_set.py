@@ -122,7 +122,7 @@ class PodSet:
         pods, anew = {}, []
         for entry in entries:
             known = self.current.get(entry.pod)
-            if known is not None and _life(known.entry) == _life(entry):
+            if known is not None and pod_life(known.entry) == pod_life(entry):
                 pods[entry.pod] = redeclared(known, entry)
             else:
                 pods[entry.pod] = Pod(address=entry.pod, name=entry.name, entry=entry)
@@ -185,7 +185,8 @@ def _standing(pod: Pod) -> tuple[object, ...]:
     return pod.ready, pod.why, pod.silent, pod.asleep, pod.models, pod.entry
 
 
-def _life(entry: PodEntry) -> tuple[str, str, str]:
+def pod_life(entry: PodEntry) -> tuple[str, str, str]:
+    """Return what distinguishes a pod, and its restarts where they are known, from others at its address."""
     return entry.namespace, entry.name, entry.epoch
 
 

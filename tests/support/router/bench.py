@@ -24,6 +24,7 @@ from router.observe.tracing import Traces
 from router.picking.admission import Admission, UtilizationDetector
 from router.picking.route import Router
 from router.picking.scheduler import Scheduler
+from router.picking.state_pods import StatePods
 from router.plugins.pipeline import Pipeline
 from router.pods.pod_set import Pod, PodSet, ServedModels
 from router.prompts.request import RequestKind, RouteRequest
@@ -150,6 +151,7 @@ class Bench:
             self.decision_log,
             self.index.settle,
             self.index.cancel_expectation,
+            StatePods(self.pods, lambda outcome: self.metrics.count("stateful", outcome)),
         )
         self.scheduler = Scheduler(
             load_table,
@@ -167,7 +169,7 @@ class Bench:
             dispatched=self.lifecycle.decided,
             clock=self.clock,
         )
-        self.router = ObservedRouter(self.core, self.metrics, self.traces)
+        self.router = ObservedRouter(self.core, self.metrics, self.traces, self.lifecycle.states)
 
     def with_pods(self, *pods: Pod) -> Bench:
         """Declare pods in their given state."""
