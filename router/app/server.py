@@ -86,6 +86,10 @@ class RouterServer:
         # Parts that validate the configuration are built before those that open sockets.
         self._ranker = build_ranker(config)
         self._salt = TenantSalt.load(config.salt_from, config.salt_key_file)
+        if self._salt is not None:
+            _log.info(
+                "tenant salts on, rejecting bodies by ext_authz and PickEndpoint: header=%s", config.salt_from
+            )
         registry = CollectorRegistry()
         resources = read_resources(config.resources_file) if config.resources_file else Resources()
         self._rewrites = RewriteRules(resources.rules, np.random.default_rng())
@@ -233,15 +237,12 @@ class RouterServer:
     def _services(self, registry: CollectorRegistry) -> list[Callable[[Any], object]]:
         """Return functions that register the services of the gRPC port with a server."""
         config, lifecycle, metrics = self.config, self.lifecycle, self._metrics
-        fields, salt = config.forbidden_fields, self._salt
-        if salt is not None:
-            fields += SALT_FIELDS
-            _log.info(
-                "tenant salts on, rejecting requests by ext_authz and PickEndpoint: header=%s; the gateway "
-                "must overwrite this header and must not fail open",
-                salt.header,
-            )
-        guard = BodyGuard(fields, lambda: kv_connector_sign(config, self.pods.current) is not None)
+        salt, fields = self._salt, config.forbidden_fields
+        # With salts, a body that cannot be read is rejected, too: it cannot be salted.
+        guard = BodyGuard(
+            fields if salt is None else fields + SALT_FIELDS,
+            lambda: salt is not None or kv_connector_sign(config, self.pods.current) is not None,
+        )
         ext_proc = self._ext_proc(guard)
         opened = StreamMetrics(registry).opened if config.stream_metrics else None
         return [

@@ -51,10 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class ExtAuthzService:
-    """gRPC service envoy.service.auth.v3.Authorization; rejects bodies above `max_request_bytes` with 413.
-
-    With `salt` it rejects all bodies, because it cannot set the tenant's salt in them.
-    """
+    """gRPC service envoy.service.auth.v3.Authorization; rejects bodies above `max_request_bytes` with 413."""
 
     def __init__(
         self,
@@ -99,8 +96,7 @@ class ExtAuthzService:
         """Parse a Check call into a request.
 
         Raises:
-            RequestError: 400, the body is invalid or has a forbidden field; 413, the body is too large; 500,
-                the body needs a tenant's salt.
+            RequestError: 400, the body is invalid or has a forbidden field; 413, the body is too large.
         """
         http = message.attributes.request.http
         candidates = subset_hint(message.attributes.metadata_context)

@@ -133,7 +133,7 @@ class _Exchange:
         if length.isdecimal() and (len(length) > 18 or int(length) > self._options.max_request_bytes):
             raise too_large(self._options.max_request_bytes)
         if not is_all and self._body_mode not in _WHOLE_BODY:
-            self._dialect.unreadable_body()
+            self._dialect.guard.unchecked()
         if is_all or self._body_mode == BodyMode.NONE:
             yield self._route_without_body(int(length) if length.isdecimal() else 0)
             self._finish_request()

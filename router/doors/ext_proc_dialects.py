@@ -88,24 +88,13 @@ class NativeDialect:
         """Parse a request; return it with the body to send, which lacks the forbidden fields.
 
         Raises:
-            RequestError: 400, the body is invalid or has a forbidden field that cannot be removed; see also
-                `TenantSalt.applied`.
+            RequestError: 400, the body is invalid or has a forbidden field that cannot be removed.
         """
         headers = request.headers
         path = next((headers[name] for name in _PATH_HEADERS if headers.get(name)), _DEFAULT_PATH)
         request, api = self.parsers.parse(request.request_id, path, body, request.candidates, headers)
         request, sent = self._with_target_model(request, api, self._without_forbidden(request, api, body))
         return (request, sent) if self.salt is None else self.salt.applied(request, api, path, sent)
-
-    def unreadable_body(self) -> None:
-        """Decide whether a body that the router receives after the pick, or never, may pass.
-
-        Raises:
-            RequestError: 400: see `BodyGuard.unchecked`; 500: the tenant's salt cannot be set.
-        """
-        self.guard.unchecked()
-        if self.salt is not None:
-            raise self.salt.refusal("ext_proc without the whole body")
 
     def pick_without_body(
         self, request: RouteRequest, is_active: Callable[[], bool]

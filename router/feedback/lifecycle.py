@@ -211,9 +211,9 @@ class Lifecycle:
             self._fleet.forward(RequestReport(state_id, STATE, RESPONSE, pod))
 
     def state_reports(self) -> list[RequestReport]:
-        """Return reports of the latest known states, for a router that begins to follow this one."""
-        known = self.states.latest(_STATES_SHARED) if self.states is not None else ()
-        return [RequestReport(state_id, STATE, RESPONSE, pod) for state_id, pod in known]
+        """Return reports of the latest states, oldest first, for a router that begins to follow this one."""
+        known = self.states.latest(_STATES_SHARED) if self.states is not None else []
+        return [RequestReport(state_id, STATE, RESPONSE, pod) for state_id, pod in reversed(known)]
 
     def expire(self, now_s: float) -> None:
         """Apply the timeouts of prefills and the lifetime of requests."""

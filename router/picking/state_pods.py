@@ -56,10 +56,9 @@ class StatePods:
                 self._holders.popitem(last=False)
 
     def latest(self, count: int) -> list[tuple[str, str]]:
-        """Return id and address of the latest states, oldest first."""
+        """Return id and address of the latest states, latest first."""
         with self._lock:
-            last = [(name, address) for name, (address, _) in islice(reversed(self._holders.items()), count)]
-        return last[::-1]
+            return [(name, address) for name, (address, _) in islice(reversed(self._holders.items()), count)]
 
     def bound(self, request: RouteRequest) -> RouteRequest:
         """Return the request with the pod of its state as the only candidate.
@@ -92,30 +91,19 @@ class StatePods:
 
 def _named_states(request: RouteRequest) -> Iterator[tuple[str, str]]:
     """Yield field and id of each state that a request names."""
-    body = request.body
     if request.kind is RequestKind.PASSTHROUGH:
-        found = _PATH_ID.search(request.headers.get(":path", ""))
-        if found is not None:
+        if (found := _PATH_ID.search(request.headers.get(":path", ""))) is not None:
             yield "path", found[1]
-    elif request.kind is RequestKind.RESPONSES:
-        conversation = body.get("conversation")
-        named = [
-            ("previous_response_id", body.get("previous_response_id")),
-            ("conversation", conversation.get("id") if isinstance(conversation, dict) else conversation),
-            *(
-                ("input", part.get("file_id"))
-                for item in _objects(body.get("input"))
-                for part in _parts(item)
-            ),
-        ]
-        for param, value in named:
-            if isinstance(value, str) and 0 < len(value) <= STATE_ID_CHARS_MAX:
-                yield param, value
-
-
-def _parts(item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield item
-    yield from _objects(item.get("content"))
+        return
+    body, named = request.body, list[tuple[str, object]]()
+    conversation = body.get("conversation")
+    named.append(("previous_response_id", body.get("previous_response_id")))
+    named.append(("conversation", conversation.get("id") if isinstance(conversation, dict) else conversation))
+    for item in _objects(body.get("input")):
+        named += [("input", part.get("file_id")) for part in (item, *_objects(item.get("content")))]
+    for param, value in named:
+        if isinstance(value, str) and 0 < len(value) <= STATE_ID_CHARS_MAX:
+            yield param, value
 
 
 def _objects(value: object) -> Iterator[dict[str, Any]]:

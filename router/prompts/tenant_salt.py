@@ -7,7 +7,6 @@ choose another tenant's and learn from response times what that tenant sent.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,50 +50,23 @@ class TenantSalt:
         except OSError as error:
             raise ConfigError(f"--salt-key-file {key_file}: cannot be read: {error}") from error
         if not _KEY_BYTES_MIN <= len(key) <= _KEY_BYTES_MAX:
-            raise ConfigError(
-                f"--salt-key-file {key_file}: expected {_KEY_BYTES_MIN} to {_KEY_BYTES_MAX} bytes, got "
-                f"{len(key)}; make one with: openssl rand -hex 32"
-            )
+            expected = f"expected {_KEY_BYTES_MIN} to {_KEY_BYTES_MAX} bytes, got {len(key)}"
+            raise ConfigError(f"--salt-key-file {key_file}: {expected}; make it with: openssl rand -hex 32")
         return cls(header, key)
 
     def applied(self, request: RouteRequest, api: Api, path: str, body: bytes) -> tuple[RouteRequest, bytes]:
-        """Return the request and its body with the tenant's salt, which replaces any other.
-
-        Args:
-            path: Path of the request, with or without a query string.
-            body: Without the `SALT_FIELDS` of clients; the body to send.
+        """Return the request and its body with the tenant's salt; `body` has no `SALT_FIELDS` of clients.
 
         Raises:
-            RequestError: 400: the tenant's header or the API's salt field is missing; 431: the header is too
-                long.
+            RequestError: 400: the tenant's header or the API's salt is missing; 431: the header is long.
         """
         if not body or path.partition("?")[0].endswith(_TEXT_ONLY):
             return request, body
-        field = api.salt_field
-        if not field:
+        if not api.salt_field:
             raise RequestError(
-                400, f"{path[:256]}: this API has no cache salt, and this router separates tenants by salts"
+                400, f"{path[:256]} has no cache salt, and this router separates tenants by it"
             )
-        salt = self._salt(request.headers)
-        try:
-            fields = _FIELDS.decode(body)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(400, "the request body must be a JSON object") from error
-        fields[field] = msgspec.Raw(msgspec.json.encode(salt))
-        # Remote tokenizers send the request's fields to engines, so the client's salt must not remain there.
-        parsed = {name: value for name, value in request.body.items() if name not in SALT_FIELDS}
-        return replace(request, cache_salt=salt, body=parsed), msgspec.json.encode(fields)
-
-    def refusal(self, service: str) -> RequestError:
-        """Return the error for a request whose body the calling service cannot change."""
-        return RequestError(
-            500,
-            f"--salt-from needs to set a body field, which {service} cannot do; call ext_proc with the body "
-            "mode FULL_DUPLEX_STREAMED or BUFFERED",
-        )
-
-    def _salt(self, headers: Mapping[str, str]) -> str:
-        tenant = headers.get(self.header, "")
+        tenant = request.headers.get(self.header, "")
         # Headers with bytes that are not UTF-8 would be the same tenant.
         if not tenant or "\ufffd" in tenant:
             raise RequestError(
@@ -102,4 +74,14 @@ class TenantSalt:
             )
         if len(tenant) > _TENANT_CHARS_MAX:
             raise RequestError(431, f"the header {self.header} is longer than {_TENANT_CHARS_MAX} characters")
-        return hmac.digest(self.key, tenant.encode("utf-8", "replace"), "sha256").hex()
+        salt = hmac.digest(self.key, tenant.encode("utf-8", "replace"), "sha256").hex()
+        fields = _FIELDS.decode(body)
+        fields[api.salt_field] = msgspec.Raw(msgspec.json.encode(salt))
+        # Remote tokenizers send the request's fields to engines, so the client's salt must not remain there.
+        parsed = {name: value for name, value in request.body.items() if name not in SALT_FIELDS}
+        return replace(request, cache_salt=salt, body=parsed), msgspec.json.encode(fields)
+
+    def refusal(self, service: str) -> RequestError:
+        """Return the error for a request whose body the calling service cannot change."""
+        text = "--salt-from needs to change bodies, which only ext_proc can do with the whole body"
+        return RequestError(500, f"{text}, not {service}")

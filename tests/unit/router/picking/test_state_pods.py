@@ -120,5 +120,5 @@ def test_the_table_is_bounded() -> None:
     table.learn("x" * 257, A.address)
     table.learn("", A.address)
     assert len(table) == 1000
-    assert table.latest(2) == [("resp_999998", A.address), ("resp_999999", A.address)]
+    assert table.latest(2) == [("resp_999999", A.address), ("resp_999998", A.address)]
     assert table.bound(asked({"previous_response_id": "resp_kept"})).candidates == {B.address}
