@@ -130,6 +130,7 @@ class Ingest:
             self.reconsider(serving)
         if outcome.emptied:
             self.speculation.drop_pod(serving)
+            self.engine_registry.set_emptied(pod, self.clock())
         if outcome.stored:
             self._notify_stored(serving, keys, key_list)
         return outcome

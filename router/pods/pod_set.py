@@ -23,6 +23,7 @@ from router.pods.load_table import PodLoadTable
 _log = logging.getLogger(__name__)
 
 _FILE_BYTES_MAX = 1 << 20
+_REGISTERED_MAX = 1024
 # Unloaded adapters that are remembered per pod.
 _UNLOADED_MAX, _NAME_CHARS_MAX = 1000, 256
 
@@ -243,30 +244,46 @@ class PodsFile(PodsSource):
     def __post_init__(self) -> None:
         self._stamp: tuple[int, int, int] | None = None
         self._complaint = ""
-        self._first: tuple[PodEntry, ...] | None = self._read()
+        self._in_file = self._read()
+        self._registered: dict[str, PodEntry] = {}
+        self._is_new = True
+
+    @property
+    def registered(self) -> tuple[PodEntry, ...]:
+        """Pods that were registered besides the file's, until the router ends."""
+        return tuple(self._registered.values())
+
+    def register(self, entry: PodEntry, *, remove: bool = False) -> bool:
+        """Add or remove a pod; return False for one too many, or if there is no such pod. Thread-safe."""
+        if remove:
+            done = self._registered.pop(entry.pod, None) is not None
+        elif done := entry.pod in self._registered or len(self._registered) < _REGISTERED_MAX:
+            self._registered[entry.pod] = entry
+        self._is_new |= done
+        return done
 
     def status(self, now_s: float) -> Any:
         del now_s
         return {"source": "file", "path": str(self.path), "watched": self.watch, "problem": self._complaint}
 
     def changed(self) -> tuple[PodEntry, ...] | None:
-        """Return the pods if the file has changed; None if it has not, or is invalid (which is logged)."""
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        if not self.watch:
+        """Return the pods if they have changed; an invalid file changes nothing, and is logged."""
+        if self.watch:
+            self._look()
+        if not self._is_new:
             return None
+        self._is_new = False
+        return tuple(({entry.pod: entry for entry in self._in_file} | self._registered).values())
+
+    def _look(self) -> None:
         try:
-            if self._stamp_now() == self._stamp:
-                return None
-            entries = self._read()
-            self._complaint = ""
-            return entries
+            if self._stamp_now() != self._stamp:
+                self._in_file, self._is_new = self._read(), True
+                self._complaint = ""
         except (OSError, ConfigError) as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)
                 _log.error("pods file invalid, keeping the last pods: error=%s", error)
-            return None
 
     def _read(self) -> tuple[PodEntry, ...]:
         """Read and parse the file.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,15 @@ TEXT = long_text(150)
 DESTINATION = "x-gateway-destination-endpoint"
 
 
-def write_pods(path: Path, servers: list[RunningServer]) -> Path:
-    """Write a pods file of model servers with their events."""
+def write_pods(path: Path, servers: list[RunningServer], admins: Sequence[str] = ()) -> Path:
+    """Write a pods file of model servers with their events and administration ports."""
     endpoints = []
-    for server in servers:
+    for number, server in enumerate(servers):
         ports = server.publisher.config.endpoint, server.publisher.config.replay_endpoint or ""
         events, replay = (port.rpartition(":")[2] for port in ports)
         labels = {"kvroute.io/kv-events-port": events, "kvroute.io/kv-replay-port": replay}
+        if admins:
+            labels["kvroute.io/admin-port"] = admins[number]
         host, _, port = server.url.removeprefix("http://").rpartition(":")
         endpoints.append({"name": f"pod-{port}", "address": host, "port": port, "labels": labels})
     path.write_text(json.dumps({"endpoints": endpoints}), encoding="utf-8")
