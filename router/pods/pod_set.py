@@ -259,7 +259,8 @@ class PodsFile(PodsSource):
             done = self._registered.pop(entry.pod, None) is not None
         elif done := entry.pod in self._registered or len(self._registered) < _REGISTERED_MAX:
             self._registered[entry.pod] = entry
-        self._is_new |= done
+        if done:
+            self._is_new = True
         return done
 
     def status(self, now_s: float) -> Any:

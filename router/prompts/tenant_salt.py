@@ -7,6 +7,7 @@ choose another tenant's and learn from response times what that tenant sent.
 from __future__ import annotations
 
 import hmac
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,8 @@ _TENANT_CHARS_MAX = 1024
 _KEY_BYTES_MIN, _KEY_BYTES_MAX = 16, 4096
 # Paths of POST requests for which engines compute text only, and so cache nothing.
 _TEXT_ONLY = ("/tokenize", "/detokenize", "/render", "/count_tokens", "/conversations")
+# Engines drop a fragment, which gateways may pass on.
+_QUERY = re.compile("[?#]")
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -60,7 +63,7 @@ class TenantSalt:
         Raises:
             RequestError: 400: the tenant's header or the API's salt is missing; 431: the header is long.
         """
-        if not body or path.partition("?")[0].endswith(_TEXT_ONLY):
+        if not body or _QUERY.split(path, 1)[0].endswith(_TEXT_ONLY):
             return request, body
         if not api.salt_field:
             raise RequestError(

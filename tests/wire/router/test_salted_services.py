@@ -58,6 +58,9 @@ def test_ext_proc_sets_one_salt_per_tenant() -> None:
         ("/v1/messages", BODY, "a", 400),
         ("/v1/embeddings", BODY, "a", 400),
         ("/v1/audio/transcriptions", b"--b", "a", 400),
+        ("/v1/completions?x=/render", BODY, "", 400),
+        ("/v1/completions#/render", BODY, "a", 400),
+        ("/v1/completions/render?x", BODY, "", 0),
         ("/tokenize", BODY, "", 0),
     ],
 )
