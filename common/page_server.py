@@ -1,7 +1,7 @@
 """HTTP/1.1 server for small pages such as /metrics, with bounded connections.
 
 One event loop on its own thread serves all connections, so idle and slow clients delay nobody. A connection
-serves one GET or HEAD request, bounded in size and time.
+serves one request, bounded in size and time: GET or HEAD, unless further methods are named.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import formatdate
 from http import HTTPStatus
 from ssl import SSLContext
@@ -31,6 +31,7 @@ _ACCEPTED_AT_ONCE = 16
 _RETRY_S = 1.0
 # A bearer token of a cluster is at most 16 KiB.
 _HEAD_BYTES_MAX = 24 << 10
+_BODY_BYTES_MAX = 64 << 10
 _HEAD_S, _SEND_S = 5.0, 10.0
 _SENDING_MAX = 16
 _THREADS, _WAITING_MAX = 8, 64
@@ -51,11 +52,13 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """GET or HEAD request. Header names are in lower case."""
+    """Request. Header names are in lower case."""
 
     path: str
     query: Mapping[str, str]
     headers: Mapping[str, str]
+    method: str = "GET"
+    body: bytes = b""
 
 
 class BusyError(Exception):
@@ -95,6 +98,7 @@ class PageServer:
         answer: Coroutine that answers a request. It runs on the event loop: run blocking work in a
             `BoundedExecutor`.
         tls: Returns the TLS context of a new connection; None: plaintext.
+        methods: Methods besides GET and HEAD, whose requests may have a body.
     """
 
     def __init__(
@@ -102,10 +106,11 @@ class PageServer:
         listener: socket.socket,
         answer: Callable[[Request], Awaitable[Response]],
         tls: Callable[[], SSLContext] | None = None,
+        methods: Collection[str] = (),
     ) -> None:
         listener.setblocking(False)
         self.port: int = listener.getsockname()[1]
-        self._listener, self._answer, self._tls = listener, answer, tls
+        self._listener, self._answer, self._tls, self._methods = listener, answer, tls, methods
         self._connections: set[_Connection] = set()
         # Oldest first: connections with an incomplete request, and connections that receive a response.
         self._asking: dict[_Connection, None] = {}
@@ -176,7 +181,7 @@ class PageServer:
                     transport, _ = await self._loop.connect_accepted_socket(
                         lambda: protocol, accepted, ssl=self._tls and self._tls()
                     )
-                    request = await _read(reader)
+                    request = await _read(reader, self._methods)
                 self._asking.pop(connection, None)
                 response = await self._respond(request)
                 if len(self._sending) >= _SENDING_MAX:
@@ -211,7 +216,7 @@ class PageServer:
 
 
 class _Reading:
-    def __init__(self, head: bytes) -> None:
+    def __init__(self, head: bytes, methods: Collection[str] = ()) -> None:
         self.request = Request("", {}, {})
         self.error: HTTPStatus | None = None
         self._url = b""
@@ -227,14 +232,21 @@ class _Reading:
         except (httptools.HttpParserError, ValueError):
             self.error = HTTPStatus.BAD_REQUEST
             return
-        self.is_head = parser.get_method() == b"HEAD"
-        self.request = Request(url.path, query, self._headers)
-        if parser.get_method() not in (b"GET", b"HEAD"):
+        method = parser.get_method().decode("latin-1")
+        self.is_head = method == "HEAD"
+        self.request = Request(url.path, query, self._headers, method)
+        if method in methods:
+            length = self._headers.get("content-length", "0")
+            if not length.isdecimal() or len(length) > 9 or int(length) > _BODY_BYTES_MAX:
+                self.error = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+            else:
+                self.body_bytes = int(length)
+        elif method not in ("GET", "HEAD"):
             self.error = HTTPStatus.METHOD_NOT_ALLOWED
         elif not self._is_whole:
             self.error = HTTPStatus.BAD_REQUEST
 
-    is_head = False
+    is_head, body_bytes = False, 0
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -246,9 +258,11 @@ class _Reading:
         self._is_whole = True
 
 
-async def _read(reader: asyncio.StreamReader) -> _Reading:
+async def _read(reader: asyncio.StreamReader, methods: Collection[str]) -> _Reading:
     try:
-        return _Reading(await reader.readuntil(b"\r\n\r\n"))
+        read = _Reading(await reader.readuntil(b"\r\n\r\n"), methods)
+        read.request = replace(read.request, body=await reader.readexactly(read.body_bytes))
+        return read
     except asyncio.LimitOverrunError:
         too_large = _Reading(b"")
         too_large.error = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE

@@ -10,6 +10,7 @@ sockets.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
@@ -35,6 +36,7 @@ class EngineState:
     linked: bool = False
     # Reasons why the view is wrong although its stream is EXACT, by the source that reported them.
     invalid_reasons: Mapping[str, str] = field(default_factory=dict)
+    emptied_s: float = -math.inf  # when it last published that its cache is empty, on the indexer's clock
 
     @property
     def state(self) -> StreamState:
@@ -89,6 +91,10 @@ class EngineRegistry:
                 invalid_reasons=invalid_reasons if reason is None else {**invalid_reasons, source: reason},
             )
             return True
+
+    def set_emptied(self, holder: str, now_s: float) -> None:
+        with self._lock:
+            self._change(holder, emptied_s=now_s)
 
     def members(self, pod: str) -> Sequence[str]:
         return self._members.get(pod, ())

@@ -135,6 +135,7 @@ class Ingest:
             self.reconsider(serving)
         if outcome.emptied:
             self._end_speculation(pod)
+            self.engine_registry.set_emptied(pod, self.clock())
         if outcome.stored:
             self._notify_stored(pod, keys, key_list)
         return outcome

@@ -13,7 +13,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from common.flags import CommandParser, add_flags, flag, flag_values, port, positive
+from common.flags import CommandParser, add_flags, file_flag, flag, flag_values, port, positive
 from indexer import IndexerConfig
 from indexer.config import index_config
 from router.app.process import LogFlags
@@ -28,6 +28,7 @@ from router.config.flags import (
     objective,
     positive_duration,
     positive_number,
+    salt_header,
     size_bytes,
     switch,
 )
@@ -125,6 +126,18 @@ class RouterConfig:
         "fields that a client's body must not have: ext_proc removes them, ext_authz rejects with 400; "
         "empty: none (default: " + ",".join(GATEWAY_ONLY_FIELDS) + ")",
         metavar="NAME,...",
+    )
+    salt_from: str | None = flag(
+        _SERVING,
+        "--salt-from",
+        salt_header,
+        None,
+        "separate the caches of tenants: set cache_salt in each request to the HMAC-SHA256 of this header, "
+        "instead of the client's own; needs ext_proc with the whole body and --salt-key-file",
+        metavar="header:NAME",
+    )
+    salt_key_file: Path | None = file_flag(
+        _SERVING, "--salt-key-file", "file with the key of --salt-from, a secret of 16 bytes or more"
     )
     kv_connector: str = flag(
         _SERVING,

@@ -23,6 +23,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from common.page_server import BoundedExecutor, PageServer, Request, Response
 from common.repeated_log import RepeatedLog
 from indexer import StreamState
+from router.app.admin import RESET, WORKERS, Admin
 from router.doors.health import Health
 from router.errors import ClusterError
 from router.h2.server import bound_socket
@@ -150,6 +151,7 @@ class DebugServer:
             text if it is a str, else as JSON. Pages run concurrently on threads.
         tls: Factory of SSL contexts for new connections; None: plaintext.
         authorize: Authorizer of requests other than /healthz and /ready; None: all are allowed.
+        admin: Handler of administration, which has a token of its own.
 
     Raises:
         ListenError: The address is in use.
@@ -164,9 +166,12 @@ class DebugServer:
         *,
         tls: Callable[[], SSLContext] | None = None,
         authorize: MetricsAuth | None = None,
+        admin: Admin | None = None,
     ) -> None:
         self._registry, self._pages, self._authorize = registry, dict(pages), authorize
-        self._server = PageServer(bound_socket("--metrics-port", host, port), self._answer, tls)
+        self._admin = admin
+        listener = bound_socket("--metrics-port", host, port)
+        self._server = PageServer(listener, self._answer, tls, ("POST", "DELETE") if admin else ())
         self.port = self._server.port
         self._probes, self._others = BoundedExecutor("pages-probes"), BoundedExecutor("pages-others")
 
@@ -182,6 +187,11 @@ class DebugServer:
     async def _answer(self, request: Request) -> Response:
         if request.path in _PUBLIC_PATHS:
             return await self._probes.run(lambda: self._page(request))
+        if self._admin is not None and request.path in (RESET, WORKERS):
+            admin = self._admin
+            return await self._others.run(lambda: _response(*admin.answer(request)))
+        if request.method not in ("GET", "HEAD"):
+            return _response(405, {"error": "only GET and HEAD"})
         if self._authorize is not None:
             status = await self._authorize.denial(request.path, request.headers.get("authorization"))
             if status is not None:
@@ -235,6 +245,9 @@ class DebugPages:
             "pods_asleep": [pod.address for pod in self.pods.current.values() if pod.asleep],
             "pods_failing": {pod.address: pod.failing for pod in self.pods.current.values() if pod.failing},
             "picks_ignored": self.picks_ignored(),
+            "prefixes_of_old_weights_may_hit": {
+                pod.address: sorted(pod.reloaded) for pod in self.pods.current.values() if pod.reloaded
+            },
         }
         if self.health.ready:
             return 200, {"status": "ready", **index}

@@ -56,10 +56,12 @@ from router.observe.metrics import (
 from router.observe.requests import ObservedRouter
 from router.observe.tracing import Traces
 from router.picking.route import Router
+from router.picking.state_pods import StatePods
 from router.pods.pod_set import Pod, PodSet
 from router.pods.probe import Prober
 from router.pods.watch import PodWatch
 from router.prompts.body_guard import BodyGuard
+from router.prompts.tenant_salt import SALT_FIELDS, TenantSalt
 from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 
 _log = logging.getLogger(__name__)
@@ -84,6 +86,11 @@ class RouterServer:
         self.config = config
         # Parts that validate the configuration are built before those that open sockets.
         self._ranker = build_ranker(config)
+        self._salt = TenantSalt.load(config.salt_from, config.salt_key_file)
+        if self._salt is not None:
+            _log.info(
+                "tenant salts on, rejecting bodies by ext_authz and PickEndpoint: header=%s", config.salt_from
+            )
         registry = CollectorRegistry()
         resources = read_resources(config.resources_file) if config.resources_file else Resources()
         self._rewrites = RewriteRules(resources.rules, np.random.default_rng())
@@ -106,6 +113,7 @@ class RouterServer:
             lambda request, now_s: self.index.settle(request, now_s),
             lambda request: self.index.cancel_expectation(request),
             PodFailures(self.pods.load_table, lambda pod, why: self.watch.mark_failing(pod, why)),
+            StatePods(self.pods, lambda outcome: self._metrics.count("stateful", outcome)),
         )
         self._lost_ends = LostEndDetector(self.lifecycle)
         self.health = Health()
@@ -193,7 +201,7 @@ class RouterServer:
             wake=self.watch.wake if config.wake_pods else None,
             flow=self._flow,
         )
-        self.router = ObservedRouter(routed, self._metrics, self._traces)
+        self.router = ObservedRouter(routed, self._metrics, self._traces, self.lifecycle.states)
         self._debug = opened.enter_context(closing(listen_metrics(config, registry, self._pages())))
         self._grpc_health = opened.enter_context(closing(listen_health(config, self.health)))
         may_block = pick_may_block(config, self._flow, self._tokenizers)
@@ -234,15 +242,18 @@ class RouterServer:
     def _services(self, registry: CollectorRegistry) -> list[Callable[[Any], object]]:
         """Return functions that register the services of the gRPC port with a server."""
         config, lifecycle, metrics = self.config, self.lifecycle, self._metrics
+        salt, fields = self._salt, config.forbidden_fields
+        # With salts, a body that cannot be read is rejected, too: it cannot be salted.
         guard = BodyGuard(
-            config.forbidden_fields, lambda: kv_connector_sign(config, self.pods.current) is not None
+            fields if salt is None else fields + SALT_FIELDS,
+            lambda: salt is not None or kv_connector_sign(config, self.pods.current) is not None,
         )
         ext_proc = self._ext_proc(guard)
         opened = StreamMetrics(registry).opened if config.stream_metrics else None
         return [
             lambda server: ext_proc.add_to(server, opened),
-            ExtAuthzService(self.router, guard, metrics, config.max_request_bytes).add_to,
-            EndpointPickerService(self.router, lifecycle, metrics, self.pods).add_to,
+            ExtAuthzService(self.router, guard, metrics, config.max_request_bytes, salt).add_to,
+            EndpointPickerService(self.router, lifecycle, metrics, self.pods, salt).add_to,
             AccessLogService(lifecycle, metrics, self.watch.mark_not_ready).add_to,
             self.index.exports.add_to,
             self._fleet.service.add_to,
@@ -253,10 +264,10 @@ class RouterServer:
         config, router, metrics = self.config, self.router, self._metrics
         options = ExtProcOptions(config.max_request_bytes, config.responses_full, config.subset_filter)
         if config.compat == "off":
-            return ExtProcService(
-                NativeDialect(router=router, guard=guard, metrics=metrics), self.lifecycle, options
-            )
-        llmd = LlmdOptions(config.picker, config.max_request_bytes, config.emit_endpoint_scores)
+            native = NativeDialect(router=router, guard=guard, metrics=metrics, salt=self._salt)
+            return ExtProcService(native, self.lifecycle, options)
+        emits_scores = config.emit_endpoint_scores
+        llmd = LlmdOptions(config.picker, config.max_request_bytes, emits_scores, self._salt)
         form = llmd_dialect(llmd, self._rewrites, router, guard, metrics, self.pods)
         evictable = self._flow.evictable if self._flow is not None else None
         return ExtProcService(form, self.lifecycle, options, evictable)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from prometheus_client import CollectorRegistry
 
+from router.app.admin import Admin
 from router.app.config import RouterConfig
 from router.app.debug_pages import DebugPages, DebugServer, MetricsAuth, profile_pages
 from router.app.tls import grpc_tls, metrics_tls
@@ -210,6 +211,7 @@ def listen_metrics(config: RouterConfig, registry: CollectorRegistry, pages: Deb
         pages.pages() | (profile_pages() if config.profiling else {}),
         tls=metrics_tls(config.metrics_tls) if config.metrics_tls is not None else None,
         authorize=_metrics_auth(config) if config.metrics_auth else None,
+        admin=Admin(config.index.admin_token, pages.pods, pages.source, pages.index),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +63,14 @@ def objective(text: str) -> tuple[str, int]:
     if not (name and equals and digits.isdecimal() and len(digits) < 10):
         raise argparse.ArgumentTypeError(f"must be NAME=PRIORITY with an integer, not {text!r}")
     return name, int(priority)
+
+
+def salt_header(text: str) -> str:
+    """Parse header:NAME and return the header's name in lower case."""
+    source, _, name = text.partition(":")
+    if source != "header" or not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,256}", name):
+        raise argparse.ArgumentTypeError(f"must be header:NAME, such as header:x-tenant, not {text!r}")
+    return name.lower()
 
 
 def names(text: str) -> tuple[str, ...]:

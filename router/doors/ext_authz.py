@@ -34,6 +34,7 @@ from router.picking.decision import PipelineResult
 from router.prompts.body_guard import BodyGuard, refusal
 from router.prompts.parsers import http_request
 from router.prompts.request import RANK_HEADER, RequestKind, RouteRequest, too_large
+from router.prompts.tenant_salt import TenantSalt
 
 _SERVICE = "check"  # in metrics
 _PARTIAL_BODY_HEADER = "x-envoy-auth-partial-body"
@@ -58,12 +59,14 @@ class ExtAuthzService:
         guard: BodyGuard,
         metrics: RouterMetrics,
         max_request_bytes: int = 8 << 20,
+        salt: TenantSalt | None = None,
     ) -> None:
         self._router = router
         self._guard = guard
         self._metrics = metrics
         self._inside = metrics.inside(_SERVICE)
         self._max_request_bytes = max_request_bytes
+        self._salt = salt
         self._warned_partial = False
 
     def add_to(self, server: grpc.Server) -> None:
@@ -102,6 +105,8 @@ class ExtAuthzService:
         if len(body) > self._max_request_bytes:
             raise too_large(self._max_request_bytes)
         partial = _is_partial(headers, body)
+        if self._salt is not None and (body or http.method not in _BODILESS):
+            raise self._salt.refusal("ext_authz")
         if partial:
             self._record_partial()
         if partial or not body:

@@ -42,6 +42,7 @@ from router.pods.pod_set import PodSet
 from router.prompts.body_guard import BodyGuard, refusal
 from router.prompts.parsers import DEFAULT_PARSERS, OWN_PARSERS, PARSERS, Api, BodyForm, Parsers
 from router.prompts.request import MODEL_CHARS_MAX, RANK_HEADER, RouteRequest
+from router.prompts.tenant_salt import TenantSalt
 
 SERVICE = "ext_proc"
 """Name of the service in metrics."""
@@ -81,6 +82,7 @@ class NativeDialect:
     buffered_bytes_max: int = 0  # longest response body that is buffered; 0: none is
     reporter: AttributeReporter | None = None  # reports a response's usage as metadata
     emits_scores: bool = False  # whether the metadata lists the scores of all candidates
+    salt: TenantSalt | None = None  # sets the tenant's cache salt in requests
 
     def parse(self, request: RouteRequest, body: bytes) -> tuple[RouteRequest, bytes]:
         """Parse a request; return it with the body to send, which lacks the forbidden fields.
@@ -91,7 +93,8 @@ class NativeDialect:
         headers = request.headers
         path = next((headers[name] for name in _PATH_HEADERS if headers.get(name)), _DEFAULT_PATH)
         request, api = self.parsers.parse(request.request_id, path, body, request.candidates, headers)
-        return self._with_target_model(request, api, self._without_forbidden(request, api, body))
+        request, sent = self._with_target_model(request, api, self._without_forbidden(request, api, body))
+        return (request, sent) if self.salt is None else self.salt.applied(request, api, path, sent)
 
     def pick_without_body(
         self, request: RouteRequest, is_active: Callable[[], bool]
@@ -221,6 +224,7 @@ class LlmdOptions:
     picker: PickerConfig | None  # configures parsers and reporters; None: the defaults
     buffered_bytes_max: int
     emits_scores: bool
+    salt: TenantSalt | None = None
 
 
 def llmd_dialect(
@@ -245,6 +249,7 @@ def llmd_dialect(
         buffered_bytes_max=options.buffered_bytes_max,
         reporter=AttributeReporter.from_config(picker) if picker is not None else None,
         emits_scores=options.emits_scores,
+        salt=options.salt,
         pods=pods,
         rewrites=rewrites,
         reports_served=picker is not None

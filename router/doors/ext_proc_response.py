@@ -163,6 +163,8 @@ class ResponsePhase:
         sent, self.pending = self.pending, None
         if sent is None:
             return
+        if not (failed or self._refused) and self._usage is not None and self._usage.state_id is not None:
+            self._lifecycle.keeps_state(self._usage.state_id, sent.primary.pod)
         self._lifecycle.ended(
             sent.request_id,
             RESPONSE,
@@ -200,6 +202,7 @@ class UsageReader:
 
     Attributes:
         cached_tokens: Last `prompt_tokens_details.cached_tokens` or its equivalent; None: not reported.
+        state_id: Id of the response, conversation or file that the pod keeps; None: no such answer.
     """
 
     def __init__(self, *, is_event_stream: bool) -> None:
@@ -207,6 +210,7 @@ class UsageReader:
         self._kept = b""
         self._too_long = False
         self.cached_tokens: int | None = None
+        self.state_id: str | None = None
         # Values of `usage` by name; each event of a response may report a part of them.
         self._usage: dict[str, msgspec.Raw] = {}
 
@@ -243,6 +247,8 @@ class UsageReader:
     def _answer(self, text: bytes) -> None:
         try:
             answer = msgspec.json.decode(text, type=_Answer)
+            if bytes((kept := answer.response or answer).object) in _KEPT_OBJECTS and kept.id:
+                self.state_id = msgspec.json.decode(kept.id, type=str)
             raw = answer.raw_usage()
             usage = msgspec.json.decode(raw, type=_Usage | None) if raw else None
             if usage is None:
@@ -259,7 +265,8 @@ class UsageReader:
 
 
 _MISSING = msgspec.Raw()
-
+# `object` of answers that later requests may name by their id.
+_KEPT_OBJECTS = frozenset({b'"response"', b'"conversation"', b'"file"'})
 
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=_TOKENS_MAX)]
 
@@ -280,11 +287,12 @@ class _Usage(msgspec.Struct):
 
 
 class _Nested(msgspec.Struct):
+    id: msgspec.Raw = _MISSING
+    object: msgspec.Raw = _MISSING
     usage: msgspec.Raw = _MISSING
 
 
-class _Answer(msgspec.Struct):
-    usage: msgspec.Raw = _MISSING
+class _Answer(_Nested):
     # The Responses API reports usage in its last event.
     response: _Nested | None = None
     # Anthropic's first event reports the usage of the prompt, a later one that of the output.

@@ -24,6 +24,7 @@ from router.observe.requests import ObservedRouter
 from router.picking.decision import Decision
 from router.pods.pod_set import PodSet, PodSnapshot
 from router.prompts.request import RequestKind, RouteRequest, api_request
+from router.prompts.tenant_salt import TenantSalt
 
 _SERVICE = "pick_endpoint"  # in metrics
 _REQUEST_ID_MAX = 256
@@ -45,6 +46,7 @@ class EndpointPickerService:
     lifecycle: Lifecycle
     metrics: RouterMetrics
     pods: PodSet
+    salt: TenantSalt | None = None  # not None: no pick, because the service cannot change the gateway's body
 
     def add_to(self, server: grpc.Server) -> None:
         """Register the service; `_pick` serializes its responses itself."""
@@ -59,6 +61,8 @@ class EndpointPickerService:
     def _pick(self, sized: tuple[pb.PickEndpointRequest, int], context: grpc.ServicerContext) -> bytes:
         with self.metrics.inside(_SERVICE):
             try:
+                if self.salt is not None:
+                    raise self.salt.refusal("PickEndpoint")
                 decision = self.router.route(route_request(*sized), time.monotonic(), context.is_active)
             except RequestError as error:
                 self.metrics.refused(error)

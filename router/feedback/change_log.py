@@ -50,6 +50,7 @@ class ChangeLog:
     ledger: Ledger
     clock: Callable[[], float] = time.monotonic  # clock of the ledger's times
     queue_bytes_max: int = 16 << 20  # queued messages of a follower; beyond it the follower is dropped
+    states: Callable[[], Sequence[RequestReport]] = tuple  # reports that a new follower receives
     changes_max: int = 1_000_000  # recorded changes; reached only if the thread is stuck for seconds
 
     def __post_init__(self) -> None:
@@ -184,7 +185,8 @@ class ChangeLog:
             sent_entry(number, dispatch, None, now_s, prefilled=prefilled)
             for number, dispatch, prefilled in in_flight
         ]
-        queue.put(list(encode_changes(LedgerChanges(sent))))
+        reports = [messages.report_message(report) for report in self.states()]
+        queue.put(list(encode_changes(LedgerChanges(sent, reports=reports))))
         queue.has_snapshot = True
 
 

@@ -60,7 +60,7 @@ class Fleet(Collector):
         self._lifecycle = lifecycle
         self._lock = Lock()
         self._received: Counter[str] = Counter()
-        self._change_log = ChangeLog(ledger)
+        self._change_log = ChangeLog(ledger, states=lifecycle.state_reports)
         self.service = LedgerService(self._change_log, identity)
         self._remote = RemoteLoad(Ledger(LedgerParameters(), pods.load_table, ledger.adapters), index, pods)
         self._follower = LedgerFollower(config, identity, self._on_changes, self._remote.drop)

@@ -24,6 +24,7 @@ from router.inflight.failures import PodFailures
 from router.inflight.ledger import Ledger
 from router.inflight.rates import PrefillRates
 from router.picking.decision import Decision
+from router.picking.state_pods import StatePods
 from router.pods.engine_load import EngineLoad
 from router.pods.pod_set import PodSnapshot
 
@@ -33,6 +34,10 @@ SCRAPE, CLOCK, DISPLACED = "scrape", "clock", "displaced"
 FIRST_TOKEN, DONE, FAILED, REFUSED = "first_token", "done", "failed", "refused"
 # Events without a request: what the report's pod did with its last one.
 POD_FAILED, POD_SERVED = "pod_failed", "pod_served"
+STATE = "state"
+
+# States that a new peer receives; more follow with their next use.
+_STATES_SHARED = 10_000
 
 Text = Annotated[str, Meta(max_length=512)]
 # A finite number of seconds.
@@ -44,7 +49,7 @@ class RequestReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
     request_id: Text
     # `FIRST_TOKEN`, `DONE`, `FAILED` or `REFUSED` (the pod rejected the request with 4xx and computed
-    # nothing); any other event is ignored.
+    # nothing). `STATE`: the pod keeps state whose id is `request_id`. Any other event is ignored.
     event: Text
     source: Text  # `ACCESS_LOG`, `RESPONSE` or `REPORT`
     pod: Text | None = None
@@ -97,6 +102,7 @@ class Lifecycle:
     settle: Callable[[DispatchKey, float], None]  # ends a request's speculative index entries at a time
     drop: Callable[[DispatchKey], None]  # stops waiting for a request's blocks; called before `settle`
     failures: PodFailures
+    states: StatePods | None = None  # learns which pod keeps which state
     outcomes: PodOutcomes = field(init=False)
     _duplicates: DuplicateEnds = field(init=False, default_factory=DuplicateEnds)
     _fleet: PeerRouters | None = field(init=False, default=None)
@@ -213,6 +219,18 @@ class Lifecycle:
             )
         return dispatch
 
+    def keeps_state(self, state_id: str, pod: str) -> None:
+        """Record here and at other routers that a pod keeps state which later requests name by this id."""
+        if self.states is not None:
+            self.states.learn(state_id, pod)
+        if self._fleet is not None:
+            self._fleet.forward(RequestReport(state_id, STATE, RESPONSE, pod))
+
+    def state_reports(self) -> list[RequestReport]:
+        """Return reports of the latest states, oldest first, for a router that begins to follow this one."""
+        known = self.states.latest(_STATES_SHARED) if self.states is not None else []
+        return [RequestReport(state_id, STATE, RESPONSE, pod) for state_id, pod in reversed(known)]
+
     def expire(self, now_s: float) -> None:
         """Apply the timeouts of prefills, the lifetime of requests and the times of failing pods."""
         self.failures.expire(now_s)
@@ -246,6 +264,8 @@ class Lifecycle:
     def peer_reported(self, report: RequestReport, now_s: float) -> None:
         """Apply a report that another router received and forwarded."""
         request_id, source, pod = report.request_id, report.source, report.pod
+        if report.event == STATE and pod is not None and self.states is not None:
+            self.states.learn(request_id, pod)
         # A gateway that asked two routers for one request has used only one pick: the one of this pod.
         if pod is not None and self.is_remote(request_id) and not self.ledger.is_on(request_id, pod):
             return

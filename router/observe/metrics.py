@@ -66,6 +66,11 @@ _COUNTERS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "delivered": (_OURS + "delivered_cached_tokens_total", "Cached tokens reported by the pods.", ()),
     "ends": (_OURS + "request_ends_total", "Ended requests by source of the report.", ("source", "outcome")),
+    "stateful": (
+        _OURS + "stateful_requests_total",
+        "Requests that name a stored response, conversation or file, by what is known of its pod.",
+        ("outcome",),
+    ),
     "dropped": (
         _OURS + "dropped_messages_total",
         "Invalid messages that were dropped.",

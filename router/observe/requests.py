@@ -13,10 +13,12 @@ from router.observe.metrics import RouterMetrics
 from router.observe.tracing import Traces
 from router.picking.decision import Decision
 from router.picking.route import Router
-from router.prompts.request import RouteRequest
+from router.picking.state_pods import StatePods
+from router.prompts.request import RequestKind, RouteRequest
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
+_STATEFUL = (RequestKind.PASSTHROUGH, RequestKind.RESPONSES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class ObservedRouter:
     router: Router
     metrics: RouterMetrics
     traces: Traces | None = None
+    states: StatePods | None = None  # pods of stored responses, conversations and files
 
     def route(
         self, request: RouteRequest, now_s: float, is_active: Callable[[], bool] | None = None
@@ -40,6 +43,8 @@ class ObservedRouter:
         # Unix times in nanoseconds: the request's arrival, then the end of each step.
         steps_ns = [time.time_ns()]
         try:
+            if self.states is not None and request.kind in _STATEFUL:
+                request = self.states.bound(request)
             if traces is None:
                 decision = self.router.route(request, now_s, is_active)
             else:

@@ -74,7 +74,7 @@ def select_candidates(request: RouteRequest, pod_set: PodSet) -> CandidateSet:
         if is_allowed(pod, request.candidates):
             allowed.append(pod)
         else:
-            excluded[pod.address] = "not allowed by the gateway"
+            excluded[pod.address] = "not allowed by the gateway, or not the pod of the request's state"
     if not ready:
         raise NoEndpointError("no model server is ready")
     if not serving:

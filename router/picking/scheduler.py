@@ -35,7 +35,7 @@ from router.picking.sessions import SessionPods
 from router.pods.load_table import PodLoadTable
 from router.pods.pod_set import PodSnapshot
 from router.prompts.prompt_tokens import PromptTokens
-from router.prompts.request import RouteRequest, sequences_of, session_id_of
+from router.prompts.request import RouteRequest, sequences_of, session_of
 
 # Speculative blocks of a request just sent will be in device memory.
 _DEVICE_TIERS = (GPU_TIER, SPECULATIVE_TIER)
@@ -157,7 +157,7 @@ class Scheduler:
             The decision, and the entries that the ledger evicted for it.
         """
         request = tokenized.request
-        session, session_pod = session_id_of(request.headers), None
+        session, session_pod = session_of(request), None
         adapter_s = self._adapter_s(candidates, pods, now_s)
         prompt_tokens = tokenized.tokens.total
         used = matches if tokenized.degraded is None else ()

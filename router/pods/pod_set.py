@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from router.pods.load_table import PodLoadTable
 _log = logging.getLogger(__name__)
 
 _FILE_BYTES_MAX = 1 << 20
+_REGISTERED_MAX = 1024
+# Unloaded adapters that are remembered per pod.
+_UNLOADED_MAX, _NAME_CHARS_MAX = 1000, 256
 
 DEFAULT_METRICS_PATH = "/metrics"
 ROLE_LABEL = "llm-d.ai/role"
@@ -41,6 +45,7 @@ class ServedModels:
     aliases: frozenset[str]  # all names of the base model, including `base`
     adapters: frozenset[str] = frozenset()  # names of the loaded LoRA adapters
     max_model_len: int | None = None  # limit of prompt plus output in tokens; None if not reported
+    adapter_roots: frozenset[tuple[str, str]] = frozenset()  # adapters with the places of their weights
 
     def serves(self, model: str) -> bool:
         return model in self.aliases or model in self.adapters
@@ -84,6 +89,8 @@ class Pod:
     moved_s: float = -math.inf  # time of their last change
     stuck_s: float = math.inf  # time since which requests wait without such a change
     failing: str = ""  # why it gets no requests while others serve, see `PodFailures`; empty if it does
+    unloaded: frozenset[str] = frozenset()  # adapters that its engine process served before, bounded
+    reloaded: frozenset[str] = frozenset()  # adapters that this process loaded again under the same name
 
     @property
     def takes_requests(self) -> bool:
@@ -122,7 +129,7 @@ class PodSet:
         pods, anew = {}, []
         for entry in entries:
             known = self.current.get(entry.pod)
-            if known is not None and _life(known.entry) == _life(entry):
+            if known is not None and pod_life(known.entry) == pod_life(entry):
                 pods[entry.pod] = redeclared(known, entry)
             else:
                 pods[entry.pod] = Pod(address=entry.pod, name=entry.name, entry=entry)
@@ -153,6 +160,21 @@ class PodSet:
         return pod
 
 
+def with_models(pod: Pod, models: ServedModels) -> Pod:
+    """Return a pod with its reported models, among which adapters may be loaded again.
+
+    `created` on the models' page does not show that: vLLM and SGLang write the present time there.
+    """
+    if pod.models is None or models == pod.models:
+        return replace(pod, models=models)
+    roots = dict(pod.models.adapter_roots)
+    moved = {name for name, root in models.adapter_roots if roots.get(name, root) != root}
+    gone = pod.unloaded | (pod.models.adapters - models.adapters)
+    unloaded = frozenset(islice((name for name in gone if len(name) <= _NAME_CHARS_MAX), _UNLOADED_MAX))
+    reloaded = pod.reloaded | moved | (models.adapters & unloaded)
+    return replace(pod, models=models, unloaded=unloaded - models.adapters, reloaded=reloaded)
+
+
 def redeclared(pod: Pod, entry: PodEntry) -> Pod:
     """Return a pod's state after a new declaration, which may change its readiness."""
     if entry == pod.entry:
@@ -170,7 +192,8 @@ def _standing(pod: Pod) -> tuple[object, ...]:
     return pod.ready, pod.why, pod.silent, pod.asleep, pod.failing, pod.models, pod.entry
 
 
-def _life(entry: PodEntry) -> tuple[str, str, str]:
+def pod_life(entry: PodEntry) -> tuple[str, str, str]:
+    """Return what distinguishes a pod, and its restarts where they are known, from others at its address."""
     return entry.namespace, entry.name, entry.epoch
 
 
@@ -227,30 +250,47 @@ class PodsFile(PodsSource):
     def __post_init__(self) -> None:
         self._stamp: tuple[int, int, int] | None = None
         self._complaint = ""
-        self._first: tuple[PodEntry, ...] | None = self._read()
+        self._in_file = self._read()
+        self._registered: dict[str, PodEntry] = {}
+        self._is_new = True
+
+    @property
+    def registered(self) -> tuple[PodEntry, ...]:
+        """Pods that were registered besides the file's, until the router ends."""
+        return tuple(self._registered.values())
+
+    def register(self, entry: PodEntry, *, remove: bool = False) -> bool:
+        """Add or remove a pod; return False for one too many, or if there is no such pod. Thread-safe."""
+        if remove:
+            done = self._registered.pop(entry.pod, None) is not None
+        elif done := entry.pod in self._registered or len(self._registered) < _REGISTERED_MAX:
+            self._registered[entry.pod] = entry
+        if done:
+            self._is_new = True
+        return done
 
     def status(self, now_s: float) -> Any:
         del now_s
         return {"source": "file", "path": str(self.path), "watched": self.watch, "problem": self._complaint}
 
     def changed(self) -> tuple[PodEntry, ...] | None:
-        """Return the pods if the file has changed; None if it has not, or is invalid (which is logged)."""
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        if not self.watch:
+        """Return the pods if they have changed; an invalid file changes nothing, and is logged."""
+        if self.watch:
+            self._look()
+        if not self._is_new:
             return None
+        self._is_new = False
+        return tuple(({entry.pod: entry for entry in self._in_file} | self._registered).values())
+
+    def _look(self) -> None:
         try:
-            if self._stamp_now() == self._stamp:
-                return None
-            entries = self._read()
-            self._complaint = ""
-            return entries
+            if self._stamp_now() != self._stamp:
+                self._in_file, self._is_new = self._read(), True
+                self._complaint = ""
         except (OSError, ConfigError) as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)
                 _log.error("pods file invalid, keeping the last pods: error=%s", error)
-            return None
 
     def _read(self) -> tuple[PodEntry, ...]:
         """Read and parse the file.

@@ -169,12 +169,14 @@ def served_models(page: bytes) -> ServedModels | None:
         aliases=frozenset(card.id for card in bases),
         adapters=frozenset(card.id for card in cards if card.parent is not None),
         max_model_len=bases[0].max_model_len,
+        adapter_roots=frozenset((card.id, card.root) for card in cards if card.parent and card.root),
     )
 
 
 class _Card(msgspec.Struct):
     id: str
     parent: str | None = None
+    root: str | None = None
     max_model_len: int | None = None
 
 

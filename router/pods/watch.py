@@ -18,7 +18,14 @@ from typing import Protocol
 from indexer import ConfigError as IndexerConfigError
 from indexer import EngineReading, PodStream
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL
-from router.pods.pod_set import NOT_READY_THERE, PROBES_WITHOUT_LOAD_MAX, Pod, PodSet, PodsSource
+from router.pods.pod_set import (
+    NOT_READY_THERE,
+    PROBES_WITHOUT_LOAD_MAX,
+    Pod,
+    PodSet,
+    PodsSource,
+    with_models,
+)
 from router.pods.probe import Prober, ProbeResult
 from router.pods.stalls import checked
 
@@ -263,6 +270,12 @@ class PodWatch:
                 pod.address,
                 result.why_no_load,
             )
+        if again := judged.reloaded - pod.reloaded:
+            _log.warning(
+                "adapter loaded again under its old name, prefixes of the old weights may hit: pod=%s "
+                "adapters=%s; reset the engine's prefix cache, or use a new name for new weights",
+                *(pod.address, ", ".join(sorted(again))),
+            )
         if missing := _newly_missing(pod, judged):
             _log.warning("pod metrics incomplete, using defaults: pod=%s missing=%s", pod.address, missing)
         if (judged.models, judged.sources) != (pod.models, pod.sources):
@@ -299,7 +312,7 @@ def judge(pod: Pod, result: ProbeResult) -> Pod:
     """Return a pod's state after a probe: an error makes it not ready at once, timeouts only if repeated."""
     if result.healthy:
         return replace(
-            pod,
+            pod if result.models is None else with_models(pod, result.models),
             ready=pod.entry.ready,
             why="" if pod.entry.ready else NOT_READY_THERE,
             silent=False,
@@ -307,7 +320,6 @@ def judge(pod: Pod, result: ProbeResult) -> Pod:
             failures=0,
             refused=False,
             unreachable=False,
-            models=result.models or pod.models,
             load=result.load or pod.load,
             probes_without_load=pod.probes_without_load + 1 if result.why_no_load else 0,
             sources=result.sources or pod.sources,
@@ -316,6 +328,10 @@ def judge(pod: Pod, result: ProbeResult) -> Pod:
     failures = pod.failures + 1 if result.timed_out else 0
     if result.timed_out and pod.ready and failures < _TIMEOUTS_MAX:
         return replace(pod, failures=failures)
+    if result.refused and pod.models is not None:
+        # The process ended; the next one loads its adapters for the first time.
+        models = replace(pod.models, adapters=frozenset(), adapter_roots=frozenset())
+        pod = replace(pod, models=models, unloaded=frozenset(), reloaded=frozenset())
     return replace(
         pod,
         ready=False,

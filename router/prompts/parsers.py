@@ -58,6 +58,7 @@ class Api:
     broken: str = "error unmarshaling request bodyMap: "  # prefix of the error for a body that is no object
     needs_model: bool = True  # whether the body must name a model
     form: BodyForm = BodyForm.JSON
+    salt_field: str = ""  # body field of the cache salt; "" if engines have none
 
     def fields(self, body: bytes | bytearray) -> dict[str, Any]:
         """Return the fields of a JSON body.
@@ -90,8 +91,9 @@ class Api:
         return found
 
 
-_CHAT_API = Api(_CHAT, "chat completions", ("messages",))
-_COMPLETIONS_API = Api(_COMPLETIONS, "completions", ("prompt",))
+_SALT = "cache_salt"
+_CHAT_API = Api(_CHAT, "chat completions", ("messages",), salt_field=_SALT)
+_COMPLETIONS_API = Api(_COMPLETIONS, "completions", ("prompt",), salt_field=_SALT)
 _GRPC_API = Api(_COMPLETIONS, "gRPC", needs_model=False, form=BodyForm.VLLM)
 _VERTEX_CHAT = Api(_CHAT, "chat completions", ("messages",), needs_model=False, form=BodyForm.VERTEX)
 _VERTEX_RAW = Api(RequestKind.RESPONSES, "responses", ("input",), needs_model=False, form=BodyForm.VERTEX)
@@ -101,15 +103,16 @@ _OWN = "kvroute"
 # APIs by path suffix, per parser; a parser without suffixes passes all other paths unread.
 _APIS: Mapping[str, Mapping[str, Api]] = {
     _OWN: {
-        "chat/completions": Api(_CHAT),
-        "completions": Api(_COMPLETIONS),
+        "chat/completions": Api(_CHAT, salt_field=_SALT),
+        "completions": Api(_COMPLETIONS, salt_field=_SALT),
+        # vLLM's Messages API has no salt.
         "v1/messages": Api(RequestKind.MESSAGES),
-        "v1/responses": Api(RequestKind.RESPONSES),
+        "v1/responses": Api(RequestKind.RESPONSES, salt_field=_SALT),
     },
     "openai-parser": {
         "chat/completions": _CHAT_API,
         "completions": _COMPLETIONS_API,
-        "responses": Api(RequestKind.RESPONSES, "responses", ("input",)),
+        "responses": Api(RequestKind.RESPONSES, "responses", ("input",), salt_field=_SALT),
         "embeddings": Api(_OTHER, "embeddings", ("input",)),
         "conversations": Api(_OTHER, "conversations", ("items",)),
         "images/generations": Api(_OTHER, "images generations", ("prompt",)),
@@ -128,7 +131,12 @@ _APIS: Mapping[str, Mapping[str, Api]] = {
     },
     "vllmhttp-parser": {
         "inference/v1/generate": Api(
-            _COMPLETIONS, "generate", ("token_ids",), "must have non-empty token_ids field", ""
+            _COMPLETIONS,
+            "generate",
+            ("token_ids",),
+            "must have non-empty token_ids field",
+            "",
+            salt_field=_SALT,
         )
     },
     "sglanghttp-parser": {
@@ -139,6 +147,7 @@ _APIS: Mapping[str, Mapping[str, Api]] = {
             "input_ids must be provided",
             "invalid generate request: ",
             needs_model=False,
+            salt_field="extra_key",
         )
     },
     "vllmgrpc-parser": {f"{_VLLM_SERVICE}/Generate": _GRPC_API, f"{_VLLM_SERVICE}/Embed": _GRPC_API},

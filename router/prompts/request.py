@@ -161,6 +161,14 @@ def session_id_of(headers: Mapping[str, str]) -> str | None:
     return session if session and len(session) <= _ID_CHARS_MAX else None
 
 
+def session_of(request: RouteRequest) -> str | None:
+    """Return the session id of a request, from its headers or else from OpenAI's `prompt_cache_key`."""
+    if (session := session_id_of(request.headers)) is not None:
+        return session
+    key = request.body.get("prompt_cache_key")
+    return key if isinstance(key, str) and 0 < len(key) <= _ID_CHARS_MAX else None
+
+
 def agent_session_id(headers: Mapping[str, str]) -> str | None:
     """Return the session id in an agent's header; None without one."""
     return next((headers[name] for name in _AGENT_HEADERS if headers.get(name)), None)

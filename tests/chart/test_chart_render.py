@@ -16,6 +16,7 @@ from router.prompts import tokenizer_server
 from tests.support.chart.helm import CHART, EVERYTHING, container, lint, manifests, one, pods, template, text
 
 GOLDEN = Path(__file__).parent / "golden"
+SALT = {"header": "x-tenant", "keySecret": {"name": "salt"}}
 # Contents of ConfigMaps, which have tests of their own.
 _LONG = 400
 STANDALONE = {
@@ -334,12 +335,31 @@ def test_engines_may_connect_to_the_router(more: dict[str, Any]) -> None:
             "gateway.inferencePool.failureMode",
         ),
         ({"autoscaling": {"enabled": True, "targetCPUUtilizationPercentage": None}}, "autoscaling"),
+        ({"router": {"tenantSalt": SALT}}, "router.tenantSalt.header.*envoy.door: ext_proc"),
+        (
+            {"router": {"tenantSalt": {"header": "x-tenant"}}, "envoy": {"door": "ext_proc"}},
+            "router.tenantSalt.keySecret.name",
+        ),
+        (
+            {**EVERYTHING, "router": {**EVERYTHING["router"], "tenantSalt": SALT}},
+            "gateway.inferencePool.failureMode",
+        ),
     ],
 )
 def test_contradicting_values_are_rejected(values: dict[str, Any], message: str) -> None:
     """Values that contradict each other are rejected with the path of the one to change."""
     error = template(values).error
     assert re.search(message, error), error
+
+
+def test_the_salt_key_is_mounted_where_the_flag_names_it() -> None:
+    """The router's --salt-key-file is the Secret's file."""
+    values = {"router": {"tenantSalt": SALT}, "envoy": {"door": "ext_proc"}}
+    deployment = one(manifests(values), "Deployment", "-epp")
+    router, spec = container(deployment, "router"), deployment["spec"]["template"]["spec"]
+    assert {"--salt-from=header:x-tenant", "--salt-key-file=/etc/kvroute-salt/key"} <= set(router["args"])
+    (mount,) = [each for each in router["volumeMounts"] if each["mountPath"] == "/etc/kvroute-salt"]
+    assert {"name": mount["name"], "secret": {"secretName": "salt"}} in spec["volumes"]
 
 
 @pytest.mark.parametrize(

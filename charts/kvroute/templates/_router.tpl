@@ -26,6 +26,18 @@
 {{- end }}
 - --kv-connector=true
 {{- end }}
+{{- with $router.tenantSalt }}
+{{- if .header }}
+{{- if and (eq $.Values.mode "standalone") (ne $.Values.envoy.door "ext_proc") }}
+{{- fail "router.tenantSalt.header: the salt is set in the request's body, which ext_authz cannot do; set envoy.door: ext_proc" }}
+{{- end }}
+{{- if and (eq $.Values.mode "gateway") $.Values.gateway.inferencePool.create (eq $.Values.gateway.inferencePool.failureMode "FailOpen") }}
+{{- fail "gateway.inferencePool.failureMode: FailOpen sends requests with salts that clients choose; choose FailClose" }}
+{{- end }}
+- --salt-from=header:{{ .header }}
+- --salt-key-file=/etc/kvroute-salt/{{ .keySecret.key }}
+{{- end }}
+{{- end }}
 - --drain-timeout={{ int64 $router.drain.timeoutSeconds }}s
 {{- if $router.tracing.enabled }}
 - --tracing=true

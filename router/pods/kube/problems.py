@@ -61,6 +61,7 @@ class Reason(StrEnum):
     POD_UNREACHABLE = "PodUnreachable"
     ENGINE_WITHOUT_EVENTS = "EngineWithoutEvents"
     POD_STALLED = "PodStalled"
+    ADAPTER_RELOADED = "AdapterReloaded"
     BAD_ANNOTATION = "BadAnnotation"
     BAD_POD = "BadPod"
     BAD_OBJECTIVE = "BadObjective"
@@ -131,6 +132,8 @@ def cluster_symptoms(state: DiscoveryState, config: KubeConfig, namespace: str) 
 _MEANING = {
     Reason.WRONG_TARGET_PORT: "Ready, but connections are refused: nothing listens at that port, or a "
     "NetworkPolicy rejects the router: ",
+    Reason.ADAPTER_RELOADED: "Adapters were loaded again under their old names, so prefixes of the old "
+    "weights may hit: ",
     Reason.POD_UNREACHABLE: "Ready, but the router gets no connection: a NetworkPolicy keeps it out, or the "
     "pod's node or process is gone: ",
 }
@@ -160,6 +163,9 @@ def pod_symptoms(
             yield Symptom(Reason.POD_UNREACHABLE, pod.address, text, _UNREACHABLE_S)
         if pod.stalled:
             yield Symptom(Reason.POD_STALLED, pod.address, f"{which}: {pod.why}")
+        if pod.reloaded:
+            text = f"{pod.name}: {', '.join(sorted(pod.reloaded)[:_NAMES_MAX])}"
+            yield Symptom(Reason.ADAPTER_RELOADED, pod.address, text)
         if pod.ready and (why := _without_events(pod, by_pod.get(pod.address, ()))) is not None:
             what, lasts_s = why
             yield Symptom(Reason.ENGINE_WITHOUT_EVENTS, pod.address, f"{pod.name}: {what}", lasts_s)

@@ -20,6 +20,7 @@ from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 from router.app.server import RouterServer
 from router.app.tls import TlsOptions
 from router.feedback.lifecycle import ACCESS_LOG
+from router.prompts.request import RequestKind, RouteRequest
 from tests.support.loopback import HERE, free_port
 from tests.support.redis_server import running_redis
 from tests.support.router.bench import completion, long_text
@@ -115,6 +116,24 @@ def test_each_router_counts_the_load_of_both(tmp_path: Path) -> None:
             await_work(first, 2 * number + 2)
         assert [peer["requests"] for peer in (*peers_of(first), *peers_of(second))] == [3, 3]
         assert first.requests_in_flight == second.requests_in_flight == 3
+
+
+def test_a_peer_knows_where_responses_are_stored(tmp_path: Path) -> None:
+    """A router learns from its peers which pod keeps a response, also what they knew before it joined."""
+    ports = free_port(), free_port()
+    with two_pods(tmp_path) as pods_file, router(pods_file, ports[0], *ports) as first:
+        home, *_ = sorted(ready_pods(first))
+        first.lifecycle.keeps_state("resp_early", home)
+        with router(pods_file, ports[1], *ports) as second:
+            wait_until(lambda: states(first) == states(second) == ["followed"], "each other")
+            first.lifecycle.keeps_state("resp_late", home)
+            known = second.lifecycle.states
+            assert known is not None
+            wait_until(lambda: len(known) == 2, "both responses")
+            for state_id in ("resp_early", "resp_late"):
+                body = {"input": "x", "previous_response_id": state_id}
+                request = RouteRequest("r", RequestKind.RESPONSES, "kvroute-tiny", body, body_bytes=100)
+                assert second.router.route(request, time.monotonic()).primary.pod == home
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

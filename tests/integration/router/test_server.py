@@ -111,6 +111,19 @@ def test_a_changed_pods_file_is_applied_and_a_broken_one_is_not(tmp_path: Path) 
             wait_until(lambda: list(router.pods.current) == [one.address], "the second pod's end")
 
 
+def test_an_adapter_loaded_again_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An adapter that leaves and returns under its name is logged and listed by /ready."""
+    with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:
+        for models in ([("m", None), ("tuned", "m")], [("m", None)], [("m", None), ("tuned", "m")]):
+            pod.healthy = False
+            all_ready(router)
+            pod.models, pod.healthy = list(models), True
+            all_ready(router, pod)
+        told = json.loads(get(router, "/ready")[1])["prefixes_of_old_weights_may_hit"]
+        assert told == {pod.address: ["tuned"]}
+    assert f"pod={pod.address} adapters=tuned" in caplog.text
+
+
 def test_a_new_model_on_a_known_pod_is_noticed(tmp_path: Path) -> None:
     """A pod that returns with another model serves that model."""
     with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:
@@ -129,8 +142,10 @@ def test_the_pages_show_the_state(tmp_path: Path) -> None:
     """Metrics, liveness, readiness, pods and decisions have pages; other paths get 404 with the list."""
     with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:
         wait_until(lambda: get(router, "/ready")[0] == 200, "readiness")
-        index = {"views_pending": [], "parity": [], "routers": [], "pods_asleep": []}
-        index |= {"pods_failing": {}, "picks_ignored": None}
+        empty: list[str] = []
+        lists = ("views_pending", "parity", "drafters", "routers", "pods_asleep")
+        index: dict[str, object] = dict.fromkeys(lists, empty)
+        index |= {"pods_failing": {}, "picks_ignored": None, "prefixes_of_old_weights_may_hit": {}}
         assert json.loads(get(router, "/ready")[1]) == {"status": "ready", **index}
         all_ready(router, pod)
         router.router.route(completion("r1", "hello " * 40), 0.0)

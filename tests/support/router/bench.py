@@ -25,6 +25,7 @@ from router.observe.tracing import Traces
 from router.picking.admission import Admission, UtilizationDetector
 from router.picking.route import Router
 from router.picking.scheduler import Scheduler
+from router.picking.state_pods import StatePods
 from router.plugins.pipeline import Pipeline
 from router.pods.pod_set import Pod, PodSet, ServedModels
 from router.prompts.request import RequestKind, RouteRequest
@@ -164,6 +165,7 @@ class Bench:
             self.index.settle,
             self.index.cancel_expectation,
             PodFailures(load_table, self._exclude),
+            StatePods(self.pods, lambda outcome: self.metrics.count("stateful", outcome)),
         )
         self.scheduler = Scheduler(
             load_table,
@@ -182,7 +184,7 @@ class Bench:
             failures=self.lifecycle.failures,
             clock=self.clock,
         )
-        self.router = ObservedRouter(self.core, self.metrics, self.traces)
+        self.router = ObservedRouter(self.core, self.metrics, self.traces, self.lifecycle.states)
 
     def _exclude(self, pod: str, why: str) -> None:
         if pod in self.pods.current:

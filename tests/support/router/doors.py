@@ -23,6 +23,7 @@ from router.doors.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE
 from router.doors.pick import EndpointPickerService
 from router.h2 import GrpcServer
 from router.prompts.body_guard import BodyGuard
+from router.prompts.tenant_salt import TenantSalt
 from tests.support.router.bench import Bench
 
 TIMEOUT_S = 300.0
@@ -91,6 +92,7 @@ def serving(
     tls: Callable[[], ssl.SSLContext] | None = None,
     dialect: NativeDialect | None = None,
     message_bytes_max: int = 8 << 20,
+    salt: TenantSalt | None = None,
 ) -> Iterator[ServedBench]:
     """Serve a bench on a free port, with ext_proc in the native dialect unless another is given."""
     failed_connections: list[tuple[str, str]] = []
@@ -98,8 +100,8 @@ def serving(
     options = options or ExtProcOptions()
     dialect = dialect or NativeDialect(router=bench.router, guard=guard, metrics=bench.metrics)
     ext_proc = ExtProcService(dialect, bench.lifecycle, options)
-    check = ExtAuthzService(bench.router, guard, bench.metrics, options.max_request_bytes)
-    picks = EndpointPickerService(bench.router, bench.lifecycle, bench.metrics, bench.pods)
+    check = ExtAuthzService(bench.router, guard, bench.metrics, options.max_request_bytes, salt)
+    picks = EndpointPickerService(bench.router, bench.lifecycle, bench.metrics, bench.pods, salt)
     logs = AccessLogService(bench.lifecycle, bench.metrics, lambda *report: failed_connections.append(report))
     server = GrpcServer(
         "--grpc-port",

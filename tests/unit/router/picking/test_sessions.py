@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from router.feedback.lifecycle import REPORT
 from router.picking.decision import Decision
 from router.picking.sessions import SessionPods
-from router.prompts.request import session_id_of
+from router.prompts.request import session_id_of, session_of
 from tests.support.router.bench import Bench, completion, ready_pod
 
 A, B = ready_pod("10.0.0.1:8000", model="m"), ready_pod("10.0.0.2:8000", model="m")
@@ -28,6 +28,16 @@ A, B = ready_pod("10.0.0.1:8000", model="m"), ready_pod("10.0.0.2:8000", model="
 def test_a_sessions_id_comes_from_its_header(headers: dict[str, str], session: str | None) -> None:
     """x-session-id precedes agents' headers; an empty or oversized id is ignored."""
     assert session_id_of(headers) == session
+
+
+@pytest.mark.parametrize(
+    ("key", "session"), [("k", "k"), ("", None), ("x" * 1_000_000, None), (7, None), (["k"], None)]
+)
+def test_openais_cache_key_is_a_session(key: object, session: str | None) -> None:
+    """A prompt_cache_key is the session of a request without a session header; other types are ignored."""
+    request = completion("r", "x", prompt_cache_key=key)
+    assert session_of(request) == session
+    assert session_of(replace(request, headers={"x-session-id": "s"})) == "s"
 
 
 def test_a_session_expires_after_its_last_request() -> None:
@@ -61,13 +71,17 @@ def test_a_session_has_one_pod_per_base_model() -> None:
         assert {model: len(seen) for model, seen in pods.items()} == {"m": 1, "other": 1}
 
 
-def test_a_session_only_decides_between_equal_costs() -> None:
+@pytest.mark.parametrize(
+    ("headers", "fields"), [({"x-session-id": "s"}, {}), ({}, {"prompt_cache_key": "s"})]
+)
+def test_a_session_only_decides_between_equal_costs(headers: dict[str, str], fields: dict[str, str]) -> None:
     """A session stays at its pod while no other pod has a lower cost."""
     for seed in range(8):
         bench = Bench(seed=seed).with_pods(A, B)
 
         def pick(number: int, bench: Bench = bench) -> Decision:
-            request = replace(completion(f"r{number}", "x" * 40, model="m"), headers={"x-session-id": "s"})
+            request = completion(f"r{number}", "x" * 40, model="m", **fields)
+            request = replace(request, headers=dict(headers))
             return bench.router.route(request, float(number))
 
         home = pick(0).primary.pod

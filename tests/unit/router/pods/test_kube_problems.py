@@ -109,6 +109,7 @@ def test_each_mistake_has_one_reason(fields: dict[str, Any], reason: Reason, par
         (POD, (replace(ENGINE, linked=False),), Reason.ENGINE_WITHOUT_EVENTS),
         (POD, (ENGINE, replace(ENGINE, stream_state=StreamState.STALE)), Reason.ENGINE_WITHOUT_EVENTS),
         (replace(POD, sources=EventSources(reported=True, off=True)), (), Reason.ENGINE_WITHOUT_EVENTS),
+        (replace(POD, reloaded=frozenset({"tuned"})), (ENGINE,), Reason.ADAPTER_RELOADED),
     ],
 )
 def test_each_mistake_of_a_pod_has_one_reason(
