@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
+from indexer.audit.cache_watch import CACHING_OFF, CacheWatch, EngineFault
 from indexer.audit.engine_counters import EngineReading, Finding, check_counters
 from indexer.audit.mismatch_watch import SentPrompt
 from indexer.config import IndexerConfig, PodStream
@@ -69,6 +70,8 @@ class KvIndexer:
         self._bootstrap_s = config.bootstrap_s
         self._followed_s: Mapping[str, float] = {}  # start time by pod; replaced as a whole
         self._readings: Mapping[str, EngineReading] = {}
+        self._cache_watches: dict[str, CacheWatch] = {}
+        self._uncached: frozenset[str] = frozenset()  # pods whose prefix caching is off
         self._counted_s = -math.inf
 
     @property
@@ -100,6 +103,8 @@ class KvIndexer:
         self._subscriber.follow(wanted)
         before, now_s = self._followed_s, self._clock()
         self._followed_s = {stream.pod: before.get(stream.pod, now_s) for stream in wanted}
+        for gone in before.keys() - self._followed_s.keys():
+            self._cache_watches.pop(gone, None)
 
     def pending(self) -> frozenset[str]:
         """Return followed pods whose view was never built, until `bootstrap_s` after they were followed."""
@@ -188,8 +193,9 @@ class KvIndexer:
     def observe(self, pod: str, reading: EngineReading) -> Finding | None:
         """Compare a reading of an engine's metrics with its view; clear the view if it must be wrong.
 
-        Called by one thread, with readings of pods that have one rank.
+        Called by one thread; of pods with several ranks with `EngineReading.of_any_engine`.
         """
+        self._watch_cache(pod, reading)
         before = self._readings.get(pod)
         finding = check_counters(before, reading, self._held_blocks(pod, reading))
         hits_moved = before is None or (reading.hit_tokens or 0) > (before.hit_tokens or 0)
@@ -201,6 +207,19 @@ class KvIndexer:
                 self._metrics.findings.labels(finding).inc()
             self.invalidate(pod, finding, emptied=finding.emptied, seen_s=reading.asked_s)
         return finding
+
+    def faults(self, pod: str) -> tuple[EngineFault, ...]:
+        """Return why the pod's cache cannot be used, or not be seen, as its users expect; empty if it can."""
+        watch = self._cache_watches.get(pod)
+        return () if watch is None or watch.fault is None else (watch.fault,)
+
+    def _watch_cache(self, pod: str, reading: EngineReading) -> None:
+        registry = self.engine_registry
+        stored = not registry.has_exact_streams(pod) or self._ingest.has_stored(registry.members(pod))
+        watch = self._cache_watches.setdefault(pod, CacheWatch())
+        watch.observe(reading, stored=stored)
+        if (watch.fault is CACHING_OFF) != (pod in self._uncached):
+            self._uncached ^= {pod}
 
     def _held_blocks(self, pod: str, reading: EngineReading) -> int | None:
         """Return a lower bound of the view's blocks in device memory; None: unknown, or within capacity."""
@@ -224,6 +243,8 @@ class KvIndexer:
             request_id: Id that is unique among the requests in flight.
             prompt: Prompt to compare with the pod's events, see `MismatchWatch`; None: no comparison.
         """
+        if pod in self._uncached:
+            return
         if prompt is None or not self.engine_registry.has_exact_streams(pod):
             self._speculation.assume(request_id, pod, keys, now_s)
             return

@@ -10,7 +10,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -97,6 +97,11 @@ class Ingest:
         held = self.index.tier_blocks(holder, GPU_TIER)
         # Blocks that were added and removed during the count may have been counted twice.
         return (held - held // _COUNT_MARGIN) // split
+
+    def has_stored(self, holders: Iterable[str]) -> bool:
+        """Return whether any of these engines' views ever stored a block. Thread-safe."""
+        views = (self._pods.get(holder) for holder in holders)
+        return any(view is not None and view.view.block_tokens is not None for view in views)
 
     def opened(self, stream: PodStream) -> None:
         self._pods[stream.holder] = EventApplier(self._engine, stream)

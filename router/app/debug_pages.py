@@ -230,6 +230,11 @@ class DebugPages:
             "views_pending": sorted(self.index.pending()),
             "parity": self.index.mismatch_details(),
             "routers": list(self.routers(time.monotonic())),
+            "engines": [
+                f"{pod.name} ({pod.address}): {fault.text}"
+                for pod in self.pods.current.values()
+                for fault in pod.faults
+            ],
             "pods_asleep": [pod.address for pod in self.pods.current.values() if pod.asleep],
         }
         if self.health.ready:
@@ -262,6 +267,7 @@ class DebugPages:
             "ready": pod.ready,
             "why_not": pod.why,
             "asleep": pod.asleep,
+            "faults": [fault.kind for fault in pod.faults],
             "declared_ready": pod.entry.ready,
             "labels": dict(pod.entry.labels),
             "view": views[pod.address].value if pod.address in views else None,

@@ -18,7 +18,7 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
-from indexer import DispatchKey, EngineReading
+from indexer import DispatchKey, EngineFault, EngineReading
 from indexer.keys import Keys
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger
@@ -354,6 +354,7 @@ class EngineCheck:
 
     ledger: Ledger
     observe: Callable[[str, EngineReading], object]  # receives the completed reading, `KvIndexer.observe`
+    faults: Callable[[str], Sequence[EngineFault]] = lambda _pod: ()  # `KvIndexer.faults`
 
     def before_scrape(self, pod: str) -> int:
         """Return the predicted hit tokens of answered requests, for `after_scrape`."""

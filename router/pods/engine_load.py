@@ -137,6 +137,10 @@ _ENGINES = (
 )
 
 
+_CACHING = b"enable_prefix_caching"
+_PROMPTS = b"vllm:request_prompt_tokens"
+# Prefixes of metrics of vLLM's own OffloadingConnector and of our model server, whose events report removals.
+_REPORT_EVICTIONS = (b"vllm:kv_offload_", b"kvroute_engine_")
 _SLEEP = b"vllm:engine_sleep_state"
 # States in which the KV cache is gone.
 _DROPPED = (b"weights_offloaded", b"discard_all")
@@ -168,20 +172,20 @@ class EnginePage:
         """Return the counters to compare with the engine's view, see `indexer.audit.engine_counters`.
 
         Uses vLLM's names, as the model server does; other engines report only the start of the process.
+        Several engines on a page give `EngineReading.of_any_engine`.
 
         Args:
             asked_s: When the page was requested, in monotonic seconds.
 
         Returns:
-            The counters; None if the page is of several engines or has too many series.
+            The counters; None if the page has too many series.
         """
         try:
             configs = [labels for labels, _ in self.series(_VLLM_CONFIG)]
-            if len(configs) > 1:
-                return None
+            caching = {labels.get(_CACHING) for labels in configs} - {None}
             awake = self._sleep_states(b"awake")
             dropped = [self._sleep_states(state) for state in _DROPPED]
-            return EngineReading(
+            reading = EngineReading(
                 started_s=self._sum(b"process_start_time_seconds"),
                 capacity_blocks=_whole(configs[0].get(b"num_gpu_blocks")) or None if configs else None,
                 prompt_tokens=self._sum(b"vllm:prompt_tokens_total"),
@@ -190,7 +194,13 @@ class EnginePage:
                 # vLLM at sleep level 0 is in neither state, and keeps its cache.
                 asleep=bool(awake) and not any(awake) and (not all(dropped) or any(map(any, dropped))),
                 asked_s=asked_s,
+                caches=b"False" not in caching if caching else None,
+                block_tokens=_whole(configs[0].get(b"block_size")) or None if configs else None,
+                prompts=self._sum(_PROMPTS + b"_count"),
+                prompts_tokens=self._sum(_PROMPTS + b"_sum"),
+                reports_evictions=any(b"\n" + sign in self._page for sign in _REPORT_EVICTIONS),
             )
+            return reading if len(configs) < 2 else reading.of_any_engine
         except _UnusableError:
             return None
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from indexer import ConfigError as IndexerConfigError
-from indexer import EngineState
+from indexer import EngineFault, EngineState
 from indexer.pod_entry import METRICS_PATH_LABEL, METRICS_PORT_LABEL, PodEntry, parse_pods, pod_address
 from router.errors import ConfigError
 from router.pods.engine_load import EngineLoad
@@ -78,6 +78,7 @@ class Pod:
     sources: EventSources | None = None  # reported event ports; None until requested
     probes_without_load: int = 0  # consecutive successful probes without a load
     asleep: bool = False  # whether its engine is in sleep mode: it answers probes, but no requests
+    faults: tuple[EngineFault, ...] = ()  # why its cache cannot be used or seen as expected
 
     @property
     def takes_requests(self) -> bool:

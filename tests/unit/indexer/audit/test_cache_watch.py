@@ -1,0 +1,64 @@
+"""Engines that cache nothing are named by what their metrics pages show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from indexer.audit.cache_watch import CacheWatch, FaultKind
+from indexer.audit.engine_counters import EngineReading
+
+START = EngineReading(caches=True, block_tokens=16, prompts=100.0, prompts_tokens=50_000.0)
+
+
+def after(prompts: int, mean_tokens: int, reading: EngineReading = START) -> EngineReading:
+    """Return a later reading, after so many prompts of this mean length."""
+    tokens = (reading.prompts_tokens or 0) + prompts * mean_tokens
+    return replace(reading, prompts=(reading.prompts or 0) + prompts, prompts_tokens=tokens)
+
+
+def verdict(*readings: EngineReading, stored: bool) -> FaultKind | None:
+    """Return the fault after these readings."""
+    watch = CacheWatch()
+    for reading in readings:
+        watch.observe(reading, stored=stored)
+    return None if watch.fault is None else watch.fault.kind
+
+
+def test_caching_that_is_off_is_told_by_the_first_page() -> None:
+    """The engine's setting is enough, and the fault ends when another process has it on."""
+    off = replace(START, caches=False)
+    assert verdict(off, stored=False) is FaultKind.CACHING_OFF
+    assert verdict(off, START, stored=False) is None
+
+
+@pytest.mark.parametrize(
+    ("prompts", "mean_tokens", "stored", "fault"),
+    [
+        (32, 500, True, None),
+        (32, 500, False, FaultKind.NOTHING_STORED),
+        (31, 500, False, None),
+        (100, 20, False, None),
+        (32, 15, True, FaultKind.BLOCKS_TOO_LARGE),
+        (32, 16, True, None),
+    ],
+)
+def test_a_verdict_needs_enough_prompts(
+    prompts: int, mean_tokens: int, stored: bool, fault: FaultKind | None
+) -> None:
+    """Prompts shorter than a block, and enough prompts without any stored block, are faults."""
+    assert verdict(START, after(prompts, mean_tokens), stored=stored) is fault
+
+
+def test_a_verdict_follows_the_latest_prompts() -> None:
+    """A fault ends with the next window of prompts that contradicts it."""
+    short = after(40, 10)
+    assert verdict(START, short, after(40, 100, short), stored=True) is None
+
+
+def test_another_process_starts_anew() -> None:
+    """Counters that decreased begin another window; missing ones leave the verdict."""
+    restarted = replace(START, prompts=1.0, prompts_tokens=10.0)
+    assert verdict(START, restarted, after(31, 1, restarted), stored=True) is None
+    assert verdict(START, EngineReading(), after(32, 5), stored=True) is FaultKind.BLOCKS_TOO_LARGE
