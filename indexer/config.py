@@ -206,6 +206,15 @@ class IndexerConfig:
     snapshot_total_s: float = 30.0
     concurrent_snapshots: int = 4
 
+    unproven_tier_ttl_s: float = _flag(
+        "--unproven-tier-ttl",
+        float,
+        600.0,
+        "least time for which blocks count in a tier whose removals the engine does not publish; at most "
+        "twice as long (default: 600)",
+        metavar="SECONDS",
+    )
+
     speculative_ttl_s: float = 2.0
     speculative_max_s: float = 60.0
     # Most triples of (request, pod, block); 0: no speculative entries.

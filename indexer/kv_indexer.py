@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from indexer.audit.cache_watch import CACHING_OFF, CacheWatch, EngineFault
-from indexer.audit.engine_counters import EngineReading, Finding, check_counters
+from indexer.audit.cache_watch import CACHING_OFF, CacheWatch, EngineFault, tier_fault
+from indexer.audit.engine_counters import CachingFacts, EngineReading, Finding, check_counters
 from indexer.audit.mismatch_watch import SentPrompt
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError
@@ -67,7 +67,7 @@ class KvIndexer:
         self.exports = PeerService(
             identity, self._subscriber.export, self._metrics, total_s=config.snapshot_total_s
         )
-        self._bootstrap_s = config.bootstrap_s
+        self._bootstrap_s, self._unproven_ttl_s = config.bootstrap_s, config.unproven_tier_ttl_s
         self._followed_s: Mapping[str, float] = {}  # start time by pod; replaced as a whole
         self._readings: Mapping[str, EngineReading] = {}
         self._cache_watches: dict[str, CacheWatch] = {}
@@ -193,9 +193,9 @@ class KvIndexer:
     def observe(self, pod: str, reading: EngineReading) -> Finding | None:
         """Compare a reading of an engine's metrics with its view; clear the view if it must be wrong.
 
-        Called by one thread; of pods with several ranks with `EngineReading.of_any_engine`.
+        Called by one thread; of pods with several ranks with `caching` only.
         """
-        self._watch_cache(pod, reading)
+        self._watch_cache(pod, reading.caching)
         before = self._readings.get(pod)
         finding = check_counters(before, reading, self._held_blocks(pod, reading))
         hits_moved = before is None or (reading.hit_tokens or 0) > (before.hit_tokens or 0)
@@ -211,13 +211,17 @@ class KvIndexer:
     def faults(self, pod: str) -> tuple[EngineFault, ...]:
         """Return why the pod's cache cannot be used, or not be seen, as its users expect; empty if it can."""
         watch = self._cache_watches.get(pod)
-        return () if watch is None or watch.fault is None else (watch.fault,)
+        tiers = {tier for state in self._ingest.states(pod) for tier in state.tier_proof.unproven}
+        faults = None if watch is None else watch.fault, tier_fault(sorted(tiers), self._unproven_ttl_s)
+        return tuple(filter(None, faults))
 
-    def _watch_cache(self, pod: str, reading: EngineReading) -> None:
-        registry = self.engine_registry
-        stored = not registry.has_exact_streams(pod) or self._ingest.has_stored(registry.members(pod))
+    def _watch_cache(self, pod: str, facts: CachingFacts) -> None:
+        states = self._ingest.states(pod)
+        for state in states:
+            state.tier_proof.reports_evictions |= facts.reports_evictions
+        stored = any(state.view.block_tokens is not None for state in states)
         watch = self._cache_watches.setdefault(pod, CacheWatch())
-        watch.observe(reading, stored=stored)
+        watch.observe(facts, stored=stored or not self.engine_registry.has_exact_streams(pod))
         if (watch.fault is CACHING_OFF) != (pod in self._uncached):
             self._uncached ^= {pod}
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from indexer.audit.engine_counters import EngineReading
+from indexer.audit.engine_counters import CachingFacts
+from indexer.views.tier_proof import TIER_NOT_PROVEN
 
 # Least prompts, and tokens of them, from which a verdict is drawn.
 _PROMPTS, _TOKENS = 32, 4096
@@ -17,7 +19,7 @@ class FaultKind(StrEnum):
     CACHING_OFF = "caching_off"
     BLOCKS_TOO_LARGE = "blocks_too_large"
     NOTHING_STORED = "nothing_stored"
-    TIER_NOT_PROVEN = "tier_not_proven"
+    TIER_NOT_PROVEN = TIER_NOT_PROVEN
     EVENTS_OFF = "events_off"
 
 
@@ -46,15 +48,15 @@ class CacheWatch:
 
     def __init__(self) -> None:
         self.fault: EngineFault | None = None
-        self._first = EngineReading()  # start of the present window
+        self._first = CachingFacts()  # start of the present window
 
-    def observe(self, now: EngineReading, *, stored: bool) -> None:
+    def observe(self, now: CachingFacts, *, stored: bool) -> None:
         """Judge a reading.
 
         Args:
             stored: Whether the pod's events have stored a block, or the events may be incomplete.
         """
-        if now.caches is False:
+        if now.is_on is False:
             self.fault = CACHING_OFF
             return
         if self.fault is CACHING_OFF:
@@ -68,17 +70,27 @@ class CacheWatch:
         prompts, tokens = now.prompts - first.prompts, now.prompts_tokens - first.prompts_tokens
         if prompts >= _PROMPTS:
             self._first = now
-            self.fault = _judge(
-                int(tokens / prompts), now.block_tokens or 0, tokens >= _TOKENS and not stored
-            )
+            nothing_stored = tokens >= _TOKENS and not stored
+            self.fault = _judge(int(tokens / prompts), now.block_tokens or 0, nothing_stored)
+
+
+def tier_fault(tiers: Sequence[str], ttl_s: float) -> EngineFault | None:
+    """Return the fault of an engine with these unproven tiers, whose blocks expire after `ttl_s`."""
+    if not tiers:
+        return None
+    return EngineFault(
+        FaultKind.TIER_NOT_PROVEN,
+        f"no event ever removed a block from {', '.join(tiers)}, so they expire after {ttl_s:g} s: use "
+        "a connector that publishes removals (vLLM: OffloadingConnector), or set --unproven-tier-ttl",
+    )
 
 
 def _judge(mean_tokens: int, block_tokens: int, has_no_blocks: bool) -> EngineFault | None:
     if mean_tokens < block_tokens:
         return EngineFault(
             FaultKind.BLOCKS_TOO_LARGE,
-            f"its blocks have {block_tokens} tokens, its prompts {mean_tokens} on average, and it caches "
-            "only whole blocks: lower --block-size, or expect no hits",
+            f"blocks of {block_tokens} tokens, prompts of {mean_tokens} on average; only whole blocks are "
+            "cached: lower --block-size, or expect no hits",
         )
     if has_no_blocks:
         return EngineFault(

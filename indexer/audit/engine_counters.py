@@ -22,6 +22,17 @@ _PHANTOM_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class CachingFacts:
+    """What a metrics page, also of several engines, shows about prefix caching; None where unknown."""
+
+    is_on: bool | None = None
+    block_tokens: int | None = None
+    prompts: float | None = None  # counter of finished prompts
+    prompts_tokens: float | None = None  # counter of their tokens
+    reports_evictions: bool = False  # whether removals from host memory are known to be published
+
+
+@dataclass(frozen=True, slots=True)
 class EngineReading:
     """Counters of one metrics page and our predictions at that time; None where unknown."""
 
@@ -37,23 +48,7 @@ class EngineReading:
     predicted_tokens: int | None = None
     # Our counter of cached tokens, predicted for requests sent before the page was read.
     predicted_sent_tokens: int | None = None
-    # These hold for a page of several engines too, see `CacheWatch`.
-    caches: bool | None = None  # whether prefix caching is on
-    block_tokens: int | None = None
-    prompts: float | None = None  # counter of finished prompts
-    prompts_tokens: float | None = None  # counter of their tokens
-    reports_evictions: bool = False  # whether its connector is known to report removals from host memory
-
-    @property
-    def of_any_engine(self) -> EngineReading:
-        """Return the part that holds although the page may be of another engine behind the pod's port."""
-        return EngineReading(
-            caches=self.caches,
-            block_tokens=self.block_tokens,
-            prompts=self.prompts,
-            prompts_tokens=self.prompts_tokens,
-            reports_evictions=self.reports_evictions,
-        )
+    caching: CachingFacts = CachingFacts()
 
 
 class Finding(StrEnum):

@@ -121,6 +121,15 @@ class ReplayingStream(EngineStream):
     _replay_ends_s = 0.0
     _replay_attempts = 0
 
+    def __init__(self, stream: PodStream, subscriber: StreamThread) -> None:
+        super().__init__(stream, subscriber)
+        self._timers[self._age_tiers] = subscriber.clock() + self._config.unproven_tier_ttl_s
+
+    def _age_tiers(self, now_s: float) -> None:
+        self._timers[self._age_tiers] = now_s + self._config.unproven_tier_ttl_s
+        if self._exports is None:
+            self._ingest.state_of(self.name).age_tiers()
+
     def _set_connected(self, up: bool, now_s: float) -> None:
         if up == self.connected:
             return

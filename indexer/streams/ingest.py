@@ -10,7 +10,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -29,6 +29,7 @@ from indexer.streams.snapshot import Fetched, Snapshot
 from indexer.views.applier import ApplierContext, EventApplier
 from indexer.views.hybrid import HybridMatcher
 from indexer.views.pod_view import PodView
+from indexer.views.tier_proof import TIER_NOT_PROVEN
 from indexer.views.view_parts import Entry, Outcome, ViewContent, ViewFacts, ViewPart, decode_entry
 from indexer.wire.tiers import GPU_TIER, Tiers
 
@@ -98,10 +99,10 @@ class Ingest:
         # Blocks that were added and removed during the count may have been counted twice.
         return (held - held // _COUNT_MARGIN) // split
 
-    def has_stored(self, holders: Iterable[str]) -> bool:
-        """Return whether any of these engines' views ever stored a block. Thread-safe."""
-        views = (self._pods.get(holder) for holder in holders)
-        return any(view is not None and view.view.block_tokens is not None for view in views)
+    def states(self, serving: str) -> list[EventApplier]:
+        """Return the appliers of a pod's engines. Thread-safe."""
+        members = self.engine_registry.members(serving)
+        return [state for each in members if (state := self._pods.get(each)) is not None]
 
     def opened(self, stream: PodStream) -> None:
         self._pods[stream.holder] = EventApplier(self._engine, stream)
@@ -130,6 +131,7 @@ class Ingest:
         keys = _joined(outcome.stored)
         key_list = keys.tolist()
         self._set_invalid(pod, "events", state.view.invalid_reason)
+        self._set_invalid(pod, "tiers", TIER_NOT_PROVEN if state.tier_proof.unproven else None)
         if outcome.runs:
             self.mismatches.stored(serving, outcome.runs, key_list)
             self.reconsider(serving)
@@ -261,6 +263,11 @@ class Ingest:
     def rejected(self, pod: str, reason: str) -> None:
         self.metrics.rejected.labels(reason).inc()
         _log.debug("message rejected: pod=%s reason=%s", pod, reason)
+
+    def shared_store(self, name: str) -> None:
+        self.metrics.rejected.labels("shared_store").inc()
+        message = "events of a store shared by several pods skipped, its blocks count for none: store=%s"
+        _repeated.event("shared_store", name, message, name)
 
     def socket_error(self, pod: str, operation: str) -> None:
         self.metrics.zmq_errors.labels(pod, operation).inc()

@@ -34,11 +34,12 @@ from indexer.views.block_cache import BlockCache
 from indexer.views.full_reports import LaterEvents
 from indexer.views.hybrid import HybridMatcher, group_holder
 from indexer.views.pod_view import PodView
-from indexer.views.view_parts import ChangeLog, Kind, Outcome, StoredRun
+from indexer.views.tier_proof import TierProof
+from indexer.views.view_parts import Change, ChangeLog, Kind, Outcome, StoredRun
 from indexer.wire import columns as rows
 from indexer.wire.columns import Columns, EventDecoder, hash_to_uint64
 from indexer.wire.events import BlockRemoved, BlockStored
-from indexer.wire.tiers import SPECULATIVE_TIER, Tiers
+from indexer.wire.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
 
 # Maximum of awaited hashes that the kernel compares with each store; above it the view applies all events.
 _AWAITED_MAX = 16
@@ -78,12 +79,16 @@ class EventApplier:
             hasher=context.hasher,
             config=context.config,
         )
+        self.tier_proof = TierProof()
+        self._unproven_media = context.tier_numbers != context.index.tiers.number(GPU_TIER)
+        self._aging: list[Change] = []  # removals of what was in unproven tiers at the last `age_tiers`
         self._root = np.uint64(context.hasher.root(stream.model))
         self._scope = np.uint64(self._cache.scope)
 
     def apply(self, payloads: Sequence[bytes], *, with_runs: bool = False) -> Outcome:
         columns = self._context.decoder.decode(payloads)
         outcome = Outcome(runs=[] if with_runs else None)
+        self._count_tiers(columns)
         self._context.progress.counts[:] = 0
         for batch in columns.batches:
             if batch.unread is None:
@@ -97,6 +102,26 @@ class EventApplier:
             if events := columns.kinds[kind]:
                 outcome.events[name] += events
         return outcome
+
+    def age_tiers(self) -> None:
+        """Remove the copies in unproven tiers that were there at the last call already."""
+        tiers = [self._context.index.tiers.number(tier) for tier in self.tier_proof.unproven]
+        for change in self._aging:
+            if change.tier in tiers:
+                self.view.expire(change)
+        self._aging = [change for tier in tiers for change in self.view.removals(tier)]
+
+    def _count_tiers(self, columns: Columns) -> None:
+        """Count the blocks of all events but those of kind OTHER."""
+        table, proof, tiers = columns.events, self.tier_proof, self._context.index.tiers
+        if not self._unproven_media[table[:, rows.MEDIUM]].any():
+            if columns.kinds[rows.REMOVED]:
+                proof.count(GPU_TIER, 1, stored=False)
+            return
+        for kind, medium, hashes in table[:, (rows.KIND, rows.MEDIUM, rows.HASH_COUNT)].tolist():
+            if kind in (rows.STORED, rows.REMOVED):
+                proof.count(tiers.of_medium(rows.MEDIA[medium]), hashes, stored=kind == rows.STORED)
+                self._unproven_media[medium] &= kind == rows.STORED
 
     def _cache_of(self, group: int | None) -> BlockCache:
         if group is None:
@@ -119,6 +144,11 @@ class EventApplier:
         for event, kind in zip(events, columns.events[batch.first : batch.end, rows.KIND], strict=True):
             if kind == rows.OTHER and not isinstance(event, PayloadError):
                 outcome.events[type(event).__name__] += 1
+                if isinstance(event, BlockStored | BlockRemoved):
+                    tier = self._context.index.tiers.of_medium(event.medium)
+                    self.tier_proof.count(
+                        tier, len(event.block_hashes), stored=isinstance(event, BlockStored)
+                    )
         later = LaterEvents(events)
         ended = NOT_PLAIN
         while counts[ROW] < batch.end:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from indexer import EngineReading
+from indexer import CachingFacts, EngineReading
 
 _SERIES_MAX = 1024
 # Timestamps are the largest valid numbers of a load; counters may be larger.
@@ -172,7 +172,7 @@ class EnginePage:
         """Return the counters to compare with the engine's view, see `indexer.audit.engine_counters`.
 
         Uses vLLM's names, as the model server does; other engines report only the start of the process.
-        Several engines on a page give `EngineReading.of_any_engine`.
+        Of several engines on a page only `caching` is read.
 
         Args:
             asked_s: When the page was requested, in monotonic seconds.
@@ -183,9 +183,18 @@ class EnginePage:
         try:
             configs = [labels for labels, _ in self.series(_VLLM_CONFIG)]
             caching = {labels.get(_CACHING) for labels in configs} - {None}
+            facts = CachingFacts(
+                is_on=b"False" not in caching if caching else None,
+                block_tokens=_whole(configs[0].get(b"block_size")) or None if configs else None,
+                prompts=self._sum(_PROMPTS + b"_count"),
+                prompts_tokens=self._sum(_PROMPTS + b"_sum"),
+                reports_evictions=any(b"\n" + sign in self._page for sign in _REPORT_EVICTIONS),
+            )
+            if len(configs) > 1:
+                return EngineReading(caching=facts)
             awake = self._sleep_states(b"awake")
             dropped = [self._sleep_states(state) for state in _DROPPED]
-            reading = EngineReading(
+            return EngineReading(
                 started_s=self._sum(b"process_start_time_seconds"),
                 capacity_blocks=_whole(configs[0].get(b"num_gpu_blocks")) or None if configs else None,
                 prompt_tokens=self._sum(b"vllm:prompt_tokens_total"),
@@ -194,13 +203,8 @@ class EnginePage:
                 # vLLM at sleep level 0 is in neither state, and keeps its cache.
                 asleep=bool(awake) and not any(awake) and (not all(dropped) or any(map(any, dropped))),
                 asked_s=asked_s,
-                caches=b"False" not in caching if caching else None,
-                block_tokens=_whole(configs[0].get(b"block_size")) or None if configs else None,
-                prompts=self._sum(_PROMPTS + b"_count"),
-                prompts_tokens=self._sum(_PROMPTS + b"_sum"),
-                reports_evictions=any(b"\n" + sign in self._page for sign in _REPORT_EVICTIONS),
+                caching=facts,
             )
-            return reading if len(configs) < 2 else reading.of_any_engine
         except _UnusableError:
             return None
 

@@ -191,7 +191,7 @@ class PodWatch:
             faults: Sequence[EngineFault] = ()
             if self.engines is not None:
                 if (reading := result.reading) is not None:
-                    reading = reading if one_engine else reading.of_any_engine
+                    reading = reading if one_engine else EngineReading(caching=reading.caching)
                     self.engines.after_scrape(pod.address, reading, answered)
                 faults = self.engines.faults(address)
             self._take(result, watched, faults)

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from indexer.audit.cache_watch import CacheWatch, FaultKind
-from indexer.audit.engine_counters import EngineReading
+from indexer.audit.engine_counters import CachingFacts
 
-START = EngineReading(caches=True, block_tokens=16, prompts=100.0, prompts_tokens=50_000.0)
+START = CachingFacts(is_on=True, block_tokens=16, prompts=100.0, prompts_tokens=50_000.0)
 
 
-def after(prompts: int, mean_tokens: int, reading: EngineReading = START) -> EngineReading:
+def after(prompts: int, mean_tokens: int, reading: CachingFacts = START) -> CachingFacts:
     """Return a later reading, after so many prompts of this mean length."""
     tokens = (reading.prompts_tokens or 0) + prompts * mean_tokens
     return replace(reading, prompts=(reading.prompts or 0) + prompts, prompts_tokens=tokens)
 
 
-def verdict(*readings: EngineReading, stored: bool) -> FaultKind | None:
+def verdict(*readings: CachingFacts, stored: bool) -> FaultKind | None:
     """Return the fault after these readings."""
     watch = CacheWatch()
     for reading in readings:
@@ -28,7 +28,7 @@ def verdict(*readings: EngineReading, stored: bool) -> FaultKind | None:
 
 def test_caching_that_is_off_is_told_by_the_first_page() -> None:
     """The engine's setting is enough, and the fault ends when another process has it on."""
-    off = replace(START, caches=False)
+    off = replace(START, is_on=False)
     assert verdict(off, stored=False) is FaultKind.CACHING_OFF
     assert verdict(off, START, stored=False) is None
 
@@ -61,4 +61,4 @@ def test_another_process_starts_anew() -> None:
     """Counters that decreased begin another window; missing ones leave the verdict."""
     restarted = replace(START, prompts=1.0, prompts_tokens=10.0)
     assert verdict(START, restarted, after(31, 1, restarted), stored=True) is None
-    assert verdict(START, EngineReading(), after(32, 5), stored=True) is FaultKind.BLOCKS_TOO_LARGE
+    assert verdict(START, CachingFacts(), after(32, 5), stored=True) is FaultKind.BLOCKS_TOO_LARGE

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from indexer import EngineReading, IndexerConfig, KvIndexer
+from indexer import CachingFacts, EngineReading, IndexerConfig, KvIndexer
 from indexer.audit.speculation import Speculation
 from indexer.keys import Keys
 from indexer.wire.tiers import Tiers
@@ -103,7 +103,7 @@ def test_an_engine_without_prefix_caching_gets_no_entries() -> None:
     registry = CollectorRegistry()
     indexer = KvIndexer(IndexerConfig(), registry=registry)
     for caches, entries in ((False, 0), (True, 3)):
-        indexer.observe(A, EngineReading(caches=caches))
+        indexer.observe(A, EngineReading(caching=CachingFacts(is_on=caches)))
         indexer.speculate("r", A, KEYS, 0.0)
         assert registry.get_sample_value("kvroute_indexer_blocks") == entries
     indexer.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from indexer.audit.engine_counters import EngineReading
+from indexer.audit.engine_counters import CachingFacts, EngineReading
 from router.pods.engine_load import EnginePage
 
 PAGE = b"""process_start_time_seconds 1.7e+09
@@ -22,7 +22,7 @@ READING = EngineReading(
     prompt_tokens=5e12,
     query_tokens=900.0,
     hit_tokens=100.0,
-    block_tokens=16,
+    caching=CachingFacts(block_tokens=16),
 )
 
 
@@ -59,7 +59,7 @@ def test_engines_behind_one_port_sleep_if_all_do() -> None:
 def test_several_engines_on_a_page_have_common_facts_only() -> None:
     """Sums over several engines cannot be compared with one engine's view; their settings are read."""
     page = PAGE + PAGE.replace(b'engine="0"', b'engine="1"')
-    assert EnginePage(page).reading() == EngineReading(block_tokens=16)
+    assert EnginePage(page).reading() == EngineReading(caching=CachingFacts(block_tokens=16))
 
 
 @pytest.mark.parametrize(("told", "caches"), [(b"False", False), (b"True", True)])
@@ -70,11 +70,11 @@ def test_prefix_caching_is_read(told: bytes, caches: bool) -> None:
         page += b'vllm:request_prompt_tokens_%s{engine="0"} %s\n' % (name, value)
     reading = EnginePage(page).reading()
     assert reading is not None
-    assert (reading.caches, reading.prompts, reading.prompts_tokens) == (caches, 4.0, 640.0)
+    assert reading.caching == CachingFacts(caches, 16, 4.0, 640.0)
 
 
 def test_vllms_own_connector_is_recognized() -> None:
     """Metrics of vLLM's OffloadingConnector mean that removals from host memory are published."""
     own = PAGE + b'vllm:kv_offload_load_bytes_total{engine="0"} 0.0\n'
     readings = [EnginePage(page).reading() for page in (own, PAGE)]
-    assert [reading and reading.reports_evictions for reading in readings] == [True, False]
+    assert [reading and reading.caching.reports_evictions for reading in readings] == [True, False]
