@@ -41,7 +41,7 @@ class PodStream:
     model: str  # name of the base model; the root of all block keys of this pod
     events_endpoint: str | None  # ZMQ address of its PUB socket, "tcp://ip:port"; None: it connects to ours
     replay_endpoint: str | None = None  # ZMQ address of its ROUTER socket for replays; None: no replay
-    snapshot_url: str | None = None  # URL of snapshots of its cache; None: no snapshots
+    snapshot_url: str | None = None  # http:// or tcp:// of snapshots of its cache, see `streams.snapshot`
     snapshot_admin: bool = False  # whether the URL is at an administration port; only these receive the token
     first_sequence: int = 0  # sequence number of its first batch; 1 for llm-d's simulator
     # Data-parallel engines behind this serving endpoint, each with a publisher at the ports + rank. Ranks
@@ -64,7 +64,7 @@ class PodStream:
         """
         if not 1 <= self.ranks <= RANKS_MAX:
             raise ConfigError(f"stream of {self.pod}: ranks must be 1..{RANKS_MAX}, is {self.ranks}")
-        if self.ranks > 1 and self.snapshot_url is not None:
+        if self.ranks > 1 and (self.snapshot_url or "").startswith("http"):
             raise ConfigError(
                 f"stream of {self.pod}: snapshot_url: a snapshot is of one engine, not of {self.ranks} ranks"
             )
@@ -75,6 +75,7 @@ class PodStream:
                 rank=self.rank + rank,
                 events_endpoint=_rank_endpoint(self, self.events_endpoint, rank),
                 replay_endpoint=_rank_endpoint(self, self.replay_endpoint, rank),
+                snapshot_url=_rank_endpoint(self, self.snapshot_url, rank),
             )
             for rank in range(self.ranks)
         )
