@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from indexer.audit.cache_watch import CACHING_OFF, CacheWatch, EngineFault, tier_fault
+from indexer.audit.cache_watch import CACHING_OFF, CacheWatch, EngineFault, FaultKind, engine_fault
 from indexer.audit.engine_counters import CachingFacts, EngineReading, Finding, check_counters
 from indexer.audit.mismatch_watch import SentPrompt
 from indexer.config import IndexerConfig, PodStream
@@ -211,9 +211,11 @@ class KvIndexer:
     def faults(self, pod: str) -> tuple[EngineFault, ...]:
         """Return why the pod's cache cannot be used, or not be seen, as its users expect; empty if it can."""
         watch = self._cache_watches.get(pod)
-        tiers = {tier for state in self._ingest.states(pod) for tier in state.tier_proof.unproven}
-        faults = None if watch is None else watch.fault, tier_fault(sorted(tiers), self._unproven_ttl_s)
-        return tuple(filter(None, faults))
+        faults = () if watch is None or watch.fault is None else (watch.fault,)
+        tiers = ", ".join({tier for state in self._ingest.states(pod) for tier in state.tier_proof.unproven})
+        if not tiers:
+            return faults
+        return *faults, engine_fault(FaultKind.TIER_NOT_PROVEN, tiers=tiers, ttl_s=self._unproven_ttl_s)
 
     def _watch_cache(self, pod: str, facts: CachingFacts) -> None:
         states = self._ingest.states(pod)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -23,24 +22,35 @@ class FaultKind(StrEnum):
     EVENTS_OFF = "events_off"
 
 
+# What is wrong, and which setting mends it.
+_TEXTS = {
+    FaultKind.CACHING_OFF: "prefix caching is off, the engine caches nothing: start vLLM with "
+    "--enable-prefix-caching; where vLLM switched it off by itself, its log says why",
+    FaultKind.BLOCKS_TOO_LARGE: "blocks of {block} tokens, prompts of {mean} on average; only whole blocks "
+    "are cached: lower --block-size, or expect no hits",
+    FaultKind.NOTHING_STORED: "it published no block for prompts of {mean} tokens on average: prefix caching "
+    "is off (SGLang: --disable-radix-cache), or its events go elsewhere (--kv-events-config)",
+    FaultKind.TIER_NOT_PROVEN: "no event removed a block from {tiers}, so they expire after {ttl_s:g} s: "
+    "use a connector that publishes removals (vLLM: OffloadingConnector), or set --unproven-tier-ttl",
+    FaultKind.EVENTS_OFF: "KV events are off, its cache cannot be seen: start vLLM with --kv-events-config "
+    """'{{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}}'""",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class EngineFault:
-    """Fault of an engine; `text` says what is wrong, and which setting mends it."""
+    """Fault of an engine, with a text for operators."""
 
     kind: FaultKind
     text: str
 
 
-CACHING_OFF = EngineFault(
-    FaultKind.CACHING_OFF,
-    "prefix caching is off, the engine caches nothing: start vLLM with --enable-prefix-caching; where vLLM "
-    "switched it off by itself, its log says why",
-)
-EVENTS_OFF = EngineFault(
-    FaultKind.EVENTS_OFF,
-    "KV events are off, so its cache cannot be seen: start vLLM with --kv-events-config "
-    '\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\'',
-)
+def engine_fault(kind: FaultKind, **values: object) -> EngineFault:
+    """Return a fault with its text, whose fields are `values`."""
+    return EngineFault(kind, _TEXTS[kind].format(**values))
+
+
+CACHING_OFF, EVENTS_OFF = engine_fault(FaultKind.CACHING_OFF), engine_fault(FaultKind.EVENTS_OFF)
 
 
 class CacheWatch:
@@ -56,46 +66,16 @@ class CacheWatch:
         Args:
             stored: Whether the pod's events have stored a block, or the events may be incomplete.
         """
+        prompts, tokens = now.prompts - self._first.prompts, now.prompts_tokens - self._first.prompts_tokens
         if now.is_on is False:
             self.fault = CACHING_OFF
-            return
-        if self.fault is CACHING_OFF:
+        elif self.fault is CACHING_OFF:
             self.fault = None
-        if now.prompts is None or now.prompts_tokens is None:
-            return
-        first = self._first
-        if first.prompts is None or first.prompts_tokens is None or now.prompts < first.prompts:
+        elif not prompts >= 0.0:
             self._first = now
-            return
-        prompts, tokens = now.prompts - first.prompts, now.prompts_tokens - first.prompts_tokens
-        if prompts >= _PROMPTS:
-            self._first = now
-            nothing_stored = tokens >= _TOKENS and not stored
-            self.fault = _judge(int(tokens / prompts), now.block_tokens or 0, nothing_stored)
-
-
-def tier_fault(tiers: Sequence[str], ttl_s: float) -> EngineFault | None:
-    """Return the fault of an engine with these unproven tiers, whose blocks expire after `ttl_s`."""
-    if not tiers:
-        return None
-    return EngineFault(
-        FaultKind.TIER_NOT_PROVEN,
-        f"no event ever removed a block from {', '.join(tiers)}, so they expire after {ttl_s:g} s: use "
-        "a connector that publishes removals (vLLM: OffloadingConnector), or set --unproven-tier-ttl",
-    )
-
-
-def _judge(mean_tokens: int, block_tokens: int, has_no_blocks: bool) -> EngineFault | None:
-    if mean_tokens < block_tokens:
-        return EngineFault(
-            FaultKind.BLOCKS_TOO_LARGE,
-            f"blocks of {block_tokens} tokens, prompts of {mean_tokens} on average; only whole blocks are "
-            "cached: lower --block-size, or expect no hits",
-        )
-    if has_no_blocks:
-        return EngineFault(
-            FaultKind.NOTHING_STORED,
-            f"it published no block for prompts of {mean_tokens} tokens on average: prefix caching is off "
-            "(SGLang: --disable-radix-cache), or its events go elsewhere (--kv-events-config)",
-        )
-    return None
+        elif prompts >= _PROMPTS:
+            self._first, self.fault, mean = now, None, int(tokens / prompts)
+            if mean < now.block_tokens:
+                self.fault = engine_fault(FaultKind.BLOCKS_TOO_LARGE, block=now.block_tokens, mean=mean)
+            elif tokens >= _TOKENS and not stored:
+                self.fault = engine_fault(FaultKind.NOTHING_STORED, mean=mean)

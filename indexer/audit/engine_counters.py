@@ -14,6 +14,7 @@ The usage of the KV cache is no signal: it counts blocks of running requests, no
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -23,12 +24,12 @@ _PHANTOM_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class CachingFacts:
-    """What a metrics page, also of several engines, shows about prefix caching; None where unknown."""
+    """What a metrics page, also of several engines, shows about prefix caching."""
 
-    is_on: bool | None = None
-    block_tokens: int | None = None
-    prompts: float | None = None  # counter of finished prompts
-    prompts_tokens: float | None = None  # counter of their tokens
+    is_on: bool | None = None  # None: unknown
+    block_tokens: int = 0  # 0: unknown
+    prompts: float = math.nan  # counter of finished prompts; NaN: unknown or none
+    prompts_tokens: float = math.nan  # counter of their tokens
     reports_evictions: bool = False  # whether removals from host memory are known to be published
 
 

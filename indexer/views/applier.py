@@ -6,8 +6,9 @@ is only a faster way to the state that the view alone would reach.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -103,13 +104,17 @@ class EventApplier:
                 outcome.events[name] += events
         return outcome
 
-    def age_tiers(self) -> None:
-        """Remove the copies in unproven tiers that were there at the last call already."""
+    def age_tiers(self) -> Iterator[None]:
+        """Remove the copies in unproven tiers that were there at the last call already, turn by turn."""
         tiers = [self._context.index.tiers.number(tier) for tier in self.tier_proof.unproven]
-        for change in self._aging:
+        due, self._aging = self._aging, []
+        for change in due:
             if change.tier in tiers:
                 self.view.expire(change)
-        self._aging = [change for tier in tiers for change in self.view.removals(tier)]
+                yield
+        for change in chain.from_iterable(map(self.view.removals, tiers)):
+            self._aging.append(change)
+            yield
 
     def _count_tiers(self, columns: Columns) -> None:
         """Count the blocks of all events but those of kind OTHER."""

@@ -185,9 +185,9 @@ class EnginePage:
             caching = {labels.get(_CACHING) for labels in configs} - {None}
             facts = CachingFacts(
                 is_on=b"False" not in caching if caching else None,
-                block_tokens=_whole(configs[0].get(b"block_size")) or None if configs else None,
-                prompts=self._sum(_PROMPTS + b"_count"),
-                prompts_tokens=self._sum(_PROMPTS + b"_sum"),
+                block_tokens=_whole(configs[0].get(b"block_size")) if configs else 0,
+                prompts=self._sum(_PROMPTS + b"_count") or math.nan,
+                prompts_tokens=self._sum(_PROMPTS + b"_sum") or math.nan,
                 reports_evictions=any(b"\n" + sign in self._page for sign in _REPORT_EVICTIONS),
             )
             if len(configs) > 1:

@@ -32,9 +32,8 @@ _MODELS_EVERY_S = 5.0
 class EngineReports(Protocol):
     """Receiver of the counters that engines report on their metrics pages."""
 
-    @property
-    def faults(self) -> Callable[[str], Sequence[EngineFault]]:
-        """Function that returns the faults of a pod's engines."""
+    def faults(self, pod: str, /) -> Sequence[EngineFault]:
+        """Return the faults of a pod's engines."""
 
     def before_scrape(self, pod: str) -> int:
         """Return the predicted hit tokens of answered requests, for `after_scrape`."""
@@ -188,13 +187,12 @@ class PodWatch:
             # With several engines behind the pod, the page may come from any of them.
             stream = pod_stream(pod)
             one_engine = stream is None or stream.ranks == 1
-            faults: Sequence[EngineFault] = ()
-            if self.engines is not None:
-                if (reading := result.reading) is not None:
-                    reading = reading if one_engine else EngineReading(caching=reading.caching)
-                    self.engines.after_scrape(pod.address, reading, answered)
-                faults = self.engines.faults(address)
-            self._take(result, watched, faults)
+            reading = result.reading
+            if reading is not None and not one_engine:
+                reading = EngineReading(caching=replace(reading.caching, prompts=math.nan))
+            if self.engines is not None and reading is not None:
+                self.engines.after_scrape(pod.address, reading, answered)
+            self._take(result, watched, () if self.engines is None else self.engines.faults(address))
             # Probe a starting pod more often.
             interval_s = self.interval_s if self.pods.current[address].ready else self.interval_s / 4
             wake = self._loop.call_at(next_probe_s(now_s, interval_s, self._random), watched.poke.set)
