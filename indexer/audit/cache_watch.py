@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from indexer.audit.engine_counters import CachingFacts
-from indexer.views.tier_proof import TIER_NOT_PROVEN
+from indexer.wire.tiers import TIER_NOT_PROVEN
 
 # Least prompts, and tokens of them, from which a verdict is drawn.
 _PROMPTS, _TOKENS = 32, 4096
@@ -74,8 +74,10 @@ class CacheWatch:
         elif not prompts >= 0.0:
             self._first = now
         elif prompts >= _PROMPTS:
-            self._first, self.fault, mean = now, None, int(tokens / prompts)
-            if mean < now.block_tokens:
-                self.fault = engine_fault(FaultKind.BLOCKS_TOO_LARGE, block=now.block_tokens, mean=mean)
-            elif tokens >= _TOKENS and not stored:
-                self.fault = engine_fault(FaultKind.NOTHING_STORED, mean=mean)
+            self._first, mean = now, int(tokens / prompts)
+            kind = FaultKind.BLOCKS_TOO_LARGE if mean < now.block_tokens else FaultKind.NOTHING_STORED
+            if kind is FaultKind.NOTHING_STORED and (stored or tokens < _TOKENS):
+                self.fault = None
+            elif self.fault is None or self.fault.kind is not kind:
+                # A fault that lasts keeps its text, because each new text is an Event of its own.
+                self.fault = engine_fault(kind, block=now.block_tokens, mean=mean)

@@ -29,9 +29,8 @@ from indexer.streams.snapshot import Fetched, Snapshot
 from indexer.views.applier import ApplierContext, EventApplier
 from indexer.views.hybrid import HybridMatcher
 from indexer.views.pod_view import PodView
-from indexer.views.tier_proof import TIER_NOT_PROVEN
 from indexer.views.view_parts import Entry, Outcome, ViewContent, ViewFacts, ViewPart, decode_entry
-from indexer.wire.tiers import GPU_TIER, Tiers
+from indexer.wire.tiers import GPU_TIER, TIER_NOT_PROVEN, Tiers
 
 _log = logging.getLogger(__name__)
 # A publisher can change its stream's state with each message.

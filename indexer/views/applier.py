@@ -6,6 +6,7 @@ is only a faster way to the state that the view alone would reach.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import chain
@@ -35,15 +36,16 @@ from indexer.views.block_cache import BlockCache
 from indexer.views.full_reports import LaterEvents
 from indexer.views.hybrid import HybridMatcher, group_holder
 from indexer.views.pod_view import PodView
-from indexer.views.tier_proof import TierProof
 from indexer.views.view_parts import Change, ChangeLog, Kind, Outcome, StoredRun
 from indexer.wire import columns as rows
 from indexer.wire.columns import Columns, EventDecoder, hash_to_uint64
 from indexer.wire.events import BlockRemoved, BlockStored
-from indexer.wire.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
+from indexer.wire.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
 
 # Maximum of awaited hashes that the kernel compares with each store; above it the view applies all events.
 _AWAITED_MAX = 16
+# Stored blocks from which a tier without any removal counts as not proven.
+_UNPROVEN_BLOCKS = 1000
 _NONE_AWAITED = np.empty(0, np.uint64)
 
 _TYPES = {rows.STORED: "BlockStored", rows.REMOVED: "BlockRemoved", rows.CLEARED: "AllBlocksCleared"}
@@ -61,6 +63,35 @@ class ApplierContext:
         self.progress = progress(2 * TURN_BLOCKS)
         tiers = index.tiers
         self.tier_numbers = np.array([tiers.number(tiers.of_medium(medium)) for medium in rows.MEDIA])
+
+
+class TierProof:
+    """Evidence that one engine reports what leaves its tiers.
+
+    Some connectors publish the blocks that they store and none that they evict, so a view
+    of such a tier only grows.
+    """
+
+    def __init__(self) -> None:
+        self.reports_evictions = False  # whether removals from host memory are known to be published
+        self._stored: Counter[str] = Counter()
+        self._proven: set[str] = set()
+
+    def count(self, tier: str, hashes: int, *, stored: bool) -> None:
+        if stored:
+            self._stored[tier] += hashes
+        else:
+            self._proven.add(tier)
+
+    @property
+    def unproven(self) -> tuple[str, ...]:
+        """Return tiers that stored many blocks and lost none, while device memory evicts."""
+        if GPU_TIER not in self._proven:
+            return ()
+        proven = self._proven | {CPU_TIER} if self.reports_evictions else self._proven
+        return tuple(
+            tier for tier, hashes in self._stored.items() if hashes >= _UNPROVEN_BLOCKS and tier not in proven
+        )
 
 
 class EventApplier:

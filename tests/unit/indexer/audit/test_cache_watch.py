@@ -57,6 +57,19 @@ def test_a_verdict_follows_the_latest_prompts() -> None:
     assert verdict(START, short, after(40, 100, short), stored=True) is None
 
 
+def test_a_fault_that_lasts_keeps_its_text() -> None:
+    """The figures are those of the first verdict, so that a fault is reported once."""
+    watch, reading = CacheWatch(), START
+    texts = []
+    for mean in (5, 6, 7):
+        watch.observe(reading, stored=True)
+        reading = after(40, mean, reading)
+        watch.observe(reading, stored=True)
+        texts.append(watch.fault and watch.fault.text)
+    assert texts == [texts[0]] * 3
+    assert "prompts of 5" in str(texts[0])
+
+
 def test_another_process_starts_anew() -> None:
     """Counters that decreased or were missing begin another window."""
     restarted = replace(START, prompts=1.0, prompts_tokens=10.0)
