@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from indexer.audit.cache_watch import CACHING_OFF, CacheWatch, EngineFault, FaultKind, engine_fault
 from indexer.audit.engine_counters import CachingFacts, EngineReading, Finding, check_counters
 from indexer.audit.mismatch_watch import SentPrompt
-from indexer.config import IndexerConfig, PodStream
+from indexer.config import PODS_MAX, IndexerConfig, PodStream
 from indexer.errors import ConfigError
 from indexer.index.contract import NOT_FOLLOWED, IndexStats, PodMatches, Prefix, StreamState, explain_prefix
 from indexer.keys import Keys, Tokens
@@ -103,8 +103,6 @@ class KvIndexer:
         self._subscriber.follow(wanted)
         before, now_s = self._followed_s, self._clock()
         self._followed_s = {stream.pod: before.get(stream.pod, now_s) for stream in wanted}
-        for gone in before.keys() - self._followed_s.keys():
-            self._cache_watches.pop(gone, None)
 
     def pending(self) -> frozenset[str]:
         """Return followed pods whose view was never built, until `bootstrap_s` after they were followed."""
@@ -212,12 +210,16 @@ class KvIndexer:
         """Return why the pod's cache cannot be used, or not be seen, as its users expect; empty if it can."""
         watch = self._cache_watches.get(pod)
         faults = () if watch is None or watch.fault is None else (watch.fault,)
-        tiers = ", ".join({tier for state in self._ingest.states(pod) for tier in state.tier_proof.unproven})
+        tiers = sorted({tier for state in self._ingest.states(pod) for tier in state.tier_proof.unproven})
         if not tiers:
             return faults
-        return *faults, engine_fault(FaultKind.TIER_NOT_PROVEN, tiers=tiers, ttl_s=self._unproven_ttl_s)
+        values = {"tiers": ", ".join(tiers), "ttl_s": self._unproven_ttl_s}
+        return *faults, engine_fault(FaultKind.TIER_NOT_PROVEN, **values)
 
     def _watch_cache(self, pod: str, facts: CachingFacts) -> None:
+        if len(self._cache_watches) > PODS_MAX:
+            # Some are of removed pods; those of the others begin anew.
+            self._cache_watches, self._uncached = {}, frozenset()
         states = self._ingest.states(pod)
         for state in states:
             state.tier_proof.reports_evictions |= facts.reports_evictions

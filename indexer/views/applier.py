@@ -89,9 +89,9 @@ class TierProof:
         if GPU_TIER not in self._proven:
             return ()
         proven = self._proven | {CPU_TIER} if self.reports_evictions else self._proven
-        return tuple(
-            tier for tier, hashes in self._stored.items() if hashes >= _UNPROVEN_BLOCKS and tier not in proven
-        )
+        # Copied in one step, because other threads read this while events are counted.
+        stored = list(self._stored.items())
+        return tuple(tier for tier, hashes in stored if hashes >= _UNPROVEN_BLOCKS and tier not in proven)
 
 
 class EventApplier:

@@ -111,7 +111,11 @@ def test_each_mistake_has_one_reason(fields: dict[str, Any], reason: Reason, par
         (POD, (ENGINE, replace(ENGINE, stream_state=StreamState.STALE)), Reason.ENGINE_WITHOUT_EVENTS),
         (replace(POD, sources=EventSources(reported=True, off=True)), (), Reason.ENGINE_WITHOUT_EVENTS),
         (replace(POD, faults=(CACHING_OFF,)), (ENGINE,), Reason.ENGINE_WITHOUT_CACHE),
-        (replace(POD, faults=(UNPROVEN,)), (ENGINE,), Reason.TIER_NOT_PROVEN),
+        (
+            replace(POD, faults=(UNPROVEN,)),
+            (replace(ENGINE, invalid_reasons={"tiers": UNPROVEN.kind}),),
+            Reason.TIER_NOT_PROVEN,
+        ),
     ],
 )
 def test_each_mistake_of_a_pod_has_one_reason(
