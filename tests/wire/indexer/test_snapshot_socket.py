@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
+import msgspec
 import pytest
 import zmq
 
@@ -80,7 +81,8 @@ def test_a_late_start_is_exact_from_the_socket(watched: Watched, engine: EngineP
         watched.follow(with_socket(engine, url))
         watched.settled(2)
         watched.built("engine")
-        engine.publish(removed([2]))
+        # Such a publisher appends its id to each live batch.
+        engine.publish_payload(msgspec.msgpack.encode([1.0, [removed([2])], 0, ID]))
         watched.settled(1)
 
 
@@ -94,6 +96,16 @@ def test_a_lost_batch_brings_another_snapshot(watched: Watched, engine: EnginePu
         engine.publish(block(1), lost=True)
         engine.publish()
         watched.settled(1)
+
+
+def test_copies_of_an_unknown_group_make_the_view_stale(watched: Watched, engine: EnginePublisher) -> None:
+    """A snapshot of a hybrid model does not tell the kinds of all groups, so their copies have no place."""
+    engine.publish(block(1))
+    copies = {**block(1), "token_ids": [], "group_idx": 1}
+    with snapshot_socket(lambda: reply(0, batch(block(1, group_idx=0)), batch(copies))) as url:
+        watched.follow(with_socket(engine, url))
+        watched.settled(1, StreamState.STALE)
+        assert watched.indexer.engine_registry.engines[POD].reason == "snapshot_incomplete"
 
 
 @pytest.mark.parametrize(
