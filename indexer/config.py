@@ -46,7 +46,7 @@ class PodStream:
     model: str  # name of the base model; the root of all block keys of this pod
     events_endpoint: str | None  # ZMQ address of its PUB socket, "tcp://ip:port"; None: it connects to ours
     replay_endpoint: str | None = None  # ZMQ address of its ROUTER socket for replays; None: no replay
-    snapshot_url: str | None = None  # URL of snapshots of its cache; None: no snapshots
+    snapshot_url: str | None = None  # http:// or tcp:// of snapshots of its cache, see `streams.snapshot`
     snapshot_admin: bool = False  # whether the URL is at an administration port; only these receive the token
     first_sequence: int = 0  # sequence number of its first batch; 1 for llm-d's simulator
     # Data-parallel engines behind this serving endpoint, each with a publisher at the ports + rank. Ranks
@@ -68,7 +68,7 @@ class PodStream:
         """
         if not 1 <= self.ranks <= RANKS_MAX:
             raise ConfigError(f"stream of {self.pod}: ranks must be 1..{RANKS_MAX}, is {self.ranks}")
-        if self.ranks > 1 and self.snapshot_url is not None:
+        if self.ranks > 1 and (self.snapshot_url or "").startswith("http"):
             raise ConfigError(
                 f"stream of {self.pod}: snapshot_url: a snapshot is of one engine, not of {self.ranks} ranks"
             )
@@ -79,6 +79,7 @@ class PodStream:
                 rank=self.rank + rank,
                 events_endpoint=_rank_endpoint(self, self.events_endpoint, rank),
                 replay_endpoint=_rank_endpoint(self, self.replay_endpoint, rank),
+                snapshot_url=_rank_endpoint(self, self.snapshot_url, rank),
             )
             for rank in range(self.ranks)
         )
@@ -209,6 +210,15 @@ class IndexerConfig:
     snapshot_max_bytes: int = 256 * _MIB
     snapshot_total_s: float = 30.0
     concurrent_snapshots: int = 4
+
+    unproven_tier_ttl_s: float = _flag(
+        "--unproven-tier-ttl",
+        float,
+        600.0,
+        "least time for which blocks count in a tier whose removals the engine does not publish; at most "
+        "twice as long (default: 600)",
+        metavar="SECONDS",
+    )
 
     speculative_ttl_s: float = 2.0
     speculative_max_s: float = 60.0

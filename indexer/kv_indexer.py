@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
-from indexer.audit.engine_counters import EngineReading, Finding, check_counters
+from indexer.audit.cache_watch import CACHING_OFF, CacheWatch, EngineFault, FaultKind, engine_fault
+from indexer.audit.engine_counters import CachingFacts, EngineReading, Finding, check_counters
 from indexer.audit.mismatch_watch import SentPrompt
-from indexer.config import IndexerConfig, PodStream
+from indexer.config import PODS_MAX, IndexerConfig, PodStream
 from indexer.errors import ConfigError
 from indexer.index.contract import NOT_FOLLOWED, IndexStats, PodMatches, Prefix, StreamState, explain_prefix
 from indexer.keys import Keys, Tokens
@@ -66,9 +67,11 @@ class KvIndexer:
         self.exports = PeerService(
             identity, self._subscriber.export, self._metrics, total_s=config.snapshot_total_s
         )
-        self._bootstrap_s = config.bootstrap_s
+        self._bootstrap_s, self._unproven_ttl_s = config.bootstrap_s, config.unproven_tier_ttl_s
         self._followed_s: Mapping[str, float] = {}  # start time by pod; replaced as a whole
         self._readings: Mapping[str, EngineReading] = {}
+        self._cache_watches: dict[str, CacheWatch] = {}
+        self._uncached: frozenset[str] = frozenset()  # pods whose prefix caching is off
         self._counted_s = -math.inf
 
     @property
@@ -213,9 +216,11 @@ class KvIndexer:
     def observe(self, pod: str, reading: EngineReading) -> Finding | None:
         """Compare a reading of an engine's metrics with its view; clear the view if it must be wrong.
 
-        Called by one thread, with readings of pods that have one rank.
+        Called by one thread; of pods with several ranks with `caching` only.
         """
-        self._ingest.set_drafter(pod, reading.has_drafter)
+        for holder in self.engine_registry.members(pod):
+            self._ingest.set_drafter(holder, reading.has_drafter)
+        self._watch_cache(pod, reading.caching)
         before = self._readings.get(pod)
         finding = check_counters(before, reading, self._held_blocks(pod, reading))
         hits_moved = before is None or (reading.hit_tokens or 0) > (before.hit_tokens or 0)
@@ -227,6 +232,29 @@ class KvIndexer:
                 self._metrics.findings.labels(finding).inc()
             self.invalidate(pod, finding, emptied=finding.emptied, seen_s=reading.asked_s)
         return finding
+
+    def faults(self, pod: str) -> tuple[EngineFault, ...]:
+        """Return why the pod's cache cannot be used, or not be seen, as its users expect; empty if it can."""
+        watch = self._cache_watches.get(pod)
+        faults = () if watch is None or watch.fault is None else (watch.fault,)
+        tiers = sorted({tier for state in self._ingest.states(pod) for tier in state.tier_proof.unproven})
+        if not tiers:
+            return faults
+        values = {"tiers": ", ".join(tiers), "ttl_s": self._unproven_ttl_s}
+        return *faults, engine_fault(FaultKind.TIER_NOT_PROVEN, **values)
+
+    def _watch_cache(self, pod: str, facts: CachingFacts) -> None:
+        if len(self._cache_watches) > PODS_MAX:
+            # Some are of removed pods; those of the others begin anew.
+            self._cache_watches, self._uncached = {}, frozenset()
+        states = self._ingest.states(pod)
+        for state in states:
+            state.tier_proof.reports_evictions |= facts.reports_evictions
+        stored = any(state.view.block_tokens is not None for state in states)
+        watch = self._cache_watches.setdefault(pod, CacheWatch())
+        watch.observe(facts, stored=stored or not self.engine_registry.has_exact_streams(pod))
+        if (watch.fault is CACHING_OFF) != (pod in self._uncached):
+            self._uncached ^= {pod}
 
     def _held_blocks(self, pod: str, reading: EngineReading) -> int | None:
         """Return a lower bound of the view's blocks in device memory; None: unknown, or within capacity."""
@@ -250,6 +278,8 @@ class KvIndexer:
             request_id: Id that is unique among the requests in flight.
             prompt: Prompt to compare with the pod's events, see `MismatchWatch`; None: no comparison.
         """
+        if pod in self._uncached:
+            return
         if prompt is None or not self.engine_registry.has_exact_streams(pod):
             self._speculation.assume(request_id, pod, keys, now_s)
             return

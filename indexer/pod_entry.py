@@ -36,6 +36,8 @@ TOPIC_LABEL = "kvroute.io/kv-events-topic"
 RANKS_LABEL = "kvroute.io/kv-ranks"
 # "true": the pod answers GET /kv_events/snapshot.
 SNAPSHOT_LABEL = "kvroute.io/kv-snapshot"
+# Port of vLLM's snapshot socket, in the form of its unmerged pull request 57789.
+SNAPSHOT_PORT_LABEL = "kvroute.io/kv-snapshot-port"
 # Sequence number of a stream's first batch; 1 for llm-d's simulator.
 FIRST_SEQUENCE_LABEL = "kvroute.io/kv-first-sequence"
 # Port of administration and snapshots, if it differs from the serving port.
@@ -51,11 +53,18 @@ EVENT_LABELS = (
     TOPIC_LABEL,
     RANKS_LABEL,
     SNAPSHOT_LABEL,
+    SNAPSHOT_PORT_LABEL,
     FIRST_SEQUENCE_LABEL,
 )
 """Labels of a pod's event stream."""
 
-PORT_LABELS = (EVENTS_PORT_LABEL, REPLAY_PORT_LABEL, METRICS_PORT_LABEL, ADMIN_PORT_LABEL)
+PORT_LABELS = (
+    EVENTS_PORT_LABEL,
+    REPLAY_PORT_LABEL,
+    SNAPSHOT_PORT_LABEL,
+    METRICS_PORT_LABEL,
+    ADMIN_PORT_LABEL,
+)
 """Labels whose values are ports."""
 
 _CHOICES = {
@@ -117,12 +126,15 @@ class PodEntry:
         # With several engines behind one port a snapshot would be of an unknown one.
         offers_snapshots = snapshots == "true" or (snapshots is None and self.events.snapshots and ranks == 1)
         host = _host(self.address)
+        url = f"http://{self.admin or self.pod}/kv_events/snapshot" if offers_snapshots else None
+        if (snapshot_port := self.labels.get(SNAPSHOT_PORT_LABEL)) is not None:
+            url = f"tcp://{host}:{int(snapshot_port)}"
         return PodStream(
             pod=self.pod,
             model=model,
             events_endpoint=None if connects else f"tcp://{host}:{port}",
             replay_endpoint=None if replay is None else f"tcp://{host}:{int(replay)}",
-            snapshot_url=f"http://{self.admin or self.pod}/kv_events/snapshot" if offers_snapshots else None,
+            snapshot_url=url,
             snapshot_admin=self.admin is not None,
             first_sequence=int(self.labels.get(FIRST_SEQUENCE_LABEL, 0)),
             ranks=ranks,

@@ -14,11 +14,23 @@ The usage of the KV cache is no signal: it counts blocks of running requests, no
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
 # Predicted hit tokens without any hit that are a finding; fewer may be requests that skip the cache.
 _PHANTOM_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class CachingFacts:
+    """What a metrics page, also of several engines, shows about prefix caching."""
+
+    is_on: bool | None = None  # None: unknown
+    block_tokens: int = 0  # 0: unknown
+    prompts: float = math.nan  # counter of finished prompts; NaN: unknown or none
+    prompts_tokens: float = math.nan  # counter of their tokens
+    reports_evictions: bool = False  # whether removals from host memory are known to be published
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +50,7 @@ class EngineReading:
     predicted_tokens: int | None = None
     # Our counter of cached tokens, predicted for requests sent before the page was read.
     predicted_sent_tokens: int | None = None
+    caching: CachingFacts = CachingFacts()
 
 
 class Finding(StrEnum):

@@ -9,6 +9,7 @@ vanished engine is noticed within its heartbeat timeout. Runs on the subscriber'
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
@@ -28,6 +29,8 @@ _NOBODY = "inbox"
 _FULL_S = 1.0
 _PREFIX = b"kv"
 _TOPIC_BYTES_MAX = 1024
+# Stores that several pods share, `node:NAME` and `pool:NAME`; a host of that name has a port instead.
+_SHARED = re.compile(r"(node|pool):(?![0-9]{1,5}$)")
 _RANK_MAX = 65_535
 _PARTS = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _RANK = msgspec.msgpack.Decoder(int | None)
@@ -201,6 +204,9 @@ class BoundSocket:
         topic = parse_topic(frames[0].bytes)
         if topic is None:
             self._ingest.rejected(_NOBODY, "topic")
+            return
+        if _SHARED.match(topic.pod) and topic.pod not in self._declared:
+            self._ingest.shared_store(topic.pod)
             return
         publisher = self._publisher(topic, batch_rank(message.payload), now_s)
         if isinstance(publisher, str):

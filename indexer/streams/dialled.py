@@ -120,6 +120,17 @@ class ReplayingStream(EngineStream):
     _replay: zmq.Socket[bytes] | None = None
     _replay_ends_s = 0.0
     _replay_attempts = 0
+    _aging: Iterator[None] | None = None
+
+    def __init__(self, stream: PodStream, subscriber: StreamThread) -> None:
+        super().__init__(stream, subscriber)
+        self._timers[self._age_tiers] = subscriber.clock() + self._config.unproven_tier_ttl_s
+
+    def _age_tiers(self, now_s: float) -> None:
+        turns = self._aging or self._ingest.state_of(self.name).age_tiers()
+        is_done = self._exports is not None or next(turns, turns) is turns
+        self._aging = None if is_done else turns
+        self._timers[self._age_tiers] = now_s + self._config.unproven_tier_ttl_s if is_done else -math.inf
 
     def _set_connected(self, up: bool, now_s: float) -> None:
         if up == self.connected:

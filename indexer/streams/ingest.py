@@ -29,7 +29,7 @@ from indexer.streams.snapshot import Fetched, Snapshot
 from indexer.views.applier import ApplierContext, EventApplier
 from indexer.views.hybrid import HybridMatcher
 from indexer.views.view_parts import Entry, Outcome, ViewContent, ViewFacts, ViewPart, decode_entry
-from indexer.wire.tiers import GPU_TIER, Tiers
+from indexer.wire.tiers import GPU_TIER, TIER_NOT_PROVEN, Tiers
 
 _log = logging.getLogger(__name__)
 # A publisher can change its stream's state with each message.
@@ -97,6 +97,11 @@ class Ingest:
         # Blocks that were added and removed during the count may have been counted twice.
         return (held - held // _COUNT_MARGIN) // split
 
+    def states(self, serving: str) -> list[EventApplier]:
+        """Return the appliers of a pod's engines. Thread-safe."""
+        members = self.engine_registry.members(serving)
+        return [state for each in members if (state := self._pods.get(each)) is not None]
+
     def opened(self, stream: PodStream) -> None:
         self._pods[stream.holder] = EventApplier(self._engine, stream)
         self.engine_registry.add(stream)
@@ -127,6 +132,7 @@ class Ingest:
         keys = _joined(outcome.stored)
         key_list = keys.tolist()
         self._set_invalid(pod, "events", state.view.invalid_reason)
+        self._set_invalid(pod, "tiers", TIER_NOT_PROVEN if state.tier_proof.unproven else None)
         if outcome.runs and self.mismatches.waits_for(serving):
             late = self.mismatches.stored(serving, outcome.runs, key_list, state.stride)
             if late and state.drop.drops and state.drop.is_learning:
@@ -262,6 +268,11 @@ class Ingest:
     def rejected(self, pod: str, reason: str) -> None:
         self.metrics.rejected.labels(reason).inc()
         _log.debug("message rejected: pod=%s reason=%s", pod, reason)
+
+    def shared_store(self, name: str) -> None:
+        self.metrics.rejected.labels("shared_store").inc()
+        message = "events of a store shared by several pods skipped, its blocks count for none: store=%s"
+        _repeated.event("shared_store", name, message, name)
 
     def socket_error(self, pod: str, operation: str) -> None:
         self.metrics.zmq_errors.labels(pod, operation).inc()

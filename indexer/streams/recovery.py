@@ -275,6 +275,9 @@ class EngineStream:
             self._machine.emptied(batches[0].view, holds_nothing=verdict.ends_empty)
         if verdict.damage is not None:
             self._machine.damaged(batches[0].view, verdict.damage)
+        elif self._restoring is not None and any(event == "BlockStored" for event, _ in verdict.skipped):
+            # Live, such a store is of blocks that the view need not know; a snapshot names no others.
+            self._machine.damaged(batches[0].view, "snapshot_incomplete")
 
     def _outcome(self, payloads: Sequence[bytes]) -> Outcome:
         return self._ingest.apply(self.name, payloads)

@@ -3,7 +3,13 @@
 `GET /kv_events/snapshot` answers with one msgpack map: `schema` 1, `boot_id` of the process, `sequence`
 (number of the first batch that is not in the snapshot), `block_size`, `blocks` (copies of blocks) and
 `batches`, payloads in the format of published batches. Applied in order to an empty view they give the
-content of the cache. The engine is asked first and peers after it, on worker threads, so that the
+content of the cache.
+
+vLLM's snapshot socket gives the same over ZMQ, in the form of its pull request 57789 (2026-09), which was not
+merged when this was written. The request is "snapshot". The answer has the number of the last batch included
+(signed, 8 bytes; -1: none, -2: unavailable), the publisher's id (16 bytes) and payloads.
+
+The engine is asked first and peers after it, on worker threads, so that the
 subscriber's thread never waits.
 """
 
@@ -12,12 +18,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
 import urllib3
+import zmq
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError
@@ -31,6 +38,7 @@ _log = logging.getLogger(__name__)
 _NOT_OFFERED = frozenset({404, 405, 501})
 _PIECE_BYTES = 1 << 18
 _CONNECT_S = 3.0
+_POLL_MS = 250
 # Read timeout; short, so that a silent server does not delay `close`.
 _IDLE_S = 5.0
 
@@ -74,6 +82,27 @@ def read_snapshot(data: bytes) -> Snapshot:
     if not 0 <= snapshot.sequence <= _SEQUENCE_MAX:
         raise PayloadError("sequence", f"sequence: expected 0..{_SEQUENCE_MAX}, got {snapshot.sequence}")
     return snapshot
+
+
+def read_reply(frames: Sequence[bytes]) -> Snapshot:
+    """Decode an answer of vLLM's snapshot socket.
+
+    Raises:
+        PayloadError: The answer is malformed, or the engine has no snapshot.
+    """
+    if [len(frame) for frame in frames[:2]] != [8, 16]:
+        raise PayloadError("broken", f"an answer of {len(frames)} frames")
+    last = int.from_bytes(frames[0], "big", signed=True)
+    if last < -1:
+        raise PayloadError("refused", "the engine's snapshot recorder has stopped")
+    return Snapshot(
+        schema=SCHEMA,
+        boot_id=frames[1].hex(),
+        sequence=last + 1,
+        block_size=0,
+        blocks=0,
+        batches=list(frames[2:]),
+    )
 
 
 # Function from a stream to a view, None if unavailable, and the view's size in bytes.
@@ -120,13 +149,30 @@ class SnapshotFetcher:
     def _from_engine(self, stream: PodStream) -> Fetched:
         url = stream.snapshot_url or ""
         try:
+            if url.startswith("tcp://"):
+                frames = self._ask(url)
+                return Fetched(read_reply(frames), sum(map(len, frames)))
             body = self._get(url, self._authorization if stream.snapshot_admin else {})
             return Fetched(read_snapshot(body), len(body))
         except PayloadError as error:
             return Fetched(None, refusal=error.reason)
-        except (urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+        except (urllib3.exceptions.HTTPError, zmq.ZMQError, OSError, ValueError) as error:
             _log.info("snapshot unavailable: url=%s error=%s", url, error)
             return Fetched(None, refusal="unreachable")
+
+    def _ask(self, endpoint: str) -> list[bytes]:
+        ends_s = time.monotonic() + self._total_s
+        with zmq.Context() as context, context.socket(zmq.REQ) as asked:
+            asked.linger, asked.maxmsgsize, asked.ipv6 = 0, self._max_bytes, "[" in endpoint
+            asked.connect(endpoint)
+            asked.send(b"snapshot")
+            while not asked.poll(_POLL_MS):
+                if time.monotonic() > ends_s or self._closing.is_set():
+                    raise PayloadError("timeout", f"not answered within {self._total_s:g} s")
+            frames = asked.recv_multipart()
+        if sum(map(len, frames)) > self._max_bytes:
+            raise PayloadError("too_large", f"more than {self._max_bytes} bytes")
+        return frames
 
     def _get(self, url: str, headers: Mapping[str, str]) -> bytes:
         ends_s = time.monotonic() + self._total_s

@@ -6,8 +6,10 @@ is only a faster way to the state that the view alone would reach.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -34,14 +36,16 @@ from indexer.views.block_cache import BlockCache
 from indexer.views.full_reports import LaterEvents
 from indexer.views.hybrid import BlockDrop, HybridMatcher, group_holder
 from indexer.views.pod_view import PodView
-from indexer.views.view_parts import ChangeLog, Kind, Outcome, StoredRun
+from indexer.views.view_parts import Change, ChangeLog, Kind, Outcome, StoredRun
 from indexer.wire import columns as rows
 from indexer.wire.columns import Columns, EventDecoder, hash_to_uint64
 from indexer.wire.events import BlockRemoved, BlockStored
-from indexer.wire.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
+from indexer.wire.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
 
 # Maximum of awaited hashes that the kernel compares with each store; above it the view applies all events.
 _AWAITED_MAX = 16
+# Stored blocks from which a tier without any removal counts as not proven.
+_UNPROVEN_BLOCKS = 1000
 _NONE_AWAITED = np.empty(0, np.uint64)
 
 _TYPES = {rows.STORED: "BlockStored", rows.REMOVED: "BlockRemoved", rows.CLEARED: "AllBlocksCleared"}
@@ -59,6 +63,35 @@ class ApplierContext:
         self.progress = progress(2 * TURN_BLOCKS)
         tiers = index.tiers
         self.tier_numbers = np.array([tiers.number(tiers.of_medium(medium)) for medium in rows.MEDIA])
+
+
+class TierProof:
+    """Evidence that one engine reports what leaves its tiers.
+
+    Some connectors publish the blocks that they store and none that they evict, so a view
+    of such a tier only grows.
+    """
+
+    def __init__(self) -> None:
+        self.reports_evictions = False  # whether removals from host memory are known to be published
+        self._stored: Counter[str] = Counter()
+        self._proven: set[str] = set()
+
+    def count(self, tier: str, hashes: int, *, stored: bool) -> None:
+        if stored:
+            self._stored[tier] += hashes
+        else:
+            self._proven.add(tier)
+
+    @property
+    def unproven(self) -> tuple[str, ...]:
+        """Return tiers that stored many blocks and lost none, while device memory evicts."""
+        if GPU_TIER not in self._proven:
+            return ()
+        proven = self._proven | {CPU_TIER} if self.reports_evictions else self._proven
+        # Copied in one step, because other threads read this while events are counted.
+        stored = list(self._stored.items())
+        return tuple(tier for tier, hashes in stored if hashes >= _UNPROVEN_BLOCKS and tier not in proven)
 
 
 class EventApplier:
@@ -79,12 +112,16 @@ class EventApplier:
             hasher=context.hasher,
             config=context.config,
         )
+        self.tier_proof = TierProof()
+        self._unproven_media = context.tier_numbers != context.index.tiers.number(GPU_TIER)
+        self._aging: list[Change] = []  # removals of what was in unproven tiers at the last `age_tiers`
         self._root = np.uint64(context.hasher.root(stream.model))
         self._scope = np.uint64(self._cache.scope)
 
     def apply(self, payloads: Sequence[bytes], *, with_runs: bool = False) -> Outcome:
         columns = self._context.decoder.decode(payloads)
         outcome = Outcome(runs=[] if with_runs or self.drop.is_learning else None)
+        self._count_tiers(columns)
         self._context.progress.counts[:] = 0
         for batch in columns.batches:
             if batch.unread is None:
@@ -120,6 +157,30 @@ class EventApplier:
         self.view.clear()
         self.drop.reopen()
 
+    def age_tiers(self) -> Iterator[None]:
+        """Remove the copies in unproven tiers that were there at the last call already, turn by turn."""
+        tiers = [self._context.index.tiers.number(tier) for tier in self.tier_proof.unproven]
+        due, self._aging = self._aging, []
+        for change in due:
+            if change.tier in tiers:
+                self.view.expire(change)
+                yield
+        for change in chain.from_iterable(map(self.view.removals, tiers)):
+            self._aging.append(change)
+            yield
+
+    def _count_tiers(self, columns: Columns) -> None:
+        """Count the blocks of all events but those of kind OTHER."""
+        table, proof, tiers = columns.events, self.tier_proof, self._context.index.tiers
+        if not self._unproven_media[table[:, rows.MEDIUM]].any():
+            if columns.kinds[rows.REMOVED]:
+                proof.count(GPU_TIER, 1, stored=False)
+            return
+        for kind, medium, hashes in table[:, (rows.KIND, rows.MEDIUM, rows.HASH_COUNT)].tolist():
+            if kind in (rows.STORED, rows.REMOVED):
+                proof.count(tiers.of_medium(rows.MEDIA[medium]), hashes, stored=kind == rows.STORED)
+                self._unproven_media[medium] &= kind == rows.STORED
+
     def _cache_of(self, group: int | None) -> BlockCache:
         if group is None:
             return self._cache
@@ -141,6 +202,11 @@ class EventApplier:
         for event, kind in zip(events, columns.events[batch.first : batch.end, rows.KIND], strict=True):
             if kind == rows.OTHER and not isinstance(event, PayloadError):
                 outcome.events[type(event).__name__] += 1
+                if isinstance(event, BlockStored | BlockRemoved):
+                    tier = self._context.index.tiers.of_medium(event.medium)
+                    self.tier_proof.count(
+                        tier, len(event.block_hashes), stored=isinstance(event, BlockStored)
+                    )
         later = LaterEvents(events)
         ended = NOT_PLAIN
         while counts[ROW] < batch.end:

@@ -218,6 +218,15 @@ class BlockCache:
         )
 
 
+def copies_in(held: HeldBlocks, tier: int) -> NDArray[np.uint64]:
+    """Return a name of each copy in a tier, little-endian."""
+    counts = (held.tiers >> np.uint8(tier) & np.uint8(1)).astype(np.int64) * (held.hash_counts > 0)
+    extra = held.copies[held.copies[:, 1] == tier]
+    counts[extra[:, 0]] += extra[:, 2]
+    firsts = np.cumsum(held.hash_counts, dtype=np.int64) - held.hash_counts
+    return np.repeat(held.hashes[firsts[counts > 0]], counts[counts > 0]).astype("<u8")
+
+
 @kernel
 def _list_blocks(
     arrays: FlatArrays,

@@ -12,12 +12,13 @@ import numpy as np
 
 from indexer.config import IndexerConfig
 from indexer.errors import TokenError
+from indexer.index.index import TURN_BLOCKS
 from indexer.keys import BlockHasher, Keys
-from indexer.views.block_cache import BlockCache, Dropped
+from indexer.views.block_cache import BlockCache, Dropped, copies_in
 from indexer.views.full_reports import FullReports, LaterEvents, UncertainCopies
 from indexer.views.hybrid import NEXT_TOKENS, CacheGroups, PodGroups
 from indexer.views.runs import CopyChange, Orphan, Orphans, PlainRuns, Runs
-from indexer.views.view_parts import Entry, Kind, Outcome, ViewFacts, ViewPart
+from indexer.views.view_parts import Change, Entry, Kind, Outcome, ViewFacts, ViewPart
 from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored, EngineHash, KVEvent
 from indexer.wire.tiers import Tiers
 
@@ -129,6 +130,16 @@ class PodView:
         for group, cache in ((None, self._lead_cache), *self._caches.items()):
             for part in cache.export():
                 yield None if part is None else ViewPart(group, part)
+
+    def removals(self, tier: int) -> Iterator[Change]:
+        """Yield the changes that would remove all present copies from a tier."""
+        for part in filter(None, self.parts()):
+            for start in range(0, len(names := copies_in(part.blocks, tier)), TURN_BLOCKS):
+                yield Change(part.group, Kind.REMOVED, tier, names[start : start + TURN_BLOCKS].tobytes())
+
+    def expire(self, change: Change) -> None:
+        """Apply a change of `removals`; copies that are gone are ignored."""
+        (self._lead_cache if change.group is None else self._cache(change.group)).apply_change(change)
 
     def restore_facts(self, facts: ViewFacts) -> None:
         self.clear()

@@ -19,6 +19,7 @@ from indexer.wire.events import (
     MAX_EVENTS,
     MAX_TOKENS,
     AllBlocksCleared,
+    BlockInactive,
     BlockRemoved,
     BlockStored,
     EngineHash,
@@ -88,6 +89,10 @@ class _ClearedArray(Struct, array_like=True, tag="AllBlocksCleared", gc=False):
     pass
 
 
+class _InactiveArray(_RemovedArray, tag="BlockInactive", gc=False):
+    pass
+
+
 class _MapTag(Struct):
     type: str
 
@@ -96,7 +101,7 @@ class _ArrayTag(Struct, array_like=True):
     type: str
 
 
-ArrayEvent = _StoredArray | _RemovedArray | _ClearedArray
+ArrayEvent = _StoredArray | _RemovedArray | _ClearedArray | _InactiveArray
 
 
 _Event = TypeVar("_Event")
@@ -171,6 +176,8 @@ def typed(event: Event) -> KVEvent:
     match event.type:
         case "BlockRemoved":
             return BlockRemoved(event.block_hashes, event.medium, event.group_idx)
+        case "BlockInactive":
+            return BlockInactive(event.block_hashes, event.medium, event.group_idx)
         case "AllBlocksCleared":
             return AllBlocksCleared()
         case "BlockStored":
@@ -214,6 +221,8 @@ def from_array(event: ArrayEvent) -> Event:
                 *("BlockStored", hashes, parent, tokens, size, lora_id, medium),
                 *(name, extra, group, kind, window, salt),
             )
+        case _InactiveArray():
+            return Event("BlockInactive", event.block_hashes, medium=event.medium, group_idx=event.group_idx)
         case _RemovedArray():
             return Event("BlockRemoved", event.block_hashes, medium=event.medium, group_idx=event.group_idx)
         case _:

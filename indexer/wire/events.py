@@ -57,4 +57,12 @@ class AllBlocksCleared(Struct, frozen=True, tag_field="type", tag="AllBlocksClea
     """Notice that the engine's cache is empty."""
 
 
-KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+class BlockInactive(Struct, frozen=True, tag_field="type", tag="BlockInactive"):
+    """Notice that no request uses these blocks; they stay cached."""
+
+    block_hashes: EngineHashes
+    medium: str | None = None
+    group_idx: GroupIdx | None = None
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared | BlockInactive

@@ -16,6 +16,9 @@ OTHER_TIER = "other"
 
 TIERS_MAX = 8
 
+TIER_NOT_PROVEN = "tier_not_proven"
+"""Reason of an invalid view: blocks of a tier may have left it without an event."""
+
 # vLLM reports GPU, CPU and STORAGE, SGLang GPU, CPU_PINNED, DISK and EXTERNAL; older releases none.
 DEFAULT_TIERS: Mapping[str, str] = MappingProxyType(
     {

@@ -242,6 +242,11 @@ class DebugPages:
             "parity": self.index.mismatch_details(),
             "drafters": self.index.drafter_details(),
             "routers": list(self.routers(time.monotonic())),
+            "engines": [
+                f"{pod.name} ({pod.address}): {fault.text}"
+                for pod in self.pods.current.values()
+                for fault in pod.faults
+            ],
             "pods_asleep": [pod.address for pod in self.pods.current.values() if pod.asleep],
             "pods_failing": {pod.address: pod.failing for pod in self.pods.current.values() if pod.failing},
             "picks_ignored": self.picks_ignored(),
@@ -280,6 +285,7 @@ class DebugPages:
             "why_not": pod.why,
             "asleep": pod.asleep,
             "failing": pod.failing,
+            "faults": [fault.kind for fault in pod.faults],
             "declared_ready": pod.entry.ready,
             "labels": dict(pod.entry.labels),
             "view": views[pod.address].value if pod.address in views else None,

@@ -223,7 +223,7 @@ class RouterServer:
             ),
             self.index.follow,
             interval_s=config.refresh_interval_s,
-            engines=EngineCheck(self._ledger, self.index.observe),
+            engines=EngineCheck(self._ledger, self.index.observe, self.index.faults),
             declared=self._forget_others,
         )
 

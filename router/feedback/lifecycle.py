@@ -16,7 +16,7 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
-from indexer import DispatchKey, EngineReading
+from indexer import DispatchKey, EngineFault, EngineReading
 from indexer.keys import Keys
 from router.feedback.outcomes import DuplicateEnds, End, PodOutcomes
 from router.inflight.dispatch import Dispatch
@@ -365,6 +365,7 @@ class EngineCheck:
 
     ledger: Ledger
     observe: Callable[[str, EngineReading], object]  # receives the completed reading, `KvIndexer.observe`
+    faults: Callable[[str], Sequence[EngineFault]] = lambda _pod: ()  # `KvIndexer.faults`
 
     def before_scrape(self, pod: str) -> int:
         """Return the predicted hit tokens of answered requests, for `after_scrape`."""

@@ -301,6 +301,15 @@ class StateCollector(Collector):
             for figure in pod.load.missing_figures if pod.load is not None else ():
                 missing.add_metric([pod.address, figure], 1.0)
         yield missing
+        faults = GaugeMetricFamily(
+            _OURS + "engine_fault",
+            "1 for each reason why an engine's cache cannot be used or seen.",
+            labels=["pod", "fault"],
+        )
+        for pod in pods.values():
+            for fault in pod.faults:
+                faults.add_metric([pod.address, fault.kind], 1.0)
+        yield faults
 
 
 _PER_TOKENIZER: tuple[tuple[Any, str, str, str], ...] = (

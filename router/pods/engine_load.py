@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from indexer import EngineReading
+from indexer import CachingFacts, EngineReading
 
 _SERIES_MAX = 1024
 # Timestamps are the largest valid numbers of a load; counters may be larger.
@@ -145,6 +145,10 @@ _ENGINES = (
 
 # Present, even at 0, with any kind of speculative decoding.
 _DRAFTS = b"vllm:spec_decode_num_drafts_total"
+_CACHING = b"enable_prefix_caching"
+_PROMPTS = b"vllm:request_prompt_tokens"
+# Prefixes of metrics of vLLM's own OffloadingConnector and of our model server, whose events report removals.
+_REPORT_EVICTIONS = (b"vllm:kv_offload_", b"kvroute_engine_")
 _SLEEP = b"vllm:engine_sleep_state"
 # States in which the KV cache is gone.
 _DROPPED = (b"weights_offloaded", b"discard_all")
@@ -176,17 +180,27 @@ class EnginePage:
         """Return the counters to compare with the engine's view, see `indexer.audit.engine_counters`.
 
         Uses vLLM's names, as the model server does; other engines report only the start of the process.
+        Of several engines on a page only `caching` and `has_drafter` are read.
 
         Args:
             asked_s: When the page was requested, in monotonic seconds.
 
         Returns:
-            The counters; None if the page is of several engines or has too many series.
+            The counters; None if the page has too many series.
         """
         try:
             configs = [labels for labels, _ in self.series(_VLLM_CONFIG)]
+            caching = {labels.get(_CACHING) for labels in configs} - {None}
+            facts = CachingFacts(
+                is_on=b"False" not in caching if caching else None,
+                block_tokens=_whole(configs[0].get(b"block_size")) if configs else 0,
+                prompts=self.total(_PROMPTS + b"_count") or math.nan,
+                prompts_tokens=self.total(_PROMPTS + b"_sum") or math.nan,
+                reports_evictions=any(b"\n" + sign in self._page for sign in _REPORT_EVICTIONS),
+            )
+            has_drafter = bool(self.series(_DRAFTS)) if configs else None
             if len(configs) > 1:
-                return None
+                return EngineReading(caching=facts, has_drafter=has_drafter)
             awake = self._sleep_states(b"awake")
             dropped = [self._sleep_states(state) for state in _DROPPED]
             return EngineReading(
@@ -198,7 +212,8 @@ class EnginePage:
                 # vLLM at sleep level 0 is in neither state, and keeps its cache.
                 asleep=bool(awake) and not any(awake) and (not all(dropped) or any(map(any, dropped))),
                 asked_s=asked_s,
-                has_drafter=bool(self.series(_DRAFTS)) if configs else None,
+                has_drafter=has_drafter,
+                caching=facts,
             )
         except _UnusableError:
             return None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from indexer import ConfigError as IndexerConfigError
-from indexer import EngineState
+from indexer import EngineFault, EngineState
 from indexer.pod_entry import METRICS_PATH_LABEL, METRICS_PORT_LABEL, PodEntry, parse_pods, pod_address
 from router.errors import ConfigError
 from router.pods.engine_load import EngineLoad
@@ -91,6 +91,7 @@ class Pod:
     failing: str = ""  # why it gets no requests while others serve, see `PodFailures`; empty if it does
     unloaded: frozenset[str] = frozenset()  # adapters that its engine process served before, bounded
     reloaded: frozenset[str] = frozenset()  # adapters that this process loaded again under the same name
+    faults: tuple[EngineFault, ...] = ()  # why its cache cannot be used or seen as expected
 
     @property
     def takes_requests(self) -> bool:

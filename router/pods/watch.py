@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from random import Random
 from threading import Thread
 from typing import Protocol
 
+from indexer import EVENTS_OFF, EngineFault, EngineReading, PodStream
 from indexer import ConfigError as IndexerConfigError
-from indexer import EngineReading, PodStream
 from indexer.pod_entry import EVENTS_PORT_LABEL, MODEL_LABEL
 from router.pods.pod_set import (
     NOT_READY_THERE,
@@ -40,6 +40,9 @@ _WAKE_EVERY_S = 60.0
 
 class EngineReports(Protocol):
     """Receiver of the counters that engines report on their metrics pages."""
+
+    def faults(self, pod: str, /) -> Sequence[EngineFault]:
+        """Return the faults of a pod's engines."""
 
     def before_scrape(self, pod: str) -> int:
         """Return the predicted hit tokens of answered requests, for `after_scrape`."""
@@ -230,9 +233,12 @@ class PodWatch:
             # With several engines behind the pod, the page may come from any of them.
             stream = pod_stream(pod)
             one_engine = stream is None or stream.ranks == 1
-            if self.engines is not None and result.reading is not None and one_engine:
-                self.engines.after_scrape(pod.address, result.reading, answered)
-            self._take(result, watched)
+            reading = result.reading
+            if reading is not None and not one_engine:
+                reading = EngineReading(caching=replace(reading.caching, prompts=math.nan))
+            if self.engines is not None and reading is not None:
+                self.engines.after_scrape(pod.address, reading, answered)
+            self._take(result, watched, () if self.engines is None else self.engines.faults(address))
             # Probe a starting pod more often.
             interval_s = self.interval_s if self.pods.current[address].ready else self.interval_s / 4
             wake = self._loop.call_at(next_probe_s(now_s, interval_s, self._random), watched.poke.set)
@@ -247,14 +253,21 @@ class PodWatch:
             _log.exception("probe failed: pod=%s", pod.address)
             return ProbeResult(pod.address, False, why=f"probe failed: {error!r}")
 
-    def _take(self, result: ProbeResult, watched: _Watched) -> None:
+    def _take(self, result: ProbeResult, watched: _Watched, faults: Sequence[EngineFault]) -> None:
         pod = self.pods.current[result.address]
         if watched.void and result.healthy:
             watched.void = False
             return
         watched.void = False
         judged = checked(judge(pod, result), self.pods.current.values())
+        off = judged.sources is not None and judged.sources.off
+        judged = replace(judged, faults=(*faults, EVENTS_OFF) if off else tuple(faults))
         self.pods.put(judged)
+        for fault in judged.faults:
+            if fault.kind not in {known.kind for known in pod.faults}:
+                _log.warning("engine fault: pod=%s fault=%s detail=%s", pod.address, fault.kind, fault.text)
+        if pod.faults and not judged.faults:
+            _log.info("engine faults ended: pod=%s", pod.address)
         if judged.ready and not pod.ready:
             _log.info("pod ready: pod=%s model=%s", pod.address, judged.models and judged.models.base)
         elif not judged.ready and (pod.ready or not pod.probed):

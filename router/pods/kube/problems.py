@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from indexer import EngineState, StreamState
+from indexer import EVENTS_OFF, EngineState, FaultKind, StreamState
 from router.config.kube import POOL_VERSIONS, KubeConfig
 from router.errors import ClusterError
 from router.pods.kube.client import KubeClient
@@ -62,6 +62,8 @@ class Reason(StrEnum):
     ENGINE_WITHOUT_EVENTS = "EngineWithoutEvents"
     POD_STALLED = "PodStalled"
     ADAPTER_RELOADED = "AdapterReloaded"
+    ENGINE_WITHOUT_CACHE = "EngineWithoutCache"
+    TIER_NOT_PROVEN = "TierNotProven"
     BAD_ANNOTATION = "BadAnnotation"
     BAD_POD = "BadPod"
     BAD_OBJECTIVE = "BadObjective"
@@ -169,12 +171,17 @@ def pod_symptoms(
         if pod.ready and (why := _without_events(pod, by_pod.get(pod.address, ()))) is not None:
             what, lasts_s = why
             yield Symptom(Reason.ENGINE_WITHOUT_EVENTS, pod.address, f"{pod.name}: {what}", lasts_s)
+        for fault in pod.faults if pod.ready else ():
+            if fault is not EVENTS_OFF:
+                unproven = fault.kind is FaultKind.TIER_NOT_PROVEN
+                reason = Reason.TIER_NOT_PROVEN if unproven else Reason.ENGINE_WITHOUT_CACHE
+                yield Symptom(reason, f"{pod.address} {fault.kind}", f"{pod.name}: {fault.text}")
 
 
 def _without_events(pod: Pod, engines: Sequence[EngineState]) -> tuple[str, float] | None:
     """Return what is wrong with a pod's events and how long it must last in seconds, or None."""
     if pod.sources is not None and pod.sources.off:
-        return "the engine reports that its KV events are disabled", 0.0
+        return EVENTS_OFF.text, 0.0
     if not engines:
         if pod.models is None:
             return "/v1/models lists no model, which is needed to interpret events", UNLINKED_S
@@ -182,7 +189,7 @@ def _without_events(pod: Pod, engines: Sequence[EngineState]) -> tuple[str, floa
     for engine in engines:
         if not engine.linked:
             return f"no connection to {engine.stream.events_endpoint}", UNLINKED_S
-        if engine.state is not StreamState.EXACT:
+        if engine.state is not StreamState.EXACT and engine.reason != FaultKind.TIER_NOT_PROVEN:
             return f"its event stream is {engine.state}: {engine.reason}", _NOT_EXACT_S
     return None
 

@@ -9,6 +9,7 @@ import queue
 import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -23,6 +24,7 @@ from router.prompts.request import RequestKind, RouteRequest
 from tests.support.router.bench import completion
 from tests.support.router.doors import wait_until
 from tests.support.router.server import (
+    METRICS,
     FakePod,
     fake_pods,
     get,
@@ -37,6 +39,12 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 def all_ready(router: RouterServer, *pods: FakePod) -> None:
     """Wait until exactly these pods are ready."""
     wait_until(lambda: ready_pods(router) == {pod.address for pod in pods}, "readiness")
+
+
+def page(router: RouterServer, path: str) -> dict[str, Any]:
+    """Return the content of a JSON page."""
+    content: dict[str, Any] = json.loads(get(router, path)[1])
+    return content
 
 
 def health(port: int, service: str) -> int:
@@ -138,21 +146,36 @@ def test_a_new_model_on_a_known_pod_is_noticed(tmp_path: Path) -> None:
         assert (models.base, models.adapters) == ("other", {"tuned"})
 
 
+def test_an_engine_that_caches_nothing_is_named(tmp_path: Path) -> None:
+    """/ready, /debug/pods and a metric name a pod whose prefix caching is off, with the flag to set."""
+    with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:
+        pod.metrics = METRICS.replace('block_size="16"', 'block_size="16",enable_prefix_caching="False"')
+        wait_until(lambda: page(router, "/ready")["engines"], "the fault")
+        (line,) = page(router, "/ready")["engines"]
+        assert pod.address in line
+        assert "--enable-prefix-caching" in line
+        assert page(router, "/debug/pods")["pods"][0]["faults"] == ["caching_off"]
+        gauge = f'kvroute_router_engine_fault{{fault="caching_off",pod="{pod.address}"}} 1.0'
+        assert gauge in get(router, "/metrics")[1].decode()
+        pod.metrics = METRICS
+        wait_until(lambda: not page(router, "/ready")["engines"], "the end of the fault")
+
+
 def test_the_pages_show_the_state(tmp_path: Path) -> None:
     """Metrics, liveness, readiness, pods and decisions have pages; other paths get 404 with the list."""
     with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:
         wait_until(lambda: get(router, "/ready")[0] == 200, "readiness")
         empty: list[str] = []
-        lists = ("views_pending", "parity", "drafters", "routers", "pods_asleep")
+        lists = ("views_pending", "parity", "drafters", "routers", "engines", "pods_asleep")
         index: dict[str, object] = dict.fromkeys(lists, empty)
         index |= {"pods_failing": {}, "picks_ignored": None, "prefixes_of_old_weights_may_hit": {}}
         assert json.loads(get(router, "/ready")[1]) == {"status": "ready", **index}
         all_ready(router, pod)
         router.router.route(completion("r1", "hello " * 40), 0.0)
         router.router.route(RouteRequest("r2", RequestKind.PASSTHROUGH), 0.0)
-        page = get(router, "/metrics")[1].decode()
-        assert 'llm_d_epp_ready_endpoints{name="default"} 1.0' in page
-        assert f'kvroute_router_pod_kv_usage{{pod="{pod.address}"}} 0.5' in page
+        text = get(router, "/metrics")[1].decode()
+        assert 'llm_d_epp_ready_endpoints{name="default"} 1.0' in text
+        assert f'kvroute_router_pod_kv_usage{{pod="{pod.address}"}} 0.5' in text
         shown = json.loads(get(router, "/debug/pods")[1])["pods"]
         assert [(known["address"], known["ready"], known["name"]) for known in shown] == [
             (pod.address, True, "pod-0")

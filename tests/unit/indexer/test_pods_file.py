@@ -91,6 +91,14 @@ def test_labels_define_how_a_pod_publishes() -> None:
     ]
 
 
+def test_snapshots_come_from_the_declared_socket() -> None:
+    """The label kvroute.io/kv-snapshot-port is preferred to snapshots over HTTP."""
+    labels = {"kvroute.io/model": "m", "kvroute.io/kv-snapshot": "true", "kvroute.io/kv-snapshot-port": "56"}
+    stream = PodEntry("a", "default", "fd00::1", 8000, labels).stream()
+    assert stream is not None
+    assert stream.snapshot_url == "tcp://[fd00::1]:56"
+
+
 def test_snapshots_come_from_the_administration_port() -> None:
     """The label kvroute.io/admin-port sets the port of snapshots, to which the token is sent."""
     labels = {"kvroute.io/model": "m", "kvroute.io/kv-snapshot": "true"}

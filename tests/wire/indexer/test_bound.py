@@ -41,6 +41,19 @@ def test_undeclared_pods_are_identified_by_their_topics(watched: Watched) -> Non
         assert watched.links.count((POD, True)) == 1
 
 
+def test_events_of_shared_stores_are_skipped(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:
+    """A store of a node or of a pool is no pod: its events are counted, logged and skipped."""
+    with ConnectedEngine(watched, "node:worker-1") as node, ConnectedEngine(watched, "pool:fs") as pool:
+        node.publish(block(1))
+        pool.publish(block(1))
+        wait_until("they are counted", lambda: rejected(watched, "shared_store") == 2)
+    assert not watched.indexer.engine_registry.engines
+    assert "store=pool:fs" in caplog.text
+    with ConnectedEngine(watched, "node:8000") as engine:
+        engine.publish(block(1))
+        watched.settled(1, pod="node:8000")
+
+
 def test_a_models_name_may_have_any_characters(watched: Watched) -> None:
     """Everything after the second '@' of a topic is the model's name."""
     odd = "org/model@rev"

@@ -54,6 +54,24 @@ def test_live_events_are_applied_and_reported(watched: Watched, engine: EnginePu
     assert sum(keys for _, keys in watched.stored) == 4
 
 
+def test_a_tier_without_removals_is_not_proven_and_expires(engine: EnginePublisher) -> None:
+    """Blocks of a connector that publishes stores only expire; the pod is STALE and named until a removal."""
+    watched = Watched(unproven_tier_ttl_s=0.3)
+    watched.follow(stream(engine))
+    watched.settled(0)
+    engine.publish(block(1), block(2), block(3), removed([3]))
+    engine.publish(*(block(1, medium="CPU") for _ in range(999)), block(3, medium="CPU"))
+    watched.settled(2, STALE)
+    assert watched.indexer.engine_registry.engines[POD].reason == "tier_not_proven"
+    (fault,) = watched.indexer.faults(POD)
+    assert (fault.kind, "cpu" in fault.text) == ("tier_not_proven", True)
+    assert watched.match().blocks_by_tier == {"gpu": 2}
+    engine.publish({**removed([1]), "medium": "CPU"})
+    watched.settled(2)
+    assert watched.indexer.faults(POD) == ()
+    watched.indexer.close()
+
+
 def test_a_gap_triggers_a_replay(
     watched: Watched, engine: EnginePublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from indexer import IndexerConfig, KvIndexer
+from indexer import CachingFacts, EngineReading, IndexerConfig, KvIndexer
 from indexer.audit.speculation import Speculation
 from indexer.keys import Keys
 from indexer.wire.tiers import Tiers
@@ -96,6 +96,17 @@ def test_the_gauge_falls_without_further_requests() -> None:
     after = registry.get_sample_value(gauge)
     indexer.close()
     assert (before, after) == (3, 0)
+
+
+def test_an_engine_without_prefix_caching_gets_no_entries() -> None:
+    """Nothing is assumed at a pod whose metrics say that it caches nothing."""
+    registry = CollectorRegistry()
+    indexer = KvIndexer(IndexerConfig(), registry=registry)
+    for caches, entries in ((False, 0), (True, 3)):
+        indexer.observe(A, EngineReading(caching=CachingFacts(is_on=caches)))
+        indexer.speculate("r", A, KEYS, 0.0)
+        assert registry.get_sample_value("kvroute_indexer_blocks") == entries
+    indexer.close()
 
 
 def test_zero_entries_disable_speculation() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from indexer.errors import PayloadError
 from indexer.wire.decode import decode_event
-from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored
+from indexer.wire.events import AllBlocksCleared, BlockInactive, BlockRemoved, BlockStored
 from tests.support.indexer.decoding import Decoded, decode_batch
 from tests.support.indexer.views import read_json
 
@@ -233,6 +233,18 @@ def test_the_metadata_of_sglangs_last_arrays_is_no_adapter_name() -> None:
     for metadata, salt in (({"cache_salt": "s", "session_id": "q"}, "s"), ({"session_id": "q"}, None)):
         expected = BlockStored([-7], None, [5], 1, medium="CPU_PINNED", cache_salt=salt)
         assert decode([*fields, metadata]).batch.events == (expected,)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "BlockInactive", "block_hashes": [1, 2], "medium": "GPU"},
+        ["BlockInactive", [1, 2], "GPU"],
+    ],
+)
+def test_inactive_blocks_are_read(event: object) -> None:
+    """A notice that no request uses some blocks is an event of its own, in both layouts."""
+    assert decode(event).batch.events == (BlockInactive([1, 2], "GPU"),)
 
 
 def test_one_event_is_read_on_its_own() -> None:

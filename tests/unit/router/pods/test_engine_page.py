@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from indexer.audit.engine_counters import EngineReading
+from indexer.audit.engine_counters import CachingFacts, EngineReading
 from router.pods.engine_load import EnginePage
 
 PAGE = b"""process_start_time_seconds 1.7e+09
@@ -25,6 +23,7 @@ READING = EngineReading(
     query_tokens=900.0,
     hit_tokens=100.0,
     has_drafter=False,
+    caching=CachingFacts(block_tokens=16),
 )
 
 
@@ -65,21 +64,25 @@ def test_engines_behind_one_port_sleep_if_all_do() -> None:
     assert [EnginePage(asleep + other + state).is_asleep for state in (b"0.0\n", b"1.0\n")] == [True, False]
 
 
-def test_several_engines_on_a_page_give_no_reading() -> None:
-    """Sums over several engines cannot be compared with one engine's view."""
-    assert EnginePage(PAGE + PAGE.replace(b'engine="0"', b'engine="1"')).reading() is None
+def test_several_engines_on_a_page_have_common_facts_only() -> None:
+    """Sums over several engines cannot be compared with one engine's view; their settings are read."""
+    page = PAGE + PAGE.replace(b'engine="0"', b'engine="1"')
+    assert EnginePage(page).reading() == EngineReading(caching=CachingFacts(block_tokens=16))
 
 
-@pytest.mark.parametrize("value", [b"NaN", b"-1", b"+Inf", b"many", b""])
-def test_an_invalid_number_is_missing(value: bytes) -> None:
-    """An invalid number is left out, and other fields are unaffected."""
-    reading = EnginePage(PAGE.replace(b" 100.0", b" " + value)).reading()
+@pytest.mark.parametrize(("told", "caches"), [(b"False", False), (b"True", True)])
+def test_prefix_caching_is_read(told: bytes, caches: bool) -> None:
+    """The page tells whether prefix caching is on, and how long the prompts are."""
+    page = PAGE.replace(b'block_size="16"', b'block_size="16",enable_prefix_caching="%s"' % told)
+    for name, value in ((b"sum", b"640.0"), (b"count", b"4.0")):
+        page += b'vllm:request_prompt_tokens_%s{engine="0"} %s\n' % (name, value)
+    reading = EnginePage(page).reading()
     assert reading is not None
-    assert (reading.hit_tokens, reading.query_tokens) == (None, 900.0)
+    assert reading.caching == CachingFacts(caches, 16, 4.0, 640.0)
 
 
-@given(st.binary(max_size=400), st.integers(0, len(PAGE)))
-def test_any_page_gives_a_reading_or_none(noise: bytes, at: int) -> None:
-    """Noise anywhere on a page raises no error."""
-    reading = EnginePage(PAGE[:at] + noise + PAGE[at:]).reading()
-    assert reading is None or isinstance(reading, EngineReading)
+def test_vllms_own_connector_is_recognized() -> None:
+    """Metrics of vLLM's OffloadingConnector mean that removals from host memory are published."""
+    own = PAGE + b'vllm:kv_offload_load_bytes_total{engine="0"} 0.0\n'
+    readings = [EnginePage(page).reading() for page in (own, PAGE)]
+    assert [reading and reading.caching.reports_evictions for reading in readings] == [True, False]

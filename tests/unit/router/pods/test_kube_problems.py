@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from indexer import PodStream, StreamState
+from indexer import EngineFault, FaultKind, PodStream, StreamState
 from indexer.streams.engine_registry import EngineState
 from router.config.kube import KubeConfig
 from router.errors import ClusterError
@@ -34,6 +34,8 @@ ENGINE = EngineState(
     PodStream(POD.address, "m", "tcp://10.0.0.1:5557"), StreamState.EXACT, "", settled=True, linked=True
 )
 FOR_EVER_S = 1000.0
+CACHING_OFF = EngineFault(FaultKind.CACHING_OFF, "prefix caching is off")
+UNPROVEN = EngineFault(FaultKind.TIER_NOT_PROVEN, "no removals")
 
 
 def found_after(
@@ -110,6 +112,12 @@ def test_each_mistake_has_one_reason(fields: dict[str, Any], reason: Reason, par
         (POD, (ENGINE, replace(ENGINE, stream_state=StreamState.STALE)), Reason.ENGINE_WITHOUT_EVENTS),
         (replace(POD, sources=EventSources(reported=True, off=True)), (), Reason.ENGINE_WITHOUT_EVENTS),
         (replace(POD, reloaded=frozenset({"tuned"})), (ENGINE,), Reason.ADAPTER_RELOADED),
+        (replace(POD, faults=(CACHING_OFF,)), (ENGINE,), Reason.ENGINE_WITHOUT_CACHE),
+        (
+            replace(POD, faults=(UNPROVEN,)),
+            (replace(ENGINE, invalid_reasons={"tiers": UNPROVEN.kind}),),
+            Reason.TIER_NOT_PROVEN,
+        ),
     ],
 )
 def test_each_mistake_of_a_pod_has_one_reason(
