@@ -80,7 +80,7 @@ def test_a_sum_without_one_engine_is_missing() -> None:
     """If one of two engines has an invalid queue depth, the pod's queue depth is missing."""
     page = PAGE + PAGE.replace(b'engine="0"', b'engine="1"').replace(b" 3.0", b" NaN")
     load = engine_load(page, 5.0)
-    assert load == EngineLoad(None, 4, 0.25, 3200, 5.0)
+    assert load == EngineLoad(None, 4, 0.25, 1600, 5.0)
     assert (load.missing_figures, load.requests) == (("waiting",), None)
 
 

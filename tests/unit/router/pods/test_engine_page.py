@@ -67,7 +67,9 @@ def test_engines_behind_one_port_sleep_if_all_do() -> None:
 def test_several_engines_on_a_page_have_common_facts_only() -> None:
     """Sums over several engines cannot be compared with one engine's view; their settings are read."""
     page = PAGE + PAGE.replace(b'engine="0"', b'engine="1"')
-    assert EnginePage(page).reading() == EngineReading(caching=CachingFacts(block_tokens=16))
+    assert EnginePage(page).reading() == EngineReading(
+        has_drafter=False, caching=CachingFacts(block_tokens=16)
+    )
 
 
 @pytest.mark.parametrize(("told", "caches"), [(b"False", False), (b"True", True)])
