@@ -214,6 +214,7 @@ class DebugPages:
     health: Health
     plugins: Callable[[], Mapping[str, Any]]  # returns the state of configured plugins by name
     routers: Callable[[float], Sequence[Mapping[str, Any]]]  # returns the peer routers' state at a time
+    renderings: Callable[[], Mapping[str, Any]]  # returns the models whose pods render without being told to
 
     def pages(self) -> dict[str, Page]:
         return {
@@ -230,6 +231,7 @@ class DebugPages:
             "views_pending": sorted(self.index.pending()),
             "parity": self.index.mismatch_details(),
             "routers": list(self.routers(time.monotonic())),
+            "rendered_by_pods": self.renderings(),
             "pods_asleep": [pod.address for pod in self.pods.current.values() if pod.asleep],
         }
         if self.health.ready:

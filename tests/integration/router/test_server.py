@@ -8,6 +8,7 @@ import logging
 import queue
 import threading
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -19,7 +20,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from router.app.server import RouterServer
 from router.app.tls import TlsOptions
 from router.errors import ConfigError, ListenError
-from router.prompts.request import RequestKind, RouteRequest
+from router.prompts.request import RequestKind, RouteRequest, api_request
 from tests.support.router.bench import completion
 from tests.support.router.doors import wait_until
 from tests.support.router.server import (
@@ -125,11 +126,36 @@ def test_a_new_model_on_a_known_pod_is_noticed(tmp_path: Path) -> None:
         assert (models.base, models.adapters) == ("other", {"tuned"})
 
 
+def test_the_pages_show_which_models_the_pods_render(tmp_path: Path) -> None:
+    """A model without tokenizer is rendered by its pod; readiness and metrics show it, and its pause."""
+    with fake_pods(1) as (pod,), ExitStack() as opened:
+        pod.models = [("other", None)]
+        pod.answer = b'{"token_ids": [1, 2, 3]}'
+        router = opened.enter_context(running_router(write_pods(tmp_path / "pods.yaml", [pod.address])))
+        all_ready(router, pod)
+        states = []
+        for at in range(7):
+            chat = {"model": "other", "messages": [{"role": "user", "content": str(at)}]}
+            decision = router.router.route(api_request(f"r{at}", RequestKind.CHAT, chat, 400), 0.0)
+            shown = json.loads(get(router, "/ready")[1])["rendered_by_pods"]["other"]
+            states.append((decision.degraded, decision.prompt_tokens, shown["state"]))
+            pod.answer = b"{}"
+        assert states[0] == (None, 3, "rendering")
+        assert [(reason, state) for reason, _, state in (states[1], states[-1])] == [
+            ("no_tokenizer", "rendering"),
+            ("no_tokenizer", "paused"),
+        ]
+        page = get(router, "/metrics")[1].decode()
+        assert 'kvroute_router_render_paused{model="other"} 1.0' in page
+        assert 'kvroute_router_render_seconds_count{outcome="ok"} 1.0' in page
+        assert 'kvroute_router_render_seconds_count{outcome="failed"} 5.0' in page
+
+
 def test_the_pages_show_the_state(tmp_path: Path) -> None:
     """Metrics, liveness, readiness, pods and decisions have pages; other paths get 404 with the list."""
     with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:
         wait_until(lambda: get(router, "/ready")[0] == 200, "readiness")
-        index = {"views_pending": [], "parity": [], "routers": [], "pods_asleep": []}
+        index = {"views_pending": [], "parity": [], "routers": [], "rendered_by_pods": {}, "pods_asleep": []}
         assert json.loads(get(router, "/ready")[1]) == {"status": "ready", **index}
         all_ready(router, pod)
         router.router.route(completion("r1", "hello " * 40), 0.0)
