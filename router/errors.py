@@ -40,6 +40,10 @@ class ClusterError(RouterError):
 class TokenizerUnavailableError(RouterError):
     """Failure of a tokenizer in another process: unreachable, or without a valid response."""
 
+    def __init__(self, message: str, *, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.is_final = is_final  # whether the server cannot do this at all
+
 
 class RequestError(RouterError):
     """Client request that cannot be routed; the router returns the error to the client."""

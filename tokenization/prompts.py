@@ -101,6 +101,11 @@ def chat_prompt(body: Body, tokenizer: PromptTokenizer, limits: PromptLimits = N
         UnsupportedPromptError: The request has its own template, or the model has no chat template.
         ManyItemsError: There are more messages and parts than `limits.items_max`.
     """
+    if tokenizer.coded is not None:
+        body = {**body, "messages": decoded(body.get("messages"))}
+        if limits.items_max is not None and count_items(body["messages"]) > limits.items_max:
+            raise ManyItemsError
+        return tokenizer.coded.chat(body)
     given = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     truncation = truncation_of(body, limits.context_tokens, _count(body, given))
     options = _template_options(body)

@@ -13,12 +13,17 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
+from tokenization.coded.harmony import HarmonyPrompts
+from tokenization.coded.mistral import MistralPrompts
 from tokenization.encoder import TextEncoder, TokenIds
 from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
 from tokenization.images.rules import ImageFiles, ImageRule, image_rule
 from tokenization.templates.chat_template import ChatTemplate, Message
 from tokenization.templates.files import (
+    ANY_TEXT,
+    GPT_OSS,
     TemplateSources,
+    mistral_file,
     mistral_pattern,
     read_json,
     template_sources,
@@ -66,6 +71,7 @@ class PromptTokenizer:
         tool_template: ChatTemplate | None = None,
         mistral_text: re.Pattern[str] | None = None,
         image_files: ImageFiles | None = None,
+        coded: HarmonyPrompts | MistralPrompts | None = None,
     ) -> None:
         # Engines truncate and pad by themselves; settings in tokenizer.json must not change the ids.
         tokenizer.no_truncation()
@@ -74,6 +80,7 @@ class PromptTokenizer:
         self.chat_template = chat_template  # None if the model has none, or its engines do not use it
         self._tool_template = tool_template
         self._mistral_text = mistral_text
+        self.coded = coded  # library by which engines build chats; None: by the template
         self.image_rule: ImageRule | None = None  # expansion of images in prompts; None if unknown
         if image_files is not None:
             self.image_rule = image_rule(image_files, tokenizer)
@@ -90,18 +97,22 @@ class PromptTokenizer:
         self.encoder = TextEncoder(tokenizer)
 
     @classmethod
-    def from_directory(cls, directory: Path | str, *, mistral_common: bool = True) -> PromptTokenizer:
+    def from_directory(cls, directory: Path | str, *, by_library: bool = True) -> PromptTokenizer:
         """Load a tokenizer from tokenizer.json, chat templates, config.json and processor files.
 
         Args:
-            mistral_common: Whether the engines use the library mistral-common for the same models as vLLM.
-                Prompts for which it differs from `tokenizer.json` and the chat template are then unsupported.
+            by_library: Whether the engines use the libraries mistral-common and oss-harmony for the same
+                models as vLLM.
 
         Raises:
-            TokenizerLoadError: A file is missing or broken.
+            TokenizerLoadError: A file is missing or broken, or the model's library is not installed.
         """
         directory = Path(directory)
         path = directory / "tokenizer.json"
+        own_file = mistral_file(directory) if by_library else None
+        mistral = None if own_file is None else MistralPrompts(own_file)
+        if mistral is not None and not path.is_file():
+            return cls(mistral.longest_piece(), None, frozenset(), mistral_text=ANY_TEXT, coded=mistral)
         if not path.is_file():
             raise TokenizerLoadError(f"{path}: no such file; a tokenizer directory must contain it")
         try:
@@ -113,17 +124,20 @@ class PromptTokenizer:
             name: text for name in _SPECIAL_TOKENS if (text := token_text_of(settings.get(name))) is not None
         }
         sources, mistral_text, images = TemplateSources(None, None), None, None
-        if mistral_common:
+        coded: HarmonyPrompts | MistralPrompts | None = mistral
+        if own_file is not None:
             added = tokenizer.get_added_tokens_decoder().values()
-            mistral_text = mistral_pattern(directory, [token.content for token in added])
-        if mistral_text is None:
+            mistral_text = mistral_pattern(own_file, [token.content for token in added])
+        else:
             images = _image_files(directory, settings)
             sources = template_sources(directory, settings, images.config)
+            if by_library and images.config.get("model_type") == GPT_OSS:
+                coded = HarmonyPrompts()
         known = special | _extra_tokens(settings)
         default, tools = (ChatTemplate(source, known) if source is not None else None for source in sources)
         try:
             eos_token_ids = _eos_token_ids(directory, tokenizer, special)
-            return cls(tokenizer, default, eos_token_ids, tools, mistral_text, images)
+            return cls(tokenizer, default, eos_token_ids, tools, mistral_text, images, coded)
         except TokenizerLoadError as error:
             raise TokenizerLoadError(f"{path}: {error}") from error
 
@@ -143,11 +157,11 @@ class PromptTokenizer:
             add_special_tokens: Whether to add the model's tokens around a text, such as BOS.
 
         Raises:
-            UnsupportedPromptError: The engines do not encode this text by `tokenizer.json`, or it contains a
-                lone surrogate.
+            UnsupportedPromptError: It contains a lone surrogate, or is too long for the model's library.
         """
-        if self._mistral_text is not None and self._mistral_text.search(text):
-            raise UnsupportedPromptError("this model's engines encode this text by mistral-common", "prompt")
+        other = self._mistral_text is not None and self._mistral_text.search(text)
+        if other and isinstance(self.coded, MistralPrompts):
+            return self.coded.text_ids(text, add_special_tokens=add_special_tokens)
         return self.encoder.encode(text, add_special_tokens=add_special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

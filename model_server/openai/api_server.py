@@ -167,7 +167,7 @@ def load_tokenizer(model: str) -> PromptTokenizer:
     """Load the tokenizer of the built-in model or a checkpoint directory; raises a StartError."""
     try:
         directory = TINY_DIRECTORY if model == TINY_MODEL else Path(model)
-        return PromptTokenizer.from_directory(directory, mistral_common=False)
+        return PromptTokenizer.from_directory(directory, by_library=False)
     except TokenizationError as error:
         raise StartError(str(error)) from error
 

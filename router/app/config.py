@@ -78,8 +78,9 @@ class RouterConfig:
         model_source,
         ((_TINY_MODEL, str(TINY_DIRECTORY)),),
         "tokenizer of a model: a directory with tokenizer.json, hf:OWNER/NAME@REVISION, unix:PATH of a "
-        "kvroute tokenizer process, http://HOST:PORT of a server with a render API, or pods: the model's "
-        "own pods; may be repeated; kvroute-tiny's is built in",
+        "kvroute tokenizer process, http://HOST:PORT of a server with a render API, pods: the model's own "
+        "pods, also used by default where they have this API, or none; may be repeated; kvroute-tiny's is "
+        "built in",
         action="append",
         metavar="MODEL=SOURCE",
     )

@@ -225,6 +225,7 @@ class DebugPages:
     plugins: Callable[[], Mapping[str, Any]]  # returns the state of configured plugins by name
     routers: Callable[[float], Sequence[Mapping[str, Any]]]  # returns the peer routers' state at a time
     picks_ignored: Callable[[], str | None]  # returns the finding that the gateway ignores picks
+    renderings: Callable[[], Mapping[str, Any]]  # returns the models whose pods render without being told to
 
     def pages(self) -> dict[str, Page]:
         return {
@@ -247,6 +248,7 @@ class DebugPages:
                 for pod in self.pods.current.values()
                 for fault in pod.faults
             ],
+            "rendered_by_pods": self.renderings(),
             "pods_asleep": [pod.address for pod in self.pods.current.values() if pod.asleep],
             "pods_failing": {pod.address: pod.failing for pod in self.pods.current.values() if pod.failing},
             "picks_ignored": self.picks_ignored(),

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from router.app.wiring import (
     listen_grpc,
     listen_health,
     listen_metrics,
+    move_picks,
     open_pods_source,
     pick_may_block,
     plugin_states,
@@ -168,9 +170,10 @@ class RouterServer:
         config = self.config
         self._source = opened.enter_context(closing(open_pods_source(config, registry, self._set_resources)))
         tokenize = TokenizeOptions(config.tokenize_deadline_s)
-        self._tokenizers = TokenizerRegistry.load(dict(config.tokenizers), tokenize)
+        observe = partial(self._metrics.observe, "rendered")
+        self._tokenizers = TokenizerRegistry.load(dict(config.tokenizers), tokenize, observe)
         opened.callback(self._tokenizers.close)
-        registry.register(TokenizerCollector(self._tokenizers.local))
+        registry.register(TokenizerCollector(self._tokenizers.local, self._tokenizers.renderings))
         self._traces = Traces.to_collector() if config.tracing else None
         if self._traces is not None:
             opened.callback(self._traces.close)
@@ -207,6 +210,7 @@ class RouterServer:
         may_block = pick_may_block(config, self._flow, self._tokenizers)
         grpc = listen_grpc(config, self._services(registry), may_block=may_block)
         self._grpc = opened.enter_context(closing(grpc))
+        self._tokenizers.waits = partial(move_picks, grpc)
         if self._flow is not None:
             # Closed before the listeners: requests queued in flow control occupy their threads.
             opened.callback(self._flow.close)
@@ -237,6 +241,7 @@ class RouterServer:
             plugins=lambda: plugin_states(self._ranker, self._flow),
             routers=self._fleet.status,
             picks_ignored=lambda: self.lifecycle.outcomes.picks_ignored,
+            renderings=self._tokenizers.renderings,
         )
 
     def _services(self, registry: CollectorRegistry) -> list[Callable[[Any], object]]:

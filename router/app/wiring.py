@@ -188,6 +188,11 @@ def listen_grpc(
     )
 
 
+def move_picks(grpc: GrpcServer) -> None:
+    """Serve picks on threads of their own from now on, because they may block."""
+    grpc.inline = _HEALTH
+
+
 def listen_health(config: RouterConfig, health: Health) -> GrpcServer:
     """Bind the gRPC health port. Raises ListenError if it is in use."""
     return GrpcServer(

@@ -98,6 +98,12 @@ _HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...], tuple[str, ...]]] =
         _TTFT_SECONDS,
         ("source",),
     ),
+    "rendered": (
+        _OURS + "render_seconds",
+        "Seconds for which a pod or server renders a prompt, by outcome: ok, late, failed.",
+        _TTFT_SECONDS,
+        ("outcome",),
+    ),
     "late": (
         _OURS + "told_late_seconds",
         "Delay of a report in seconds: since the event if known, else since the first report of it.",
@@ -337,11 +343,20 @@ _PER_TOKENIZER: tuple[tuple[Any, str, str, str], ...] = (
 
 @dataclass(eq=False)
 class TokenizerCollector(Collector):
-    """Metrics of this process's tokenizers."""
+    """Metrics of this process's tokenizers, and of pods that render without being told to."""
 
     tokenizers: Mapping[str, PromptTokenizer]  # by base model
+    renderings: Callable[[], Mapping[str, Mapping[str, Any]]] = dict  # states by base model
 
     def collect(self) -> Iterable[Metric]:
+        paused = GaugeMetricFamily(
+            _OURS + "render_paused",
+            "1 while the model's pods do not render its prompts, and its requests are routed by load.",
+            labels=["model"],
+        )
+        for model, state in self.renderings().items():
+            paused.add_metric([model], float(state["state"] == "paused"))
+        yield paused
         for family_of, fact, name, text in _PER_TOKENIZER:
             family = family_of(_OURS + name, text, labels=["model"])
             for model, tokenizer in self.tokenizers.items():

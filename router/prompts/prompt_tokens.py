@@ -93,7 +93,7 @@ def tokenize_prompts(request: RouteRequest, tokenizer: PromptTokenizer, limits: 
         PromptError: The prompt is invalid for its API, too long, or cannot be tokenized here.
         ManyItemsError: A chat has more messages and parts than `limits.items_max`.
     """
-    body, template = request.body, tokenizer.chat_template
+    body, template = request.body, tokenizer.coded or tokenizer.chat_template
     if request.kind is RequestKind.COMPLETIONS:
         return known(tuple(completion_prompts(body, tokenizer, limits)))
     # Engines convert the other APIs to chats; the result depends on the template.
@@ -108,6 +108,13 @@ def tokenize_prompts(request: RouteRequest, tokenizer: PromptTokenizer, limits: 
             return _with_images(images)
     ids = chat_prefix(body, tokenizer)
     return PromptTokens((ids,), len(ids) + _MEDIA_TOKENS, partial=MEDIA)
+
+
+def reads_kind(kind: RequestKind, tokenizer: PromptTokenizer) -> bool:
+    """Return whether prompts of this API can be built: by the model's template, its library, or as text."""
+    if tokenizer.chat_template is not None or kind is RequestKind.COMPLETIONS:
+        return True
+    return tokenizer.coded is not None and kind is not RequestKind.RESPONSES
 
 
 def rejected_early(request: RouteRequest, context_tokens: int | None) -> PromptTokens | None:

@@ -65,7 +65,7 @@ class RenderTokenizer:
     """
 
     def __init__(self, model: str, url: str | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._model = model
+        self.model = model
         self._url = url
         self._rotation = itertools.count()
         self._http = urllib3.PoolManager(
@@ -108,8 +108,9 @@ class RenderTokenizer:
         if answer.status in (400, 422):
             # The engine will reject the request with a better error.
             return unknown(request, "unsupported_prompt")
-        if answer.status == 403:
-            raise TokenizerUnavailableError(f"{url}: status 403; start vLLM with --enable-scale-out")
+        if answer.status in (403, 404, 405):
+            text = f"{url}: status {answer.status}; start vLLM with --enable-scale-out"
+            raise TokenizerUnavailableError(text, is_final=True)
         if answer.status != 200:
             raise TokenizerUnavailableError(f"{url}: status {answer.status}")
         try:
@@ -124,7 +125,7 @@ class RenderTokenizer:
         if self._url is not None:
             return self._url
         if not pods:
-            raise TokenizerUnavailableError(f"no pod of model {self._model} is available")
+            raise TokenizerUnavailableError(f"no pod of model {self.model} is available")
         return f"http://{pods[next(self._rotation) % len(pods)].address}"
 
 

@@ -9,6 +9,9 @@ SOURCE of `--tokenizer MODEL=SOURCE` is one of
     unix:PATH                 `kvroute tokenizer` behind a Unix socket
     http://HOST:PORT          server with vLLM's render endpoints
     pods                      render endpoints of the model's own pods
+    none                      no tokenizer: its requests are routed by load
+
+Where a model has no tokenizer here that reads a request, its pods render the prompt if they can.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
@@ -30,12 +33,14 @@ from router.pods.pod_set import Pod
 from router.prompts.prompt_tokens import (
     PromptTokens,
     given_token_ids,
+    reads_kind,
     rejected,
     rejected_early,
     tokenize_prompts,
     unknown,
 )
 from router.prompts.remote_tokenizers import RenderTokenizer, SidecarTokenizer
+from router.prompts.render_breaker import RenderBreaker
 from router.prompts.request import RequestKind, RouteRequest
 from tokenization import (
     ITEMS_AT_ONCE_MAX,
@@ -51,6 +56,7 @@ from tokenization import (
 _log = logging.getLogger(__name__)
 
 _PODS = "pods"
+_NONE = "none"
 _HUB = "hf:"
 _SOCKET = "unix:"
 _URLS = ("http://", "https://")
@@ -60,10 +66,12 @@ _INLINE_BODY_BYTES = 128 << 10
 _INLINE_LIBRARY_BODY_BYTES = 8 << 10
 # Accept any token id in prompts: only the engine knows its padded vocabulary, and checks against it.
 _ANY_ID = 1 << 31
+_RENDER_THREADS = 8  # threads that wait for render endpoints
 # Fields that are converted to a chat's messages.
 _DECODED_ITEMS = {RequestKind.MESSAGES: "messages", RequestKind.RESPONSES: "input"}
 
 _Tokenizer: TypeAlias = PromptTokenizer | SidecarTokenizer | RenderTokenizer
+_Observe: TypeAlias = Callable[[float, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,35 +87,58 @@ class _QueueFullError(Exception):
     """Raised when the queue of the tokenizer threads is full."""
 
 
+class _Threads(NamedTuple):
+    executor: ThreadPoolExecutor
+    slots: threading.BoundedSemaphore
+
+    @classmethod
+    def start(cls, threads: int, waiting_max: int) -> _Threads:
+        return cls(ThreadPoolExecutor(threads, "tokenize"), threading.BoundedSemaphore(threads + waiting_max))
+
+
 class TokenizerRegistry:
-    """Tokenizers by base model, in this process and in others. Thread-safe."""
+    """Tokenizers by base model, in this process and in others. Thread-safe.
+
+    Args:
+        tokenizers: Tokenizer by base model; None: its requests are routed by load.
+        observe: Called with the seconds and the outcome of each prompt that a server renders.
+    """
 
     def __init__(
         self,
-        tokenizers: Mapping[str, _Tokenizer],
+        tokenizers: Mapping[str, _Tokenizer | None],
         options: TokenizeOptions | None = None,
+        observe: _Observe = lambda _seconds, _outcome: None,
     ) -> None:
         self._tokenizers = dict(tokenizers)
-        self._options = options or TokenizeOptions()
-        self._threads = ThreadPoolExecutor(self._options.threads, "tokenize")
-        self._slots = threading.BoundedSemaphore(self._options.threads + self._options.waiting_max)
+        self._options = options = options or TokenizeOptions()
+        self._threads = _Threads.start(options.threads, options.waiting_max)
+        self._render_threads = _Threads.start(_RENDER_THREADS, options.waiting_max)
+        # Models whose pods render without being told to.
+        self._automatic: dict[str, tuple[RenderTokenizer, RenderBreaker]] = {}
+        self._observe = observe
         self._unavailable: set[str] = set()
+        self.waits: Callable[[], None] = lambda: None  # called when picks may begin to wait for pods
 
     @classmethod
     def load(
-        cls, sources: Mapping[str, Path | str], options: TokenizeOptions | None = None
+        cls,
+        sources: Mapping[str, Path | str],
+        options: TokenizeOptions | None = None,
+        observe: _Observe = lambda _seconds, _outcome: None,
     ) -> TokenizerRegistry:
         """Open the tokenizer of every base model; see SOURCE above.
 
         Raises:
             ConfigError: A source is invalid or cannot be loaded.
         """
-        return cls({model: _open_source(model, str(source)) for model, source in sources.items()}, options)
+        opened = {model: _open_source(model, str(source)) for model, source in sources.items()}
+        return cls(opened, options, observe)
 
     @property
     def asks_others(self) -> bool:
         """Return whether any model's tokenizer is in another process."""
-        return len(self.local) < len(self._tokenizers)
+        return any(isinstance(one, SidecarTokenizer | RenderTokenizer) for one in self._tokenizers.values())
 
     @property
     def local(self) -> Mapping[str, PromptTokenizer]:
@@ -115,11 +146,19 @@ class TokenizerRegistry:
         tokenizers = self._tokenizers.items()
         return {model: one for model, one in tokenizers if isinstance(one, PromptTokenizer)}
 
+    def renderings(self) -> dict[str, dict[str, Any]]:
+        """Return the state of models whose pods render without being told to, by model."""
+        now_s = time.monotonic()
+        states = {model: breaker.state(now_s) for model, (_, breaker) in list(self._automatic.items())}
+        return {model: {**state, "instead": _instead(model)} for model, state in states.items()}
+
     def close(self) -> None:
         # Drop queued work; running work ends by itself.
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for tokenizer in self._tokenizers.values():
-            if not isinstance(tokenizer, PromptTokenizer):
+        for threads in (self._threads, self._render_threads):
+            threads.executor.shutdown(wait=False, cancel_futures=True)
+        automatic = (tokenizer for tokenizer, _ in self._automatic.values())
+        for tokenizer in (*self._tokenizers.values(), *automatic):
+            if isinstance(tokenizer, SidecarTokenizer | RenderTokenizer):
                 tokenizer.close()
 
     def prompt_tokens(
@@ -144,16 +183,19 @@ class TokenizerRegistry:
         if (known := rejected_early(request, context_tokens) or given_token_ids(request)) is not None:
             return known
         tokenizer = self._tokenizers.get(base_model or "")
-        if tokenizer is None:
-            return unknown(request, "no_tokenizer")
         try:
+            if tokenizer is None:
+                return self._by_pods(request, base_model, pods) or unknown(request, "no_tokenizer")
             if isinstance(tokenizer, PromptTokenizer):
+                if not reads_kind(request.kind, tokenizer):
+                    rendered = self._by_pods(request, base_model, pods)
+                    return rendered or unknown(request, "unsupported_prompt")
                 return self._local(request, tokenizer, context_tokens)
             timeout_s = self._options.deadline_s
             if isinstance(tokenizer, SidecarTokenizer):
                 tokens = tokenizer.prompt_tokens(request, context_tokens, timeout_s)
             else:
-                tokens = self._in_pool(partial(tokenizer.prompt_tokens, request, pods), timeout_s)
+                tokens = self._rendered(request, tokenizer, None, pods)
             self._unavailable.discard(base_model or "")
             return tokens
         except PromptError as error:
@@ -185,25 +227,70 @@ class TokenizerRegistry:
             except ManyItemsError:
                 pass  # a chat's messages are unparsed, so their number is known only now
         left_s = self._options.deadline_s - (time.monotonic() - started_s)
-        return self._in_pool(partial(tokenize_prompts, request, tokenizer, limits), max(0.0, left_s))
+        return self._run(self._threads, partial(tokenize_prompts, request, tokenizer, limits), left_s)
 
-    def _in_pool(self, work: Callable[[], PromptTokens], timeout_s: float) -> PromptTokens:
-        """Run tokenization on a pool thread.
+    def _by_pods(self, request: RouteRequest, model: str | None, pods: Sequence[Pod]) -> PromptTokens | None:
+        """Let the model's pods render a prompt; None if they do not, or not at present."""
+        is_off = model in self._tokenizers and self._tokenizers[model] is None
+        if not model or not pods or is_off:
+            return None
+        if model not in self._automatic:
+            self._automatic.setdefault(model, (RenderTokenizer(model, None), RenderBreaker()))
+            self.waits()
+        tokenizer, breaker = self._automatic[model]
+        if not breaker.allows(time.monotonic()):
+            return None
+        try:
+            return self._rendered(request, tokenizer, breaker, pods)
+        except TokenizerUnavailableError:
+            return None
+
+    def _rendered(
+        self,
+        request: RouteRequest,
+        tokenizer: RenderTokenizer,
+        breaker: RenderBreaker | None,
+        pods: Sequence[Pod],
+    ) -> PromptTokens:
+        """Let a server render a prompt, and record how long it took and whether it was in time."""
+        deadline_s = self._options.deadline_s
+        started_s = time.monotonic()
+
+        def work() -> PromptTokens:
+            outcome, error, is_final = "failed", "not a rendered prompt", False
+            try:
+                tokens = tokenizer.prompt_tokens(request, pods)
+                is_late = time.monotonic() - started_s > deadline_s
+                outcome, error = ("late", "later than --tokenize-deadline-ms") if is_late else ("ok", "")
+                return tokens
+            except TokenizerUnavailableError as unavailable:
+                error, is_final = str(unavailable), unavailable.is_final
+                raise
+            finally:
+                now_s = time.monotonic()
+                self._observe(now_s - started_s, outcome)
+                if breaker is not None and breaker.report(error, now_s, is_final=is_final):
+                    _log_rendering(tokenizer.model, error)
+
+        return self._run(self._render_threads, work, deadline_s)
+
+    def _run(self, threads: _Threads, work: Callable[[], PromptTokens], timeout_s: float) -> PromptTokens:
+        """Run tokenization on a thread.
 
         Raises:
             TimeoutError: The work takes longer; it continues in the background.
             _QueueFullError: The queue is full, or the registry is closed.
         """
-        if not self._slots.acquire(blocking=False):
+        if not threads.slots.acquire(blocking=False):
             raise _QueueFullError
         try:
-            future = self._threads.submit(work)
+            future = threads.executor.submit(work)
         except RuntimeError as error:
-            self._slots.release()
+            threads.slots.release()
             raise _QueueFullError from error
         # Also runs for work that is cancelled before it starts.
-        future.add_done_callback(lambda _: self._slots.release())
-        return future.result(timeout_s)
+        future.add_done_callback(lambda _: threads.slots.release())
+        return future.result(max(0.0, timeout_s))
 
     def _mark_unavailable(self, model: str, error: TokenizerUnavailableError) -> None:
         """Log the first of consecutive failures of a model's tokenizer; all are counted by reason."""
@@ -212,8 +299,22 @@ class TokenizerRegistry:
             _log.warning("tokenizer unavailable, routing by load alone: model=%s error=%s", model, error)
 
 
-def _open_source(model: str, source: str) -> _Tokenizer:
-    """Open a tokenizer, without connecting to other processes.
+def _instead(model: str) -> str:
+    return f"--tokenizer {model}=DIR, or {model}=none for load alone; vLLM renders with --enable-scale-out"
+
+
+def _log_rendering(model: str, error: str) -> None:
+    if error:
+        message = "pods do not render prompts, routing by load alone: model=%s error=%s; set %s"
+        _log.warning(message, model, error, _instead(model))
+    else:
+        _log.info(
+            "prompts rendered by the model's pods: model=%s; to encode here, set %s", model, _instead(model)
+        )
+
+
+def _open_source(model: str, source: str) -> _Tokenizer | None:
+    """Open a tokenizer, without connecting to other processes; None for the source `none`.
 
     Raises:
         ConfigError: The source is invalid, or a local tokenizer cannot be loaded; names the flag.
@@ -223,6 +324,8 @@ def _open_source(model: str, source: str) -> _Tokenizer:
         if not found:
             raise ConfigError(f"--tokenizer {model}={source}: must have the form {form}")
 
+    if source == _NONE:
+        return None
     if source == _PODS:
         return RenderTokenizer(model, None)
     if source.startswith(_URLS):
@@ -247,7 +350,7 @@ def _loaded(model: str, source: str, directory: Callable[[], Path]) -> PromptTok
 
 def _is_large(request: RouteRequest, tokenizer: PromptTokenizer) -> bool:
     """Return whether tokenizing a request may take long, by its size and number of items."""
-    is_fast = tokenizer.encoder.facts.is_fast
+    is_fast = tokenizer.coded is None and tokenizer.encoder.facts.is_fast
     if request.body_bytes > (_INLINE_BODY_BYTES if is_fast else _INLINE_LIBRARY_BODY_BYTES):
         return True
     items = _DECODED_ITEMS.get(request.kind)

@@ -21,7 +21,7 @@ _PROCESSOR_TEMPLATE = "chat_template.json"
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _FILES = {_DEFAULT: "chat_template.jinja", _TOOLS: "additional_chat_templates/tool_use.jinja"}
 # Models that vLLM 0.32 renders by code instead of their templates.
-_CODE_MODEL_TYPE = "gpt_oss"
+GPT_OSS = "gpt_oss"
 _CODE_ARCHITECTURES = frozenset(
     {
         "DeepseekV32ForCausalLM",
@@ -106,35 +106,40 @@ def _processor_template(directory: Path) -> str | None:
 def _is_rendered_by_code(config: Mapping[str, Any]) -> bool:
     architectures = config.get("architectures")
     names = architectures if isinstance(architectures, list) else []
-    return config.get("model_type") == _CODE_MODEL_TYPE or any(
+    return config.get("model_type") == GPT_OSS or any(
         isinstance(name, str) and name in _CODE_ARCHITECTURES for name in names
     )
 
 
 _TEKKEN, _SENTENCEPIECE = "tekken.json", "tokenizer.model.v*"
 _MISTRAL_WEIGHTS, _WEIGHTS = "consolidated*.safetensors", "*.safetensors"
-_ANY_TEXT = re.compile("")
+ANY_TEXT = re.compile("")
 
 
-def mistral_pattern(directory: Path, special_tokens: Iterable[str]) -> re.Pattern[str] | None:
-    """Return a pattern of texts that mistral-common encodes differently from `tokenizer.json`.
+def mistral_file(directory: Path) -> Path | None:
+    """Return the file of Mistral's own tokenizer; None if engines use `tokenizer.json` for this model.
 
-    Without weights the engines' choice is unknown. mistral-common is then assumed, because no ids are better
+    Without weights the engines' choice is unknown. Mistral's own is then assumed, because no ids are better
     than wrong ones.
-
-    Args:
-        special_tokens: Special tokens of tokenizer.json.
-
-    Returns:
-        None if engines use `tokenizer.json` for this model.
     """
     if any(directory.glob(_WEIGHTS)) and not any(directory.glob(_MISTRAL_WEIGHTS)):
         return None
-    if (directory / _TEKKEN).is_file():
-        texts = [re.escape(text) for text in special_tokens]
-        # An empty pattern would match everywhere.
-        return re.compile("|".join(texts) if texts else "(?!)")
-    return _ANY_TEXT if any(directory.glob(_SENTENCEPIECE)) else None
+    tekken = directory / _TEKKEN
+    return tekken if tekken.is_file() else max(directory.glob(_SENTENCEPIECE), default=None)
+
+
+def mistral_pattern(file: Path, special_tokens: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of texts that mistral-common encodes differently from `tokenizer.json`.
+
+    Args:
+        file: File of Mistral's own tokenizer.
+        special_tokens: Special tokens of tokenizer.json.
+    """
+    if file.name != _TEKKEN:
+        return ANY_TEXT
+    texts = [re.escape(text) for text in special_tokens]
+    # An empty pattern would match everywhere.
+    return re.compile("|".join(texts) if texts else "(?!)")
 
 
 # Files that PromptTokenizer.from_directory reads or looks for; no weights.

@@ -8,6 +8,7 @@ import logging
 import queue
 import threading
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from router.app.server import RouterServer
 from router.app.tls import TlsOptions
 from router.errors import ConfigError, ListenError
-from router.prompts.request import RequestKind, RouteRequest
+from router.prompts.request import RequestKind, RouteRequest, api_request
 from tests.support.router.bench import completion
 from tests.support.router.doors import wait_until
 from tests.support.router.server import (
@@ -161,6 +162,31 @@ def test_an_engine_that_caches_nothing_is_named(tmp_path: Path) -> None:
         wait_until(lambda: not page(router, "/ready")["engines"], "the end of the fault")
 
 
+def test_the_pages_show_which_models_the_pods_render(tmp_path: Path) -> None:
+    """A model without tokenizer is rendered by its pod; readiness and metrics show it, and its pause."""
+    with fake_pods(1) as (pod,), ExitStack() as opened:
+        pod.models = [("other", None)]
+        pod.answer = b'{"token_ids": [1, 2, 3]}'
+        router = opened.enter_context(running_router(write_pods(tmp_path / "pods.yaml", [pod.address])))
+        all_ready(router, pod)
+        states = []
+        for at in range(7):
+            chat = {"model": "other", "messages": [{"role": "user", "content": str(at)}]}
+            decision = router.router.route(api_request(f"r{at}", RequestKind.CHAT, chat, 400), 0.0)
+            state = json.loads(get(router, "/ready")[1])["rendered_by_pods"]["other"]["state"]
+            states.append((decision.degraded, decision.prompt_tokens, state))
+            pod.answer = b"{}"
+        assert states[0] == (None, 3, "rendering")
+        assert [(reason, state) for reason, _, state in (states[1], states[-1])] == [
+            ("no_tokenizer", "rendering"),
+            ("no_tokenizer", "paused"),
+        ]
+        shown = get(router, "/metrics")[1].decode()
+        assert 'kvroute_router_render_paused{model="other"} 1.0' in shown
+        assert 'kvroute_router_render_seconds_count{outcome="ok"} 1.0' in shown
+        assert 'kvroute_router_render_seconds_count{outcome="failed"} 5.0' in shown
+
+
 def test_the_pages_show_the_state(tmp_path: Path) -> None:
     """Metrics, liveness, readiness, pods and decisions have pages; other paths get 404 with the list."""
     with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:
@@ -168,7 +194,8 @@ def test_the_pages_show_the_state(tmp_path: Path) -> None:
         empty: list[str] = []
         lists = ("views_pending", "parity", "drafters", "routers", "engines", "pods_asleep")
         index: dict[str, object] = dict.fromkeys(lists, empty)
-        index |= {"pods_failing": {}, "picks_ignored": None, "prefixes_of_old_weights_may_hit": {}}
+        index |= {"pods_failing": {}, "picks_ignored": None}
+        index |= {"prefixes_of_old_weights_may_hit": {}, "rendered_by_pods": {}}
         assert json.loads(get(router, "/ready")[1]) == {"status": "ready", **index}
         all_ready(router, pod)
         router.router.route(completion("r1", "hello " * 40), 0.0)

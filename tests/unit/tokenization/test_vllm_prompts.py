@@ -15,6 +15,7 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from tokenizers import AddedToken, Tokenizer, processors
 
 from tests.support.paths import DATA
+from tests.support.tokenization.mistral import write_mistral
 from tests.support.tokenization.tokenizers import SPECIAL, tekken
 from tokenization import TINY_DIRECTORY, PromptTokenizer, UnsupportedPromptError
 from tokenization.apis.anthropic import messages_as_chat
@@ -24,6 +25,7 @@ from tokenization.templates.chat_template import ChatTemplate
 
 VECTORS = json.loads((DATA / "vllm_0_32_prompts.json").read_text("utf-8"))
 TEKKEN = str(files("mistral_common.data").joinpath("tekken_240911.json"))
+OWN_FILES = {"tekken.json": "tekken-v3", "tokenizer.model.v3": "mistral-v3"}
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
@@ -133,7 +135,10 @@ def test_a_template_knows_the_models_own_special_tokens(tmp_path: Path) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) == "[INST][/INST]<s>"
 
 
-@pytest.mark.parametrize("config", [{"model_type": "gpt_oss"}, {"architectures": ["DeepseekV32ForCausalLM"]}])
+@pytest.mark.parametrize(
+    "config",
+    [{"architectures": [name]} for name in ("DeepseekV32ForCausalLM", "KimiK3ForConditionalGeneration")],
+)
 def test_a_chat_rendered_by_vllms_code_has_no_ids(tmp_path: Path, config: dict[str, Any]) -> None:
     """If vLLM renders a chat by code instead of a template, its ids are unknown."""
     settings = {"chat_template": TWO_TEMPLATES["default"]}
@@ -154,40 +159,38 @@ def test_a_chat_rendered_by_vllms_code_has_no_ids(tmp_path: Path, config: dict[s
         ([], False),
     ],
 )
-def test_a_chat_rendered_by_mistral_common_has_no_ids(
+def test_mistral_common_renders_where_engines_use_it(
     tmp_path: Path, names: list[str], is_theirs: bool
 ) -> None:
-    """If vLLM uses mistral-common a chat's ids are unknown; otherwise they are known."""
+    """Mistral's own file decides unless the weights have another form; the template renders otherwise."""
     for name in names:
         (tmp_path / name).touch()
+        if name in OWN_FILES:
+            write_mistral(tmp_path, OWN_FILES[name])
     settings = {"chat_template": TWO_TEMPLATES["default"]}
     tokenizer = from_directory(tmp_path, settings, {})
     if is_theirs:
-        for chat in ({"messages": PARTS}, responses_as_chat({"input": "a"})):
-            with pytest.raises(UnsupportedPromptError):
-                chat_prompt(chat, tokenizer)
-        tokenizer = PromptTokenizer.from_directory(tmp_path, mistral_common=False)
+        assert tokenizer.chat_template is None
+        assert tokenizer.coded is not None
+        tokenizer = PromptTokenizer.from_directory(tmp_path, by_library=False)
     assert tokenizer.decode(chat_prompt({"messages": PARTS}, tokenizer).tolist()) == "plain a\nb"
 
 
 def test_a_text_has_mistral_commons_ids(tmp_path: Path) -> None:
-    """Tekken texts have mistral-common's ids; truncated texts and other inputs have none."""
-    (tmp_path / "tekken.json").touch()
-    ours = from_directory(tmp_path, {}, {}, tekken())
+    """Tekken texts have mistral-common's ids, and special tokens are text; truncated texts have none."""
+    ours = from_directory(write_mistral(tmp_path, "tekken-v3"), {}, {}, tekken())
     theirs = Tekkenizer.from_file(TEKKEN)
     for text in ("", "The sky is  blue.\n\n", " é 😀 1234567", "a [INST ] b"):
         # In this tokenizer special tokens come after all others.
         ids = [theirs.num_special_tokens + at for at in ours.encode(text, add_special_tokens=False)]
         assert ids == theirs.encode(text, bos=False, eos=False)
-        for fields in ({"prompt": f"{text}[INST]"}, {"prompt": text, "truncate_prompt_tokens": 1}):
-            with pytest.raises(UnsupportedPromptError):
-                completion_prompts(fields, ours)
+        marked = f"{text}[INST]"
+        assert ours.encode(marked) == theirs.encode(marked, bos=True, eos=False)
+        with pytest.raises(UnsupportedPromptError):
+            completion_prompts({"prompt": text, "truncate_prompt_tokens": 1}, ours)
 
 
-def test_a_sentencepiece_text_has_no_ids(tmp_path: Path) -> None:
-    """Texts of older SentencePiece models have no ids; token ids given by the client are kept."""
-    (tmp_path / "tokenizer.model.v3").touch()
-    ours = from_directory(tmp_path, {}, {})
-    with pytest.raises(UnsupportedPromptError):
-        completion_prompts({"prompt": "a"}, ours)
+def test_ids_of_a_sentencepiece_model_are_kept(tmp_path: Path) -> None:
+    """Token ids given by the client are the prompt, whatever encodes the model's texts."""
+    ours = from_directory(write_mistral(tmp_path, "mistral-v3"), {}, {})
     assert completion_prompts({"prompt": [1, 2]}, ours)[0].tolist() == [1, 2]

@@ -1,0 +1,1 @@
+"""Prompts that engines build by a library instead of a chat template: gpt-oss and Mistral's own format."""
