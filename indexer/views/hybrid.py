@@ -82,6 +82,7 @@ class HybridMatcher:
         self.pods: Mapping[str, PodGroups] = {}
         self._dropping: frozenset[str] = frozenset()
         self._paired: frozenset[str] = frozenset()
+        self.is_needed = False  # whether any pod's matches may have to be shortened
         # Compiles the kernel now rather than during the first request.
         usable_blocks(1, 1, [(GroupRule(1, usable=True, leads=False), np.zeros(1, np.uint8))])
 
@@ -92,6 +93,7 @@ class HybridMatcher:
         with self._lock:
             others = {other: known for other, known in self.pods.items() if other != pod}
             self.pods = others if groups is None else {**others, pod: groups}
+            self.is_needed = bool(self.pods or self._paired)
 
     def set_drop(self, pod: str, drops: bool) -> bool:
         """Set whether a hybrid pod's engine drops the last block of each hit; return whether that changed."""
@@ -106,11 +108,7 @@ class HybridMatcher:
         if (pod in self._paired) != is_paired:
             with self._lock:
                 self._paired = self._paired | {pod} if is_paired else self._paired - {pod}
-
-    @property
-    def is_needed(self) -> bool:
-        """Return whether any pod's matches may have to be shortened."""
-        return bool(self.pods or self._paired)
+                self.is_needed = bool(self.pods or self._paired)
 
     def refine(
         self,

@@ -159,7 +159,7 @@ class Router:
             self.failures.dispatched(decision.ranked.best.pod, decided_s)
         if keys := tokenized.keys:
             key, pod = decision.key, decision.ranked.best.pod
-            engine = engine_name(pod, decision.rank or 0)
+            engine = pod if decision.rank is None else engine_name(pod, decision.rank)
             # The pod's events are compared with the prompt to detect a different tokenization.
             prompt = tokenized.sent_prompt(pod, candidates, matches[0]) if len(keys) == 1 else None
             self.index.speculate(key, engine, _stored_keys(pod, keys, matches), decided_s, prompt)
