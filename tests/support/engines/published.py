@@ -59,7 +59,8 @@ class Published:
         for at_s, what, block in self._changes:
             if served.began_s - _LATE_S < at_s < served.ended_s and what == change and block in blocks:
                 return f"blocks were {change} between pick and prefill"
-        return f"unexplained, view {served.view}"
+        where = ", perhaps on another rank" if len(self._ranks) > 1 else ""
+        return f"unexplained, view {served.view}{where}"
 
     def _record(self, batch: EventBatch) -> None:
         for event in batch.events:
