@@ -131,7 +131,8 @@ class _Expectation:
     unexplained_runs: int
     # Tokens that the pod stored behind the parent instead; None: none.
     instead: NDArray[np.uint32] | None = None
-    ended_s: float | None = None  # when the request ended, if its block may still arrive
+    ended_s: float | None = None  # when the request ended; its block may still arrive
+    is_suspect: bool = False  # whether the pod stored unexplained runs until then
 
 
 class MismatchWatch:
@@ -244,10 +245,8 @@ class MismatchWatch:
             expectation = self._expected.get(request_id)
             if expectation is None or expectation.ended_s is not None:
                 return
-            if expectation.unexplained_runs == expectation.watched.unexplained_runs:
-                self._forget(request_id)
-            else:
-                expectation.ended_s = now_s
+            expectation.ended_s = now_s
+            expectation.is_suspect = expectation.unexplained_runs != expectation.watched.unexplained_runs
 
     def judge(self, now_s: float) -> list[Mismatch]:
         """Return the mismatches of requests that ended at least a second ago, whose blocks did not arrive."""
@@ -267,6 +266,8 @@ class MismatchWatch:
         expectation = self._forget(request_id)
         assert expectation is not None
         watched = expectation.watched
+        if not expectation.is_suspect:
+            return None
         watched.misses_in_a_row += 1
         watched.never_hit = watched.misses_in_a_row >= self._never_hit_dispatches
         mismatch = self._mismatch(request_id, expectation)
