@@ -274,7 +274,7 @@ class PodView:
         self.is_paired = True
         keys = {
             engine_hash: self._hasher.next_key(tail_key, next_token)
-            for engine_hash, next_token in zip(run.block_hashes, run.next_tokens, strict=False)
+            for engine_hash, next_token in zip(run.block_hashes, run.next_tokens or (), strict=False)
             if (tail_key := self._runs.tail_key(engine_hash)) is not None
         }
         if keys:

@@ -163,8 +163,11 @@ def _decode_map(raw: bytes | Raw) -> KVEvent:
     try:
         event: KVEvent = _map_event.decode(raw)
         return event
-    except msgspec.ValidationError:
-        return typed(_map_of_pairs.decode(raw))
+    except msgspec.ValidationError as error:
+        try:
+            return typed(_map_of_pairs.decode(raw))
+        except (msgspec.ValidationError, PayloadError):
+            raise error from None
 
 
 def typed(event: Event) -> KVEvent:
@@ -192,7 +195,7 @@ def typed(event: Event) -> KVEvent:
             raise PayloadError(UNKNOWN_EVENT, f"unknown kind of event: {kind[:100]!r}")
 
 
-def _tokens_of(event: Event) -> tuple[TokenIds, TokenIds]:
+def _tokens_of(event: Event) -> tuple[TokenIds, TokenIds | None]:
     """Return a store's tokens, and the token behind each block if the engine reports pairs of tokens.
 
     With EAGLE, SGLang reports each token as the pair with its next one, and counts pairs in `block_size`.
@@ -201,7 +204,7 @@ def _tokens_of(event: Event) -> tuple[TokenIds, TokenIds]:
         msgspec.ValidationError: Neither tokens nor pairs.
     """
     try:
-        return _tokens.decode(event.token_ids), []
+        return _tokens.decode(event.token_ids), None
     except msgspec.ValidationError:
         pairs = _pairs.decode(event.token_ids)
     if any(second != after for (_, second), (after, _) in pairwise(pairs)):

@@ -42,7 +42,7 @@ class BlockStored(Struct, frozen=True, tag_field="type", tag="BlockStored"):
     # SGLang only; vLLM has the salt in the first block's extra keys.
     cache_salt: str | None = None
     # Token behind each block, if the engine finds blocks only in front of it (SGLang with EAGLE).
-    next_tokens: TokenIds = []
+    next_tokens: TokenIds | None = None
 
 
 class BlockRemoved(Struct, frozen=True, tag_field="type", tag="BlockRemoved"):

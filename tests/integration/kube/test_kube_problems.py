@@ -189,7 +189,7 @@ def test_an_engine_without_events(namespace: Namespace, caplog: pytest.LogCaptur
     namespace.set_status("one")
     with kube_router(namespace.config()) as router, closing(Picker(router)) as picker:
         detail, _ = reported(router, namespace, caplog, Reason.ENGINE_WITHOUT_EVENTS)
-        assert ("events are disabled" if says else f"tcp://{one.host}:5557") in detail
+        assert ("KV events are off" if says else f"tcp://{one.host}:5557") in detail
         eventually_picked(picker, one.address)
 
 

@@ -9,6 +9,7 @@ import queue
 import threading
 import warnings
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,11 @@ def test_a_changed_pods_file_is_applied_and_a_broken_one_is_not(tmp_path: Path) 
             wait_until(lambda: list(router.pods.current) == [one.address], "the second pod's end")
 
 
+def _adapters_are(router: RouterServer, address: str, number: int) -> bool:
+    models = router.pods.current[address].models
+    return router.pods.current[address].ready and models is not None and len(models.adapters) == number
+
+
 def test_an_adapter_loaded_again_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An adapter that leaves and returns under its name is logged and listed by /ready."""
     with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:
@@ -127,7 +133,7 @@ def test_an_adapter_loaded_again_is_told(tmp_path: Path, caplog: pytest.LogCaptu
             pod.healthy = False
             all_ready(router)
             pod.models, pod.healthy = list(models), True
-            all_ready(router, pod)
+            wait_until(partial(_adapters_are, router, pod.address, len(models) - 1), "the adapters")
         told = json.loads(get(router, "/ready")[1])["prefixes_of_old_weights_may_hit"]
         assert told == {pod.address: ["tuned"]}
     assert f"pod={pod.address} adapters=tuned" in caplog.text

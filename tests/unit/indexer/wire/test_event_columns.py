@@ -262,4 +262,4 @@ def test_a_stored_event_has_all_that_the_view_needs() -> None:
     (event,) = columns.typed(columns.batches[0])
     assert isinstance(event, BlockStored)
     for name in BlockStored.__struct_fields__:
-        assert getattr(event, name) == fields[name]
+        assert getattr(event, name) == fields.get(name)

@@ -59,7 +59,7 @@ def test_the_routers_image_has_every_dependency_and_no_torch() -> None:
     extras = project["optional-dependencies"]
     asked = [
         *project["dependencies"],
-        *(line for extra in ("cel", "hub", "redis", "tracing") for line in extras[extra]),
+        *(line for extra in ("cel", "hub", "models", "redis", "tracing") for line in extras[extra]),
     ]
     names = _names(_DOCKER / "router.txt")
     assert {re.split(r"[<>=~!;\[ ]", line)[0] for line in asked} <= names
@@ -67,9 +67,13 @@ def test_the_routers_image_has_every_dependency_and_no_torch() -> None:
 
 
 def test_the_model_servers_image_has_what_the_model_server_imports() -> None:
-    """The model server's image has all imports of model_server and tokenization, except torch's own."""
+    """The model server's image has all imports of model_server and tokenization, except torch's own.
+
+    It tokenizes for models with a chat template only, without the libraries of the extra `models`.
+    """
     imported = _imported("model_server") | _imported("tokenization")
     needed = _distributions(imported - {"common", "model_server", "tokenization", "torch"})
+    needed -= {"mistral-common", "oss-harmony"}
     assert {"numpy", "msgspec", "starlette", "uvicorn", "tokenizers"} <= needed
     names = _names(_DOCKER / "model-server.txt")
     assert needed <= names
