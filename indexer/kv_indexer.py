@@ -216,7 +216,7 @@ class KvIndexer:
     def observe(self, pod: str, reading: EngineReading) -> Finding | None:
         """Compare a reading of an engine's metrics with its view; clear the view if it must be wrong.
 
-        Called by one thread; of pods with several ranks with `caching` only.
+        Called by one thread; of pods with several ranks only `caching` and `has_drafter` are known.
         """
         for holder in self.engine_registry.members(pod):
             self._ingest.set_drafter(holder, reading.has_drafter)

@@ -22,7 +22,7 @@ class FaultKind(StrEnum):
     EVENTS_OFF = "events_off"
 
 
-# What is wrong, and which setting mends it.
+# Text by fault: the misconfiguration, and the setting that mends it.
 _TEXTS = {
     FaultKind.CACHING_OFF: "prefix caching is off, the engine caches nothing: start vLLM with "
     "--enable-prefix-caching; where vLLM switched it off by itself, its log says why",

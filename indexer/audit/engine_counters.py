@@ -24,7 +24,7 @@ _PHANTOM_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class CachingFacts:
-    """What a metrics page, also of several engines, shows about prefix caching."""
+    """Facts about prefix caching on a metrics page, also of several engines."""
 
     is_on: bool | None = None  # None: unknown
     block_tokens: int = 0  # 0: unknown

@@ -337,9 +337,10 @@ class BlockDrop:
         """Return what is known of the drafter, in words; empty without a sign of one."""
         if self.has_drafter is False or (self.has_drafter is None and not self._learned):
             return ""
+        block = f"{block_tokens} tokens" if block_tokens else "a block"
         if self._learned is None:
-            return f"drafter: {block_tokens} tokens a hit assumed, not learned yet"
-        cost = f"{block_tokens} tokens" if self._learned else "nothing"
+            return f"drafter: {block} a hit assumed, not learned yet"
+        cost = block if self._learned else "nothing"
         return f"drafter: costs {cost} a hit, learned from {self.stores} stores"
 
     def observe(

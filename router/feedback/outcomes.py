@@ -46,7 +46,7 @@ class PodOutcomes:
         self.failures = failures
         self._served = served
         self._repeated = RepeatedLog(_log)
-        # Of the last compared requests, whether another pod served them without a retry.
+        # True for each of the last compared requests that another pod served without a retry.
         self._ignored: deque[bool] = deque(maxlen=_COMPARED)
         # Whether the access log repeats the ends of responses: only the log shows which pod served.
         self._is_repeated = False

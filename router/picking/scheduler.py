@@ -159,7 +159,6 @@ class Scheduler:
         request = tokenized.request
         session, session_pod = session_of(request), None
         adapter_s = self._adapter_s(candidates, pods, now_s)
-        prompt_tokens = tokenized.tokens.total
         used = matches if tokenized.degraded is None else ()
         hits, breakdowns, order, most_cached = self._predict(tokenized, candidates, used, adapter_s, now_s)
         if session is not None:
@@ -175,25 +174,24 @@ class Scheduler:
             breakdowns=breakdowns,
             hits=hits,
             order=order,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=tokenized.tokens.total,
             block_tokens=self._block_tokens,
             matches=matches,
             most_cached_tokens=most_cached,
         )
-        rank = matches[0].ranks.get(ranked.best.pod) if used else None
         decision = Decision(
             request_id=request.request_id,
             kind=request.kind,
             model=request.model,
             ranked=ranked,
             excluded=candidates.excluded,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=tokenized.tokens.total,
             degraded=tokenized.degraded,
             decided_s=now_s,
             priority=tokenized.priority,
             session_pod=session_pod,
             client_model=request.client_model,
-            rank=rank,
+            rank=matches[0].ranks.get(ranked.best.pod) if used else None,
             pipeline=result,
             partial=tokenized.tokens.partial,
             sequences=sequences_of(request, len(tokenized.tokens.prompts), SEQUENCES_MAX),

@@ -235,7 +235,8 @@ class PodWatch:
             one_engine = stream is None or stream.ranks == 1
             reading = result.reading
             if reading is not None and not one_engine:
-                reading = EngineReading(caching=replace(reading.caching, prompts=math.nan))
+                caching = replace(reading.caching, prompts=math.nan)
+                reading = EngineReading(caching=caching, has_drafter=reading.has_drafter)
             if self.engines is not None and reading is not None:
                 self.engines.after_scrape(pod.address, reading, answered)
             self._take(result, watched, () if self.engines is None else self.engines.faults(address))

@@ -64,7 +64,7 @@ CASES = [
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What an engine publishes, and the router beside it."""
+    """Engine with its published events, and the router beside it."""
 
     case: Case
     published: Published

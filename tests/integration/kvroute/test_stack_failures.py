@@ -159,6 +159,7 @@ def test_a_pod_that_publishes_garbage_disturbs_nobody(stack: RunningStack) -> No
             return "kvroute_indexer_rejected_total{" in page
 
         wait_until("garbage is counted", is_counted)
+        unread_batches = stack.unread_batches()
         messages = [*demo.first_messages(), {"role": "user", "content": "Hello"}]
         for turn in range(3):
             raw = stack.openai().chat.completions.with_raw_response.create(
@@ -171,6 +172,7 @@ def test_a_pod_that_publishes_garbage_disturbs_nobody(stack: RunningStack) -> No
             messages.append({"role": "assistant", "content": completion.choices[0].message.content})
             messages.append({"role": "user", "content": f"And then, the {turn}th time?"})
             wait_until("the pods are idle", lambda: stack.metric("llm_d_epp_request_running") == 0)
+            wait_until("all events are read", lambda: stack.unread_batches() <= unread_batches)
 
 
 def _all_run(stack: RunningStack) -> bool:

@@ -153,6 +153,22 @@ def test_a_new_model_on_a_known_pod_is_noticed(tmp_path: Path) -> None:
         assert (models.base, models.adapters) == ("other", {"tuned"})
 
 
+def test_a_drafter_is_known_of_each_rank(tmp_path: Path) -> None:
+    """A page of several engines with counters of speculative decoding names a drafter for all of them."""
+    with fake_pods(1) as (pod,), ExitStack() as opened:
+        engines = METRICS.replace("num_gpu", 'engine="0",num_gpu')
+        drafts = 'vllm:spec_decode_num_drafts_total{engine="0"} 0.0\n'
+        pod.metrics = engines + engines.replace('engine="0"', 'engine="1"') + drafts
+        labels = {"kvroute.io/kv-ranks": "2", "kvroute.io/kv-events-port": "5557"}
+        router = opened.enter_context(
+            running_router(write_pods(tmp_path / "pods.yaml", [pod.address], **labels))
+        )
+        wait_until(lambda: len(page(router, "/ready")["drafters"]) == 2, "the drafters of both ranks")
+        lines = page(router, "/ready")["drafters"]
+    text = "drafter: a block a hit assumed, not learned yet"
+    assert sorted(lines) == [f"pod={pod.address}: {text}", f"pod={pod.address}@dp1: {text}"]
+
+
 def test_an_engine_that_caches_nothing_is_named(tmp_path: Path) -> None:
     """/ready, /debug/pods and a metric name a pod whose prefix caching is off, with the flag to set."""
     with fake_pods(1) as (pod,), running_router(write_pods(tmp_path / "pods.yaml", [pod.address])) as router:

@@ -1,4 +1,4 @@
-"""What an engine has published, read from its replays: to wait for it, and to name causes of differences."""
+"""Events that an engine has published, from its replays: to wait for them, and to name causes."""
 
 from __future__ import annotations
 

@@ -61,6 +61,19 @@ class RunningStack:
         assert lines, f"no metric {name}"
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
+    def unread_batches(self) -> float:
+        """Return the event batches that the pods' processes have published less those the router received.
+
+        It is 0 if the router has received all, until a pod restarts: its new process counts from 0.
+        """
+        received = "llm_d_epp_kv_cache_events_messages_received_total"
+        page = self.metrics_page().splitlines()
+        pods = self.plan.pod_urls
+        lines = [line for line in page if line.startswith(received) and any(pod in line for pod in pods)]
+        published = "kvroute_kv_event_batches_published_total"
+        sent = sum(self.metric(published, url) for url in pods.values())
+        return sent - sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
 
 @contextmanager
 def running_stack(directory: Path, **options: Any) -> Iterator[RunningStack]:

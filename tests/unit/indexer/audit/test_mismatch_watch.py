@@ -185,7 +185,7 @@ def test_blocks_may_arrive_after_the_answer() -> None:
 
 
 def test_blocks_stored_after_the_end_are_no_sign() -> None:
-    """What the pod stores behind the prefix after a request's end belongs to other requests."""
+    """Blocks stored behind the prefix after a request's end belong to other requests."""
     watch = watch_of()
     expect(watch, "a")
     store(watch, tokens(7, 7, 7, 7), POD)

@@ -87,7 +87,7 @@ def test_one_removal_proves_a_tier(applied: Applied) -> None:
 
 
 def test_a_connector_that_is_known_is_trusted(applied: Applied) -> None:
-    """Where the metrics show a connector that publishes removals, host memory needs no proof."""
+    """Host memory needs no proof if the metrics show a connector that publishes removals."""
     applied.state.tier_proof.reports_evictions = True
     assert applied.unproven == ()
 

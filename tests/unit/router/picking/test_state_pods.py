@@ -109,7 +109,7 @@ def test_the_gateways_subset_is_obeyed() -> None:
 
 
 def test_the_table_is_bounded() -> None:
-    """Of a million ids the latest and the used ones stay; unusable ones are ignored."""
+    """The latest and the used ones of a million ids stay; unusable ones are ignored."""
     pods = Bench().with_pods(A, B).pods
     table = StatePods(pods, capacity=1000)
     table.learn("resp_kept", B.address)
