@@ -13,7 +13,7 @@ from threading import Lock
 
 from router.pods.load_table import PodLoadTable
 
-OUT_AFTER = 5
+OUT_AFTER = 3
 COST_S, COST_MAX_S, HALF_LIFE_S = 1.0, 60.0, 10.0
 RETRY_S, RETRY_MAX_S = 5.0, 60.0
 

@@ -33,13 +33,14 @@ def post_all(served: Gateway, threads: int) -> list[int]:
         return [answer.status for answer in pool.map(served.post, bodies)]
 
 
+@pytest.mark.parametrize("clients", [1, 8])
 @pytest.mark.parametrize("mode", ["check_grpc", "ext_proc skip", "ext_proc full"])
-def test_a_pod_that_fails_at_once_gets_next_to_no_requests(tmp_path: Path, mode: Mode) -> None:
+def test_a_pod_that_fails_at_once_gets_next_to_no_requests(tmp_path: Path, mode: Mode, clients: int) -> None:
     """A pod that answers 500 at once beside a good one gets under 2 % of 500 requests."""
     with gateway(tmp_path, mode) as served:
         good, bad = served.pods
         bad.status = 500
-        statuses = post_all(served, threads=2)
+        statuses = post_all(served, threads=clients)
         assert len(bad.bodies) < 0.02 * REQUESTS
         assert statuses.count(500) == len(bad.bodies)
         assert len(good.bodies) == REQUESTS - len(bad.bodies)
