@@ -87,8 +87,9 @@ class Door:
 
 def differing(served: Sequence[Served], *, speculative: bool) -> list[Served]:
     """Return the requests whose prediction was wrong, without low ones while the view still learns."""
-    low = [speculative and at < _LEARNING and one.predicted < one.delivered for at, one in enumerate(served)]
-    return [one for one, is_low in zip(served, low, strict=True) if not (one.is_equal or is_low)]
+    learnt_from = sorted(served, key=lambda one: one.began_s)[:_LEARNING] if speculative else []
+    low = [one for one in learnt_from if one.predicted < one.delivered]
+    return [one for one in served if not one.is_equal and one not in low]
 
 
 def applied_batches(router: RouterServer) -> int:

@@ -19,7 +19,6 @@ from tests.support.loopback import HERE, free_base
 from tests.support.router.doors import wait_until
 
 MODEL = "kvroute-tiny"
-BLOCK_TOKENS = 32  # the attention kernel for CPUs takes multiples of 32 only
 # Offsets from the serving port; each data-parallel rank adds its number.
 _EVENTS, _REPLAY = 10, 20
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -56,7 +55,7 @@ class Engine:
 
 @contextmanager
 def running_engine(
-    executables: Path, checkpoint: Path, *arguments: str, blocks: int, ranks: int = 1
+    executables: Path, checkpoint: Path, *arguments: str, blocks: int, block_tokens: int, ranks: int = 1
 ) -> Iterator[Engine]:
     """Run `vllm serve` on free ports until it is healthy; its log is vllm.log beside the checkpoint."""
     port = free_base([0, *(offset + rank for offset in (_EVENTS, _REPLAY) for rank in range(ranks))])
@@ -64,7 +63,7 @@ def running_engine(
     events = json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", **endpoints})
     flags = (
         f"--served-model-name {MODEL} --host {HERE} --port {port} --data-parallel-size {ranks} "
-        f"--block-size {BLOCK_TOKENS} --num-gpu-blocks-override {blocks} --max-model-len 4096 "
+        f"--block-size {block_tokens} --num-gpu-blocks-override {blocks} --max-model-len 4096 "
         "--max-num-seqs 16 --enforce-eager --enable-prompt-tokens-details --enable-scale-out"
     )
     command = [f"{executables}/vllm", "serve", str(checkpoint), *flags.split(), "--kv-events-config", events]

@@ -8,7 +8,6 @@ import zmq
 
 from indexer.wire.events import BlockRemoved, BlockStored, EngineHash
 from tests.support.engines.door import Served
-from tests.support.engines.engine import BLOCK_TOKENS
 from tests.support.indexer.decoding import EventBatch, decode_batch
 
 _TIMEOUT_MS = 30_000
@@ -20,7 +19,8 @@ _Block = tuple[int, ...]
 class Published:
     """Blocks that an engine has stored and removed, with times."""
 
-    def __init__(self, replay_endpoints: Sequence[str]) -> None:
+    def __init__(self, replay_endpoints: Sequence[str], block_tokens: int) -> None:
+        self._block_tokens = block_tokens
         self._context = zmq.Context()
         self._ranks = [self._context.socket(zmq.DEALER) for _ in replay_endpoints]
         for rank, endpoint in zip(self._ranks, replay_endpoints, strict=True):
@@ -54,7 +54,8 @@ class Published:
         if served.degraded is not None:
             return f"not predicted: {served.degraded}"
         first, beyond = sorted((served.predicted, served.delivered))
-        blocks = {tuple(served.prompt[at : at + BLOCK_TOKENS]) for at in range(first, beyond, BLOCK_TOKENS)}
+        length = self._block_tokens
+        blocks = {tuple(served.prompt[at : at + length]) for at in range(first, beyond, length)}
         change = "evicted" if served.predicted > served.delivered else "stored"
         for at_s, what, block in self._changes:
             if served.began_s - _LATE_S < at_s < served.ended_s and what == change and block in blocks:
@@ -70,10 +71,10 @@ class Published:
             # A store of a sliding window may have fewer hashes than blocks.
             elif (
                 isinstance(event, BlockStored)
-                and len(event.token_ids) == len(event.block_hashes) * BLOCK_TOKENS
+                and len(event.token_ids) == len(event.block_hashes) * self._block_tokens
             ):
                 for at, name in enumerate(event.block_hashes):
-                    block = tuple(event.token_ids[at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS])
+                    block = tuple(event.token_ids[at * self._block_tokens :][: self._block_tokens])
                     self._tokens[name] = block
                     self._changes.append((batch.ts, "stored", block))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.support.engines.checkpoints import VOCABULARY
 from tests.support.engines.door import Door, Served
-from tests.support.engines.engine import BLOCK_TOKENS, MODEL
+from tests.support.engines.engine import MODEL
 
 Script = Generator[tuple[str, dict[str, Any]], dict[str, Any], None]
 
@@ -34,9 +34,9 @@ _WORDS = (
 
 
 def play(
-    door: Door, seed: int, rounds: int, at_once: int, await_events: Callable[[], object]
+    door: Door, block_tokens: int, *, rounds: int, at_once: int, await_events: Callable[[], object]
 ) -> list[Served]:
-    """Run the scripts of a seed, this many at once; each awaits its events before its next request."""
+    """Run scripts, this many at once; each awaits its events before its next request."""
 
     def run(script: Script) -> list[Served]:
         served: list[Served] = []
@@ -50,16 +50,17 @@ def play(
             return served
 
     with ThreadPoolExecutor(at_once) as pool:
-        return list(chain.from_iterable(pool.map(run, _scripts(random.Random(seed), rounds))))
+        scripts = _scripts(random.Random(at_once), rounds, block_tokens)
+        return list(chain.from_iterable(pool.map(run, scripts)))
 
 
-def _scripts(chance: random.Random, rounds: int) -> Iterator[Script]:
+def _scripts(chance: random.Random, rounds: int, block_tokens: int) -> Iterator[Script]:
     """Yield the scripts of this many rounds, 23 requests each, which share documents and a system text."""
-    documents = [_tokens(chance, length) for length in (3 * BLOCK_TOKENS, 170, 420)]
+    documents = [_tokens(chance, length) for length in (3 * block_tokens, 170, 420)]
     system = _words(chance, 80)
     for number in range(rounds):
-        whole = _tokens(chance, chance.randrange(2, 12) * BLOCK_TOKENS)
-        ends = [_tokens(chance, length) for length in (0, 0, 1, BLOCK_TOKENS - 1, BLOCK_TOKENS)]
+        whole = _tokens(chance, chance.randrange(2, 12) * block_tokens)
+        ends = [_tokens(chance, length) for length in (0, 0, 1, block_tokens - 1, block_tokens)]
         yield _prompts([whole + end for end in ends] + [whole[:-1]])
         private = documents[number % 3] + _tokens(chance, 40)
         yield _prompts([private] * 3, salts=[f"tenant-{number % 2}"] * 2)
