@@ -38,7 +38,7 @@ from router.config.resources import Resources, RewriteRules, read_resources
 from router.doors.access_log import AccessLogService
 from router.doors.ext_authz import ExtAuthzService
 from router.doors.ext_proc import ExtProcOptions, ExtProcService
-from router.doors.ext_proc_dialects import LlmdOptions, NativeDialect, llmd_dialect
+from router.doors.ext_proc_dialects import LlmdDialect, NativeDialect, configured_parts
 from router.doors.health import Health
 from router.doors.pick import EndpointPickerService
 from router.errors import ConfigError, ListenError
@@ -266,16 +266,27 @@ class RouterServer:
         ]
 
     def _ext_proc(self, guard: BodyGuard) -> ExtProcService:
-        config, router, metrics = self.config, self.router, self._metrics
+        config = self.config
+        parts: dict[str, Any] = {
+            "router": self.router,
+            "guard": guard,
+            "metrics": self._metrics,
+            "salt": self._salt,
+        }
         options = ExtProcOptions(config.max_request_bytes, config.responses_full, config.subset_filter)
         if config.compat == "off":
-            native = NativeDialect(router=router, guard=guard, metrics=metrics, salt=self._salt)
-            return ExtProcService(native, self.lifecycle, options)
-        emits_scores = config.emit_endpoint_scores
-        llmd = LlmdOptions(config.picker, config.max_request_bytes, emits_scores, self._salt)
-        form = llmd_dialect(llmd, self._rewrites, router, guard, metrics, self.pods)
+            return ExtProcService(NativeDialect(**parts), self.lifecycle, options)
+        if config.picker is not None:
+            parts |= configured_parts(config.picker)
+        dialect = LlmdDialect(
+            **parts,
+            buffered_bytes_max=config.max_request_bytes,
+            emits_scores=config.emit_endpoint_scores,
+            pods=self.pods,
+            rewrites=self._rewrites,
+        )
         evictable = self._flow.evictable if self._flow is not None else None
-        return ExtProcService(form, self.lifecycle, options, evictable)
+        return ExtProcService(dialect, self.lifecycle, options, evictable)
 
     def _stop_housekeeping(self) -> None:
         self._stopping.set()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 from envoy.config.core.v3 import base_pb2
@@ -40,7 +41,7 @@ from router.picking.decision import Decision
 from router.plugins.attribute_reporter import AttributeReporter
 from router.pods.pod_set import PodSet
 from router.prompts.body_guard import BodyGuard, refusal
-from router.prompts.parsers import DEFAULT_PARSERS, OWN_PARSERS, PARSERS, Api, BodyForm, Parsers
+from router.prompts.parsers import OWN_PARSERS, PARSERS, Api, BodyForm, Parsers
 from router.prompts.request import MODEL_CHARS_MAX, RANK_HEADER, RouteRequest
 from router.prompts.tenant_salt import TenantSalt
 
@@ -155,6 +156,7 @@ class NativeDialect:
 class LlmdDialect(NativeDialect):
     """The reference picker's dialect."""
 
+    parsers: Parsers = field(default_factory=Parsers)
     pods: PodSet
     rewrites: RewriteRules
     # Whether a response header reports the endpoint that the gateway used, for conformance tests.
@@ -217,44 +219,17 @@ class LlmdDialect(NativeDialect):
         return replace(request, model=model, client_model=named or ""), replace_model(body, model)
 
 
-@dataclass(frozen=True, slots=True)
-class LlmdOptions:
-    """Settings of `LlmdDialect`."""
-
-    picker: PickerConfig | None  # configures parsers and reporters; None: the defaults
-    buffered_bytes_max: int
-    emits_scores: bool
-    salt: TenantSalt | None = None
-
-
-def llmd_dialect(
-    options: LlmdOptions,
-    rewrites: RewriteRules,
-    router: ObservedRouter,
-    guard: BodyGuard,
-    metrics: RouterMetrics,
-    pods: PodSet,
-) -> LlmdDialect:
-    """Build the reference picker's dialect from its configuration.
+def configured_parts(picker: PickerConfig) -> dict[str, Any]:
+    """Return the fields of `LlmdDialect` that a configuration file determines.
 
     Raises:
         ConfigError: A parser or a reporter is configured wrongly.
     """
-    picker = options.picker
-    return LlmdDialect(
-        router=router,
-        guard=guard,
-        metrics=metrics,
-        parsers=Parsers(_parser_types(picker) if picker is not None else DEFAULT_PARSERS),
-        buffered_bytes_max=options.buffered_bytes_max,
-        reporter=AttributeReporter.from_config(picker) if picker is not None else None,
-        emits_scores=options.emits_scores,
-        salt=options.salt,
-        pods=pods,
-        rewrites=rewrites,
-        reports_served=picker is not None
-        and any(one.type == _SERVED_PLUGIN for one in picker.plugins.values()),
-    )
+    return {
+        "parsers": Parsers(_parser_types(picker)),
+        "reporter": AttributeReporter.from_config(picker),
+        "reports_served": any(entry.type == _SERVED_PLUGIN for entry in picker.plugins.values()),
+    }
 
 
 def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
@@ -282,7 +257,7 @@ def _parser_types(picker: PickerConfig) -> Sequence[str]:
         if kind not in PARSERS:
             reference.section.fail("pluginRef", f"expected one of {', '.join(PARSERS)}, got {kind}")
         types.append(kind)
-    return types or DEFAULT_PARSERS
+    return types
 
 
 def replace_model(body: bytes, model: str) -> bytes:
