@@ -14,9 +14,8 @@ from typing import Any, Protocol
 
 import grpc
 
-from router.h2.calls import Call, Connection
-from router.h2.messages import MessageError
-from router.h2.streams import Stream
+from router.h2.calls import Call, MessageError
+from router.h2.streams import Connection, Stream
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 """Connected client: reads its socket, starts its calls and writes their responses.
 
-One thread reads. Any thread that responds writes, one at a time under a lock.
+One thread reads. Any thread that responds writes, one at a time under a lock. TLS works in memory: records
+in, plaintext out and the reverse.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from threading import Lock, get_ident
+from typing import Final
 
 import grpc
 
 from common.repeated_log import RepeatedLog
-from router.h2.calls import Call, CallServer, ServicerCall
+from router.h2.calls import Call, ServicerCall
 from router.h2.connection import H2Connection
 from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from router.h2.frames import CallHead, H2Code, H2Error, call_head, refusal_block
-from router.h2.streams import Drained, Event, Opened, Received, Stream
-from router.h2.tls import HANDSHAKE, TlsLayer
+from router.h2.streams import CallServer, Drained, Event, Opened, Received, Stream
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
@@ -342,3 +343,49 @@ class Peer:
 
 def _too_slow() -> H2Error:
     return H2Error(H2Code.PROTOCOL_ERROR, f"frame incomplete after {FRAME_S:g} s")
+
+
+# First byte of a TLS handshake record; HTTP/2 in plaintext starts with another byte.
+HANDSHAKE: Final = 0x16
+
+_READ_BYTES = 256 << 10
+
+
+class TlsLayer:
+    """Server side of one TLS connection; not thread-safe."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self.is_open = False  # whether the handshake is complete, so that plaintext may be sent
+        self.is_closed = False  # whether the client has closed TLS
+
+    def receive(self, records: bytes) -> bytes:
+        """Return the plaintext that these records complete.
+
+        Raises:
+            ssl.SSLError: Invalid records or a failed handshake; `data_to_send` returns the alert to send.
+        """
+        self._incoming.write(records)
+        parts = []
+        try:
+            if not self.is_open:
+                self._tls.do_handshake()
+                self.is_open = True
+            while part := self._tls.read(_READ_BYTES):
+                parts.append(part)
+            self.is_closed = True
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLZeroReturnError:
+            self.is_closed = True
+        return b"".join(parts)
+
+    def data_to_send(self) -> bytes:
+        """Return records to send that carry no plaintext: handshakes, tickets, alerts."""
+        return self._outgoing.read()
+
+    def sealed(self, plaintext: bytes) -> bytes:
+        """Encrypt plaintext and return it after other pending records; only when `is_open`."""
+        self._tls.write(plaintext)
+        return self._outgoing.read()
