@@ -39,8 +39,7 @@ from router.prompts.prompt_tokens import (
     tokenize_prompts,
     unknown,
 )
-from router.prompts.remote_tokenizers import RenderTokenizer, SidecarTokenizer
-from router.prompts.render_breaker import RenderBreaker
+from router.prompts.remote_tokenizers import RenderBreaker, RenderTokenizer, SidecarTokenizer
 from router.prompts.request import RequestKind, RouteRequest
 from tokenization import (
     ITEMS_AT_ONCE_MAX,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from router.prompts.render_breaker import FAILURES_MAX
+from router.prompts.remote_tokenizers import FAILURES_MAX
 from router.prompts.request import RequestKind, RouteRequest
 from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 from tests.support.router.bench import completion, ready_pod
