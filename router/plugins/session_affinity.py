@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, field
 
 from router.config.fields import Number, Settings, Text
-from router.picking.sessions import SessionPods
+from router.picking.affinity import SessionPods
 from router.plugins.api import Endpoint, PluginRequest
 from router.prompts.request import SESSION_ID_HEADER
 

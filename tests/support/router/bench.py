@@ -23,9 +23,9 @@ from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
 from router.observe.tracing import Traces
 from router.picking.admission import Admission, UtilizationDetector
+from router.picking.affinity import StatePods
 from router.picking.route import Router
 from router.picking.scheduler import Scheduler
-from router.picking.state_pods import StatePods
 from router.plugins.pipeline import Pipeline
 from router.pods.pod_set import Pod, PodSet, ServedModels
 from router.prompts.request import RequestKind, RouteRequest

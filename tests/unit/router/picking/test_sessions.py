@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from router.feedback.lifecycle import REPORT
+from router.picking.affinity import SessionPods
 from router.picking.decision import Decision
-from router.picking.sessions import SessionPods
 from router.prompts.request import session_id_of, session_of
 from tests.support.router.bench import Bench, completion, ready_pod
 

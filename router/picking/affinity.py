@@ -1,6 +1,7 @@
-"""Pods that keep state of clients: stored responses, conversations and files of the Responses API.
+"""Pods of earlier requests: the last pod of each session, and the pods that keep state of clients.
 
-Engines keep these in their own memory, so a request that names one must go to the pod that has it.
+Engines keep stored responses, conversations and files of the Responses API in their own memory, so a request
+that names one must go to the pod that has it.
 """
 
 from __future__ import annotations
@@ -108,3 +109,39 @@ def _named_states(request: RouteRequest) -> Iterator[tuple[str, str]]:
 
 def _objects(value: object) -> Iterator[dict[str, Any]]:
     return (each for each in value if isinstance(each, dict)) if isinstance(value, list) else iter(())
+
+
+class SessionPods:
+    """LRU table of the last pod of each session and base model. Thread-safe.
+
+    Args:
+        ttl_s: Seconds after its last request at which an entry expires.
+        capacity: Maximum number of entries; the least recently used one is evicted.
+    """
+
+    def __init__(self, ttl_s: float = 300.0, capacity: int = 100_000) -> None:
+        self._ttl_s = ttl_s
+        self._capacity = capacity
+        self._pods: OrderedDict[tuple[str | None, str], tuple[str, float]] = OrderedDict()
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._pods)
+
+    def pod_of(self, session: str, now_s: float, model: str | None = None) -> str | None:
+        """Return the last pod of a session with this base model; None if unknown or expired."""
+        key = (model, session)
+        with self._lock:
+            pod, seen_s = self._pods.get(key, (None, 0.0))
+            if now_s - seen_s > self._ttl_s:
+                self._pods.pop(key, None)
+                return None
+            return pod
+
+    def record(self, session: str, pod: str, now_s: float, model: str | None = None) -> None:
+        key = (model, session)
+        with self._lock:
+            self._pods[key] = (pod, now_s)
+            self._pods.move_to_end(key)
+            if len(self._pods) > self._capacity:
+                self._pods.popitem(last=False)
