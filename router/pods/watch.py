@@ -24,10 +24,10 @@ from router.pods.pod_set import (
     Pod,
     PodSet,
     PodsSource,
+    stall_checked,
     with_models,
 )
 from router.pods.probe import Prober, ProbeResult
-from router.pods.stalls import checked
 
 _log = logging.getLogger(__name__)
 
@@ -260,7 +260,7 @@ class PodWatch:
             watched.void = False
             return
         watched.void = False
-        judged = checked(judge(pod, result), self.pods.current.values())
+        judged = stall_checked(judge(pod, result), self.pods.current.values())
         off = judged.sources is not None and judged.sources.off
         judged = replace(judged, faults=(*faults, EVENTS_OFF) if off else tuple(faults))
         self.pods.put(judged)
