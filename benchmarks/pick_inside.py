@@ -46,8 +46,8 @@ from router.inflight.rates import PrefillRates, RateParameters
 from router.observe.decision_log import DecisionLog
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
-from router.picking.admission import Admission, UtilizationDetector
-from router.picking.route import Router
+from router.picking.flow_config import UtilizationDetector
+from router.picking.route import Admission, Router
 from router.picking.scheduler import Scheduler
 from router.pods.engine_load import EngineLoad
 from router.pods.pod_set import Pod, PodSet, ServedModels

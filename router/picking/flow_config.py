@@ -1,16 +1,63 @@
-"""Flow control's part of the picker configuration: queue settings, saturation ceiling and detector."""
+"""Saturation detectors, and flow control's part of the picker configuration. Rules and thresholds are llm-d's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
+import numpy as np
+from msgspec import Meta, field
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
-from router.config.fields import Duration, Positive, Settings
+from router.config.fields import Count, Duration, Number, Positive, Settings
 from router.config.picker_file import BandSettings, FlowSettings, PickerConfig
-from router.picking.admission import ConcurrencyDetector, SaturationDetector, UtilizationDetector
 from router.picking.flow_queue import FAIRNESS, ORDERS
 from router.prompts.request import agent_session_id
+
+_Mode = Literal["requests", "tokens", "hybrid"]
+
+
+class UtilizationDetector(Settings):
+    """Saturation as the mean over the pods of the greater of queue and KV cache usage."""
+
+    queue_requests: Positive = field(default=5.0, name="queueDepthThreshold")  # queue depth of a full pod
+    # Share of the KV cache in use at a full pod.
+    kv_usage: Annotated[float, Meta(ge=1e-6, le=1.0)] = field(default=0.8, name="kvCacheUtilThreshold")
+    # Maximum age of a pod's metrics in seconds; a pod without recent metrics counts as full.
+    load_age_max_s: Duration = field(default=Duration(0.2), name="metricsStalenessThreshold")
+    headroom: Number = 0.0  # accepted, without effect
+
+    def saturation(self, pods: NDArray[Any], _pending: int, now_s: float) -> float:
+        full = np.maximum(pods["waiting"] / self.queue_requests, pods["kv_usage"] / self.kv_usage)
+        full[now_s - pods["scraped_s"] > self.load_age_max_s] = 1.0
+        return float(full.mean())
+
+
+class ConcurrencyDetector(Settings):
+    """Saturation as the share of the pods' capacity that this router's requests in flight use."""
+
+    requests: Count = field(default=100, name="maxConcurrency")  # capacity of a pod in requests
+    tokens: Count = field(default=1_000_000, name="maxTokenConcurrency")  # capacity in uncached prompt tokens
+    mode: _Mode = "requests"  # "hybrid": the greater of both
+    concurrency_mode: _Mode | None = None  # alias of `mode`, which takes precedence
+    headroom: Number = 0.0  # accepted, without effect
+
+    def __post_init__(self) -> None:
+        self.mode = self.concurrency_mode or self.mode
+
+    def saturation(self, pods: NDArray[Any], pending: int, _now_s: float) -> float:
+        inflight = float(pods["awaiting"].sum() + pods["decoding"].sum()) + pending
+        by_requests = inflight / (self.requests * len(pods))
+        by_tokens = float(pods["held_tokens"].sum()) / (self.tokens * len(pods))
+        if self.mode == "requests":
+            return by_requests
+        return by_tokens if self.mode == "tokens" else max(by_requests, by_tokens)
+
+
+# `saturation` takes load_table.POD [pods], at least one pod, and the number of dispatched requests that are
+# not in the load table yet. It returns 0 for idle pods and 1 or more for full ones.
+SaturationDetector = UtilizationDetector | ConcurrencyDetector
 
 USAGE_LIMIT = "static-usage-limit-policy"
 _DETECTORS: Mapping[str, type[SaturationDetector]] = {

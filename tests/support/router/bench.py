@@ -22,9 +22,9 @@ from router.observe.decision_log import DecisionLog
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
 from router.observe.tracing import Traces
-from router.picking.admission import Admission, UtilizationDetector
 from router.picking.affinity import StatePods
-from router.picking.route import Router
+from router.picking.flow_config import UtilizationDetector
+from router.picking.route import Admission, Router
 from router.picking.scheduler import Scheduler
 from router.plugins.pipeline import Pipeline
 from router.pods.pod_set import Pod, PodSet, ServedModels

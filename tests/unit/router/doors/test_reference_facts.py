@@ -24,8 +24,9 @@ from router.errors import (
     RequestError,
     SaturatedError,
 )
-from router.picking.admission import Admission, UtilizationDetector
 from router.picking.flow import REJECTIONS
+from router.picking.flow_config import UtilizationDetector
+from router.picking.route import Admission
 from router.pods.load_table import PodLoadTable
 from router.prompts.body_guard import BodyGuard
 from router.prompts.parsers import Parsers
