@@ -36,6 +36,7 @@ from benchmarks.report import Options, read_options
 from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.pod_entry import PodEntry
 from router._pb import endpoint_picker_pb2 as pb
+from router.doors.boundary import BodyGuard
 from router.doors.ext_authz import ExtAuthzService
 from router.doors.health import CHECK_SERVICE, PICK_SERVICE
 from router.doors.pick import EndpointPickerService
@@ -51,7 +52,6 @@ from router.picking.route import Admission, Router
 from router.picking.scheduler import Scheduler
 from router.pods.engine_load import EngineLoad
 from router.pods.pod_set import Pod, PodSet, ServedModels
-from router.prompts.body_guard import BodyGuard
 from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 
 _PODS = 16

@@ -34,10 +34,10 @@ from router.config.flags import (
 )
 from router.config.kube import KubeConfig, kube_config
 from router.config.picker_file import COMPAT, PickerConfig, parse_config, read_config
+from router.doors.boundary import GATEWAY_ONLY_FIELDS
 from router.errors import ConfigError
 from router.plugins.producer_settings import apply_producer_settings, metrics_path, tokenizer_sources
 from router.pods.pod_set import DEFAULT_METRICS_PATH
-from router.prompts.body_guard import GATEWAY_ONLY_FIELDS
 from tokenization import TINY_DIRECTORY
 
 _TINY_MODEL = "kvroute-tiny"

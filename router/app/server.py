@@ -36,6 +36,7 @@ from router.app.wiring import (
 from router.config.flags import ignored_flags
 from router.config.resources import Resources, RewriteRules, read_resources
 from router.doors.access_log import AccessLogService
+from router.doors.boundary import SALT_FIELDS, BodyGuard, TenantSalt
 from router.doors.ext_authz import ExtAuthzService
 from router.doors.ext_proc import ExtProcOptions, ExtProcService
 from router.doors.ext_proc_dialects import LlmdDialect, NativeDialect, configured_parts
@@ -62,8 +63,6 @@ from router.picking.route import Router
 from router.pods.pod_set import Pod, PodSet
 from router.pods.probe import Prober
 from router.pods.watch import PodWatch
-from router.prompts.body_guard import BodyGuard
-from router.prompts.tenant_salt import SALT_FIELDS, TenantSalt
 from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 
 _log = logging.getLogger(__name__)

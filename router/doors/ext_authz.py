@@ -17,12 +17,15 @@ from envoy.config.core.v3 import base_pb2
 from envoy.service.auth.v3 import external_auth_pb2 as pb
 from envoy.type.v3 import http_status_pb2
 
-from router.doors.headers import (
+from router.doors.boundary import (
     DESTINATION_HEADER,
     REQUEST_ID_HEADER,
+    BodyGuard,
+    TenantSalt,
     accepted_request_id,
     destination_metadata,
     error_headers,
+    refusal,
     subset_hint,
     system_owned,
 )
@@ -31,10 +34,8 @@ from router.errors import RequestError
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
 from router.picking.decision import PipelineResult
-from router.prompts.body_guard import BodyGuard, refusal
 from router.prompts.parsers import http_request
 from router.prompts.request import RANK_HEADER, RequestKind, RouteRequest, too_large
-from router.prompts.tenant_salt import TenantSalt
 
 _SERVICE = "check"  # in metrics
 _PARTIAL_BODY_HEADER = "x-envoy-auth-partial-body"

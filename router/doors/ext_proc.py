@@ -13,6 +13,7 @@ from functools import partial
 
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
+from router.doors.boundary import accepted_request_id, subset_hint, system_owned
 from router.doors.ext_proc_dialects import SERVICE, NativeDialect
 from router.doors.ext_proc_messages import (
     BodyMode,
@@ -22,7 +23,6 @@ from router.doors.ext_proc_messages import (
     streamed_body_responses,
 )
 from router.doors.ext_proc_response import ResponsePhase
-from router.doors.headers import accepted_request_id, subset_hint, system_owned
 from router.doors.health import EXT_PROC_SERVICE
 from router.errors import EvictedError, RequestError
 from router.feedback.lifecycle import Lifecycle

@@ -19,14 +19,17 @@ from msgspec.structs import replace
 
 from router.config.picker_file import PickerConfig
 from router.config.resources import RewriteRules
-from router.doors.ext_proc_messages import immediate_response
-from router.doors.headers import (
+from router.doors.boundary import (
     DESTINATION_HEADER,
     REQUEST_ID_HEADER,
+    BodyGuard,
+    TenantSalt,
     error_headers,
+    refusal,
     served_endpoint,
     system_owned,
 )
+from router.doors.ext_proc_messages import immediate_response
 from router.errors import (
     DROPPED_REASON_HEADER,
     EvictedError,
@@ -40,10 +43,8 @@ from router.picking.candidates import is_allowed, no_allowed_endpoint
 from router.picking.decision import Decision
 from router.plugins.attribute_reporter import AttributeReporter
 from router.pods.pod_set import PodSet
-from router.prompts.body_guard import BodyGuard, refusal
 from router.prompts.parsers import OWN_PARSERS, PARSERS, Api, BodyForm, Parsers
 from router.prompts.request import MODEL_CHARS_MAX, RANK_HEADER, RouteRequest
-from router.prompts.tenant_salt import TenantSalt
 
 SERVICE = "ext_proc"
 """Name of the service in metrics."""

@@ -13,7 +13,7 @@ from envoy.config.core.v3 import base_pb2
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from router.doors.headers import DESTINATION_HEADER, destination_metadata
+from router.doors.boundary import DESTINATION_HEADER, destination_metadata
 
 BodyMode = processing_mode_pb2.ProcessingMode
 

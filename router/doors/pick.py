@@ -14,8 +14,8 @@ import grpc
 import msgspec
 
 from router._pb import endpoint_picker_pb2 as pb
+from router.doors.boundary import REQUEST_ID_HEADER, TenantSalt
 from router.doors.ext_authz import grpc_code
-from router.doors.headers import REQUEST_ID_HEADER
 from router.doors.health import PICK_SERVICE
 from router.errors import DROPPED_REASON_HEADER, RequestError
 from router.feedback.lifecycle import REPORT, Lifecycle
@@ -24,7 +24,6 @@ from router.observe.requests import ObservedRouter
 from router.picking.decision import Decision
 from router.pods.pod_set import PodSet, PodSnapshot
 from router.prompts.request import RequestKind, RouteRequest, api_request
-from router.prompts.tenant_salt import TenantSalt
 
 _SERVICE = "pick_endpoint"  # in metrics
 _REQUEST_ID_MAX = 256

@@ -1,4 +1,4 @@
-"""Saturation detectors, and flow control's part of the picker configuration. Rules and thresholds are llm-d's."""
+"""Saturation detectors and flow control's part of the picker configuration, with llm-d's thresholds."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.config.resources import RewriteRule, RewriteRules, read_resources
+from router.doors.boundary import BodyGuard
 from router.doors.ext_proc_dialects import LlmdDialect, passed_headers, replace_model
 from router.doors.ext_proc_messages import streamed_body_responses
 from router.doors.ext_proc_response import restore_client_model
@@ -28,7 +29,6 @@ from router.picking.flow import REJECTIONS
 from router.picking.flow_config import UtilizationDetector
 from router.picking.route import Admission
 from router.pods.load_table import PodLoadTable
-from router.prompts.body_guard import BodyGuard
 from router.prompts.parsers import Parsers
 from router.prompts.request import RequestKind, RouteRequest
 from tests.support.router.bench import Bench

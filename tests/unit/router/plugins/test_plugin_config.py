@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from router.config.picker_file import parse_config
+from router.doors.boundary import system_owned
 from router.doors.ext_authz import ok_response
-from router.doors.headers import system_owned
 from router.errors import ConfigError, RequestError
 from router.observe.metrics import MetricAliases
 from router.picking.decision import PipelineResult

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.doors.boundary import GATEWAY_ONLY_FIELDS, BodyGuard
 from router.errors import RequestError
-from router.prompts.body_guard import GATEWAY_ONLY_FIELDS, BodyGuard
 from router.prompts.parsers import http_request
 from tests.support.depth import examples
 
