@@ -40,7 +40,8 @@ from router.doors.boundary import BodyGuard
 from router.doors.ext_authz import ExtAuthzService
 from router.doors.health import CHECK_SERVICE, PICK_SERVICE
 from router.doors.pick import EndpointPickerService
-from router.feedback.lifecycle import ACCESS_LOG, Lifecycle
+from router.feedback.lifecycle import Lifecycle
+from router.feedback.outcomes import ACCESS_LOG, DONE, RequestReport
 from router.inflight.failures import PodFailures
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
@@ -144,7 +145,8 @@ class Inside:
 
     def end(self, request_id: str) -> None:
         """Report the end of a request as an access log entry."""
-        self.lifecycle.ended(request_id, ACCESS_LOG, time.monotonic(), late_s=0.01)
+        report = RequestReport(request_id, DONE, ACCESS_LOG, late_s=0.01)
+        self.lifecycle.ended(report, time.monotonic())
 
     def close(self) -> None:
         """Stop the router's threads and the pods."""

@@ -22,7 +22,8 @@ from google.protobuf.message_factory import GetMessageClass
 
 from indexer.pod_entry import pod_address
 from router.doors.health import ACCESS_LOG_SERVICE
-from router.feedback.lifecycle import ACCESS_LOG, Lifecycle
+from router.feedback.lifecycle import Lifecycle
+from router.feedback.outcomes import ACCESS_LOG, RequestReport, end_event
 from router.h2 import GrpcServer
 from router.h2.exchange_call import ExchangeMethod
 from router.observe.metrics import RouterMetrics
@@ -89,18 +90,16 @@ class AccessLogService:
         if _is_not_charged(entry, failed):
             # Another request with the same id may be in flight.
             return "no_work"
-        ended = self.lifecycle.ended(
+        report = RequestReport(
             request_id,
+            end_event(failed=failed, refused=entry.response.response_code.value >= _CLIENT_ERROR),
             ACCESS_LOG,
-            time.monotonic(),
-            pod=pod,
-            failed=failed,
-            refused=entry.response.response_code.value >= _CLIENT_ERROR,
-            late_s=_late_s(common),
+            pod,
+            _late_s(common),
             is_fault=_is_fault(entry),
             attempts=common.upstream_request_attempt_count,
         )
-        if ended is not None:
+        if self.lifecycle.ended(report, time.monotonic()) is not None:
             return "joined"
         return "other_router" if self.lifecycle.is_remote(request_id) else "unknown"
 

@@ -19,8 +19,8 @@ import grpc
 from indexer.errors import PeerError
 from indexer.peers import PeerIdentity
 from router.feedback import messages
-from router.feedback.lifecycle import RequestReport
 from router.feedback.messages import FOLLOW, LedgerChanges, encode_changes, sent_entry
+from router.feedback.outcomes import RequestReport
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger
 

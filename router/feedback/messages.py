@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from indexer.errors import PeerError
 from indexer.keys import Keys
-from router.feedback.lifecycle import RequestReport, Seconds, Text
+from router.feedback.outcomes import RequestReport, Seconds, Text
 from router.inflight.dispatch import SEQUENCES_MAX, Dispatch
 
 FOLLOW = "/kvroute.v2.LedgerPeer/Follow"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from indexer.audit.engine_counters import EngineReading
-from router.feedback.lifecycle import REPORT, EngineCheck
+from router.feedback.lifecycle import EngineCheck
+from router.feedback.outcomes import REPORT
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import RateSample
-from tests.support.router.bench import Bench, completion, long_text, ready_pod
+from tests.support.router.bench import Bench, completion, ended, long_text, ready_pod
 
 A = "10.0.0.1:8000"
 B = "10.0.0.2:8000"
@@ -88,8 +89,8 @@ def test_lifecycle_updates_predictions() -> None:
     decision = bench.router.route(completion("good", text), 10.0)
     bench.router.route(completion("bad", text), 10.0)
     assert bench.ledger.predicted_hit_tokens(A) == 2 * decision.primary.cached_tokens > 0
-    bench.lifecycle.ended("good", REPORT, 11.0)
-    bench.lifecycle.ended("bad", REPORT, 11.0, failed=True)
+    ended(bench.lifecycle, "good", REPORT, 11.0)
+    ended(bench.lifecycle, "bad", REPORT, 11.0, failed=True)
     assert bench.ledger.answered_hit_tokens(A) == decision.primary.cached_tokens
     assert bench.ledger.predicted_hit_tokens(A) == decision.primary.cached_tokens
     assert bench.index.lost == ["bad"]
