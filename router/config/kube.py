@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from common.flags import flag, flag_values, port
+from common.flags import file_flag, flag, flag_values, port
 from indexer.config import DEFAULT_EVENTS_PORT, RANKS_MAX
 from router.config.flags import positive_duration
 from router.errors import ConfigError
@@ -100,11 +100,9 @@ class KubeConfig:
         "--kv-replay-port", _engine_port, DEFAULT_EVENTS_PORT + 1, "port of replay requests; 0: no replay"
     )
     events_bind: bool = False  # whether engines may connect to the router's --events-bind socket instead
-    kubeconfig: Path | None = flag(
+    kubeconfig: Path | None = file_flag(
         _GROUP,
         "--kubeconfig",
-        Path,
-        None,
         "credentials (default: the pod's service account, else ~/.kube/config)",
         metavar="PATH",
     )

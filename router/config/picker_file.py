@@ -27,7 +27,7 @@ from router.errors import ConfigError
 _DISCOVERY = "file-discovery"
 _GATES = {"flowControl": False, "haPopulateNonLeaderDatastore": True}
 
-COMPAT = ("off", "answers")  # ext_proc responses in the router's own form, or in llm-d's
+Compat = Literal["off", "answers"]  # ext_proc responses in the router's own form, or in llm-d's
 _BY_PEERS = "configure the replicas of this router with --peer"
 
 
@@ -128,7 +128,7 @@ class PickerConfig(Settings):
 
     api_version: Literal["llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1"]
     kind: Literal["EndpointPickerConfig"]
-    compat: Literal["off", "answers"] | None = None
+    compat: Compat | None = None
     feature_gates: tuple[Text, ...] = ()
     entries: tuple[PluginEntry, ...] = field(default=(), name="plugins")
     profiles: tuple[ProfileEntry, ...] = field(default=(), name="schedulingProfiles")

@@ -19,9 +19,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from common.flags import CommandParser, bounded
+from common.flags import CommandParser, bounded, pair
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
-from router.config.flags import model_source
 from router.errors import ConfigError, ListenError, RequestError
 from router.prompts.prompt_tokens import PromptMedia
 from router.prompts.remote_tokenizers import APIS
@@ -156,7 +155,7 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("--socket", type=Path, required=True, metavar="PATH", help="Unix socket to listen on")
     parser.add_argument(
         "--model",
-        type=model_source,
+        type=pair(str),
         action="append",
         required=True,
         metavar="NAME=SOURCE",
