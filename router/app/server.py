@@ -44,7 +44,7 @@ from router.doors.health import Health
 from router.doors.pick import EndpointPickerService
 from router.errors import ConfigError, ListenError
 from router.feedback.fleet import Fleet
-from router.feedback.lifecycle import EngineCheck, Lifecycle, LostEndDetector
+from router.feedback.lifecycle import Lifecycle, LostEndDetector
 from router.inflight.failures import PodFailures
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
@@ -62,7 +62,7 @@ from router.picking.affinity import StatePods
 from router.picking.route import Router
 from router.pods.pod_set import Pod, PodSet
 from router.pods.probe import Prober
-from router.pods.watch import PodWatch
+from router.pods.watch import EngineCheck, PodWatch
 from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 
 _log = logging.getLogger(__name__)
@@ -226,7 +226,12 @@ class RouterServer:
             ),
             self.index.follow,
             interval_s=config.refresh_interval_s,
-            engines=EngineCheck(self._ledger, self.index.observe, self.index.faults),
+            engines=EngineCheck(
+                self._ledger.answered_hit_tokens,
+                self._ledger.predicted_hit_tokens,
+                self.index.observe,
+                self.index.faults,
+            ),
             declared=self._forget_others,
         )
 

@@ -7,10 +7,10 @@ Knows no protocol. `Lifecycle` is thread-safe and holds no lock.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from indexer import DispatchKey, EngineFault, EngineReading
+from indexer import DispatchKey
 from indexer.keys import Keys
 from router.feedback.outcomes import (
     ACCESS_LOG,
@@ -313,23 +313,3 @@ class LostEndDetector:
         for address in [address for address in gone if now_s - self._gone_s[address] >= _GONE_S]:
             self._lifecycle.end_lost(address, 0, now_s, now_s)
             del self._gone_s[address]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCheck:
-    """Adds the predicted cache hits of a pod to the counters that its engine reports; for one thread."""
-
-    ledger: Ledger
-    observe: Callable[[str, EngineReading], object]  # receives the completed reading, `KvIndexer.observe`
-    faults: Callable[[str], Sequence[EngineFault]] = lambda _pod: ()  # `KvIndexer.faults`
-
-    def before_scrape(self, pod: str) -> int:
-        """Return the predicted hit tokens of answered requests, for `after_scrape`."""
-        return self.ledger.answered_hit_tokens(pod)
-
-    def after_scrape(self, pod: str, reading: EngineReading, answered_hit_tokens: int) -> None:
-        """Complete the reading with the predictions before and after the scrape, and pass it on."""
-        predicted = self.ledger.predicted_hit_tokens(pod)
-        self.observe(
-            pod, replace(reading, predicted_tokens=answered_hit_tokens, predicted_sent_tokens=predicted)
-        )

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from common.repeated_log import RepeatedLog
 from router.errors import ListenError
-from router.h2.exchange_call import ExchangeCall, ExchangeMethod
+from router.h2.exchange_call import Exchange, ExchangeCall, ExchangeMethod
 from router.h2.peer import Peer, host_of
 from router.h2.streams import Stream
 
@@ -278,10 +278,8 @@ class GrpcServer:
                 self._peers.pop(peer, None)
 
 
-class _Reflection:
+class _Reflection(Exchange):
     """Exchange that serves gRPC reflection by grpcio's servicer."""
-
-    finished, is_routed = False, True
 
     def __init__(self, servicer: reflection.ReflectionServicer) -> None:
         self._servicer = servicer
@@ -289,12 +287,6 @@ class _Reflection:
     def answers(self, message: reflection_pb2.ServerReflectionRequest) -> Iterator[Any]:
         answers: Iterator[Any] = self._servicer.ServerReflectionInfo(iter((message,)), None)
         return answers
-
-    def last(self) -> tuple[()]:
-        return ()
-
-    def close(self) -> None:
-        pass
 
 
 def _set_up(connection: socket.socket) -> None:

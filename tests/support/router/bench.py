@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
