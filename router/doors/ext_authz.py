@@ -17,6 +17,7 @@ from envoy.config.core.v3 import base_pb2
 from envoy.service.auth.v3 import external_auth_pb2 as pb
 from envoy.type.v3 import http_status_pb2
 
+from common.repeated_log import RepeatedLog
 from router.doors.boundary import (
     DESTINATION_HEADER,
     REQUEST_ID_HEADER,
@@ -49,6 +50,10 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
 }
 _log = logging.getLogger(__name__)
+_PARTIAL_BODY = (
+    "ext_authz partial body: such requests are routed by load alone; set with_request_body with "
+    "allow_partial_message: false in Envoy's ext_authz filter"
+)
 
 
 class ExtAuthzService:
@@ -68,7 +73,7 @@ class ExtAuthzService:
         self._inside = metrics.inside(_SERVICE)
         self._max_request_bytes = max_request_bytes
         self._salt = salt
-        self._warned_partial = False
+        self._repeated = RepeatedLog(_log)
 
     def add_to(self, server: grpc.Server) -> None:
         """Register the service. `_check` serializes its responses itself, so that equal ones are cached."""
@@ -109,7 +114,8 @@ class ExtAuthzService:
         if self._salt is not None and (body or http.method not in _BODILESS):
             raise self._salt.refusal("ext_authz")
         if partial:
-            self._record_partial()
+            self._metrics.count("dropped", _SERVICE, "partial_body")
+            self._repeated.event("partial_body", _SERVICE, _PARTIAL_BODY)
         if partial or not body:
             if partial or http.method not in _BODILESS:
                 self._guard.unchecked()
@@ -124,16 +130,6 @@ class ExtAuthzService:
         if (field := self._guard.forbidden(request, body)) is not None:
             raise refusal(field)
         return request
-
-    def _record_partial(self) -> None:
-        """Count a request with a truncated body, which is routed by load alone; warn once."""
-        self._metrics.count("dropped", _SERVICE, "partial_body")
-        if not self._warned_partial:
-            self._warned_partial = True
-            _log.warning(
-                "ext_authz partial body: such requests are routed by load alone; set with_request_body with "
-                "allow_partial_message: false in Envoy's ext_authz filter"
-            )
 
 
 @lru_cache(maxsize=4096)

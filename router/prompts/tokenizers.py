@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
+from common.repeated_log import RepeatedLog
 from router.errors import ConfigError, RequestError, TokenizerUnavailableError
 from router.pods.pod_set import Pod
 from router.prompts.prompt_tokens import (
@@ -116,7 +117,7 @@ class TokenizerRegistry:
         # Models whose pods render without being told to.
         self._automatic: dict[str, tuple[RenderTokenizer, RenderBreaker]] = {}
         self._observe = observe
-        self._unavailable: set[str] = set()
+        self._repeated = RepeatedLog(_log)
         self.waits: Callable[[], None] = lambda: None  # called when picks may begin to wait for pods
 
     @classmethod
@@ -190,13 +191,9 @@ class TokenizerRegistry:
                     rendered = self._by_pods(request, base_model, pods)
                     return rendered or unknown(request, "unsupported_prompt")
                 return self._local(request, tokenizer, context_tokens)
-            timeout_s = self._options.deadline_s
             if isinstance(tokenizer, SidecarTokenizer):
-                tokens = tokenizer.prompt_tokens(request, context_tokens, timeout_s)
-            else:
-                tokens = self._rendered(request, tokenizer, None, pods)
-            self._unavailable.discard(base_model or "")
-            return tokens
+                return tokenizer.prompt_tokens(request, context_tokens, self._options.deadline_s)
+            return self._rendered(request, tokenizer, None, pods)
         except PromptError as error:
             return rejected(request, error)
         except RequestError:
@@ -206,7 +203,8 @@ class TokenizerRegistry:
         except _QueueFullError:
             return unknown(request, "tokenize_queue_full")
         except TokenizerUnavailableError as error:
-            self._mark_unavailable(base_model or "", error)
+            text = "tokenizer unavailable, routing by load alone: model=%s error=%s"
+            self._repeated.event("tokenizer_unavailable", base_model or "", text, base_model, error)
             return unknown(request, "tokenizer_unavailable")
         except Exception:
             # An unexpected error of a tokenizer must not fail the request.
@@ -290,12 +288,6 @@ class TokenizerRegistry:
         # Also runs for work that is cancelled before it starts.
         future.add_done_callback(lambda _: threads.slots.release())
         return future.result(max(0.0, timeout_s))
-
-    def _mark_unavailable(self, model: str, error: TokenizerUnavailableError) -> None:
-        """Log the first of consecutive failures of a model's tokenizer; all are counted by reason."""
-        if model not in self._unavailable:
-            self._unavailable.add(model)
-            _log.warning("tokenizer unavailable, routing by load alone: model=%s error=%s", model, error)
 
 
 def _instead(model: str) -> str:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from router.config.picker_file import BandSettings, FlowSettings, parse_config
-from router.errors import ConfigError, FlowError
+from router.errors import ConfigError, RequestError
 from router.picking.flow import FlowControl
 from router.picking.flow_config import (
     ConcurrencyDetector,
@@ -182,7 +182,7 @@ def gate(settings: FlowSettings | None = None, **known: Any) -> Iterator[Gate]:
 
 def rejection(asked: Future[None]) -> tuple[int, str | None]:
     """Return the status and reason with which a request was rejected."""
-    with pytest.raises(FlowError) as caught:
+    with pytest.raises(RequestError) as caught:
         asked.result(300)
     return caught.value.status, caught.value.dropped_reason
 
