@@ -35,7 +35,7 @@ from router.errors import RequestError
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
 from router.picking.decision import PipelineResult
-from router.prompts.parsers import http_request
+from router.prompts.parsers import OWN_PARSERS
 from router.prompts.request import RANK_HEADER, RequestKind, RouteRequest, too_large
 
 _SERVICE = "check"  # in metrics
@@ -126,7 +126,7 @@ class ExtAuthzService:
                 candidates=candidates,
                 headers=headers,
             )
-        request = http_request(request_id, http.path, body, candidates, headers)
+        request = OWN_PARSERS.parse(request_id, http.path, body, candidates, headers)[0]
         if (field := self._guard.forbidden(request, body)) is not None:
             raise refusal(field)
         return request

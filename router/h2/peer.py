@@ -92,22 +92,12 @@ class Peer:
                     with self._lock:
                         self._write_out()
         except H2Error as error:
-            _repeated.event(
-                "http2_error",
-                host_of(self.peer),
-                "gRPC connection closed, HTTP/2 violation: client=%s error=%s",
-                self.peer,
-                error,
-            )
+            text = "gRPC connection closed, HTTP/2 violation: client=%s error=%s"
+            _repeated.event("http2_error", host_of(self.peer), text, self.peer, error)
             self._send_goaway(error.code, str(error))
         except ssl.SSLError as error:
-            _repeated.event(
-                "tls_failed",
-                host_of(self.peer),
-                "gRPC connection closed, TLS failed: client=%s error=%s",
-                self.peer,
-                error,
-            )
+            text = "gRPC connection closed, TLS failed: client=%s error=%s"
+            _repeated.event("tls_failed", host_of(self.peer), text, self.peer, error)
         except OSError:
             pass  # the client disconnected or is too slow
         finally:
@@ -241,14 +231,9 @@ class Peer:
                 return ExchangeCall(self, stream, method)
             return ServicerCall(self, stream, method)
         except Exception as error:
-            _repeated.event(
-                "call_failed",
-                head.path[:100],
-                "call could not start: method=%s",
-                head.path[:100],
-                level=logging.ERROR,
-                error=error,
-            )
+            path = head.path[:100]
+            text = "call could not start: method=%s"
+            _repeated.event("call_failed", path, text, path, level=logging.ERROR, error=error)
             self._refuse(stream, grpc.StatusCode.UNKNOWN, f"Exception calling application: {error}")
             self.call_ended(stream)
             return None

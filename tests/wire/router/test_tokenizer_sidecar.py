@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import ConfigError, ListenError, RequestError
-from router.prompts.parsers import http_request
+from router.prompts.parsers import OWN_PARSERS
 from router.prompts.prompt_tokens import PromptTokens
 from router.prompts.request import RequestKind, RouteRequest
 from router.prompts.tokenizer_server import SERVICE, TokenizerServer
@@ -101,7 +101,9 @@ def test_growing_chats_have_the_same_ids(registry: TokenizerRegistry) -> None:
     messages = [{"role": "user", "content": "word " * 5000}]
     for turn in range(3):
         body = msgspec.json.encode({"model": MODEL, "messages": messages})
-        (ids,) = registry.prompt_tokens(http_request("id", "/v1/chat/completions", body), MODEL).prompts
+        (ids,) = registry.prompt_tokens(
+            OWN_PARSERS.parse("id", "/v1/chat/completions", body)[0], MODEL
+        ).prompts
         assert ids.tolist() == chat_prompt({"messages": messages}, TOKENIZER).tolist()
         messages += {"role": "assistant", "content": f"{turn}"}, {"role": "user", "content": "Why?"}
 
