@@ -53,7 +53,7 @@ from router.picking.route import Admission, Router
 from router.picking.scheduler import Scheduler
 from router.pods.engine_load import EngineLoad
 from router.pods.pod_set import Pod, PodSet, ServedModels
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
 
 _PODS = 16
 _EVENTS_PORT, _REPLAY_PORT = BASE_PORT + 601, BASE_PORT + 701
@@ -101,8 +101,8 @@ class Inside:
             self.index.cancel_expectation,
             PodFailures(pods.load_table),
         )
-        self.tokenizers = TokenizerRegistry.load(
-            {MODEL: model_directory(bodies)}, TokenizeOptions(deadline_s=_DEADLINE_S)
+        self.tokenizers = TokenizerRegistry(
+            open_tokenizers({MODEL: model_directory(bodies)}), TokenizeOptions(deadline_s=_DEADLINE_S)
         )
         self.scheduler = Scheduler(
             pods.load_table, ledger, np.random.default_rng(7), block_tokens=self.index.block_tokens

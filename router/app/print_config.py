@@ -60,22 +60,5 @@ def _value(value: Any, unit: str) -> Any:
 
 
 def _picker(picker: PickerConfig) -> dict[str, Any]:
-    """Return the parsed configuration file, without the defaults of plugins' parameters."""
-    return {
-        "source": picker.section.source,
-        "feature_gates": dict(picker.gates),
-        "plugins": [
-            {"name": entry.name, "type": entry.type, "parameters": entry.parameters_section.value()}
-            for entry in picker.plugins.values()
-        ],
-        "profiles": [
-            {
-                "name": profile.name,
-                "plugins": [{"name": one.plugin_ref, "weight": one.weight} for one in profile.plugins],
-            }
-            for profile in picker.profiles
-        ],
-        "parsers": [parser.plugin_ref for parser in picker.parsers],
-        "flow_control": picker.flow.section.value(),
-        "saturation_detector": picker.detector.plugin_ref if picker.detector is not None else None,
-    }
+    """Return the parsed configuration file, without the defaults of its fields, and all feature gates."""
+    return {"source": picker.section.source, "feature_gates": picker.gates, **picker.section.value()}

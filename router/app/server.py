@@ -63,7 +63,7 @@ from router.picking.route import Router
 from router.pods.pod_set import Pod, PodSet
 from router.pods.probe import Prober
 from router.pods.watch import EngineCheck, PodWatch
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
 
 _log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class RouterServer:
         self._source = opened.enter_context(closing(open_pods_source(config, registry, self._set_resources)))
         tokenize = TokenizeOptions(config.tokenize_deadline_s)
         observe = partial(self._metrics.observe, "rendered")
-        self._tokenizers = TokenizerRegistry.load(dict(config.tokenizers), tokenize, observe)
+        self._tokenizers = TokenizerRegistry(open_tokenizers(dict(config.tokenizers)), tokenize, observe)
         opened.callback(self._tokenizers.close)
         registry.register(TokenizerCollector(self._tokenizers.local, self._tokenizers.renderings))
         self._traces = Traces.to_collector() if config.tracing else None

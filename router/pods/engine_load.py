@@ -66,9 +66,7 @@ class _Series:
     """Location of a value on a metrics page."""
 
     name: bytes
-    label: tuple[bytes, bytes] | None = (
-        None  # of a metric with several series that of the value, with its text
-    )
+    label: tuple[bytes, bytes] | None = None  # name and text of the label that selects one of several series
     number: bytes | None = None  # the label that holds the value; None: it is the series' own value
 
 

@@ -25,7 +25,7 @@ from router.errors import ConfigError, ListenError, RequestError
 from router.prompts.prompt_tokens import PromptMedia
 from router.prompts.remote_tokenizers import APIS
 from router.prompts.request import RouteRequest, read_fields
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class TokenizerServer:
     def __init__(self, path: Path, sources: dict[str, str], threads: int) -> None:
         _check_free(path)
         self._models = frozenset(sources)
-        self._registry = TokenizerRegistry.load(sources, TokenizeOptions(_DEADLINE_S))
+        self._registry = TokenizerRegistry(open_tokenizers(sources), TokenizeOptions(_DEADLINE_S))
         if self._registry.asks_others:
             self._registry.close()
             raise ConfigError("--model NAME=SOURCE: must be a directory or hf:OWNER/NAME@REVISION")

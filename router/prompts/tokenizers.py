@@ -71,7 +71,6 @@ _RENDER_THREADS = 8  # threads that wait for render endpoints
 _DECODED_ITEMS = {RequestKind.MESSAGES: "messages", RequestKind.RESPONSES: "input"}
 
 _Tokenizer: TypeAlias = PromptTokenizer | SidecarTokenizer | RenderTokenizer
-_Observe: TypeAlias = Callable[[float, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class TokenizerRegistry:
         self,
         tokenizers: Mapping[str, _Tokenizer | None],
         options: TokenizeOptions | None = None,
-        observe: _Observe = lambda _seconds, _outcome: None,
+        observe: Callable[[float, str], None] = lambda _seconds, _outcome: None,
     ) -> None:
         self._tokenizers = dict(tokenizers)
         self._options = options = options or TokenizeOptions()
@@ -119,21 +118,6 @@ class TokenizerRegistry:
         self._observe = observe
         self._repeated = RepeatedLog(_log)
         self.waits: Callable[[], None] = lambda: None  # called when picks may begin to wait for pods
-
-    @classmethod
-    def load(
-        cls,
-        sources: Mapping[str, Path | str],
-        options: TokenizeOptions | None = None,
-        observe: _Observe = lambda _seconds, _outcome: None,
-    ) -> TokenizerRegistry:
-        """Open the tokenizer of every base model; see SOURCE above.
-
-        Raises:
-            ConfigError: A source is invalid or cannot be loaded.
-        """
-        opened = {model: _open_source(model, str(source)) for model, source in sources.items()}
-        return cls(opened, options, observe)
 
     @property
     def asks_others(self) -> bool:
@@ -302,6 +286,15 @@ def _log_rendering(model: str, error: str) -> None:
         _log.info(
             "prompts rendered by the model's pods: model=%s; to encode here, set %s", model, _instead(model)
         )
+
+
+def open_tokenizers(sources: Mapping[str, Path | str]) -> dict[str, _Tokenizer | None]:
+    """Open the tokenizer of every base model; see SOURCE above.
+
+    Raises:
+        ConfigError: A source is invalid or cannot be loaded.
+    """
+    return {model: _open_source(model, str(source)) for model, source in sources.items()}
 
 
 def _open_source(model: str, source: str) -> _Tokenizer | None:

@@ -18,7 +18,7 @@ from router.prompts.parsers import OWN_PARSERS
 from router.prompts.prompt_tokens import MEDIA, PromptTokens
 from router.prompts.remote_tokenizers import read_rendered
 from router.prompts.request import RequestKind, RouteRequest
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
 from tests.support.router.bench import TINY, TOKENIZER, completion
 from tests.support.tokenization.media import CASES, answer
 from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenIds
@@ -328,4 +328,4 @@ def test_an_invalid_source_stops_the_start(tmp_path: Path, source: str, problem:
     """An invalid --tokenizer is reported with flag, model, source and problem."""
     source = source.format(tmp=tmp_path)
     with pytest.raises(ConfigError, match=f"--tokenizer m={source}: .*{problem}"):
-        TokenizerRegistry.load({"m": source})
+        TokenizerRegistry(open_tokenizers({"m": source}))
