@@ -207,8 +207,8 @@ def test_the_effective_configuration_is_printed(tmp_path: Path, capsys: pytest.C
     assert told["compat"] == "answers"
     assert told["picker"]["feature_gates"]["flowControl"] is True
     assert told["picker"]["plugins"][1]["parameters"] == {"matchLengthWeight": 0.5}
-    assert told["picker"]["profiles"][0]["plugins"] == [{"name": "queue-scorer", "weight": 2.0}]
-    assert told["picker"]["flow_control"] == {"defaultRequestTTL": "5s"}
+    assert told["picker"]["schedulingProfiles"][0]["plugins"] == [{"pluginRef": "queue-scorer", "weight": 2}]
+    assert told["picker"]["flowControl"] == {"defaultRequestTTL": "5s"}
 
 
 def test_a_password_is_not_printed() -> None:
