@@ -14,9 +14,10 @@ from functools import partial
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from router.doors.boundary import accepted_request_id, subset_hint, system_owned
-from router.doors.ext_proc_dialects import SERVICE, NativeDialect
-from router.doors.ext_proc_messages import (
+from router.doors.ext_proc_dialects import (
+    SERVICE,
     BodyMode,
+    NativeDialect,
     header_values,
     response_headers_reply,
     routing_response,

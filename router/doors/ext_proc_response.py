@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from router.doors.ext_proc_messages import BodyMode, header_values, set_headers, streamed_body_responses
+from router.doors.ext_proc_dialects import BodyMode, header_values, set_headers, streamed_body_responses
 from router.feedback.lifecycle import Lifecycle
 from router.feedback.outcomes import DONE, FAILED, RESPONSE, RequestReport, end_event
 from router.picking.decision import Decision

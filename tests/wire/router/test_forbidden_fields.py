@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from router.doors.boundary import GATEWAY_ONLY_HEADERS, BodyGuard
-from router.doors.ext_proc_messages import BodyMode
+from router.doors.ext_proc_dialects import BodyMode
 from tests.support.router.bench import TINY, Bench, ready_pod
 from tests.support.router.doors import (
     body,

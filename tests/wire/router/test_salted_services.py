@@ -8,8 +8,7 @@ import grpc
 import pytest
 
 from router.doors.boundary import SALT_FIELDS, BodyGuard, TenantSalt
-from router.doors.ext_proc_dialects import NativeDialect
-from router.doors.ext_proc_messages import BodyMode
+from router.doors.ext_proc_dialects import BodyMode, NativeDialect
 from tests.support.router.bench import TINY, Bench, ready_pod
 from tests.support.router.doors import body, headers, serving, set_headers, streamed_bytes
 from tests.wire.router.test_check import check

@@ -13,10 +13,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.config.resources import RewriteRule, RewriteRules, read_resources
+from router.config.picker_file import RewriteRule, RewriteRules, read_resources
 from router.doors.boundary import BodyGuard
-from router.doors.ext_proc_dialects import LlmdDialect, passed_headers, replace_model
-from router.doors.ext_proc_messages import streamed_body_responses
+from router.doors.ext_proc_dialects import LlmdDialect, passed_headers, replace_model, streamed_body_responses
 from router.doors.ext_proc_response import restore_client_model
 from router.errors import (
     ConfigError,
@@ -25,7 +24,7 @@ from router.errors import (
     SaturatedError,
 )
 from router.picking.flow import REJECTIONS
-from router.picking.flow_config import UtilizationDetector
+from router.picking.flow_queue import UtilizationDetector
 from router.picking.route import Admission
 from router.pods.load_table import PodLoadTable
 from router.prompts.parsers import Parsers
