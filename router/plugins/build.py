@@ -24,10 +24,11 @@ from router.config.picker_file import (
     WeightedReference,
 )
 from router.errors import ConfigError
-from router.picking.flow_config import FLOW_TYPES
+from router.picking.flow_queue import FLOW_TYPES
 from router.plugins import labels, scorers
 from router.plugins.api import Filter, Picker, Scorer
 from router.plugins.attribute_reporter import TYPE as REPORTER
+from router.plugins.labels import SessionAffinity
 from router.plugins.pipeline import Pipeline
 from router.plugins.producer_settings import MetricsSettings, TokenSettings
 from router.plugins.producers import (
@@ -53,7 +54,6 @@ from router.plugins.profiles import (
     WeightedScorer,
 )
 from router.plugins.scorers import APPROXIMATE, PRECISE, PRODUCER_KEY
-from router.plugins.session_affinity import SessionAffinity
 from router.prompts.parsers import PARSERS
 
 ENTRY_POINTS = "kvroute.plugins"

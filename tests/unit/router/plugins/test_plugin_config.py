@@ -20,7 +20,7 @@ from router.doors.ext_authz import ok_response
 from router.errors import ConfigError, RequestError
 from router.observe.metrics import MetricAliases
 from router.picking.decision import PipelineResult
-from router.picking.flow_config import read_flow_settings
+from router.picking.flow_queue import read_flow_settings
 from router.picking.scheduler import Scheduler
 from router.plugins.build import PLUGIN_TYPES, REPLACEMENTS, build_pipeline
 from router.plugins.pipeline import Pipeline

@@ -15,7 +15,7 @@ from router.config.picker_file import parse_config
 from router.errors import ConfigError
 from router.plugins.api import PrefixMatch
 from router.plugins.build import make_plugin
-from router.plugins.labels import HeaderTestingFilter
+from router.plugins.labels import HeaderTestingFilter, SessionAffinity
 from router.plugins.profiles import (
     MaxScorePicker,
     PluginError,
@@ -41,7 +41,6 @@ from router.plugins.scorers import (
     TtftCostScorer,
     UtilizationFilter,
 )
-from router.plugins.session_affinity import SessionAffinity
 from router.plugins.testkit import endpoint, kept, picks, request, scores
 from router.pods.engine_load import LoraLoad
 
