@@ -48,7 +48,7 @@ from router.inflight.rates import PrefillRates, RateParameters
 from router.observe.decision_log import DecisionLog
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
-from router.picking.flow_config import UtilizationDetector
+from router.picking.flow_queue import UtilizationDetector
 from router.picking.route import Admission, Router
 from router.picking.scheduler import Scheduler
 from router.pods.engine_load import EngineLoad

@@ -17,8 +17,7 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from router.config.picker_file import FlowSettings
 from router.errors import RequestError
-from router.picking.flow_config import SaturationDetector
-from router.picking.flow_queue import FlowQueue, QueuedRequest
+from router.picking.flow_queue import FlowQueue, QueuedRequest, SaturationDetector
 from router.pods.pod_set import ROLE_LABEL, PodSet
 from router.prompts.request import RouteRequest
 

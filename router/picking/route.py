@@ -24,7 +24,7 @@ from router.inflight.failures import PodFailures
 from router.picking.candidates import CandidateCache, CandidateSet
 from router.picking.decision import Decision
 from router.picking.flow import FlowControl
-from router.picking.flow_config import SaturationDetector
+from router.picking.flow_queue import SaturationDetector
 from router.picking.scheduler import Scheduler, TokenizedRequest
 from router.pods.load_table import PodLoadTable
 from router.pods.pod_set import Pod, PodSet

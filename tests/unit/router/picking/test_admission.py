@@ -6,7 +6,7 @@ import pytest
 
 from router.errors import SaturatedError
 from router.picking.cost import adapter_delay_s
-from router.picking.flow_config import UtilizationDetector
+from router.picking.flow_queue import UtilizationDetector
 from router.picking.route import Admission
 from router.pods.engine_load import EngineLoad, LoraLoad
 from router.pods.load_table import PodLoadTable

@@ -19,13 +19,15 @@ from prometheus_client import CollectorRegistry
 from router.config.picker_file import BandSettings, FlowSettings, parse_config
 from router.errors import ConfigError, RequestError
 from router.picking.flow import FlowControl
-from router.picking.flow_config import (
+from router.picking.flow_queue import (
+    FAIRNESS,
     ConcurrencyDetector,
+    FlowQueue,
+    QueuedRequest,
     UtilizationDetector,
     fairness_id_reader,
     read_flow_settings,
 )
-from router.picking.flow_queue import FAIRNESS, FlowQueue, QueuedRequest
 from router.pods.load_table import POD
 from router.pods.pod_set import PodSet
 from router.prompts.request import RequestKind, RouteRequest
