@@ -1,4 +1,4 @@
-"""Command line of the router: flags in, one validated RouterConfig out.
+"""Command line of the router: flags in, one validated RouterConfig out, printed with units if asked to.
 
 Each field of RouterConfig declares its flag, default and help text. Flags that the reference picker has too
 carry its names. Reads the configuration file; opens nothing else.
@@ -7,12 +7,15 @@ carry its names. Reads the configuration file; opens nothing else.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import yaml
 
 from common.flags import CommandParser, add_flags, file_flag, flag, flag_values, pair, port, positive
 from indexer import IndexerConfig
@@ -347,3 +350,51 @@ def _discovery(
     if picker is not None and discovery is not None:
         return picker.directory / discovery.path, discovery.watch_file, None
     return flags.pods_file, True, kube
+
+
+# Units by the suffix of a setting's name; the first match wins.
+_UNITS = {
+    "_tokens_per_s": "tokens/s",
+    "_s": "s",
+    "_bytes": "bytes",
+    "_bytes_max": "bytes",
+    "_bytes_per_pod": "bytes",
+    "_tokens": "tokens",
+    "_tokens_per_pod": "tokens",
+    "_blocks": "blocks",
+}
+_HIDDEN = "<hidden>"
+
+
+def config_as_yaml(config: RouterConfig) -> str:
+    """Return the effective configuration as YAML, by the names of `RouterConfig`'s fields."""
+    return yaml.safe_dump(_printed_settings(config), sort_keys=False, width=100)
+
+
+def _printed_settings(settings: Any) -> dict[str, Any]:
+    shown = {}
+    for setting in dataclasses.fields(settings):
+        value = getattr(settings, setting.name)
+        if not setting.repr and value is not None:
+            shown[setting.name] = _HIDDEN
+        else:
+            units = (unit for ending, unit in _UNITS.items() if setting.name.endswith(ending))
+            shown[setting.name] = _printed(value, next(units, ""))
+    return shown
+
+
+def _printed(value: Any, unit: str) -> Any:
+    if isinstance(value, PickerConfig):
+        # The parsed file, without the defaults of its fields, and all feature gates.
+        return {"source": value.section.source, "feature_gates": value.gates, **value.section.value()}
+    if dataclasses.is_dataclass(value):
+        return _printed_settings(value)
+    if isinstance(value, Mapping):
+        return {str(key): _printed(item, unit) for key, item in value.items()}
+    if isinstance(value, tuple | list | frozenset):
+        return [_printed(item, unit) for item in value]
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int | float) and unit:
+        return f"{value:g} {unit}" if isinstance(value, float) else f"{value} {unit}"
+    return str(value) if isinstance(value, Path) else value

@@ -16,9 +16,8 @@ from prometheus_client import CollectorRegistry
 
 from indexer import ConfigError as IndexerConfigError
 from indexer import KvIndexer, raise_open_files
-from router.app.config import RouterConfig, parse_flags
+from router.app.config import RouterConfig, config_as_yaml, parse_flags
 from router.app.debug_pages import DebugPages
-from router.app.print_config import config_as_yaml
 from router.app.process import StopSignals, set_up_logs, trim_heap, tune_gc, use_single_arena
 from router.app.wiring import (
     build_admission,
@@ -34,7 +33,7 @@ from router.app.wiring import (
     plugin_states,
 )
 from router.config.flags import ignored_flags
-from router.config.resources import Resources, RewriteRules, read_resources
+from router.config.picker_file import Resources, RewriteRules, read_resources
 from router.doors.access_log import AccessLogService
 from router.doors.boundary import SALT_FIELDS, BodyGuard, TenantSalt
 from router.doors.ext_authz import ExtAuthzService

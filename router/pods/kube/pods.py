@@ -20,7 +20,7 @@ from indexer.pod_entry import (
     label_problem,
 )
 from router.config.kube import POOL_GROUP, KubeConfig
-from router.config.resources import RewriteRule
+from router.config.picker_file import RewriteRule
 from router.pods.kube.objects import (
     BadObjectError,
     ObjectiveObject,

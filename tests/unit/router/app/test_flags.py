@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from indexer import IndexerConfig
-from router.app.config import RouterConfig, parse_flags
-from router.app.print_config import config_as_yaml
+from router.app.config import RouterConfig, config_as_yaml, parse_flags
 from router.app.process import JsonFormatter
 from router.app.server import main
 from router.app.tls import MetricsTlsOptions, TlsOptions
