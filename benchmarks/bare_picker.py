@@ -65,7 +65,7 @@ class _BareExchange:
 
 def main(port: int, pod: str, responses: str) -> None:
     """Serve until the process is killed."""
-    answer = ok_response(pod, None, ())
+    answer = ok_response(pod)
 
     def check(_message: external_auth_pb2.CheckRequest, _context: grpc.ServicerContext) -> bytes:
         return answer

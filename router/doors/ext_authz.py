@@ -34,9 +34,8 @@ from router.doors.health import CHECK_SERVICE
 from router.errors import RequestError
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
-from router.picking.decision import PipelineResult
 from router.prompts.parsers import OWN_PARSERS
-from router.prompts.request import RANK_HEADER, RequestKind, RouteRequest, too_large
+from router.prompts.request import RequestKind, RouteRequest, too_large
 
 _SERVICE = "check"  # in metrics
 _PARTIAL_BODY_HEADER = "x-envoy-auth-partial-body"
@@ -92,11 +91,16 @@ class ExtAuthzService:
             except RequestError as error:
                 self._metrics.refused(error)
                 return denied_response(error)
-        destination, routing, rank = decision.destination, decision.pipeline, decision.rank
-        removed = system_owned(headers, decision.request_headers)
-        if is_given and routing is None:
-            return ok_response(destination, None, removed, rank)
-        return ok_response.__wrapped__(destination, None if is_given else request_id, removed, rank, routing)
+        added, pipeline = decision.request_headers, decision.pipeline
+        removed = system_owned(headers, added)
+        if is_given and pipeline is None:
+            return ok_response(decision.destination, removed, tuple(added.items()))
+        if not is_given:
+            added = {REQUEST_ID_HEADER: request_id, **added}
+        response_headers = pipeline.response_headers if pipeline is not None else {}
+        return ok_response.__wrapped__(
+            decision.destination, removed, tuple(added.items()), tuple(response_headers.items())
+        )
 
     def _request(self, message: pb.CheckRequest, request_id: str, headers: Mapping[str, str]) -> RouteRequest:
         """Parse a Check call into a request.
@@ -135,29 +139,20 @@ class ExtAuthzService:
 @lru_cache(maxsize=4096)
 def ok_response(
     destination: str,
-    made_request_id: str | None,
-    removed: tuple[str, ...],
-    rank: int | None = None,
-    routing: PipelineResult | None = None,
+    removed: tuple[str, ...] = (),
+    added: tuple[tuple[str, str], ...] = (),
+    response_headers: tuple[tuple[str, str], ...] = (),
 ) -> bytes:
     """Return a serialized response that sets the picked pod as a header and as metadata.
 
     Cached by arguments: most requests to a pod get equal responses.
     """
-    headers, response_headers = [_set(DESTINATION_HEADER, destination)], []
-    if made_request_id is not None:
-        headers.append(_set(REQUEST_ID_HEADER, made_request_id))
-    if rank is not None:
-        headers.append(_set(RANK_HEADER, str(rank)))
-    if routing is not None:
-        headers += [_set(name, value) for name, value in routing.request_headers.items()]
-        response_headers = [_set(name, value) for name, value in routing.response_headers.items()]
     answer: bytes = pb.CheckResponse(
         status={"code": grpc.StatusCode.OK.value[0]},
         ok_response=pb.OkHttpResponse(
-            headers=headers,
+            headers=[_set(name, value) for name, value in ((DESTINATION_HEADER, destination), *added)],
             headers_to_remove=removed,
-            response_headers_to_add=response_headers,
+            response_headers_to_add=[_set(name, value) for name, value in response_headers],
         ),
         dynamic_metadata=destination_metadata(destination),
     ).SerializeToString()

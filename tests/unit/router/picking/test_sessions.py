@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from router.feedback.outcomes import REPORT
 from router.picking.affinity import SessionPods
 from router.picking.decision import Decision
-from router.prompts.request import session_id_of, session_of
+from router.prompts.request import session_of
 from tests.support.router.bench import Bench, completion, ended, ready_pod
 
 A, B = ready_pod("10.0.0.1:8000", model="m"), ready_pod("10.0.0.2:8000", model="m")
@@ -27,7 +27,7 @@ A, B = ready_pod("10.0.0.1:8000", model="m"), ready_pod("10.0.0.2:8000", model="
 )
 def test_a_sessions_id_comes_from_its_header(headers: dict[str, str], session: str | None) -> None:
     """x-session-id precedes agents' headers; an empty or oversized id is ignored."""
-    assert session_id_of(headers) == session
+    assert session_of(replace(completion("r", "x"), headers=headers)) == session
 
 
 @pytest.mark.parametrize(

@@ -322,7 +322,9 @@ def test_plugin_states_are_shown_by_name(tmp_path: Path) -> None:
 def test_pipeline_headers_are_set_by_ext_authz() -> None:
     """Headers that plugins set on request and response are part of the ext_authz answer."""
     result = PipelineResult((A,), {}, {}, {"x-prefiller-host-port": B}, {"x-session-token": "t"}, None, "")
-    answer = CheckResponse.FromString(ok_response.__wrapped__(A, None, (), None, result)).ok_response
+    answer = CheckResponse.FromString(
+        ok_response(A, (), tuple(result.request_headers.items()), tuple(result.response_headers.items()))
+    ).ok_response
     request_headers = {option.header.key: option.header.value for option in answer.headers}
     response_headers = {option.header.key: option.header.value for option in answer.response_headers_to_add}
     assert request_headers == {"x-gateway-destination-endpoint": A, "x-prefiller-host-port": B}
