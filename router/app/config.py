@@ -39,7 +39,7 @@ from router.config.kube import KubeConfig, kube_config
 from router.config.picker_file import Compat, PickerConfig, parse_config, read_config
 from router.doors.boundary import GATEWAY_ONLY_FIELDS
 from router.errors import ConfigError
-from router.plugins.producer_settings import apply_producer_settings, metrics_path, tokenizer_sources
+from router.plugins.producers import apply_producer_settings, metrics_path, tokenizer_sources
 from router.pods.pod_set import DEFAULT_METRICS_PATH
 from tokenization import TINY_DIRECTORY
 

@@ -57,7 +57,7 @@ from router.observe.metrics import (
 )
 from router.observe.requests import ObservedRouter
 from router.observe.tracing import Traces
-from router.picking.affinity import StatePods
+from router.picking.candidates import StatePods
 from router.picking.route import Router
 from router.pods.pod_set import Pod, PodSet
 from router.pods.probe import Prober

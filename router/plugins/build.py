@@ -30,14 +30,15 @@ from router.plugins.api import Filter, Picker, Scorer
 from router.plugins.attribute_reporter import TYPE as REPORTER
 from router.plugins.labels import SessionAffinity
 from router.plugins.pipeline import Pipeline
-from router.plugins.producer_settings import MetricsSettings, TokenSettings
 from router.plugins.producers import (
     AgentIdentity,
     ApproximatePrefix,
     AttributeProducer,
+    MetricsSettings,
     PrecisePrefix,
     PrefixProducer,
     SessionIdProducer,
+    TokenSettings,
 )
 from router.plugins.profiles import (
     AlwaysMultimodalDecider,

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta, field
 
 from router.config.fields import Number, Settings, Text
-from router.picking.affinity import SessionPods
+from router.picking.candidates import SessionPods
 from router.plugins.api import Endpoint, PluginRequest
 from router.pods.pod_set import ROLE_LABEL
 from router.prompts.request import SESSION_ID_HEADER
