@@ -35,7 +35,7 @@ from router.inflight.dispatch import Dispatch
 from router.inflight.failures import PodFailures
 from router.inflight.ledger import Ledger
 from router.inflight.rates import PrefillRates
-from router.picking.affinity import StatePods
+from router.picking.candidates import StatePods
 from router.picking.decision import Decision
 from router.pods.engine_load import EngineLoad
 from router.pods.pod_set import PodSnapshot

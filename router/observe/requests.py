@@ -11,7 +11,7 @@ from common.repeated_log import RepeatedLog
 from router.errors import RequestError
 from router.observe.metrics import RouterMetrics
 from router.observe.tracing import Traces
-from router.picking.affinity import StatePods
+from router.picking.candidates import StatePods
 from router.picking.decision import Decision
 from router.picking.route import Router
 from router.prompts.request import RequestKind, RouteRequest

@@ -20,8 +20,7 @@ from indexer.keys import Keys
 from router.inflight.dispatch import SEQUENCES_MAX, Dispatch
 from router.inflight.ledger import Ledger
 from router.inflight.rates import RateSample
-from router.picking.affinity import SessionPods
-from router.picking.candidates import CandidateSet
+from router.picking.candidates import CandidateSet, SessionPods
 from router.picking.cost import (
     CACHE_HIT,
     CostInputs,

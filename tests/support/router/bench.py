@@ -25,7 +25,7 @@ from router.observe.decision_log import DecisionLog
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
 from router.observe.tracing import Traces
-from router.picking.affinity import StatePods
+from router.picking.candidates import StatePods
 from router.picking.flow_queue import UtilizationDetector
 from router.picking.route import Admission, Router
 from router.picking.scheduler import Scheduler

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from router.feedback.outcomes import REPORT
-from router.picking.affinity import SessionPods
+from router.picking.candidates import SessionPods
 from router.picking.decision import Decision
 from router.prompts.request import session_of
 from tests.support.router.bench import Bench, completion, ended, ready_pod
