@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.errors import PeerError
-from router.feedback.messages import (
+from router.feedback.change_log import (
     KEYS_MAX,
     MESSAGE_BYTES_MAX,
     FollowRequest,

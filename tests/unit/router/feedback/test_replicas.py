@@ -12,9 +12,8 @@ from msgspec.structs import replace
 
 from indexer.errors import PeerError
 from router.feedback import fleet as fleet_module
-from router.feedback.change_log import ChangeLog
+from router.feedback.change_log import ChangeLog, LedgerChanges, Sent
 from router.feedback.fleet import RemoteLoad
-from router.feedback.messages import LedgerChanges, Sent
 from router.feedback.outcomes import DONE, FIRST_TOKEN, REPORT, RequestReport
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger, LedgerParameters
