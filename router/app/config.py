@@ -52,6 +52,19 @@ _pods, _serving, _picking = partial(flag, _PODS), partial(flag, _SERVING), parti
 _duration = partial(flag, metavar="DURATION")
 _size = partial(flag, metavar="SIZE")
 
+# Units by the suffix of a setting's name; the first match wins.
+_UNITS = {
+    "_tokens_per_s": "tokens/s",
+    "_s": "s",
+    "_bytes": "bytes",
+    "_bytes_max": "bytes",
+    "_bytes_per_pod": "bytes",
+    "_tokens": "tokens",
+    "_tokens_per_pod": "tokens",
+    "_blocks": "blocks",
+}
+_HIDDEN = "<hidden>"
+
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
@@ -350,20 +363,6 @@ def _discovery(
     if picker is not None and discovery is not None:
         return picker.directory / discovery.path, discovery.watch_file, None
     return flags.pods_file, True, kube
-
-
-# Units by the suffix of a setting's name; the first match wins.
-_UNITS = {
-    "_tokens_per_s": "tokens/s",
-    "_s": "s",
-    "_bytes": "bytes",
-    "_bytes_max": "bytes",
-    "_bytes_per_pod": "bytes",
-    "_tokens": "tokens",
-    "_tokens_per_pod": "tokens",
-    "_blocks": "blocks",
-}
-_HIDDEN = "<hidden>"
 
 
 def config_as_yaml(config: RouterConfig) -> str:

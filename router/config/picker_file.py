@@ -33,6 +33,8 @@ _GATES = {"flowControl": False, "haPopulateNonLeaderDatastore": True}
 Compat = Literal["off", "answers"]  # ext_proc responses in the router's own form, or in llm-d's
 _BY_PEERS = "configure the replicas of this router with --peer"
 
+_Version = Literal["llm-d.ai/v1alpha2", "inference.networking.x-k8s.io/v1alpha2"]
+
 
 class PluginEntry(Settings):
     """Entry of the section `plugins`."""
@@ -216,9 +218,6 @@ def parse_config(text: str, source: str) -> PickerConfig:
                 "pluginRef", f"no plugin named {one.plugin_ref!r}; plugins are {sorted(config.plugins)}"
             )
     return config
-
-
-_Version = Literal["llm-d.ai/v1alpha2", "inference.networking.x-k8s.io/v1alpha2"]
 
 
 class _Kind(Settings, forbid_unknown_fields=False):

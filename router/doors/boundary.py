@@ -82,6 +82,45 @@ _SYSTEM_OWNED = frozenset(
     }
 ) - {DESTINATION_HEADER}
 
+GATEWAY_ONLY_FIELDS = (
+    # vLLM, TensorRT-LLM
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "kv_hints",
+    "disaggregated_params",
+    # SGLang
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "decode_tp_size",
+    "disagg_prefill_dp_rank",
+    "routed_dp_rank",
+    "data_parallel_rank",
+    # Dynamo
+    "backend_instance_id",
+    "prefill_worker_id",
+    "decode_worker_id",
+)
+"""Forbidden fields by default."""
+
+# Objects from which engines read further parameters.
+_CONTAINERS = frozenset({"vllm_xargs", "sampling_params", "extra_args", "extra_body", "nvext"})
+_RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_RAW_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
+# Form bodies carry fields outside of JSON.
+_FORMS = ("multipart/", "application/x-www-form-urlencoded")
+
+SALT_FIELDS = ("cache_salt", "extra_key")
+"""Body fields of engines from which a salt is read; a client's own are removed."""
+
+_TENANT_CHARS_MAX = 1024
+_KEY_BYTES_MIN, _KEY_BYTES_MAX = 16, 4096
+# Paths of POST requests for which engines compute text only, and so cache nothing.
+_TEXT_ONLY = ("/tokenize", "/detokenize", "/render", "/count_tokens", "/conversations")
+# Engines drop a fragment, which gateways may pass on.
+_QUERY = re.compile("[?#]")
+
 
 def system_owned(incoming: Collection[str], ours: Collection[str] = ()) -> tuple[str, ...]:
     """Return the names in `incoming` to remove before the request reaches a pod, except those in `ours`."""
@@ -131,36 +170,6 @@ def error_headers(error: RequestError) -> dict[str, str]:
     if error.dropped_reason is not None:
         headers[DROPPED_REASON_HEADER] = error.dropped_reason
     return headers
-
-
-GATEWAY_ONLY_FIELDS = (
-    # vLLM, TensorRT-LLM
-    "kv_transfer_params",
-    "ec_transfer_params",
-    "kv_hints",
-    "disaggregated_params",
-    # SGLang
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-    "bootstrap_pair_key",
-    "decode_tp_size",
-    "disagg_prefill_dp_rank",
-    "routed_dp_rank",
-    "data_parallel_rank",
-    # Dynamo
-    "backend_instance_id",
-    "prefill_worker_id",
-    "decode_worker_id",
-)
-"""Forbidden fields by default."""
-
-# Objects from which engines read further parameters.
-_CONTAINERS = frozenset({"vllm_xargs", "sampling_params", "extra_args", "extra_body", "nvext"})
-_RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_RAW_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
-# Form bodies carry fields outside of JSON.
-_FORMS = ("multipart/", "application/x-www-form-urlencoded")
 
 
 class BodyGuard:
@@ -276,17 +285,6 @@ class BodyGuard:
 def refusal(field: str) -> RequestError:
     """Return the error for a client that sent a forbidden field."""
     return RequestError(400, f"{field} must not be sent by clients: only the gateway may set it", field)
-
-
-SALT_FIELDS = ("cache_salt", "extra_key")
-"""Body fields of engines from which a salt is read; a client's own are removed."""
-
-_TENANT_CHARS_MAX = 1024
-_KEY_BYTES_MIN, _KEY_BYTES_MAX = 16, 4096
-# Paths of POST requests for which engines compute text only, and so cache nothing.
-_TEXT_ONLY = ("/tokenize", "/detokenize", "/render", "/count_tokens", "/conversations")
-# Engines drop a fragment, which gateways may pass on.
-_QUERY = re.compile("[?#]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,32 @@ _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 # Envoy accepts at most 64 KiB in one streamed response.
 CHUNK_BYTES_MAX = 62_000
 
+SERVICE = "ext_proc"
+"""Name of the service in metrics."""
+
+# Headers that may carry the request's path, and the path of a request without them.
+_PATH_HEADERS, _DEFAULT_PATH = (":path", "x-original-path", "x-forwarded-path"), "/v1/completions"
+
+_MODEL_HEADERS = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
+_SERVED_PLUGIN = "destination-endpoint-served-verifier"
+# Header that the gateways' conformance tests read.
+_SERVED_HEADER = "x-conformance-test-served-endpoint"
+_CODES = {
+    400: "BadRequest",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "NotFound",
+    412: "PreconditionFailed",
+    413: "BadRequest",
+    429: "ResourceExhausted",
+    500: "Internal",
+    503: "ServiceUnavailable",
+}
+_NO_CANDIDATES = "failed to find endpoint candidates for serving the request"
+_SATURATED = "system saturated, sheddable request dropped"
+# Headers that `passed_headers` drops besides the system-owned ones.
+_NOT_PASSED = frozenset({DESTINATION_HEADER, "content-length"})
+
 
 def header_values(message: base_pb2.HeaderMap) -> dict[str, str]:
     """Return header values by lower-case name.
@@ -144,33 +170,6 @@ def set_headers(mutation: pb.HeaderMutation, headers: Mapping[str, str]) -> None
         option.append_action = _OVERWRITE
         option.header.key = name
         option.header.raw_value = value.encode("utf-8", "surrogateescape")
-
-
-SERVICE = "ext_proc"
-"""Name of the service in metrics."""
-
-# Headers that may carry the request's path, and the path of a request without them.
-_PATH_HEADERS, _DEFAULT_PATH = (":path", "x-original-path", "x-forwarded-path"), "/v1/completions"
-
-_MODEL_HEADERS = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
-_SERVED_PLUGIN = "destination-endpoint-served-verifier"
-# Header that the gateways' conformance tests read.
-_SERVED_HEADER = "x-conformance-test-served-endpoint"
-_CODES = {
-    400: "BadRequest",
-    401: "Unauthorized",
-    403: "Forbidden",
-    404: "NotFound",
-    412: "PreconditionFailed",
-    413: "BadRequest",
-    429: "ResourceExhausted",
-    500: "Internal",
-    503: "ServiceUnavailable",
-}
-_NO_CANDIDATES = "failed to find endpoint candidates for serving the request"
-_SATURATED = "system saturated, sheddable request dropped"
-# Headers that `passed_headers` drops besides the system-owned ones.
-_NOT_PASSED = frozenset({DESTINATION_HEADER, "content-length"})
 
 
 @dataclass(frozen=True, kw_only=True)

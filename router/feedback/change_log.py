@@ -45,6 +45,24 @@ _Message = TypeVar("_Message")
 
 Number = Annotated[int, Meta(ge=0)]
 
+_log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+"""Seconds without changes after which an empty message is sent."""
+
+FOLLOWERS_MAX = 64
+"""Maximum number of followers at a time."""
+
+_, LEDGER_SERVICE, _METHOD = FOLLOW.split("/")
+_CODES = {
+    "busy": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "behind": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "gone": grpc.StatusCode.UNAVAILABLE,
+}
+
+# Batch changes to reduce messages under load.
+_BATCH_S = 0.01
+
 
 class FollowRequest(Struct, frozen=True):
     """Identity of the calling router."""
@@ -156,25 +174,6 @@ def decode(kind: type[_Message], message: bytes) -> _Message:
 def _bounded(text: str) -> str:
     """Return a client's text as valid UTF-8 within the length limit."""
     return text[:_TEXT_MAX].encode("utf-8", "replace").decode()
-
-
-_log = logging.getLogger(__name__)
-
-HEARTBEAT_S = 1.0
-"""Seconds without changes after which an empty message is sent."""
-
-FOLLOWERS_MAX = 64
-"""Maximum number of followers at a time."""
-
-_, LEDGER_SERVICE, _METHOD = FOLLOW.split("/")
-_CODES = {
-    "busy": grpc.StatusCode.RESOURCE_EXHAUSTED,
-    "behind": grpc.StatusCode.RESOURCE_EXHAUSTED,
-    "gone": grpc.StatusCode.UNAVAILABLE,
-}
-
-# Batch changes to reduce messages under load.
-_BATCH_S = 0.01
 
 
 @dataclass(eq=False)

@@ -29,6 +29,12 @@ plain_prefix: Final = _PREFIX.pack
 # wbits of zlib.decompressobj for a gzip and a zlib header.
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
 
+_log = logging.getLogger(__name__)
+_repeated = RepeatedLog(_log)
+
+# A servicer's stream pauses while more response bytes wait for the client's flow-control window.
+_PENDING_BYTES_MAX = 1 << 20
+
 
 class MessageError(Exception):
     """Invalid message; the call ends with `status`."""
@@ -137,13 +143,6 @@ class MessageReader:
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             f"Received message larger than max ({size} vs. {self._bytes_max})",
         )
-
-
-_log = logging.getLogger(__name__)
-_repeated = RepeatedLog(_log)
-
-# A servicer's stream pauses while more response bytes wait for the client's flow-control window.
-_PENDING_BYTES_MAX = 1 << 20
 
 
 class Call:

@@ -38,6 +38,11 @@ _GOAWAY_LOCK_S = 0.05
 # Responses to small messages received together are sent together; larger messages flush them first.
 _SHORT_BYTES = 8 << 10
 
+# First byte of a TLS handshake record; HTTP/2 in plaintext starts with another byte.
+HANDSHAKE: Final = 0x16
+
+_READ_BYTES = 256 << 10
+
 
 def host_of(address: str) -> str:
     """Return a "host:port" address without its port."""
@@ -328,12 +333,6 @@ class Peer:
 
 def _too_slow() -> H2Error:
     return H2Error(H2Code.PROTOCOL_ERROR, f"frame incomplete after {FRAME_S:g} s")
-
-
-# First byte of a TLS handshake record; HTTP/2 in plaintext starts with another byte.
-HANDSHAKE: Final = 0x16
-
-_READ_BYTES = 256 << 10
 
 
 class TlsLayer:

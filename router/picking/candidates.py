@@ -30,6 +30,11 @@ ASLEEP, FAILING = "its engine sleeps", "failing: "
 _MODEL_CHARS_SHOWN = 200
 _ENTRIES_MAX = 256
 
+HELD, GONE, UNKNOWN = "held", "gone", "unknown"
+STATE_ID_CHARS_MAX = 256
+
+_PATH_ID = re.compile(r"/((?:resp|conv|file)[-_][^/?]{1,250})(?:[/?]|$)")
+
 
 @dataclass(slots=True, eq=False)
 class CandidateSet:
@@ -164,12 +169,6 @@ class CandidateCache:
         if (candidates := entries.get(key)) is None:
             candidates = entries[key] = select_candidates(request, self._pods)
         return candidates
-
-
-HELD, GONE, UNKNOWN = "held", "gone", "unknown"
-STATE_ID_CHARS_MAX = 256
-
-_PATH_ID = re.compile(r"/((?:resp|conv|file)[-_][^/?]{1,250})(?:[/?]|$)")
 
 
 class StatePods:

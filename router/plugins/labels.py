@@ -26,6 +26,10 @@ _ROLES = {
     "encode": ("encode", "encode-prefill", "encode-decode", "encode-prefill-decode"),
 }
 
+TOKEN_HEADER = "x-session-token"
+
+_TOKEN_CHARS_MAX = 1024
+
 
 class Expression(Settings):
     """Entry of matchExpressions in a Kubernetes label selector."""
@@ -125,11 +129,6 @@ class HeaderTestingFilter(Settings):
             if named is not None:
                 found.setdefault(named.address, named)
         return list(found.values())
-
-
-TOKEN_HEADER = "x-session-token"
-
-_TOKEN_CHARS_MAX = 1024
 
 
 class _Source(Settings):

@@ -36,6 +36,20 @@ if TYPE_CHECKING:
 _TOKEN_BYTES = 4
 _BLOCK_TOKENS_MIN = 64
 
+_PRECISE = ("precise-prefix-cache-producer", "precise-prefix-cache-scorer")
+_TOKENS = ("token-producer", "tokenizer")
+_PORT_MAX = 65_535 - RANKS_MAX
+_MEMORY_UNITS = {"": 1} | {
+    f"{letter}{infix}": base**power
+    for infix, base in (("", 1000), ("i", 1024))
+    for power, letter in enumerate("kmgt", 1)
+}
+_MEMORY = re.compile(r"(\d{1,12}(?:\.\d{1,6})?) ?([kmgt]?i?)b?", re.ASCII | re.IGNORECASE)
+
+_Engine = Literal["vllm", "sglang"]
+_Port = Annotated[int, Meta(ge=0, le=_PORT_MAX)]
+_BlockTokens = Annotated[int, Meta(ge=1, le=1 << 16)]
+
 
 class PrecisePrefix:
     """Prefix matches from the index, which follows the engines' KV events."""
@@ -154,21 +168,6 @@ def _cookie_value(header: str, name: str) -> str:
         if equals and key == name:
             return value.strip('"')
     return ""
-
-
-_PRECISE = ("precise-prefix-cache-producer", "precise-prefix-cache-scorer")
-_TOKENS = ("token-producer", "tokenizer")
-_PORT_MAX = 65_535 - RANKS_MAX
-_MEMORY_UNITS = {"": 1} | {
-    f"{letter}{infix}": base**power
-    for infix, base in (("", 1000), ("i", 1024))
-    for power, letter in enumerate("kmgt", 1)
-}
-_MEMORY = re.compile(r"(\d{1,12}(?:\.\d{1,6})?) ?([kmgt]?i?)b?", re.ASCII | re.IGNORECASE)
-
-_Engine = Literal["vllm", "sglang"]
-_Port = Annotated[int, Meta(ge=0, le=_PORT_MAX)]
-_BlockTokens = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
 class _TokenProcessor(Settings):

@@ -57,6 +57,10 @@ _ITEM_BYTES = 200
 _CONNECTIONS = 8
 _POOLS = 256
 
+FAILURES_MAX = 5  # consecutive failed or late answers after which requests are routed by load
+PAUSE_S, PAUSE_MAX_S = 2.0, 300.0
+_ATTEMPT_S = 10.0  # longer than an attempt takes
+
 
 class RenderTokenizer:
     """Tokenizer of one base model over vLLM's render endpoints. Thread-safe.
@@ -256,11 +260,6 @@ class SidecarTokenizer:
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             return unknown(request, "tokenize_queue_full")
         raise TokenizerUnavailableError(f"unix:{self._socket}: {code.name}: {error.details()}") from error
-
-
-FAILURES_MAX = 5  # consecutive failed or late answers after which requests are routed by load
-PAUSE_S, PAUSE_MAX_S = 2.0, 300.0
-_ATTEMPT_S = 10.0  # longer than an attempt takes
 
 
 class RenderBreaker:
