@@ -22,7 +22,8 @@ POOL_VERSIONS = {POOL_GROUP: "v1", OLD_GROUP: "v1alpha2"}
 PORTS_MAX = 8
 """Maximum number of target ports of a pool."""
 
-_PORT_MAX = 65_535 - RANKS_MAX
+EVENT_PORT_MAX = 65_535 - RANKS_MAX
+"""Largest port of events, which leaves room for those of data-parallel ranks."""
 
 
 def _selector(text: str) -> str:
@@ -41,8 +42,8 @@ def _ports(text: str) -> tuple[int, ...]:
 
 def _engine_port(text: str) -> int:
     number = port(text)
-    if number > _PORT_MAX:
-        raise argparse.ArgumentTypeError(f"must be at most {_PORT_MAX}, to leave room for DP ranks")
+    if number > EVENT_PORT_MAX:
+        raise argparse.ArgumentTypeError(f"must be at most {EVENT_PORT_MAX}, to leave room for DP ranks")
     return number
 
 

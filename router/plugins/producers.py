@@ -19,10 +19,9 @@ from msgspec import Meta, field
 
 from indexer import ConfigError as IndexerConfigError
 from indexer import IndexerConfig
-from indexer.config import RANKS_MAX
 from indexer.pod_entry import is_path
 from router.config.fields import Count, Duration, Settings, Share, Text, Whole
-from router.config.kube import KubeConfig
+from router.config.kube import EVENT_PORT_MAX, KubeConfig
 from router.config.picker_file import PickerConfig
 from router.plugins.api import PrefixMatch
 from router.pods.pod_set import DEFAULT_METRICS_PATH
@@ -38,7 +37,6 @@ _BLOCK_TOKENS_MIN = 64
 
 _PRECISE = ("precise-prefix-cache-producer", "precise-prefix-cache-scorer")
 _TOKENS = ("token-producer", "tokenizer")
-_PORT_MAX = 65_535 - RANKS_MAX
 _MEMORY_UNITS = {"": 1} | {
     f"{letter}{infix}": base**power
     for infix, base in (("", 1000), ("i", 1024))
@@ -47,7 +45,7 @@ _MEMORY_UNITS = {"": 1} | {
 _MEMORY = re.compile(r"(\d{1,12}(?:\.\d{1,6})?) ?([kmgt]?i?)b?", re.ASCII | re.IGNORECASE)
 
 _Engine = Literal["vllm", "sglang"]
-_Port = Annotated[int, Meta(ge=0, le=_PORT_MAX)]
+_Port = Annotated[int, Meta(ge=0, le=EVENT_PORT_MAX)]
 _BlockTokens = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 
