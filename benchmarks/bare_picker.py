@@ -14,7 +14,7 @@ from envoy.service.auth.v3 import external_auth_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from router.doors.ext_authz import ok_response
-from router.doors.ext_proc_messages import response_headers_reply, routing_response, streamed_body_responses
+from router.doors.ext_proc_dialects import response_headers_reply, routing_response, streamed_body_responses
 from router.doors.health import CHECK_SERVICE, EXT_PROC_SERVICE
 from router.h2 import GrpcServer
 from router.h2.exchange_call import ExchangeMethod
@@ -65,7 +65,7 @@ class _BareExchange:
 
 def main(port: int, pod: str, responses: str) -> None:
     """Serve until the process is killed."""
-    answer = ok_response(pod, None, ())
+    answer = ok_response(pod)
 
     def check(_message: external_auth_pb2.CheckRequest, _context: grpc.ServicerContext) -> bytes:
         return answer

@@ -36,23 +36,24 @@ from benchmarks.report import Options, read_options
 from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.pod_entry import PodEntry
 from router._pb import endpoint_picker_pb2 as pb
+from router.doors.boundary import BodyGuard
 from router.doors.ext_authz import ExtAuthzService
 from router.doors.health import CHECK_SERVICE, PICK_SERVICE
 from router.doors.pick import EndpointPickerService
-from router.feedback.lifecycle import ACCESS_LOG, Lifecycle
+from router.feedback.lifecycle import Lifecycle
+from router.feedback.outcomes import ACCESS_LOG, DONE, RequestReport
 from router.inflight.failures import PodFailures
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
 from router.observe.decision_log import DecisionLog
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
-from router.picking.admission import Admission, UtilizationDetector
-from router.picking.route import Router
+from router.picking.flow_queue import UtilizationDetector
+from router.picking.route import Admission, Router
 from router.picking.scheduler import Scheduler
 from router.pods.engine_load import EngineLoad
 from router.pods.pod_set import Pod, PodSet, ServedModels
-from router.prompts.body_guard import BodyGuard
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
 
 _PODS = 16
 _EVENTS_PORT, _REPLAY_PORT = BASE_PORT + 601, BASE_PORT + 701
@@ -100,8 +101,8 @@ class Inside:
             self.index.cancel_expectation,
             PodFailures(pods.load_table),
         )
-        self.tokenizers = TokenizerRegistry.load(
-            {MODEL: model_directory(bodies)}, TokenizeOptions(deadline_s=_DEADLINE_S)
+        self.tokenizers = TokenizerRegistry(
+            open_tokenizers({MODEL: model_directory(bodies)}), TokenizeOptions(deadline_s=_DEADLINE_S)
         )
         self.scheduler = Scheduler(
             pods.load_table, ledger, np.random.default_rng(7), block_tokens=self.index.block_tokens
@@ -144,7 +145,8 @@ class Inside:
 
     def end(self, request_id: str) -> None:
         """Report the end of a request as an access log entry."""
-        self.lifecycle.ended(request_id, ACCESS_LOG, time.monotonic(), late_s=0.01)
+        report = RequestReport(request_id, DONE, ACCESS_LOG, late_s=0.01)
+        self.lifecycle.ended(report, time.monotonic())
 
     def close(self) -> None:
         """Stop the router's threads and the pods."""

@@ -29,10 +29,9 @@ from indexer import IndexerConfig, KvIndexer
 from indexer.peers.service import PeerIdentity
 from indexer.pod_entry import PodEntry
 from kvroute.stack import HOST
-from router.feedback.change_log import ChangeLog, LedgerService
+from router.feedback.change_log import ChangeLog, LedgerChanges, LedgerService, decode_changes
 from router.feedback.fleet import RemoteLoad
 from router.feedback.follower import LedgerFollower
-from router.feedback.messages import LedgerChanges, decode_changes
 from router.h2 import GrpcServer
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger, LedgerParameters

@@ -30,7 +30,7 @@ from tokenizers import Tokenizer, normalizers
 
 from benchmarks.large_vocabulary import qwen_tokenizer
 from benchmarks.report import cpu_s, options_of, options_parser
-from router.prompts.parsers import http_request
+from router.prompts.parsers import OWN_PARSERS
 from router.prompts.request import RequestKind, RouteRequest, api_request
 from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 from tokenization import TINY_DIRECTORY
@@ -165,7 +165,7 @@ class Bench:
 
     def _turn_s(self, model: str, messages: list[Message], api: str) -> float:
         body = _body(messages, api)
-        return cpu_s(lambda: self._ids(http_request("turn", _PATHS[api][0], body), model))
+        return cpu_s(lambda: self._ids(OWN_PARSERS.parse("turn", _PATHS[api][0], body)[0], model))
 
     def _longer(self, messages: list[Message]) -> list[Message]:
         return [
@@ -185,7 +185,7 @@ class Bench:
         return [*messages, {"role": "user", "content": self._prose(_QUESTION_CHARS)}]
 
     def _tokens(self, model: str, messages: list[Message], api: str = "chat") -> int:
-        return self._ids(http_request("turn", _PATHS[api][0], _body(messages, api)), model)
+        return self._ids(OWN_PARSERS.parse("turn", _PATHS[api][0], _body(messages, api))[0], model)
 
     def _ids(self, request: RouteRequest, model: str) -> int:
         tokens = self._registry.prompt_tokens(request, model)

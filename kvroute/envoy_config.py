@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import yaml
 
-from router.doors.headers import DESTINATION_HEADER, GATEWAY_ONLY_HEADERS
+from router.doors.boundary import DESTINATION_HEADER, GATEWAY_ONLY_HEADERS
 
 POD_HEADER = "x-kvroute-pod"
 """Response header with the address of the pod that answered."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -178,12 +177,7 @@ class Pick:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_error: object) -> None:
         if error_type is None:
             self.done()
         else:

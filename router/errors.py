@@ -81,13 +81,6 @@ class SaturatedError(RequestError):
         super().__init__(429, message, dropped_reason="rejected-saturated")
 
 
-class FlowError(RequestError):
-    """Rejection by flow control."""
-
-    def __init__(self, status: int, reason: str, message: str) -> None:
-        super().__init__(status, message, dropped_reason=reason)
-
-
 class EvictedError(RequestError):
     """Eviction of an in-flight request by flow control, in favour of one of higher priority."""
 

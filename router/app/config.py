@@ -1,4 +1,4 @@
-"""Command line of the router: flags in, one validated RouterConfig out.
+"""Command line of the router: flags in, one validated RouterConfig out, printed with units if asked to.
 
 Each field of RouterConfig declares its flag, default and help text. Flags that the reference picker has too
 carry its names. Reads the configuration file; opens nothing else.
@@ -7,13 +7,17 @@ carry its names. Reads the configuration file; opens nothing else.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, Literal
 
-from common.flags import CommandParser, add_flags, file_flag, flag, flag_values, port, positive
+import yaml
+
+from common.flags import CommandParser, add_flags, file_flag, flag, flag_values, pair, port, positive
 from indexer import IndexerConfig
 from indexer.config import index_config
 from router.app.process import LogFlags
@@ -23,7 +27,6 @@ from router.config.flags import (
     boolean,
     duration,
     milliseconds,
-    model_source,
     names,
     objective,
     positive_duration,
@@ -33,30 +36,43 @@ from router.config.flags import (
     switch,
 )
 from router.config.kube import KubeConfig, kube_config
-from router.config.picker_file import COMPAT, PickerConfig, parse_config, read_config
+from router.config.picker_file import Compat, PickerConfig, parse_config, read_config
+from router.doors.boundary import GATEWAY_ONLY_FIELDS
 from router.errors import ConfigError
-from router.plugins.producer_settings import apply_producer_settings, metrics_path, tokenizer_sources
+from router.plugins.producers import apply_producer_settings, metrics_path, tokenizer_sources
 from router.pods.pod_set import DEFAULT_METRICS_PATH
-from router.prompts.body_guard import GATEWAY_ONLY_FIELDS
 from tokenization import TINY_DIRECTORY
 
 _TINY_MODEL = "kvroute-tiny"
 _PODS, _SERVING, _PICKING = "pods and models", "serving", "picking"
 _REFERENCE, _PROCESS = "as the reference picker", "process"
 
+_pods, _serving, _picking = partial(flag, _PODS), partial(flag, _SERVING), partial(flag, _PICKING)
+
 _duration = partial(flag, metavar="DURATION")
 _size = partial(flag, metavar="SIZE")
+
+# Units by the suffix of a setting's name; the first match wins.
+_UNITS = {
+    "_tokens_per_s": "tokens/s",
+    "_s": "s",
+    "_bytes": "bytes",
+    "_bytes_max": "bytes",
+    "_bytes_per_pod": "bytes",
+    "_tokens": "tokens",
+    "_tokens_per_pod": "tokens",
+    "_blocks": "blocks",
+}
+_HIDDEN = "<hidden>"
 
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     """Settings of one router process; port 0 binds a free port."""
 
-    pods_file: Path | None = flag(
+    pods_file: Path | None = file_flag(
         _PODS,
         "--pods-file",
-        Path,
-        None,
         "YAML with a list 'endpoints' of pods, each with name, address, port and optional labels, as in "
         "docs/configuration.md; watched for changes",
         metavar="PATH",
@@ -64,18 +80,15 @@ class RouterConfig:
     watch_pods_file: bool = True  # whether later changes are applied
     kube: KubeConfig | None = None  # discovery of pods in a cluster; None: by a file
     pool_name: str = "default"  # label of metrics
-    resources_file: Path | None = flag(
+    resources_file: Path | None = file_flag(
         _PODS,
         "--resources-file",
-        Path,
-        None,
         "YAML documents of kind InferenceObjective or InferenceModelRewrite",
         metavar="PATH",
     )
-    tokenizers: tuple[tuple[str, str], ...] = flag(
-        _PODS,
+    tokenizers: tuple[tuple[str, str], ...] = _pods(
         "--tokenizer",
-        model_source,
+        pair(str),
         ((_TINY_MODEL, str(TINY_DIRECTORY)),),
         "tokenizer of a model: a directory with tokenizer.json, hf:OWNER/NAME@REVISION, unix:PATH of a "
         "kvroute tokenizer process, http://HOST:PORT of a server with a render API, pods: the model's own "
@@ -84,8 +97,7 @@ class RouterConfig:
         action="append",
         metavar="MODEL=SOURCE",
     )
-    tokenize_deadline_s: float = flag(
-        _PODS,
+    tokenize_deadline_s: float = _pods(
         "--tokenize-deadline-ms",
         milliseconds,
         0.05,
@@ -105,22 +117,19 @@ class RouterConfig:
         False,
         "wake a sleeping pod by POST /wake_up for a request whose candidates all sleep, one per minute",
     )
-    host: str = flag(
-        _SERVING, "--host", str, "0.0.0.0", "address to listen on (default: %(default)s)", metavar="HOST"
+    host: str = _serving("--host", str, "0.0.0.0", "address to listen on", metavar="HOST")
+    grpc_port: int = _serving(
+        "--grpc-port", port, 9002, "port of ext_proc, PickEndpoint, access log, health, reflection"
     )
-    grpc_port: int = flag(
-        _SERVING, "--grpc-port", port, 9002, "port of ext_proc, PickEndpoint, access log, health, reflection"
-    )
-    grpc_health_port: int = flag(_SERVING, "--grpc-health-port", port, 9003, "port of gRPC health alone")
-    metrics_port: int = flag(
-        _SERVING, "--metrics-port", port, 9090, "port of /metrics, /healthz, /ready and the pages of /debug/"
+    grpc_health_port: int = _serving("--grpc-health-port", port, 9003, "port of gRPC health alone")
+    metrics_port: int = _serving(
+        "--metrics-port", port, 9090, "port of /metrics, /healthz, /ready and the pages of /debug/"
     )
     responses_full: bool = False  # whether responses pass through ext_proc too
-    max_request_bytes: int = flag(
-        _SERVING, "--max-request-bytes", positive, 8 << 20, "larger bodies are rejected with 413"
+    max_request_bytes: int = _serving(
+        "--max-request-bytes", positive, 8 << 20, "larger bodies are rejected with 413"
     )
-    forbidden_fields: tuple[str, ...] = flag(
-        _SERVING,
+    forbidden_fields: tuple[str, ...] = _serving(
         "--forbidden-body-fields",
         names,
         GATEWAY_ONLY_FIELDS,
@@ -128,8 +137,7 @@ class RouterConfig:
         "empty: none (default: " + ",".join(GATEWAY_ONLY_FIELDS) + ")",
         metavar="NAME,...",
     )
-    salt_from: str | None = flag(
-        _SERVING,
+    salt_from: str | None = _serving(
         "--salt-from",
         salt_header,
         None,
@@ -140,18 +148,15 @@ class RouterConfig:
     salt_key_file: Path | None = file_flag(
         _SERVING, "--salt-key-file", "file with the key of --salt-from, a secret of 16 bytes or more"
     )
-    kv_connector: str = flag(
-        _SERVING,
+    kv_connector: str = _serving(
         "--kv-connector",
-        str,
+        Literal["auto", "true", "false"],
         "auto",
         "whether engines have a KV connector (vLLM's --kv-transfer-config): a body that cannot be "
         "checked for forbidden fields is then rejected; auto: true if a pod has the label llm-d.ai/role or "
-        "a plugin splits prefill and decode (default: %(default)s)",
-        choices=("auto", "true", "false"),
-        metavar=None,
+        "a plugin splits prefill and decode",
     )
-    max_streams: int = flag(_SERVING, "--max-streams", positive, 256, "concurrent requests on the gRPC port")
+    max_streams: int = _serving("--max-streams", positive, 256, "concurrent requests on the gRPC port")
     receive_bytes_max: int | None = _size(
         _SERVING,
         "--grpc-max-recv-msg-size",
@@ -171,11 +176,10 @@ class RouterConfig:
         "authorize readers of the metrics port by bearer token at the API server (the reference picker's "
         "default is true)",
     )
-    prefill_tokens_per_s: float = flag(
-        _PICKING, "--prefill-tokens-per-s", positive_number, 15_000.0, "a pod's prefill rate until measured"
+    prefill_tokens_per_s: float = _picking(
+        "--prefill-tokens-per-s", positive_number, 15_000.0, "a pod's prefill rate until measured"
     )
-    priorities: tuple[tuple[str, int], ...] = flag(
-        _PICKING,
+    priorities: tuple[tuple[str, int], ...] = _picking(
         "--objective",
         objective,
         (),
@@ -193,7 +197,7 @@ class RouterConfig:
     )
     index: IndexerConfig = field(default_factory=IndexerConfig)
     picker: PickerConfig | None = None  # plugin pipeline; None: the cost policy picks
-    compat: str = "off"  # one of picker_file.COMPAT
+    compat: str = "off"  # see picker_file.Compat
     emit_endpoint_scores: bool = switch(
         _REFERENCE,
         "--emit-endpoint-scores",
@@ -249,36 +253,27 @@ class RouterConfig:
 class _Sources:
     """Flags from which `parse_flags` derives settings."""
 
-    config_file: Path | None = flag(
+    config_file: Path | None = file_flag(
         _PODS,
         "--config-file",
-        Path,
-        None,
         "EndpointPickerConfig: plugins, profiles, flow control, optionally the pods file",
         metavar="PATH",
     )
-    config_text: str | None = flag(
-        _PODS, "--config-text", str, None, "content of a --config-file", metavar="YAML"
-    )
-    responses: str | None = flag(
-        _SERVING,
+    config_text: str | None = _pods("--config-text", str, None, "content of a --config-file", metavar="YAML")
+    responses: str | None = _serving(
         "--responses",
-        str,
+        Literal["skip", "full"],
         None,
         "skip: an ext_proc stream ends with the request, for an Envoy whose response modes are SKIP and "
         "NONE; full: responses pass through ext_proc too (default: skip; full with a --config-file)",
-        choices=("skip", "full"),
-        metavar=None,
     )
     compat: str | None = flag(
         _REFERENCE,
         "--compat",
-        str,
+        Compat,
         None,
         "off: the router's own ext_proc responses; answers: the reference picker's (default: answers with "
         "a --config-file, else off)",
-        choices=COMPAT,
-        metavar=None,
     )
 
 
@@ -368,3 +363,37 @@ def _discovery(
     if picker is not None and discovery is not None:
         return picker.directory / discovery.path, discovery.watch_file, None
     return flags.pods_file, True, kube
+
+
+def config_as_yaml(config: RouterConfig) -> str:
+    """Return the effective configuration as YAML, by the names of `RouterConfig`'s fields."""
+    return yaml.safe_dump(_printed_settings(config), sort_keys=False, width=100)
+
+
+def _printed_settings(settings: Any) -> dict[str, Any]:
+    shown = {}
+    for setting in dataclasses.fields(settings):
+        value = getattr(settings, setting.name)
+        if not setting.repr and value is not None:
+            shown[setting.name] = _HIDDEN
+        else:
+            units = (unit for ending, unit in _UNITS.items() if setting.name.endswith(ending))
+            shown[setting.name] = _printed(value, next(units, ""))
+    return shown
+
+
+def _printed(value: Any, unit: str) -> Any:
+    if isinstance(value, PickerConfig):
+        # The parsed file, without the defaults of its fields, and all feature gates.
+        return {"source": value.section.source, "feature_gates": value.gates, **value.section.value()}
+    if dataclasses.is_dataclass(value):
+        return _printed_settings(value)
+    if isinstance(value, Mapping):
+        return {str(key): _printed(item, unit) for key, item in value.items()}
+    if isinstance(value, tuple | list | frozenset):
+        return [_printed(item, unit) for item in value]
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, int | float) and unit:
+        return f"{value:g} {unit}" if isinstance(value, float) else f"{value} {unit}"
+    return str(value) if isinstance(value, Path) else value

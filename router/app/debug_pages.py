@@ -55,17 +55,10 @@ Query = Mapping[str, str]
 Page = Callable[[Query], tuple[int, Any]]
 
 
-class _User(msgspec.Struct):
-    username: str = ""
-    uid: str = ""
-    groups: list[str] = []
-    extra: dict[str, list[str]] = {}
-
-
 class _Status(msgspec.Struct):
     authenticated: bool = False
     allowed: bool = False
-    user: _User = msgspec.field(default_factory=_User)
+    user: dict[str, Any] = {}  # with the fields of a SubjectAccessReview, except for the name
 
 
 class _Review(msgspec.Struct):
@@ -104,13 +97,8 @@ class MetricsAuth:
         try:
             answer = self._cache[key] = await self._reviews.run(lambda: self._ask(path, token))
         except (ClusterError, msgspec.MsgspecError) as error:
-            self._repeated.event(
-                "review_failed",
-                "reviews",
-                "metrics authorization failed: path=%s error=%s",
-                path[:100],
-                error,
-            )
+            text = "metrics authorization failed: path=%s error=%s"
+            self._repeated.event("review_failed", "reviews", text, path[:100], error)
             return _UNAVAILABLE
         return answer
 
@@ -118,14 +106,8 @@ class MetricsAuth:
         known = self._status("TokenReview", {"token": token})
         if not known.authenticated:
             return _UNAUTHORIZED
-        user = known.user
-        spec = {
-            "user": user.username,
-            "uid": user.uid,
-            "groups": user.groups,
-            "extra": user.extra,
-            "nonResourceAttributes": {"path": path, "verb": "get"},
-        }
+        spec = {**known.user, "nonResourceAttributes": {"path": path, "verb": "get"}}
+        spec["user"] = spec.pop("username", "")
         return None if self._status("SubjectAccessReview", spec).allowed else _FORBIDDEN
 
     def _status(self, kind: str, spec: Mapping[str, Any]) -> _Status:

@@ -11,6 +11,7 @@ import socket
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from typing import Literal
 
 import msgspec
 
@@ -42,11 +43,9 @@ class LogFlags:
     )
     zap_encoder: str = _flag(
         "--zap-encoder",
-        str,
+        Literal["console", "json"],
         "console",
-        "json: each log line is a JSON object (default: %(default)s)",
-        choices=("console", "json"),
-        metavar=None,
+        "json: each log line is a JSON object",
     )
     print_config: bool = switch(
         "process", "--print-config", False, "print the effective configuration and exit"

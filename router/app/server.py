@@ -16,9 +16,8 @@ from prometheus_client import CollectorRegistry
 
 from indexer import ConfigError as IndexerConfigError
 from indexer import KvIndexer, raise_open_files
-from router.app.config import RouterConfig, parse_flags
+from router.app.config import RouterConfig, config_as_yaml, parse_flags
 from router.app.debug_pages import DebugPages
-from router.app.print_config import config_as_yaml
 from router.app.process import StopSignals, set_up_logs, trim_heap, tune_gc, use_single_arena
 from router.app.wiring import (
     build_admission,
@@ -34,16 +33,17 @@ from router.app.wiring import (
     plugin_states,
 )
 from router.config.flags import ignored_flags
-from router.config.resources import Resources, RewriteRules, read_resources
+from router.config.picker_file import Resources, RewriteRules, read_resources
 from router.doors.access_log import AccessLogService
+from router.doors.boundary import SALT_FIELDS, BodyGuard, TenantSalt
 from router.doors.ext_authz import ExtAuthzService
 from router.doors.ext_proc import ExtProcOptions, ExtProcService
-from router.doors.ext_proc_dialects import LlmdOptions, NativeDialect, llmd_dialect
+from router.doors.ext_proc_dialects import LlmdDialect, NativeDialect, configured_parts
 from router.doors.health import Health
 from router.doors.pick import EndpointPickerService
 from router.errors import ConfigError, ListenError
 from router.feedback.fleet import Fleet
-from router.feedback.lifecycle import EngineCheck, Lifecycle, LostEndDetector
+from router.feedback.lifecycle import Lifecycle, LostEndDetector
 from router.inflight.failures import PodFailures
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
@@ -57,14 +57,12 @@ from router.observe.metrics import (
 )
 from router.observe.requests import ObservedRouter
 from router.observe.tracing import Traces
+from router.picking.candidates import StatePods
 from router.picking.route import Router
-from router.picking.state_pods import StatePods
 from router.pods.pod_set import Pod, PodSet
 from router.pods.probe import Prober
-from router.pods.watch import PodWatch
-from router.prompts.body_guard import BodyGuard
-from router.prompts.tenant_salt import SALT_FIELDS, TenantSalt
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
+from router.pods.watch import EngineCheck, PodWatch
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
 
 _log = logging.getLogger(__name__)
 
@@ -171,7 +169,7 @@ class RouterServer:
         self._source = opened.enter_context(closing(open_pods_source(config, registry, self._set_resources)))
         tokenize = TokenizeOptions(config.tokenize_deadline_s)
         observe = partial(self._metrics.observe, "rendered")
-        self._tokenizers = TokenizerRegistry.load(dict(config.tokenizers), tokenize, observe)
+        self._tokenizers = TokenizerRegistry(open_tokenizers(dict(config.tokenizers)), tokenize, observe)
         opened.callback(self._tokenizers.close)
         registry.register(TokenizerCollector(self._tokenizers.local, self._tokenizers.renderings))
         self._traces = Traces.to_collector() if config.tracing else None
@@ -227,7 +225,12 @@ class RouterServer:
             ),
             self.index.follow,
             interval_s=config.refresh_interval_s,
-            engines=EngineCheck(self._ledger, self.index.observe, self.index.faults),
+            engines=EngineCheck(
+                self._ledger.answered_hit_tokens,
+                self._ledger.predicted_hit_tokens,
+                self.index.observe,
+                self.index.faults,
+            ),
             declared=self._forget_others,
         )
 
@@ -266,16 +269,27 @@ class RouterServer:
         ]
 
     def _ext_proc(self, guard: BodyGuard) -> ExtProcService:
-        config, router, metrics = self.config, self.router, self._metrics
+        config = self.config
+        parts: dict[str, Any] = {
+            "router": self.router,
+            "guard": guard,
+            "metrics": self._metrics,
+            "salt": self._salt,
+        }
         options = ExtProcOptions(config.max_request_bytes, config.responses_full, config.subset_filter)
         if config.compat == "off":
-            native = NativeDialect(router=router, guard=guard, metrics=metrics, salt=self._salt)
-            return ExtProcService(native, self.lifecycle, options)
-        emits_scores = config.emit_endpoint_scores
-        llmd = LlmdOptions(config.picker, config.max_request_bytes, emits_scores, self._salt)
-        form = llmd_dialect(llmd, self._rewrites, router, guard, metrics, self.pods)
+            return ExtProcService(NativeDialect(**parts), self.lifecycle, options)
+        if config.picker is not None:
+            parts |= configured_parts(config.picker)
+        dialect = LlmdDialect(
+            **parts,
+            buffered_bytes_max=config.max_request_bytes,
+            emits_scores=config.emit_endpoint_scores,
+            pods=self.pods,
+            rewrites=self._rewrites,
+        )
         evictable = self._flow.evictable if self._flow is not None else None
-        return ExtProcService(form, self.lifecycle, options, evictable)
+        return ExtProcService(dialect, self.lifecycle, options, evictable)
 
     def _stop_housekeeping(self) -> None:
         self._stopping.set()

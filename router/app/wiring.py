@@ -13,15 +13,20 @@ from router.app.config import RouterConfig
 from router.app.debug_pages import DebugPages, DebugServer, MetricsAuth, profile_pages
 from router.app.tls import grpc_tls, metrics_tls
 from router.config.fields import Duration
-from router.config.resources import Resources
+from router.config.picker_file import Resources
 from router.doors.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE, Health
 from router.feedback.change_log import FOLLOWERS_MAX
 from router.h2 import GrpcServer
 from router.inflight.ledger import Ledger
-from router.picking.admission import Admission, UtilizationDetector
 from router.picking.cost import CostParameters
 from router.picking.flow import FlowControl
-from router.picking.flow_config import LOAD_AGE_INTERVALS, fairness_id_reader, read_flow_settings
+from router.picking.flow_queue import (
+    LOAD_AGE_INTERVALS,
+    UtilizationDetector,
+    fairness_id_reader,
+    read_flow_settings,
+)
+from router.picking.route import Admission
 from router.picking.scheduler import Scheduler
 from router.plugins.build import build_pipeline, is_custom
 from router.plugins.pipeline import Pipeline

@@ -106,14 +106,6 @@ def log_level(text: str) -> int:
     return logging.DEBUG if bounded(text, 0, 127) else logging.INFO
 
 
-def model_source(text: str) -> tuple[str, str]:
-    """Parse MODEL=SOURCE."""
-    model, equals, source = text.partition("=")
-    if not (model and equals and source):
-        raise argparse.ArgumentTypeError(f"must be MODEL=SOURCE, not {text!r}")
-    return model, source
-
-
 # Flags of llm-d's endpoint picker that are accepted without effect, with the reason that is logged.
 _UNNEEDED = {
     "--allow-experimental-plugins": "all plugins are always available",

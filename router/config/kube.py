@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from common.flags import flag, flag_values, port
+from common.flags import file_flag, flag, flag_values, port
 from indexer.config import DEFAULT_EVENTS_PORT, RANKS_MAX
 from router.config.flags import positive_duration
 from router.errors import ConfigError
@@ -22,7 +22,8 @@ POOL_VERSIONS = {POOL_GROUP: "v1", OLD_GROUP: "v1alpha2"}
 PORTS_MAX = 8
 """Maximum number of target ports of a pool."""
 
-_PORT_MAX = 65_535 - RANKS_MAX
+EVENT_PORT_MAX = 65_535 - RANKS_MAX
+"""Largest port of events, which leaves room for those of data-parallel ranks."""
 
 
 def _selector(text: str) -> str:
@@ -41,8 +42,8 @@ def _ports(text: str) -> tuple[int, ...]:
 
 def _engine_port(text: str) -> int:
     number = port(text)
-    if number > _PORT_MAX:
-        raise argparse.ArgumentTypeError(f"must be at most {_PORT_MAX}, to leave room for DP ranks")
+    if number > EVENT_PORT_MAX:
+        raise argparse.ArgumentTypeError(f"must be at most {EVENT_PORT_MAX}, to leave room for DP ranks")
     return number
 
 
@@ -100,11 +101,9 @@ class KubeConfig:
         "--kv-replay-port", _engine_port, DEFAULT_EVENTS_PORT + 1, "port of replay requests; 0: no replay"
     )
     events_bind: bool = False  # whether engines may connect to the router's --events-bind socket instead
-    kubeconfig: Path | None = flag(
+    kubeconfig: Path | None = file_flag(
         _GROUP,
         "--kubeconfig",
-        Path,
-        None,
         "credentials (default: the pod's service account, else ~/.kube/config)",
         metavar="PATH",
     )

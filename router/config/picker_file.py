@@ -1,15 +1,18 @@
-"""Parser of llm-d's EndpointPickerConfig: YAML text in, checked PickerConfig out.
+"""Parsers of llm-d's YAML files: EndpointPickerConfig, InferenceObjective and InferenceModelRewrite.
 
-Unknown fields are rejected with file, line and field. Each plugin parses its own parameters.
+Unknown fields are rejected with file, line and field. Each plugin parses its own parameters. In a cluster,
+discovery watches objectives and rewrites.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from msgspec import field
+import numpy as np
+from msgspec import Meta, field
 
 from router.config.fields import (
     Duration,
@@ -27,8 +30,10 @@ from router.errors import ConfigError
 _DISCOVERY = "file-discovery"
 _GATES = {"flowControl": False, "haPopulateNonLeaderDatastore": True}
 
-COMPAT = ("off", "answers")  # ext_proc responses in the router's own form, or in llm-d's
+Compat = Literal["off", "answers"]  # ext_proc responses in the router's own form, or in llm-d's
 _BY_PEERS = "configure the replicas of this router with --peer"
+
+_Version = Literal["llm-d.ai/v1alpha2", "inference.networking.x-k8s.io/v1alpha2"]
 
 
 class PluginEntry(Settings):
@@ -128,7 +133,7 @@ class PickerConfig(Settings):
 
     api_version: Literal["llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1"]
     kind: Literal["EndpointPickerConfig"]
-    compat: Literal["off", "answers"] | None = None
+    compat: Compat | None = None
     feature_gates: tuple[Text, ...] = ()
     entries: tuple[PluginEntry, ...] = field(default=(), name="plugins")
     profiles: tuple[ProfileEntry, ...] = field(default=(), name="schedulingProfiles")
@@ -213,3 +218,136 @@ def parse_config(text: str, source: str) -> PickerConfig:
                 "pluginRef", f"no plugin named {one.plugin_ref!r}; plugins are {sorted(config.plugins)}"
             )
     return config
+
+
+class _Kind(Settings, forbid_unknown_fields=False):
+    api_version: _Version
+    kind: Literal["InferenceObjective", "InferenceModelRewrite"]
+
+
+class _Metadata(Settings, forbid_unknown_fields=False):
+    name: Text = ""
+    creation_timestamp: Text = ""
+
+
+class _Resource(_Kind, forbid_unknown_fields=True):
+    metadata: _Metadata
+    status: Any = None
+
+
+class _ObjectiveSpec(Settings):
+    priority: Int32 = 0
+    pool_ref: Any = None
+
+
+class _Objective(_Resource):
+    spec: _ObjectiveSpec = field(default_factory=_ObjectiveSpec)
+
+    def __post_init__(self) -> None:
+        if not self.metadata.name:
+            raise ValueError("metadata.name: is missing")
+
+
+class _Model(Settings):
+    value: Text
+    type: Literal["Exact"] = "Exact"
+
+
+class _Match(Settings):
+    model: _Model
+
+
+class _Target(Settings):
+    model_rewrite: Text
+    weight: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+
+
+class _Rule(Settings):
+    targets: Annotated[list[_Target], Meta(min_length=1)]
+    matches: tuple[_Match, ...] = ()
+
+
+class _RewriteSpec(Settings):
+    rules: tuple[_Rule, ...] = ()
+    pool_ref: Any = None
+
+
+class _Rewrite(_Resource):
+    spec: _RewriteSpec = field(default_factory=_RewriteSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteRule:
+    """Rule of an InferenceModelRewrite."""
+
+    models: frozenset[str]  # models that it matches; empty for all
+    targets: Sequence[tuple[str, int | None]]  # (model, weight); None if no weight is given
+
+    def draw(self, random: np.random.Generator) -> str:
+        """Draw a target model by weight; if only some targets have weights, the others are never drawn."""
+        weights = np.array([weight or 0 for _, weight in self.targets], float)
+        if not weights.any():
+            weights[:] = 1.0
+        place = int(np.searchsorted(weights.cumsum(), random.random() * weights.sum(), side="right"))
+        return self.targets[place][0]
+
+
+class RewriteRules:
+    """All rewrite rules; the first rule for the exact model wins, then the first rule for all models.
+
+    Args:
+        rules: Rules of the oldest object first, in each object's order.
+    """
+
+    def __init__(self, rules: Sequence[RewriteRule], random: np.random.Generator) -> None:
+        self._random = random
+        self.replace(rules)
+
+    def replace(self, rules: Sequence[RewriteRule]) -> None:
+        """Replace all rules atomically: a request sees either the old or the new ones."""
+        exact: dict[str, RewriteRule] = {}
+        generic: RewriteRule | None = None
+        for rule in rules:
+            for model in rule.models:
+                exact.setdefault(model, rule)
+            if not rule.models and generic is None:
+                generic = rule
+        self._rules = exact, generic
+
+    def target(self, model: str | None) -> str | None:
+        """Return the model that replaces this one, or None if no rule matches."""
+        exact, generic = self._rules
+        rule = exact.get(model or "", generic)
+        return rule.draw(self._random) if rule is not None else None
+
+
+class Resources(NamedTuple):
+    """Priorities and rewrite rules of a resources file or a cluster."""
+
+    priorities: Mapping[str, int] = {}  # by name of the InferenceObjective
+    rules: Sequence[RewriteRule] = ()  # rules of the oldest object first
+
+
+def read_resources(path: Path) -> Resources:
+    """Read a resources file.
+
+    Raises:
+        ConfigError: The file cannot be read or is invalid.
+    """
+    priorities: dict[str, int] = {}
+    rewrites: list[_Rewrite] = []
+    for node in documents(read_text(path), str(path)):
+        section = Section(str(path), "", node)
+        if section.read(_Kind).kind == "InferenceObjective":
+            objective = section.read(_Objective)
+            priorities[objective.metadata.name] = objective.spec.priority
+        else:
+            rewrites.append(section.read(_Rewrite))
+    # RFC 3339 timestamps sort as text; without timestamps the stable sort keeps the file's order.
+    rewrites.sort(key=lambda rewrite: rewrite.metadata.creation_timestamp)
+    return Resources(priorities, [_rule(rule) for rewrite in rewrites for rule in rewrite.spec.rules])
+
+
+def _rule(rule: _Rule) -> RewriteRule:
+    models = frozenset(match.model.value for match in rule.matches)
+    return RewriteRule(models, [(target.model_rewrite, target.weight) for target in rule.targets])

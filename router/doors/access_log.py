@@ -22,9 +22,10 @@ from google.protobuf.message_factory import GetMessageClass
 
 from indexer.pod_entry import pod_address
 from router.doors.health import ACCESS_LOG_SERVICE
-from router.feedback.lifecycle import ACCESS_LOG, Lifecycle
+from router.feedback.lifecycle import Lifecycle
+from router.feedback.outcomes import ACCESS_LOG, RequestReport, end_event
 from router.h2 import GrpcServer
-from router.h2.exchange_call import ExchangeMethod
+from router.h2.exchange_call import Exchange, ExchangeMethod
 from router.observe.metrics import RouterMetrics
 
 _CLIENT_ERROR, _SERVER_ERROR, _NOT_IMPLEMENTED = 400, 500, 501
@@ -40,16 +41,13 @@ _REFUSALS = (b"ext_authz_denied", b"kvroute")
 _NO_BODIES = (RequestMethod.GET, RequestMethod.HEAD)
 
 
-@dataclass(frozen=True, slots=True)
-class AccessLogService:
-    """gRPC service envoy.service.accesslog.v3.AccessLogService."""
+@dataclass(frozen=True)
+class AccessLogService(Exchange):
+    """gRPC service envoy.service.accesslog.v3.AccessLogService, which processes entries without waiting."""
 
     lifecycle: Lifecycle
     metrics: RouterMetrics
     on_connection_failure: Callable[[str, str], None]  # called with the pod's address and the reason
-
-    # Attributes of an `Exchange`: entries are processed without waiting.
-    finished, is_routed = False, True
 
     def add_to(self, server: GrpcServer) -> None:
         """Register the service, with a message class that accepts invalid UTF-8."""
@@ -67,9 +65,6 @@ class AccessLogService:
 
     def last(self) -> Iterable[als_pb2.StreamAccessLogsResponse]:
         return (als_pb2.StreamAccessLogsResponse(),)
-
-    def close(self) -> None:
-        pass
 
     def _process(self, entry: Any) -> str:
         """Process a log entry; return the result of the join as a metric label."""
@@ -89,18 +84,16 @@ class AccessLogService:
         if _is_not_charged(entry, failed):
             # Another request with the same id may be in flight.
             return "no_work"
-        ended = self.lifecycle.ended(
+        report = RequestReport(
             request_id,
+            end_event(failed=failed, refused=entry.response.response_code.value >= _CLIENT_ERROR),
             ACCESS_LOG,
-            time.monotonic(),
-            pod=pod,
-            failed=failed,
-            refused=entry.response.response_code.value >= _CLIENT_ERROR,
-            late_s=_late_s(common),
+            pod,
+            _late_s(common),
             is_fault=_is_fault(entry),
             attempts=common.upstream_request_attempt_count,
         )
-        if ended is not None:
+        if self.lifecycle.ended(report, time.monotonic()) is not None:
             return "joined"
         return "other_router" if self.lifecycle.is_remote(request_id) else "unknown"
 

@@ -17,12 +17,16 @@ from envoy.config.core.v3 import base_pb2
 from envoy.service.auth.v3 import external_auth_pb2 as pb
 from envoy.type.v3 import http_status_pb2
 
-from router.doors.headers import (
+from common.repeated_log import RepeatedLog
+from router.doors.boundary import (
     DESTINATION_HEADER,
     REQUEST_ID_HEADER,
+    BodyGuard,
+    TenantSalt,
     accepted_request_id,
     destination_metadata,
     error_headers,
+    refusal,
     subset_hint,
     system_owned,
 )
@@ -30,11 +34,8 @@ from router.doors.health import CHECK_SERVICE
 from router.errors import RequestError
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
-from router.picking.decision import PipelineResult
-from router.prompts.body_guard import BodyGuard, refusal
-from router.prompts.parsers import http_request
-from router.prompts.request import RANK_HEADER, RequestKind, RouteRequest, too_large
-from router.prompts.tenant_salt import TenantSalt
+from router.prompts.parsers import OWN_PARSERS
+from router.prompts.request import RequestKind, RouteRequest, too_large
 
 _SERVICE = "check"  # in metrics
 _PARTIAL_BODY_HEADER = "x-envoy-auth-partial-body"
@@ -48,6 +49,10 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
 }
 _log = logging.getLogger(__name__)
+_PARTIAL_BODY = (
+    "ext_authz partial body: such requests are routed by load alone; set with_request_body with "
+    "allow_partial_message: false in Envoy's ext_authz filter"
+)
 
 
 class ExtAuthzService:
@@ -67,7 +72,7 @@ class ExtAuthzService:
         self._inside = metrics.inside(_SERVICE)
         self._max_request_bytes = max_request_bytes
         self._salt = salt
-        self._warned_partial = False
+        self._repeated = RepeatedLog(_log)
 
     def add_to(self, server: grpc.Server) -> None:
         """Register the service. `_check` serializes its responses itself, so that equal ones are cached."""
@@ -86,11 +91,16 @@ class ExtAuthzService:
             except RequestError as error:
                 self._metrics.refused(error)
                 return denied_response(error)
-        destination, routing, rank = decision.destination, decision.pipeline, decision.rank
-        removed = system_owned(headers, decision.request_headers)
-        if is_given and routing is None:
-            return ok_response(destination, None, removed, rank)
-        return ok_response.__wrapped__(destination, None if is_given else request_id, removed, rank, routing)
+        added, pipeline = decision.request_headers, decision.pipeline
+        removed = system_owned(headers, added)
+        if is_given and pipeline is None:
+            return ok_response(decision.destination, removed, tuple(added.items()))
+        if not is_given:
+            added = {REQUEST_ID_HEADER: request_id, **added}
+        response_headers = pipeline.response_headers if pipeline is not None else {}
+        return ok_response.__wrapped__(
+            decision.destination, removed, tuple(added.items()), tuple(response_headers.items())
+        )
 
     def _request(self, message: pb.CheckRequest, request_id: str, headers: Mapping[str, str]) -> RouteRequest:
         """Parse a Check call into a request.
@@ -108,7 +118,8 @@ class ExtAuthzService:
         if self._salt is not None and (body or http.method not in _BODILESS):
             raise self._salt.refusal("ext_authz")
         if partial:
-            self._record_partial()
+            self._metrics.count("dropped", _SERVICE, "partial_body")
+            self._repeated.event("partial_body", _SERVICE, _PARTIAL_BODY)
         if partial or not body:
             if partial or http.method not in _BODILESS:
                 self._guard.unchecked()
@@ -119,48 +130,29 @@ class ExtAuthzService:
                 candidates=candidates,
                 headers=headers,
             )
-        request = http_request(request_id, http.path, body, candidates, headers)
+        request = OWN_PARSERS.parse(request_id, http.path, body, candidates, headers)[0]
         if (field := self._guard.forbidden(request, body)) is not None:
             raise refusal(field)
         return request
-
-    def _record_partial(self) -> None:
-        """Count a request with a truncated body, which is routed by load alone; warn once."""
-        self._metrics.count("dropped", _SERVICE, "partial_body")
-        if not self._warned_partial:
-            self._warned_partial = True
-            _log.warning(
-                "ext_authz partial body: such requests are routed by load alone; set with_request_body with "
-                "allow_partial_message: false in Envoy's ext_authz filter"
-            )
 
 
 @lru_cache(maxsize=4096)
 def ok_response(
     destination: str,
-    made_request_id: str | None,
-    removed: tuple[str, ...],
-    rank: int | None = None,
-    routing: PipelineResult | None = None,
+    removed: tuple[str, ...] = (),
+    added: tuple[tuple[str, str], ...] = (),
+    response_headers: tuple[tuple[str, str], ...] = (),
 ) -> bytes:
     """Return a serialized response that sets the picked pod as a header and as metadata.
 
     Cached by arguments: most requests to a pod get equal responses.
     """
-    headers, response_headers = [_set(DESTINATION_HEADER, destination)], []
-    if made_request_id is not None:
-        headers.append(_set(REQUEST_ID_HEADER, made_request_id))
-    if rank is not None:
-        headers.append(_set(RANK_HEADER, str(rank)))
-    if routing is not None:
-        headers += [_set(name, value) for name, value in routing.request_headers.items()]
-        response_headers = [_set(name, value) for name, value in routing.response_headers.items()]
     answer: bytes = pb.CheckResponse(
         status={"code": grpc.StatusCode.OK.value[0]},
         ok_response=pb.OkHttpResponse(
-            headers=headers,
+            headers=[_set(name, value) for name, value in ((DESTINATION_HEADER, destination), *added)],
             headers_to_remove=removed,
-            response_headers_to_add=response_headers,
+            response_headers_to_add=[_set(name, value) for name, value in response_headers],
         ),
         dynamic_metadata=destination_metadata(destination),
     ).SerializeToString()

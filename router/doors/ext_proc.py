@@ -13,21 +13,22 @@ from functools import partial
 
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from router.doors.ext_proc_dialects import SERVICE, NativeDialect
-from router.doors.ext_proc_messages import (
+from router.doors.boundary import accepted_request_id, subset_hint, system_owned
+from router.doors.ext_proc_dialects import (
+    SERVICE,
     BodyMode,
+    NativeDialect,
     header_values,
     response_headers_reply,
     routing_response,
     streamed_body_responses,
 )
 from router.doors.ext_proc_response import ResponsePhase
-from router.doors.headers import accepted_request_id, subset_hint, system_owned
 from router.doors.health import EXT_PROC_SERVICE
 from router.errors import EvictedError, RequestError
 from router.feedback.lifecycle import Lifecycle
 from router.h2 import GrpcServer
-from router.h2.exchange_call import ExchangeCall, ExchangeMethod
+from router.h2.exchange_call import Exchange, ExchangeCall, ExchangeMethod
 from router.picking.decision import Decision
 from router.picking.flow import EvictableRequests
 from router.prompts.request import RequestKind, RouteRequest, too_large
@@ -66,7 +67,7 @@ class ExtProcService:
         server.add_exchange(f"/{EXT_PROC_SERVICE}/Process", method)
 
 
-class _Exchange:
+class _Exchange(Exchange):
     """One HTTP request on its ext_proc stream; `is_routed` once its pod is picked."""
 
     def __init__(self, service: ExtProcService, stream: ExchangeCall) -> None:
@@ -108,9 +109,6 @@ class _Exchange:
         except RequestError as error:
             self.finished = True
             yield self._error_response(error)
-
-    def last(self) -> tuple[()]:
-        return ()
 
     def close(self) -> None:
         if self._entry is not None and self._evictable is not None:

@@ -1,28 +1,34 @@
-"""Two dialects of ext_proc: how requests are parsed, and which headers and errors are returned.
+"""Messages of ext_proc, and its two dialects: how requests are parsed, which headers and errors are returned.
 
 `NativeDialect` changes as little as possible. `LlmdDialect` reproduces the responses of the reference picker
-(llm-d) for an EndpointPickerConfig: it sets every passed header again, and errors are plain text.
+(llm-d) for an EndpointPickerConfig: it sets every passed header again, and errors are plain text. Messages
+follow the endpoint picker protocol v1.0.0 (Gateway API Inference Extension, proposal 004). They are filled in
+place: nested keyword arguments would copy a body once for each of the five enclosing messages.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import msgspec
 from envoy.config.core.v3 import base_pb2
+from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from msgspec.structs import replace
 
-from router.config.picker_file import PickerConfig
-from router.config.resources import RewriteRules
-from router.doors.ext_proc_messages import immediate_response
-from router.doors.headers import (
+from router.config.picker_file import PickerConfig, RewriteRules
+from router.doors.boundary import (
     DESTINATION_HEADER,
     REQUEST_ID_HEADER,
+    BodyGuard,
+    TenantSalt,
+    destination_metadata,
     error_headers,
+    refusal,
     served_endpoint,
     system_owned,
 )
@@ -39,10 +45,16 @@ from router.picking.candidates import is_allowed, no_allowed_endpoint
 from router.picking.decision import Decision
 from router.plugins.attribute_reporter import AttributeReporter
 from router.pods.pod_set import PodSet
-from router.prompts.body_guard import BodyGuard, refusal
-from router.prompts.parsers import DEFAULT_PARSERS, OWN_PARSERS, PARSERS, Api, BodyForm, Parsers
+from router.prompts.parsers import OWN_PARSERS, PARSERS, Api, BodyForm, Parsers
 from router.prompts.request import MODEL_CHARS_MAX, RANK_HEADER, RouteRequest
-from router.prompts.tenant_salt import TenantSalt
+
+BodyMode = processing_mode_pb2.ProcessingMode
+
+SCORES_KEY = "x-gateway-destination-endpoint-scores"
+_NAMESPACE = "envoy.lb"
+_OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+# Envoy accepts at most 64 KiB in one streamed response.
+CHUNK_BYTES_MAX = 62_000
 
 SERVICE = "ext_proc"
 """Name of the service in metrics."""
@@ -69,6 +81,95 @@ _NO_CANDIDATES = "failed to find endpoint candidates for serving the request"
 _SATURATED = "system saturated, sheddable request dropped"
 # Headers that `passed_headers` drops besides the system-owned ones.
 _NOT_PASSED = frozenset({DESTINATION_HEADER, "content-length"})
+
+
+def header_values(message: base_pb2.HeaderMap) -> dict[str, str]:
+    """Return header values by lower-case name.
+
+    The last of repeated headers wins; `raw_value` takes precedence over `value`.
+    """
+    return {
+        header.key.lower(): header.raw_value.decode("utf-8", "replace") if header.raw_value else header.value
+        for header in message.headers
+    }
+
+
+def routing_response(
+    phase: Literal["request_headers", "request_body"],
+    destination: str,
+    headers: Mapping[str, str],
+    removed: Sequence[str] = (),
+    scores: Mapping[str, float] | None = None,
+    body: bytes | None = None,
+) -> pb.ProcessingResponse:
+    """Return the picked endpoint as a header and as metadata.
+
+    Args:
+        phase: Message to respond to: the body in BUFFERED mode, where the headers are answered first.
+        destination: Picked endpoint.
+        headers: Further headers to set.
+        removed: Headers to remove.
+        scores: Scores of all candidates by endpoint, for the metadata.
+        body: Replaces the request's body; None: unchanged.
+    """
+    answer = pb.ProcessingResponse()
+    response = getattr(answer, phase).response
+    response.clear_route_cache = True
+    mutation = response.header_mutation
+    set_headers(mutation, {DESTINATION_HEADER: destination})
+    set_headers(mutation, headers)
+    mutation.remove_headers.extend(removed)
+    if body is not None:
+        response.body_mutation.body = body
+    if scores is None:
+        answer.dynamic_metadata.CopyFrom(destination_metadata(destination))
+    else:
+        values = {DESTINATION_HEADER: destination, SCORES_KEY: dict(scores)}
+        answer.dynamic_metadata.update({_NAMESPACE: values})
+    return answer
+
+
+def response_headers_reply(headers: Mapping[str, str]) -> pb.ProcessingResponse:
+    """Return a reply to response headers that sets `headers` and the reference picker's marker header."""
+    answer = pb.ProcessingResponse()
+    mutation = answer.response_headers.response.header_mutation
+    set_headers(mutation, {"x-went-into-resp-headers": "true"})
+    set_headers(mutation, headers)
+    return answer
+
+
+def streamed_body_responses(
+    phase: Literal["request_body", "response_body"], body: bytes, *, end_of_stream: bool
+) -> Iterator[pb.ProcessingResponse]:
+    """Yield a body in streamed responses of at most 62,000 bytes each; an empty body takes one response."""
+    for start in range(0, max(1, len(body)), CHUNK_BYTES_MAX):
+        end = start + CHUNK_BYTES_MAX
+        answer = pb.ProcessingResponse()
+        chunk = getattr(answer, phase).response.body_mutation.streamed_response
+        chunk.body = body[start:end]
+        chunk.end_of_stream = end_of_stream and end >= len(body)
+        yield answer
+
+
+def immediate_response(status: int, headers: Mapping[str, str], body: bytes) -> pb.ProcessingResponse:
+    """Return a response that ends the request: Envoy sends it to the client."""
+    answer = pb.ProcessingResponse()
+    immediate: Any = answer.immediate_response
+    immediate.status.code = status
+    immediate.body = body
+    # Marks the entry in the access log: no pod received the request.
+    immediate.details = "kvroute"
+    set_headers(immediate.headers, headers)
+    return answer
+
+
+def set_headers(mutation: pb.HeaderMutation, headers: Mapping[str, str]) -> None:
+    """Add headers to a mutation, replacing existing values."""
+    for name, value in headers.items():
+        option = mutation.set_headers.add()
+        option.append_action = _OVERWRITE
+        option.header.key = name
+        option.header.raw_value = value.encode("utf-8", "surrogateescape")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +256,7 @@ class NativeDialect:
 class LlmdDialect(NativeDialect):
     """The reference picker's dialect."""
 
+    parsers: Parsers = field(default_factory=Parsers)
     pods: PodSet
     rewrites: RewriteRules
     # Whether a response header reports the endpoint that the gateway used, for conformance tests.
@@ -217,44 +319,17 @@ class LlmdDialect(NativeDialect):
         return replace(request, model=model, client_model=named or ""), replace_model(body, model)
 
 
-@dataclass(frozen=True, slots=True)
-class LlmdOptions:
-    """Settings of `LlmdDialect`."""
-
-    picker: PickerConfig | None  # configures parsers and reporters; None: the defaults
-    buffered_bytes_max: int
-    emits_scores: bool
-    salt: TenantSalt | None = None
-
-
-def llmd_dialect(
-    options: LlmdOptions,
-    rewrites: RewriteRules,
-    router: ObservedRouter,
-    guard: BodyGuard,
-    metrics: RouterMetrics,
-    pods: PodSet,
-) -> LlmdDialect:
-    """Build the reference picker's dialect from its configuration.
+def configured_parts(picker: PickerConfig) -> dict[str, Any]:
+    """Return the fields of `LlmdDialect` that a configuration file determines.
 
     Raises:
         ConfigError: A parser or a reporter is configured wrongly.
     """
-    picker = options.picker
-    return LlmdDialect(
-        router=router,
-        guard=guard,
-        metrics=metrics,
-        parsers=Parsers(_parser_types(picker) if picker is not None else DEFAULT_PARSERS),
-        buffered_bytes_max=options.buffered_bytes_max,
-        reporter=AttributeReporter.from_config(picker) if picker is not None else None,
-        emits_scores=options.emits_scores,
-        salt=options.salt,
-        pods=pods,
-        rewrites=rewrites,
-        reports_served=picker is not None
-        and any(one.type == _SERVED_PLUGIN for one in picker.plugins.values()),
-    )
+    return {
+        "parsers": Parsers(_parser_types(picker)),
+        "reporter": AttributeReporter.from_config(picker),
+        "reports_served": any(entry.type == _SERVED_PLUGIN for entry in picker.plugins.values()),
+    }
 
 
 def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
@@ -282,7 +357,7 @@ def _parser_types(picker: PickerConfig) -> Sequence[str]:
         if kind not in PARSERS:
             reference.section.fail("pluginRef", f"expected one of {', '.join(PARSERS)}, got {kind}")
         types.append(kind)
-    return types or DEFAULT_PARSERS
+    return types
 
 
 def replace_model(body: bytes, model: str) -> bytes:

@@ -13,8 +13,9 @@ from typing import Annotated
 import msgspec
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from router.doors.ext_proc_messages import BodyMode, header_values, set_headers, streamed_body_responses
-from router.feedback.lifecycle import RESPONSE, Lifecycle
+from router.doors.ext_proc_dialects import BodyMode, header_values, set_headers, streamed_body_responses
+from router.feedback.lifecycle import Lifecycle
+from router.feedback.outcomes import DONE, FAILED, RESPONSE, RequestReport, end_event
 from router.picking.decision import Decision
 from router.plugins.attribute_reporter import AttributeReporter
 
@@ -51,7 +52,7 @@ class ResponsePhase:
         self.pending: Decision | None = None
         self.models = ("", "")  # the model's name at the pod, and the client's name for it
         self._usage: UsageReader | None = None
-        self._failed, self._refused, self._is_fault = True, False, False
+        self._event, self._is_fault = FAILED, False
         self._sees_body = True
         self._awaits_first_token = False
 
@@ -75,7 +76,8 @@ class ResponsePhase:
         # A response that is not streamed has no first token: its first byte follows the last token.
         self._awaits_first_token = is_event_stream
         status = headers.get(":status", "200")
-        self._failed, self._refused = status >= "500" or _has_grpc_failed(headers), "400" <= status < "500"
+        has_failed = status >= "500" or _has_grpc_failed(headers)
+        self._event = end_event(failed=has_failed, refused="400" <= status < "500")
         self._is_fault = _is_fault(headers)
         self._sees_body = mode != _NONE
         self._usage = UsageReader(is_event_stream=is_event_stream)
@@ -109,7 +111,7 @@ class ResponsePhase:
     def trailers(self, message: pb.HttpTrailers) -> Iterator[pb.ProcessingResponse]:
         """Process the trailers, which end the response; yield the buffered body and the trailers."""
         if _has_grpc_failed(trailers := header_values(message.trailers)):
-            self._failed = True
+            self._event = FAILED
             self._is_fault = _is_fault(trailers)
         self._complete()
         if self._buffered:
@@ -120,7 +122,7 @@ class ResponsePhase:
     def abort(self) -> None:
         """Report the request as failed, unless its end has been reported."""
         self._is_fault = False  # unknown: Envoy also ends the stream if the client disconnects
-        self._report_end(failed=True)
+        self._report_end(FAILED)
 
     def close(self) -> None:
         """Process the end of the stream: a response that is incomplete by now has failed."""
@@ -157,25 +159,19 @@ class ResponsePhase:
         """Process the end of a complete response."""
         if self._usage is not None:
             self._usage.end()
-        self._report_end(failed=self._failed)
+        self._report_end(self._event)
 
-    def _report_end(self, *, failed: bool) -> None:
-        sent, self.pending = self.pending, None
+    def _report_end(self, event: str) -> None:
+        sent, self.pending, usage = self.pending, None, self._usage
         if sent is None:
             return
-        if not (failed or self._refused) and self._usage is not None and self._usage.state_id is not None:
-            self._lifecycle.keeps_state(self._usage.state_id, sent.primary.pod)
-        self._lifecycle.ended(
-            sent.request_id,
-            RESPONSE,
-            time.monotonic(),
-            pod=sent.primary.pod,
-            dispatched_s=sent.decided_s,
-            failed=failed,
-            refused=self._refused,
-            is_fault=self._is_fault,
-            cached_tokens=self._usage.cached_tokens if self._usage is not None else None,
+        pod, cached_tokens = sent.primary.pod, usage.cached_tokens if usage is not None else None
+        if event == DONE and usage is not None and usage.state_id is not None:
+            self._lifecycle.keeps_state(usage.state_id, pod)
+        report = RequestReport(
+            sent.request_id, event, RESPONSE, pod, cached_tokens=cached_tokens, is_fault=self._is_fault
         )
+        self._lifecycle.ended(report, time.monotonic(), dispatched_s=sent.decided_s)
 
 
 def _has_grpc_failed(headers: Mapping[str, str]) -> bool:

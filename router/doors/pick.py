@@ -14,17 +14,17 @@ import grpc
 import msgspec
 
 from router._pb import endpoint_picker_pb2 as pb
+from router.doors.boundary import REQUEST_ID_HEADER, TenantSalt
 from router.doors.ext_authz import grpc_code
-from router.doors.headers import REQUEST_ID_HEADER
 from router.doors.health import PICK_SERVICE
 from router.errors import DROPPED_REASON_HEADER, RequestError
-from router.feedback.lifecycle import REPORT, Lifecycle
+from router.feedback.lifecycle import Lifecycle
+from router.feedback.outcomes import DONE, FAILED, REPORT, RequestReport
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
 from router.picking.decision import Decision
 from router.pods.pod_set import PodSet, PodSnapshot
 from router.prompts.request import RequestKind, RouteRequest, api_request
-from router.prompts.tenant_salt import TenantSalt
 
 _SERVICE = "pick_endpoint"  # in metrics
 _REQUEST_ID_MAX = 256
@@ -79,15 +79,13 @@ class EndpointPickerService:
         if outcome == pb.ReportOutcomeRequest.OUTCOME_FIRST_TOKEN:
             self.lifecycle.first_token(request_id, REPORT, now_s, pod=pod)
         elif outcome in (pb.ReportOutcomeRequest.OUTCOME_DONE, pb.ReportOutcomeRequest.OUTCOME_FAILED):
-            self.lifecycle.ended(
-                request_id,
-                REPORT,
-                now_s,
-                pod=pod,
-                failed=outcome == pb.ReportOutcomeRequest.OUTCOME_FAILED,
-                is_fault=outcome == pb.ReportOutcomeRequest.OUTCOME_FAILED,
-                cached_tokens=request.cached_tokens if request.HasField("cached_tokens") else None,
+            failed = outcome == pb.ReportOutcomeRequest.OUTCOME_FAILED
+            cached_tokens = request.cached_tokens if request.HasField("cached_tokens") else None
+            event = FAILED if failed else DONE
+            report = RequestReport(
+                request_id, event, REPORT, pod, cached_tokens=cached_tokens, is_fault=failed
             )
+            self.lifecycle.ended(report, now_s)
         else:
             _abort(context, RequestError(400, "outcome must be first token, done or failed", "outcome"))
         return pb.ReportOutcomeResponse(known=known)

@@ -1,7 +1,10 @@
-"""Ledger changes sent to other routers: records them in order, and serves a gRPC stream to each follower.
+"""Ledger changes sent to other routers: messages, their record in order, and a gRPC stream per follower.
 
-The ledger's lock covers only the append of a change. A thread encodes the changes once for all followers, at
-once when idle and batched under load. Nothing is recorded while there is no follower.
+Messages are msgpack maps of bounded size. Other versions are compatible: unknown fields are ignored, missing
+ones have their defaults. So a field must not change its meaning, and a new field needs a default. A value out
+of its bounds makes the message invalid, and the receiver drops all requests of that peer. The ledger's lock
+covers only the append of a change. A thread encodes the changes once for all followers, at once when idle and
+batched under load. Nothing is recorded while there is no follower.
 """
 
 from __future__ import annotations
@@ -12,17 +15,35 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import grpc
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
 
 from indexer.errors import PeerError
+from indexer.keys import Keys
 from indexer.peers import PeerIdentity
-from router.feedback import messages
-from router.feedback.lifecycle import RequestReport
-from router.feedback.messages import FOLLOW, LedgerChanges, encode_changes, sent_entry
-from router.inflight.dispatch import Dispatch
+from router.feedback.outcomes import RequestReport, Seconds, Text
+from router.inflight.dispatch import SEQUENCES_MAX, Dispatch
 from router.inflight.ledger import Ledger
+
+FOLLOW = "/kvroute.v2.LedgerPeer/Follow"
+"""gRPC method, server streaming: `FollowRequest` in, `LedgerChanges` out; empty messages are heartbeats."""
+
+MESSAGE_BYTES_MAX = 256 << 10
+"""Size limit of a message in bytes; only a message with a single item may be larger."""
+
+KEYS_MAX = 16_384
+"""Maximum block keys sent per request; the first ones are sent."""
+
+_KEY = np.dtype("<u8")
+_TEXT_MAX = 512
+_encode = msgspec.msgpack.Encoder().encode
+_Message = TypeVar("_Message")
+
+Number = Annotated[int, Meta(ge=0)]
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +62,118 @@ _CODES = {
 
 # Batch changes to reduce messages under load.
 _BATCH_S = 0.01
+
+
+class FollowRequest(Struct, frozen=True):
+    """Identity of the calling router."""
+
+    instance: Text  # unique per process
+    fingerprint: Number  # derived from hash seed and block length; proves that the caller knows the seed
+
+
+class Sent(Struct, frozen=True, omit_defaults=True):
+    """Request that a router has in flight.
+
+    Attributes:
+        key_bytes: Keys of the blocks that the request adds to its pod, first block first, 8 bytes each,
+            little endian. Empty if unknown, and after the prefill.
+    """
+
+    number: Number  # unique per process of the sender
+    pod: Annotated[str, Meta(min_length=1, max_length=_TEXT_MAX)]  # "ip:port"
+    request_id: Text = ""  # the client's
+    prefill_pod: Text | None = None  # pod that prefills the request; None: `pod`
+    uncached_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 0  # prompt tokens to compute
+    age_s: Seconds = 0.0  # seconds since the dispatch
+    adapter: Text | None = None  # LoRA adapter
+    key_bytes: Annotated[bytes, Meta(max_length=KEYS_MAX * _KEY.itemsize)] = b""
+    is_prefilled: bool = False  # whether its first token is reported or presumed
+    engine: Text | None = None  # engine of a pod with several; None: the pod chooses
+    sequences: Annotated[int, Meta(ge=1, le=SEQUENCES_MAX)] = 1  # samples or beams that it decodes
+
+    def __post_init__(self) -> None:
+        if len(self.key_bytes) % _KEY.itemsize:
+            raise ValueError(f"key_bytes: {len(self.key_bytes)} bytes, expected {_KEY.itemsize} per key")
+
+    @property
+    def keys(self) -> Keys:
+        return np.frombuffer(self.key_bytes, _KEY).astype(np.uint64, copy=False)
+
+
+class LedgerChanges(Struct, frozen=True, omit_defaults=True, rename={"reports": "heard"}):
+    """Changes since the previous message, to be applied in the order of the fields.
+
+    Attributes:
+        overdue: Numbers of requests whose prefill timed out without a report.
+    """
+
+    sent: Sequence[Sent] = ()
+    overdue: Sequence[Number] = ()
+    prefilled: Sequence[Number] = ()  # requests whose first token was reported
+    ended: Sequence[Number] = ()  # requests that ended in any way
+    reports: Sequence[RequestReport] = ()  # reports on requests that are not the sender's
+
+
+def sent_entry(number: int, dispatch: Dispatch, keys: Keys | None, now_s: float, *, prefilled: bool) -> Sent:
+    """Convert a ledger entry to its message."""
+    return Sent(
+        number,
+        dispatch.pod,
+        _bounded(dispatch.request_id),
+        dispatch.prefill_pod,
+        dispatch.uncached_tokens,
+        max(0.0, now_s - dispatch.dispatched_s),
+        None if dispatch.adapter is None else _bounded(dispatch.adapter),
+        b"" if keys is None else keys[:KEYS_MAX].astype(_KEY, copy=False).tobytes(),
+        prefilled,
+        dispatch.engine,
+        dispatch.sequences,
+    )
+
+
+def report_message(report: RequestReport) -> RequestReport:
+    """Return the report with its texts valid and bounded."""
+    pod = None if report.pod is None else _bounded(report.pod)
+    return msgspec.structs.replace(report, request_id=_bounded(report.request_id), pod=pod)
+
+
+def encode_changes(changes: LedgerChanges) -> Iterator[bytes]:
+    """Yield the changes as messages; applied in order, they equal one message with all changes."""
+    fields: dict[str, list[msgspec.Raw]] = {}
+    size_bytes = 0
+    for name, field in zip(changes.__struct_fields__, changes.__struct_encode_fields__, strict=True):
+        for item in getattr(changes, name):
+            raw = _encode(item)
+            if size_bytes and size_bytes + len(raw) > MESSAGE_BYTES_MAX:
+                yield _encode(fields)
+                fields, size_bytes = {}, 0
+            fields.setdefault(field, []).append(msgspec.Raw(raw))
+            size_bytes += len(raw)
+    if fields:
+        yield _encode(fields)
+
+
+def decode_changes(message: bytes) -> LedgerChanges:
+    """Decode and validate changes, see `decode` for errors; a heartbeat has none."""
+    return decode(LedgerChanges, message) if message else LedgerChanges()
+
+
+def decode(kind: type[_Message], message: bytes) -> _Message:
+    """Decode and validate a message.
+
+    Raises:
+        PeerError: "broken", with the name of the missing or invalid field.
+    """
+    try:
+        return msgspec.msgpack.decode(message, type=kind)
+    # msgspec skips unknown fields by recursion, so a deeply nested value raises RecursionError.
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise PeerError("broken", str(error)) from None
+
+
+def _bounded(text: str) -> str:
+    """Return a client's text as valid UTF-8 within the length limit."""
+    return text[:_TEXT_MAX].encode("utf-8", "replace").decode()
 
 
 @dataclass(eq=False)
@@ -172,7 +305,7 @@ class ChangeLog:
             [number for number in batch[kind] if number not in omitted]
             for kind in ("overdue", "prefilled", "ended")
         )
-        reports = [messages.report_message(report) for report in batch["reports"]]
+        reports = [report_message(report) for report in batch["reports"]]
         encoded = list(encode_changes(LedgerChanges(sent, overdue, prefilled, ended, reports)))
         with self._lock:
             followers = [follower for follower in self._followers if follower.has_snapshot]
@@ -185,7 +318,7 @@ class ChangeLog:
             sent_entry(number, dispatch, None, now_s, prefilled=prefilled)
             for number, dispatch, prefilled in in_flight
         ]
-        reports = [messages.report_message(report) for report in self.states()]
+        reports = [report_message(report) for report in self.states()]
         queue.put(list(encode_changes(LedgerChanges(sent, reports=reports))))
         queue.has_snapshot = True
 
@@ -236,7 +369,7 @@ class FollowerQueue:
 
 @dataclass(frozen=True, slots=True)
 class LedgerService:
-    """gRPC service of `messages.FOLLOW`; a call lasts until the caller disconnects.
+    """gRPC service of `FOLLOW`; a call lasts until the caller disconnects.
 
     Rejections have status FAILED_PRECONDITION ("self: ...", "fingerprint: ...", "broken: ..."), or
     RESOURCE_EXHAUSTED ("busy: ...", "behind: ...") if the caller may retry.
@@ -252,7 +385,7 @@ class LedgerService:
 
     def _follow(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            caller = messages.decode(messages.FollowRequest, request)
+            caller = decode(FollowRequest, request)
             self.identity.admit_key(caller.instance, caller.fingerprint)
             follower = self.change_log.subscribe()
             try:

@@ -18,10 +18,10 @@ from prometheus_client.registry import Collector
 from indexer.config import IndexerConfig
 from indexer.errors import PeerError
 from indexer.peers import PeerIdentity
-from router.feedback.change_log import ChangeLog, LedgerService
+from router.feedback.change_log import ChangeLog, LedgerChanges, LedgerService, Sent
 from router.feedback.follower import STATES, LedgerFollower
-from router.feedback.lifecycle import Lifecycle, RequestReport
-from router.feedback.messages import LedgerChanges, Sent
+from router.feedback.lifecycle import Lifecycle
+from router.feedback.outcomes import RequestReport
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import RateSample

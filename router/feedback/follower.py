@@ -19,8 +19,14 @@ import msgspec
 from indexer.config import IndexerConfig
 from indexer.errors import PeerError
 from indexer.peers import PeerIdentity, open_channel, resolve
-from router.feedback.change_log import HEARTBEAT_S
-from router.feedback.messages import FOLLOW, MESSAGE_BYTES_MAX, FollowRequest, LedgerChanges, decode_changes
+from router.feedback.change_log import (
+    FOLLOW,
+    HEARTBEAT_S,
+    MESSAGE_BYTES_MAX,
+    FollowRequest,
+    LedgerChanges,
+    decode_changes,
+)
 
 _log = logging.getLogger(__name__)
 

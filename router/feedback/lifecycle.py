@@ -1,62 +1,47 @@
 """Request lifecycle after the pick: applies reports of first tokens and ends to ledger, rates and metrics.
 
-A report names its source: "blocks" (the pod stored the prompt's last block), "access_log", "response",
-"report" (of a gateway), "scrape" (the engine has fewer requests than were sent), "clock" (a timeout), or
-"displaced" (evicted from the ledger). The first report of an event counts, even after a timeout; the delay of
-later reports goes to the metrics. Knows no protocol. `Lifecycle` is thread-safe and holds no lock.
+The first report of an event counts, even after a timeout; the delay of later reports goes to the metrics.
+Knows no protocol. `Lifecycle` is thread-safe and holds no lock.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Protocol
+from dataclasses import dataclass, field
+from typing import Protocol
 
-import msgspec
-from msgspec import Meta
-
-from indexer import DispatchKey, EngineFault, EngineReading
+from indexer import DispatchKey
 from indexer.keys import Keys
-from router.feedback.outcomes import DuplicateEnds, End, PodOutcomes
+from router.feedback.outcomes import (
+    ACCESS_LOG,
+    BLOCKS,
+    CLOCK,
+    DISPLACED,
+    DONE,
+    FAILED,
+    FIRST_TOKEN,
+    POD_FAILED,
+    POD_SERVED,
+    REFUSED,
+    REPORT,
+    RESPONSE,
+    SCRAPE,
+    STATE,
+    DuplicateEnds,
+    PodOutcomes,
+    RequestReport,
+)
 from router.inflight.dispatch import Dispatch
 from router.inflight.failures import PodFailures
 from router.inflight.ledger import Ledger
 from router.inflight.rates import PrefillRates
+from router.picking.candidates import StatePods
 from router.picking.decision import Decision
-from router.picking.state_pods import StatePods
 from router.pods.engine_load import EngineLoad
 from router.pods.pod_set import PodSnapshot
 
-BLOCKS, ACCESS_LOG, RESPONSE, REPORT = "blocks", "access_log", "response", "report"
-SCRAPE, CLOCK, DISPLACED = "scrape", "clock", "displaced"
-
-FIRST_TOKEN, DONE, FAILED, REFUSED = "first_token", "done", "failed", "refused"
-# Events without a request: what the report's pod did with its last one.
-POD_FAILED, POD_SERVED = "pod_failed", "pod_served"
-STATE = "state"
-
 # States that a new peer receives; more follow with their next use.
 _STATES_SHARED = 10_000
-
-Text = Annotated[str, Meta(max_length=512)]
-# A finite number of seconds.
-Seconds = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
-
-
-class RequestReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Report on a request that this router does not have; sent as it is to other routers."""
-
-    request_id: Text
-    # `FIRST_TOKEN`, `DONE`, `FAILED` or `REFUSED` (the pod rejected the request with 4xx and computed
-    # nothing). `STATE`: the pod keeps state whose id is `request_id`. Any other event is ignored.
-    event: Text
-    source: Text  # `ACCESS_LOG`, `RESPONSE` or `REPORT`
-    pod: Text | None = None
-    late_s: Seconds | None = None  # seconds since the end, if the source reports them
-    cached_tokens: Annotated[int, Meta(ge=0)] | None = None
-    is_fault: bool = False  # see `End`, as is the next field
-    attempts: Annotated[int, Meta(ge=0)] = 0
 
 
 class PeerRouters(Protocol):
@@ -122,9 +107,8 @@ class Lifecycle:
             self._end_unreported(dispatch, DISPLACED, decision.decided_s)
         if decision.is_charged and self.ledger.ended_while_unknown(decision.request_id, arrived_s):
             # The client disconnected before the pick, and Envoy reports that only once.
-            self.ended(
-                decision.request_id, ACCESS_LOG, decision.decided_s, pod=decision.primary.pod, failed=True
-            )
+            report = RequestReport(decision.request_id, FAILED, ACCESS_LOG, decision.primary.pod)
+            self.ended(report, decision.decided_s)
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> None:
         """Record blocks that a pod has stored; a prompt's last block ends the prefill."""
@@ -161,59 +145,44 @@ class Lifecycle:
         return request_id in self.ledger
 
     def ended(
-        self,
-        request_id: str,
-        source: str,
-        now_s: float,
-        *,
-        pod: str | None = None,
-        dispatched_s: float | None = None,
-        failed: bool = False,
-        cached_tokens: int | None = None,
-        late_s: float | None = None,
-        refused: bool = False,
-        is_fault: bool = False,
-        attempts: int = 0,
-        forward: bool = True,
+        self, report: RequestReport, now_s: float, *, dispatched_s: float | None = None, forward: bool = True
     ) -> Dispatch | None:
         """Record the end of a request; return its dispatch if it was in flight.
 
         Args:
-            pod, dispatched_s, forward: See `first_token`.
-            refused: Whether the pod rejected the request with 4xx, and so computed nothing.
-            is_fault, attempts: See `End`.
-            late_s: Seconds since the end, if the source reports them.
+            report: `DONE`, `FAILED` or `REFUSED`.
+            dispatched_s, forward: See `first_token`.
         """
-        dispatch, answered = None, not (failed or refused)
-        end = End(pod, is_fault, answered, attempts, is_logged=source == ACCESS_LOG)
-        if end.is_logged and (known := self._duplicates.consume(request_id, now_s, pod)) is not None:
-            self.outcomes.repeated(*known, end, now_s)
+        request_id, source, pod = report.request_id, report.source, report.pod
+        dispatch, is_answered = None, report.event == DONE
+        known = self._duplicates.consume(request_id, now_s, pod) if source == ACCESS_LOG else None
+        if known is not None:
+            self.outcomes.repeated(*known, report, now_s)
         else:
+            late_s = max(0.0, report.late_s or 0.0)
             dispatch = self.ledger.end(
-                request_id, now_s, pod, dispatched_s, late_s=max(0.0, late_s or 0.0), answered=answered
+                request_id, now_s, pod, dispatched_s, late_s=late_s, answered=is_answered
             )
         if dispatch is not None:
-            self.outcomes.ended(dispatch, end, now_s)
+            self.outcomes.ended(dispatch, report, now_s)
             if source == RESPONSE:
-                self._duplicates.expect(request_id, now_s, dispatch, is_fault)
-            if failed or refused:
-                self._settle_unanswered(dispatch, now_s)
-            else:
+                self._duplicates.expect(request_id, now_s, dispatch, report.is_fault)
+            if is_answered:
                 self.settle(dispatch.key, now_s)
+            else:
+                self._settle_unanswered(dispatch, now_s)
         elif (known_s := self.ledger.ended_s(request_id)) is not None:
             self.observer.reported_late("end", source, now_s - known_s)
         elif forward and self._fleet is not None:
-            event = FAILED if failed else REFUSED if refused else DONE
-            told = late_s, cached_tokens, is_fault, attempts
-            self._fleet.forward(RequestReport(request_id, event, source, pod, *told))
-        if dispatch is not None or cached_tokens is not None:
+            self._fleet.forward(report)
+        if dispatch is not None or report.cached_tokens is not None:
             self.observer.ended(
                 request_id,
                 source,
                 now_s,
-                failed=failed,
-                late_s=late_s or 0.0,
-                cached_tokens=cached_tokens,
+                failed=report.event == FAILED,
+                late_s=report.late_s or 0.0,
+                cached_tokens=report.cached_tokens,
                 dispatch=dispatch,
                 pod=pod,
             )
@@ -275,21 +244,8 @@ class Lifecycle:
             self.failures.succeeded(pod, now_s, shared=True)
         if report.event == FIRST_TOKEN:
             self.first_token(request_id, source, now_s, pod=pod, forward=False)
-        if report.event not in (DONE, FAILED, REFUSED):
-            return
-        self.ended(
-            request_id,
-            source,
-            now_s,
-            pod=pod,
-            failed=report.event == FAILED,
-            refused=report.event == REFUSED,
-            cached_tokens=report.cached_tokens,
-            late_s=report.late_s,
-            is_fault=report.is_fault,
-            attempts=report.attempts,
-            forward=False,
-        )
+        if report.event in (DONE, FAILED, REFUSED):
+            self.ended(report, now_s, forward=False)
 
     def _share(self, pod: str, failed: bool) -> None:
         if self._fleet is not None:
@@ -357,23 +313,3 @@ class LostEndDetector:
         for address in [address for address in gone if now_s - self._gone_s[address] >= _GONE_S]:
             self._lifecycle.end_lost(address, 0, now_s, now_s)
             del self._gone_s[address]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCheck:
-    """Adds the predicted cache hits of a pod to the counters that its engine reports; for one thread."""
-
-    ledger: Ledger
-    observe: Callable[[str, EngineReading], object]  # receives the completed reading, `KvIndexer.observe`
-    faults: Callable[[str], Sequence[EngineFault]] = lambda _pod: ()  # `KvIndexer.faults`
-
-    def before_scrape(self, pod: str) -> int:
-        """Return the predicted hit tokens of answered requests, for `after_scrape`."""
-        return self.ledger.answered_hit_tokens(pod)
-
-    def after_scrape(self, pod: str, reading: EngineReading, answered_hit_tokens: int) -> None:
-        """Complete the reading with the predictions before and after the scrape, and pass it on."""
-        predicted = self.ledger.predicted_hit_tokens(pod)
-        self.observe(
-            pod, replace(reading, predicted_tokens=answered_hit_tokens, predicted_sent_tokens=predicted)
-        )

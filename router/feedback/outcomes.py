@@ -1,18 +1,39 @@
-"""Evidence from the ends of requests: failures of pods, and picks that the gateway ignores."""
+"""Reports on requests, and evidence from their ends: failures of pods, and picks that the gateway ignores.
+
+A report names its source: "blocks" (the pod stored the prompt's last block), "access_log", "response",
+"report" (of a gateway), "scrape" (the engine has fewer requests than were sent), "clock" (a timeout), or
+"displaced" (evicted from the ledger).
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from threading import Lock
-from typing import NamedTuple
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from common.repeated_log import RepeatedLog
 from router.inflight.dispatch import Dispatch
 from router.inflight.failures import PodFailures
 
 _log = logging.getLogger(__name__)
+
+BLOCKS, ACCESS_LOG, RESPONSE, REPORT = "blocks", "access_log", "response", "report"
+SCRAPE, CLOCK, DISPLACED = "scrape", "clock", "displaced"
+
+FIRST_TOKEN, DONE, FAILED, REFUSED = "first_token", "done", "failed", "refused"
+# Events without a request: what the report's pod did with its last one.
+POD_FAILED, POD_SERVED = "pod_failed", "pod_served"
+STATE = "state"
+
+Text = Annotated[str, Meta(max_length=512)]
+# A finite number of seconds.
+Seconds = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
 
 SAME, RETRIED, OTHER, UNKNOWN = "same", "retried", "other", "unknown"
 
@@ -23,16 +44,25 @@ _DUPLICATE_MAX_S = 30.0
 _DUPLICATES_PER_ID = 64
 
 
-class End(NamedTuple):
-    """How a request ended, and at which pod if that is known."""
+class RequestReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Report on a request; sent as it is to other routers if this one does not have the request."""
 
-    pod: str | None
-    is_fault: (
-        bool  # whether the pod failed it: 5xx or a broken connection, not the client's 4xx or disconnect
-    )
-    is_answered: bool  # whether the response is complete and no error
-    attempts: int  # times that Envoy sent the request to a pod; 0 if unknown
-    is_logged: bool  # whether Envoy's access log reports the end
+    request_id: Text
+    # `FIRST_TOKEN`, `DONE`, `FAILED` or `REFUSED` (the pod rejected the request with 4xx and computed
+    # nothing). `STATE`: the pod keeps state whose id is `request_id`. Any other event is ignored.
+    event: Text
+    source: Text  # `ACCESS_LOG`, `RESPONSE` or `REPORT`
+    pod: Text | None = None
+    late_s: Seconds | None = None  # seconds since the end, if the source reports them
+    cached_tokens: Annotated[int, Meta(ge=0)] | None = None
+    # Whether the pod failed the request: 5xx or a broken connection, not the client's 4xx or disconnect.
+    is_fault: bool = False
+    attempts: Annotated[int, Meta(ge=0)] = 0  # times that Envoy sent the request to a pod; 0 if unknown
+
+
+def end_event(*, failed: bool, refused: bool) -> str:
+    """Return the event of a request's end."""
+    return FAILED if failed else REFUSED if refused else DONE
 
 
 class PodOutcomes:
@@ -62,28 +92,31 @@ class PodOutcomes:
             "another pod than the picked one, without a retry; let no second picker or load balancer choose"
         )
 
-    def ended(self, dispatch: Dispatch, end: End, now_s: float, *, is_known_fault: bool = False) -> None:
+    def ended(
+        self, dispatch: Dispatch, report: RequestReport, now_s: float, *, is_known_fault: bool = False
+    ) -> None:
         """Record the end of a request; `is_known_fault`: as a fault of the picked pod it is known."""
-        picked, sent_s, pod = dispatch.pod, dispatch.dispatched_s, end.pod or dispatch.pod
-        outcome = SAME if pod == picked else RETRIED if end.attempts > 1 else OTHER
+        picked, sent_s, pod = dispatch.pod, dispatch.dispatched_s, report.pod or dispatch.pod
+        is_logged = report.source == ACCESS_LOG
+        outcome = SAME if pod == picked else RETRIED if report.attempts > 1 else OTHER
         if not self.failures.load_table.is_declared(pod):
             # A proxy in between hides the pod.
             outcome, pod = UNKNOWN, picked
-        if end.is_logged and end.pod is not None:
+        if is_logged and report.pod is not None:
             self._compared(outcome, picked, pod)
         if outcome == RETRIED:
             # Envoy reports only its last attempt.
             self.failures.failed(picked, sent_s, now_s)
-        if end.is_fault:
+        if report.is_fault:
             if not (is_known_fault and pod == picked):
                 self.failures.failed(pod, sent_s, now_s)
-        elif end.is_answered and (end.is_logged or not self._is_repeated):
+        elif report.event == DONE and (is_logged or not self._is_repeated):
             self.failures.succeeded(pod, sent_s)
 
-    def repeated(self, dispatch: Dispatch, was_fault: bool, end: End, now_s: float) -> None:
+    def repeated(self, dispatch: Dispatch, was_fault: bool, report: RequestReport, now_s: float) -> None:
         """Record Envoy's log entry of a response whose end, as a fault of the picked pod or not, is known."""
         self._is_repeated = True
-        self.ended(dispatch, end, now_s, is_known_fault=was_fault)
+        self.ended(dispatch, report, now_s, is_known_fault=was_fault)
 
     def _compared(self, outcome: str, picked: str, pod: str) -> None:
         self._served(outcome)

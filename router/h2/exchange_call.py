@@ -10,13 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
-from router.h2.calls import Call, Connection
-from router.h2.messages import MessageError
-from router.h2.streams import Stream
+from router.h2.calls import Call, MessageError
+from router.h2.streams import Connection, Stream
 
 _log = logging.getLogger(__name__)
 
@@ -26,17 +25,19 @@ _WAITING_MAX = 10_000
 _OK, _CANCELED, _UNKNOWN = "OK", "Canceled", "Unknown"
 
 
-class Exchange(Protocol):
+class Exchange:
     """Handler of one bidirectional stream."""
 
-    finished: bool  # whether the server should close the stream
-    is_routed: bool  # whether further messages can be answered without blocking
+    finished = False  # whether the server should close the stream
+    is_routed = True  # whether further messages can be answered without blocking
 
     def answers(self, message: Any) -> Iterable[Any]:
         """Return the responses to one request message."""
+        raise NotImplementedError
 
     def last(self) -> Iterable[Any]:
         """Return the responses to the client's half-close."""
+        return ()
 
     def close(self) -> None:
         """Release resources; called once when the stream has ended, for any reason."""

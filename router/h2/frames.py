@@ -17,6 +17,7 @@ from typing import Final, Generic, TypeVar
 
 import grpc
 import hpack
+from hpack.hpack import encode_integer
 
 LIST_BYTES_MAX = 64 << 10
 _KNOWN_MAX = 64
@@ -310,16 +311,7 @@ def status_200(*fields: tuple[bytes, bytes]) -> bytes:
 
 def _sized(text: bytes) -> bytes:
     """Return a string without Huffman coding, prefixed with its length as a 7-bit integer (section 5.1)."""
-    size = len(text)
-    if size < 127:
-        return bytes((size,)) + text
-    size -= 127
-    number = bytearray(b"\x7f")
-    while size >= 128:
-        number.append(size & 127 | 128)
-        size >>= 7
-    number.append(size)
-    return bytes(number) + text
+    return bytes(encode_integer(len(text), 7)) + text
 
 
 HEADERS: Final = status_200((b"content-type", _CONTENT_TYPE), (b"grpc-accept-encoding", _ENCODINGS))

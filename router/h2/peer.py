@@ -1,6 +1,7 @@
 """Connected client: reads its socket, starts its calls and writes their responses.
 
-One thread reads. Any thread that responds writes, one at a time under a lock.
+One thread reads. Any thread that responds writes, one at a time under a lock. TLS works in memory: records
+in, plaintext out and the reverse.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from threading import Lock, get_ident
+from typing import Final
 
 import grpc
 
 from common.repeated_log import RepeatedLog
-from router.h2.calls import Call, CallServer, ServicerCall
+from router.h2.calls import Call, ServicerCall
 from router.h2.connection import H2Connection
 from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from router.h2.frames import CallHead, H2Code, H2Error, call_head, refusal_block
-from router.h2.streams import Drained, Event, Opened, Received, Stream
-from router.h2.tls import HANDSHAKE, TlsLayer
+from router.h2.streams import CallServer, Drained, Event, Opened, Received, Stream
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
@@ -36,6 +37,11 @@ WRITE_S = 30.0
 _GOAWAY_LOCK_S = 0.05
 # Responses to small messages received together are sent together; larger messages flush them first.
 _SHORT_BYTES = 8 << 10
+
+# First byte of a TLS handshake record; HTTP/2 in plaintext starts with another byte.
+HANDSHAKE: Final = 0x16
+
+_READ_BYTES = 256 << 10
 
 
 def host_of(address: str) -> str:
@@ -91,22 +97,12 @@ class Peer:
                     with self._lock:
                         self._write_out()
         except H2Error as error:
-            _repeated.event(
-                "http2_error",
-                host_of(self.peer),
-                "gRPC connection closed, HTTP/2 violation: client=%s error=%s",
-                self.peer,
-                error,
-            )
+            text = "gRPC connection closed, HTTP/2 violation: client=%s error=%s"
+            _repeated.event("http2_error", host_of(self.peer), text, self.peer, error)
             self._send_goaway(error.code, str(error))
         except ssl.SSLError as error:
-            _repeated.event(
-                "tls_failed",
-                host_of(self.peer),
-                "gRPC connection closed, TLS failed: client=%s error=%s",
-                self.peer,
-                error,
-            )
+            text = "gRPC connection closed, TLS failed: client=%s error=%s"
+            _repeated.event("tls_failed", host_of(self.peer), text, self.peer, error)
         except OSError:
             pass  # the client disconnected or is too slow
         finally:
@@ -240,14 +236,9 @@ class Peer:
                 return ExchangeCall(self, stream, method)
             return ServicerCall(self, stream, method)
         except Exception as error:
-            _repeated.event(
-                "call_failed",
-                head.path[:100],
-                "call could not start: method=%s",
-                head.path[:100],
-                level=logging.ERROR,
-                error=error,
-            )
+            path = head.path[:100]
+            text = "call could not start: method=%s"
+            _repeated.event("call_failed", path, text, path, level=logging.ERROR, error=error)
             self._refuse(stream, grpc.StatusCode.UNKNOWN, f"Exception calling application: {error}")
             self.call_ended(stream)
             return None
@@ -342,3 +333,43 @@ class Peer:
 
 def _too_slow() -> H2Error:
     return H2Error(H2Code.PROTOCOL_ERROR, f"frame incomplete after {FRAME_S:g} s")
+
+
+class TlsLayer:
+    """Server side of one TLS connection; not thread-safe."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
+        self.is_open = False  # whether the handshake is complete, so that plaintext may be sent
+        self.is_closed = False  # whether the client has closed TLS
+
+    def receive(self, records: bytes) -> bytes:
+        """Return the plaintext that these records complete.
+
+        Raises:
+            ssl.SSLError: Invalid records or a failed handshake; `data_to_send` returns the alert to send.
+        """
+        self._incoming.write(records)
+        parts = []
+        try:
+            if not self.is_open:
+                self._tls.do_handshake()
+                self.is_open = True
+            while part := self._tls.read(_READ_BYTES):
+                parts.append(part)
+            self.is_closed = True
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLZeroReturnError:
+            self.is_closed = True
+        return b"".join(parts)
+
+    def data_to_send(self) -> bytes:
+        """Return records to send that carry no plaintext: handshakes, tickets, alerts."""
+        return self._outgoing.read()
+
+    def sealed(self, plaintext: bytes) -> bytes:
+        """Encrypt plaintext and return it after other pending records; only when `is_open`."""
+        self._tls.write(plaintext)
+        return self._outgoing.read()

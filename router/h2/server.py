@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from common.repeated_log import RepeatedLog
 from router.errors import ListenError
-from router.h2.exchange_call import ExchangeCall, ExchangeMethod
+from router.h2.exchange_call import Exchange, ExchangeCall, ExchangeMethod
 from router.h2.peer import Peer, host_of
 from router.h2.streams import Stream
 
@@ -191,12 +191,8 @@ class GrpcServer:
         for stream in old:
             call = stream.call
             if isinstance(call, ExchangeCall) and call.is_slow:
-                _repeated.event(
-                    "slow_request",
-                    "places",
-                    "call limit reached, cancelling slow requests: limit=%d",
-                    self._calls_max,
-                )
+                text = "call limit reached, cancelling slow requests: limit=%d"
+                _repeated.event("slow_request", "places", text, self._calls_max)
                 call.cancel_slow()
                 return True
         return False
@@ -213,9 +209,8 @@ class GrpcServer:
                 if self._is_closed:
                     return
                 # For example no free file descriptors: pending connections are served once some are free.
-                _repeated.event(
-                    "accept_failed", f"port {self.port}", "accept failed: port=%d error=%s", self.port, error
-                )
+                text = "accept failed: port=%d error=%s"
+                _repeated.event("accept_failed", f"port {self.port}", text, self.port, error)
                 time.sleep(_RETRY_S)
                 continue
             self._add_connection(connection, address)
@@ -230,24 +225,15 @@ class GrpcServer:
             thread.start()
         except (OSError, RuntimeError) as error:
             # For example no more threads: keep serving the existing connections.
-            _repeated.event(
-                "connection_refused",
-                f"refused {host_of(name)}",
-                "gRPC connection rejected: client=%s error=%s",
-                name,
-                error,
-            )
+            text = "gRPC connection rejected: client=%s error=%s"
+            _repeated.event("connection_refused", f"refused {host_of(name)}", text, name, error)
             with self._lock:
                 self._peers.pop(peer, None)
             connection.close()
             return
         if idle is not None:
-            _repeated.event(
-                "connection_displaced",
-                f"displaced {host_of(idle.peer)}",
-                "too many gRPC connections, closing an idle one: client=%s",
-                idle.peer,
-            )
+            text = "too many gRPC connections, closing an idle one: client=%s"
+            _repeated.event("connection_displaced", f"displaced {host_of(idle.peer)}", text, idle.peer)
             idle.close()
 
     def _add(self, peer: Peer, thread: threading.Thread) -> Peer | None:
@@ -278,10 +264,8 @@ class GrpcServer:
                 self._peers.pop(peer, None)
 
 
-class _Reflection:
+class _Reflection(Exchange):
     """Exchange that serves gRPC reflection by grpcio's servicer."""
-
-    finished, is_routed = False, True
 
     def __init__(self, servicer: reflection.ReflectionServicer) -> None:
         self._servicer = servicer
@@ -289,12 +273,6 @@ class _Reflection:
     def answers(self, message: reflection_pb2.ServerReflectionRequest) -> Iterator[Any]:
         answers: Iterator[Any] = self._servicer.ServerReflectionInfo(iter((message,)), None)
         return answers
-
-    def last(self) -> tuple[()]:
-        return ()
-
-    def close(self) -> None:
-        pass
 
 
 def _set_up(connection: socket.socket) -> None:

@@ -1,10 +1,12 @@
-"""State of an HTTP/2 stream, and the events that a connection reports."""
+"""State of an HTTP/2 stream, the events that a connection reports, and the interfaces that calls use."""
 
 from __future__ import annotations
 
+import ssl
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -67,3 +69,35 @@ class Drained(msgspec.Struct, frozen=True):
 
 
 Event = Opened | Received | Reset | Drained
+
+
+class CallServer(Protocol):
+    """Server that connections and calls belong to: its limits, methods and thread pool; see `GrpcServer`."""
+
+    inline: Mapping[str, int]
+    receive_bytes_max: int
+    send_bytes_max: int
+    streams_max: int
+    tls: Callable[[], ssl.SSLContext] | None
+
+    def find(self, path: str) -> Any: ...
+    def begin_call(self) -> bool: ...
+    def end_call(self, stream: Stream) -> None: ...
+    def track_exchange(self, stream: Stream) -> None: ...
+    def run(self, task: Callable[[], object]) -> None: ...
+
+
+class Connection(Protocol):
+    """Client connection of a call; see `Peer`."""
+
+    @property
+    def peer(self) -> str: ...
+    @property
+    def server(self) -> CallServer: ...
+    def send(
+        self, stream: Stream, headers: bytes | None, data: bytes, trailers: bytes | None, consumed: int = 0
+    ) -> None: ...
+    def consumed(self, stream: Stream, size: int) -> None: ...
+    def flush_before(self, size: int) -> None: ...
+    def cancel(self, stream: Stream) -> None: ...
+    def call_ended(self, stream: Stream) -> None: ...

@@ -74,16 +74,12 @@ class SentAdapters:
         with self._lock:
             return tuple(self._requests.get(pod, ()))
 
-    def add(self, pod: str, adapter: str | None) -> None:
-        if adapter is not None:
-            with self._lock:
-                self._requests[pod][adapter] += 1
-
-    def remove(self, pod: str, adapter: str | None) -> None:
+    def count(self, pod: str, adapter: str | None, change: int) -> None:
+        """Add a request (1) that needs an adapter, or remove it (-1)."""
         if adapter is not None:
             with self._lock:
                 requests = self._requests[pod]
-                requests[adapter] -= 1
+                requests[adapter] += change
                 if not requests[adapter]:
                     del requests[adapter]
                 if not requests:

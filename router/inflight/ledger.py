@@ -117,7 +117,7 @@ class Ledger:
             displaced = self._evict(request_id, now_s)
             number = self.load_table.begin(pod, dispatch.uncached_tokens, now_s)
             if dispatch.adapter is not None:
-                self.adapters.add(pod, dispatch.adapter)
+                self.adapters.count(pod, dispatch.adapter, 1)
             if predicted_hit_tokens := dispatch.predicted_hit_tokens:
                 self._open_hit_tokens[dispatch.pod] += predicted_hit_tokens
             if dispatch.engine is not None:
@@ -327,8 +327,8 @@ class Ledger:
         else:
             tokens, sequences = dispatch.uncached_tokens, dispatch.sequences
             self.load_table.hand_over(entry.pod, entry.number, dispatch.pod, tokens, now_s, sequences)
-            self.adapters.remove(entry.pod, dispatch.adapter)
-            self.adapters.add(dispatch.pod, dispatch.adapter)
+            self.adapters.count(entry.pod, dispatch.adapter, -1)
+            self.adapters.count(dispatch.pod, dispatch.adapter, 1)
             self._leave_pod(entry)
             entry.pod, entry.arrived_s = dispatch.pod, now_s
             self._by_pod.setdefault(entry.pod, {})[entry.number] = entry
@@ -344,7 +344,7 @@ class Ledger:
         self._leave_pod(entry)
         self._remember(self._ended_s, dispatch.request_id, now_s)
         self.load_table.end(entry.pod, entry.number, dispatch.uncached_tokens, now_s, dispatch.sequences)
-        self.adapters.remove(entry.pod, dispatch.adapter)
+        self.adapters.count(entry.pod, dispatch.adapter, -1)
         if entry.confirm_key is not None:
             self._stop_confirming(entry, entry.confirm_key)
         if self.changes is not None:

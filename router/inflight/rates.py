@@ -119,10 +119,8 @@ class PrefillRates:
         """
         known = self._parameters
         with self._lock:
-            oldest_s, oldest = (
-                now_s - known.age_max_s,
-                self._observations - known.window * len(self._observed),
-            )
+            oldest_s = now_s - known.age_max_s
+            oldest = self._observations - known.window * len(self._observed)
             for observed in self._observed.values():
                 while observed and (observed[0].ended_s < oldest_s or observed[0].number <= oldest):
                     observed.popleft()

@@ -11,9 +11,9 @@ from common.repeated_log import RepeatedLog
 from router.errors import RequestError
 from router.observe.metrics import RouterMetrics
 from router.observe.tracing import Traces
+from router.picking.candidates import StatePods
 from router.picking.decision import Decision
 from router.picking.route import Router
-from router.picking.state_pods import StatePods
 from router.prompts.request import RequestKind, RouteRequest
 
 _log = logging.getLogger(__name__)

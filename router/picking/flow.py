@@ -16,9 +16,8 @@ from threading import Condition, Lock, Thread
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from router.config.picker_file import FlowSettings
-from router.errors import FlowError
-from router.picking.admission import SaturationDetector
-from router.picking.flow_queue import FlowQueue, QueuedRequest
+from router.errors import RequestError
+from router.picking.flow_queue import FlowQueue, QueuedRequest, SaturationDetector
 from router.pods.pod_set import ROLE_LABEL, PodSet
 from router.prompts.request import RouteRequest
 
@@ -166,7 +165,7 @@ class FlowControl:
             is_active: See `Router.route`. Called often with the queue's lock taken, so it must not block.
 
         Raises:
-            FlowError: The request was rejected.
+            RequestError: 429 or 503: the request was rejected.
         """
         queued = self._queued(request, is_active)
         with self._changed:
@@ -175,7 +174,8 @@ class FlowControl:
         waited_s = self._clock() - queued.arrived_s
         self._waits.labels(str(queued.priority), queued.outcome).observe(waited_s)
         if queued.outcome != DISPATCHED:
-            raise FlowError(*REJECTIONS[queued.outcome])
+            status, reason, message = REJECTIONS[queued.outcome]
+            raise RequestError(status, message, dropped_reason=reason)
         try:
             yield
         finally:

@@ -7,23 +7,26 @@ section, so that each pick sees the load and the cached blocks that earlier pick
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from indexer import PodMatches, TokenError
 from indexer.config import engine_name
 from indexer.keys import Keys
+from router.errors import SaturatedError
 from router.inflight.dispatch import Dispatch
 from router.inflight.failures import PodFailures
-from router.picking.admission import Admission
 from router.picking.candidates import CandidateCache, CandidateSet
 from router.picking.decision import Decision
 from router.picking.flow import FlowControl
+from router.picking.flow_queue import SaturationDetector
 from router.picking.scheduler import Scheduler, TokenizedRequest
+from router.pods.load_table import PodLoadTable
 from router.pods.pod_set import Pod, PodSet
 from router.prompts.prompt_tokens import LONGER_THAN_CONTEXT, PROMPTS_MAX, TOO_MANY_PROMPTS, PromptTokens
 from router.prompts.request import CACHE_NOT_READ, RANKED_KINDS, RouteRequest, reads_cache
@@ -31,6 +34,46 @@ from router.prompts.tokenizers import TokenizerRegistry
 
 if TYPE_CHECKING:
     from indexer import KvIndexer
+
+
+# In the order of precedence.
+OBJECTIVE_HEADERS = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+
+
+@dataclass(slots=True)
+class Admission:
+    """Rejects requests of negative priority while their candidates are saturated."""
+
+    priorities: Mapping[str, int]  # by objective; the mapping is replaced on changes
+    detector: SaturationDetector | None  # None: no request is rejected
+    load_table: PodLoadTable
+
+    def admit(self, headers: Mapping[str, str], rows: NDArray[np.int64], now_s: float) -> int:
+        """Return the request's priority.
+
+        Args:
+            rows: int64 [candidates], their rows in the load table.
+
+        Raises:
+            SaturatedError: 429: the priority is below 0 and the candidates are saturated.
+        """
+        priority = self.priority_of(headers)
+        if priority < 0 and self.detector is not None:
+            saturation = self.detector.saturation(self.load_table.known(rows), 0, now_s)
+            if saturation >= 1.0:
+                raise SaturatedError(
+                    f"the model servers are saturated ({saturation:.2f}) "
+                    f"and the request's priority is {priority}"
+                )
+        return priority
+
+    def priority_of(self, headers: Mapping[str, str]) -> int:
+        """Return the priority of the request's objective; 0 without a known objective."""
+        priorities = self.priorities
+        if not priorities:
+            return 0
+        objective = next((headers[name] for name in OBJECTIVE_HEADERS if name in headers), "")
+        return priorities.get(objective, 0)
 
 
 @dataclass(slots=True, kw_only=True)

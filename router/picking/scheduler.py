@@ -20,7 +20,7 @@ from indexer.keys import Keys
 from router.inflight.dispatch import SEQUENCES_MAX, Dispatch
 from router.inflight.ledger import Ledger
 from router.inflight.rates import RateSample
-from router.picking.candidates import CandidateSet
+from router.picking.candidates import CandidateSet, SessionPods
 from router.picking.cost import (
     CACHE_HIT,
     CostInputs,
@@ -31,7 +31,6 @@ from router.picking.cost import (
     least_cost_first,
 )
 from router.picking.decision import Candidate, Decision, PipelineResult, Ranking
-from router.picking.sessions import SessionPods
 from router.pods.load_table import PodLoadTable
 from router.pods.pod_set import PodSnapshot
 from router.prompts.prompt_tokens import PromptTokens

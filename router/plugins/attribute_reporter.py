@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from common.repeated_log import RepeatedLog
 from router.config.fields import Settings, Text
 from router.config.picker_file import PickerConfig
 
@@ -44,7 +45,7 @@ class AttributeReporter:
     """Evaluates the CEL expressions of all reporters in a configuration."""
 
     attributes: Sequence[_Attribute]
-    _last_error: str = field(default="", init=False)
+    _repeated: RepeatedLog = field(default_factory=lambda: RepeatedLog(_log), init=False)
 
     @classmethod
     def from_config(cls, config: PickerConfig) -> AttributeReporter | None:
@@ -70,9 +71,8 @@ class AttributeReporter:
                     value = int(attribute.program.evaluate(activation))
                     reported.setdefault(attribute.key.namespace, {})[attribute.key.name] = value
             except (CELEvalError, TypeError, ValueError, OverflowError) as error:
-                if str(error) != self._last_error:
-                    self._last_error = str(error)
-                    _log.warning("attribute not reported: name=%s error=%s", attribute.key.name, error)
+                text = "attribute not reported: name=%s error=%s"
+                self._repeated.event("attribute_failed", attribute.key.name, text, attribute.key.name, error)
         return reported
 
 

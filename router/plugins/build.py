@@ -24,20 +24,21 @@ from router.config.picker_file import (
     WeightedReference,
 )
 from router.errors import ConfigError
-from router.picking.flow_config import FLOW_TYPES
-from router.plugins import cache_scorers, labels, load
+from router.picking.flow_queue import FLOW_TYPES
+from router.plugins import labels, scorers
 from router.plugins.api import Filter, Picker, Scorer
 from router.plugins.attribute_reporter import TYPE as REPORTER
-from router.plugins.cache_scorers import APPROXIMATE, PRECISE, PRODUCER_KEY
+from router.plugins.labels import SessionAffinity
 from router.plugins.pipeline import Pipeline
-from router.plugins.producer_settings import MetricsSettings, TokenSettings
 from router.plugins.producers import (
     AgentIdentity,
     ApproximatePrefix,
     AttributeProducer,
+    MetricsSettings,
     PrecisePrefix,
     PrefixProducer,
     SessionIdProducer,
+    TokenSettings,
 )
 from router.plugins.profiles import (
     AlwaysMultimodalDecider,
@@ -53,7 +54,7 @@ from router.plugins.profiles import (
     WeightedRandomPicker,
     WeightedScorer,
 )
-from router.plugins.session_affinity import SessionAffinity
+from router.plugins.scorers import APPROXIMATE, PRECISE, PRODUCER_KEY
 from router.prompts.parsers import PARSERS
 
 ENTRY_POINTS = "kvroute.plugins"
@@ -68,23 +69,23 @@ PLUGIN_TYPES: Mapping[str, type[Settings]] = {
     "decode-filter": labels.DecodeFilter,
     "prefill-filter": labels.PrefillFilter,
     "encode-filter": labels.EncodeFilter,
-    "prefix-cache-affinity-filter": load.PrefixAffinityFilter,
-    "utilization-filter": load.UtilizationFilter,
+    "prefix-cache-affinity-filter": scorers.PrefixAffinityFilter,
+    "utilization-filter": scorers.UtilizationFilter,
     "session-affinity-filter": SessionAffinity,
     "session-affinity-scorer": SessionAffinity,
     "header-based-testing-filter": labels.HeaderTestingFilter,
     "header-label-affinity-scorer": labels.HeaderLabelScorer,
-    "queue-scorer": load.QueueScorer,
-    "running-requests-size-scorer": load.RunningRequestsScorer,
-    "kv-cache-utilization-scorer": load.KvUsageScorer,
-    "lora-affinity-scorer": cache_scorers.LoraAffinityScorer,
-    "prefix-cache-scorer": cache_scorers.PrefixScorer,
-    "no-hit-lru-scorer": cache_scorers.NoHitLruScorer,
-    "load-aware-scorer": load.LoadAwareScorer,
-    "active-request-scorer": load.ActiveRequestScorer,
-    "token-load-scorer": load.TokenLoadScorer,
-    "context-length-aware": cache_scorers.ContextLengthAware,
-    "ttft-cost-scorer": load.TtftCostScorer,
+    "queue-scorer": scorers.QueueScorer,
+    "running-requests-size-scorer": scorers.RunningRequestsScorer,
+    "kv-cache-utilization-scorer": scorers.KvUsageScorer,
+    "lora-affinity-scorer": scorers.LoraAffinityScorer,
+    "prefix-cache-scorer": scorers.PrefixScorer,
+    "no-hit-lru-scorer": scorers.NoHitLruScorer,
+    "load-aware-scorer": scorers.LoadAwareScorer,
+    "active-request-scorer": scorers.ActiveRequestScorer,
+    "token-load-scorer": scorers.TokenLoadScorer,
+    "context-length-aware": scorers.ContextLengthAware,
+    "ttft-cost-scorer": scorers.TtftCostScorer,
     "max-score-picker": MaxScorePicker,
     "random-picker": RandomPicker,
     "weighted-random-picker": WeightedRandomPicker,
@@ -179,7 +180,7 @@ def build_pipeline(config: PickerConfig, *, block_tokens: int, random: np.random
         if entry.type in (PRECISE, _PRECISE_SCORER):
             prefixes[name] = PrecisePrefix(block_tokens)
             if entry.type == _PRECISE_SCORER:
-                plugins[name] = cache_scorers.PrefixScorer(name)
+                plugins[name] = scorers.PrefixScorer(name)
         elif entry.type in _NON_PROFILE_TYPES:
             other = entry.parameters_section.read(_NON_PROFILE_TYPES[entry.type])
             if isinstance(other, ApproximatePrefix):

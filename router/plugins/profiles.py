@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from router.config.fields import Settings, Text, Whole
 from router.plugins.api import Endpoint, Filter, Picker, PluginRequest, Scored, Scorer
-from router.plugins.cache_scorers import APPROXIMATE, PRODUCER_KEY
+from router.plugins.scorers import APPROXIMATE, PRODUCER_KEY
 
 
 class PluginError(Exception):

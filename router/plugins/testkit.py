@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from router.plugins.api import Endpoint, Filter, Picker, PluginRequest, PrefixMatch, Scored, Scorer
-from router.plugins.cache_scorers import APPROXIMATE
 from router.plugins.profiles import MaxScorePicker, Profile, WeightedScorer
+from router.plugins.scorers import APPROXIMATE
 
 
 def request(

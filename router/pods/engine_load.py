@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from indexer import CachingFacts, EngineReading
@@ -66,9 +66,7 @@ class _Series:
     """Location of a value on a metrics page."""
 
     name: bytes
-    label: tuple[bytes, bytes] | None = (
-        None  # of a metric with several series that of the value, with its text
-    )
+    label: tuple[bytes, bytes] | None = None  # name and text of the label that selects one of several series
     number: bytes | None = None  # the label that holds the value; None: it is the series' own value
 
 
@@ -333,17 +331,15 @@ def _lora(page: EnginePage, name: bytes, engines: int) -> LoraLoad | None:
     if not accounts:
         return None
     reported = accounts.values()
-    return LoraLoad(
-        running=frozenset().union(
-            *(_names(labels.get(b"running_lora_adapters", b"")) for labels in reported)
-        ),
-        waiting=frozenset().union(
-            *(_names(labels.get(b"waiting_lora_adapters", b"")) for labels in reported)
-        ),
-        places=sum(_whole(labels.get(b"max_lora")) for labels in reported),
+    running, waiting = (
+        frozenset(name for labels in reported for name in _names(labels.get(adapters, b"")))
+        for adapters in (b"running_lora_adapters", b"waiting_lora_adapters")
     )
+    return LoraLoad(running, waiting, places=sum(_whole(labels.get(b"max_lora")) for labels in reported))
 
 
-def _names(text: bytes) -> frozenset[str]:
-    names: Iterable[bytes] = text.split(b",", _ADAPTERS_MAX)[:_ADAPTERS_MAX]
-    return frozenset(name.strip().decode("utf-8", "replace") for name in names if name.strip())
+def _names(text: bytes) -> Iterator[str]:
+    """Yield the names in a comma-separated list."""
+    for name in text.split(b",", _ADAPTERS_MAX)[:_ADAPTERS_MAX]:
+        if name.strip():
+            yield name.strip().decode("utf-8", "replace")

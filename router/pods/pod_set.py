@@ -17,13 +17,13 @@ from typing import Any
 from indexer import ConfigError as IndexerConfigError
 from indexer import EngineFault, EngineState
 from indexer.pod_entry import METRICS_PATH_LABEL, METRICS_PORT_LABEL, PodEntry, parse_pods, pod_address
+from router.config.fields import read_text
 from router.errors import ConfigError
 from router.pods.engine_load import EngineLoad
 from router.pods.load_table import PodLoadTable
 
 _log = logging.getLogger(__name__)
 
-_FILE_BYTES_MAX = 1 << 20
 _REGISTERED_MAX = 1024
 # Unloaded adapters that are remembered per pod.
 _UNLOADED_MAX, _NAME_CHARS_MAX = 1000, 256
@@ -84,7 +84,7 @@ class Pod:
     sources: EventSources | None = None  # reported event ports; None until requested
     probes_without_load: int = 0  # consecutive successful probes without a load
     asleep: bool = False  # whether its engine is in sleep mode: it answers probes, but no requests
-    stalled: bool = False  # whether requests wait at its engine and it computes nothing, see `stalls`
+    stalled: bool = False  # whether requests wait at its engine and it computes nothing, see `stall_checked`
     progress: tuple[float | None, ...] = ()  # last load figures that change while an engine computes
     moved_s: float = -math.inf  # time of their last change
     stuck_s: float = math.inf  # time since which requests wait without such a change
@@ -108,6 +108,9 @@ PodSnapshot = Mapping[str, Pod]
 
 PROBES_WITHOUT_LOAD_MAX = 3
 """Consecutive probes without a load after which a missing load is not treated as temporary."""
+
+STALL_S = 30.0
+"""Seconds without any progress after which an engine with queued requests is stalled."""
 
 NOT_READY_THERE = "declared as not ready"
 """Reason `why` of a pod that answers probes, but is declared as not ready (not Ready in Kubernetes)."""
@@ -174,6 +177,37 @@ def with_models(pod: Pod, models: ServedModels) -> Pod:
     unloaded = frozenset(islice((name for name in gone if len(name) <= _NAME_CHARS_MAX), _UNLOADED_MAX))
     reloaded = pod.reloaded | moved | (models.adapters & unloaded)
     return replace(pod, models=models, unloaded=unloaded - models.adapters, reloaded=reloaded)
+
+
+def stall_checked(pod: Pod, pods: Iterable[Pod]) -> Pod:
+    """Return a probed pod with its progress, and not ready while it is stalled.
+
+    A chunk of a long prefill changes the use of the KV cache, but no counter. A stalled pod stays a candidate
+    where no pod is ready.
+
+    Args:
+        pods: All pods; one of the same model must have made progress lately.
+    """
+    load = pod.load
+    if load is None or load.tokens is None:
+        return pod
+    now_s, progress = load.scraped_s, (load.tokens, load.kv_usage, load.running)
+    if progress != pod.progress:
+        moved_s = now_s if pod.progress else pod.moved_s
+        pod = replace(pod, progress=progress, moved_s=moved_s, stuck_s=now_s, stalled=False)
+    if pod.asleep or not load.waiting:
+        pod = replace(pod, stuck_s=now_s, stalled=False)
+    if not pod.stalled and now_s - pod.stuck_s >= STALL_S:
+        others = (other for other in pods if other.address != pod.address and other.ready)
+        goes_on = any(other.moved_s > now_s - STALL_S and _same_model(pod, other) for other in others)
+        pod = replace(pod, stalled=goes_on)
+    if not (pod.stalled and pod.ready):
+        return pod
+    return replace(pod, ready=False, silent=True, why=f"stalled: requests wait, no token for {STALL_S:g} s")
+
+
+def _same_model(pod: Pod, other: Pod) -> bool:
+    return pod.models is not None and other.models is not None and pod.models.base == other.models.base
 
 
 def redeclared(pod: Pod, entry: PodEntry) -> Pod:
@@ -301,13 +335,9 @@ class PodsFile(PodsSource):
         """
         try:
             self._stamp = self._stamp_now()
-            with self.path.open("rb") as file:
-                data = file.read(_FILE_BYTES_MAX + 1)
-            if len(data) > _FILE_BYTES_MAX:
-                raise ConfigError(f"{self.path}: larger than {_FILE_BYTES_MAX} bytes")
-            return parse_pods(data.decode("utf-8"), str(self.path))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{self.path}: cannot be read: {error}") from error
+            return parse_pods(read_text(self.path), str(self.path))
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be read: {error.strerror}") from error
         except IndexerConfigError as error:
             raise ConfigError(str(error)) from error
 

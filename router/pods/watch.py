@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from random import Random
 from threading import Thread
-from typing import Protocol
 
 from indexer import EVENTS_OFF, EngineFault, EngineReading, PodStream
 from indexer import ConfigError as IndexerConfigError
@@ -24,10 +23,10 @@ from router.pods.pod_set import (
     Pod,
     PodSet,
     PodsSource,
+    stall_checked,
     with_models,
 )
 from router.pods.probe import Prober, ProbeResult
-from router.pods.stalls import checked
 
 _log = logging.getLogger(__name__)
 
@@ -38,17 +37,21 @@ _MODELS_EVERY_S = 5.0
 _WAKE_EVERY_S = 60.0
 
 
-class EngineReports(Protocol):
-    """Receiver of the counters that engines report on their metrics pages."""
+@dataclass(frozen=True, slots=True)
+class EngineCheck:
+    """Adds the predicted cache hits of a pod to the counters that its engine reports; for one thread."""
 
-    def faults(self, pod: str, /) -> Sequence[EngineFault]:
-        """Return the faults of a pod's engines."""
-
-    def before_scrape(self, pod: str) -> int:
-        """Return the predicted hit tokens of answered requests, for `after_scrape`."""
+    answered_hit_tokens: Callable[[str], int]  # predicted hit tokens of a pod's answered requests
+    predicted_hit_tokens: Callable[[str], int]  # those of its answered requests and of those in flight
+    observe: Callable[[str, EngineReading], object]  # receives the completed reading, `KvIndexer.observe`
+    faults: Callable[[str], Sequence[EngineFault]]  # `KvIndexer.faults`
 
     def after_scrape(self, pod: str, reading: EngineReading, answered_hit_tokens: int) -> None:
-        """Receive the scraped counters and the result of `before_scrape`."""
+        """Complete the reading with the predictions before and after the scrape, and pass it on."""
+        predicted = self.predicted_hit_tokens(pod)
+        self.observe(
+            pod, replace(reading, predicted_tokens=answered_hit_tokens, predicted_sent_tokens=predicted)
+        )
 
 
 @dataclass(slots=True)
@@ -75,7 +78,7 @@ class PodWatch:
     # Called with the full set of event streams whenever it changes, always on the same thread.
     follow: Callable[[Iterable[PodStream]], None]
     interval_s: float  # mean time between two probes of a pod
-    engines: EngineReports | None = None
+    engines: EngineCheck
     # Called with the addresses of all pods, and of replaced or restarted ones, after every declaration.
     declared: Callable[[Collection[str], Collection[str]], None] = lambda _pods, _anew: None
     listed: bool = False  # whether the source has declared its pods
@@ -227,7 +230,7 @@ class PodWatch:
                 await self._wake(pod)
             async with self._probes:
                 watched.running = True
-                answered = 0 if self.engines is None else self.engines.before_scrape(address)
+                answered = self.engines.answered_hit_tokens(address)
                 result = await self._probe(pod, asks_models)
                 watched.running = False
             # With several engines behind the pod, the page may come from any of them.
@@ -237,9 +240,9 @@ class PodWatch:
             if reading is not None and not one_engine:
                 caching = replace(reading.caching, prompts=math.nan)
                 reading = EngineReading(caching=caching, has_drafter=reading.has_drafter)
-            if self.engines is not None and reading is not None:
+            if reading is not None:
                 self.engines.after_scrape(pod.address, reading, answered)
-            self._take(result, watched, () if self.engines is None else self.engines.faults(address))
+            self._take(result, watched, self.engines.faults(address))
             # Probe a starting pod more often.
             interval_s = self.interval_s if self.pods.current[address].ready else self.interval_s / 4
             wake = self._loop.call_at(next_probe_s(now_s, interval_s, self._random), watched.poke.set)
@@ -260,7 +263,7 @@ class PodWatch:
             watched.void = False
             return
         watched.void = False
-        judged = checked(judge(pod, result), self.pods.current.values())
+        judged = stall_checked(judge(pod, result), self.pods.current.values())
         off = judged.sources is not None and judged.sources.off
         judged = replace(judged, faults=(*faults, EVENTS_OFF) if off else tuple(faults))
         self.pods.put(judged)

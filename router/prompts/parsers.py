@@ -241,17 +241,7 @@ class Parsers:
 
 
 OWN_PARSERS = Parsers([_OWN, "passthrough-parser"])
-
-
-def http_request(
-    request_id: str,
-    path: str,
-    body: bytes | bytearray,
-    candidates: frozenset[str] | None = None,
-    headers: Mapping[str, str] = MappingProxyType({}),
-) -> RouteRequest:
-    """Parse a request by the router's own parsers, see `Parsers.parse`; other APIs pass unread."""
-    return OWN_PARSERS.parse(request_id, path, body, candidates, headers)[0]
+"""Parsers of the router's own services: four APIs; others pass unread."""
 
 
 def _are_messages(text: msgspec.Raw) -> bool:

@@ -152,21 +152,17 @@ def _starts_in_prompt(body: Mapping[str, Any]) -> bool:
     return bool(body.get("return_logprob")) and isinstance(start, int) and start >= 0
 
 
-def session_id_of(headers: Mapping[str, str]) -> str | None:
-    """Return the session id of a request, from x-session-id or an agent's header.
-
-    None without such a header, or if the id is longer than 256 characters.
-    """
-    session = headers.get(SESSION_ID_HEADER) or agent_session_id(headers)
-    return session if session and len(session) <= _ID_CHARS_MAX else None
-
-
 def session_of(request: RouteRequest) -> str | None:
-    """Return the session id of a request, from its headers or else from OpenAI's `prompt_cache_key`."""
-    if (session := session_id_of(request.headers)) is not None:
-        return session
-    key = request.body.get("prompt_cache_key")
-    return key if isinstance(key, str) and 0 < len(key) <= _ID_CHARS_MAX else None
+    """Return the session id of a request: x-session-id, an agent's header, or OpenAI's `prompt_cache_key`.
+
+    None without one, or if it is longer than 256 characters.
+    """
+    headers = request.headers
+    named = headers.get(SESSION_ID_HEADER) or agent_session_id(headers)
+    for session in (named, request.body.get("prompt_cache_key")):
+        if isinstance(session, str) and 0 < len(session) <= _ID_CHARS_MAX:
+            return session
+    return None
 
 
 def agent_session_id(headers: Mapping[str, str]) -> str | None:

@@ -19,14 +19,13 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from common.flags import CommandParser, bounded
+from common.flags import CommandParser, bounded, pair
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
-from router.config.flags import model_source
 from router.errors import ConfigError, ListenError, RequestError
 from router.prompts.prompt_tokens import PromptMedia
 from router.prompts.remote_tokenizers import APIS
 from router.prompts.request import RouteRequest, read_fields
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class TokenizerServer:
     def __init__(self, path: Path, sources: dict[str, str], threads: int) -> None:
         _check_free(path)
         self._models = frozenset(sources)
-        self._registry = TokenizerRegistry.load(sources, TokenizeOptions(_DEADLINE_S))
+        self._registry = TokenizerRegistry(open_tokenizers(sources), TokenizeOptions(_DEADLINE_S))
         if self._registry.asks_others:
             self._registry.close()
             raise ConfigError("--model NAME=SOURCE: must be a directory or hf:OWNER/NAME@REVISION")
@@ -156,7 +155,7 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("--socket", type=Path, required=True, metavar="PATH", help="Unix socket to listen on")
     parser.add_argument(
         "--model",
-        type=model_source,
+        type=pair(str),
         action="append",
         required=True,
         metavar="NAME=SOURCE",

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
+from common.repeated_log import RepeatedLog
 from router.errors import ConfigError, RequestError, TokenizerUnavailableError
 from router.pods.pod_set import Pod
 from router.prompts.prompt_tokens import (
@@ -39,8 +40,7 @@ from router.prompts.prompt_tokens import (
     tokenize_prompts,
     unknown,
 )
-from router.prompts.remote_tokenizers import RenderTokenizer, SidecarTokenizer
-from router.prompts.render_breaker import RenderBreaker
+from router.prompts.remote_tokenizers import RenderBreaker, RenderTokenizer, SidecarTokenizer
 from router.prompts.request import RequestKind, RouteRequest
 from tokenization import (
     ITEMS_AT_ONCE_MAX,
@@ -71,7 +71,6 @@ _RENDER_THREADS = 8  # threads that wait for render endpoints
 _DECODED_ITEMS = {RequestKind.MESSAGES: "messages", RequestKind.RESPONSES: "input"}
 
 _Tokenizer: TypeAlias = PromptTokenizer | SidecarTokenizer | RenderTokenizer
-_Observe: TypeAlias = Callable[[float, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ class TokenizerRegistry:
         self,
         tokenizers: Mapping[str, _Tokenizer | None],
         options: TokenizeOptions | None = None,
-        observe: _Observe = lambda _seconds, _outcome: None,
+        observe: Callable[[float, str], None] = lambda _seconds, _outcome: None,
     ) -> None:
         self._tokenizers = dict(tokenizers)
         self._options = options = options or TokenizeOptions()
@@ -117,23 +116,8 @@ class TokenizerRegistry:
         # Models whose pods render without being told to.
         self._automatic: dict[str, tuple[RenderTokenizer, RenderBreaker]] = {}
         self._observe = observe
-        self._unavailable: set[str] = set()
+        self._repeated = RepeatedLog(_log)
         self.waits: Callable[[], None] = lambda: None  # called when picks may begin to wait for pods
-
-    @classmethod
-    def load(
-        cls,
-        sources: Mapping[str, Path | str],
-        options: TokenizeOptions | None = None,
-        observe: _Observe = lambda _seconds, _outcome: None,
-    ) -> TokenizerRegistry:
-        """Open the tokenizer of every base model; see SOURCE above.
-
-        Raises:
-            ConfigError: A source is invalid or cannot be loaded.
-        """
-        opened = {model: _open_source(model, str(source)) for model, source in sources.items()}
-        return cls(opened, options, observe)
 
     @property
     def asks_others(self) -> bool:
@@ -191,13 +175,9 @@ class TokenizerRegistry:
                     rendered = self._by_pods(request, base_model, pods)
                     return rendered or unknown(request, "unsupported_prompt")
                 return self._local(request, tokenizer, context_tokens)
-            timeout_s = self._options.deadline_s
             if isinstance(tokenizer, SidecarTokenizer):
-                tokens = tokenizer.prompt_tokens(request, context_tokens, timeout_s)
-            else:
-                tokens = self._rendered(request, tokenizer, None, pods)
-            self._unavailable.discard(base_model or "")
-            return tokens
+                return tokenizer.prompt_tokens(request, context_tokens, self._options.deadline_s)
+            return self._rendered(request, tokenizer, None, pods)
         except PromptError as error:
             return rejected(request, error)
         except RequestError:
@@ -207,7 +187,8 @@ class TokenizerRegistry:
         except _QueueFullError:
             return unknown(request, "tokenize_queue_full")
         except TokenizerUnavailableError as error:
-            self._mark_unavailable(base_model or "", error)
+            text = "tokenizer unavailable, routing by load alone: model=%s error=%s"
+            self._repeated.event("tokenizer_unavailable", base_model or "", text, base_model, error)
             return unknown(request, "tokenizer_unavailable")
         except Exception:
             # An unexpected error of a tokenizer must not fail the request.
@@ -292,12 +273,6 @@ class TokenizerRegistry:
         future.add_done_callback(lambda _: threads.slots.release())
         return future.result(max(0.0, timeout_s))
 
-    def _mark_unavailable(self, model: str, error: TokenizerUnavailableError) -> None:
-        """Log the first of consecutive failures of a model's tokenizer; all are counted by reason."""
-        if model not in self._unavailable:
-            self._unavailable.add(model)
-            _log.warning("tokenizer unavailable, routing by load alone: model=%s error=%s", model, error)
-
 
 def _instead(model: str) -> str:
     return f"--tokenizer {model}=DIR, or {model}=none for load alone; vLLM renders with --enable-scale-out"
@@ -311,6 +286,15 @@ def _log_rendering(model: str, error: str) -> None:
         _log.info(
             "prompts rendered by the model's pods: model=%s; to encode here, set %s", model, _instead(model)
         )
+
+
+def open_tokenizers(sources: Mapping[str, Path | str]) -> dict[str, _Tokenizer | None]:
+    """Open the tokenizer of every base model; see SOURCE above.
+
+    Raises:
+        ConfigError: A source is invalid or cannot be loaded.
+    """
+    return {model: _open_source(model, str(source)) for model, source in sources.items()}
 
 
 def _open_source(model: str, source: str) -> _Tokenizer | None:

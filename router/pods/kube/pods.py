@@ -6,7 +6,7 @@ import ipaddress
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from indexer.config import PODS_MAX, RANKS_MAX
+from indexer.config import PODS_MAX
 from indexer.pod_entry import (
     EVENT_LABELS,
     EVENTS_LABEL,
@@ -19,8 +19,8 @@ from indexer.pod_entry import (
     PodEntry,
     label_problem,
 )
-from router.config.kube import POOL_GROUP, KubeConfig
-from router.config.resources import RewriteRule
+from router.config.kube import EVENT_PORT_MAX, POOL_GROUP, KubeConfig
+from router.config.picker_file import RewriteRule
 from router.pods.kube.objects import (
     BadObjectError,
     ObjectiveObject,
@@ -37,7 +37,6 @@ ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-por
 
 _LABEL_PREFIX = "kvroute.io/"
 _LABELS = frozenset({*EVENT_LABELS, *PORT_LABELS, METRICS_PATH_LABEL, MODEL_LABEL})
-_PORT_MAX = 65_535
 _OVER = ("Succeeded", "Failed")
 _EXACT = "Exact"
 
@@ -181,8 +180,8 @@ def _unusable(label: str, value: str, rules: KubeConfig) -> str | None:
         return "needs the router's flag --events-bind"
     if label == RANKS_LABEL and int(value) > 1 and len(rules.target_ports) > 1:
         return "must be 1 for a pool with several target ports, each of which is one rank"
-    if label in PORT_LABELS and int(value) + RANKS_MAX > _PORT_MAX:
-        return f"must be at most {_PORT_MAX - RANKS_MAX}, to leave room for data-parallel ranks"
+    if label in PORT_LABELS and int(value) > EVENT_PORT_MAX:
+        return f"must be at most {EVENT_PORT_MAX}, to leave room for data-parallel ranks"
     return None
 
 

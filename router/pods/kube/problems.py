@@ -157,12 +157,10 @@ def pod_symptoms(
         which = f"{pod.name} ({pod.address})"
         if pod.entry.ready and pod.refused and pod.address not in probed:
             yield Symptom(Reason.WRONG_TARGET_PORT, pod.address, which, REFUSED_S)
-        elif pod.entry.ready and pod.refused:
-            text = f"{which}: connection refused, although the pod's readiness probe reaches the port"
-            yield Symptom(Reason.POD_UNREACHABLE, pod.address, text, _UNREACHABLE_S)
-        elif pod.entry.ready and pod.unreachable:
-            text = f"{which}: connection timed out, or no route to host"
-            yield Symptom(Reason.POD_UNREACHABLE, pod.address, text, _UNREACHABLE_S)
+        elif pod.entry.ready and (pod.refused or pod.unreachable):
+            refused = "connection refused, although the pod's readiness probe reaches the port"
+            what = refused if pod.refused else "connection timed out, or no route to host"
+            yield Symptom(Reason.POD_UNREACHABLE, pod.address, f"{which}: {what}", _UNREACHABLE_S)
         if pod.stalled:
             yield Symptom(Reason.POD_STALLED, pod.address, f"{which}: {pod.why}")
         if pod.reloaded:

@@ -18,7 +18,7 @@ from indexer import EngineState
 from indexer.config import PODS_MAX
 from indexer.pod_entry import PodEntry
 from router.config.kube import LLMD_GROUP, OLD_GROUP, POOL_GROUP, POOL_VERSIONS, KubeConfig
-from router.config.resources import Resources
+from router.config.picker_file import Resources
 from router.pods.kube.client import Kind, KubeClient
 from router.pods.kube.objects import (
     BadObjectError,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvroute.envoy_config import INFERENCE_PATHS, EnvoySettings, bootstrap
-from router.doors.headers import GATEWAY_ONLY_HEADERS
+from router.doors.boundary import GATEWAY_ONLY_HEADERS
 from tests.support.loopback import HERE, free_ports
 from tests.support.router.envoy import running_envoy
 

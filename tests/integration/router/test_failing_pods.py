@@ -111,7 +111,7 @@ def test_a_stalled_pod_is_out_until_its_tokens_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A pod with queued requests and no new token is not ready while another computes, and says why."""
-    monkeypatch.setattr("router.pods.stalls.STALL_S", 0.5)
+    monkeypatch.setattr("router.pods.pod_set.STALL_S", 0.5)
     with fake_pods(2) as (busy, idle):
         tokens = count()
         idle.metrics = busy_page(7)

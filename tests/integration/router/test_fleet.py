@@ -19,11 +19,11 @@ from router._pb import endpoint_picker_pb2 as pb
 from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 from router.app.server import RouterServer
 from router.app.tls import TlsOptions
-from router.feedback.lifecycle import ACCESS_LOG
+from router.feedback.outcomes import ACCESS_LOG
 from router.prompts.request import RequestKind, RouteRequest
 from tests.support.loopback import HERE, free_port
 from tests.support.redis_server import running_redis
-from tests.support.router.bench import completion, long_text
+from tests.support.router.bench import completion, ended, long_text
 from tests.support.router.doors import wait_until
 from tests.support.router.server import (
     METRICS,
@@ -161,7 +161,7 @@ def test_access_log_entry_is_forwarded_to_the_requests_router(tmp_path: Path) ->
     with fleet(tmp_path) as (first, second):
         pod = pick(first, "a", "hello")
         await_work(second, 1)
-        second.lifecycle.ended("a", ACCESS_LOG, time.monotonic(), pod=pod)
+        ended(second.lifecycle, "a", ACCESS_LOG, time.monotonic(), pod=pod)
         wait_until(lambda: first.requests_in_flight == 0, "the end")
         await_work(second, 0)
 

@@ -17,7 +17,7 @@ import pytest
 from envoy.service.accesslog.v3 import als_pb2_grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
-from router.doors.ext_proc_messages import BodyMode
+from router.doors.ext_proc_dialects import BodyMode
 from tests.support.router.bench import TINY
 from tests.support.router.doors import Stream, body, headers, wait_until
 from tests.support.router.server import fake_pods, write_pods

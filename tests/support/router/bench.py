@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -15,6 +16,8 @@ from indexer.keys import Keys, Tokens
 from indexer.pod_entry import PodEntry
 from indexer.wire.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
 from router.feedback.lifecycle import Lifecycle
+from router.feedback.outcomes import RequestReport, end_event
+from router.inflight.dispatch import Dispatch
 from router.inflight.failures import PodFailures
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
@@ -22,10 +25,10 @@ from router.observe.decision_log import DecisionLog
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
 from router.observe.tracing import Traces
-from router.picking.admission import Admission, UtilizationDetector
-from router.picking.route import Router
+from router.picking.candidates import StatePods
+from router.picking.flow_queue import UtilizationDetector
+from router.picking.route import Admission, Router
 from router.picking.scheduler import Scheduler
-from router.picking.state_pods import StatePods
 from router.plugins.pipeline import Pipeline
 from router.pods.pod_set import Pod, PodSet, ServedModels
 from router.prompts.request import RequestKind, RouteRequest
@@ -221,3 +224,19 @@ def long_text(words: int, seed: int = 0) -> str:
     """Return a text of about `words` words whose prefix differs for every seed."""
     random = Random(seed)
     return f"{seed}: " + " ".join(str(random.randrange(1000)) for _ in range(words))
+
+
+def ended(
+    lifecycle: Lifecycle,
+    request_id: str,
+    source: str,
+    now_s: float,
+    *,
+    failed: bool = False,
+    refused: bool = False,
+    dispatched_s: float | None = None,
+    **facts: Any,
+) -> Dispatch | None:
+    """Report the end of a request; `facts`: other fields of the report."""
+    report = RequestReport(request_id, end_event(failed=failed, refused=refused), source, **facts)
+    return lifecycle.ended(report, now_s, dispatched_s=dispatched_s)

@@ -16,14 +16,13 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
 from router.doors.access_log import AccessLogService
+from router.doors.boundary import BodyGuard, TenantSalt
 from router.doors.ext_authz import ExtAuthzService
 from router.doors.ext_proc import ExtProcOptions, ExtProcService
 from router.doors.ext_proc_dialects import NativeDialect
 from router.doors.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE
 from router.doors.pick import EndpointPickerService
 from router.h2 import GrpcServer
-from router.prompts.body_guard import BodyGuard
-from router.prompts.tenant_salt import TenantSalt
 from tests.support.router.bench import Bench
 
 TIMEOUT_S = 300.0

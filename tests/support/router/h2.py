@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from router.h2 import GrpcServer
-from router.h2.exchange_call import ExchangeCall, ExchangeMethod
+from router.h2.exchange_call import Exchange, ExchangeCall, ExchangeMethod
 from tests.support.router.doors import TIMEOUT_S, wait_until
 
 SERVICE = "kvroute.test.Plain"
@@ -111,7 +111,7 @@ class Plain:
         return rest
 
 
-class Echo:
+class Echo(Exchange):
     """Exchange that echoes; it records concurrent use and use after close()."""
 
     def __init__(self, plain: Plain, stream: ExchangeCall) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import hpack
 
 from router.h2 import frames
+from router.h2.calls import plain_prefix
 from router.h2.frames import FrameType
-from router.h2.messages import plain_prefix
 from tests.support.router.doors import TIMEOUT_S
 from tests.support.router.h2 import path
 

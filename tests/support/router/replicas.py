@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from router.feedback.change_log import ChangeLog, FollowerQueue
+from router.feedback.change_log import ChangeLog, FollowerQueue, LedgerChanges, decode_changes
 from router.feedback.fleet import RemoteLoad
-from router.feedback.messages import LedgerChanges, decode_changes
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.pods.load_table import PodLoadTable
 from tests.support.router.bench import Bench, PlainIndex

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from router.prompts.parsers import http_request
+from router.prompts.parsers import OWN_PARSERS
 from router.prompts.tokenizers import TokenizerRegistry
 from tests.support.tokenization.tokenizers import tokenizer_for
 from tokenization import PromptError, UnsupportedPromptError
@@ -47,7 +47,7 @@ def test_a_template_with_an_unrecognized_loop_gets_text(source: str, takes_parts
 def text_of(source: str, api: str, body: dict[str, Any]) -> str:
     """Render a request with a template that prints its variables."""
     tokenizer = tokenizer_for(source)
-    request = http_request("r", api, json.dumps({"model": "m", **body}).encode())
+    request = OWN_PARSERS.parse("r", api, json.dumps({"model": "m", **body}).encode())[0]
     tokens = TokenizerRegistry({"m": tokenizer}).prompt_tokens(request, "m")
     assert tokens.degraded is None
     return tokenizer.decode(tokens.prompts[0].tolist(), skip_special_tokens=False)
@@ -95,7 +95,7 @@ def test_text_in_place_of_response_parts_is_treated_as_by_vllm() -> None:
     answer = {"type": "message", "role": "assistant", "id": "m1", "status": "completed", "content": ""}
     registry = TokenizerRegistry({"m": tokenizer_for(source)})
     body = json.dumps({"model": "m", "input": [USER, answer]}).encode()
-    request = http_request("r", "/v1/responses", body)
+    request = OWN_PARSERS.parse("r", "/v1/responses", body)[0]
     assert registry.prompt_tokens(request, "m").degraded == "unsupported_prompt"
     for name in ("type", "id", "status"):
         other = {field: value for field, value in answer.items() if field != name}
@@ -117,7 +117,7 @@ def test_an_anthropic_request_may_begin_with_its_system_message(content: object)
         {**body, "messages": [system, system, USER]},
         {**body, "messages": [billing, USER]},
     ):
-        request = http_request("r", "/v1/messages", json.dumps({"model": "m", **other}).encode())
+        request = OWN_PARSERS.parse("r", "/v1/messages", json.dumps({"model": "m", **other}).encode())[0]
         assert registry.prompt_tokens(request, "m").degraded == "unsupported_prompt"
 
 

@@ -13,7 +13,7 @@ from indexer.index.contract import PrefixEnd
 from router.picking.decision import Decision
 from tests.support.indexer.engine_publisher import EnginePublisher, stored, wait_until
 from tests.support.indexer.subscriber import Watched, stream
-from tests.support.router.bench import TINY, Bench, PlainIndex, completion, ready_pod
+from tests.support.router.bench import TINY, Bench, PlainIndex, completion, ended, ready_pod
 
 POD = ready_pod("10.0.0.1:8000")
 ADDRESS = POD.address
@@ -55,7 +55,7 @@ class Routed:
     def predicted_tokens(self, prompt: list[int]) -> int:
         """Return the predicted cached tokens of a request, and end it."""
         decision = self.route("probe", prompt)
-        self.bench.lifecycle.ended("probe", "response", time.monotonic())
+        ended(self.bench.lifecycle, "probe", "response", time.monotonic())
         self.indexer.settle(decision.key, time.monotonic(), grace_s=0.0)
         return decision.primary.cached_tokens
 

@@ -14,10 +14,10 @@ from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
 
 from indexer import PodMatches
-from router.feedback.lifecycle import RESPONSE, RequestReport
+from router.feedback.outcomes import RESPONSE, RequestReport
 from router.inflight.failures import COST_S
 from router.pods.pod_set import Pod
-from tests.support.router.bench import Bench, completion, ready_pod
+from tests.support.router.bench import Bench, completion, ended, ready_pod
 from tests.support.router.doors import TIMEOUT_S, ServedBench, serving
 
 pytestmark = pytest.mark.usefixtures("each_transport")
@@ -275,8 +275,8 @@ def picked_and_served(
         request = msgspec.structs.replace(completion(f"r{number}", "hello"), candidates=ONLY_A)
         sent = {"pod": A.address, "dispatched_s": bench.router.route(request, 0.0).decided_s}
         if full:
-            bench.lifecycle.ended(
-                request.request_id, RESPONSE, time.monotonic(), is_fault=code >= 500, **sent
+            ended(
+                bench.lifecycle, request.request_id, RESPONSE, time.monotonic(), is_fault=code >= 500, **sent
             )
     with serving(bench) as served:
         send(served, *(at(pod, entry(f"r{number}", code), attempts) for number in range(times)))

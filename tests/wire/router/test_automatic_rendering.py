@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from router.prompts.render_breaker import FAILURES_MAX
+from router.prompts.remote_tokenizers import FAILURES_MAX
 from router.prompts.request import RequestKind, RouteRequest
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
 from tests.support.router.bench import completion, ready_pod
 from tests.support.router.render import CHAT, COMPLETIONS, RESPONSES, Renderer, running_renderer
 from tokenization import TINY_DIRECTORY
@@ -35,8 +35,10 @@ class Fleet:
     def __init__(self, renderer: Renderer, sources: dict[str, str], deadline_s: float = 30.0) -> None:
         self.outcomes: list[str] = []
         self.pods = [ready_pod(renderer.address)]
-        self.registry = TokenizerRegistry.load(
-            sources, TokenizeOptions(deadline_s), lambda _seconds, outcome: self.outcomes.append(outcome)
+        self.registry = TokenizerRegistry(
+            open_tokenizers(sources),
+            TokenizeOptions(deadline_s),
+            lambda _seconds, outcome: self.outcomes.append(outcome),
         )
 
     def ids(self, request: RouteRequest) -> list[list[int]] | str:

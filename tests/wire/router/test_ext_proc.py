@@ -11,7 +11,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from google.protobuf import json_format
 
 from router.doors.ext_proc import ExtProcOptions
-from router.doors.ext_proc_messages import BodyMode
+from router.doors.ext_proc_dialects import BodyMode
 from tests.support.router.bench import TINY, Bench, ready_pod
 from tests.support.router.doors import body, headers, serving, set_headers, streamed_bytes
 

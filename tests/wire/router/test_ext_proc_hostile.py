@@ -15,11 +15,10 @@ from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.config.resources import RewriteRules
+from router.config.picker_file import RewriteRules
+from router.doors.boundary import BodyGuard
 from router.doors.ext_proc import ExtProcOptions
-from router.doors.ext_proc_dialects import LlmdDialect, NativeDialect
-from router.doors.ext_proc_messages import BodyMode
-from router.prompts.body_guard import BodyGuard
+from router.doors.ext_proc_dialects import BodyMode, LlmdDialect, NativeDialect
 from router.prompts.parsers import Parsers
 from tests.support.depth import examples
 from tests.support.router.bench import TINY, Bench, ready_pod

@@ -9,7 +9,7 @@ import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from router.doors.ext_proc import ExtProcOptions
-from router.doors.ext_proc_messages import BodyMode
+from router.doors.ext_proc_dialects import BodyMode
 from router.inflight.failures import COST_S
 from tests.support.router.bench import TINY, Bench, long_text, ready_pod
 from tests.support.router.doors import (

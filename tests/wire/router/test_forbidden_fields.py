@@ -7,9 +7,8 @@ import json
 import grpc
 import pytest
 
-from router.doors.ext_proc_messages import BodyMode
-from router.doors.headers import GATEWAY_ONLY_HEADERS
-from router.prompts.body_guard import BodyGuard
+from router.doors.boundary import GATEWAY_ONLY_HEADERS, BodyGuard
+from router.doors.ext_proc_dialects import BodyMode
 from tests.support.router.bench import TINY, Bench, ready_pod
 from tests.support.router.doors import (
     body,

@@ -14,7 +14,7 @@ import pytest
 
 from router.picking.decision import Decision
 from router.prompts.request import RequestKind, api_request
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
 from tests.support.indexer.engine_publisher import EnginePublisher, batch, stored, wait_until
 from tests.support.indexer.subscriber import OTHER, POD, Watched, stream
 from tests.support.router.bench import Bench, ready_pod
@@ -63,7 +63,7 @@ def pick(name: str, renderer: Renderer, watched: Watched) -> Decision:
     """Return the decision of a new router for a case's chat."""
     renderer.answers = {CHAT: (200, answer(name))}
     sources = {MODEL: f"http://{renderer.address}"}
-    tokenizers = TokenizerRegistry.load(sources, TokenizeOptions(deadline_s=300))
+    tokenizers = TokenizerRegistry(open_tokenizers(sources), TokenizeOptions(deadline_s=300))
     bench = Bench(index=watched.indexer, tokenizers=tokenizers)  # type: ignore[arg-type]
     bench.with_pods(*(ready_pod(pod, model=MODEL) for pod in HELD))
     body = {"model": MODEL, "messages": name, "cache_salt": CASES[name]["cache_salt"]}
@@ -94,7 +94,9 @@ def test_an_image_is_found_by_its_name_without_a_renderer(tmp_path: Path) -> Non
 
     Without an id the prompt is known only up to the image, and its total length is known.
     """
-    tokenizers = TokenizerRegistry.load({MODEL: write_model(tmp_path, "qwen")}, TokenizeOptions(300))
+    tokenizers = TokenizerRegistry(
+        open_tokenizers({MODEL: write_model(tmp_path, "qwen")}), TokenizeOptions(300)
+    )
     said = {"type": "text", "text": "What is it, and where? " * 9}
 
     def request(uuid: str | None) -> dict[str, object]:

@@ -17,9 +17,17 @@ import pytest
 from indexer.config import IndexerConfig
 from indexer.peers.service import PeerIdentity
 from router.feedback import follower
-from router.feedback.change_log import LEDGER_SERVICE, ChangeLog, LedgerService
+from router.feedback.change_log import (
+    FOLLOW,
+    LEDGER_SERVICE,
+    ChangeLog,
+    FollowRequest,
+    LedgerChanges,
+    LedgerService,
+    Sent,
+    encode_changes,
+)
 from router.feedback.follower import FollowedPeer, LedgerFollower
-from router.feedback.messages import FOLLOW, FollowRequest, LedgerChanges, Sent, encode_changes
 from tests.support.indexer.engine_publisher import wait_until
 from tests.support.loopback import HERE, free_port
 from tests.unit.router.feedback.test_replicas import KEYS, ONE, Sender

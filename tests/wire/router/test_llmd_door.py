@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from router.config.resources import RewriteRule, RewriteRules
+from router.config.picker_file import RewriteRule, RewriteRules
+from router.doors.boundary import BodyGuard
 from router.doors.ext_proc import ExtProcOptions
-from router.doors.ext_proc_dialects import LlmdDialect
-from router.doors.ext_proc_messages import BodyMode
-from router.prompts.body_guard import BodyGuard
+from router.doors.ext_proc_dialects import BodyMode, LlmdDialect
 from router.prompts.parsers import DEFAULT_PARSERS, Parsers
 from tests.support.router.bench import TINY, Bench, ready_pod
 from tests.support.router.doors import (

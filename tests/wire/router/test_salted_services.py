@@ -7,10 +7,8 @@ import json
 import grpc
 import pytest
 
-from router.doors.ext_proc_dialects import NativeDialect
-from router.doors.ext_proc_messages import BodyMode
-from router.prompts.body_guard import BodyGuard
-from router.prompts.tenant_salt import SALT_FIELDS, TenantSalt
+from router.doors.boundary import SALT_FIELDS, BodyGuard, TenantSalt
+from router.doors.ext_proc_dialects import BodyMode, NativeDialect
 from tests.support.router.bench import TINY, Bench, ready_pod
 from tests.support.router.doors import body, headers, serving, set_headers, streamed_bytes
 from tests.wire.router.test_check import check

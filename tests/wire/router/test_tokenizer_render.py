@@ -11,7 +11,7 @@ import pytest
 
 from router.prompts.remote_tokenizers import RenderTokenizer
 from router.prompts.request import RequestKind, RouteRequest
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
 from tests.support.router.bench import completion, ready_pod
 from tests.support.router.render import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Renderer, running_renderer
 from tests.support.tokenization.media import CASES, answer
@@ -30,7 +30,7 @@ def renderer() -> Iterator[Renderer]:
 def registry(renderer: Renderer) -> Iterator[TokenizerRegistry]:
     """Yield a registry with one tokenizer at a URL and one at the pods."""
     sources = {MODEL: f"http://{renderer.address}", "pods": "pods", "none": "http://127.0.0.1:1"}
-    made = TokenizerRegistry.load(sources, TokenizeOptions(deadline_s=30))
+    made = TokenizerRegistry(open_tokenizers(sources), TokenizeOptions(deadline_s=30))
     yield made
     made.close()
 
@@ -172,7 +172,7 @@ def test_a_late_response_serves_the_retry(renderer: Renderer) -> None:
     renderer.go.clear()
     renderer.answers = {CHAT: (200, json.dumps(rendered([1, 2])).encode())}
     sources = {MODEL: f"http://{renderer.address}"}
-    registry = TokenizerRegistry.load(sources, TokenizeOptions(deadline_s=0.05, threads=1))
+    registry = TokenizerRegistry(open_tokenizers(sources), TokenizeOptions(deadline_s=0.05, threads=1))
     assert registry.prompt_tokens(chat(), MODEL).degraded == "tokenize_deadline"
     renderer.go.set()
     deadline = threading.Event()

@@ -17,11 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import ConfigError, ListenError, RequestError
-from router.prompts.parsers import http_request
+from router.prompts.parsers import OWN_PARSERS
 from router.prompts.prompt_tokens import PromptTokens
 from router.prompts.request import RequestKind, RouteRequest
 from router.prompts.tokenizer_server import SERVICE, TokenizerServer
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
 from tests.support.router.bench import TOKENIZER, completion
 from tests.support.tokenization.images import image_part, write_model
 from tokenization import TINY_DIRECTORY
@@ -52,7 +52,7 @@ def server(socket: Path) -> Iterator[TokenizerServer]:
 def registry(socket: Path) -> Iterator[TokenizerRegistry]:
     """Yield a registry with one served and one unknown model."""
     sources = {MODEL: f"unix:{socket}", "other": f"unix:{socket}"}
-    made = TokenizerRegistry.load(sources, TokenizeOptions(deadline_s=DEADLINE_S))
+    made = TokenizerRegistry(open_tokenizers(sources), TokenizeOptions(deadline_s=DEADLINE_S))
     yield made
     made.close()
 
@@ -101,7 +101,9 @@ def test_growing_chats_have_the_same_ids(registry: TokenizerRegistry) -> None:
     messages = [{"role": "user", "content": "word " * 5000}]
     for turn in range(3):
         body = msgspec.json.encode({"model": MODEL, "messages": messages})
-        (ids,) = registry.prompt_tokens(http_request("id", "/v1/chat/completions", body), MODEL).prompts
+        (ids,) = registry.prompt_tokens(
+            OWN_PARSERS.parse("id", "/v1/chat/completions", body)[0], MODEL
+        ).prompts
         assert ids.tolist() == chat_prompt({"messages": messages}, TOKENIZER).tolist()
         messages += {"role": "assistant", "content": f"{turn}"}, {"role": "user", "content": "Why?"}
 
@@ -126,10 +128,12 @@ def test_images_are_passed_on_with_their_hashes(socket: Path, tmp_path: Path) ->
     model = write_model(tmp_path / "model", "qwen")
     content = [image_part(60, 60, "a"), {"type": "text", "text": "or"}, image_part(90, 30, "b")]
     request = chat(messages=[{"role": "user", "content": content}])
-    here = TokenizerRegistry.load({MODEL: model}).prompt_tokens(request, MODEL)
+    here = TokenizerRegistry(open_tokenizers({MODEL: model})).prompt_tokens(request, MODEL)
     served = TokenizerServer(socket, {MODEL: str(model)}, threads=1)
     served.start()
-    sidecar = TokenizerRegistry.load({MODEL: f"unix:{socket}"}, TokenizeOptions(deadline_s=DEADLINE_S))
+    sidecar = TokenizerRegistry(
+        open_tokenizers({MODEL: f"unix:{socket}"}), TokenizeOptions(deadline_s=DEADLINE_S)
+    )
     there = sidecar.prompt_tokens(request, MODEL)
     with grpc.insecure_channel(f"unix:{socket}") as channel:
         body = msgspec.json.encode(request.body)
@@ -176,7 +180,7 @@ def test_a_late_response_is_a_deadline(socket: Path) -> None:
     held.go = threading.Event()
     held.go.set()
     held.start()
-    registry = TokenizerRegistry.load({MODEL: f"unix:{socket}"}, TokenizeOptions(deadline_s=0.2))
+    registry = TokenizerRegistry(open_tokenizers({MODEL: f"unix:{socket}"}), TokenizeOptions(deadline_s=0.2))
     until(registry, None)
     held.go.clear()
     assert registry.prompt_tokens(chat(), MODEL).degraded == "tokenize_deadline"

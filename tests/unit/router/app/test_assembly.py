@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from router.app.config import RouterConfig
 from router.app.wiring import build_admission, build_scheduler
 from router.errors import SaturatedError
-from tests.support.router.bench import Bench, completion, ready_pod
+from tests.support.router.bench import Bench, completion, ended, ready_pod
 from tests.support.router.pricing import load
 
 A = ready_pod("10.0.0.1:8000")
@@ -40,5 +40,5 @@ def test_load_age_limit_follows_the_probe_interval(config: RouterConfig, age_max
     decoding = []
     for age_s in ages_s:
         decoding.append(bench.router.route(completion("r", "hello"), age_s).primary.decoding)
-        bench.lifecycle.ended("r", "report", age_s)
+        ended(bench.lifecycle, "r", "report", age_s)
     assert decoding == [3, 0]

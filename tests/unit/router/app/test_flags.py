@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from indexer import IndexerConfig
-from router.app.config import RouterConfig, parse_flags
-from router.app.print_config import config_as_yaml
+from router.app.config import RouterConfig, config_as_yaml, parse_flags
 from router.app.process import JsonFormatter
 from router.app.server import main
 from router.app.tls import MetricsTlsOptions, TlsOptions
@@ -207,8 +206,8 @@ def test_the_effective_configuration_is_printed(tmp_path: Path, capsys: pytest.C
     assert told["compat"] == "answers"
     assert told["picker"]["feature_gates"]["flowControl"] is True
     assert told["picker"]["plugins"][1]["parameters"] == {"matchLengthWeight": 0.5}
-    assert told["picker"]["profiles"][0]["plugins"] == [{"name": "queue-scorer", "weight": 2.0}]
-    assert told["picker"]["flow_control"] == {"defaultRequestTTL": "5s"}
+    assert told["picker"]["schedulingProfiles"][0]["plugins"] == [{"pluginRef": "queue-scorer", "weight": 2}]
+    assert told["picker"]["flowControl"] == {"defaultRequestTTL": "5s"}
 
 
 def test_a_password_is_not_printed() -> None:

@@ -10,8 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from indexer import IndexerConfig, KvIndexer, StreamState
-from router.feedback.lifecycle import ACCESS_LOG, REPORT, RESPONSE
-from router.feedback.outcomes import DuplicateEnds
+from router.feedback.outcomes import ACCESS_LOG, REPORT, RESPONSE, DuplicateEnds
 from router.inflight.dispatch import Dispatch
 from router.inflight.rates import RateParameters, RateSample
 from tests.support.router.bench import (
@@ -20,6 +19,7 @@ from tests.support.router.bench import (
     Bench,
     PlainIndex,
     completion,
+    ended,
     long_text,
     ready_pod,
 )
@@ -38,8 +38,8 @@ def routed(request_id: str = "r") -> Bench:
 def test_first_report_of_an_end_counts() -> None:
     """An end counts once, under the source that reports it first."""
     bench = routed()
-    assert bench.lifecycle.ended("r", ACCESS_LOG, 12.0) is not None
-    assert bench.lifecycle.ended("r", REPORT, 13.0) is None
+    assert ended(bench.lifecycle, "r", ACCESS_LOG, 12.0) is not None
+    assert ended(bench.lifecycle, "r", REPORT, 13.0) is None
     assert bench.sample("kvroute_router_request_ends_total", source="access_log", outcome="done") == 1
     assert bench.sample("kvroute_router_request_ends_total", source="report", outcome="done") == 0
     assert bench.index.settled == ["r"]
@@ -48,7 +48,7 @@ def test_first_report_of_an_end_counts() -> None:
 def test_failure_removes_load_and_speculative_blocks() -> None:
     """A failed request leaves neither load nor speculative blocks."""
     bench = routed()
-    bench.lifecycle.ended("r", ACCESS_LOG, 12.0, failed=True)
+    ended(bench.lifecycle, "r", ACCESS_LOG, 12.0, failed=True)
     assert (len(bench.ledger), bench.index.speculative) == (0, {})
     assert bench.sample("kvroute_router_request_ends_total", source="access_log", outcome="failed") == 1
 
@@ -63,7 +63,7 @@ def test_prefills_on_an_idle_pod_update_its_rate() -> None:
         bench.lifecycle.stored(A.address, bench.keys(text), 10.0 * number + 0.5)
         bench.lifecycle.stored(A.address, bench.keys(long_text(400, 100 + number)), 10.0 * number + 9.0)
         for done in (decision, queued):
-            bench.lifecycle.ended(done.request_id, REPORT, 10.0 * number + 9.5)
+            ended(bench.lifecycle, done.request_id, REPORT, 10.0 * number + 9.5)
     own, prior = 2 * decision.prompt_tokens, RateParameters().prior_tokens_per_s
     # Ten observations against a weight of four for the fleet's rate: the mean of this pod's and the prior.
     expected = own ** (10 / 14) * ((own + prior) / 2) ** (4 / 14)
@@ -104,7 +104,7 @@ def test_first_token_after_the_timeout_updates_the_rate() -> None:
         record = bench.decision_log.find(request_id)
         assert record is not None
         assert record["prefill_end"] == {"source": "response", "after_s": pytest.approx(took_s)}
-        bench.lifecycle.ended(request_id, RESPONSE, now_s + took_s, pod=A.address)
+        ended(bench.lifecycle, request_id, RESPONSE, now_s + took_s, pod=A.address)
     assert bench.rates.load_table.prefill_tokens_per_s(A.address) < expected / 2
 
 
@@ -160,7 +160,7 @@ def test_end_reported_before_the_pick_ends_the_request() -> None:
     seconds = iter([0.0, 3.0, 3.0])
     bench = Bench(clock=lambda: next(seconds)).with_pods(A)
     bench.index.hold(A.address, bench.keys(TEXT)[:5])
-    bench.lifecycle.ended("r", ACCESS_LOG, 11.0, failed=True)
+    ended(bench.lifecycle, "r", ACCESS_LOG, 11.0, failed=True)
     bench.router.route(completion("r", TEXT), 10.0)
     assert (len(bench.ledger), bench.index.speculative, bench.index.lost) == (0, {}, ["r"])
     assert bench.ledger.predicted_hit_tokens(A.address) == 0
@@ -171,7 +171,7 @@ def test_late_report_of_an_earlier_attempt_does_not_end_the_retry() -> None:
     """A report of an end from before the request's arrival, however late, does not end the request."""
     seconds = iter([0.0, 3.0, 3.0])
     bench = Bench(clock=lambda: next(seconds)).with_pods(A)
-    bench.lifecycle.ended("r", ACCESS_LOG, 11.0, failed=True, late_s=1.5)
+    ended(bench.lifecycle, "r", ACCESS_LOG, 11.0, failed=True, late_s=1.5)
     bench.router.route(completion("r", TEXT), 10.0)
     assert len(bench.ledger) == 1
 
@@ -180,7 +180,7 @@ def test_decision_record_contains_the_lifecycle() -> None:
     """A record has the decision, the sources and times of prefill end and end, and delivered tokens."""
     bench = routed()
     bench.lifecycle.stored(A.address, bench.keys(TEXT), 10.25)
-    bench.lifecycle.ended("r", REPORT, 12.0, cached_tokens=0)
+    ended(bench.lifecycle, "r", REPORT, 12.0, cached_tokens=0)
     record = bench.decision_log.find("r")
     assert record is not None
     assert msgspec.json.decode(msgspec.json.encode(record)) == record
@@ -197,11 +197,11 @@ def test_predictions_are_compared_with_what_was_delivered() -> None:
     bench.index.hold(A.address, bench.keys(TEXT))
     predicted = bench.router.route(completion("r", TEXT), 0.0).primary.cached_tokens
     bench.router.route(completion("unreported", TEXT), 0.0)
-    bench.lifecycle.ended("r", REPORT, 1.0, cached_tokens=predicted - 16)
+    ended(bench.lifecycle, "r", REPORT, 1.0, cached_tokens=predicted - 16)
     assert bench.sample("kvroute_router_compared_predicted_cached_tokens_total") == predicted
     assert bench.sample("kvroute_router_delivered_cached_tokens_total") == predicted - 16
     assert bench.sample("kvroute_router_predicted_cached_tokens_total") > predicted
-    bench.lifecycle.ended("r", REPORT, 2.0, cached_tokens=predicted)
+    ended(bench.lifecycle, "r", REPORT, 2.0, cached_tokens=predicted)
     assert bench.sample("kvroute_router_compared_predicted_cached_tokens_total") == predicted
 
 
@@ -224,7 +224,7 @@ def test_rejected_request_leaves_no_prediction(source: str) -> None:
     bench = Bench().with_pods(A)
     bench.index.hold(A.address, bench.keys(TEXT)[:5])
     assert bench.router.route(completion("r", TEXT), 10.0).primary.cached_tokens
-    bench.lifecycle.ended("r", source, 10.1, pod=A.address, refused=True)
+    ended(bench.lifecycle, "r", source, 10.1, pod=A.address, refused=True)
     assert bench.sample("kvroute_router_request_ends_total", source=source, outcome="done") == 1
     assert bench.ledger.predicted_hit_tokens(A.address) == 0
     assert (bench.index.lost, bench.index.settled, len(bench.ledger)) == (["r"], ["r"], 0)
@@ -236,13 +236,13 @@ def test_duplicate_end_in_the_access_log_is_ignored() -> None:
     for now_s in (10.0, 10.1, 10.2):
         bench.router.route(completion("r", TEXT), now_s)
     for now_s in (11.0, 11.1):
-        assert bench.lifecycle.ended("r", RESPONSE, now_s, pod=A.address) is not None
+        assert ended(bench.lifecycle, "r", RESPONSE, now_s, pod=A.address) is not None
     for now_s in (12.0, 12.1):
-        assert bench.lifecycle.ended("r", ACCESS_LOG, now_s, pod=A.address) is None
+        assert ended(bench.lifecycle, "r", ACCESS_LOG, now_s, pod=A.address) is None
     assert len(bench.ledger) == 1
     labels = {"event": "end", "source": "access_log"}
     assert bench.sample("kvroute_router_told_late_seconds_count", **labels) == 2
-    assert bench.lifecycle.ended("r", ACCESS_LOG, 12.2, pod=A.address) is not None
+    assert ended(bench.lifecycle, "r", ACCESS_LOG, 12.2, pod=A.address) is not None
 
 
 def sent() -> Dispatch:
@@ -269,8 +269,8 @@ def test_dispatch_time_selects_among_requests_of_one_id_and_pod() -> None:
     assert bench.ledger.prefill_ended_s("r", A.address, first.decided_s) is None
     assert bench.ledger.prefill_ended_s("r", A.address, second.decided_s) == 2.0
     for _ in range(2):
-        bench.lifecycle.ended("r", RESPONSE, 3.0, pod=A.address, dispatched_s=second.decided_s)
+        ended(bench.lifecycle, "r", RESPONSE, 3.0, pod=A.address, dispatched_s=second.decided_s)
         assert len(bench.ledger) == 1
-    ended = bench.lifecycle.ended("r", RESPONSE, 4.0, pod=A.address, dispatched_s=first.decided_s)
-    assert ended is not None
-    assert ended.key == first.key
+    last = ended(bench.lifecycle, "r", RESPONSE, 4.0, pod=A.address, dispatched_s=first.decided_s)
+    assert last is not None
+    assert last.key == first.key

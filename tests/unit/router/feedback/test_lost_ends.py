@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from router.feedback.lifecycle import RESPONSE, LostEndDetector
+from router.feedback.lifecycle import LostEndDetector
+from router.feedback.outcomes import RESPONSE
 from router.pods.engine_load import EngineLoad
 from router.pods.pod_set import Pod
-from tests.support.router.bench import Bench, completion, long_text, ready_pod
+from tests.support.router.bench import Bench, completion, ended, long_text, ready_pod
 
 A = ready_pod("10.0.0.1:8000")
 
@@ -89,7 +90,7 @@ def test_idle_engine_ends_the_waiting_of_requests() -> None:
     assert bench.ledger.load_table.work(A.address).decoding == 1
     assert bench.sample("kvroute_router_prefill_end_seconds_count", source="scrape") == 1
     assert bench.index.settled == []
-    bench.lifecycle.ended("r0", RESPONSE, 0.8)
+    ended(bench.lifecycle, "r0", RESPONSE, 0.8)
     assert len(bench.ledger) == 0
 
 

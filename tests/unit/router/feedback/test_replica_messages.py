@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.errors import PeerError
-from router.feedback.lifecycle import DONE, FAILED, FIRST_TOKEN, REFUSED, RequestReport
-from router.feedback.messages import (
+from router.feedback.change_log import (
     KEYS_MAX,
     MESSAGE_BYTES_MAX,
     FollowRequest,
@@ -25,6 +24,7 @@ from router.feedback.messages import (
     report_message,
     sent_entry,
 )
+from router.feedback.outcomes import DONE, FAILED, FIRST_TOKEN, REFUSED, RequestReport
 from router.inflight.dispatch import Dispatch
 from router.inflight.rates import RateSample
 from tests.support.depth import examples

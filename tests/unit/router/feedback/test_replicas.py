@@ -12,15 +12,14 @@ from msgspec.structs import replace
 
 from indexer.errors import PeerError
 from router.feedback import fleet as fleet_module
-from router.feedback.change_log import ChangeLog
+from router.feedback.change_log import ChangeLog, LedgerChanges, Sent
 from router.feedback.fleet import RemoteLoad
-from router.feedback.lifecycle import DONE, FIRST_TOKEN, REPORT, RequestReport
-from router.feedback.messages import LedgerChanges, Sent
+from router.feedback.outcomes import DONE, FIRST_TOKEN, REPORT, RequestReport
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import RateSample
 from tests.support.depth import examples
-from tests.support.router.bench import Bench, completion, long_text, ready_pod
+from tests.support.router.bench import Bench, completion, ended, long_text, ready_pod
 from tests.support.router.replicas import PEER, Follower, received
 
 PODS = ("10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000")
@@ -178,8 +177,8 @@ def test_pick_includes_requests_of_other_routers() -> None:
         follower.follow(change_log, queue, 0.0)
         there = second.router.route(completion(f"b{number}", long_text(300, 100 + number)), 0.0)
         assert there.ranked.best.pod != here.ranked.best.pod
-        first.lifecycle.ended(f"a{number}", REPORT, 0.0)
-        second.lifecycle.ended(f"b{number}", REPORT, 0.0)
+        ended(first.lifecycle, f"a{number}", REPORT, 0.0)
+        ended(second.lifecycle, f"b{number}", REPORT, 0.0)
         follower.follow(change_log, queue, 0.0)
     assert len(follower.remote) == 0
 
@@ -304,7 +303,7 @@ def test_report_is_forwarded_to_the_requests_router() -> None:
     queue = change_log.subscribe()
     decision = theirs.router.route(completion("x", long_text(50)), 0.0)
     ours.lifecycle.first_token("x", REPORT, 1.0, pod=PODS[0])
-    ours.lifecycle.ended("x", REPORT, 2.0, pod=PODS[0], cached_tokens=7)
+    ended(ours.lifecycle, "x", REPORT, 2.0, pod=PODS[0], cached_tokens=7)
     (changes,) = received(change_log, queue)
     assert changes.reports == [
         RequestReport("x", FIRST_TOKEN, REPORT, PODS[0]),

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.h2.messages import MessageError, MessageReader, plain_prefix
+from router.h2.calls import MessageError, MessageReader, plain_prefix
 
 _BYTES_MAX = 1000
 _messages = st.lists(

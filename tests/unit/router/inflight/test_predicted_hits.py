@@ -5,11 +5,12 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from indexer.audit.engine_counters import EngineReading
-from router.feedback.lifecycle import REPORT, EngineCheck
+from router.feedback.outcomes import REPORT
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import RateSample
-from tests.support.router.bench import Bench, completion, long_text, ready_pod
+from router.pods.watch import EngineCheck
+from tests.support.router.bench import Bench, completion, ended, long_text, ready_pod
 
 A = "10.0.0.1:8000"
 B = "10.0.0.2:8000"
@@ -74,8 +75,13 @@ def test_reading_carries_predictions_answered_before_the_scrape() -> None:
     """Requests answered during a scrape may be missing from its counters, so they count as open only."""
     observed: list[tuple[str, EngineReading]] = []
     ledger = ledger_with(ONE)
-    check = EngineCheck(ledger, lambda pod, reading: observed.append((pod, reading)))
-    answered_hit_tokens = check.before_scrape(A)
+    check = EngineCheck(
+        ledger.answered_hit_tokens,
+        ledger.predicted_hit_tokens,
+        lambda pod, reading: observed.append((pod, reading)),
+        lambda _pod: (),
+    )
+    answered_hit_tokens = check.answered_hit_tokens(A)
     ledger.first_token("r", 1.0)
     check.after_scrape(A, EngineReading(hit_tokens=5.0), answered_hit_tokens)
     assert observed == [(A, EngineReading(hit_tokens=5.0, predicted_tokens=0, predicted_sent_tokens=64))]
@@ -88,8 +94,8 @@ def test_lifecycle_updates_predictions() -> None:
     decision = bench.router.route(completion("good", text), 10.0)
     bench.router.route(completion("bad", text), 10.0)
     assert bench.ledger.predicted_hit_tokens(A) == 2 * decision.primary.cached_tokens > 0
-    bench.lifecycle.ended("good", REPORT, 11.0)
-    bench.lifecycle.ended("bad", REPORT, 11.0, failed=True)
+    ended(bench.lifecycle, "good", REPORT, 11.0)
+    ended(bench.lifecycle, "bad", REPORT, 11.0, failed=True)
     assert bench.ledger.answered_hit_tokens(A) == decision.primary.cached_tokens
     assert bench.ledger.predicted_hit_tokens(A) == decision.primary.cached_tokens
     assert bench.index.lost == ["bad"]

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from indexer import StreamState
-from router.feedback.lifecycle import RESPONSE
+from router.feedback.outcomes import RESPONSE
 from router.inflight.rates import RateParameters
 from router.picking.cost import CostParameters
 from router.pods.engine_load import EngineLoad, LoraLoad
 from router.prompts.request import RequestKind, RouteRequest
-from tests.support.router.bench import TINY, Bench, completion, long_text, ready_pod
+from tests.support.router.bench import TINY, Bench, completion, ended, long_text, ready_pod
 
 A = ready_pod("10.0.0.1:8000")
 PRIOR = RateParameters().prior_tokens_per_s
@@ -30,7 +30,7 @@ def learnt_rate(bench: Bench, requests: Sequence[RouteRequest], tokens_per_s: fl
         decision = bench.router.route(request, 0.0)
         end_s = decision.primary.uncached_tokens / tokens_per_s
         bench.lifecycle.first_token(request.request_id, RESPONSE, end_s, pod=A.address)
-        bench.lifecycle.ended(request.request_id, RESPONSE, end_s, pod=A.address)
+        ended(bench.lifecycle, request.request_id, RESPONSE, end_s, pod=A.address)
     return bench.rates.load_table.prefill_tokens_per_s(A.address)
 
 

@@ -9,12 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from router.config.picker_file import parse_config
-from router.feedback.lifecycle import REPORT, RESPONSE
+from router.feedback.outcomes import REPORT, RESPONSE
 from router.observe.decision_log import DecisionLog
 from router.plugins.build import build_pipeline
 from router.pods.pod_set import ROLE_LABEL, Pod
 from router.prompts.request import RequestKind, RouteRequest
-from tests.support.router.bench import TINY, Bench, completion, entry, long_text, ready_pod
+from tests.support.router.bench import TINY, Bench, completion, ended, entry, long_text, ready_pod
 
 DISAGGREGATED = """
 apiVersion: llm-d.ai/v1alpha1
@@ -100,12 +100,12 @@ def test_reports_on_an_earlier_request_of_the_id_are_not_recorded(second: Pod) -
     newest = bench.router.route(replace(completion("r", OTHER), candidates=frozenset({second.address})), 1.0)
     assert (first.primary.pod, newest.primary.pod) == (PODS[0].address, second.address)
     bench.lifecycle.first_token("r", REPORT, 2.0, pod=first.primary.pod)
-    bench.lifecycle.ended("r", REPORT, 3.0, pod=first.primary.pod, cached_tokens=500)
+    ended(bench.lifecycle, "r", REPORT, 3.0, pod=first.primary.pod, cached_tokens=500)
     record = bench.decision_log.find("r")
     assert record is not None
     assert (record["prefill_end"], record["delivered_cached_tokens"], record["end"]) == (None, None, None)
     assert bench.sample("kvroute_router_delivered_cached_tokens_total") == 0
-    bench.lifecycle.ended("r", REPORT, 4.0, pod=newest.primary.pod, cached_tokens=32)
+    ended(bench.lifecycle, "r", REPORT, 4.0, pod=newest.primary.pod, cached_tokens=32)
     record = bench.decision_log.find("r")
     assert record is not None
     assert record["end"] == {"source": "report", "after_s": 3.0, "failed": False}
@@ -120,9 +120,9 @@ def test_late_report_from_another_pod_is_not_recorded() -> None:
     bench.index.hold(PODS[1].address, bench.keys(OTHER)[:2])
     for text, pod in ((TEXT, PODS[0]), (OTHER, PODS[1])):
         assert bench.router.route(completion("r", text), 0.0).primary.pod == pod.address
-        bench.lifecycle.ended("r", REPORT, 1.0, pod=pod.address)
+        ended(bench.lifecycle, "r", REPORT, 1.0, pod=pod.address)
     for pod, cached_tokens, recorded in ((PODS[0], 500, None), (PODS[1], 32, 32)):
-        bench.lifecycle.ended("r", RESPONSE, 2.0, pod=pod.address, cached_tokens=cached_tokens)
+        ended(bench.lifecycle, "r", RESPONSE, 2.0, pod=pod.address, cached_tokens=cached_tokens)
         record = bench.decision_log.find("r")
         assert record is not None
         assert record["delivered_cached_tokens"] == recorded
@@ -151,7 +151,7 @@ def test_record_has_candidates_exclusions_and_end() -> None:
     bench.index.hold(held, bench.keys(OTHER)[:4])
     bench.index.hold(held, bench.keys(OTHER)[:6], host=True)
     bench.router.route(completion("r", OTHER), 10.0)
-    bench.lifecycle.ended("r", REPORT, 12.0, cached_tokens=40)
+    ended(bench.lifecycle, "r", REPORT, 12.0, cached_tokens=40)
     record = bench.decision_log.find("r")
     assert record is not None
     best, other = record["candidates"]

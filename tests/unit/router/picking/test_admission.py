@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from router.errors import SaturatedError
-from router.picking.admission import Admission, UtilizationDetector
 from router.picking.cost import adapter_delay_s
+from router.picking.flow_queue import UtilizationDetector
+from router.picking.route import Admission
 from router.pods.engine_load import EngineLoad, LoraLoad
 from router.pods.load_table import PodLoadTable
 from tests.support.router.pricing import load

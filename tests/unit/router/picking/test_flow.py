@@ -17,11 +17,17 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from router.config.picker_file import BandSettings, FlowSettings, parse_config
-from router.errors import ConfigError, FlowError
-from router.picking.admission import ConcurrencyDetector, UtilizationDetector
+from router.errors import ConfigError, RequestError
 from router.picking.flow import FlowControl
-from router.picking.flow_config import fairness_id_reader, read_flow_settings
-from router.picking.flow_queue import FAIRNESS, FlowQueue, QueuedRequest
+from router.picking.flow_queue import (
+    FAIRNESS,
+    ConcurrencyDetector,
+    FlowQueue,
+    QueuedRequest,
+    UtilizationDetector,
+    fairness_id_reader,
+    read_flow_settings,
+)
 from router.pods.load_table import POD
 from router.pods.pod_set import PodSet
 from router.prompts.request import RequestKind, RouteRequest
@@ -178,7 +184,7 @@ def gate(settings: FlowSettings | None = None, **known: Any) -> Iterator[Gate]:
 
 def rejection(asked: Future[None]) -> tuple[int, str | None]:
     """Return the status and reason with which a request was rejected."""
-    with pytest.raises(FlowError) as caught:
+    with pytest.raises(RequestError) as caught:
         asked.result(300)
     return caught.value.status, caught.value.dropped_reason
 

@@ -17,7 +17,7 @@ from router.errors import RequestError, SaturatedError
 from router.inflight.failures import COST_S, OUT_AFTER, RETRY_S
 from router.pods.engine_load import EngineLoad, LoraLoad
 from router.prompts.request import RequestKind, RouteRequest
-from tests.support.router.bench import TINY, TOKENIZER, Bench, completion, long_text, ready_pod
+from tests.support.router.bench import TINY, TOKENIZER, Bench, completion, ended, long_text, ready_pod
 
 A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
 TEXT = long_text(200)
@@ -265,7 +265,7 @@ def test_scraped_kv_usage_counts_only_while_it_is_fresh() -> None:
     full = EngineLoad(waiting=0, running=9, kv_usage=1.0, kv_capacity_tokens=1600, scraped_s=100.0)
     bench = Bench().with_pods(replace(A, load=full), B)
     assert bench.router.route(completion("r1", TEXT), 101.0).primary.pod == B.address
-    bench.lifecycle.ended("r1", "report", 101.5)
+    ended(bench.lifecycle, "r1", "report", 101.5)
     late = bench.router.route(completion("r2", TEXT), 200.0)
     assert {candidate.kv_pressure_s for candidate in late.ranked} == {0.0}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from router.feedback.lifecycle import REPORT
+from router.feedback.outcomes import REPORT
+from router.picking.candidates import SessionPods
 from router.picking.decision import Decision
-from router.picking.sessions import SessionPods
-from router.prompts.request import session_id_of, session_of
-from tests.support.router.bench import Bench, completion, ready_pod
+from router.prompts.request import session_of
+from tests.support.router.bench import Bench, completion, ended, ready_pod
 
 A, B = ready_pod("10.0.0.1:8000", model="m"), ready_pod("10.0.0.2:8000", model="m")
 
@@ -27,7 +27,7 @@ A, B = ready_pod("10.0.0.1:8000", model="m"), ready_pod("10.0.0.2:8000", model="
 )
 def test_a_sessions_id_comes_from_its_header(headers: dict[str, str], session: str | None) -> None:
     """x-session-id precedes agents' headers; an empty or oversized id is ignored."""
-    assert session_id_of(headers) == session
+    assert session_of(replace(completion("r", "x"), headers=headers)) == session
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_session_has_one_pod_per_base_model() -> None:
             for model, seen in pods.items():
                 request = completion(f"{model}{number}", "x" * 40, model=model)
                 decision = bench.router.route(replace(request, headers={"x-session-id": "s"}), float(number))
-                bench.lifecycle.ended(decision.request_id, REPORT, number + 0.5)
+                ended(bench.lifecycle, decision.request_id, REPORT, number + 0.5)
                 seen.add(decision.primary.pod)
         assert {model: len(seen) for model, seen in pods.items()} == {"m": 1, "other": 1}
 
@@ -86,7 +86,7 @@ def test_a_session_only_decides_between_equal_costs(headers: dict[str, str], fie
 
         home = pick(0).primary.pod
         for number in range(1, 5):
-            bench.lifecycle.ended(f"r{number - 1}", REPORT, float(number))
+            ended(bench.lifecycle, f"r{number - 1}", REPORT, float(number))
             decision = pick(number)
             assert decision.primary.pod == home
             assert decision.reason.startswith("by load alone")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router.errors import RequestError
-from router.picking.state_pods import GONE, HELD, UNKNOWN, StatePods
+from router.picking.candidates import GONE, HELD, UNKNOWN, StatePods
 from router.pods.pod_set import PodSet
 from router.prompts.request import RequestKind, RouteRequest
 from tests.support.router.bench import Bench, ready_pod

@@ -15,7 +15,7 @@ from router.plugins.build import build_pipeline
 from router.pods.load_table import PodWork
 from router.pods.pod_set import ROLE_LABEL
 from tests.support.router import replicas as replica_support
-from tests.support.router.bench import Bench, completion, entry, long_text, ready_pod
+from tests.support.router.bench import Bench, completion, ended, entry, long_text, ready_pod
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 DISAGGREGATED: dict[str, Any] = {
@@ -68,7 +68,7 @@ def test_the_prefill_pod_is_charged_until_the_prefill_ends() -> None:
     made.lifecycle.stored(A, prompt, 1.0)
     assert made.ledger.load_table.work(A) == PodWork()
     assert made.ledger.load_table.work(B) == PodWork(decoding=1, held_tokens=tokens)
-    made.lifecycle.ended("r", "response", 2.0, pod=B, cached_tokens=decision.prompt_tokens)
+    ended(made.lifecycle, "r", "response", 2.0, pod=B, cached_tokens=decision.prompt_tokens)
     assert (made.ledger.load_table.work(B), len(made.ledger)) == (PodWork(), 0)
     assert made.sample("kvroute_router_compared_predicted_cached_tokens_total") == 0.0
     shown = made.decision_log.find("r")
@@ -88,7 +88,7 @@ def test_a_first_token_ends_the_prefill_without_stored_events() -> None:
                 0,
                 1,
             )
-        made.lifecycle.ended(request_id, "response", 2.0, pod=B)
+        ended(made.lifecycle, request_id, "response", 2.0, pod=B)
         assert (made.ledger.load_table.work(A), made.ledger.load_table.work(B)) == (PodWork(), PodWork())
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from router.app.config import parse_flags
 from router.config.picker_file import parse_config
 from router.errors import ConfigError
-from router.picking.flow_config import read_flow_settings
+from router.picking.flow_queue import read_flow_settings
 from router.plugins.build import build_pipeline
 from router.plugins.labels import HeaderLabelScorer
 from router.plugins.testkit import endpoint, request, scores

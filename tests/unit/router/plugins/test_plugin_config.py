@@ -15,12 +15,12 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
 from router.config.picker_file import parse_config
+from router.doors.boundary import system_owned
 from router.doors.ext_authz import ok_response
-from router.doors.headers import system_owned
 from router.errors import ConfigError, RequestError
 from router.observe.metrics import MetricAliases
 from router.picking.decision import PipelineResult
-from router.picking.flow_config import read_flow_settings
+from router.picking.flow_queue import read_flow_settings
 from router.picking.scheduler import Scheduler
 from router.plugins.build import PLUGIN_TYPES, REPLACEMENTS, build_pipeline
 from router.plugins.pipeline import Pipeline
@@ -322,7 +322,9 @@ def test_plugin_states_are_shown_by_name(tmp_path: Path) -> None:
 def test_pipeline_headers_are_set_by_ext_authz() -> None:
     """Headers that plugins set on request and response are part of the ext_authz answer."""
     result = PipelineResult((A,), {}, {}, {"x-prefiller-host-port": B}, {"x-session-token": "t"}, None, "")
-    answer = CheckResponse.FromString(ok_response.__wrapped__(A, None, (), None, result)).ok_response
+    answer = CheckResponse.FromString(
+        ok_response(A, (), tuple(result.request_headers.items()), tuple(result.response_headers.items()))
+    ).ok_response
     request_headers = {option.header.key: option.header.value for option in answer.headers}
     response_headers = {option.header.key: option.header.value for option in answer.response_headers_to_add}
     assert request_headers == {"x-gateway-destination-endpoint": A, "x-prefiller-host-port": B}

@@ -15,20 +15,7 @@ from router.config.picker_file import parse_config
 from router.errors import ConfigError
 from router.plugins.api import PrefixMatch
 from router.plugins.build import make_plugin
-from router.plugins.cache_scorers import ContextLengthAware, LoraAffinityScorer, NoHitLruScorer, PrefixScorer
-from router.plugins.labels import HeaderTestingFilter
-from router.plugins.load import (
-    ActiveRequestScorer,
-    KvUsageScorer,
-    LoadAwareScorer,
-    MetricLimit,
-    PrefixAffinityFilter,
-    QueueScorer,
-    RunningRequestsScorer,
-    TokenLoadScorer,
-    TtftCostScorer,
-    UtilizationFilter,
-)
+from router.plugins.labels import HeaderTestingFilter, SessionAffinity
 from router.plugins.profiles import (
     MaxScorePicker,
     PluginError,
@@ -38,7 +25,22 @@ from router.plugins.profiles import (
     WeightedRandomPicker,
     WeightedScorer,
 )
-from router.plugins.session_affinity import SessionAffinity
+from router.plugins.scorers import (
+    ActiveRequestScorer,
+    ContextLengthAware,
+    KvUsageScorer,
+    LoadAwareScorer,
+    LoraAffinityScorer,
+    MetricLimit,
+    NoHitLruScorer,
+    PrefixAffinityFilter,
+    PrefixScorer,
+    QueueScorer,
+    RunningRequestsScorer,
+    TokenLoadScorer,
+    TtftCostScorer,
+    UtilizationFilter,
+)
 from router.plugins.testkit import endpoint, kept, picks, request, scores
 from router.pods.engine_load import LoraLoad
 

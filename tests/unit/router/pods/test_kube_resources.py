@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config.kube import OLD_GROUP, POOL_GROUP, KubeConfig
-from router.config.resources import RewriteRules
+from router.config.picker_file import RewriteRules
 from router.pods.kube.objects import BadObjectError, ObjectiveObject, RewriteObject, read
 from router.pods.kube.pods import priorities_of, rewrites_of
 from tests.support.kube.objects import JSON, raw

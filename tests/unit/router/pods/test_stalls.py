@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from router.pods.engine_load import EngineLoad
-from router.pods.pod_set import Pod
-from router.pods.stalls import STALL_S, checked
+from router.pods.pod_set import STALL_S, Pod, stall_checked
 from tests.support.router.bench import ready_pod
 
 A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
@@ -20,7 +19,7 @@ def load(now_s: float, tokens: float | None = 5.0, waiting: int = 3, kv_usage: f
 def probed(pod: Pod, *loads: EngineLoad, others: tuple[Pod, ...] = ()) -> Pod:
     """Return the pod after probes with these loads, while it is healthy."""
     for each in loads:
-        pod = checked(replace(pod, ready=True, silent=False, why="", load=each), (pod, *others))
+        pod = stall_checked(replace(pod, ready=True, silent=False, why="", load=each), (pod, *others))
     return pod
 
 

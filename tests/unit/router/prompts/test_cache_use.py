@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from router.feedback.lifecycle import RESPONSE
+from router.feedback.outcomes import RESPONSE
 from router.prompts.request import CACHE_NOT_READ, RequestKind, RouteRequest, reads_cache, sequences_of
-from tests.support.router.bench import TINY, Bench, completion, long_text, ready_pod
+from tests.support.router.bench import TINY, Bench, completion, ended, long_text, ready_pod
 
 A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
 TEXT = long_text(200)
@@ -118,7 +118,7 @@ def test_a_request_weighs_as_the_sequences_that_it_decodes(
     record = bench.decision_log.find("r")
     assert record is not None
     assert record["sequences"] == sequences
-    bench.lifecycle.ended("r", RESPONSE, 2.0, failed=False)
+    ended(bench.lifecycle, "r", RESPONSE, 2.0, failed=False)
     assert bench.ledger.load_table.work(A.address).decoding == 0
 
 
@@ -128,7 +128,7 @@ def test_incomplete_usage_is_not_compared(prompt: object, fields: dict[str, Any]
     bench = Bench().with_pods(A)
     bench.index.hold(A.address, bench.keys(TEXT))
     bench.router.route(completion("r", prompt, **fields), 0.0)
-    bench.lifecycle.ended("r", RESPONSE, 1.0, cached_tokens=16)
+    ended(bench.lifecycle, "r", RESPONSE, 1.0, cached_tokens=16)
     assert bench.sample("kvroute_router_compared_predicted_cached_tokens_total") == 0
     assert bench.sample("kvroute_router_delivered_cached_tokens_total") == 0
     record = bench.decision_log.find("r")

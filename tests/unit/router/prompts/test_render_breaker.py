@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.prompts.render_breaker import FAILURES_MAX, PAUSE_MAX_S, PAUSE_S, RenderBreaker
+from router.prompts.remote_tokenizers import FAILURES_MAX, PAUSE_MAX_S, PAUSE_S, RenderBreaker
 
 
 def working() -> RenderBreaker:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.errors import RequestError
-from router.prompts.parsers import http_request
+from router.prompts.parsers import OWN_PARSERS
 from router.prompts.request import RequestKind, too_large
 
 JSON = st.recursive(
@@ -39,13 +39,13 @@ JSON = st.recursive(
 )
 def test_the_longest_path_suffix_selects_the_api(path: str, kind: RequestKind) -> None:
     """The API is selected by whole trailing path segments, without query and trailing slash."""
-    assert http_request("id", path, b'{"model":"m"}').kind is kind
+    assert OWN_PARSERS.parse("id", path, b'{"model":"m"}')[0].kind is kind
 
 
 def test_routing_fields_are_read_exactly() -> None:
     """Model, salt and size are read, and integers above 2**53 keep their value."""
     body = b'{"model":"m","prompt":"p","stream":true,"cache_salt":"s","seed":9007199254740993}'
-    request = http_request("id", "/v1/completions", body)
+    request = OWN_PARSERS.parse("id", "/v1/completions", body)[0]
     assert (request.model, request.cache_salt) == ("m", "s")
     assert (request.body["seed"], request.body_bytes) == (2**53 + 1, len(body))
 
@@ -74,7 +74,7 @@ def test_routing_fields_are_read_exactly() -> None:
 def test_malformed_bodies_get_an_openai_error(body: bytes, param: str | None) -> None:
     """An invalid body gives an OpenAI-shaped error with status 400 that names the field."""
     with pytest.raises(RequestError) as caught:
-        http_request("id", "/v1/chat/completions", body)
+        OWN_PARSERS.parse("id", "/v1/chat/completions", body)[0]
     answer = msgspec.json.decode(caught.value.body())["error"]
     assert (caught.value.status, answer["param"], answer["code"]) == (400, param, 400)
     assert answer["type"] == "BadRequestError"
@@ -86,7 +86,7 @@ def test_hostile_bodies_raise_only_request_errors(body: bytes) -> None:
     """Any bytes give a request with a model or raise RequestError."""
     refusal = None
     try:
-        request = http_request("id", "/v1/chat/completions", body)
+        request = OWN_PARSERS.parse("id", "/v1/chat/completions", body)[0]
     except RequestError as error:
         refusal = error
     if refusal is None:
@@ -99,7 +99,7 @@ def test_hostile_bodies_raise_only_request_errors(body: bytes) -> None:
 @given(st.binary(max_size=200))
 def test_unknown_paths_are_not_parsed(body: bytes) -> None:
     """A request of an unknown API passes whatever its body is."""
-    request = http_request("id", "/tokenize", body)
+    request = OWN_PARSERS.parse("id", "/tokenize", body)[0]
     assert (request.kind, request.model, request.body_bytes) == (RequestKind.PASSTHROUGH, None, len(body))
 
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers
 
 from router.errors import ConfigError, RequestError
-from router.prompts.parsers import http_request
+from router.prompts.parsers import OWN_PARSERS
 from router.prompts.prompt_tokens import MEDIA, PromptTokens
 from router.prompts.remote_tokenizers import read_rendered
 from router.prompts.request import RequestKind, RouteRequest
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
 from tests.support.router.bench import TINY, TOKENIZER, completion
 from tests.support.tokenization.media import CASES, answer
 from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenIds
@@ -83,7 +83,7 @@ def test_a_growing_chat_has_the_engines_token_ids() -> None:
         role = "user" if turn % 2 == 0 else "assistant"
         messages.append({"role": role, "content": f"{turn} " + "some words, " * 400})
         body = {"model": TINY, "messages": messages}
-        request = http_request("r", "/v1/chat/completions", msgspec.json.encode(body))
+        request = OWN_PARSERS.parse("r", "/v1/chat/completions", msgspec.json.encode(body))[0]
         (ids,) = REGISTRY.prompt_tokens(request, TINY).prompts
         assert ids.tolist() == chat_prompt(body, DECODED).tolist()
 
@@ -328,4 +328,4 @@ def test_an_invalid_source_stops_the_start(tmp_path: Path, source: str, problem:
     """An invalid --tokenizer is reported with flag, model, source and problem."""
     source = source.format(tmp=tmp_path)
     with pytest.raises(ConfigError, match=f"--tokenizer m={source}: .*{problem}"):
-        TokenizerRegistry.load({"m": source})
+        TokenizerRegistry(open_tokenizers({"m": source}))

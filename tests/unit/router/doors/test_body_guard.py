@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.doors.boundary import GATEWAY_ONLY_FIELDS, BodyGuard
 from router.errors import RequestError
-from router.prompts.body_guard import GATEWAY_ONLY_FIELDS, BodyGuard
-from router.prompts.parsers import http_request
+from router.prompts.parsers import OWN_PARSERS
 from tests.support.depth import examples
 
 PARAMS = {"do_remote_prefill": True, "remote_block_ids": []}
@@ -33,7 +33,7 @@ def outcome(body: bytes, path: str, *, has_connector: bool = False, content_type
     """Return the path of a body's forbidden field, "refused" or "passes"."""
     guard = BodyGuard(has_connector=lambda: has_connector)
     try:
-        request = http_request("r", path, body, headers={"content-type": content_type})
+        request = OWN_PARSERS.parse("r", path, body, headers={"content-type": content_type})[0]
         return guard.forbidden(request, body) or "passes"
     except RequestError as error:
         return "refused" if error.status == 400 else f"status {error.status}"
@@ -181,7 +181,7 @@ def test_removal_keeps_other_values_unchanged() -> None:
 def test_the_list_can_be_changed() -> None:
     """Configured names replace the default ones; an empty list disables the check."""
     body = json.dumps({**BASE, "kv_hints": 1, "priority": 3}).encode()
-    request = http_request("r", "/v1/completions", body)
+    request = OWN_PARSERS.parse("r", "/v1/completions", body)[0]
     assert BodyGuard(["priority"]).forbidden(request, body) == "priority"
     assert "kv_hints" in json.loads(BodyGuard(["priority"]).without(body))
     off = BodyGuard([], has_connector=lambda: True)
