@@ -43,10 +43,7 @@ SCHEMA = 1
 SNAPSHOT_TYPE = "application/msgpack"
 
 _BATCH_BLOCKS = _RUN_BLOCKS = 512
-_FIXMAP_6 = b"\x86"
-_ARRAY_32 = b"\xdd"
 
-_encode = msgspec.msgpack.encode
 logger = logging.getLogger(__name__)
 _BATCHES_BETWEEN_REPLAYS = 256
 _RANK = 0  # data_parallel_rank, the third element of every batch
@@ -72,7 +69,8 @@ class Snapshot:
     event_builder: KVEventBuilder
     blocks: Mapping[str, Sequence[BlockContent]]  # cached blocks by medium, one entry per copy
 
-    def pieces(self) -> Iterator[bytes]:
+    def body(self) -> bytes:
+        """Return the response body. Batches are encoded one by one, so that other threads get the GIL."""
         batches: list[list[BlockStored]] = []
         blocks = _BATCH_BLOCKS
         for event in self.events():
@@ -81,19 +79,17 @@ class Snapshot:
                 blocks = 0
             batches[-1].append(event)
             blocks += len(event.block_hashes)
-        head = {
-            "schema": SCHEMA,
-            "boot_id": self.boot_id,
-            "sequence": self.sequence,
-            "block_size": self.event_builder.block_tokens,
-            "blocks": sum(map(len, self.blocks.values())),
-        }
-        # The map's first byte is its number of fields; replace it to count `batches`, too.
-        yield _FIXMAP_6 + _encode(head)[1:]
-        yield _encode("batches") + _ARRAY_32 + len(batches).to_bytes(4, "big")
         now_s = time.time()
-        for events in batches:
-            yield _encode(encode_batch(KVEventBatch(now_s, events, self.rank)))
+        return msgspec.msgpack.encode(
+            {
+                "schema": SCHEMA,
+                "boot_id": self.boot_id,
+                "sequence": self.sequence,
+                "block_size": self.event_builder.block_tokens,
+                "blocks": sum(map(len, self.blocks.values())),
+                "batches": [encode_batch(KVEventBatch(now_s, events, self.rank)) for events in batches],
+            }
+        )
 
     def events(self) -> Iterator[BlockStored]:
         """Yield stored events for all cached blocks.

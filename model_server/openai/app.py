@@ -2,13 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -53,7 +52,6 @@ _BODIES_AT_ONCE = 16
 _HEADER_ID_CHARS_MAX = 256
 # A snapshot copies the metadata of all caches.
 _SNAPSHOTS_AT_ONCE = 2
-_PIECES_AT_ONCE = 16
 
 _T = TypeVar("_T")
 
@@ -94,7 +92,7 @@ class HttpApi:
         self._bodies = BodyReader(options.max_body_bytes, options.max_body_bytes * _BODIES_AT_ONCE)
         most = options.engine.max_num_seqs + options.engine.max_waiting
         self._requests = _Limit(most, "requests are being handled")
-        self._snapshots = _Limit(_SNAPSHOTS_AT_ONCE, "snapshots are being sent")
+        self._snapshots = _Limit(_SNAPSHOTS_AT_ONCE, "snapshots are being made")
         self._running: dict[str, set[Generation]] = {}
         self._threads = ThreadPoolExecutor(_PREPARE_THREADS, "prepare")
         self._started_s = int(time.time())
@@ -230,15 +228,13 @@ class HttpApi:
         """Send a snapshot of the caches; see `ZmqEventPublisher.snapshot`."""
         if self.publisher is None:
             raise ApiError(404, "this server publishes no KV events")
-        with ExitStack() as cleanup:
-            cleanup.enter_context(self._snapshots.one())
-            take = partial(self.publisher.snapshot, self.engine.kv_cache)
+        take = partial(self.publisher.snapshot, self.engine.kv_cache)
+        with self._snapshots.one():
             try:
-                pieces = (await self._in_thread(self.engine.between_steps, take)).pieces()
+                snapshot = await self._in_thread(self.engine.between_steps, take)
             except EngineClosedError as error:
                 raise ApiError(503, str(error)) from error
-            first = await self._in_thread(_joined, pieces)
-            return EventStream(first, self._rest(pieces), cleanup.pop_all().close, SNAPSHOT_TYPE)
+            return Response(await self._in_thread(snapshot.body), media_type=SNAPSHOT_TYPE)
 
     async def _reset_prefix_cache(self, _: Request) -> Response:
         """Reset the prefix cache. While requests run, nothing changes and `success` is false."""
@@ -295,10 +291,6 @@ class HttpApi:
             if not named and self._running.get(request_id) is named:
                 del self._running[request_id]
 
-    async def _rest(self, pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
-        while piece := await self._in_thread(_joined, pieces):
-            yield piece
-
     async def _in_thread(self, work: Callable[..., _T], *args: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
@@ -310,11 +302,6 @@ def _answering(value: Callable[[], object]) -> Callable[[Request], Awaitable[Res
         return json_response(value())
 
     return answer
-
-
-def _joined(pieces: Iterator[bytes]) -> bytes:
-    """Return the next pieces, joined, so that a thread call does enough work."""
-    return b"".join(islice(pieces, _PIECES_AT_ONCE))
 
 
 def _header_id(request: Request) -> str | None:

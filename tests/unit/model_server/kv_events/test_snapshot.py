@@ -113,10 +113,9 @@ def test_snapshot_has_all_cached_copies(device: list[BlockContent], host: list[B
 
 
 def test_the_body_is_one_map() -> None:
-    """The pieces form one msgpack map whose batches are stream payloads."""
+    """The body is one msgpack map whose batches are stream payloads."""
     held = {"GPU": [block(number) for number in range(2000)], "CPU": []}
-    body = b"".join(Snapshot("abc", 7, 3, ANNOUNCER, held).pieces())
-    told = msgspec.msgpack.decode(body)
+    told = msgspec.msgpack.decode(Snapshot("abc", 7, 3, ANNOUNCER, held).body())
     batches = [msgspec.msgpack.decode(payload, type=KVEventBatch) for payload in told.pop("batches")]
     assert told == {"schema": 1, "boot_id": "abc", "sequence": 7, "block_size": SIZE, "blocks": 2000}
     assert len(batches) == 4
