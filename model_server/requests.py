@@ -52,16 +52,18 @@ class SamplingParams:
 
 
 class TokenConstraint(Protocol):
-    """Constraint on the next token of one generation, for structured output."""
+    """Grammar state of one generation, for structured output; a part of llguidance's `LLMatcher`."""
 
-    def allowed_bits(self) -> bytes:
-        """Return the allowed tokens as a bit mask, lowest bit first; tokens beyond its end are banned."""
+    def compute_bitmask(self) -> bytes:
+        """Return the allowed tokens as a bit mask, lowest bit first; tokens beyond its end are banned.
 
-    def accept(self, token_id: int) -> None: ...
+        After an error only end-of-sequence tokens are allowed.
+        """
 
-    @property
-    def error(self) -> str | None:
-        """Why the constraint was abandoned, so that the output may violate it; None if it holds."""
+    def consume_token(self, sampled_token: int, /) -> bool: ...
+
+    def get_error(self) -> str:
+        """Return why the grammar was abandoned, for example as too complex; empty if it holds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class KVCacheManager:
 
     def max_blocks(self, num_tokens: int) -> int:
         """Return the most blocks that a request of this many tokens uses at any time."""
-        return blocks_bound(self._windows, num_tokens, self.chunk_tokens, self.block_tokens)
+        return blocks_bound(self.groups, num_tokens, self.chunk_tokens, self.block_tokens)
 
     def update_expected_hits(self, request: Request, max_lookups: int) -> int:
         """Update the expected cache hits of a waiting request; return the number of blocks looked up."""

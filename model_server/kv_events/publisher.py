@@ -26,7 +26,7 @@ import msgspec
 import zmq
 
 from model_server.config import KVEventsConfig
-from model_server.errors import ModelServerError
+from model_server.errors import StartError
 from model_server.kv_events.events import (
     BlockContent,
     BlockStored,
@@ -127,10 +127,6 @@ def _parents_first(contents: Mapping[CacheKey, BlockContent]) -> list[BlockConte
     return order
 
 
-class EndpointError(ModelServerError):
-    """A ZMQ endpoint cannot be bound or connected to."""
-
-
 @dataclass(frozen=True, slots=True)
 class PublisherStats:
     """Counters of the publisher since its start."""
@@ -146,7 +142,7 @@ class ZmqEventPublisher:
 
     When the queue to the publisher's thread is full, the oldest batch is dropped: the next batches then show
     subscribers the sequence gap at once, and the replay buffer still has the dropped batch. The constructor
-    raises an EndpointError if an endpoint is malformed or in use.
+    raises a StartError if an endpoint is malformed or in use.
     """
 
     def __init__(self, config: KVEventsConfig) -> None:
@@ -173,7 +169,7 @@ class ZmqEventPublisher:
                 ReplayServer.limit(router)
                 bound = _attach(router, bound, bind=True)
                 self._replay = ReplayServer(router, self._topic, self._buffer)
-        except EndpointError:
+        except StartError:
             self.close()
             raise
         # The given settings with the endpoints actually bound.
@@ -267,7 +263,7 @@ def _attach(zmq_socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
     except zmq.ZMQError as error:
         verb = "bind" if bind else "connect to"
         reason = zmq.strerror(error.errno or 0)
-        raise EndpointError(f"KV events: cannot {verb} {endpoint}: {reason}") from error
+        raise StartError(f"KV events: cannot {verb} {endpoint}: {reason}") from error
     address, _, port = endpoint.rpartition(":")
     if endpoint.startswith("tcp://") and port in ("0", "*"):
         return f"{address}:{zmq_socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(':')[2]}"

@@ -188,8 +188,7 @@ class HttpApi:
     async def _models(self, _: Request) -> Response:
         """List the model's names, then its adapters with the model as their parent."""
         cards = [self._card(name, self.model.root, None) for name in self.model.names]
-        loaded = {} if self.model.adapters is None else self.model.adapters.loaded()
-        for name, adapter in loaded.items():
+        for name, adapter in self.model.adapters.loaded().items():
             cards.append(self._card(name, str(adapter.directory), self.model.names[0]))
         return json_response({"object": "list", "data": cards})
 
@@ -274,7 +273,7 @@ class HttpApi:
         }
 
     def _changeable_loras(self) -> LoraRegistry:
-        if not self.options.runtime_loras or self.engine.loras is None:
+        if not self.options.runtime_loras:
             raise ApiError(
                 403, "adapters cannot be changed; start the server with --allow-runtime-lora-updating"
             )

@@ -189,7 +189,7 @@ def sample_tokens(
     tokens = sample(logits, [_sampling_row(request, eos_token_ids) for request in requests])
     for request, token in zip(requests, tokens, strict=True):
         if request.core_request.constraint is not None:
-            request.core_request.constraint.accept(token)
+            request.core_request.constraint.consume_token(token)
     entries = gather_logprobs(logprobs, counts, tokens)
     return [ChosenToken(token, entry) for token, entry in zip(tokens, entries, strict=True)]
 
@@ -203,5 +203,5 @@ def _sampling_row(request: Request, eos_token_ids: frozenset[int]) -> SamplingRo
         position=request.num_output_tokens,
         banned=params.stop_token_ids | eos_token_ids if below_minimum else frozenset(),
         token_ids=request.token_ids,
-        allowed_bits=None if constraint is None else constraint.allowed_bits(),
+        allowed_bits=None if constraint is None else constraint.compute_bitmask(),
     )
