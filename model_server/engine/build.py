@@ -9,8 +9,9 @@ from model_server.config import TINY_MODEL, EngineConfig
 from model_server.engine.core import EngineCore
 from model_server.errors import ConfigError
 from model_server.kv_events.events import EventPublisher
-from model_server.shapes import DTYPE_BYTES, TINY_CONFIG, computed_dtype, decoder_shape, read_config
+from model_server.shapes.architectures import decoder_shape
 from model_server.shapes.deployment import Budget, Deployment, Pool
+from model_server.shapes.hf_config import DTYPE_BYTES, TINY_CONFIG, computed_dtype, read_config
 from model_server.worker.executor import Executor
 
 logger = logging.getLogger(__name__)

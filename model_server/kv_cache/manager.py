@@ -11,7 +11,7 @@ from model_server.kv_cache.coordinator import full_attention_prefix, resumable_p
 from model_server.kv_cache.host_tier import BlockCopies, HostBlock, HostTier, OffloadingManager
 from model_server.kv_cache.request import BlockTable, Request
 from model_server.kv_events.events import MEDIUM_CPU, MEDIUM_GPU, BlockContent, CacheKey, KVEventBuilder, runs
-from model_server.shapes import KvGroupSpec, blocks_behind, blocks_bound
+from model_server.shapes.shape import KvGroupSpec, blocks_behind, blocks_bound
 
 
 @dataclass(frozen=True, slots=True)

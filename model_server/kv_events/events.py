@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from model_server.kv_events.hashing import ExtraKeys, event_hash
-from model_server.shapes import KvGroupSpec
+from model_server.shapes.shape import KvGroupSpec
 
 MEDIUM_GPU = "GPU"
 MEDIUM_CPU = "CPU"

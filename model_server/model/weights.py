@@ -19,15 +19,9 @@ from model_server.errors import AdapterError, ConfigError, ModelError
 from model_server.model.decoder import Decoder, Weight
 from model_server.model.lora import LoraAdapter, LoraFactors
 from model_server.model.ranks import Ranks
-from model_server.shapes import (
-    TINY_CONFIG,
-    HfConfig,
-    Shard,
-    check_divisible,
-    computed_dtype,
-    decoder_shape,
-    read_config,
-)
+from model_server.shapes.architectures import decoder_shape
+from model_server.shapes.hf_config import TINY_CONFIG, HfConfig, computed_dtype, read_config
+from model_server.shapes.shape import Shard, check_divisible
 from tokenization import TINY_DIRECTORY
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

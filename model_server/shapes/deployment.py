@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from model_server.errors import ConfigError
-from model_server.shapes import (
+from model_server.shapes.shape import (
     DecoderShape,
     KvGroupSpec,
     ModelRank,

@@ -26,7 +26,7 @@ from model_server.kv_cache.host_tier import Transfer
 from model_server.kv_cache.request import Request, ScheduledRequest
 from model_server.model.ranks import Ranks
 from model_server.requests import ChosenToken, LoraRequest
-from model_server.shapes import ModelRank
+from model_server.shapes.shape import ModelRank
 from model_server.worker.block_copies import CompletedTransfer
 from model_server.worker.model_runner import SpanNumbers, load_runner
 from model_server.worker.sampler import SamplingRow, argmax_tokens, compute_logprobs, gather_logprobs, sample

@@ -19,7 +19,7 @@ from model_server.kv_cache.host_tier import BlockCopies, Transfer
 from model_server.model.lora import LoraAdapter, LoraBatch
 from model_server.model.ranks import Ranks
 from model_server.model.weights import LoadedModel, load_adapter, load_checkpoint, load_tiny, torch_device
-from model_server.shapes import ModelRank, pool_groups
+from model_server.shapes.shape import ModelRank, pool_groups
 from model_server.worker.block_copies import CompletedTransfer, new_copies
 
 # One sequence of a step: start, length and block tables, the fields of `Span`.

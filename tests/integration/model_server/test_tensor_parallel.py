@@ -17,7 +17,7 @@ from model_server.engine.build import build_engine
 from model_server.engine.core import EngineCore
 from model_server.errors import AdapterError, ConfigError, EngineClosedError, ModelError, WorkerError
 from model_server.requests import EngineCoreRequest
-from model_server.shapes import ModelRank
+from model_server.shapes.shape import ModelRank
 from model_server.worker.workers import Start, WorkerProcesses
 from tests.integration.model_server.test_engine_architectures import ARCHITECTURES
 from tests.integration.model_server.test_engine_model import conversation

@@ -18,7 +18,7 @@ from model_server.requests import (
     LoraRequest,
     SamplingParams,
 )
-from model_server.shapes import blocks_bound, kv_groups
+from model_server.shapes.shape import blocks_bound, kv_groups
 from tests.support.model_server.invariants import check_engine
 
 VOCAB_SIZE = 50

@@ -5,7 +5,7 @@ import torch
 
 from model_server.kv_cache.host_tier import HostTier
 from model_server.kv_events.events import BlockContent, BlockRemoved, BlockStored, KVEvent, KVEventBuilder
-from model_server.shapes import single_group
+from model_server.shapes.shape import single_group
 from model_server.worker.block_copies import new_copies
 from tests.support.model_server.invariants import check_host
 

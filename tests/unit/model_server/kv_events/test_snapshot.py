@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from model_server.kv_events.events import BlockContent, BlockStored, KVEventBatch, KVEventBuilder
 from model_server.kv_events.hashing import event_hash
 from model_server.kv_events.publisher import Snapshot
-from model_server.shapes import kv_groups
+from model_server.shapes.shape import kv_groups
 from tests.support.depth import examples
 
 SIZE = 2

@@ -8,7 +8,7 @@ import torch
 
 from model_server.attention import KvLayout, SdpaAttention, Span
 from model_server.model.weights import load_checkpoint
-from model_server.shapes import kv_groups
+from model_server.shapes.shape import kv_groups
 from tests.support.model_server.model import (
     BLOCK_TOKENS,
     CPU,

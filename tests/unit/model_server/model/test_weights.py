@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from model_server.errors import ConfigError, ModelError
 from model_server.model.weights import load_checkpoint, new_model, torch_device
-from model_server.shapes import HfConfig
+from model_server.shapes.hf_config import HfConfig
 
 CPU = torch.device("cpu")
 CONFIG: dict[str, object] = {
