@@ -137,9 +137,9 @@ def test_a_tokenizer_is_fetched_once_and_then_from_the_cache(hub: str, tmp_path:
 @pytest.mark.parametrize(
     ("repository", "revision", "said"),
     [
-        ("owner/gated", COMMIT, "owner/gated is gated; set HF_TOKEN"),
-        ("owner/other", COMMIT, "owner/other is not on the Hub"),
-        ("owner/model", "v9", "owner/model has no revision v9"),
+        ("owner/gated", COMMIT, "owner/gated is gated, private or missing; set HF_TOKEN"),
+        ("owner/other", COMMIT, "owner/other is gated, private or missing; set HF_TOKEN"),
+        ("owner/model", "v9", "owner/model@v9 cannot be downloaded"),
         ("owner/mo del", COMMIT, "cannot be downloaded"),
     ],
 )
