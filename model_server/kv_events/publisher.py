@@ -20,7 +20,6 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Protocol
 
 import msgspec
 import zmq
@@ -46,17 +45,7 @@ _BATCH_BLOCKS = _RUN_BLOCKS = 512
 
 logger = logging.getLogger(__name__)
 _BATCHES_BETWEEN_REPLAYS = 256
-_RANK = 0  # data_parallel_rank, the third element of every batch
 _JOIN_TIMEOUT_S = 5.0
-
-
-class CachedBlocks(Protocol):
-    """Source of a snapshot: the cached blocks of all tiers."""
-
-    event_builder: KVEventBuilder
-
-    def contents(self) -> Mapping[str, Sequence[BlockContent]]:
-        """Return the cached blocks by medium, one entry per copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +54,6 @@ class Snapshot:
 
     boot_id: str  # unique id of this process
     sequence: int  # first batch of the stream that the snapshot does not include
-    rank: int | None  # data_parallel_rank of every batch
     event_builder: KVEventBuilder
     blocks: Mapping[str, Sequence[BlockContent]]  # cached blocks by medium, one entry per copy
 
@@ -87,7 +75,7 @@ class Snapshot:
                 "sequence": self.sequence,
                 "block_size": self.event_builder.block_tokens,
                 "blocks": sum(map(len, self.blocks.values())),
-                "batches": [encode_batch(KVEventBatch(now_s, events, self.rank)) for events in batches],
+                "batches": [encode_batch(KVEventBatch(now_s, events)) for events in batches],
             }
         )
 
@@ -183,7 +171,7 @@ class ZmqEventPublisher:
     def publish(self, events: Sequence[KVEvent]) -> None:
         """Queue one step's events under the next sequence number. Never blocks."""
         with self._lock:
-            batch = self._buffer.append(time.time(), events, _RANK)
+            batch = self._buffer.append(time.time(), events)
             if len(self._queue) >= self._queue_cap:
                 self._queue.popleft()
                 self._dropped += 1
@@ -192,10 +180,11 @@ class ZmqEventPublisher:
         if must_wake:
             self._wake()
 
-    def snapshot(self, cache: CachedBlocks) -> Snapshot:
-        """Return the caches' contents and the next sequence number. Call between two steps only."""
-        next_sequence = self._buffer.next_sequence
-        return Snapshot(self.boot_id, next_sequence, _RANK, cache.event_builder, cache.contents())
+    def snapshot(
+        self, event_builder: KVEventBuilder, blocks: Mapping[str, Sequence[BlockContent]]
+    ) -> Snapshot:
+        """Return the caches' contents with the next sequence number. Call between two steps only."""
+        return Snapshot(self.boot_id, self._buffer.next_sequence, event_builder, blocks)
 
     def stats(self) -> PublisherStats:
         replays, rejected = (self._replay.served, self._replay.rejected) if self._replay else (0, 0)

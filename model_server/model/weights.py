@@ -216,14 +216,15 @@ def _read_adapter_config(config: HfConfig) -> tuple[int, float, list[str]]:
     if (bias := config.text("bias", "none")) != "none":
         raise config.error("bias", bias, "'none': trained biases are not supported")
     for field in _REFUSED:
-        if config.is_set(field):
+        if config.values.get(field):
             raise config.error(field, True, "absent or false: it is not supported")
     rank = config.integer("r")
     if rank > _ADAPTER_RANK_MAX:
         raise config.error("r", rank, f"at most {_ADAPTER_RANK_MAX}")
     use_rslora = config.boolean("use_rslora", False)
     scaling = config.number("lora_alpha") / (math.sqrt(rank) if use_rslora else rank)
-    return rank, scaling, [] if config.is_text("target_modules") else config.names("target_modules")
+    is_pattern = isinstance(config.values.get("target_modules"), str)
+    return rank, scaling, [] if is_pattern else config.names("target_modules")
 
 
 def _read_pairs(path: Path, rank: int, model: Decoder) -> _Pairs:

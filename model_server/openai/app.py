@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from model_server.config import ServeOptions
 from model_server.engine.core import EngineCore
 from model_server.errors import AdapterError, EngineClosedError
-from model_server.kv_events.publisher import SNAPSHOT_TYPE, ZmqEventPublisher
+from model_server.kv_events.publisher import SNAPSHOT_TYPE, Snapshot, ZmqEventPublisher
 from model_server.model.lora import LoraRegistry
 from model_server.openai.answers import Answer
 from model_server.openai.generation import AsyncEngine, Generation, TextAssembler
@@ -227,7 +227,11 @@ class HttpApi:
         """Send a snapshot of the caches; see `ZmqEventPublisher.snapshot`."""
         if self.publisher is None:
             raise ApiError(404, "this server publishes no KV events")
-        take = partial(self.publisher.snapshot, self.engine.kv_cache)
+        publisher, cache = self.publisher, self.engine.kv_cache
+
+        def take() -> Snapshot:
+            return publisher.snapshot(cache.event_builder, cache.contents())
+
         with self._snapshots.one():
             try:
                 snapshot = await self._in_thread(self.engine.between_steps, take)

@@ -343,6 +343,6 @@ def quiet_end(app: ASGIApp) -> ASGIApp:
     return outermost
 
 
-def json_response(value: object, status: int = 200) -> Response:
+def json_response(value: object) -> Response:
     """Return a JSON response."""
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+    return Response(msgspec.json.encode(value), media_type="application/json")

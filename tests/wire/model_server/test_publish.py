@@ -8,7 +8,7 @@ import threading
 import pytest
 import zmq
 
-from model_server.errors import ConfigError, StartError
+from model_server.errors import StartError
 from model_server.kv_events.publisher import KVEventsConfig, ZmqEventPublisher, binds
 from tests.support.model_server.publisher import (
     number_of,
@@ -137,10 +137,3 @@ def test_an_endpoint_in_use_is_named() -> None:
             ZmqEventPublisher(KVEventsConfig(endpoint="tcp://*:0", replay_endpoint=taken))
         publisher.publish([removed(1)])
         wait_for(lambda: publisher.stats().published == 1)
-
-
-@pytest.mark.parametrize("name", ["buffer_steps", "hwm", "max_queue_size"])
-def test_caps_below_one_are_refused(name: str) -> None:
-    """A limit below 1 is rejected by name."""
-    with pytest.raises(ConfigError, match=name):
-        KVEventsConfig(**{name: 0})
