@@ -27,12 +27,11 @@ FILES |= dict.fromkeys(OF_IMAGES, b"{}")
 # Runs in its own process, because the client reads its environment only once.
 LOAD = """
 import sys, time
-from pathlib import Path
 from tokenization import PromptTokenizer, TokenizerLoadError
 from tokenization.templates.files import hub_directory
 time.sleep = lambda _seconds: None  # the Hub's client pauses between its attempts, 23 s in all
 try:
-    directory = hub_directory(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    directory = hub_directory(sys.argv[1], sys.argv[2])
     tokenizer = PromptTokenizer.from_directory(directory)
     print(tokenizer.vocab_size, sorted(path.name for path in directory.iterdir()))
 except TokenizerLoadError as error:
@@ -105,10 +104,11 @@ def hub() -> Iterator[str]:
 def load(repository: str, revision: str, cache: Path, **environment: str) -> str:
     """Load a tokenizer in a process; return its output."""
     result = subprocess.run(
-        [sys.executable, "-c", LOAD, repository, revision, str(cache)],
+        [sys.executable, "-c", LOAD, repository, revision],
         env={
             "PATH": "",
             "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_CACHE": str(cache),
             "PYTHONPATH": str(ROOT),
             **environment,
         },
