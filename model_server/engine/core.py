@@ -219,11 +219,9 @@ class EngineCore:
 
     def _idle(self) -> bool:
         """Wait for a running restore when no request can run; return whether there was one."""
-        waits = self.kv_cache.offloading.is_restoring
-        if waits:
-            self.kv_cache.offloading.wait_for_restore()
+        waited = self.kv_cache.offloading.wait_for_restore()
         self._publish()
-        return waits
+        return waited
 
     def _fail(self, computed: Sequence[Request], error: Exception) -> None:
         """End a failed step's requests (`computed` is empty if scheduling failed) and uncache its blocks."""

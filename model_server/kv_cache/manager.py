@@ -178,14 +178,15 @@ class KVCacheManager:
             for block in (block for table in request.block_tables for block in table.held_blocks()):
                 if (stored := self.offloading.store(block)) is not None:
                     # Pin it at once: storing the next block may evict an unpinned one.
-                    self._host_tier.pin(stored)
+                    stored.pin_count += 1
                     request.swapped_blocks.append(stored)
         self.free(request)
 
     def free(self, request: Request) -> None:
         """Free all blocks of a request. Cached ones stay in the prefix cache until they are reused."""
         if request.restore is not None:
-            self.offloading.fence_restores()
+            # Later steps must not overwrite the targets before the restore has ended.
+            self.offloading.copies.fence()
             request.restore = None
         else:
             self._cache_tail(request)
@@ -225,7 +226,7 @@ class KVCacheManager:
         everything = [entry for group in entries for entry in group]
         sources = [entry for entry in everything if isinstance(entry, HostBlock)]
         for source in sources:
-            self._host_tier.pin(source)
+            source.pin_count += 1
             self._host_tier.touch(source.content.key)
         for entry in everything:
             if isinstance(entry, KVCacheBlock):

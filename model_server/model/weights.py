@@ -42,11 +42,10 @@ _Pairs = dict[tuple[int, str], dict[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Loaded model with its limits."""
+    """Loaded model with its end-of-sequence tokens."""
 
     model: Decoder  # with loaded weights
     eos_token_ids: frozenset[int]  # end-of-sequence tokens
-    max_positions: int  # context length in tokens
 
 
 def load_checkpoint(
@@ -62,7 +61,7 @@ def load_checkpoint(
         raise ModelError(f"{directory}: no such model directory")
     model = new_model(read_config(directory / "config.json"), dtype, device, ranks)
     fill(model.weights(), _checkpoint_files(directory), tied=model.shape.tied_embeddings)
-    return LoadedModel(model, eos_token_ids(directory), model.shape.max_positions)
+    return LoadedModel(model, eos_token_ids(directory))
 
 
 def new_model(config: HfConfig, dtype: DType, device: torch.device, ranks: Ranks | None = None) -> Decoder:
@@ -172,7 +171,7 @@ def load_tiny(dtype: DType, device: torch.device, ranks: Ranks | None = None) ->
             # A logit of 0 is never the largest of thousands, so greedy answers have the requested length.
             whole[sorted(ends)] = 0.0
         weight.write(whole)
-    return LoadedModel(model, ends, model.shape.max_positions)
+    return LoadedModel(model, ends)
 
 
 def _scale(name: str, inputs: int) -> float:

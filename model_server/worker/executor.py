@@ -57,7 +57,7 @@ class Executor:
             self._cleanup = undo.pop_all()
         self.vocab_size = self.runner.model.shape.vocab_size  # token ids are below this
         self.eos_token_ids = self.runner.eos_token_ids  # end-of-sequence tokens
-        self.max_positions = self.runner.max_positions  # the model's maximum context, in tokens
+        self.max_positions = self.runner.model.shape.max_positions  # the model's maximum context, in tokens
         self.kv_groups = self.runner.kv_groups  # layers that share a block table
         self.block_bytes = self.runner.block_bytes * size  # bytes of one KV block, summed over all ranks
 

@@ -95,7 +95,7 @@ def test_end_of_sequence_comes_from_the_generation_config_first(checkpoint: Path
     assert load_checkpoint(checkpoint, "auto", CPU).eos_token_ids == {5}
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     loaded = load_checkpoint(checkpoint, "auto", CPU)
-    assert (loaded.eos_token_ids, loaded.max_positions) == ({3, 4}, 64)
+    assert (loaded.eos_token_ids, loaded.model.shape.max_positions) == ({3, 4}, 64)
 
 
 def test_redundant_tensors_are_passed_over(checkpoint: Path) -> None:
