@@ -75,7 +75,7 @@ class _Pod:
         return BlockStored(hashes, parent, token_ids, BLOCK_TOKENS, None, MEDIUM_GPU, None)
 
     def _publish(self, events: Sequence[BlockStored]) -> None:
-        step = self._ring.append(time.time(), events, 0)
+        step = self._ring.append(time.time(), events)
         self._events.send_multipart((b"", step.sequence_frame, step.payload()))
 
 

@@ -30,7 +30,7 @@ from benchmarks.report import Report, read_options
 from model_server.attention import Attention, KvLayout, SdpaAttention, Span, StepMeta
 from model_server.model.decoder import Decoder
 from model_server.model.weights import load_checkpoint
-from model_server.shapes import single_group
+from model_server.shapes.shape import single_group
 
 _LAYERS = 4
 _HEADS = 4

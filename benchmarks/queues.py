@@ -28,7 +28,7 @@ from model_server.kv_cache.manager import KVCacheManager
 from model_server.kv_cache.request import Request, ScheduledRequest
 from model_server.kv_events.events import KVEventBuilder
 from model_server.requests import EngineCoreRequest, SamplingParams
-from model_server.shapes import single_group
+from model_server.shapes.shape import single_group
 from model_server.worker.block_copies import CpuCopies
 from router.picking.cost import CACHE_HIT, CostInputs, CostParameters, cost_breakdowns
 from router.pods.engine_load import EngineLoad

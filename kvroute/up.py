@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import signal
 import sys
@@ -17,8 +16,6 @@ from kvroute.stack import LocalStackError, StackOptions, StackPlan, await_pods, 
 from kvroute.supervisor import Supervisor, check_ports
 
 _WATCH_S = 0.2
-# Libraries of model servers that the router does not need.
-_LIBRARIES = ("torch", "starlette", "uvicorn", "safetensors")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     try:
-        _check_libraries()
         return _run(options, demo=not arguments.no_demo, stay=not arguments.demo_only)
     except KeyboardInterrupt:
         return 0
@@ -124,14 +120,6 @@ def _progress() -> Callable[[str], None]:
 
     say("starting model servers, router and Envoy")
     return say
-
-
-def _check_libraries() -> None:
-    for module in _LIBRARIES:
-        if importlib.util.find_spec(module) is None:
-            raise LocalStackError(
-                f"the library {module} is missing; install it with: pip install 'kvroute[model-server]'"
-            )
 
 
 if __name__ == "__main__":

@@ -158,12 +158,6 @@ class KVEventsConfig:
         "--kv-events-bind", bool, False, "always bind --kv-events-endpoint, also to a loopback address"
     )
 
-    def __post_init__(self) -> None:
-        """Check the settings; raises a ConfigError."""
-        for name in ("buffer_steps", "hwm", "max_queue_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"KV events: {name} is {getattr(self, name)}; it must be at least 1")
-
     def as_vllm(self) -> dict[str, object]:
         """Return the settings in the form of vLLM's /kv_event_sources."""
         settings = asdict(self)

@@ -1,6 +1,6 @@
 """Inputs, outputs and counters of the engine: token ids only, no text and no HTTP."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -13,7 +13,6 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 # Lower temperatures are greedy: dividing by them overflows.
 GREEDY_BELOW = 1e-5
-_SALT_CHARACTERS_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +51,18 @@ class SamplingParams:
 
 
 class TokenConstraint(Protocol):
-    """Constraint on the next token of one generation, for structured output."""
+    """Grammar state of one generation, for structured output; a part of llguidance's `LLMatcher`."""
 
-    def allowed_bits(self) -> bytes:
-        """Return the allowed tokens as a bit mask, lowest bit first; tokens beyond its end are banned."""
+    def compute_bitmask(self) -> bytes:
+        """Return the allowed tokens as a bit mask, lowest bit first; tokens beyond its end are banned.
 
-    def accept(self, token_id: int) -> None: ...
+        After an error only end-of-sequence tokens are allowed.
+        """
 
-    @property
-    def error(self) -> str | None:
-        """Why the constraint was abandoned, so that the output may violate it; None if it holds."""
+    def consume_token(self, sampled_token: int, /) -> bool: ...
+
+    def get_error(self) -> str:
+        """Return why the grammar was abandoned, for example as too complex; empty if it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,10 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, gc=False):
 
 
 def check_request(request: EngineCoreRequest, *, vocab_size: int, max_model_len: int) -> None:
-    """Raise a RequestError, naming the field, for a request that can never run."""
+    """Raise a RequestError, naming the field, for a request that this model can never run.
+
+    The API has checked types and ranges that are the same for all models.
+    """
     prompt = request.prompt_token_ids
     if not prompt:
         raise RequestError("the prompt is empty; send at least one token", "prompt")
@@ -127,52 +131,13 @@ def check_request(request: EngineCoreRequest, *, vocab_size: int, max_model_len:
         )
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         raise RequestError(f"the prompt contains a token id outside 0..{vocab_size - 1}", "prompt")
-    _check_salt(request.cache_salt)
-    _check_sampling(request.sampling, vocab_size)
-
-
-def _check_salt(salt: str | None) -> None:
-    if salt is None:
-        return
-    if not 1 <= len(salt) <= _SALT_CHARACTERS_MAX:
-        raise RequestError(f"cache_salt must have 1 to {_SALT_CHARACTERS_MAX} characters", "cache_salt")
-    try:
-        salt.encode()
-    except UnicodeEncodeError:
-        raise RequestError("cache_salt contains half of a surrogate pair", "cache_salt") from None
-
-
-def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
-    rules = {
-        "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
-        "temperature": (0.0 <= sampling.temperature < float("inf"), "a number of at least 0"),
-        "top_p": (0.0 < sampling.top_p <= 1.0, "above 0 and at most 1"),
-        "min_p": (0.0 <= sampling.min_p <= 1.0, "between 0 and 1"),
-        "min_tokens": (0 <= sampling.min_tokens <= sampling.max_tokens, "between 0 and max_tokens"),
-        "frequency_penalty": (-2.0 <= sampling.frequency_penalty <= 2.0, "between -2 and 2"),
-        "presence_penalty": (-2.0 <= sampling.presence_penalty <= 2.0, "between -2 and 2"),
-        "repetition_penalty": (0.0 < sampling.repetition_penalty < float("inf"), "a number above 0"),
-        "logprobs": (0 <= (sampling.logprobs or 0) <= vocab_size, f"between 0 and {vocab_size}"),
-        "logit_bias": (
-            all(0 <= token < vocab_size for token in sampling.logit_bias),
-            f"given for token ids within 0..{vocab_size - 1}",
-        ),
-        "allowed_token_ids": (
-            sampling.allowed_token_ids is None
-            or (
-                len(sampling.allowed_token_ids) > 0
-                and all(0 <= token < vocab_size for token in sampling.allowed_token_ids)
-            ),
-            f"at least one token id, all within 0..{vocab_size - 1}",
-        ),
-        "stop_token_ids": (
-            all(0 <= token < vocab_size for token in sampling.stop_token_ids),
-            f"token ids within 0..{vocab_size - 1}",
-        ),
-    }
-    for param, (valid, wanted) in rules.items():
-        if not valid:
-            raise RequestError(f"{param} is {getattr(sampling, param)}; it must be {wanted}", param)
+    sampling = request.sampling
+    if sampling.allowed_token_ids is not None and not sampling.allowed_token_ids:
+        raise RequestError("allowed_token_ids is empty; give at least one token id", "allowed_token_ids")
+    for param in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        token_ids: Iterable[int] = getattr(sampling, param) or ()
+        if not all(0 <= token_id < vocab_size for token_id in token_ids):
+            raise RequestError(f"{param} contains a token id outside 0..{vocab_size - 1}", param)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from functools import partial
 from common.flags import CommandParser, add_flags, flag, positive
 from model_server.config import DType, KvCacheDType
 from model_server.errors import CapacityError, ConfigError, ModelError
-from model_server.shapes import DTYPE_BYTES, KvGroupSpec, computed_dtype, decoder_shape
+from model_server.shapes.architectures import decoder_shape
 from model_server.shapes.deployment import (
     DEFAULT_RESERVE_BYTES,
     DEFAULT_UTILIZATION,
@@ -19,6 +19,8 @@ from model_server.shapes.deployment import (
     Deployment,
     size_text,
 )
+from model_server.shapes.hf_config import DTYPE_BYTES, computed_dtype
+from model_server.shapes.shape import KvGroupSpec
 from planning.plan import Plan, make_plan
 from planning.presets import CUSTOM, GPUS, PRESETS, Gpu, find_model
 

@@ -11,8 +11,8 @@ from typing import Literal
 import msgspec
 
 from model_server.errors import CapacityError, ConfigError
-from model_server.shapes import divides
 from model_server.shapes.deployment import Budget, Deployment, Pool
+from model_server.shapes.shape import divides
 from planning.presets import Gpu
 
 PARALLEL_SIZES = (1, 2, 4, 8)  # GPUs of one node

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from model_server.config import TINY_MODEL
 from model_server.errors import ModelError
-from model_server.shapes import TINY_CONFIG, HfConfig, read_config
+from model_server.shapes.hf_config import TINY_CONFIG, HfConfig, read_config
 
 _GB = 10**9
 _TERA = 1e12

@@ -9,7 +9,7 @@ from torch import Tensor
 from model_server.attention.cpu_kernel.decodes import paged_fault
 from model_server.attention.kv_pool import Attention, KvLayout, Span, StepMeta
 from model_server.attention.sdpa import SdpaAttention
-from model_server.shapes import AttentionShape, single_group
+from model_server.shapes.shape import AttentionShape, single_group
 
 __all__ = ["Attention", "KvLayout", "SdpaAttention", "Span", "StepMeta", "new_attention"]
 

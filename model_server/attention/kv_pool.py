@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from model_server.shapes import AttentionShape, KvGroupSpec
+from model_server.shapes.shape import AttentionShape, KvGroupSpec
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 

@@ -26,7 +26,7 @@ from model_server.attention.kv_pool import (
     slots_of,
     to_device,
 )
-from model_server.shapes import AttentionShape
+from model_server.shapes.shape import AttentionShape
 
 # Query rows per call: a small number wastes less on masked positions, a large number uses all cores.
 _TILE_ROWS = 256

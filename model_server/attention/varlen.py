@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from model_server.attention.kv_pool import KvLayout, Span, StepMeta, positions_of, slots_of, to_device
-from model_server.shapes import AttentionShape, single_group
+from model_server.shapes.shape import AttentionShape, single_group
 
 _DTYPES = (torch.bfloat16, torch.float16)
 

@@ -1,8 +1,6 @@
 """Construction of an engine: loads the model, allocates KV memory, and logs its size."""
 
 import logging
-from bisect import bisect_right
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,18 +9,9 @@ from model_server.config import TINY_MODEL, EngineConfig
 from model_server.engine.core import EngineCore
 from model_server.errors import ConfigError
 from model_server.kv_events.events import EventPublisher
-from model_server.model.lora import LoraRegistry
-from model_server.shapes import (
-    DTYPE_BYTES,
-    TINY_CONFIG,
-    KvGroupSpec,
-    blocks_behind,
-    blocks_bound,
-    computed_dtype,
-    decoder_shape,
-    read_config,
-)
+from model_server.shapes.architectures import decoder_shape
 from model_server.shapes.deployment import Budget, Deployment, Pool
+from model_server.shapes.hf_config import DTYPE_BYTES, TINY_CONFIG, computed_dtype, read_config
 from model_server.worker.executor import Executor
 
 logger = logging.getLogger(__name__)
@@ -32,27 +21,15 @@ def build_engine(config: EngineConfig, publisher: EventPublisher) -> EngineCore:
     """Load the model and return an engine, not started; may raise any ModelServerError."""
     executor = Executor(config)
     try:
-        max_model_len = _max_model_len(config, executor.max_positions, executor.kv_groups)
-        loras = LoraRegistry(executor.load_adapter, config.max_loras)
-        return EngineCore(config, executor, publisher, max_model_len, loras)
+        return EngineCore(config, executor, publisher, _max_model_len(config, executor.max_positions))
     except BaseException:
         executor.close()
         raise
 
 
-def max_request_tokens(config: EngineConfig, max_positions: int, groups: Sequence[KvGroupSpec]) -> int:
-    """Return the most tokens of one request that fit into the pool."""
-    needs = [blocks_behind(group.window_tokens, config.block_tokens) for group in groups]
-
-    def blocks(num_tokens: int) -> int:
-        return blocks_bound(needs, num_tokens, config.max_num_batched_tokens, config.block_tokens)
-
-    return bisect_right(range(max_positions + 1), config.gpu_blocks, key=blocks) - 1
-
-
-def _max_model_len(config: EngineConfig, max_positions: int, groups: Sequence[KvGroupSpec]) -> int:
+def _max_model_len(config: EngineConfig, max_positions: int) -> int:
     if config.max_model_len is None:
-        return max_request_tokens(config, max_positions, groups)
+        return deployment_of(config).longest_context(config.gpu_blocks, max_positions)
     if config.max_model_len > max_positions:
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, but the model has only {max_positions} positions"

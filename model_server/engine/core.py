@@ -53,12 +53,11 @@ class EngineCore:
         executor: Executor,
         events: EventPublisher,
         max_model_len: int,
-        loras: LoraRegistry | None = None,
     ) -> None:
         self.vocab_size = executor.vocab_size  # token ids are below this
         self.max_model_len = max_model_len  # maximum tokens of prompt and output together
         self.block_tokens = config.block_tokens  # tokens in one KV block
-        self.loras = loras  # LoRA adapters that requests can name; None if disabled
+        self.loras = LoraRegistry(executor.load_adapter, config.max_loras)  # adapters that requests can name
         self._max_waiting = config.max_waiting
         self._caching = config.enable_prefix_caching
         self.executor = executor
@@ -99,11 +98,7 @@ class EngineCore:
             EngineClosedError: The engine is closed.
         """
         check_request(core_request, vocab_size=self.vocab_size, max_model_len=self.max_model_len)
-        adapter = None
-        if core_request.lora_name is not None:
-            if self.loras is None:
-                raise RequestError("LoRA adapters are disabled on this engine", "model")
-            adapter = self.loras.find(core_request.lora_name)
+        adapter = None if core_request.lora_name is None else self.loras.find(core_request.lora_name)
         with self._wake:
             if self._closing:
                 raise EngineClosedError("the engine is closed")
@@ -224,11 +219,9 @@ class EngineCore:
 
     def _idle(self) -> bool:
         """Wait for a running restore when no request can run; return whether there was one."""
-        waits = self.kv_cache.offloading.is_restoring
-        if waits:
-            self.kv_cache.offloading.wait_for_restore()
+        waited = self.kv_cache.offloading.wait_for_restore()
         self._publish()
-        return waits
+        return waited
 
     def _fail(self, computed: Sequence[Request], error: Exception) -> None:
         """End a failed step's requests (`computed` is empty if scheduling failed) and uncache its blocks."""

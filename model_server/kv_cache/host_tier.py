@@ -75,9 +75,6 @@ class HostTier:
         for run in runs(contents):
             self.add_event(self.event_builder.stored(run, MEDIUM_CPU))
 
-    def pin(self, block: HostBlock) -> None:
-        block.pin_count += 1
-
     def unpin(self, block: HostBlock) -> None:
         assert block.pin_count > 0, "unpinned more often than pinned"
         block.pin_count -= 1
@@ -155,10 +152,6 @@ class OffloadingManager:
         self._restores: deque[tuple[Transfer, list[Restore]]] = deque()
         self.block_pool.on_evict = self.store
 
-    @property
-    def is_restoring(self) -> bool:
-        return bool(self._restores)
-
     def store(self, block: KVCacheBlock) -> HostBlock | None:
         """Queue a store unless the host tier has the content; return the host block, None without a slot."""
         content = block.content
@@ -175,10 +168,6 @@ class OffloadingManager:
         self._queued_restores.append(restore)
         self.restores += 1
         return restore
-
-    def fence_restores(self) -> None:
-        """Make later steps wait for running restores, before an ended request's target blocks are reused."""
-        self.copies.fence()
 
     def start_transfers(self) -> None:
         """Start all queued copies: stores first, because they read blocks that will be overwritten."""
@@ -213,9 +202,12 @@ class OffloadingManager:
                 for source, _ in restore.pairs:
                     self.host_tier.unpin(source)
 
-    def wait_for_restore(self) -> None:
-        if self._restores:
-            self._restores[0][0].wait()
+    def wait_for_restore(self) -> bool:
+        """Wait for the oldest running restore; return whether there was one."""
+        if not self._restores:
+            return False
+        self._restores[0][0].wait()
+        return True
 
     def wait_for_all(self, *, stores_only: bool = False) -> None:
         """Start queued copies and block until all of them, or all stores, have completed."""

@@ -11,7 +11,7 @@ from model_server.kv_cache.coordinator import full_attention_prefix, resumable_p
 from model_server.kv_cache.host_tier import BlockCopies, HostBlock, HostTier, OffloadingManager
 from model_server.kv_cache.request import BlockTable, Request
 from model_server.kv_events.events import MEDIUM_CPU, MEDIUM_GPU, BlockContent, CacheKey, KVEventBuilder, runs
-from model_server.shapes import KvGroupSpec, blocks_behind, blocks_bound
+from model_server.shapes.shape import KvGroupSpec, blocks_behind, blocks_bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class KVCacheManager:
 
     def max_blocks(self, num_tokens: int) -> int:
         """Return the most blocks that a request of this many tokens uses at any time."""
-        return blocks_bound(self._windows, num_tokens, self.chunk_tokens, self.block_tokens)
+        return blocks_bound(self.groups, num_tokens, self.chunk_tokens, self.block_tokens)
 
     def update_expected_hits(self, request: Request, max_lookups: int) -> int:
         """Update the expected cache hits of a waiting request; return the number of blocks looked up."""
@@ -178,14 +178,15 @@ class KVCacheManager:
             for block in (block for table in request.block_tables for block in table.held_blocks()):
                 if (stored := self.offloading.store(block)) is not None:
                     # Pin it at once: storing the next block may evict an unpinned one.
-                    self._host_tier.pin(stored)
+                    stored.pin_count += 1
                     request.swapped_blocks.append(stored)
         self.free(request)
 
     def free(self, request: Request) -> None:
         """Free all blocks of a request. Cached ones stay in the prefix cache until they are reused."""
         if request.restore is not None:
-            self.offloading.fence_restores()
+            # Later steps must not overwrite the targets before the restore has ended.
+            self.offloading.copies.fence()
             request.restore = None
         else:
             self._cache_tail(request)
@@ -225,7 +226,7 @@ class KVCacheManager:
         everything = [entry for group in entries for entry in group]
         sources = [entry for entry in everything if isinstance(entry, HostBlock)]
         for source in sources:
-            self._host_tier.pin(source)
+            source.pin_count += 1
             self._host_tier.touch(source.content.key)
         for entry in everything:
             if isinstance(entry, KVCacheBlock):

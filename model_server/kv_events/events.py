@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 from model_server.kv_events.hashing import ExtraKeys, event_hash
-from model_server.shapes import KvGroupSpec
+from model_server.shapes.shape import KvGroupSpec
 
 MEDIUM_GPU = "GPU"
 MEDIUM_CPU = "CPU"
@@ -58,8 +58,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     ts: float  # wall clock in seconds since the epoch
     events: Sequence[KVEvent]  # in the order of the pool's operations
-    # Rank of the engine in a data-parallel server; None if there is only one engine.
-    data_parallel_rank: int | None = None
+    data_parallel_rank: int | None = 0  # rank of the engine; this server has one engine
 
 
 class EventPublisher(Protocol):

@@ -20,13 +20,12 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Protocol
 
 import msgspec
 import zmq
 
 from model_server.config import KVEventsConfig
-from model_server.errors import ModelServerError
+from model_server.errors import StartError
 from model_server.kv_events.events import (
     BlockContent,
     BlockStored,
@@ -43,23 +42,10 @@ SCHEMA = 1
 SNAPSHOT_TYPE = "application/msgpack"
 
 _BATCH_BLOCKS = _RUN_BLOCKS = 512
-_FIXMAP_6 = b"\x86"
-_ARRAY_32 = b"\xdd"
 
-_encode = msgspec.msgpack.encode
 logger = logging.getLogger(__name__)
 _BATCHES_BETWEEN_REPLAYS = 256
-_RANK = 0  # data_parallel_rank, the third element of every batch
 _JOIN_TIMEOUT_S = 5.0
-
-
-class CachedBlocks(Protocol):
-    """Source of a snapshot: the cached blocks of all tiers."""
-
-    event_builder: KVEventBuilder
-
-    def contents(self) -> Mapping[str, Sequence[BlockContent]]:
-        """Return the cached blocks by medium, one entry per copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +54,11 @@ class Snapshot:
 
     boot_id: str  # unique id of this process
     sequence: int  # first batch of the stream that the snapshot does not include
-    rank: int | None  # data_parallel_rank of every batch
     event_builder: KVEventBuilder
     blocks: Mapping[str, Sequence[BlockContent]]  # cached blocks by medium, one entry per copy
 
-    def pieces(self) -> Iterator[bytes]:
+    def body(self) -> bytes:
+        """Return the response body. Batches are encoded one by one, so that other threads get the GIL."""
         batches: list[list[BlockStored]] = []
         blocks = _BATCH_BLOCKS
         for event in self.events():
@@ -81,19 +67,17 @@ class Snapshot:
                 blocks = 0
             batches[-1].append(event)
             blocks += len(event.block_hashes)
-        head = {
-            "schema": SCHEMA,
-            "boot_id": self.boot_id,
-            "sequence": self.sequence,
-            "block_size": self.event_builder.block_tokens,
-            "blocks": sum(map(len, self.blocks.values())),
-        }
-        # The map's first byte is its number of fields; replace it to count `batches`, too.
-        yield _FIXMAP_6 + _encode(head)[1:]
-        yield _encode("batches") + _ARRAY_32 + len(batches).to_bytes(4, "big")
         now_s = time.time()
-        for events in batches:
-            yield _encode(encode_batch(KVEventBatch(now_s, events, self.rank)))
+        return msgspec.msgpack.encode(
+            {
+                "schema": SCHEMA,
+                "boot_id": self.boot_id,
+                "sequence": self.sequence,
+                "block_size": self.event_builder.block_tokens,
+                "blocks": sum(map(len, self.blocks.values())),
+                "batches": [encode_batch(KVEventBatch(now_s, events)) for events in batches],
+            }
+        )
 
     def events(self) -> Iterator[BlockStored]:
         """Yield stored events for all cached blocks.
@@ -131,10 +115,6 @@ def _parents_first(contents: Mapping[CacheKey, BlockContent]) -> list[BlockConte
     return order
 
 
-class EndpointError(ModelServerError):
-    """A ZMQ endpoint cannot be bound or connected to."""
-
-
 @dataclass(frozen=True, slots=True)
 class PublisherStats:
     """Counters of the publisher since its start."""
@@ -150,7 +130,7 @@ class ZmqEventPublisher:
 
     When the queue to the publisher's thread is full, the oldest batch is dropped: the next batches then show
     subscribers the sequence gap at once, and the replay buffer still has the dropped batch. The constructor
-    raises an EndpointError if an endpoint is malformed or in use.
+    raises a StartError if an endpoint is malformed or in use.
     """
 
     def __init__(self, config: KVEventsConfig) -> None:
@@ -177,7 +157,7 @@ class ZmqEventPublisher:
                 ReplayServer.limit(router)
                 bound = _attach(router, bound, bind=True)
                 self._replay = ReplayServer(router, self._topic, self._buffer)
-        except EndpointError:
+        except StartError:
             self.close()
             raise
         # The given settings with the endpoints actually bound.
@@ -191,7 +171,7 @@ class ZmqEventPublisher:
     def publish(self, events: Sequence[KVEvent]) -> None:
         """Queue one step's events under the next sequence number. Never blocks."""
         with self._lock:
-            batch = self._buffer.append(time.time(), events, _RANK)
+            batch = self._buffer.append(time.time(), events)
             if len(self._queue) >= self._queue_cap:
                 self._queue.popleft()
                 self._dropped += 1
@@ -200,10 +180,11 @@ class ZmqEventPublisher:
         if must_wake:
             self._wake()
 
-    def snapshot(self, cache: CachedBlocks) -> Snapshot:
-        """Return the caches' contents and the next sequence number. Call between two steps only."""
-        next_sequence = self._buffer.next_sequence
-        return Snapshot(self.boot_id, next_sequence, _RANK, cache.event_builder, cache.contents())
+    def snapshot(
+        self, event_builder: KVEventBuilder, blocks: Mapping[str, Sequence[BlockContent]]
+    ) -> Snapshot:
+        """Return the caches' contents with the next sequence number. Call between two steps only."""
+        return Snapshot(self.boot_id, self._buffer.next_sequence, event_builder, blocks)
 
     def stats(self) -> PublisherStats:
         replays, rejected = (self._replay.served, self._replay.rejected) if self._replay else (0, 0)
@@ -271,7 +252,7 @@ def _attach(zmq_socket: zmq.Socket[bytes], endpoint: str, *, bind: bool) -> str:
     except zmq.ZMQError as error:
         verb = "bind" if bind else "connect to"
         reason = zmq.strerror(error.errno or 0)
-        raise EndpointError(f"KV events: cannot {verb} {endpoint}: {reason}") from error
+        raise StartError(f"KV events: cannot {verb} {endpoint}: {reason}") from error
     address, _, port = endpoint.rpartition(":")
     if endpoint.startswith("tcp://") and port in ("0", "*"):
         return f"{address}:{zmq_socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(':')[2]}"

@@ -56,9 +56,9 @@ class ReplayBuffer:
         self._slots: list[SequencedBatch | None] = [None] * capacity
         self.next_sequence = 0
 
-    def append(self, ts: float, events: Sequence[KVEvent], rank: int | None) -> SequencedBatch:
+    def append(self, ts: float, events: Sequence[KVEvent]) -> SequencedBatch:
         """Store one step's events under the next sequence number; the first is 0."""
-        batch = SequencedBatch(self.next_sequence, KVEventBatch(ts, events, rank))
+        batch = SequencedBatch(self.next_sequence, KVEventBatch(ts, events))
         self._slots[batch.sequence % len(self._slots)] = batch
         self.next_sequence += 1
         return batch

@@ -17,7 +17,7 @@ from torch.nn import functional
 from model_server.attention import Attention, StepMeta
 from model_server.model.lora import LoraBatch
 from model_server.model.ranks import Ranks
-from model_server.shapes import (
+from model_server.shapes.shape import (
     DecoderShape,
     LinearScaling,
     Llama3Scaling,

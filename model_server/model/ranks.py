@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, distributed
 
-from model_server.shapes import ModelRank
+from model_server.shapes.shape import ModelRank
 
 # All ranks load the model before they connect, so none waits long. No step takes longer either.
 _TIMEOUT = timedelta(minutes=5)

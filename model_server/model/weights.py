@@ -19,15 +19,9 @@ from model_server.errors import AdapterError, ConfigError, ModelError
 from model_server.model.decoder import Decoder, Weight
 from model_server.model.lora import LoraAdapter, LoraFactors
 from model_server.model.ranks import Ranks
-from model_server.shapes import (
-    TINY_CONFIG,
-    HfConfig,
-    Shard,
-    check_divisible,
-    computed_dtype,
-    decoder_shape,
-    read_config,
-)
+from model_server.shapes.architectures import decoder_shape
+from model_server.shapes.hf_config import TINY_CONFIG, HfConfig, computed_dtype, read_config
+from model_server.shapes.shape import Shard, check_divisible
 from tokenization import TINY_DIRECTORY
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,11 +42,10 @@ _Pairs = dict[tuple[int, str], dict[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Loaded model with its limits."""
+    """Loaded model with its end-of-sequence tokens."""
 
     model: Decoder  # with loaded weights
     eos_token_ids: frozenset[int]  # end-of-sequence tokens
-    max_positions: int  # context length in tokens
 
 
 def load_checkpoint(
@@ -68,7 +61,7 @@ def load_checkpoint(
         raise ModelError(f"{directory}: no such model directory")
     model = new_model(read_config(directory / "config.json"), dtype, device, ranks)
     fill(model.weights(), _checkpoint_files(directory), tied=model.shape.tied_embeddings)
-    return LoadedModel(model, eos_token_ids(directory), model.shape.max_positions)
+    return LoadedModel(model, eos_token_ids(directory))
 
 
 def new_model(config: HfConfig, dtype: DType, device: torch.device, ranks: Ranks | None = None) -> Decoder:
@@ -178,7 +171,7 @@ def load_tiny(dtype: DType, device: torch.device, ranks: Ranks | None = None) ->
             # A logit of 0 is never the largest of thousands, so greedy answers have the requested length.
             whole[sorted(ends)] = 0.0
         weight.write(whole)
-    return LoadedModel(model, ends, model.shape.max_positions)
+    return LoadedModel(model, ends)
 
 
 def _scale(name: str, inputs: int) -> float:
@@ -222,14 +215,15 @@ def _read_adapter_config(config: HfConfig) -> tuple[int, float, list[str]]:
     if (bias := config.text("bias", "none")) != "none":
         raise config.error("bias", bias, "'none': trained biases are not supported")
     for field in _REFUSED:
-        if config.is_set(field):
+        if config.values.get(field):
             raise config.error(field, True, "absent or false: it is not supported")
     rank = config.integer("r")
     if rank > _ADAPTER_RANK_MAX:
         raise config.error("r", rank, f"at most {_ADAPTER_RANK_MAX}")
     use_rslora = config.boolean("use_rslora", False)
     scaling = config.number("lora_alpha") / (math.sqrt(rank) if use_rslora else rank)
-    return rank, scaling, [] if config.is_text("target_modules") else config.names("target_modules")
+    is_pattern = isinstance(config.values.get("target_modules"), str)
+    return rank, scaling, [] if is_pattern else config.names("target_modules")
 
 
 def _read_pairs(path: Path, rank: int, model: Decoder) -> _Pairs:

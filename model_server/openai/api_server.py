@@ -23,17 +23,13 @@ from model_server.openai.app import HttpApi
 from model_server.openai.generation import AsyncEngine
 from model_server.openai.http_server import GRACE_S, HttpServer, stop_by_signals
 from model_server.openai.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
-from model_server.openai.prompts import GrammarTokenizer, ServedModel
+from model_server.openai.prompts import ServedModel
 from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenizationError
 
 logger = logging.getLogger(__name__)
 
 # A step that takes longer is a hang: no reasonable token budget needs this long.
 STUCK_S = 60.0
-
-
-class EngineDiedError(ModelServerError):
-    """The engine loop failed, so the server stopped."""
 
 
 def run(options: ServeOptions) -> None:
@@ -62,7 +58,7 @@ def run(options: ServeOptions) -> None:
             ready = partial(logger.info, "server ready: url=%s model=%s", url, options.served_names[0])
             runner.run(server.serve(listener, ready, admin))
         if not engine.stats().healthy:
-            raise EngineDiedError("the engine failed; see the log")
+            raise ModelServerError("the engine failed; see the log")
     logger.info("server stopped")
 
 
@@ -86,16 +82,14 @@ class Server:
         self._async_engine = AsyncEngine(self.engine, asyncio.get_running_loop(), metrics)
         publisher_stats = self.publisher.stats if self.publisher is not None else None
         registry.register(EngineCollector(name, self.engine.stats, publisher_stats, self._cache_config()))
-        if self.engine.loras is not None:
-            max_loras = self.options.engine.max_loras
-            registry.register(LoraCollector(max_loras, self._async_engine.adapters_in_use, time.time))
+        max_loras = self.options.engine.max_loras
+        registry.register(LoraCollector(max_loras, self._async_engine.adapters_in_use, time.time))
         model = ServedModel(
             names=self.options.served_names,
             root=self.options.engine.model,
             tokenizer=self.tokenizer,
             max_model_len=self.engine.max_model_len,
             vocab_size=self.engine.vocab_size,
-            grammars=GrammarTokenizer(self.tokenizer),
             adapters=self.engine.loras,
         )
         api = HttpApi(

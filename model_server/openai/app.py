@@ -2,13 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +23,7 @@ from starlette.types import ASGIApp
 from model_server.config import ServeOptions
 from model_server.engine.core import EngineCore
 from model_server.errors import AdapterError, EngineClosedError
-from model_server.kv_events.publisher import SNAPSHOT_TYPE, ZmqEventPublisher
+from model_server.kv_events.publisher import SNAPSHOT_TYPE, Snapshot, ZmqEventPublisher
 from model_server.model.lora import LoraRegistry
 from model_server.openai.answers import Answer
 from model_server.openai.generation import AsyncEngine, Generation, TextAssembler
@@ -53,7 +52,6 @@ _BODIES_AT_ONCE = 16
 _HEADER_ID_CHARS_MAX = 256
 # A snapshot copies the metadata of all caches.
 _SNAPSHOTS_AT_ONCE = 2
-_PIECES_AT_ONCE = 16
 
 _T = TypeVar("_T")
 
@@ -94,7 +92,7 @@ class HttpApi:
         self._bodies = BodyReader(options.max_body_bytes, options.max_body_bytes * _BODIES_AT_ONCE)
         most = options.engine.max_num_seqs + options.engine.max_waiting
         self._requests = _Limit(most, "requests are being handled")
-        self._snapshots = _Limit(_SNAPSHOTS_AT_ONCE, "snapshots are being sent")
+        self._snapshots = _Limit(_SNAPSHOTS_AT_ONCE, "snapshots are being made")
         self._running: dict[str, set[Generation]] = {}
         self._threads = ThreadPoolExecutor(_PREPARE_THREADS, "prepare")
         self._started_s = int(time.time())
@@ -190,8 +188,7 @@ class HttpApi:
     async def _models(self, _: Request) -> Response:
         """List the model's names, then its adapters with the model as their parent."""
         cards = [self._card(name, self.model.root, None) for name in self.model.names]
-        loaded = {} if self.model.adapters is None else self.model.adapters.loaded()
-        for name, adapter in loaded.items():
+        for name, adapter in self.model.adapters.loaded().items():
             cards.append(self._card(name, str(adapter.directory), self.model.names[0]))
         return json_response({"object": "list", "data": cards})
 
@@ -230,15 +227,17 @@ class HttpApi:
         """Send a snapshot of the caches; see `ZmqEventPublisher.snapshot`."""
         if self.publisher is None:
             raise ApiError(404, "this server publishes no KV events")
-        with ExitStack() as cleanup:
-            cleanup.enter_context(self._snapshots.one())
-            take = partial(self.publisher.snapshot, self.engine.kv_cache)
+        publisher, cache = self.publisher, self.engine.kv_cache
+
+        def take() -> Snapshot:
+            return publisher.snapshot(cache.event_builder, cache.contents())
+
+        with self._snapshots.one():
             try:
-                pieces = (await self._in_thread(self.engine.between_steps, take)).pieces()
+                snapshot = await self._in_thread(self.engine.between_steps, take)
             except EngineClosedError as error:
                 raise ApiError(503, str(error)) from error
-            first = await self._in_thread(_joined, pieces)
-            return EventStream(first, self._rest(pieces), cleanup.pop_all().close, SNAPSHOT_TYPE)
+            return Response(await self._in_thread(snapshot.body), media_type=SNAPSHOT_TYPE)
 
     async def _reset_prefix_cache(self, _: Request) -> Response:
         """Reset the prefix cache. While requests run, nothing changes and `success` is false."""
@@ -278,7 +277,7 @@ class HttpApi:
         }
 
     def _changeable_loras(self) -> LoraRegistry:
-        if not self.options.runtime_loras or self.engine.loras is None:
+        if not self.options.runtime_loras:
             raise ApiError(
                 403, "adapters cannot be changed; start the server with --allow-runtime-lora-updating"
             )
@@ -295,10 +294,6 @@ class HttpApi:
             if not named and self._running.get(request_id) is named:
                 del self._running[request_id]
 
-    async def _rest(self, pieces: Iterator[bytes]) -> AsyncGenerator[bytes]:
-        while piece := await self._in_thread(_joined, pieces):
-            yield piece
-
     async def _in_thread(self, work: Callable[..., _T], *args: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
@@ -310,11 +305,6 @@ def _answering(value: Callable[[], object]) -> Callable[[Request], Awaitable[Res
         return json_response(value())
 
     return answer
-
-
-def _joined(pieces: Iterator[bytes]) -> bytes:
-    """Return the next pieces, joined, so that a thread call does enough work."""
-    return b"".join(islice(pieces, _PIECES_AT_ONCE))
 
 
 def _header_id(request: Request) -> str | None:

@@ -327,6 +327,6 @@ class Generation:
             # After a stop string the engine request still runs and is aborted.
             self.engine.release(output.request_id, finished=output.finish_reason is not None)
             constraint = self.requests[index].constraint
-            if constraint is not None and constraint.error is not None:
-                self._error = ApiError(500, f"the structured output failed: {constraint.error}")
+            if constraint is not None and (reason := constraint.get_error().partition("\n")[0]):
+                self._error = ApiError(500, f"the structured output failed: {reason}")
         return delta

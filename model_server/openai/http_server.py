@@ -278,27 +278,26 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Streamed response: server-sent events, unless `media_type` is given.
+    """Streamed response of server-sent events.
 
     Args:
         first: First piece of the body.
         rest: Further pieces.
         on_close: Called at the end of the response, also after an error.
-        media_type: Content type.
         write_to: Called with the connection after the first piece; it may write chunks while `rest` waits.
     """
+
+    media_type = "text/event-stream"
 
     def __init__(
         self,
         first: bytes,
         rest: AsyncGenerator[bytes],
         on_close: Callable[[], None],
-        media_type: str = "text/event-stream",
-        write_to: Callable[[ModelServerProtocol], None] | None = None,
+        write_to: Callable[[ModelServerProtocol], None],
     ) -> None:
         self.status_code = 200
         self.background = None
-        self.media_type = media_type
         self._first = first
         self._rest = rest
         self._on_close = on_close
@@ -314,7 +313,7 @@ class EventStream(Response):
     async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        if self._write_to is not None and (direct := scope.get("extensions", {}).get(_DIRECT)):
+        if direct := scope.get("extensions", {}).get(_DIRECT):
             self._write_to(direct["protocol"])
         async with aclosing(self._rest):
             async for piece in self._rest:
@@ -344,6 +343,6 @@ def quiet_end(app: ASGIApp) -> ASGIApp:
     return outermost
 
 
-def json_response(value: object, status: int = 200) -> Response:
+def json_response(value: object) -> Response:
     """Return a JSON response."""
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+    return Response(msgspec.json.encode(value), media_type="application/json")

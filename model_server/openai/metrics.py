@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
+from common.counters import BatchedMetrics
 from model_server.kv_events.publisher import PublisherStats
 from model_server.requests import EngineStats
 
@@ -35,31 +33,6 @@ _E2E_BUCKETS_S = (
 )
 
 
-@dataclass(eq=False)
-class TokenHistogram(Collector):
-    """Histogram with fixed labels and increasing, inclusive upper bounds; +Inf is added."""
-
-    name: str
-    text: str
-    labels: Mapping[str, str]
-    buckets: Sequence[float]
-    _sum: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._counts = [0] * (len(self.buckets) + 1)
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self.buckets, value)] += 1
-        self._sum += value
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self.name, self.text, labels=tuple(self.labels))
-        bounds = [floatToGoString(bound) for bound in (*self.buckets, float("inf"))]
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        family.add_metric(tuple(self.labels.values()), buckets, self._sum)
-        yield family
-
-
 # Name without "vllm:", help text and bucket bounds. Latencies are in seconds.
 _REQUEST_HISTOGRAMS = (
     ("time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS_S),
@@ -80,15 +53,14 @@ class RequestMetrics:
     """Histograms of request latencies and sizes, and counters of finish reasons."""
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
-        labels = (model_name, _ENGINE_INDEX)
+        self._labels = labels = (model_name, _ENGINE_INDEX)
         self._histograms = {
             name: Histogram(f"vllm:{name}", text, _LABELS, registry=registry, buckets=buckets).labels(*labels)
             for name, text, buckets in _REQUEST_HISTOGRAMS
         }
-        named = dict(zip(_LABELS, labels, strict=True))
-        name, text = "vllm:inter_token_latency_seconds", "Time between tokens."
-        self.itl_s = TokenHistogram(name, text, named, _ITL_BUCKETS_S)
-        registry.register(self.itl_s)
+        self._itl_s = BatchedMetrics(registry).histogram(
+            "vllm:inter_token_latency_seconds", "Time between tokens.", _ITL_BUCKETS_S, _LABELS
+        )
         success = Counter(
             "vllm:request_success", "Finished requests.", (*_LABELS, "finished_reason"), registry=registry
         )
@@ -97,6 +69,10 @@ class RequestMetrics:
     def observe(self, name: str, value: float) -> None:
         """Observe a value in a histogram of `_REQUEST_HISTOGRAMS`."""
         self._histograms[name].observe(value)
+
+    def observe_interval(self, seconds: float) -> None:
+        """Observe the time between two tokens of a choice, on the event loop, which also scrapes: no lock."""
+        self._itl_s.observe(seconds, self._labels)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -121,7 +97,7 @@ class ChoiceObserver:
             self._started_s = started_s
             self.metrics.observe("time_to_first_token_seconds", now_s - self.arrived_s)
         else:
-            self.metrics.itl_s.observe(now_s - self._last_tokens_s)
+            self.metrics.observe_interval(now_s - self._last_tokens_s)
         self._last_tokens_s = now_s
 
     def finished(self, now_s: float, reason: str, completion_tokens: int) -> None:

@@ -46,59 +46,60 @@ _COPIED = (
 _ID_PREFIXES = {"completion": "cmpl", "chat": "chatcmpl"}
 
 
-@dataclass(eq=False)
-class GrammarTokenizer:
-    """Compiler of grammars for the served model's tokenizer."""
+@dataclass(frozen=True, eq=False)
+class ServedModel:
+    """Served model with its names, limits and adapters."""
 
+    names: tuple[str, ...]  # served names, the main one first
+    root: str  # path, or name of the built-in model
     tokenizer: PromptTokenizer
-
-    def constraint(self, fields: GenerationBody) -> "Constraint | None":
-        """Compile the structured output of a request, or return None; raises an ApiError if it is invalid."""
-        formatted = fields.response_format
-        param = None if fields.structured_outputs is None else "structured_outputs"
-        if formatted is not None and formatted.type != "text":
-            if param is not None:
-                raise ApiError(400, "give response_format or structured_outputs, not both", param)
-            param = "response_format"
-        if param is None:
-            return None
-        for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
-            if getattr(fields, name):
-                raise ApiError(400, f"{name} cannot be combined with {param}; leave one out", name)
-        try:
-            matcher = LLMatcher(self._tokens, _grammar(fields), log_level=0)
-        except ValueError as error:  # invalid JSON, or a lone surrogate
-            raise ApiError(400, f"{param} is invalid: {error}", param) from error
-        if matcher.is_error():
-            raise ApiError(400, f"{param} is invalid: {matcher.get_error()}", param)
-        return Constraint(matcher)
+    max_model_len: int  # maximum of prompt and output tokens
+    vocab_size: int  # embedding rows; may exceed the tokenizer's ids
+    adapters: LoraRegistry
 
     @cached_property
-    def _tokens(self) -> LLTokenizer:
-        # Created by the first request that needs it: a large vocabulary takes seconds.
+    def grammar_tokens(self) -> LLTokenizer:
+        """Tokenizer of structured outputs, created when first needed: a large vocabulary takes seconds."""
         return LLTokenizer(self.tokenizer.to_json(), eos_token=sorted(self.tokenizer.eos_token_ids))
 
-
-@dataclass(eq=False)
-class Constraint:
-    """Grammar state of one answer; see `TokenConstraint`."""
-
-    matcher: LLMatcher
-
-    def copy(self) -> "Constraint":
-        return Constraint(self.matcher.deep_copy())
-
-    def allowed_bits(self) -> bytes:
-        """Return one bit per token; after an error only end-of-sequence tokens are allowed."""
-        return self.matcher.compute_bitmask()
-
-    def accept(self, token_id: int) -> None:
-        self.matcher.consume_token(token_id)
-
     @property
-    def error(self) -> str | None:
-        """Reason of a failure, such as a grammar that became too complex; None: no failure."""
-        return self.matcher.get_error().partition("\n")[0] or None
+    def ids_below(self) -> int:
+        """Upper bound (exclusive) of valid token ids."""
+        return max(self.tokenizer.vocab_size, self.vocab_size)
+
+    def served_name(self, name: str | None) -> str:
+        """Return the model name of the response; raises an ApiError 404 for an unknown model."""
+        if name is None:
+            return self.names[0]
+        if name not in self.names and self.adapter_of(name) is None:
+            raise ApiError(404, f"the model {name!r} does not exist; see /v1/models", "model")
+        return name
+
+    def adapter_of(self, name: str) -> str | None:
+        """Return the name if it is that of a loaded adapter, else None."""
+        return name if name not in self.names and name in self.adapters.loaded() else None
+
+
+def _constraint(model: ServedModel, fields: GenerationBody) -> LLMatcher | None:
+    """Compile the structured output of a request, or return None; raises an ApiError if it is invalid."""
+    formatted = fields.response_format
+    param = None if fields.structured_outputs is None else "structured_outputs"
+    if formatted is not None and formatted.type != "text":
+        if param is not None:
+            raise ApiError(400, "give response_format or structured_outputs, not both", param)
+        param = "response_format"
+    if param is None:
+        return None
+    for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
+        if getattr(fields, name):
+            raise ApiError(400, f"{name} cannot be combined with {param}; leave one out", name)
+    try:
+        matcher = LLMatcher(model.grammar_tokens, _grammar(fields), log_level=0)
+    except ValueError as error:  # invalid JSON, or a lone surrogate
+        raise ApiError(400, f"{param} is invalid: {error}", param) from error
+    if matcher.is_error():
+        raise ApiError(400, f"{param} is invalid: {matcher.get_error()}", param)
+    return matcher
 
 
 def _grammar(fields: GenerationBody) -> str:
@@ -126,37 +127,6 @@ def _grammar(fields: GenerationBody) -> str:
 
 def _json_grammar(schema: dict[str, Any] | str) -> str:
     return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _JSON_WHITESPACE})
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """Served model with its names, limits and adapters."""
-
-    names: tuple[str, ...]  # served names, the main one first
-    root: str  # path, or name of the built-in model
-    tokenizer: PromptTokenizer
-    max_model_len: int  # maximum of prompt and output tokens
-    vocab_size: int  # embedding rows; may exceed the tokenizer's ids
-    grammars: GrammarTokenizer  # compiler of structured outputs
-    adapters: LoraRegistry | None = None  # None: LoRA is disabled
-
-    @property
-    def ids_below(self) -> int:
-        """Upper bound (exclusive) of valid token ids."""
-        return max(self.tokenizer.vocab_size, self.vocab_size)
-
-    def served_name(self, name: str | None) -> str:
-        """Return the model name of the response; raises an ApiError 404 for an unknown model."""
-        if name is None:
-            return self.names[0]
-        if name not in self.names and self.adapter_of(name) is None:
-            raise ApiError(404, f"the model {name!r} does not exist; see /v1/models", "model")
-        return name
-
-    def adapter_of(self, name: str) -> str | None:
-        """Return the name if it is that of a loaded adapter, else None."""
-        is_adapter = name not in self.names and self.adapters is not None and name in self.adapters.loaded()
-        return name if is_adapter else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +168,7 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
     )
     if not all(prompts):
         raise ApiError(400, "the prompt has no tokens", "messages" if api == "chat" else "prompt")
-    constraint = model.grammars.constraint(fields)
+    constraint = _constraint(model, fields)
     shown_id = header_id or fields.request_id or secrets.token_hex(8)
     # Engine ids must be unique, even if a client reuses its id concurrently.
     own_id = f"{shown_id}-{secrets.token_hex(8)}"
@@ -210,7 +180,7 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
             cache_salt=fields.cache_salt,
             lora_name=model.adapter_of(name),
             priority=fields.priority or 0,
-            constraint=None if constraint is None else constraint.copy(),
+            constraint=None if constraint is None else constraint.deep_copy(),
         )
         for at, prompt in enumerate(prompts)
         for copy in range(copies)

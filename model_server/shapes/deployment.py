@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from model_server.errors import ConfigError
-from model_server.shapes import (
+from model_server.shapes.shape import (
     DecoderShape,
     KvGroupSpec,
     ModelRank,
-    blocks_behind,
     blocks_bound,
     check_divisible,
     pool_groups,
@@ -68,11 +67,15 @@ class Deployment:
 
     def prefilling_blocks(self, tokens: int) -> int:
         """Return the peak number of blocks of a sequence of `tokens` tokens during its prefill."""
-        return self._blocks(tokens, self.chunk_tokens)
+        return blocks_bound(self.groups, tokens, self.chunk_tokens, self.block_tokens)
 
     def decoding_blocks(self, tokens: int, groups: Sequence[KvGroupSpec] | None = None) -> int:
         """Return the peak number of blocks of a sequence during decoding, in all or the given groups."""
-        return self._blocks(tokens, 1, groups)
+        return blocks_bound(groups or self.groups, tokens, 1, self.block_tokens)
+
+    def longest_context(self, blocks: int, limit: int) -> int:
+        """Return the tokens of the longest single sequence that fits into a pool, at most `limit`."""
+        return bisect_right(range(limit + 1), blocks, key=self.prefilling_blocks) - 1
 
     def sequences(self, blocks: int, context_tokens: int) -> int:
         """Return how many sequences fit into a pool, with one of them in its prefill."""
@@ -114,11 +117,6 @@ class Deployment:
         elements = self.block_tokens * self.shape.head_dim
         head_bytes = elements + _FP8_SCALE_BYTES if self.fp8_kv else elements * self.weight_bytes
         return 2 * heads * head_bytes
-
-    def _blocks(self, tokens: int, chunk_tokens: int, groups: Sequence[KvGroupSpec] | None = None) -> int:
-        windows = [group.window_tokens for group in groups or self.groups]
-        needs = [blocks_behind(window, self.block_tokens) for window in windows]
-        return blocks_bound(needs, tokens, chunk_tokens, self.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +168,7 @@ class Pool:
         return self.deployment.sequences(self.blocks, context_tokens)
 
     def longest_context(self, limit: int) -> int:
-        """Return the tokens of the longest single sequence that fits, at most `limit`."""
-        return bisect_right(range(limit + 1), self.blocks, key=self.deployment.prefilling_blocks) - 1
+        return self.deployment.longest_context(self.blocks, limit)
 
 
 def size_text(amount: float) -> str:

@@ -20,13 +20,6 @@ class HfConfig:
         """Return whether the field is present and not null."""
         return self.values.get(field) is not None
 
-    def is_set(self, field: str) -> bool:
-        """Return whether the field is neither null nor false, 0 or empty."""
-        return bool(self.values.get(field))
-
-    def is_text(self, field: str) -> bool:
-        return isinstance(self.values.get(field), str)
-
     def integer(self, field: str, default: int | None = None, *, minimum: int = 1) -> int:
         """Read an integer of at least `minimum` (0 or 1)."""
         wanted = "a positive integer" if minimum else "an integer of at least 0"

@@ -250,11 +250,11 @@ def blocks_behind(window_tokens: int | None, block_tokens: int) -> int | None:
     return None if window_tokens is None else -(-(window_tokens - 1) // block_tokens)
 
 
-def blocks_bound(needs: Sequence[int | None], num_tokens: int, chunk_tokens: int, block_tokens: int) -> int:
+def blocks_bound(groups: Sequence[KvGroupSpec], num_tokens: int, chunk_tokens: int, block_tokens: int) -> int:
     """Return the peak number of blocks of a request in all groups, with chunked prefill.
 
     Args:
-        needs: `blocks_behind` of each group.
+        groups: KV cache groups.
         num_tokens: Tokens of the request.
         chunk_tokens: Maximum of tokens per step.
         block_tokens: Tokens per block.
@@ -262,4 +262,5 @@ def blocks_bound(needs: Sequence[int | None], num_tokens: int, chunk_tokens: int
     blocks = -(-num_tokens // block_tokens)
     # Beyond the window: one block for its alignment, and a chunk that may start and end inside a block.
     rolling = 2 + -(-chunk_tokens // block_tokens)
+    needs = [blocks_behind(group.window_tokens, block_tokens) for group in groups]
     return sum(blocks if need is None else min(blocks, need + rolling) for need in needs)

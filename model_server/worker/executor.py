@@ -26,7 +26,7 @@ from model_server.kv_cache.host_tier import Transfer
 from model_server.kv_cache.request import Request, ScheduledRequest
 from model_server.model.ranks import Ranks
 from model_server.requests import ChosenToken, LoraRequest
-from model_server.shapes import ModelRank
+from model_server.shapes.shape import ModelRank
 from model_server.worker.block_copies import CompletedTransfer
 from model_server.worker.model_runner import SpanNumbers, load_runner
 from model_server.worker.sampler import SamplingRow, argmax_tokens, compute_logprobs, gather_logprobs, sample
@@ -57,7 +57,7 @@ class Executor:
             self._cleanup = undo.pop_all()
         self.vocab_size = self.runner.model.shape.vocab_size  # token ids are below this
         self.eos_token_ids = self.runner.eos_token_ids  # end-of-sequence tokens
-        self.max_positions = self.runner.max_positions  # the model's maximum context, in tokens
+        self.max_positions = self.runner.model.shape.max_positions  # the model's maximum context, in tokens
         self.kv_groups = self.runner.kv_groups  # layers that share a block table
         self.block_bytes = self.runner.block_bytes * size  # bytes of one KV block, summed over all ranks
 
@@ -189,7 +189,7 @@ def sample_tokens(
     tokens = sample(logits, [_sampling_row(request, eos_token_ids) for request in requests])
     for request, token in zip(requests, tokens, strict=True):
         if request.core_request.constraint is not None:
-            request.core_request.constraint.accept(token)
+            request.core_request.constraint.consume_token(token)
     entries = gather_logprobs(logprobs, counts, tokens)
     return [ChosenToken(token, entry) for token, entry in zip(tokens, entries, strict=True)]
 
@@ -203,5 +203,5 @@ def _sampling_row(request: Request, eos_token_ids: frozenset[int]) -> SamplingRo
         position=request.num_output_tokens,
         banned=params.stop_token_ids | eos_token_ids if below_minimum else frozenset(),
         token_ids=request.token_ids,
-        allowed_bits=None if constraint is None else constraint.allowed_bits(),
+        allowed_bits=None if constraint is None else constraint.compute_bitmask(),
     )

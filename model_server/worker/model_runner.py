@@ -19,7 +19,7 @@ from model_server.kv_cache.host_tier import BlockCopies, Transfer
 from model_server.model.lora import LoraAdapter, LoraBatch
 from model_server.model.ranks import Ranks
 from model_server.model.weights import LoadedModel, load_adapter, load_checkpoint, load_tiny, torch_device
-from model_server.shapes import ModelRank, pool_groups
+from model_server.shapes.shape import ModelRank, pool_groups
 from model_server.worker.block_copies import CompletedTransfer, new_copies
 
 # One sequence of a step: start, length and block tables, the fields of `Span`.
@@ -32,7 +32,6 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, config: EngineConfig, ranks: Ranks) -> None:
         self.model = loaded.model  # the decoder
         self.eos_token_ids = loaded.eos_token_ids  # end-of-sequence tokens
-        self.max_positions = loaded.max_positions  # the model's maximum context, in tokens
         self.kv_groups = pool_groups(loaded.model.shape.windows)  # layers that share a block table
         self._layout = KvLayout(self.kv_groups, config.gpu_blocks, config.block_tokens)
         self._fp8_kv = config.kv_cache_dtype == "fp8"

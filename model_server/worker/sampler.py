@@ -39,7 +39,7 @@ class SamplingRow:
     position: int  # tokens generated before this one
     banned: frozenset[int] = frozenset()  # tokens that must not be sampled now
     token_ids: Sequence[int] = ()  # prompt and output tokens; the last `position` are output
-    allowed_bits: bytes | None = None  # see `TokenConstraint.allowed_bits`; None allows all
+    allowed_bits: bytes | None = None  # see `TokenConstraint.compute_bitmask`; None allows all
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:

@@ -24,7 +24,7 @@ import msgspec
 from model_server.config import EngineConfig
 from model_server.errors import AdapterError, ConfigError, ModelError, ModelServerError, WorkerError
 from model_server.model.ranks import Ranks
-from model_server.shapes import ModelRank
+from model_server.shapes.shape import ModelRank
 from model_server.worker.model_runner import ModelRunner, load_runner
 
 _ARRAY = 1  # msgpack extension: 32-bit integers in native byte order; all ranks are on one machine

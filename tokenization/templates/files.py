@@ -158,47 +158,32 @@ _HUB_FILES = (
 )
 
 
-def hub_directory(repository: str, revision: str, cache: Path | None = None) -> Path:
+def hub_directory(repository: str, revision: str) -> Path:
     """Download a model's files from the Hugging Face Hub unless they are cached; return their directory.
 
-    Respects HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
+    Respects HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
 
     Args:
         repository: "owner/name".
         revision: Commit, tag or branch; only a commit never changes.
-        cache: Cache directory; None for the Hub client's default.
 
     Raises:
         TokenizerLoadError: The Hub is unreachable, lacks the files, or its client is not installed.
     """
     try:
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import (
-            GatedRepoError,
-            HfHubHTTPError,
-            LocalEntryNotFoundError,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
     except ImportError as error:
         raise TokenizerLoadError("huggingface_hub is not installed; pip install 'kvroute[hub]'") from error
     try:
-        return Path(
-            snapshot_download(repository, revision=revision, cache_dir=cache, allow_patterns=list(_HUB_FILES))
-        )
-    except GatedRepoError as error:
-        raise TokenizerLoadError(
-            f"{repository} is gated; set HF_TOKEN to a token that may read it"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise TokenizerLoadError(f"{repository} has no revision {revision}") from error
-    except RepositoryNotFoundError as error:
-        raise TokenizerLoadError(
-            f"{repository} is not on the Hub; if it is private, set HF_TOKEN to a token that may read it"
-        ) from error
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(_HUB_FILES)))
     except LocalEntryNotFoundError as error:
         raise TokenizerLoadError(
             f"{repository}@{revision} is not cached, and the Hub is unreachable: {error}"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise TokenizerLoadError(
+            f"{repository} is gated, private or missing; set HF_TOKEN to a token that may read it"
         ) from error
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise TokenizerLoadError(f"{repository}@{revision} cannot be downloaded: {error}") from error

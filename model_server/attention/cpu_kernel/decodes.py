@@ -19,7 +19,7 @@ from torch import Tensor
 
 from model_server.attention.cpu_kernel.job import SCORES, Job
 from model_server.attention.kv_pool import KvLayout, KvPool, Span, View, reads_of
-from model_server.shapes import AttentionShape
+from model_server.shapes.shape import AttentionShape
 
 # numpy types by which numba accesses the pool; numba has no 16-bit floats.
 NUMPY_TYPES = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}

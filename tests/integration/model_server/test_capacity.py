@@ -10,7 +10,7 @@ import torch
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.engine.build import build_engine, deployment_of, log_pool
 from model_server.kv_events.events import NullEventPublisher
-from model_server.shapes import decoder_shape
+from model_server.shapes.architectures import decoder_shape
 from model_server.shapes.deployment import Deployment
 from planning.presets import PRESETS
 from tests.support.model_server.engine import Outputs, checking_engine, request

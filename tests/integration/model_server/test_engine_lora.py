@@ -38,7 +38,6 @@ def test_requests_of_base_and_adapters_run_together(tmp_path: Path) -> None:
     """In a mixed batch, each output equals that of the base model or of the merged weights."""
     base = save_reference(tmp_path / "base")
     engine = new_engine(tmp_path / "base", EventLog())
-    assert engine.loras is not None
     want = {}
     models = {None: base}
     for index, name in enumerate(("sql", "chat")):
@@ -60,7 +59,6 @@ def test_blocks_are_shared_only_within_one_adapters_content(tmp_path: Path) -> N
     base = save_reference(tmp_path / "base")
     events = EventLog()
     engine = new_engine(tmp_path / "base", events)
-    assert engine.loras is not None
     loras = engine.loras
     outputs = Outputs()
 
@@ -92,7 +90,6 @@ def test_unloading_spares_running_requests(tmp_path: Path) -> None:
     """A running request keeps its adapter after an unload; new requests for it are rejected."""
     base = save_reference(tmp_path / "base")
     engine = new_engine(tmp_path / "base", EventLog())
-    assert engine.loras is not None
     engine.loras.load("sql", save_adapter(tmp_path / "sql", base))
     outputs = Outputs()
     engine.add_request(asking("whole", "sql"), outputs)
@@ -106,11 +103,11 @@ def test_unloading_spares_running_requests(tmp_path: Path) -> None:
         engine.add_request(asking("late", "sql"), outputs)
 
 
-def test_engine_without_lora_rejects_adapter_names() -> None:
-    """An engine without LoRA rejects adapter names instead of using the base model."""
+def test_unknown_adapter_names_are_rejected() -> None:
+    """An engine without the named adapter rejects the request instead of using the base model."""
     engine, _, _ = checking_engine()
     item = request("a", [1, 2, 3])
-    with pytest.raises(RequestError, match="LoRA adapters are disabled"):
+    with pytest.raises(RequestError, match="no adapter 'sql' is loaded"):
         engine.add_request(
             EngineCoreRequest("a", item.prompt_token_ids, item.sampling, None, "sql"), Outputs()
         )

@@ -1,17 +1,24 @@
 """Test kit of the engine: a model that checks the KV it reads, and recording callbacks."""
 
 import zlib
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from model_server.config import EngineConfig
-from model_server.engine.build import max_request_tokens
 from model_server.engine.core import EngineCore
 from model_server.kv_cache.request import ScheduledRequest
 from model_server.kv_events.events import AllBlocksCleared, BlockRemoved, KVEvent
 from model_server.kv_events.hashing import event_hash
-from model_server.requests import ChosenToken, EngineCoreOutput, EngineCoreRequest, SamplingParams
-from model_server.shapes import kv_groups
+from model_server.requests import (
+    ChosenToken,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    LoraRequest,
+    SamplingParams,
+)
+from model_server.shapes.shape import blocks_bound, kv_groups
 from tests.support.model_server.invariants import check_engine
 
 VOCAB_SIZE = 50
@@ -60,6 +67,10 @@ class CheckingRunner:
     def free(self) -> None:
         """Drop all KV slots."""
         self._blocks.clear()
+
+    def load_adapter(self, directory: Path, name: str, lora_id: int) -> LoraRequest:
+        """Return an adapter without weights."""
+        return LoraRequest(name, lora_id, "", directory)
 
     def check_health(self) -> None:
         """Do nothing: no rank can be lost."""
@@ -248,8 +259,12 @@ def checking_engine(
         }
     )
     runner, events = CheckingRunner(config.block_tokens, windows, polls_per_copy), EventLog()
-    max_model_len = config.max_model_len or max_request_tokens(config, 1 << 16, runner.kv_groups)
-    return EngineCore(config, runner, events, max_model_len), runner, events
+
+    def blocks(num_tokens: int) -> int:
+        return blocks_bound(runner.kv_groups, num_tokens, config.max_num_batched_tokens, config.block_tokens)
+
+    longest = bisect_right(range(1 << 16), config.gpu_blocks, key=blocks) - 1
+    return EngineCore(config, runner, events, config.max_model_len or longest), runner, events
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int = 4, **fields: object) -> EngineCoreRequest:

@@ -21,7 +21,7 @@ from transformers import (
 from model_server.attention import Attention, KvLayout, SdpaAttention, Span
 from model_server.model.decoder import Decoder
 from model_server.model.lora import LoraBatch
-from model_server.shapes import single_group
+from model_server.shapes.shape import single_group
 
 BLOCK_TOKENS = 4
 VOCAB_SIZE = 97

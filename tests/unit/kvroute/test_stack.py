@@ -219,19 +219,6 @@ def test_stop_ends_a_child_that_ignores_sigterm(tmp_path: Path) -> None:
         os.kill(process.pid, 0)
 
 
-def test_a_missing_library_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A missing library is reported in one line with the extra that installs it."""
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    assert up.main([]) == 1
-    assert (
-        "safetensors is missing; install it with: pip install 'kvroute[model-server]'"
-        in capsys.readouterr().err
-    )
-
-
 def test_a_restarted_program_explains_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

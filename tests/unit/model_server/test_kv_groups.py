@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_server.attention import KvLayout
-from model_server.shapes import KvGroupSpec, kv_groups, single_group
+from model_server.shapes.shape import KvGroupSpec, kv_groups, single_group
 
 
 def test_a_model_of_one_kind_has_one_group() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from model_server.attention import KvLayout, new_attention
 from model_server.errors import CapacityError, ConfigError, ModelError
-from model_server.shapes import decoder_shape
+from model_server.shapes.architectures import decoder_shape
 from model_server.shapes.deployment import Budget, Deployment, Pool
 from model_server.worker.block_copies import bytes_of_block
 from planning.plan import Plan, make_plan

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-PUBLIC = ("indexer", "indexer.peers", "model_server.shapes", "router.h2", "tokenization")
+PUBLIC = ("indexer", "indexer.peers", "router.h2", "tokenization")
 
 
 @pytest.mark.parametrize("name", PUBLIC)

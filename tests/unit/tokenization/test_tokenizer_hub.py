@@ -27,12 +27,11 @@ FILES |= dict.fromkeys(OF_IMAGES, b"{}")
 # Runs in its own process, because the client reads its environment only once.
 LOAD = """
 import sys, time
-from pathlib import Path
 from tokenization import PromptTokenizer, TokenizerLoadError
 from tokenization.templates.files import hub_directory
 time.sleep = lambda _seconds: None  # the Hub's client pauses between its attempts, 23 s in all
 try:
-    directory = hub_directory(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    directory = hub_directory(sys.argv[1], sys.argv[2])
     tokenizer = PromptTokenizer.from_directory(directory)
     print(tokenizer.vocab_size, sorted(path.name for path in directory.iterdir()))
 except TokenizerLoadError as error:
@@ -105,10 +104,11 @@ def hub() -> Iterator[str]:
 def load(repository: str, revision: str, cache: Path, **environment: str) -> str:
     """Load a tokenizer in a process; return its output."""
     result = subprocess.run(
-        [sys.executable, "-c", LOAD, repository, revision, str(cache)],
+        [sys.executable, "-c", LOAD, repository, revision],
         env={
             "PATH": "",
             "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_CACHE": str(cache),
             "PYTHONPATH": str(ROOT),
             **environment,
         },
@@ -137,9 +137,9 @@ def test_a_tokenizer_is_fetched_once_and_then_from_the_cache(hub: str, tmp_path:
 @pytest.mark.parametrize(
     ("repository", "revision", "said"),
     [
-        ("owner/gated", COMMIT, "owner/gated is gated; set HF_TOKEN"),
-        ("owner/other", COMMIT, "owner/other is not on the Hub"),
-        ("owner/model", "v9", "owner/model has no revision v9"),
+        ("owner/gated", COMMIT, "owner/gated is gated, private or missing; set HF_TOKEN"),
+        ("owner/other", COMMIT, "owner/other is gated, private or missing; set HF_TOKEN"),
+        ("owner/model", "v9", "owner/model@v9 cannot be downloaded"),
         ("owner/mo del", COMMIT, "cannot be downloaded"),
     ],
 )

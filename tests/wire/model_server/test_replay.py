@@ -147,6 +147,6 @@ def test_replay_buffer_keeps_the_newest_batches() -> None:
     """Exactly the last `capacity` batches can be read by their sequence numbers."""
     ring = ReplayBuffer(3)
     for _ in range(5):
-        ring.append(0.0, (), 0)
+        ring.append(0.0, ())
     assert ring.oldest_sequence() == 2
     assert [step.sequence for step in ring.batches(0, ring.next_sequence)] == [2, 3, 4]

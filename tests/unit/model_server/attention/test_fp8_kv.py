@@ -14,7 +14,7 @@ from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
 from model_server.kv_events.events import NullEventPublisher
 from model_server.model.weights import load_checkpoint
-from model_server.shapes import AttentionShape, single_group
+from model_server.shapes.shape import AttentionShape, single_group
 from tests.support.model_server.engine import Outputs, request, run_to_end
 from tests.support.model_server.model import (
     CPU,

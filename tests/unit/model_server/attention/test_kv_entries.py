@@ -13,7 +13,7 @@ from model_server.attention import varlen as varlen_module
 from model_server.attention.varlen import VarlenAttention
 from model_server.model.decoder import Decoder
 from model_server.model.weights import load_checkpoint
-from model_server.shapes import KvGroupSpec, kv_groups, single_group
+from model_server.shapes.shape import KvGroupSpec, kv_groups, single_group
 from tests.support.model_server.model import BLOCK_TOKENS, CPU, save_reference, step, text_of
 from tests.support.model_server.varlen import kernel_in_plain_torch, needs_cuda
 

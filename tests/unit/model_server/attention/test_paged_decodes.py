@@ -16,7 +16,7 @@ from common.kernel_cache import cache_directory
 from model_server.attention import KvLayout, SdpaAttention, Span, new_attention
 from model_server.attention.cpu_kernel.decodes import PagedDecodes, paged_fault
 from model_server.model.weights import load_checkpoint
-from model_server.shapes import AttentionShape, single_group
+from model_server.shapes.shape import AttentionShape, single_group
 from tests.support.model_server.model import (
     BLOCK_TOKENS,
     CPU,
@@ -275,7 +275,7 @@ def chosen_with(before: str = "", **environment: str) -> tuple[str, str]:
     program = """
 import torch
 from model_server.attention import KvLayout, new_attention
-from model_server.shapes import AttentionShape, single_group
+from model_server.shapes.shape import AttentionShape, single_group
 
 shape, layout = AttentionShape(2, 1, 32, 1.0, (None,)), KvLayout(single_group(1), 4, 4)
 print(type(new_attention(shape, layout, torch.bfloat16, torch.device("cpu")).kernel).__name__)

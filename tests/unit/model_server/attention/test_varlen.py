@@ -10,7 +10,7 @@ from model_server.attention import KvLayout, SdpaAttention, Span, new_attention
 from model_server.attention import varlen as varlen_module
 from model_server.attention.varlen import VarlenAttention, varlen_fault
 from model_server.model.weights import load_checkpoint
-from model_server.shapes import kv_groups, single_group
+from model_server.shapes.shape import kv_groups, single_group
 from tests.support.model_server.model import (
     BLOCK_TOKENS,
     CPU,

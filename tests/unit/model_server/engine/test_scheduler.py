@@ -12,7 +12,7 @@ from model_server.kv_cache.manager import KVCacheManager
 from model_server.kv_cache.request import Request, ScheduledRequest
 from model_server.kv_events.events import KVEventBuilder
 from model_server.requests import EngineCoreRequest, SamplingParams
-from model_server.shapes import kv_groups
+from model_server.shapes.shape import kv_groups
 from model_server.worker.block_copies import CpuCopies
 
 

@@ -5,7 +5,7 @@ import torch
 
 from model_server.kv_cache.host_tier import HostTier
 from model_server.kv_events.events import BlockContent, BlockRemoved, BlockStored, KVEvent, KVEventBuilder
-from model_server.shapes import single_group
+from model_server.shapes.shape import single_group
 from model_server.worker.block_copies import new_copies
 from tests.support.model_server.invariants import check_host
 
@@ -67,7 +67,7 @@ def test_eviction_is_lru_and_skips_pinned_blocks() -> None:
     assert tier.reserve(chain[3]) is None
     tier.complete_store(blocks)
     tier.touch(chain[0].key)
-    tier.pin(blocks[1])
+    blocks[1].pin_count += 1
     assert tier.reserve(chain[3]) is not None
     assert [content.key in tier.blocks for content in chain] == [True, True, False, True, False]
     check_host(tier)

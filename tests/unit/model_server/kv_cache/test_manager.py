@@ -14,7 +14,7 @@ from model_server.kv_events.events import (
     BlockStored,
     KVEventBuilder,
 )
-from model_server.shapes import single_group
+from model_server.shapes.shape import single_group
 from tests.support.model_server.invariants import check_pool
 
 

@@ -64,4 +64,4 @@ def test_required_fields_are_on_the_wire_even_when_empty() -> None:
         "medium": "GPU",
         "lora_name": None,
     }
-    assert rank is None
+    assert rank == 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from model_server.kv_events.events import BlockContent, BlockStored, KVEventBatch, KVEventBuilder
 from model_server.kv_events.hashing import event_hash
 from model_server.kv_events.publisher import Snapshot
-from model_server.shapes import kv_groups
+from model_server.shapes.shape import kv_groups
 from tests.support.depth import examples
 
 SIZE = 2
@@ -39,7 +39,7 @@ def chain(*numbers: int, **fields: object) -> list[BlockContent]:
 
 def snapshot_events(device: Sequence[BlockContent], host: Sequence[BlockContent] = ()) -> list[BlockStored]:
     """Return the events of a snapshot."""
-    return list(Snapshot("abc", 7, 3, ANNOUNCER, {"GPU": device, "CPU": host}).events())
+    return list(Snapshot("abc", 7, ANNOUNCER, {"GPU": device, "CPU": host}).events())
 
 
 def numbers_of(events: Sequence[BlockStored]) -> list[tuple[str | None, list[int]]]:
@@ -113,12 +113,11 @@ def test_snapshot_has_all_cached_copies(device: list[BlockContent], host: list[B
 
 
 def test_the_body_is_one_map() -> None:
-    """The pieces form one msgpack map whose batches are stream payloads."""
+    """The body is one msgpack map whose batches are stream payloads."""
     held = {"GPU": [block(number) for number in range(2000)], "CPU": []}
-    body = b"".join(Snapshot("abc", 7, 3, ANNOUNCER, held).pieces())
-    told = msgspec.msgpack.decode(body)
+    told = msgspec.msgpack.decode(Snapshot("abc", 7, ANNOUNCER, held).body())
     batches = [msgspec.msgpack.decode(payload, type=KVEventBatch) for payload in told.pop("batches")]
     assert told == {"schema": 1, "boot_id": "abc", "sequence": 7, "block_size": SIZE, "blocks": 2000}
     assert len(batches) == 4
-    assert {batch.data_parallel_rank for batch in batches} == {3}
+    assert {batch.data_parallel_rank for batch in batches} == {0}
     assert sum(len(event.block_hashes) for batch in batches for event in batch.events) == 2000

@@ -8,7 +8,7 @@ import torch
 
 from model_server.attention import KvLayout, SdpaAttention, Span
 from model_server.model.weights import load_checkpoint
-from model_server.shapes import kv_groups
+from model_server.shapes.shape import kv_groups
 from tests.support.model_server.model import (
     BLOCK_TOKENS,
     CPU,
@@ -234,4 +234,4 @@ def test_yarn_multiplies_the_context(tmp_path: Path) -> None:
     """With YaRN the maximum context is the original one times the factor."""
     changes = {"rope_parameters": YARN_ROPE, "max_position_embeddings": 16}
     save_reference(tmp_path, "qwen2", **changes)
-    assert load_checkpoint(tmp_path, "auto", CPU).max_positions == 64
+    assert load_checkpoint(tmp_path, "auto", CPU).model.shape.max_positions == 64

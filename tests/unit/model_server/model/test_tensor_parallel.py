@@ -15,7 +15,9 @@ from model_server.model import weights
 from model_server.model.decoder import Decoder, Weight
 from model_server.model.ranks import Ranks
 from model_server.model.weights import load_adapter, load_checkpoint, load_tiny
-from model_server.shapes import TINY_CONFIG, DecoderShape, ModelRank, check_divisible, decoder_shape
+from model_server.shapes.architectures import decoder_shape
+from model_server.shapes.hf_config import TINY_CONFIG
+from model_server.shapes.shape import DecoderShape, ModelRank, check_divisible
 from tests.support.model_server.lora import save_adapter
 from tests.support.model_server.model import CPU, save_reference
 

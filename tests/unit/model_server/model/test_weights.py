@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from model_server.errors import ConfigError, ModelError
 from model_server.model.weights import load_checkpoint, new_model, torch_device
-from model_server.shapes import HfConfig
+from model_server.shapes.hf_config import HfConfig
 
 CPU = torch.device("cpu")
 CONFIG: dict[str, object] = {
@@ -95,7 +95,7 @@ def test_end_of_sequence_comes_from_the_generation_config_first(checkpoint: Path
     assert load_checkpoint(checkpoint, "auto", CPU).eos_token_ids == {5}
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     loaded = load_checkpoint(checkpoint, "auto", CPU)
-    assert (loaded.eos_token_ids, loaded.max_positions) == ({3, 4}, 64)
+    assert (loaded.eos_token_ids, loaded.model.shape.max_positions) == ({3, 4}, 64)
 
 
 def test_redundant_tensors_are_passed_over(checkpoint: Path) -> None:

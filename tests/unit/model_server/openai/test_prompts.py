@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from model_server.model.lora import LoraRegistry
 from model_server.openai.prompts import (
-    GrammarTokenizer,
     Job,
     ServedModel,
     detokenize,
@@ -18,6 +18,7 @@ from model_server.openai.prompts import (
     tokenize,
 )
 from model_server.openai.types import Api, ApiError
+from model_server.requests import LoraRequest
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
 CONTEXT_TOKENS = 100
@@ -30,8 +31,8 @@ MESSAGES = [{"role": "user", "content": "x"}]
 def model() -> ServedModel:
     """Return the tiny model with a short context."""
     tokenizer = PromptTokenizer.from_directory(TINY_DIRECTORY)
-    grammars = GrammarTokenizer(tokenizer)
-    return ServedModel(("tiny", "alias"), "somewhere", tokenizer, CONTEXT_TOKENS, PADDED_VOCABULARY, grammars)
+    adapters = LoraRegistry(lambda directory, name, lora_id: LoraRequest(name, lora_id, "", directory), 0)
+    return ServedModel(("tiny", "alias"), "somewhere", tokenizer, CONTEXT_TOKENS, PADDED_VOCABULARY, adapters)
 
 
 def job(api: Api = "completion", header_id: str | None = None, **body: Any) -> Job:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from model_server.config import EngineConfig
 from model_server.errors import AdapterError, ModelError, ModelServerError
-from model_server.shapes import ModelRank
+from model_server.shapes.shape import ModelRank
 from model_server.worker.workers import (
     MethodCall,
     MethodResult,

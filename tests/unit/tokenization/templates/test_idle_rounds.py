@@ -9,8 +9,8 @@ from jinja2 import nodes
 from jinja2.utils import Namespace
 
 from tests.support.paths import ROOT
-from tokenization.templates.chat_template import ChatTemplate
-from tokenization.templates.environment import ENVIRONMENT, while_set, with_early_exit
+from tokenization.templates.analysis import with_early_exit
+from tokenization.templates.chat_template import ENVIRONMENT, ChatTemplate, while_set
 
 SEARCH = """\
 {% for m in messages[::-1] %}{% set place = (messages | length - 1) - loop.index0 %}

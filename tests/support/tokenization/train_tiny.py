@@ -1,4 +1,4 @@
-"""Training of the packaged tokenizer: `python -m tokenization.tiny.train` writes tokenizer.json here.
+"""Training of the packaged tokenizer: `python -m tests.support.tokenization.train_tiny` writes its file.
 
 Byte-level BPE on the prose that comes with Python: pydoc's topics and docstrings of the library. The file in
 the repository was trained with Python 3.11. Run by hand only, because a new vocabulary is a new model.
@@ -13,6 +13,8 @@ from pathlib import Path
 from pydoc_data import topics
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tokenization import TINY_DIRECTORY
 
 VOCAB_SIZE = 4096
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -51,4 +53,4 @@ def _prose() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    train().save(str(Path(__file__).parent / "tokenizer.json"), pretty=False)
+    train().save(str(TINY_DIRECTORY / "tokenizer.json"), pretty=False)

@@ -1,46 +1,17 @@
-"""Jinja environment of Hugging Face chat templates, and static analysis of templates.
+"""Static analysis of Hugging Face chat templates.
 
-The sandbox is that of transformers, with fast paths for frequent operations: a message's fields, attributes
-of loops and namespaces, methods of strings. The analysis determines whether a template takes a message's
-content in parts, and rewrites loops to exit once further iterations can have no effect.
+Determines whether a template takes a message's content in parts, and rewrites loops to exit once further
+iterations can have no effect.
 """
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from datetime import datetime
-from functools import lru_cache
-from types import BuiltinMethodType
-from typing import Any
-
-import jinja2
-from cachetools import LRUCache
 from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Context, LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 WHILE = "kvroute_while"  # name of `while_set` in rewritten templates
 
 # Expressions that an iteration may evaluate before its condition: they neither fail nor have an effect.
 _EFFECT_FREE = (nodes.Name, nodes.Const, nodes.Getattr, nodes.Filter, nodes.Sub, nodes.Add)
-
-
-def while_set(items: Iterable[Any], namespace: Any, flag: str) -> Iterable[Any]:
-    """Return an iterator of the items that ends when the namespace's flag is cleared."""
-    return _while_set(items, namespace, flag) if type(namespace) is Namespace else items
-
-
-def _while_set(items: Iterable[Any], namespace: Any, flag: str) -> Iterator[Any]:
-    for item in items:
-        if not getattr(namespace, flag, True):
-            return
-        yield item
 
 
 def with_loop_exits(template: nodes.Template) -> nodes.Template:
@@ -201,112 +172,3 @@ def _unwrapped(node: nodes.Node | None) -> nodes.Node | None:
     ):
         node = node.node
     return node
-
-
-_DICT_ATTRIBUTES = frozenset(dir(dict))
-# Methods that change nothing and format nothing, which the sandbox allows unwrapped.
-_DICT_METHODS = frozenset({"get", "items", "keys", "values"})
-_STR_METHODS = frozenset(name for name in dir(str) if name[0] != "_") - {"format", "format_map"}
-_LOOP_ATTRIBUTES = frozenset(
-    {"index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0"}
-)
-# Values of other types may be functions, which the sandbox must check.
-_VALUES = frozenset({str, int, float, bool, list, dict, type(None)})
-# Arguments that Jinja passes to functions with context.
-_CONTEXT_ARGUMENTS = ("_block_vars", "_loop_vars")
-# Cache from compact to indented JSON, mostly of tools; its size is counted in characters.
-_INDENTED: LRUCache[tuple[object, ...], str] = LRUCache(2 << 20, getsizeof=len)
-_INDENTED_LOCK = threading.Lock()
-
-
-class _Generation(Extension):
-    """Extension for `{% generation %}`, which marks model output for training; renders the block's body."""
-
-    tags = {"generation"}  # noqa: RUF012  (as the base class has it)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Parse the block up to its end."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """Sandbox with fast paths for types that are known to be safe."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return `obj.attribute`; for a dict without such an attribute, the item."""
-        kind = type(obj)
-        if kind is dict:
-            if attribute not in _DICT_ATTRIBUTES:
-                return obj[attribute] if attribute in obj else _missing(attribute)
-            if attribute in _DICT_METHODS:
-                return getattr(obj, attribute)
-        elif kind is str:
-            if attribute in _STR_METHODS:
-                return getattr(obj, attribute)
-        elif kind is LoopContext:
-            if attribute in _LOOP_ATTRIBUTES:
-                return getattr(obj, attribute)
-        elif kind is Namespace and attribute[:1] != "_":
-            value = getattr(obj, attribute, Namespace)
-            if type(value) in _VALUES:
-                return value
-        return super().getattr(obj, attribute)
-
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Call a function; a method of a string or dict is called without context."""
-        if type(__obj) is BuiltinMethodType and type(__obj.__self__) in (str, dict):
-            for name in _CONTEXT_ARGUMENTS:
-                kwargs.pop(name, None)
-            return __obj(*args, **kwargs)
-        return super().call(__context, __obj, *args, **kwargs)
-
-
-@lru_cache(maxsize=256)
-def _missing(name: str) -> jinja2.Undefined:
-    """Return the undefined value of a missing field; cached, because most messages lack the same fields."""
-    return ENVIRONMENT.undefined(obj={}, name=name)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML, which models were not trained on.
-    if indent is None:
-        return json.dumps(value, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
-    # Cached, because json is ten times slower with indents and a client's tools are always the same.
-    plain = json.dumps(value, ensure_ascii=ensure_ascii, sort_keys=sort_keys)
-    key = plain, indent, separators
-    with _INDENTED_LOCK:
-        text: str | None = _INDENTED.get(key)
-    if text is None:
-        text = json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
-        with suppress(ValueError), _INDENTED_LOCK:  # ValueError: larger than the cache
-            _INDENTED[key] = text
-    return text
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-ENVIRONMENT = _environment()  # of all templates, with the whitespace options of transformers

@@ -14,7 +14,7 @@ from jinja2.runtime import LoopContext, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from tokenization.templates.environment import ENVIRONMENT
+from tokenization.templates.chat_template import ENVIRONMENT
 
 SANDBOX = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
 

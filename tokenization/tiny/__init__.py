@@ -1,1 +1,0 @@
-"""Tokenizer of the packaged model `kvroute-tiny`, trained by `train.py`."""
