@@ -199,26 +199,20 @@ class KvIndexer:
         holders = list(self.engine_registry.holders(pods))
         table = self._index.match(keys, holders, self._servable(prompt_tokens))
         table = self._hybrid.refine(keys, table, prompt_tokens, tokens)
-        prefixes = []
-        for holder in holders:
-            held, row = self._index.held(keys, holder), table.rows[holder]
-            stride = int(table.strides[row]) if len(table.strides) else 1
-            prefixes.append(
-                explain_prefix(
-                    holder,
-                    held,
-                    self._index.tiers,
-                    status=(engines[holder].state, engines[holder].reason)
-                    if holder in engines
-                    else NOT_FOLLOWED,
-                    usable_blocks=int(table.cached_blocks[row]),
-                    stride=stride,
-                    drops=self._ingest.drops(holder),
-                    drafter=self._ingest.drafter(holder),
-                    proven=self._ingest.proven(holder, keys, held, stride),
-                )
+        return [
+            explain_prefix(
+                holder,
+                held := self._index.held(keys, holder),
+                self._index.tiers,
+                status=(engines[holder].state, engines[holder].reason) if holder in engines else NOT_FOLLOWED,
+                usable_blocks=int(table.cached_blocks[table.rows[holder]]),
+                stride=(stride := int(table.strides[table.rows[holder]]) if len(table.strides) else 1),
+                drops=self._ingest.drops(holder),
+                drafter=self._ingest.drafter(holder),
+                proven=self._ingest.proven(holder, keys, held, stride),
             )
-        return prefixes
+            for holder in holders
+        ]
 
     def observe(self, pod: str, reading: EngineReading) -> Finding | None:
         """Compare a reading of an engine's metrics with its view; clear the view if it must be wrong.

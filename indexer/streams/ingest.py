@@ -134,7 +134,8 @@ class Ingest:
         is_late = self.engine_registry.engines[pod].is_late
         outcome = state.apply(payloads, with_runs=is_late or self.mismatches.waits_for(serving))
         self._learn(pod)
-        self._prove(pod, state, outcome, is_late=is_late)
+        if is_late or outcome.damage is not None:
+            self._prove(pod, state, outcome, is_late=is_late)
         self._count(pod, outcome)
         keys = _joined(outcome.stored)
         key_list = keys.tolist()
