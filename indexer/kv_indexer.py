@@ -202,13 +202,14 @@ class KvIndexer:
         return [
             explain_prefix(
                 holder,
-                self._index.held(keys, holder),
+                held := self._index.held(keys, holder),
                 self._index.tiers,
                 status=(engines[holder].state, engines[holder].reason) if holder in engines else NOT_FOLLOWED,
                 usable_blocks=int(table.cached_blocks[table.rows[holder]]),
-                stride=int(table.strides[table.rows[holder]]) if len(table.strides) else 1,
+                stride=(stride := int(table.strides[table.rows[holder]]) if len(table.strides) else 1),
                 drops=self._ingest.drops(holder),
                 drafter=self._ingest.drafter(holder),
+                proven=self._ingest.proven(holder, keys, held, stride),
             )
             for holder in holders
         ]
@@ -220,6 +221,7 @@ class KvIndexer:
         """
         for holder in self.engine_registry.members(pod):
             self._ingest.set_drafter(holder, reading.has_drafter)
+            self._ingest.set_capacity(holder, reading.capacity_blocks)
         self._watch_cache(pod, reading.caching)
         before = self._readings.get(pod)
         finding = check_counters(before, reading, self._held_blocks(pod, reading))

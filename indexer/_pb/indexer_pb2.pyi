@@ -127,7 +127,7 @@ class ExplainPrefixResponse(_message.Message):
     def __init__(self, engines: _Optional[_Iterable[_Union[EngineExplanation, _Mapping]]] = ..., block_tokens: _Optional[int] = ..., prompt_blocks: _Optional[int] = ...) -> None: ...
 
 class EngineExplanation(_message.Message):
-    __slots__ = ("engine", "state", "reason", "cached_blocks", "end", "held_blocks", "held_beyond", "tiers", "drafter")
+    __slots__ = ("engine", "state", "reason", "cached_blocks", "end", "held_blocks", "held_beyond", "tiers", "drafter", "proven_blocks", "end_proven")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +137,8 @@ class EngineExplanation(_message.Message):
     HELD_BEYOND_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    PROVEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    END_PROVEN_FIELD_NUMBER: _ClassVar[int]
     engine: str
     state: StreamState
     reason: str
@@ -146,7 +148,9 @@ class EngineExplanation(_message.Message):
     held_beyond: int
     tiers: _containers.RepeatedCompositeFieldContainer[TierRun]
     drafter: str
-    def __init__(self, engine: _Optional[str] = ..., state: _Optional[_Union[StreamState, str]] = ..., reason: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., end: _Optional[_Union[PrefixEnd, str]] = ..., held_blocks: _Optional[int] = ..., held_beyond: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ..., drafter: _Optional[str] = ...) -> None: ...
+    proven_blocks: int
+    end_proven: bool
+    def __init__(self, engine: _Optional[str] = ..., state: _Optional[_Union[StreamState, str]] = ..., reason: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., end: _Optional[_Union[PrefixEnd, str]] = ..., held_blocks: _Optional[int] = ..., held_beyond: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ..., drafter: _Optional[str] = ..., proven_blocks: _Optional[int] = ..., end_proven: _Optional[bool] = ...) -> None: ...
 
 class TierRun(_message.Message):
     __slots__ = ("tier", "blocks")

@@ -138,6 +138,8 @@ class Prefix:
     held_beyond: int  # blocks held after the first missing one
     tiers: tuple[tuple[str, int], ...]  # best tier and length in blocks of each stretch of the held prefix
     drafter: str = ""  # what is known of the engine's drafter, in words; empty: no sign of one
+    proven_blocks: int = 0  # length of the prefix that is proven to be held; speculative blocks are not
+    end_proven: bool = False  # whether it is proven that the engine holds no more of the prompt
 
 
 def explain_prefix(
@@ -150,6 +152,7 @@ def explain_prefix(
     stride: int = 1,
     drops: bool = False,
     drafter: str = "",
+    proven: tuple[int, bool] = (0, False),
 ) -> Prefix:
     """Explain how long an engine's cached prefix is and why it ends there.
 
@@ -160,6 +163,7 @@ def explain_prefix(
         stride: Index blocks per engine block; the held prefix is cut to whole engine blocks.
         drops: Whether the engine drops the last matched block of every hit.
         drafter: See `Prefix`.
+        proven: `proven_blocks` and `end_proven` of `Prefix`.
     """
     missing = np.flatnonzero(held == 0)
     first_missing = int(missing[0]) if len(missing) else len(held)
@@ -181,6 +185,8 @@ def explain_prefix(
         held_beyond=int(np.count_nonzero(held[first_missing:])),
         tiers=tuple((tier, len(list(stretch))) for tier, stretch in groupby(best)),
         drafter=drafter,
+        proven_blocks=proven[0],
+        end_proven=proven[1],
     )
 
 

@@ -223,6 +223,8 @@ def _explanation(prefix: Prefix) -> pb.EngineExplanation:
         held_beyond=prefix.held_beyond,
         tiers=[pb.TierRun(tier=tier, blocks=blocks) for tier, blocks in prefix.tiers],
         drafter=prefix.drafter,
+        proven_blocks=prefix.proven_blocks,
+        end_proven=prefix.end_proven,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from indexer.audit.late_view import LATE_REASONS
 from indexer.config import PodStream
 from indexer.index.contract import PodMatches, StreamState
 
@@ -45,6 +46,12 @@ class EngineState:
     @property
     def reason(self) -> str:
         return next(iter(self.invalid_reasons.values())) if self._is_invalid else self.stream_reason
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether the view lacks only what was stored before it began."""
+        is_stale = self.stream_state is StreamState.STALE
+        return is_stale and self.stream_reason in LATE_REASONS and not self.invalid_reasons
 
     @property
     def _is_invalid(self) -> bool:

@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
 from common.repeated_log import RepeatedLog
+from indexer.audit.late_view import LateView
 from indexer.audit.mismatch_watch import OTHER_TOKENS, MismatchWatch
 from indexer.audit.speculation import Speculation
 from indexer.config import IndexerConfig, PodStream
@@ -77,6 +79,7 @@ class Ingest:
         self.engine_registry = EngineRegistry()
         self._engine = ApplierContext(self.config, self.index, self.hasher)
         self._pods: dict[str, EventApplier] = {}
+        self._late: dict[str, LateView] = {}
         # Pending stores by engine, as last written to the metrics.
         self._orphans: dict[str, int] = {}
 
@@ -104,12 +107,14 @@ class Ingest:
 
     def opened(self, stream: PodStream) -> None:
         self._pods[stream.holder] = EventApplier(self._engine, stream)
+        self._late[stream.holder] = LateView()
         self.engine_registry.add(stream)
         at = stream.events_endpoint or self.config.events_bind
         _note("stream_opened", stream.holder, "stream opened: pod=%s model=%s endpoint=%s", stream.model, at)
 
     def closed(self, pod: str) -> None:
         self._pods.pop(pod).view.clear()
+        del self._late[pod]
         self.hybrid.set_groups(pod, None)
         self.hybrid.set_drop(pod, False)
         self.hybrid.set_paired(pod, False)
@@ -126,8 +131,11 @@ class Ingest:
     def apply(self, pod: str, payloads: Sequence[bytes]) -> Outcome:
         state = self._pods[pod]
         serving = self.engine_registry.pod(pod)
-        outcome = state.apply(payloads, with_runs=self.mismatches.waits_for(serving))
+        is_late = self.engine_registry.engines[pod].is_late
+        outcome = state.apply(payloads, with_runs=is_late or self.mismatches.waits_for(serving))
         self._learn(pod)
+        if is_late or outcome.damage is not None:
+            self._prove(pod, state, outcome, is_late=is_late)
         self._count(pod, outcome)
         keys = _joined(outcome.stored)
         key_list = keys.tolist()
@@ -168,6 +176,7 @@ class Ingest:
 
     def clear(self, pod: str, reason: str) -> None:
         self._pods[pod].clear()
+        self._late[pod].reset()
         self._set_invalid(pod, "events", None)
         self.hybrid.set_groups(pod, None)
         self._end_speculation(pod)
@@ -294,6 +303,40 @@ class Ingest:
         """Return what is known of an engine's drafter; empty without a sign of one. Thread-safe."""
         state = self._pods.get(pod)
         return "" if state is None else state.drop.describe(state.view.block_tokens or 0)
+
+    def set_capacity(self, pod: str, blocks: int | None) -> None:
+        """Set the blocks of an engine's device memory, None: unknown. Thread-safe."""
+        if (late := self._late.get(pod)) is not None:
+            late.capacity_blocks = blocks
+
+    def proven(self, pod: str, keys: Keys, held: NDArray[np.uint8], stride: int) -> tuple[int, bool]:
+        """Return how many blocks of a prompt are proven to be held, and whether no more are. Thread-safe.
+
+        Args:
+            held: uint8 [blocks], see `FlatIndex.held`; speculative blocks do not count.
+            stride: Index blocks per block of the engine.
+        """
+        engine, late = self.engine_registry.engines.get(pod), self._late.get(pod)
+        whole = len(keys) // stride * stride
+        real = held[:whole] & np.uint8(~(1 << self.index.tiers.speculative) & 0xFF)
+        missing = np.flatnonzero(real == 0)
+        blocks = int(missing[0]) // stride * stride if len(missing) else whole
+        if engine is None or late is None:
+            return 0, False
+        if engine.state is StreamState.EXACT:
+            return blocks, True
+        if not engine.is_late or late.is_damaged:
+            return 0, False
+        return blocks, late.is_end(keys[stride - 1 : blocks + stride : stride], whole=blocks == whole)
+
+    def _prove(self, pod: str, state: EventApplier, outcome: Outcome, *, is_late: bool) -> None:
+        """Learn what is proven of a view without history; set `is_complete` if all of it is."""
+        late, view = self._late[pod], state.view
+        is_simple = view.groups is None and not view.is_paired and not state.tier_proof.has_further_tiers
+        may_drop = state.drop.has_drafter is not False
+        late.applied(outcome, state.stride, may_drop=may_drop, is_simple=is_simple)
+        if is_late and late.may_be_full(self.index.pod_blocks(pod) // state.stride, self.clock()):
+            outcome.is_complete = late.is_full(self.index.tier_blocks(pod, GPU_TIER) // state.stride)
 
     def _learn(self, pod: str) -> None:
         state = self._pods[pod]

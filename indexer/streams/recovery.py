@@ -271,7 +271,7 @@ class EngineStream:
         if not batches:
             return
         verdict = self._outcome([batch.payload for batch in batches])
-        if verdict.emptied:
+        if verdict.emptied or verdict.is_complete:
             self._machine.emptied(batches[0].view, holds_nothing=verdict.ends_empty)
         if verdict.damage is not None:
             self._machine.damaged(batches[0].view, verdict.damage)

@@ -19,7 +19,8 @@ The sequence numbers of one engine process start at 0 and never go back.
   applied any more.
 
 The view is EXACT while it has everything published since the cache was empty: from sequence 0, a snapshot or
-an AllBlocksCleared on. Blocks that the index evicts are counted (evicted_blocks) and do not make it STALE.
+an AllBlocksCleared on, or is proven to have it (`indexer.audit.late_view`). Blocks that the index evicts are
+counted (evicted_blocks) and do not make it STALE.
 The view is STALE when something is known to be missing; events are applied anyway. Without a replay socket
 a view is EXACT only if it started at sequence 0, and it is cleared when the link is lost.
 """
@@ -304,7 +305,11 @@ class StreamMachine:
         return actions + (fetch or self._drain(give_up=True))
 
     def emptied(self, view: int, *, holds_nothing: bool = False) -> None:
-        """Mark a view as complete: a batch reported an empty cache (`holds_nothing`: and stored nothing)."""
+        """Mark a view as complete: it is proven to be, or a batch reported an empty cache.
+
+        Args:
+            holds_nothing: The batch reported an empty cache and stored nothing behind it.
+        """
         if view == self._view:
             self._missing = None
             self._reported_empty = holds_nothing

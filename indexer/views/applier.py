@@ -84,6 +84,10 @@ class TierProof:
             self._proven.add(tier)
 
     @property
+    def has_further_tiers(self) -> bool:
+        return bool((self._stored.keys() | self._proven) - {GPU_TIER})
+
+    @property
     def unproven(self) -> tuple[str, ...]:
         """Return tiers that stored many blocks and lost none, while device memory evicts."""
         if GPU_TIER not in self._proven:

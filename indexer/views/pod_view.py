@@ -6,6 +6,7 @@ that cannot be used are counted in an `Outcome`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -237,14 +238,27 @@ class PodView:
 
     def _store_run(self, event: BlockStored, outcome: Outcome) -> None:
         ready: list[tuple[BlockStored | None, Sequence[CopyChange]]] = [(event, ())]
+        brought: Counter[tuple[int | None, EngineHash]] = Counter()  # copies by the orphans
         while ready:
             run, later = ready.pop()
             if run is not None and not self._index_run(run, outcome):
                 continue
+            hashes = () if run is None else run.block_hashes
+            if run is not event:
+                brought.update((None, engine_hash) for engine_hash in hashes)
             for change in later:
-                self._change(change, outcome)
-            for engine_hash in run.block_hashes if run is not None else ():
-                ready.extend((orphan.run, orphan.later) for orphan in self._orphans.pop(engine_hash))
+                block = change.group, change.engine_hash
+                brought[block] += 1 if change.stored else -1
+                if brought[block] < 0:
+                    # Of a copy from before the stream was joined.
+                    brought[block] = 0
+                    outcome.skip("BlockRemoved", "unknown_hash")
+                else:
+                    self._change(change, outcome)
+            for engine_hash in hashes:
+                # In order of arrival: removals are attached to the last of several stores of a block.
+                orphans = reversed(self._orphans.pop(engine_hash))
+                ready.extend((orphan.run, orphan.later) for orphan in orphans)
 
     def _index_run(self, run: BlockStored, outcome: Outcome) -> bool:
         """Store a run or add it to the orphans; return whether it was stored."""

@@ -192,6 +192,7 @@ class Outcome:
     published_s: list[float] = field(default_factory=list)  # timestamps of the batches, by the engine's clock
     emptied: bool = False  # the engine reported that its cache is empty
     stored_before_clear: int = 0  # runs in `stored` before the last such report
+    is_complete: bool = False  # the view is proven to hold all that the engine holds, see `late_view`
     damage: str | None = None  # why the view no longer matches the engine's cache; None if it does
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from indexer import ConfigError, ListenError, StreamState
+from indexer.audit.engine_counters import EngineReading
 from tests.support.indexer.bound import ConnectedEngine, declared, known, reason
 from tests.support.indexer.engine_publisher import EnginePublisher, removed, wait_until
 from tests.support.indexer.subscriber import OTHER, POD, TOKENS, Watched, block, stream
@@ -128,6 +129,19 @@ def test_the_simulators_first_number_can_be_declared(watched: Watched) -> None:
         watched.settled(1)
         watched.settled(1, STALE, pod=OTHER)
         assert reason(watched, OTHER) == "no_history"
+
+
+def test_a_stream_joined_late_is_exact_once_its_view_is_full(watched: Watched) -> None:
+    """A view as large as the engine's memory by its metrics is complete, although its history is missing."""
+    watched.follow(declared(POD))
+    known(watched, POD)
+    with ConnectedEngine(watched, POD, first=1) as engine:
+        engine.publish(block(1))
+        watched.settled(1, STALE)
+        watched.indexer.observe(POD, EngineReading(capacity_blocks=3))
+        engine.publish(block(2))
+        watched.settled(2)
+        assert watched.metric("kvroute_indexer_stream_state", pod=POD, state="EXACT") == 1
 
 
 def test_ranks_are_engines_of_their_own_behind_one_pod(watched: Watched) -> None:

@@ -166,6 +166,11 @@ def test_where_a_prefix_ends_is_explained(channel: grpc.Channel, watched: Watche
     assert (second.held_blocks, second.held_beyond) == (5, 0)
     assert [(run.tier, run.blocks) for run in second.tiers] == [("gpu", 4), ("cpu", 1)]
     assert (unknown.state, unknown.reason) == (pb.STREAM_STATE_STALE, "not_followed")
+    assert [(each.proven_blocks, each.end_proven) for each in explained.engines] == [
+        (2, True),
+        (5, True),
+        (0, False),
+    ]
 
 
 def test_cleared_views_are_rebuilt(channel: grpc.Channel, watched: Watched) -> None:

@@ -62,6 +62,24 @@ def test_changes_of_an_orphan_are_kept() -> None:
     assert pod.index.stats().blocks == 2
 
 
+def test_copies_of_orphans_are_counted_in_order() -> None:
+    """Of a block that was stored twice before its parent, and removed twice, no copy is left."""
+    pod = OnePod()
+    pod.apply(stored([2], block(1), parent=1), stored([2, 3], block(1) + block(2), parent=1))
+    pod.apply(BlockRemoved([2]), BlockRemoved([3]), BlockRemoved([2]))
+    pod.apply(stored([1], block(0)))
+    assert pod.cached(TOKENS) == 1
+
+
+def test_removals_of_unseen_copies_remove_no_later_store() -> None:
+    """A stream joined late removes copies that it did not show; these are not taken from a new store."""
+    pod = OnePod()
+    pod.apply(stored([2], block(1), parent=1), BlockRemoved([2]), BlockRemoved([2]))
+    outcome = pod.apply(stored([1, 2], block(0) + block(1)))
+    assert outcome.skipped == {("BlockRemoved", "unknown_hash"): 1}
+    assert pod.cached(TOKENS) == 2
+
+
 def test_orphans_are_bounded() -> None:
     """Above the limit the oldest orphan is dropped and counted; newer ones still attach."""
     pod = OnePod(orphan_tokens_per_pod=32)
