@@ -223,6 +223,7 @@ def _explanation(prefix: Prefix) -> pb.EngineExplanation:
         held_beyond=prefix.held_beyond,
         tiers=[pb.TierRun(tier=tier, blocks=blocks) for tier, blocks in prefix.tiers],
         drafter=prefix.drafter,
+        evicted_seconds_ago=prefix.evicted_s_ago,
     )
 
 

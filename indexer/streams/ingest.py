@@ -109,6 +109,7 @@ class Ingest:
         _note("stream_opened", stream.holder, "stream opened: pod=%s model=%s endpoint=%s", stream.model, at)
 
     def closed(self, pod: str) -> None:
+        self.index.set_time(self.clock())
         self._pods.pop(pod).view.clear()
         self.hybrid.set_groups(pod, None)
         self.hybrid.set_drop(pod, False)
@@ -126,6 +127,7 @@ class Ingest:
     def apply(self, pod: str, payloads: Sequence[bytes]) -> Outcome:
         state = self._pods[pod]
         serving = self.engine_registry.pod(pod)
+        self.index.set_time(self.clock())
         outcome = state.apply(payloads, with_runs=self.mismatches.waits_for(serving))
         self._learn(pod)
         self._count(pod, outcome)
@@ -148,6 +150,7 @@ class Ingest:
 
     def apply_entries(self, pod: str, entries: Sequence[bytes]) -> Outcome:
         view, outcome = self._pods[pod].view, Outcome()
+        self.index.set_time(self.clock())
         for data in entries:
             try:
                 stored, damage = view.apply_entry(decode_entry(data, len(self.index.tiers.names)))
@@ -167,6 +170,7 @@ class Ingest:
         return self._pods[pod]
 
     def clear(self, pod: str, reason: str) -> None:
+        self.index.set_time(self.clock())
         self._pods[pod].clear()
         self._set_invalid(pod, "events", None)
         self.hybrid.set_groups(pod, None)
