@@ -232,7 +232,7 @@ class KvIndexer:
     def _in_other_scope(self, model: str, keys: Keys, tokens: Tokens) -> int:
         """Return how many blocks of a prompt are held under another of the latest salts or adapters."""
         block_tokens = self._hasher.block_tokens
-        for root in self._roots[model]:
+        for root in self._roots.get(model, ()):
             first = self._hasher.chain(root, tokens[:block_tokens])
             if first[0] != keys[0] and self._index.match(first, ()).behind[0]:
                 return self._index.match(self._hasher.chain(root, tokens), ()).behind[0]
@@ -253,7 +253,7 @@ class KvIndexer:
         engine, block_tokens = self.engine_registry.engines.get(holder), self._hasher.block_tokens
         table = self._index.match(keys, (holder,), self._servable(prompt_tokens))
         table = self._hybrid.refine(keys, table, prompt_tokens, tokens)
-        length = len(keys) * block_tokens + 1 if prompt_tokens is None else prompt_tokens
+        length = prompt_tokens or len(keys) * block_tokens + 1
         missing = table.held.item(0)
         lost_s = self._index.lost_s(keys.item(missing)) if missing < len(keys) else None
         return explain_prefix(

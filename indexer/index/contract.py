@@ -99,8 +99,8 @@ class PodMatches(Mapping[str, PodMatch]):
         ranks: Mapping[str, int] = _NO_RANKS,
         states: Mapping[str, StreamState] = _NO_STATES,
         followed: Collection[str] = (),
-        held: NDArray[np.int32] | None = None,
         behind: Sequence[int] = (0, 0, 0),
+        held: NDArray[np.int32] | None = None,
     ) -> None:
         self.rows = rows  # each pod's row in the arrays
         self.tiers = tiers  # names and weights of the columns of `blocks_by_tier`
@@ -172,18 +172,13 @@ _ENDS = {
 
 
 def split_prompt(
-    match: PodMatches,
-    pod: str,
-    prompt_tokens: int,
-    block_tokens: int,
-    limit: Limit,
-    other_scope_blocks: int = 0,
+    match: PodMatches, pod: str, prompt_tokens: int, block_tokens: int, limit: Limit, scoped_blocks: int = 0
 ) -> dict[Cause, int]:
     """Return the tokens of a prompt by cause, if it is computed by `pod`; they sum up to `prompt_tokens`.
 
     Args:
         block_tokens: Tokens per index block.
-        other_scope_blocks: Prefix that is held under another salt or adapter.
+        scoped_blocks: Prefix that is held under another salt or adapter.
     """
     row = match.rows[pod]
     stride = match.strides.item(row) if len(match.strides) else 1
@@ -196,7 +191,7 @@ def split_prompt(
         (limit.groups or Cause.ELSEWHERE, held),
         (Cause.ELSEWHERE, max(any_held, match.longest)),
         (Cause.EVICTED, ever_held),
-        (Cause.OTHER_SCOPE, other_scope_blocks),
+        (Cause.OTHER_SCOPE, scoped_blocks),
         (Cause.NEVER_CACHED, servable),
     )
     tokens: dict[Cause, int] = {}

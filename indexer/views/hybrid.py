@@ -163,15 +163,9 @@ class HybridMatcher:
             blocks[row], blocks_by_tier[row] = cut.cached_blocks[0], cut.blocks_by_tier[0]
         if blocks is None or blocks_by_tier is None:
             return table
-        return PodMatches(
-            table.rows,
-            table.tiers,
-            blocks,
-            blocks_by_tier,
-            strides=table.strides,
-            held=table.held,
-            behind=table.behind,
-        )
+        cut_down = PodMatches(table.rows, table.tiers, blocks, blocks_by_tier, strides=table.strides)
+        cut_down.held, cut_down.behind = table.held, table.behind
+        return cut_down
 
     def _found(self, keys: Keys, pod: str, depth: int, stride: int, tokens: Tokens | None) -> int:
         """Return the blocks of a prefix that are found: its last one only in front of the stored token.
