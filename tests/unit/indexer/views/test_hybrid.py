@@ -306,7 +306,7 @@ def test_usable_prefixes_are_the_longest_that_obey_all_rules(
     ],
 )
 def test_held_blocks_without_window_or_state_have_that_cause(fields: dict[str, Any], cause: Cause) -> None:
-    """Blocks that the lead group holds and cannot resume from are lost to the window, or to the checkpoint."""
+    """Blocks that the lead group holds without a window or state behind them have that cause."""
     pod = OnePod(flat=True)
     pod.apply(stored([1, 2, 3, 4], TOKENS[:16], **FULL), masked([1, 2], TOKENS[:8], **fields))
     table = pod.hybrid.refine(pod.keys(TOKENS), pod.index.match(pod.keys(TOKENS), [POD]), len(TOKENS))
