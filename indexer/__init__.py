@@ -5,7 +5,7 @@ from indexer.audit.engine_counters import CachingFacts, EngineReading
 from indexer.audit.mismatch_watch import DispatchKey, SentPrompt
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError, IndexerError, ListenError, PayloadError, TokenError
-from indexer.index.contract import IndexStats, PodMatch, PodMatches, StreamState
+from indexer.index.contract import Cause, IndexStats, PodMatch, PodMatches, PromptCauses, StreamState
 from indexer.kv_indexer import KvIndexer
 from indexer.streams.engine_registry import EngineState
 from indexer.streams.subscriber import raise_open_files
@@ -16,6 +16,7 @@ __all__ = [
     "GPU_TIER",
     "SPECULATIVE_TIER",
     "CachingFacts",
+    "Cause",
     "ConfigError",
     "DispatchKey",
     "EngineFault",
@@ -31,6 +32,7 @@ __all__ = [
     "PodMatch",
     "PodMatches",
     "PodStream",
+    "PromptCauses",
     "SentPrompt",
     "StreamState",
     "Tiers",

@@ -12,9 +12,20 @@ from prometheus_client import CollectorRegistry
 from indexer.audit.cache_watch import CACHING_OFF, CacheWatch, EngineFault, FaultKind, engine_fault
 from indexer.audit.engine_counters import CachingFacts, EngineReading, Finding, check_counters
 from indexer.audit.mismatch_watch import SentPrompt
-from indexer.config import PODS_MAX, IndexerConfig, PodStream
+from indexer.config import PODS_MAX, IndexerConfig, PodStream, engine_name
 from indexer.errors import ConfigError
-from indexer.index.contract import NOT_FOLLOWED, IndexStats, PodMatches, Prefix, StreamState, explain_prefix
+from indexer.index.contract import (
+    NOT_FOLLOWED,
+    Cause,
+    IndexStats,
+    Limit,
+    PodMatches,
+    Prefix,
+    PromptCauses,
+    StreamState,
+    explain_prefix,
+    split_prompt,
+)
 from indexer.keys import Keys, Tokens
 from indexer.peers.service import PeerClient, PeerIdentity, PeerService
 from indexer.streams.ingest import Ingest
@@ -26,6 +37,8 @@ if TYPE_CHECKING:
 
 # Minimum time between two counts of a view's blocks, each of which scans the whole index.
 _COUNT_EVERY_S = 10.0
+# Other salts and adapters under which a prompt is looked up, and models of which they are remembered.
+_SCOPES_MAX, _MODELS_MAX = 8, 256
 
 
 def _ignore(*_: object) -> None:
@@ -73,6 +86,8 @@ class KvIndexer:
         self._cache_watches: dict[str, CacheWatch] = {}
         self._uncached: frozenset[str] = frozenset()  # pods whose prefix caching is off
         self._counted_s = -math.inf
+        # By model: root keys of the salts and adapters of the latest prompts, the latest first.
+        self._roots: dict[str, tuple[int, ...]] = {}
 
     @property
     def block_tokens(self) -> int:
@@ -151,6 +166,11 @@ class KvIndexer:
         """
         # Engines treat an empty name or salt as missing.
         root = self._hasher.root(model, lora_name or None, cache_salt or None)
+        recent = self._roots.get(model, ())
+        if recent[:1] != (root,):
+            if len(self._roots) >= _MODELS_MAX:
+                self._roots.clear()
+            self._roots[model] = (root, *[other for other in recent if other != root][:_SCOPES_MAX])
         return self._hasher.chain(root, token_ids, extras)
 
     def match(
@@ -187,6 +207,37 @@ class KvIndexer:
         # An engine computes at least the last token.
         return None if prompt_tokens is None else max(0, prompt_tokens - 1) // self._hasher.block_tokens
 
+    def causes(self, model: str, match: PodMatches, pod: str, keys: Keys, tokens: Tokens) -> PromptCauses:
+        """Return why the tokens of a prompt are served from the cache of `pod` or computed there.
+
+        Args:
+            match: Match of the prompt, see `match`.
+            keys: Block keys of the prompt.
+        """
+        block_tokens, row = self._hasher.block_tokens, match.rows[pod]
+        limit = Limit()
+        if match.cached_blocks.item(row) != match.held.item(row):
+            limit = self._limit(engine_name(pod, match.ranks.get(pod, 0)))
+        parts = split_prompt(match, pod, len(tokens), block_tokens, limit)
+        if Cause.NEVER_CACHED in parts and len(self._roots.get(model, ())) > 1:
+            blocks = self._in_other_scope(model, keys, tokens)
+            parts = split_prompt(match, pod, len(tokens), block_tokens, limit, blocks)
+        if Cause.EVICTED not in parts:
+            return PromptCauses(parts)
+        return PromptCauses(parts, max(0.0, self._clock() - match.behind[2]))
+
+    def _limit(self, holder: str) -> Limit:
+        return self._hybrid.limit(holder, drops=self._ingest.drops(holder))
+
+    def _in_other_scope(self, model: str, keys: Keys, tokens: Tokens) -> int:
+        """Return how many blocks of a prompt are held under another of the latest salts or adapters."""
+        block_tokens = self._hasher.block_tokens
+        for root in self._roots.get(model, ()):
+            first = self._hasher.chain(root, tokens[:block_tokens])
+            if first[0] != keys[0] and self._index.match(first, ()).behind[0]:
+                return self._index.match(self._hasher.chain(root, tokens), ()).behind[0]
+        return 0
+
     def explain(
         self,
         keys: Keys,
@@ -195,24 +246,30 @@ class KvIndexer:
         prompt_tokens: int | None = None,
         tokens: Tokens | None = None,
     ) -> list[Prefix]:
-        engines = self.engine_registry.engines
-        holders = list(self.engine_registry.holders(pods))
-        table = self._index.match(keys, holders, self._servable(prompt_tokens))
+        holders = self.engine_registry.holders(pods)
+        return [self._explained(holder, keys, prompt_tokens, tokens) for holder in holders]
+
+    def _explained(self, holder: str, keys: Keys, prompt_tokens: int | None, tokens: Tokens | None) -> Prefix:
+        engine, block_tokens = self.engine_registry.engines.get(holder), self._hasher.block_tokens
+        table = self._index.match(keys, (holder,), self._servable(prompt_tokens))
         table = self._hybrid.refine(keys, table, prompt_tokens, tokens)
-        return [
-            explain_prefix(
-                holder,
-                held := self._index.held(keys, holder),
-                self._index.tiers,
-                status=(engines[holder].state, engines[holder].reason) if holder in engines else NOT_FOLLOWED,
-                usable_blocks=int(table.cached_blocks[table.rows[holder]]),
-                stride=(stride := int(table.strides[table.rows[holder]]) if len(table.strides) else 1),
-                drops=self._ingest.drops(holder),
-                drafter=self._ingest.drafter(holder),
-                proven=self._ingest.proven(holder, keys, held, stride),
-            )
-            for holder in holders
-        ]
+        length = prompt_tokens or len(keys) * block_tokens + 1
+        missing = table.held.item(0)
+        lost_s = self._index.lost_s(keys.item(missing)) if missing < len(keys) else None
+        held = self._index.held(keys, holder)
+        stride = table.strides.item(0) if len(table.strides) else 1
+        return explain_prefix(
+            holder,
+            held,
+            self._index.tiers,
+            status=NOT_FOLLOWED if engine is None else (engine.state, engine.reason),
+            usable_blocks=table.cached_blocks.item(0),
+            stride=stride,
+            causes=split_prompt(table, holder, length, block_tokens, self._limit(holder)),
+            drafter=self._ingest.drafter(holder),
+            proven=self._ingest.proven(holder, keys, held, stride),
+            evicted_s_ago=None if lost_s is None else max(0.0, self._clock() - lost_s),
+        )
 
     def observe(self, pod: str, reading: EngineReading) -> Finding | None:
         """Compare a reading of an engine's metrics with its view; clear the view if it must be wrong.

@@ -21,6 +21,7 @@ class PrefixEnd(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PREFIX_END_HOLE: _ClassVar[PrefixEnd]
     PREFIX_END_OTHER_ATTENTION: _ClassVar[PrefixEnd]
     PREFIX_END_DRAFTER: _ClassVar[PrefixEnd]
+    PREFIX_END_CHECKPOINT: _ClassVar[PrefixEnd]
 STREAM_STATE_UNSPECIFIED: StreamState
 STREAM_STATE_EXACT: StreamState
 STREAM_STATE_RECOVERING: StreamState
@@ -30,6 +31,7 @@ PREFIX_END_PROMPT: PrefixEnd
 PREFIX_END_HOLE: PrefixEnd
 PREFIX_END_OTHER_ATTENTION: PrefixEnd
 PREFIX_END_DRAFTER: PrefixEnd
+PREFIX_END_CHECKPOINT: PrefixEnd
 
 class SnapshotRequest(_message.Message):
     __slots__ = ("schema", "instance", "fingerprint", "form", "tiers", "engine", "model")
@@ -127,7 +129,7 @@ class ExplainPrefixResponse(_message.Message):
     def __init__(self, engines: _Optional[_Iterable[_Union[EngineExplanation, _Mapping]]] = ..., block_tokens: _Optional[int] = ..., prompt_blocks: _Optional[int] = ...) -> None: ...
 
 class EngineExplanation(_message.Message):
-    __slots__ = ("engine", "state", "reason", "cached_blocks", "end", "held_blocks", "held_beyond", "tiers", "drafter", "proven_blocks", "end_proven")
+    __slots__ = ("engine", "state", "reason", "cached_blocks", "end", "held_blocks", "held_beyond", "tiers", "drafter", "proven_blocks", "end_proven", "evicted_seconds_ago")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +141,7 @@ class EngineExplanation(_message.Message):
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     PROVEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     END_PROVEN_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
     engine: str
     state: StreamState
     reason: str
@@ -150,7 +153,8 @@ class EngineExplanation(_message.Message):
     drafter: str
     proven_blocks: int
     end_proven: bool
-    def __init__(self, engine: _Optional[str] = ..., state: _Optional[_Union[StreamState, str]] = ..., reason: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., end: _Optional[_Union[PrefixEnd, str]] = ..., held_blocks: _Optional[int] = ..., held_beyond: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ..., drafter: _Optional[str] = ..., proven_blocks: _Optional[int] = ..., end_proven: _Optional[bool] = ...) -> None: ...
+    evicted_seconds_ago: float
+    def __init__(self, engine: _Optional[str] = ..., state: _Optional[_Union[StreamState, str]] = ..., reason: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., end: _Optional[_Union[PrefixEnd, str]] = ..., held_blocks: _Optional[int] = ..., held_beyond: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ..., drafter: _Optional[str] = ..., proven_blocks: _Optional[int] = ..., end_proven: _Optional[bool] = ..., evicted_seconds_ago: _Optional[float] = ...) -> None: ...
 
 class TierRun(_message.Message):
     __slots__ = ("tier", "blocks")

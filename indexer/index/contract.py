@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from itertools import groupby
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +24,40 @@ class StreamState(StrEnum):
     STALE = "STALE"
 
 
+class Cause(StrEnum):
+    """Why tokens of a prompt are served from the cache or computed, in their order along the prompt."""
+
+    HIT = "hit"  # served from the cache, as predicted
+    DRAFTER = "drafter"  # the engine drops the last matched block of every hit for its drafter
+    WINDOW = "window"  # held, but layers with a window lack blocks that are needed to resume
+    CHECKPOINT = "checkpoint"  # held, but layers with a state have none saved there
+    ELSEWHERE = "elsewhere"  # held by another pod, or rank, than the chosen one
+    EVICTED = "evicted"  # held once: removed, cleared, or gone with its pod
+    OTHER_SCOPE = "other_scope"  # held under another cache salt or adapter
+    NEVER_CACHED = "never_cached"  # not known to have been held
+    PARTIAL_BLOCK = "partial_block"  # in no full block before the last token, which is always computed
+    UNKNOWN = "unknown"  # the token ids are not known, or the engine does not look them up
+
+
+class Limit(NamedTuple):
+    """Why an engine serves less than the prefix that it holds."""
+
+    drops: bool = False  # whether it drops the last matched block of every hit
+    groups: Cause | None = None  # WINDOW or CHECKPOINT if other layers need blocks of their own
+
+
+class PromptCauses(NamedTuple):
+    """Tokens of a request's prompts by cause; they sum up to all tokens."""
+
+    tokens: dict[Cause, int]  # without zeros
+    evicted_s_ago: float | None = None  # since the first evicted block was lost; None: none was
+
+
 NOT_FOLLOWED = StreamState.STALE, "not_followed"
 _ALL_ONE = np.zeros(0, np.int32)
 _NO_RANKS: Mapping[str, int] = MappingProxyType({})
 _NO_STATES: Mapping[str, StreamState] = MappingProxyType({})
+_NO_CAUSES: Mapping[Cause, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +83,8 @@ class PodMatches(Mapping[str, PodMatch]):
     """
 
     __slots__ = (
-        *("blocks_by_tier", "cached_blocks", "followed", "longest", "ranks", "rows", "states", "strides"),
-        "tiers",
+        *("behind", "blocks_by_tier", "cached_blocks", "followed", "held", "longest", "ranks", "rows"),
+        *("states", "strides", "tiers"),
     )
 
     def __init__(
@@ -68,6 +99,8 @@ class PodMatches(Mapping[str, PodMatch]):
         ranks: Mapping[str, int] = _NO_RANKS,
         states: Mapping[str, StreamState] = _NO_STATES,
         followed: Collection[str] = (),
+        behind: Sequence[int] = (0, 0, 0),
+        held: NDArray[np.int32] | None = None,
     ) -> None:
         self.rows = rows  # each pod's row in the arrays
         self.tiers = tiers  # names and weights of the columns of `blocks_by_tier`
@@ -79,6 +112,11 @@ class PodMatches(Mapping[str, PodMatch]):
         self.ranks = ranks  # by pod with several engines: the rank whose match counts
         self.states = states  # of each stream that was opened, by pod
         self.followed = followed  # all pods that are followed
+        # int32 [pods]: the unbroken prefix that each pod holds, whether its engine serves all of it or not.
+        self.held = cached_blocks if held is None else held
+        # In index blocks, the longest prefix that any pod holds, and the longest that was ever held as far as
+        # remembered; then the second at which the first block that none holds was lost, or 0.
+        self.behind = behind
 
     def state(self, pod: str) -> StreamState:
         # A new pod has no stream until the subscriber reaches it; its view is about to be built.
@@ -123,6 +161,50 @@ class PrefixEnd(Enum):
     HOLE = "hole"  # the next block is missing
     OTHER_ATTENTION = "other_attention"  # another KV cache group lacks blocks that are needed to resume
     DRAFTER = "drafter"  # the engine drops the last matched block of every hit for its drafter
+    CHECKPOINT = "checkpoint"  # layers with a state have none saved behind a later block
+
+
+_ENDS = {
+    Cause.DRAFTER: PrefixEnd.DRAFTER,
+    Cause.WINDOW: PrefixEnd.OTHER_ATTENTION,
+    Cause.CHECKPOINT: PrefixEnd.CHECKPOINT,
+}
+
+
+def split_prompt(
+    match: PodMatches, pod: str, prompt_tokens: int, block_tokens: int, limit: Limit, scoped_blocks: int = 0
+) -> dict[Cause, int]:
+    """Return the tokens of a prompt by cause, if it is computed by `pod`; they sum up to `prompt_tokens`.
+
+    Args:
+        block_tokens: Tokens per index block.
+        scoped_blocks: Prefix that is held under another salt or adapter.
+    """
+    row = match.rows[pod]
+    stride = match.strides.item(row) if len(match.strides) else 1
+    served, held = match.cached_blocks.item(row), match.held.item(row)
+    any_held, ever_held, _ = match.behind
+    servable = max(0, prompt_tokens - 1) // block_tokens
+    ends = (
+        (Cause.HIT, served),
+        (Cause.DRAFTER, min(held, served + stride) if limit.drops else 0),
+        (limit.groups or Cause.ELSEWHERE, held),
+        (Cause.ELSEWHERE, max(any_held, match.longest)),
+        (Cause.EVICTED, ever_held),
+        (Cause.OTHER_SCOPE, scoped_blocks),
+        (Cause.NEVER_CACHED, servable),
+    )
+    tokens: dict[Cause, int] = {}
+    start = 0
+    for cause, end in ends:
+        end = min(end, servable)
+        end -= end % stride
+        if end > start:
+            tokens[cause] = tokens.get(cause, 0) + (end - start) * block_tokens
+            start = end
+    if prompt_tokens > start * block_tokens:
+        tokens[Cause.PARTIAL_BLOCK] = prompt_tokens - start * block_tokens
+    return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +222,7 @@ class Prefix:
     drafter: str = ""  # what is known of the engine's drafter, in words; empty: no sign of one
     proven_blocks: int = 0  # length of the prefix that is proven to be held; speculative blocks are not
     end_proven: bool = False  # whether it is proven that the engine holds no more of the prompt
+    evicted_s_ago: float | None = None  # since a pod lost the first missing block; None: not remembered
 
 
 def explain_prefix(
@@ -150,9 +233,10 @@ def explain_prefix(
     status: tuple[StreamState, str],
     usable_blocks: int,
     stride: int = 1,
-    drops: bool = False,
+    causes: Mapping[Cause, int] = _NO_CAUSES,
     drafter: str = "",
     proven: tuple[int, bool] = (0, False),
+    evicted_s_ago: float | None = None,
 ) -> Prefix:
     """Explain how long an engine's cached prefix is and why it ends there.
 
@@ -161,20 +245,17 @@ def explain_prefix(
         held: uint8 [blocks], see `FlatIndex.held`.
         status: State of the engine's stream and its reason.
         stride: Index blocks per engine block; the held prefix is cut to whole engine blocks.
-        drops: Whether the engine drops the last matched block of every hit.
-        drafter: See `Prefix`.
+        causes: The prompt's tokens, see `split_prompt`.
+        drafter, evicted_s_ago: See `Prefix`.
         proven: `proven_blocks` and `end_proven` of `Prefix`.
     """
     missing = np.flatnonzero(held == 0)
     first_missing = int(missing[0]) if len(missing) else len(held)
     length = first_missing - first_missing % stride
     best = [_best_tier(bits, tiers) for bits in held[:length].tolist()]
-    if usable_blocks < length:
-        # The block with the prompt's last token is not served either.
-        is_drop = drops and length - usable_blocks <= 2 * stride
-        end = PrefixEnd.DRAFTER if is_drop else PrefixEnd.OTHER_ATTENTION
-    else:
-        end = PrefixEnd.HOLE if first_missing < len(held) else PrefixEnd.PROMPT
+    end = PrefixEnd.HOLE if first_missing < len(held) else PrefixEnd.PROMPT
+    if shortened := {cause: tokens for cause, tokens in causes.items() if cause in _ENDS}:
+        end = _ENDS[max(shortened, key=shortened.__getitem__)]
     return Prefix(
         engine=engine,
         state=status[0],
@@ -187,6 +268,7 @@ def explain_prefix(
         drafter=drafter,
         proven_blocks=proven[0],
         end_proven=proven[1],
+        evicted_s_ago=evicted_s_ago if first_missing < len(held) else None,
     )
 
 

@@ -282,6 +282,41 @@ def _free_row(arrays: FlatArrays, slot: int) -> None:
         arrays.slots[slot, column] = np.uint32(0)
 
 
+@inlined
+def remember_lost(arrays: FlatArrays, key: np.uint64, lost_s: int) -> None:
+    """Record that a pod lost a block, until another key overwrites it."""
+    place = key & np.uint64(layout.LOST_KEYS - 1)
+    arrays.lost[place, 0] = key
+    arrays.lost[place, 1] = np.uint64(lost_s)
+
+
+@inlined
+def lost_s(arrays: FlatArrays, slot: int) -> int:
+    """Return the last second at which a holder was removed, 0 for none; -1 if a pod's lead group holds it."""
+    last_s = 0
+    if in_row(arrays, slot):
+        row = np.int64(arrays.slots[slot, layout.HOLDER])
+        for word in range(arrays.rows.shape[2]):
+            held = NOTHING
+            for tier in range(arrays.counters[layout.TIERS_USED]):
+                held |= arrays.rows[tier, row, word]
+            while held != NOTHING:
+                pod = (word << 6) + lowest_bit(held)
+                held &= held - ONE
+                if arrays.gone[pod] == 0 and arrays.epochs[pod] < layout.GROUP_BIT:
+                    return -1
+                last_s = max(last_s, arrays.gone[pod])
+        return last_s
+    for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
+        holder = np.int64(arrays.slots[slot, column])
+        pod = holder & layout.POD_MASK
+        if holder >> layout.TIER_SHIFT:
+            if arrays.gone[pod] == 0 and arrays.epochs[pod] < layout.GROUP_BIT:
+                return -1
+            last_s = max(last_s, arrays.gone[pod])
+    return last_s
+
+
 @kernel
 def drop_holders(arrays: FlatArrays, slot: int, only_gone: bool) -> bool:
     """Remove all holders, or only those whose pods are gone; return whether none is left."""
@@ -306,7 +341,7 @@ def drop_holders(arrays: FlatArrays, slot: int, only_gone: bool) -> bool:
                 if (holder >> (layout.EXTRA_SHIFT + tier)) & 1:
                     clear_extra_copies(arrays, slot, pod, tier)
             arrays.slots[slot, column] = np.uint32(0)
-            arrays.pod_blocks[pod] -= 1
+            _lose(arrays, slot, pod)
     return is_unheld(arrays, slot)
 
 
@@ -316,4 +351,11 @@ def _drop_from_row(arrays: FlatArrays, slot: int, row: int, pod: int, bit: np.ui
         if arrays.rows[tier, row, pod >> 6] & bit != NOTHING:
             arrays.rows[tier, row, pod >> 6] &= ~bit
             clear_extra_copies(arrays, slot, pod, tier)
+    _lose(arrays, slot, pod)
+
+
+@inlined
+def _lose(arrays: FlatArrays, slot: int, pod: int) -> None:
     arrays.pod_blocks[pod] -= 1
+    gone_s = arrays.gone[pod]
+    remember_lost(arrays, arrays.keys[slot, 0], gone_s if gone_s else arrays.counters[layout.NOW_S])

@@ -109,6 +109,10 @@ class FlatIndex:
         self._sweeping: list[int] = []
         self._swept = 0
 
+    def set_time(self, now_s: float) -> None:
+        """Set the time of the changes that follow, with which lost blocks are remembered."""
+        self.arrays.counters[layout.NOW_S] = int(now_s)
+
     def add(self, pod: str, tier: str, keys: Keys) -> None:
         """Add one reference per key; a repeated key counts twice.
 
@@ -151,7 +155,7 @@ class FlatIndex:
             if number is None:
                 return 0
             self._version += 1
-            self.arrays.gone[number] = 1
+            self.arrays.gone[number] = max(1, self.arrays.counters[layout.NOW_S])
             self._gone.append(number)
             return int(self.arrays.pod_blocks[number])
 
@@ -197,12 +201,16 @@ class FlatIndex:
             if len(keys) > len(self.chain):
                 self.chain = np.empty(2 * len(keys), np.int64)
             longest = match_blocks(self.arrays, self._scratch, keys, numbers, self.chain, counts, blocks)
-        strides = pod_set.strides
+            behind = self.arrays.counters[layout.BEHIND_HELD : layout.BEHIND_LOST_S + 1].tolist()
+        strides, held = pod_set.strides, blocks
         if len(strides):
+            held = blocks.copy()
             servable = len(keys) if servable_blocks is None else servable_blocks
             cut_to_served(blocks, counts, strides, pod_set.drops, servable)
             longest = int(blocks.max(initial=0))
-        return PodMatches(pod_set.rows, self.tiers, blocks, counts, longest, strides=strides)
+        return PodMatches(
+            pod_set.rows, self.tiers, blocks, counts, longest, strides=strides, held=held, behind=behind
+        )
 
     def held(self, keys: Keys, pod: str) -> NDArray[np.uint8]:
         """Return which of `keys` the pod holds, also after holes, without marking them as used.
@@ -215,6 +223,12 @@ class FlatIndex:
             if (number := self._numbers.get(pod)) is not None:
                 held_blocks(self.arrays, keys, number, tiers)
         return tiers
+
+    def lost_s(self, key: int) -> int | None:
+        """Return the second at which a pod last lost a block, if remembered; sweeps cleared pods first."""
+        self.sweep()
+        found, lost_s = self.arrays.lost[key & (layout.LOST_KEYS - 1)].tolist()
+        return int(lost_s) if found == key else None
 
     def copies(self, keys: Keys, pod: str, tier: str) -> NDArray[np.int32]:
         """Return int32 [keys], the number of copies of each block that the pod holds in this tier."""
@@ -291,7 +305,8 @@ class FlatIndex:
             else:
                 raise ConfigError(f"index: more than {layout.PODS_MAX} pods")
             self._epochs += 1
-            self.arrays.epochs[number] = self._epochs
+            group_bit = layout.GROUP_BIT if layout.GROUP_MARK in pod else layout.NOTHING
+            self.arrays.epochs[number] = np.uint64(self._epochs) | group_bit
             self._numbers[pod] = number
             self._version += 1
             self._set_arrays(_for_pods(self.arrays, self._numbers_used))
@@ -377,8 +392,9 @@ def _allocate(capacity_blocks: int, capacity_bytes: int, tiers: int, removed_has
         extra_copies=reserved((extra_copies, 2), np.uint64),
         extra_copy_buckets=empty_table(extra_copies),
         removed=reserved((sets, 2, layout.REMOVED_WAYS), np.uint64),
+        lost=reserved((layout.LOST_KEYS, 2), np.uint64),
         pod_blocks=reserved((layout.PODS_MAX + 1,), np.int64),
-        gone=reserved((layout.PODS_MAX + 1,), np.uint8),
+        gone=reserved((layout.PODS_MAX + 1,), np.int64),
         epochs=reserved((layout.PODS_MAX + 1,), np.uint64),
         counters=counters,
     )

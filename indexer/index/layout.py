@@ -39,6 +39,9 @@ IN_ROW = 0xFFFF_FFFF
 NO_SLOT = 0xFFFF_FFFF
 FREE_SLOT = 0xFFFF_FFFE
 PODS_MAX = 0xFFFF
+# In the name of a holder, and in its epoch: a cache group other than the pod's lead group.
+GROUP_MARK = "#"
+GROUP_BIT = np.uint64(1 << 63)
 
 # Places in `counters`.
 NEWEST = 0
@@ -62,7 +65,13 @@ REMOVED_TURN = 16
 TIERS_USED = 17
 EXTRA_FREE = 18
 EXTRA_USED = 19
-COUNTERS = 20
+# Time of the changes that follow, in seconds; 0 before the first.
+NOW_S = 20
+# Results of the last match, see `contract.Behind`.
+BEHIND_HELD = 21
+BEHIND_KNOWN = 22
+BEHIND_LOST_S = 23
+COUNTERS = 24
 
 # A slot, its first hash, its first alias, and its share of both hash tables at their usual load.
 BLOCK_BYTES = 32 + 8 + 4 + 2 * 12
@@ -73,6 +82,8 @@ EXTRA_BYTES = 16 + 12
 REMOVED_WAYS = 8
 REMOVED_HASH = 0
 REMOVED_KEY = 1
+# Places for keys of lost blocks, a power of two.
+LOST_KEYS = 1 << 18
 # Maximum of blocks, hashes or extra copies that one run may add.
 RUN_MAX = 1 << 15
 # Maximum of blocks per part of an exported view: exporting or restoring it takes less than a millisecond.
@@ -94,9 +105,12 @@ class FlatArrays(NamedTuple):
     extra_copy_buckets: NDArray[np.uint64]  # table: (slot, pod, tier) -> place in `extra_copies` + 1
     # [sets, 2, REMOVED_WAYS]: scoped hashes of removed blocks, mixed with their pod's epoch, and their keys
     removed: NDArray[np.uint64]
+    lost: NDArray[np.uint64]  # [LOST_KEYS, 2]: keys of blocks that pods lost lately, and when, in seconds
     pod_blocks: NDArray[np.int64]  # [PODS_MAX + 1]: blocks that each pod holds
-    gone: NDArray[np.uint8]  # [PODS_MAX + 1]: 1 where a pod was removed but not yet swept
-    epochs: NDArray[np.uint64]  # [PODS_MAX + 1]: epoch of the pod that has this number
+    # [PODS_MAX + 1]: second at which a pod was removed, until it was swept; 0 for others.
+    gone: NDArray[np.int64]
+    # [PODS_MAX + 1]: epoch of the pod that has this number; with GROUP_BIT for another cache group of a pod
+    epochs: NDArray[np.uint64]
     counters: NDArray[np.int64]  # [COUNTERS]
 
 

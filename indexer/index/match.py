@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from common.jit import inlined, kernel
 from indexer.index import layout
 from indexer.index.hash_table import find, use
-from indexer.index.holders import count_extra_copies, held_tiers, in_row, lowest_bit
+from indexer.index.holders import count_extra_copies, held_tiers, in_row, lost_s, lowest_bit
 from indexer.index.layout import NOTHING, ONE, FlatArrays
 
 # Columns of a followed pod.
@@ -24,6 +24,8 @@ _TIER = 1
 _SINCE = 2
 
 _WORD_BITS = np.uint64(63)
+# Consecutive unknown blocks after which no later one is looked up: a new prompt has thousands.
+_UNKNOWN_MAX = 8
 
 
 class Scratch(NamedTuple):
@@ -96,7 +98,37 @@ def match_blocks(
     _finish(longest, memory, followers, tiers)
     _write_sums(memory, pods, tiers, counts, blocks)
     use(arrays, chain, longest)
+    _look_behind(arrays, keys, longest)
     return longest
+
+
+@inlined
+def _look_behind(arrays: FlatArrays, keys: NDArray[np.uint64], start: int) -> None:
+    """Write to the counters how far the blocks from `start` on are held by any pod, and were ever held.
+
+    A block implies those before it: keys are chained.
+    """
+    held = start
+    known = start
+    first_lost_s = 0
+    place = start
+    while place < min(len(keys), known + _UNKNOWN_MAX):
+        slot = find(arrays, keys[place], np.int64(-1))
+        seen_s = lost_s(arrays, slot) if slot >= 0 else 0
+        entry = keys[place] & np.uint64(layout.LOST_KEYS - 1)
+        is_lost = arrays.lost[entry, 0] == keys[place]
+        if seen_s == 0 and is_lost:
+            seen_s = np.int64(arrays.lost[entry, 1])
+        if seen_s < 0 and held == place:
+            held += 1
+        elif first_lost_s == 0:
+            first_lost_s = max(0, seen_s)
+        place += 1
+        if slot >= 0 or is_lost:
+            known = place
+    arrays.counters[layout.BEHIND_HELD] = held
+    arrays.counters[layout.BEHIND_KNOWN] = known
+    arrays.counters[layout.BEHIND_LOST_S] = first_lost_s
 
 
 @inlined

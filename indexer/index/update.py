@@ -20,7 +20,7 @@ from indexer.index.hash_table import (
     unlink,
     use,
 )
-from indexer.index.holders import add_holder, drop_holders, held_tiers, remove_copy
+from indexer.index.holders import add_holder, drop_holders, held_tiers, remember_lost, remove_copy
 from indexer.index.layout import NOTHING, FlatArrays
 
 
@@ -217,6 +217,7 @@ def remove_by_hash(arrays: FlatArrays, pod: int, tier: int, hashes: NDArray[np.u
         most = max(most, outcome)
         if outcome > 0 and (outcome == 2 or held_tiers(arrays, slot, pod) == 0):
             remember_removed(arrays, hashes[place], pod, key)
+            remember_lost(arrays, key, arrays.counters[layout.NOW_S])
         if outcome == 2:
             free_block(arrays, slot)
     return most

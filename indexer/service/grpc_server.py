@@ -225,6 +225,7 @@ def _explanation(prefix: Prefix) -> pb.EngineExplanation:
         drafter=prefix.drafter,
         proven_blocks=prefix.proven_blocks,
         end_proven=prefix.end_proven,
+        evicted_seconds_ago=prefix.evicted_s_ago,
     )
 
 

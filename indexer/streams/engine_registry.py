@@ -163,6 +163,8 @@ class EngineRegistry:
             table.cached_blocks[chosen],
             table.blocks_by_tier[chosen],
             strides=table.strides[chosen] if len(table.strides) else table.strides,
+            held=table.held[chosen],
+            behind=table.behind,
             ranks={
                 pod: engines[name].stream.rank for pod, name in best.items() if len(self.members(pod)) > 1
             },
@@ -184,6 +186,7 @@ class EngineRegistry:
             by_tier.sum(axis=1, dtype=np.int32),
             by_tier,
             strides=table.strides[firsts] if len(table.strides) else table.strides,
+            behind=table.behind,
         )
 
     def _linked(self, pod: str) -> bool:

@@ -113,6 +113,7 @@ class Ingest:
         _note("stream_opened", stream.holder, "stream opened: pod=%s model=%s endpoint=%s", stream.model, at)
 
     def closed(self, pod: str) -> None:
+        self.index.set_time(self.clock())
         self._pods.pop(pod).view.clear()
         del self._late[pod]
         self.hybrid.set_groups(pod, None)
@@ -131,6 +132,7 @@ class Ingest:
     def apply(self, pod: str, payloads: Sequence[bytes]) -> Outcome:
         state = self._pods[pod]
         serving = self.engine_registry.pod(pod)
+        self.index.set_time(self.clock())
         is_late = self.engine_registry.engines[pod].is_late
         outcome = state.apply(payloads, with_runs=is_late or self.mismatches.waits_for(serving))
         self._learn(pod)
@@ -156,6 +158,7 @@ class Ingest:
 
     def apply_entries(self, pod: str, entries: Sequence[bytes]) -> Outcome:
         view, outcome = self._pods[pod].view, Outcome()
+        self.index.set_time(self.clock())
         for data in entries:
             try:
                 stored, damage = view.apply_entry(decode_entry(data, len(self.index.tiers.names)))
@@ -175,6 +178,7 @@ class Ingest:
         return self._pods[pod]
 
     def clear(self, pod: str, reason: str) -> None:
+        self.index.set_time(self.clock())
         self._pods[pod].clear()
         self._late[pod].reset()
         self._set_invalid(pod, "events", None)

@@ -17,8 +17,9 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from common.jit import kernel
-from indexer.index.contract import PodMatches
+from indexer.index.contract import Cause, Limit, PodMatches
 from indexer.index.index import FlatIndex
+from indexer.index.layout import GROUP_MARK
 from indexer.keys import BlockHasher, Keys, Tokens
 from indexer.views.view_parts import GROUPS_MAX, GroupRule, StoredRun
 from indexer.wire.events import BlockStored
@@ -34,7 +35,7 @@ class PodGroups:
 
 def group_holder(pod: str, group: int) -> str:
     """Return the index's holder name of a group other than the lead group."""
-    return f"{pod}#{group}"
+    return f"{pod}{GROUP_MARK}{group}"
 
 
 def usable_blocks(
@@ -110,6 +111,14 @@ class HybridMatcher:
                 self._paired = self._paired | {pod} if is_paired else self._paired - {pod}
                 self.is_needed = bool(self.pods or self._paired)
 
+    def limit(self, pod: str, *, drops: bool) -> Limit:
+        """Return why a pod's engine may serve less than it holds; `drops`: it drops a block of every hit."""
+        groups = self.pods.get(pod)
+        if groups is None:
+            return Limit(drops or pod in self._paired)
+        has_state = any(rule.has_state for rule in groups.rules.values())
+        return Limit(drops, Cause.CHECKPOINT if has_state else Cause.WINDOW)
+
     def refine(
         self,
         keys: Keys,
@@ -154,7 +163,9 @@ class HybridMatcher:
             blocks[row], blocks_by_tier[row] = cut.cached_blocks[0], cut.blocks_by_tier[0]
         if blocks is None or blocks_by_tier is None:
             return table
-        return PodMatches(table.rows, table.tiers, blocks, blocks_by_tier, strides=table.strides)
+        cut_down = PodMatches(table.rows, table.tiers, blocks, blocks_by_tier, strides=table.strides)
+        cut_down.held, cut_down.behind = table.held, table.behind
+        return cut_down
 
     def _found(self, keys: Keys, pod: str, depth: int, stride: int, tokens: Tokens | None) -> int:
         """Return the blocks of a prefix that are found: its last one only in front of the stored token.
@@ -269,7 +280,7 @@ class CacheGroups:
         if rest == 0 and needs_all and kind is not None:
             return rule
         if rest == 0 and kind == "mamba":
-            return replace(rule, last_blocks=1)
+            return replace(rule, last_blocks=1, has_state=True)
         if rest == 0 and kind in _SLIDING_WINDOW and window_tokens > 0:
             return replace(rule, last_blocks=-(-(window_tokens - 1) // event.block_size))
         is_chunked = kind == "chunked_local_attention" and window_tokens > 0

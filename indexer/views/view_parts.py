@@ -48,6 +48,7 @@ class GroupRule(Struct, frozen=True):
     last_blocks: Annotated[int, Meta(ge=-1, lt=1 << 31)] = -1
     # Index blocks per chunk, before which no block is needed; 0: not chunked.
     chunk: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+    has_state: bool = False  # whether its layers keep a state instead of each token's keys and values
 
     def __post_init__(self) -> None:
         if self.leads and not self.usable:

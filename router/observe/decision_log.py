@@ -163,6 +163,8 @@ class DecisionLog:
             "partial": decision.partial,
             "prompt_tokens": decision.prompt_tokens,
             "predicted_cached_tokens": best.cached_tokens,
+            "tokens_by_cause": decision.ranked.causes.tokens,
+            "evicted_s_ago": decision.ranked.causes.evicted_s_ago,
             "best_cached_tokens": decision.ranked.most_cached_tokens,
             "delivered_cached_tokens": record.delivered_cached_tokens,
             "priority": decision.priority,

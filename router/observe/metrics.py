@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter as Sums
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.counters import BatchedMetrics
+from common.counters import BatchedCounter, BatchedMetrics
+from indexer import Cause
 from router.errors import RequestError
 from router.inflight.ledger import Ledger
 from router.picking.decision import Decision
@@ -59,6 +61,11 @@ _COUNTERS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "predicted": (_OURS + "predicted_cached_tokens_total", "Cached tokens predicted on the picked pod.", ()),
     "best": (_OURS + "best_cached_tokens_total", "Most cached tokens on any candidate.", ()),
+    "tokens": (
+        _OURS + "prompt_tokens_total",
+        "Prompt tokens by the cause why they are served from the cache (hit) or computed.",
+        ("model", "cause"),
+    ),
     "compared": (
         _OURS + "compared_predicted_cached_tokens_total",
         "Predicted cached tokens of requests whose cached tokens were reported.",
@@ -133,6 +140,7 @@ class RouterMetrics:
         self._counters = {name: make.counter(*metric) for name, metric in _COUNTERS.items()}
         self._histograms = {name: make.histogram(*metric) for name, metric in _HISTOGRAMS.items()}
         self._open = Gauge(_OURS + "open_requests", "Requests in a service.", ("door",), registry=registry)
+        registry.register(_CeilingCollector(self._counters["tokens"]))
         self._models = _CappedLabels(_MODELS_MAX)
         self._pods: frozenset[str] | None = None
 
@@ -153,6 +161,8 @@ class RouterMetrics:
             count["picks"].add((decision.degraded or "",))
             if decision.partial is not None:
                 count["partial"].add((decision.partial,))
+            for cause, tokens in decision.ranked.causes.tokens.items():
+                count["tokens"].add((model, cause.value), tokens)
             # A pick made before the pod's removal must not recreate the pod's series.
             if self._pods is None or best.pod in self._pods:
                 count["attempts"].add(("success", model, best.pod, "", best.pod.rpartition(":")[2]))
@@ -197,6 +207,28 @@ class RouterMetrics:
     @property
     def requests_inside(self) -> int:
         return sum(int(sample.value) for family in self._open.collect() for sample in family.samples)
+
+
+_UNCACHEABLE = (Cause.NEVER_CACHED, Cause.PARTIAL_BLOCK, Cause.OTHER_SCOPE)
+
+
+@dataclass(eq=False, slots=True)
+class _CeilingCollector(Collector):
+    """Share of prompt tokens that caches without limits, shared by all pods, could have served."""
+
+    tokens: BatchedCounter  # by model and cause
+
+    def collect(self) -> Iterable[Metric]:
+        known, uncacheable = Sums[str](), Sums[str]()
+        for sample in (sample for family in self.tokens.collect() for sample in family.samples):
+            model, cause = sample.labels["model"], sample.labels["cause"]
+            known[model] += int(sample.value) * (cause != Cause.UNKNOWN)
+            uncacheable[model] += int(sample.value) * (cause in _UNCACHEABLE)
+        ceiling = GaugeMetricFamily(_OURS + "cacheable_ceiling", self.__doc__ or "", labels=["model"])
+        for model, tokens in known.items():
+            if tokens:
+                ceiling.add_metric([model], 1.0 - uncacheable[model] / tokens)
+        yield ceiling
 
 
 class StreamMetrics:

@@ -16,11 +16,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer import DispatchKey, PodMatches, StreamState
+from indexer import DispatchKey, PodMatches, PromptCauses, StreamState
 from router.prompts.request import RANK_HEADER
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _NO_STATES: Mapping[str, StreamState] = MappingProxyType({})
+_NO_CAUSES = PromptCauses({})
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -60,6 +61,7 @@ class Ranking:
     matches: Sequence[PodMatches]  # one per prompt; empty if the index was not queried
     most_cached_tokens: int  # maximum of `hits["cached_tokens"]`
     best: Candidate = field(init=False)
+    causes: PromptCauses = field(init=False, default=_NO_CAUSES)  # of the request's tokens at its pod
     _states: Mapping[str, StreamState] = field(init=False)
 
     def __post_init__(self) -> None:

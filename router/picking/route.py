@@ -7,6 +7,7 @@ section, so that each pick sees the load and the cached blocks that earlier pick
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from indexer import PodMatches, TokenError
+from indexer import Cause, PodMatches, PromptCauses, TokenError
 from indexer.config import engine_name
 from indexer.keys import Keys
 from router.errors import SaturatedError
@@ -138,7 +139,29 @@ class Router:
             self.wake(candidates.pods)
         tokenized = self._tokenized(request, tokens, candidates, priority)
         with self._picking:
-            return self._pick(tokenized, candidates, started_s, now_s, step_done)
+            decision, displaced = self._pick(tokenized, candidates, started_s, now_s, step_done)
+        decision.ranked.causes = self._causes(tokenized, candidates, decision)
+        return decision, displaced
+
+    def _causes(
+        self, tokenized: TokenizedRequest, candidates: CandidateSet, decision: Decision
+    ) -> PromptCauses:
+        """Return why the request's tokens are served from a cache or computed."""
+        model, total = candidates.base_model, decision.prompt_tokens
+        if decision.degraded is not None or model is None:
+            return PromptCauses({Cause.UNKNOWN: total} if total else {})
+        pod = decision.prefill_pod or decision.primary.pod
+        prompts = zip(decision.ranked.matches, tokenized.keys, tokenized.tokens.prompts, strict=True)
+        causes = [self.index.causes(model, match, pod, keys, ids) for match, keys, ids in prompts]
+        if len(causes) == 1 and decision.partial is None:
+            return causes[0]
+        tokens: Counter[Cause] = Counter()
+        for each in causes:
+            tokens.update(each.tokens)
+        if unknown := total - tokens.total():
+            tokens[Cause.UNKNOWN] = unknown
+        evicted = (each.evicted_s_ago for each in causes if each.evicted_s_ago is not None)
+        return PromptCauses(dict(tokens), next(evicted, None))
 
     def _tokenized(
         self, request: RouteRequest, tokens: PromptTokens, candidates: CandidateSet, priority: int

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from indexer import PodMatches, StreamState
+from indexer import PodMatches, PromptCauses, StreamState
 from indexer.audit.mismatch_watch import DispatchKey
+from indexer.index.contract import Limit, split_prompt
 from indexer.keys import Keys, Tokens
 from indexer.pod_entry import PodEntry
 from indexer.wire.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
@@ -108,6 +109,10 @@ class PlainIndex:
         return PodMatches(
             rows, self.tiers, blocks, by_tier, ranks=ranks, states=states, followed=frozenset(rows)
         )
+
+    def causes(self, model: str, match: PodMatches, pod: str, keys: Keys, tokens: Tokens) -> PromptCauses:
+        """Return the prompt's tokens by cause, without any memory of lost blocks."""
+        return PromptCauses(split_prompt(match, pod, len(tokens), self.block_tokens, Limit()))
 
     def speculate(
         self, request: DispatchKey, pod: str, keys: Keys, now_s: float, prompt: object = None

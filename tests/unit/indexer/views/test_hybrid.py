@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from indexer.index.contract import Cause, Limit, split_prompt
 from indexer.views.hybrid import group_holder, usable_blocks
 from indexer.views.view_parts import GroupRule
 from indexer.wire.events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -295,3 +296,29 @@ def test_usable_prefixes_are_the_longest_that_obey_all_rules(
     assert dropped <= max(longest, 0)
     assert dropped % stride == 0
     assert usable_blocks(depth, stride, [], drops=True) == max(0, depth - depth % stride - stride)
+
+
+@pytest.mark.parametrize(
+    ("fields", "cause"),
+    [
+        ({}, Cause.WINDOW),
+        ({"kv_cache_spec_kind": "mamba", "kv_cache_spec_sliding_window": None}, Cause.CHECKPOINT),
+    ],
+)
+def test_held_blocks_without_window_or_state_have_that_cause(fields: dict[str, Any], cause: Cause) -> None:
+    """Blocks that the lead group holds without a window or state behind them have that cause."""
+    pod = OnePod(flat=True)
+    pod.apply(stored([1, 2, 3, 4], TOKENS[:16], **FULL), masked([1, 2], TOKENS[:8], **fields))
+    table = pod.hybrid.refine(pod.keys(TOKENS), pod.index.match(pod.keys(TOKENS), [POD]), len(TOKENS))
+    parts = split_prompt(table, POD, len(TOKENS), 4, pod.hybrid.limit(POD, drops=False))
+    assert parts == {Cause.HIT: 8, cause: 8, Cause.NEVER_CACHED: 12, Cause.PARTIAL_BLOCK: 4}
+
+
+def test_pods_of_one_group_serve_all_that_they_hold() -> None:
+    """Only drops and further groups limit what an engine serves."""
+    pod = OnePod(flat=True)
+    pod.apply(stored([1], TOKENS[:4]))
+    assert pod.hybrid.limit(POD, drops=False) == Limit()
+    assert pod.hybrid.limit(POD, drops=True) == Limit(drops=True)
+    pod.hybrid.set_paired(POD, True)
+    assert pod.hybrid.limit(POD, drops=False) == Limit(drops=True)
