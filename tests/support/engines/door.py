@@ -55,7 +55,7 @@ class Door:
         """Route a request, have it served, and pass its answer through the router."""
         request_id, began_s = uuid.uuid4().hex, time.time()
         stream = doors.Stream(self._stub)
-        stream.send(doors.boundary(path=path, x_request_id=request_id), doors.body(json.dumps(body).encode()))
+        stream.send(doors.headers(path=path, x_request_id=request_id), doors.body(json.dumps(body).encode()))
         routed = {**doors.set_headers(stream.receive()), "x-request-id": request_id}
         routed.pop("content-length", None)  # of the exact bytes, which are encoded anew
         forwarded, ended = b"", [False]
