@@ -34,6 +34,8 @@ class Served:
     delivered: int
     view: str
     degraded: str | None
+    causes: dict[str, int]  # tokens of the prompt by cause
+    evicted_s_ago: float | None
     began_s: float  # Unix time, as in the engine's events
     ended_s: float
 
@@ -51,11 +53,14 @@ class Door:
         self._channel = grpc.insecure_channel(f"{HERE}:{router.ports['grpc']}")
         self._stub = pb_grpc.ExternalProcessorStub(self._channel)
 
-    def ask(self, path: str, body: dict[str, Any]) -> Served:
-        """Route a request, have it served, and pass its answer through the router."""
+    def ask(self, path: str, body: dict[str, Any], *, pods: Sequence[str] | None = None) -> Served:
+        """Route a request to one of these pods (default: any), and have it served."""
         request_id, began_s = uuid.uuid4().hex, time.time()
         stream = doors.Stream(self._stub)
-        stream.send(doors.headers(path=path, x_request_id=request_id), doors.body(json.dumps(body).encode()))
+        stream.send(
+            doors.headers(path=path, x_request_id=request_id),
+            doors.body(json.dumps(body).encode(), subset=pods),
+        )
         routed = {**doors.set_headers(stream.receive()), "x-request-id": request_id}
         routed.pop("content-length", None)  # of the exact bytes, which are encoded anew
         forwarded, ended = b"", [False]
@@ -74,6 +79,8 @@ class Door:
             delivered=answer["usage"]["prompt_tokens_details"]["cached_tokens"] or 0,
             view=record["candidates"][0]["view"],
             degraded=record["degraded"],
+            causes=record["tokens_by_cause"],
+            evicted_s_ago=record["evicted_s_ago"],
             began_s=began_s,
             ended_s=time.time(),
         )
