@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _COUNT_EVERY_S = 10.0
 # Other salts and adapters under which a prompt is looked up, and models of which they are remembered.
 _SCOPES_MAX, _MODELS_MAX = 8, 256
+_NO_LIMIT = Limit()
 
 
 def _ignore(*_: object) -> None:
@@ -215,7 +216,7 @@ class KvIndexer:
             keys: Block keys of the prompt.
         """
         block_tokens, row = self._hasher.block_tokens, match.rows[pod]
-        limit = Limit()
+        limit = _NO_LIMIT
         if match.cached_blocks.item(row) != match.held.item(row):
             limit = self._limit(engine_name(pod, match.ranks.get(pod, 0)))
         parts = split_prompt(match, pod, len(tokens), block_tokens, limit)

@@ -24,8 +24,11 @@ class StreamState(StrEnum):
     STALE = "STALE"
 
 
-class Cause(StrEnum):
-    """Why tokens of a prompt are served from the cache or computed, in their order along the prompt."""
+class Cause:
+    """Why tokens of a prompt are served from the cache or computed, in their order along the prompt.
+
+    Plain strings, because every pick uses several: a member of an enum costs a call to read and one to hash.
+    """
 
     HIT = "hit"  # served from the cache, as predicted
     DRAFTER = "drafter"  # the engine drops the last matched block of every hit for its drafter
@@ -43,13 +46,13 @@ class Limit(NamedTuple):
     """Why an engine serves less than the prefix that it holds."""
 
     drops: bool = False  # whether it drops the last matched block of every hit
-    groups: Cause | None = None  # WINDOW or CHECKPOINT if other layers need blocks of their own
+    groups: str | None = None  # WINDOW or CHECKPOINT if other layers need blocks of their own
 
 
 class PromptCauses(NamedTuple):
     """Tokens of a request's prompts by cause; they sum up to all tokens."""
 
-    tokens: dict[Cause, int]  # without zeros
+    tokens: dict[str, int]  # without zeros
     evicted_s_ago: float | None = None  # since the first evicted block was lost; None: none was
 
 
@@ -57,7 +60,7 @@ NOT_FOLLOWED = StreamState.STALE, "not_followed"
 _ALL_ONE = np.zeros(0, np.int32)
 _NO_RANKS: Mapping[str, int] = MappingProxyType({})
 _NO_STATES: Mapping[str, StreamState] = MappingProxyType({})
-_NO_CAUSES: Mapping[Cause, int] = MappingProxyType({})
+_NO_CAUSES: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,7 @@ _ENDS = {
 
 def split_prompt(
     match: PodMatches, pod: str, prompt_tokens: int, block_tokens: int, limit: Limit, scoped_blocks: int = 0
-) -> dict[Cause, int]:
+) -> dict[str, int]:
     """Return the tokens of a prompt by cause, if it is computed by `pod`; they sum up to `prompt_tokens`.
 
     Args:
@@ -194,14 +197,15 @@ def split_prompt(
         (Cause.OTHER_SCOPE, scoped_blocks),
         (Cause.NEVER_CACHED, servable),
     )
-    tokens: dict[Cause, int] = {}
+    tokens: dict[str, int] = {}
     start = 0
     for cause, end in ends:
-        end = min(end, servable)
-        end -= end % stride
         if end > start:
-            tokens[cause] = tokens.get(cause, 0) + (end - start) * block_tokens
-            start = end
+            end = min(end, servable)
+            end -= end % stride
+            if end > start:
+                tokens[cause] = tokens.get(cause, 0) + (end - start) * block_tokens
+                start = end
     if prompt_tokens > start * block_tokens:
         tokens[Cause.PARTIAL_BLOCK] = prompt_tokens - start * block_tokens
     return tokens
@@ -233,7 +237,7 @@ def explain_prefix(
     status: tuple[StreamState, str],
     usable_blocks: int,
     stride: int = 1,
-    causes: Mapping[Cause, int] = _NO_CAUSES,
+    causes: Mapping[str, int] = _NO_CAUSES,
     drafter: str = "",
     proven: tuple[int, bool] = (0, False),
     evicted_s_ago: float | None = None,

@@ -162,7 +162,7 @@ class RouterMetrics:
             if decision.partial is not None:
                 count["partial"].add((decision.partial,))
             for cause, tokens in decision.ranked.causes.tokens.items():
-                count["tokens"].add((model, cause.value), tokens)
+                count["tokens"].add((model, cause), tokens)
             # A pick made before the pod's removal must not recreate the pod's series.
             if self._pods is None or best.pod in self._pods:
                 count["attempts"].add(("success", model, best.pod, "", best.pod.rpartition(":")[2]))

@@ -155,7 +155,7 @@ class Router:
         causes = [self.index.causes(model, match, pod, keys, ids) for match, keys, ids in prompts]
         if len(causes) == 1 and decision.partial is None:
             return causes[0]
-        tokens: Counter[Cause] = Counter()
+        tokens: Counter[str] = Counter()
         for each in causes:
             tokens.update(each.tokens)
         if unknown := total - tokens.total():

@@ -26,7 +26,7 @@ GPU, CPU = (1 << TIERS.number(tier) for tier in ("gpu", "cpu"))
     ],
 )
 def test_the_end_has_a_reason(
-    held: list[int], usable: int, causes: dict[Cause, int], end: PrefixEnd, length: int, beyond: int
+    held: list[int], usable: int, causes: dict[str, int], end: PrefixEnd, length: int, beyond: int
 ) -> None:
     """A prefix ends at the prompt's end, at a hole, or for the cause of most of the held tokens behind it."""
     prefix = explain_prefix(

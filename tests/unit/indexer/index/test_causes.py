@@ -35,7 +35,7 @@ def cache(index: FlatIndex, pod: str, blocks: int = len(KEYS)) -> BlockCache:
     return held
 
 
-def split(index: FlatIndex, pods: tuple[str, ...] = (A,), limit: Limit = Limit()) -> dict[Cause, int]:  # noqa: B008 (immutable)
+def split(index: FlatIndex, pods: tuple[str, ...] = (A,), limit: Limit = Limit()) -> dict[str, int]:  # noqa: B008 (immutable)
     """Return the prompt's tokens by cause at the first pod."""
     return split_prompt(index.match(KEYS, pods), pods[0], PROMPT_TOKENS, BLOCK_TOKENS, limit)
 
@@ -185,7 +185,7 @@ def test_a_new_prompt_is_not_looked_up_to_its_end() -> None:
     ],
 )
 def test_held_blocks_that_are_not_served_have_the_engines_reason(
-    limit: Limit, held: int, causes: dict[Cause, int]
+    limit: Limit, held: int, causes: dict[str, int]
 ) -> None:
     """Between hit and held prefix, a drafter takes one block, and layers of another kind the rest."""
     table = made().match(KEYS, (A,))
