@@ -215,9 +215,8 @@ class KvIndexer:
             match: Match of the prompt, see `match`.
             keys: Block keys of the prompt.
         """
-        block_tokens, row = self._hasher.block_tokens, match.rows[pod]
-        limit = _NO_LIMIT
-        if match.cached_blocks.item(row) != match.held.item(row):
+        block_tokens, limit = self._hasher.block_tokens, _NO_LIMIT
+        if match.held is not match.cached_blocks:
             limit = self._limit(engine_name(pod, match.ranks.get(pod, 0)))
         parts = split_prompt(match, pod, len(tokens), block_tokens, limit)
         if Cause.NEVER_CACHED in parts and len(self._roots.get(model, ())) > 1:

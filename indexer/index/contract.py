@@ -185,27 +185,31 @@ def split_prompt(
     """
     row = match.rows[pod]
     stride = match.strides.item(row) if len(match.strides) else 1
-    served, held = match.cached_blocks.item(row), match.held.item(row)
+    served = match.cached_blocks.item(row)
+    held = served if match.held is match.cached_blocks else match.held.item(row)
     any_held, ever_held, _ = match.behind
-    servable = max(0, prompt_tokens - 1) // block_tokens
-    ends = (
-        (Cause.HIT, served),
-        (Cause.DRAFTER, min(held, served + stride) if limit.drops else 0),
-        (limit.groups or Cause.ELSEWHERE, held),
-        (Cause.ELSEWHERE, max(any_held, match.longest)),
-        (Cause.EVICTED, ever_held),
-        (Cause.OTHER_SCOPE, scoped_blocks),
-        (Cause.NEVER_CACHED, servable),
-    )
+    servable = (prompt_tokens - 1) // block_tokens if prompt_tokens else 0
+    ends = [(Cause.HIT, served)]  # rarely many
+    if held > served:
+        if limit.drops:
+            ends.append((Cause.DRAFTER, min(held, served + stride)))
+        ends.append((limit.groups or Cause.ELSEWHERE, held))
+    if any_held or match.longest > served:
+        ends.append((Cause.ELSEWHERE, max(any_held, match.longest)))
+    if ever_held:
+        ends.append((Cause.EVICTED, ever_held))
+    if scoped_blocks:
+        ends.append((Cause.OTHER_SCOPE, scoped_blocks))
+    ends.append((Cause.NEVER_CACHED, servable))
     tokens: dict[str, int] = {}
     start = 0
     for cause, end in ends:
+        if end > servable:
+            end = servable
+        end -= end % stride
         if end > start:
-            end = min(end, servable)
-            end -= end % stride
-            if end > start:
-                tokens[cause] = tokens.get(cause, 0) + (end - start) * block_tokens
-                start = end
+            tokens[cause] = tokens.get(cause, 0) + (end - start) * block_tokens
+            start = end
     if prompt_tokens > start * block_tokens:
         tokens[Cause.PARTIAL_BLOCK] = prompt_tokens - start * block_tokens
     return tokens

@@ -161,8 +161,9 @@ class RouterMetrics:
             count["picks"].add((decision.degraded or "",))
             if decision.partial is not None:
                 count["partial"].add((decision.partial,))
+            add_tokens = count["tokens"].add
             for cause, tokens in decision.ranked.causes.tokens.items():
-                count["tokens"].add((model, cause), tokens)
+                add_tokens((model, cause), tokens)
             # A pick made before the pod's removal must not recreate the pod's series.
             if self._pods is None or best.pod in self._pods:
                 count["attempts"].add(("success", model, best.pod, "", best.pod.rpartition(":")[2]))

@@ -151,10 +151,11 @@ class Router:
         if decision.degraded is not None or model is None:
             return PromptCauses({Cause.UNKNOWN: total} if total else {})
         pod = decision.prefill_pod or decision.primary.pod
-        prompts = zip(decision.ranked.matches, tokenized.keys, tokenized.tokens.prompts, strict=True)
-        causes = [self.index.causes(model, match, pod, keys, ids) for match, keys, ids in prompts]
-        if len(causes) == 1 and decision.partial is None:
-            return causes[0]
+        matches, keys, prompts = decision.ranked.matches, tokenized.keys, tokenized.tokens.prompts
+        if len(matches) == 1 and decision.partial is None:
+            return self.index.causes(model, matches[0], pod, keys[0], prompts[0])
+        each_prompt = zip(matches, keys, prompts, strict=True)
+        causes = [self.index.causes(model, match, pod, its, ids) for match, its, ids in each_prompt]
         tokens: Counter[str] = Counter()
         for each in causes:
             tokens.update(each.tokens)
