@@ -53,7 +53,8 @@ from router.picking.route import Admission, Router
 from router.picking.scheduler import Scheduler
 from router.pods.engine_load import EngineLoad
 from router.pods.pod_set import Pod, PodSet, ServedModels
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
+from router.prompts.tokenizer_sources import open_tokenizers
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 
 _PODS = 16
 _EVENTS_PORT, _REPLAY_PORT = BASE_PORT + 601, BASE_PORT + 701

@@ -20,8 +20,7 @@ from router.picking.candidates import CandidateCache
 from router.picking.scheduler import Scheduler, TokenizedRequest
 from router.pods.engine_load import EngineLoad
 from router.pods.pod_set import Pod, PodSet, ServedModels
-from router.prompts.prompt_tokens import known
-from router.prompts.request import RequestKind, RouteRequest
+from router.prompts.request import RequestKind, RouteRequest, known
 
 _PODS = (5, 25, 100, 400)
 _PROMPT_TOKENS = 8192

@@ -62,7 +62,8 @@ from router.picking.route import Router
 from router.pods.pod_set import Pod, PodSet
 from router.pods.probe import Prober
 from router.pods.watch import EngineCheck, PodWatch
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
+from router.prompts.tokenizer_sources import open_tokenizers
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 
 _log = logging.getLogger(__name__)
 

@@ -29,8 +29,16 @@ from router.picking.flow_queue import SaturationDetector
 from router.picking.scheduler import Scheduler, TokenizedRequest
 from router.pods.load_table import PodLoadTable
 from router.pods.pod_set import Pod, PodSet
-from router.prompts.prompt_tokens import LONGER_THAN_CONTEXT, PROMPTS_MAX, TOO_MANY_PROMPTS, PromptTokens
-from router.prompts.request import CACHE_NOT_READ, RANKED_KINDS, RouteRequest, reads_cache
+from router.prompts.request import (
+    CACHE_NOT_READ,
+    LONGER_THAN_CONTEXT,
+    PROMPTS_MAX,
+    RANKED_KINDS,
+    TOO_MANY_PROMPTS,
+    PromptTokens,
+    RouteRequest,
+    reads_cache,
+)
 from router.prompts.tokenizers import TokenizerRegistry
 
 if TYPE_CHECKING:

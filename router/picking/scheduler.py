@@ -33,8 +33,7 @@ from router.picking.cost import (
 from router.picking.decision import Candidate, Decision, PipelineResult, Ranking
 from router.pods.load_table import PodLoadTable
 from router.pods.pod_set import PodSnapshot
-from router.prompts.prompt_tokens import PromptTokens
-from router.prompts.request import RouteRequest, sequences_of, session_of
+from router.prompts.request import PromptTokens, RouteRequest, sequences_of, session_of
 
 # Speculative blocks of a request just sent will be in device memory.
 _DEVICE_TIERS = (GPU_TIER, SPECULATIVE_TIER)

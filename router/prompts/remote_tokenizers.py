@@ -30,8 +30,8 @@ from indexer.keys import MultimodalItem
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import RequestError, TokenizerUnavailableError
 from router.pods.pod_set import Pod
-from router.prompts.prompt_tokens import MediaFeatures, PromptTokens, unknown, with_features
-from router.prompts.request import RequestKind, RouteRequest
+from router.prompts.prompt_tokens import MediaFeatures, with_features
+from router.prompts.request import PromptTokens, RequestKind, RouteRequest, unknown
 
 _PATHS = {
     RequestKind.CHAT: "/v1/chat/completions/render",

@@ -1,23 +1,33 @@
-"""Request to be routed, and the fields of OpenAI and Anthropic APIs that affect its pick."""
+"""Request to be routed, its token ids, and the fields of OpenAI and Anthropic APIs that affect its pick."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
+from indexer.keys import MultimodalItem, extras_of_prompt
 from router.errors import RequestError
+from tokenization import TokenIds
 
 MODEL_CHARS_MAX = 4096  # enough for a repository or path; the decision log keeps the name
+# Reason to route by load alone: every engine will reject the prompt.
+LONGER_THAN_CONTEXT = "longer_than_context"
+# Reason to route by load alone: more than PROMPTS_MAX prompts.
+TOO_MANY_PROMPTS = "too_many_prompts"
+
+PROMPTS_MAX = 64  # each prompt is tokenized and matched separately while other picks wait
+MEDIA = "media"  # reason why only a prefix of a prompt is known: an image, audio or video follows
 # Reason to route by load alone: every pod will compute the whole prompt.
 CACHE_NOT_READ = "cache_not_read"
 SESSION_ID_HEADER = "x-session-id"
 # Session headers of coding agents, in the order of precedence.
 _AGENT_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
 _ID_CHARS_MAX = 256
+_BYTES_PER_TOKEN = 4
 # Samples of one prompt; with beam search `n` is the number of beams.
 _SAMPLES = ("n", "best_of")
 
@@ -55,6 +65,49 @@ class RouteRequest(msgspec.Struct, frozen=True):
     # Headers by lower-case name: objective, session and trace context.
     headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     client_model: str | None = None  # the client's model if it was rewritten; "" if the client named none
+
+
+# Media items of one prompt, in order of their placeholders.
+PromptMedia: TypeAlias = tuple[MultimodalItem, ...]
+
+
+class PromptTokens(msgspec.Struct, frozen=True):
+    """Token ids of a request's prompts, as far as they are known."""
+
+    prompts: tuple[TokenIds, ...]  # token ids per prompt (completions may have several); empty if unknown
+    total: int  # number of prompt tokens, estimated from the body's size if unknown
+    degraded: str | None = None  # why the ids are unknown; None if they are known
+    partial: str | None = None  # why `prompts` are only prefixes; None if they are complete
+    media: tuple[PromptMedia, ...] = ()  # media items per prompt; empty if there are none
+
+    def extras(self, block_tokens: int) -> Sequence[Sequence[bytes]]:
+        """Return, per prompt and block, the hash inputs besides tokens; see `extras_of_prompt`."""
+        if not self.media:
+            return ((),) * len(self.prompts)
+        return [
+            extras_of_prompt(items, block_tokens, len(ids))
+            for ids, items in zip(self.prompts, self.media, strict=True)
+        ]
+
+    def without_media(self) -> PromptTokens:
+        """Return a copy whose prompts end at their first media item; the total is unchanged."""
+        if not self.media:
+            return self
+        prompts = tuple(
+            ids[: items[0].offset] if items else ids
+            for ids, items in zip(self.prompts, self.media, strict=True)
+        )
+        return PromptTokens(prompts, self.total, self.degraded, MEDIA)
+
+
+def known(prompts: tuple[TokenIds, ...]) -> PromptTokens:
+    """Return the result for completely known prompts."""
+    return PromptTokens(prompts, sum(map(len, prompts)))
+
+
+def unknown(request: RouteRequest, reason: str) -> PromptTokens:
+    """Return the result for a request whose prompts are unknown for this reason."""
+    return PromptTokens((), request.body_bytes // _BYTES_PER_TOKEN, reason)
 
 
 def read_fields(kind: RequestKind, body: bytes | bytearray) -> dict[str, Any]:

@@ -22,10 +22,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from common.flags import CommandParser, bounded, pair
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import ConfigError, ListenError, RequestError
-from router.prompts.prompt_tokens import PromptMedia
 from router.prompts.remote_tokenizers import APIS
-from router.prompts.request import RouteRequest, read_fields
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
+from router.prompts.request import PromptMedia, RouteRequest, read_fields
+from router.prompts.tokenizer_sources import open_tokenizers
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 
 _log = logging.getLogger(__name__)
 

@@ -2,15 +2,6 @@
 
 If a tokenizer fails or is too slow, the request is routed by load alone, and the reason is recorded.
 
-SOURCE of `--tokenizer MODEL=SOURCE` is one of
-
-    DIR                       directory with a tokenizer.json
-    hf:OWNER/NAME@REVISION    tokenizer from the Hugging Face Hub (or its cache) at a pinned revision
-    unix:PATH                 `kvroute tokenizer` behind a Unix socket
-    http://HOST:PORT          server with vLLM's render endpoints
-    pods                      render endpoints of the model's own pods
-    none                      no tokenizer: its requests are routed by load
-
 Where a model has no tokenizer here that reads a request, its pods render the prompt if they can.
 """
 
@@ -23,43 +14,43 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
 from common.repeated_log import RepeatedLog
-from router.errors import ConfigError, RequestError, TokenizerUnavailableError
+from router.errors import RequestError, TokenizerUnavailableError
 from router.pods.pod_set import Pod
-from router.prompts.prompt_tokens import (
+from router.prompts.prompt_tokens import MEDIA_TOKENS, given_token_ids, rejected_early, with_images
+from router.prompts.remote_tokenizers import RenderBreaker, RenderTokenizer, SidecarTokenizer
+from router.prompts.request import (
+    LONGER_THAN_CONTEXT,
+    MEDIA,
     PromptTokens,
-    given_token_ids,
-    reads_kind,
-    rejected,
-    rejected_early,
-    tokenize_prompts,
+    RequestKind,
+    RouteRequest,
+    known,
     unknown,
 )
-from router.prompts.remote_tokenizers import RenderBreaker, RenderTokenizer, SidecarTokenizer
-from router.prompts.request import RequestKind, RouteRequest
 from tokenization import (
     ITEMS_AT_ONCE_MAX,
     ManyItemsError,
+    MediaPromptError,
     PromptError,
     PromptLimits,
     PromptTokenizer,
-    TokenizerLoadError,
+    PromptTooLongError,
+    UnsupportedPromptError,
+    chat_prefix,
+    chat_prompt,
+    completion_prompts,
     count_items,
-    hub_directory,
+    image_chat,
+    messages_as_chat,
+    responses_as_chat,
 )
 
 _log = logging.getLogger(__name__)
-
-_PODS = "pods"
-_NONE = "none"
-_HUB = "hf:"
-_SOCKET = "unix:"
-_URLS = ("http://", "https://")
 
 # Bodies that are tokenized inline, in 1-2 ms by the fast encoder and 3 ms by the tokenizers library.
 _INLINE_BODY_BYTES = 128 << 10
@@ -68,9 +59,10 @@ _INLINE_LIBRARY_BODY_BYTES = 8 << 10
 _ANY_ID = 1 << 31
 _RENDER_THREADS = 8  # threads that wait for render endpoints
 # Fields that are converted to a chat's messages.
+_AS_CHAT = (RequestKind.MESSAGES, RequestKind.RESPONSES)
 _DECODED_ITEMS = {RequestKind.MESSAGES: "messages", RequestKind.RESPONSES: "input"}
 
-_Tokenizer: TypeAlias = PromptTokenizer | SidecarTokenizer | RenderTokenizer
+Tokenizer: TypeAlias = PromptTokenizer | SidecarTokenizer | RenderTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +97,7 @@ class TokenizerRegistry:
 
     def __init__(
         self,
-        tokenizers: Mapping[str, _Tokenizer | None],
+        tokenizers: Mapping[str, Tokenizer | None],
         options: TokenizeOptions | None = None,
         observe: Callable[[float, str], None] = lambda _seconds, _outcome: None,
     ) -> None:
@@ -164,8 +156,10 @@ class TokenizerRegistry:
         """
         if request.kind is RequestKind.PASSTHROUGH:
             return unknown(request, "passthrough")
-        if (known := rejected_early(request, context_tokens) or given_token_ids(request)) is not None:
-            return known
+        if request.kind is RequestKind.COMPLETIONS:
+            given = rejected_early(request, context_tokens) or given_token_ids(request)
+            if given is not None:
+                return given
         tokenizer = self._tokenizers.get(base_model or "")
         try:
             if tokenizer is None:
@@ -179,7 +173,7 @@ class TokenizerRegistry:
                 return tokenizer.prompt_tokens(request, context_tokens, self._options.deadline_s)
             return self._rendered(request, tokenizer, None, pods)
         except PromptError as error:
-            return rejected(request, error)
+            return _rejected(request, error)
         except RequestError:
             raise
         except TimeoutError:
@@ -288,48 +282,52 @@ def _log_rendering(model: str, error: str) -> None:
         )
 
 
-def open_tokenizers(sources: Mapping[str, Path | str]) -> dict[str, _Tokenizer | None]:
-    """Open the tokenizer of every base model; see SOURCE above.
+def tokenize_prompts(request: RouteRequest, tokenizer: PromptTokenizer, limits: PromptLimits) -> PromptTokens:
+    """Tokenize a request.
 
     Raises:
-        ConfigError: A source is invalid or cannot be loaded.
+        PromptError: The prompt is invalid for its API, too long, or cannot be tokenized here.
+        ManyItemsError: A chat has more messages and parts than `limits.items_max`.
     """
-    return {model: _open_source(model, str(source)) for model, source in sources.items()}
-
-
-def _open_source(model: str, source: str) -> _Tokenizer | None:
-    """Open a tokenizer, without connecting to other processes; None for the source `none`.
-
-    Raises:
-        ConfigError: The source is invalid, or a local tokenizer cannot be loaded; names the flag.
-    """
-
-    def checked(found: bool, form: str) -> None:
-        if not found:
-            raise ConfigError(f"--tokenizer {model}={source}: must have the form {form}")
-
-    if source == _NONE:
-        return None
-    if source == _PODS:
-        return RenderTokenizer(model, None)
-    if source.startswith(_URLS):
-        checked(len(source.partition("://")[2].strip("/")) > 0, "http://HOST:PORT")
-        return RenderTokenizer(model, source.rstrip("/"))
-    if source.startswith(_SOCKET):
-        checked(len(source) > len(_SOCKET), "unix:PATH")
-        return SidecarTokenizer(model, source.removeprefix(_SOCKET))
-    if source.startswith(_HUB):
-        repository, _, revision = source.removeprefix(_HUB).partition("@")
-        checked(repository.count("/") == 1 and bool(revision), "hf:OWNER/NAME@REVISION")
-        return _loaded(model, source, lambda: hub_directory(repository, revision))
-    return _loaded(model, source, lambda: Path(source))
-
-
-def _loaded(model: str, source: str, directory: Callable[[], Path]) -> PromptTokenizer:
+    body, template = request.body, tokenizer.coded or tokenizer.chat_template
+    if request.kind is RequestKind.COMPLETIONS:
+        return known(tuple(completion_prompts(body, tokenizer, limits)))
+    # Engines convert the other APIs to chats; the result depends on the template.
+    if template is not None and request.kind is RequestKind.MESSAGES:
+        body = messages_as_chat(body, template.effort_without_thinking)
+    elif template is not None and request.kind is RequestKind.RESPONSES:
+        body = responses_as_chat(body)
     try:
-        return PromptTokenizer.from_directory(directory())
-    except TokenizerLoadError as error:
-        raise ConfigError(f"--tokenizer {model}={source}: {error}") from error
+        return known((chat_prompt(body, tokenizer, limits),))
+    except MediaPromptError:
+        if (images := image_chat(body, tokenizer, limits)) is not None:
+            return with_images(images)
+    ids = chat_prefix(body, tokenizer)
+    return PromptTokens((ids,), len(ids) + MEDIA_TOKENS, partial=MEDIA)
+
+
+def reads_kind(kind: RequestKind, tokenizer: PromptTokenizer) -> bool:
+    """Return whether prompts of this API can be built: by the model's template, its library, or as text."""
+    if tokenizer.chat_template is not None or kind is RequestKind.COMPLETIONS:
+        return True
+    return tokenizer.coded is not None and kind is not RequestKind.RESPONSES
+
+
+def _rejected(request: RouteRequest, error: PromptError) -> PromptTokens:
+    """Return the degraded result for a prompt that the tokenizer rejected.
+
+    Raises:
+        RequestError: 400: the prompt is invalid for its API.
+    """
+    match error:
+        case PromptTooLongError():
+            return unknown(request, LONGER_THAN_CONTEXT)
+        case UnsupportedPromptError():
+            return unknown(request, "unsupported_prompt")
+    if request.kind in _AS_CHAT:
+        # The engine implements this API and returns a better error.
+        return unknown(request, "unsupported_prompt")
+    raise RequestError(400, str(error), error.param) from error
 
 
 def _is_large(request: RouteRequest, tokenizer: PromptTokenizer) -> bool:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import grpc
 from envoy.service.auth.v3 import external_auth_pb2_grpc
+from numba.core.dispatcher import Dispatcher
 
 from tests.support.indexer.engine_publisher import EnginePublisher
 from tests.support.indexer.subscriber import Watched, block, stream
@@ -26,23 +28,33 @@ CHAT = b'{"model": "kvroute-tiny", "messages": [{"role": "user", "content": "Tel
 
 
 class _Tracer:
-    """Profiler that collects the product files that each thread enters while `is_on`."""
+    """Profiler that collects the product files that each thread enters while `is_on`.
+
+    numba reports calls of compiled kernels too; they are not counted.
+    """
 
     def __init__(self) -> None:
         self.is_on = False
         self._files: dict[int, set[str]] = {}
 
     def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
-        if self.is_on and event == "call":
-            path = Path(frame.f_code.co_filename)
-            if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in _PACKAGES:
-                entered = self._files.setdefault(threading.get_ident(), set())
-                entered.add(str(path.relative_to(ROOT)))
+        if not self.is_on or event != "call":
+            return
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(ROOT):
+            file = path.relative_to(ROOT)
+            if file.parts[0] in _PACKAGES and not _is_kernel(frame.f_code, file):
+                self._files.setdefault(threading.get_ident(), set()).add(str(file))
 
     def entered(self, folder: str) -> set[str]:
         """Return the files of all threads that entered a folder."""
         ways = [files for files in self._files.values() if any(file.startswith(folder) for file in files)]
         return set().union(*ways)
+
+
+def _is_kernel(code: CodeType, file: Path) -> bool:
+    module = sys.modules[".".join(file.with_suffix("").parts)]
+    return isinstance(getattr(module, code.co_name, None), Dispatcher)
 
 
 @contextmanager

@@ -12,7 +12,8 @@ import pytest
 
 from router.prompts.remote_tokenizers import FAILURES_MAX
 from router.prompts.request import RequestKind, RouteRequest
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
+from router.prompts.tokenizer_sources import open_tokenizers
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 from tests.support.router.bench import completion, ready_pod
 from tests.support.router.render import CHAT, COMPLETIONS, RESPONSES, Renderer, running_renderer
 from tokenization import TINY_DIRECTORY

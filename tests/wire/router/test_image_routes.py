@@ -14,7 +14,8 @@ import pytest
 
 from router.picking.decision import Decision
 from router.prompts.request import RequestKind, api_request
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
+from router.prompts.tokenizer_sources import open_tokenizers
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 from tests.support.indexer.engine_publisher import EnginePublisher, batch, stored, wait_until
 from tests.support.indexer.subscriber import OTHER, POD, Watched, stream
 from tests.support.router.bench import Bench, ready_pod

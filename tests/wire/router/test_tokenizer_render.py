@@ -11,7 +11,8 @@ import pytest
 
 from router.prompts.remote_tokenizers import RenderTokenizer
 from router.prompts.request import RequestKind, RouteRequest
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
+from router.prompts.tokenizer_sources import open_tokenizers
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 from tests.support.router.bench import completion, ready_pod
 from tests.support.router.render import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Renderer, running_renderer
 from tests.support.tokenization.media import CASES, answer

@@ -18,10 +18,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
 from router.errors import ConfigError, ListenError, RequestError
 from router.prompts.parsers import OWN_PARSERS
-from router.prompts.prompt_tokens import PromptTokens
-from router.prompts.request import RequestKind, RouteRequest
+from router.prompts.request import PromptTokens, RequestKind, RouteRequest
 from router.prompts.tokenizer_server import SERVICE, TokenizerServer
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
+from router.prompts.tokenizer_sources import open_tokenizers
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 from tests.support.router.bench import TOKENIZER, completion
 from tests.support.tokenization.images import image_part, write_model
 from tokenization import TINY_DIRECTORY

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from indexer.keys import MultimodalItem
 from router.errors import RequestError
-from router.prompts.prompt_tokens import MEDIA, PromptTokens
 from router.prompts.remote_tokenizers import read_rendered
-from router.prompts.request import RequestKind, RouteRequest
+from router.prompts.request import MEDIA, PromptTokens, RequestKind, RouteRequest
 from router.prompts.tokenizers import TokenizerRegistry
 from tests.support.indexer.views import OnePod, stored
 from tests.support.tokenization.images import (

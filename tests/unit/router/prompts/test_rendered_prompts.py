@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from indexer.keys import BlockHasher, MultimodalItem
-from router.prompts.prompt_tokens import MEDIA, PromptTokens
 from router.prompts.remote_tokenizers import read_rendered
-from router.prompts.request import RequestKind
+from router.prompts.request import MEDIA, PromptTokens, RequestKind
 from tests.support.indexer.decoding import decode_batch
 from tests.support.indexer.views import OnePod
 from tests.support.tokenization.media import BLOCK_TOKENS, CASES, agreeing_blocks, answer, payloads

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer, normalizers
 
 from router.errors import ConfigError, RequestError
 from router.prompts.parsers import OWN_PARSERS
-from router.prompts.prompt_tokens import MEDIA, PromptTokens
 from router.prompts.remote_tokenizers import read_rendered
-from router.prompts.request import RequestKind, RouteRequest
-from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry, open_tokenizers
+from router.prompts.request import MEDIA, PromptTokens, RequestKind, RouteRequest
+from router.prompts.tokenizer_sources import open_tokenizers
+from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 from tests.support.router.bench import TINY, TOKENIZER, completion
 from tests.support.tokenization.media import CASES, answer
 from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenIds

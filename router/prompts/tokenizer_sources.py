@@ -1,0 +1,71 @@
+"""Sources of tokenizers.
+
+SOURCE of `--tokenizer MODEL=SOURCE` is one of
+
+    DIR                       directory with a tokenizer.json
+    hf:OWNER/NAME@REVISION    tokenizer from the Hugging Face Hub (or its cache) at a pinned revision
+    unix:PATH                 `kvroute tokenizer` behind a Unix socket
+    http://HOST:PORT          server with vLLM's render endpoints
+    pods                      render endpoints of the model's own pods
+    none                      no tokenizer: its requests are routed by load
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from router.errors import ConfigError
+from router.prompts.remote_tokenizers import RenderTokenizer, SidecarTokenizer
+from router.prompts.tokenizers import Tokenizer
+from tokenization import PromptTokenizer, TokenizerLoadError, hub_directory
+
+_PODS = "pods"
+_NONE = "none"
+_HUB = "hf:"
+_SOCKET = "unix:"
+_URLS = ("http://", "https://")
+
+
+def open_tokenizers(sources: Mapping[str, Path | str]) -> dict[str, Tokenizer | None]:
+    """Open the tokenizer of every base model; see SOURCE above.
+
+    Raises:
+        ConfigError: A source is invalid or cannot be loaded.
+    """
+    return {model: _open_source(model, str(source)) for model, source in sources.items()}
+
+
+def _open_source(model: str, source: str) -> Tokenizer | None:
+    """Open a tokenizer, without connecting to other processes; None for the source `none`.
+
+    Raises:
+        ConfigError: The source is invalid, or a local tokenizer cannot be loaded; names the flag.
+    """
+
+    def checked(found: bool, form: str) -> None:
+        if not found:
+            raise ConfigError(f"--tokenizer {model}={source}: must have the form {form}")
+
+    if source == _NONE:
+        return None
+    if source == _PODS:
+        return RenderTokenizer(model, None)
+    if source.startswith(_URLS):
+        checked(len(source.partition("://")[2].strip("/")) > 0, "http://HOST:PORT")
+        return RenderTokenizer(model, source.rstrip("/"))
+    if source.startswith(_SOCKET):
+        checked(len(source) > len(_SOCKET), "unix:PATH")
+        return SidecarTokenizer(model, source.removeprefix(_SOCKET))
+    if source.startswith(_HUB):
+        repository, _, revision = source.removeprefix(_HUB).partition("@")
+        checked(repository.count("/") == 1 and bool(revision), "hf:OWNER/NAME@REVISION")
+        return _loaded(model, source, lambda: hub_directory(repository, revision))
+    return _loaded(model, source, lambda: Path(source))
+
+
+def _loaded(model: str, source: str, directory: Callable[[], Path]) -> PromptTokenizer:
+    try:
+        return PromptTokenizer.from_directory(directory())
+    except TokenizerLoadError as error:
+        raise ConfigError(f"--tokenizer {model}={source}: {error}") from error
