@@ -70,7 +70,7 @@ class KvIndexer:
         self._clock = clock
         warm_kernels()
         self._ingest = ingest = Ingest(config, registry, on_stored, on_link, clock)
-        self._index, self._hasher, self._metrics = ingest.index, ingest.hasher, ingest.metrics
+        self._index, self._hasher, self._metrics = ingest.index, ingest.hasher, ingest.records.metrics
         self._speculation, self._mismatches = ingest.speculation, ingest.mismatches
         self._hybrid = ingest.hybrid
         self.engine_registry = ingest.engine_registry
@@ -367,8 +367,10 @@ class KvIndexer:
 
     def check_mismatches(self) -> None:
         """Report pods whose blocks never match ours, in metrics and log; call it every few seconds."""
-        self._mismatches.check(self._clock())
-        for watched in self._mismatches.report():
+        now_s = self._clock()
+        found, pods = self._mismatches.judge(now_s), self._mismatches.report()
+        self._ingest.records.mismatches(found, pods, now_s)
+        for watched in pods:
             self._ingest.reconsider(watched.pod)
 
     def mismatch_details(self) -> list[str]:

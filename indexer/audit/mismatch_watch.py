@@ -1,9 +1,8 @@
 """Detection of pods whose tokens or block keys differ from ours.
 
-Input: dispatched requests and stored blocks. Output: mismatches, reported to the caller, in metrics, in the
-log at a limited rate, and by /ready. A block key depends on token ids, model, adapter, salt and block size;
-if an engine differs in any of them, no prefix ever hits there, and only a hit rate of zero would show it.
-There are two signs:
+Input: dispatched requests and stored blocks. Output: mismatches. A block key depends on token ids, model,
+adapter, salt and block size; if an engine differs in any of them, no prefix ever hits there, and only a hit
+rate of zero would show it. There are two signs:
 
 - Mismatch: we expect the pod to extend a cached prefix (the parent) by a certain block. The pod extends the
   same prefix by another block, no other request in flight explains that block, and the expected block does
@@ -19,8 +18,6 @@ the process.
 
 from __future__ import annotations
 
-import logging
-import math
 import secrets
 import threading
 from collections import OrderedDict
@@ -33,10 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from indexer.keys import Keys
-from indexer.metrics import IndexerMetrics
 from indexer.views.view_parts import StoredRun
-
-_log = logging.getLogger(__name__)
 
 # Reason by which the views of a mismatched pod are marked as invalid.
 OTHER_TOKENS = "other_tokens"
@@ -139,20 +133,11 @@ class MismatchWatch:
     """Expected blocks of the requests in flight, compared with what the pods store. Thread-safe."""
 
     def __init__(
-        self,
-        metrics: IndexerMetrics,
-        *,
-        max_expectations: int = 1024,
-        max_pods: int = 4096,
-        never_hit_dispatches: int = 20,
-        warn_every_s: float = 60.0,
+        self, *, max_expectations: int = 1024, max_pods: int = 4096, never_hit_dispatches: int = 20
     ) -> None:
-        self._metrics = metrics
         self._max_expectations = max_expectations
         self._max_pods = max_pods  # above it the pods without dispatches for longest are dropped
         self._never_hit_dispatches = never_hit_dispatches  # requests in a row without a match that are a sign
-        self._warn_every_s = warn_every_s  # minimum time between two warnings of one kind
-        self._warned_s: dict[type, float] = {}
         self._secret = secrets.token_bytes(16)
         self._lock = threading.Lock()
         self._expected: dict[Hashable, _Expectation] = {}
@@ -256,11 +241,7 @@ class MismatchWatch:
                 for request_id, expectation in self._expected.items()
                 if expectation.ended_s is not None and now_s - expectation.ended_s >= EVENTS_LATE_MAX_S
             ]
-            mismatches = [found for request_id in due if (found := self._judged(request_id)) is not None]
-        for mismatch in mismatches:
-            self._metrics.parity_mismatches.labels(mismatch.pod, mismatch.model).inc()
-            self._warn(mismatch, now_s)
-        return mismatches
+            return [found for request_id in due if (found := self._judged(request_id)) is not None]
 
     def _judged(self, request_id: Hashable) -> Mismatch | None:
         expectation = self._forget(request_id)
@@ -282,33 +263,18 @@ class MismatchWatch:
             self._forget(request_id)
 
     def forget_pod(self, pod: str) -> None:
-        """Drop the state and metric series of a pod that was removed or replaced."""
+        """Drop the state of a pod that was removed or replaced."""
         with self._lock:
             self._forget_pod(pod)
-        for metric in (self._metrics.parity_mismatches, self._metrics.parity_never_hit):
-            metric.remove_by_labels({"pod": pod})
 
     def report(self) -> Sequence[WatchedPod]:
         with self._lock:
             return list(self._pods.values())
 
-    def check(self, now_s: float) -> None:
-        """Report mismatches and pods whose blocks never match; call it every few seconds."""
-        self.judge(now_s)
-        for watched in self.report():
-            self._metrics.parity_never_hit.labels(watched.pod).set(watched.never_hit)
-            if watched.never_hit:
-                self._warn(watched, now_s)
-
     def details(self) -> list[str]:
         """Return one line per mismatched pod, at most 20."""
         mismatched = [watched for watched in self.report() if watched.mismatched]
         return [str(watched.last_mismatch or watched) for watched in mismatched[:_LINES_MAX]]
-
-    def _warn(self, sign: Mismatch | WatchedPod, now_s: float) -> None:
-        if now_s - self._warned_s.get(type(sign), -math.inf) >= self._warn_every_s:
-            self._warned_s[type(sign)] = now_s
-            _log.warning("%s", sign)
 
     def _meets(self, watched: WatchedPod, stored: set[int]) -> bool:
         """Remove the expectations that a stored run meets; return whether there were any."""

@@ -199,18 +199,18 @@ class BoundSocket:
         try:
             message = parse_live([frame.bytes for frame in frames])
         except PayloadError as error:
-            self._ingest.rejected(_NOBODY, error.reason)
+            self._ingest.records.rejected(_NOBODY, error.reason)
             return
         topic = parse_topic(frames[0].bytes)
         if topic is None:
-            self._ingest.rejected(_NOBODY, "topic")
+            self._ingest.records.rejected(_NOBODY, "topic")
             return
         if _SHARED.match(topic.pod) and topic.pod not in self._declared:
-            self._ingest.shared_store(topic.pod)
+            self._ingest.records.shared_store(topic.pod)
             return
         publisher = self._publisher(topic, batch_rank(message.payload), now_s)
         if isinstance(publisher, str):
-            self._ingest.rejected(_NOBODY, publisher)
+            self._ingest.records.rejected(_NOBODY, publisher)
             return
         number = frames[-1].get(zmq.SRCFD)
         connection = Connection(number, self._uses.get(number, 0))

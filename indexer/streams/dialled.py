@@ -146,7 +146,7 @@ class ReplayingStream(EngineStream):
 
     def _begin_replay(self, now_s: float) -> None:
         if self._replay is not None:
-            self._ingest.replay(self.name, "superseded")
+            self._ingest.records.replay(self.name, "superseded")
         self._stop_replay()
         self._replay_attempts = 0
         if self._machine.reason == Purpose.HISTORY:
@@ -173,7 +173,7 @@ class ReplayingStream(EngineStream):
         try:
             self._replay = _replay_socket(self._subscriber.context, endpoint, start, limit)
         except zmq.ZMQError:
-            self._ingest.socket_error(self.name, "replay")
+            self._ingest.records.socket_error(self.name, "replay")
             self._retry(now_s)
             return
         self._replay_ends_s = now_s + self._config.replay_total_s
@@ -193,7 +193,7 @@ class ReplayingStream(EngineStream):
         if self._replay_attempts < self._config.replay_attempts:
             self._timers[self._ask] = now_s + min(RETRY_MAX_S, _RETRY_S * 4 ** (self._replay_attempts - 1))
             return
-        self._ingest.replay(self.name, "failed")
+        self._ingest.records.replay(self.name, "failed")
         self._perform(self._machine.replay_failed(), now_s)
 
     def _on_replay(self, now_s: float) -> None:
@@ -203,7 +203,7 @@ class ReplayingStream(EngineStream):
         for answer in self._answers(replay):
             if answer is None:
                 self._stop_replay()
-                self._ingest.replay(self.name, "completed")
+                self._ingest.records.replay(self.name, "completed")
                 if self._machine.state is StreamState.RECOVERING:
                     # Batches published before the subscription took effect are found by the tail check.
                     self._check_tail_later(now_s)
@@ -225,7 +225,7 @@ class ReplayingStream(EngineStream):
             except zmq.Again:
                 return
             except PayloadError as error:
-                self._ingest.rejected(self.name, error.reason)
+                self._ingest.records.rejected(self.name, error.reason)
                 continue
             yield answer
             if answer is not None and (taken_bytes := taken_bytes + len(answer.payload)) >= TURN_BYTES:
@@ -273,7 +273,7 @@ class DialledStream(ReplayingStream):
             socket.connect(endpoint)
         except zmq.ZMQError:
             close_subscription(socket, monitor)
-            self._ingest.socket_error(self.name, "subscribe")
+            self._ingest.records.socket_error(self.name, "subscribe")
             self._timers[self._open] = now_s + RETRY_MAX_S
             return
         self._link = socket, monitor
@@ -307,7 +307,7 @@ class DialledStream(ReplayingStream):
             try:
                 batch = parse_live(socket.recv_multipart(zmq.NOBLOCK))
             except PayloadError as error:
-                self._ingest.rejected(self.name, error.reason)
+                self._ingest.records.rejected(self.name, error.reason)
             else:
                 taken_bytes += len(batch.payload)
                 batches.append(batch)

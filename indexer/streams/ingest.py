@@ -1,4 +1,4 @@
-"""Event ingest: decode the batches of all streams, apply them to the index, record metrics.
+"""Event ingest: decode the batches of all streams and apply them to the index.
 
 Runs on the subscriber's thread unless a docstring says otherwise. `pod` is the name of one engine in the
 index, `PodStream.holder`; `serving` is the pod that requests are sent to.
@@ -7,7 +7,6 @@ index, `PodStream.holder`; `serving` is the pod that requests are sent to.
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
-from common.repeated_log import RepeatedLog
 from indexer.audit.late_view import LateView
 from indexer.audit.mismatch_watch import OTHER_TOKENS, MismatchWatch
 from indexer.audit.speculation import Speculation
@@ -27,16 +25,13 @@ from indexer.index.index import FlatIndex
 from indexer.keys import BlockHasher, Keys
 from indexer.metrics import IndexerMetrics
 from indexer.streams.engine_registry import EngineRegistry
-from indexer.streams.snapshot import Fetched, Snapshot
+from indexer.streams.records import StreamRecords
 from indexer.views.applier import ApplierContext, EventApplier
 from indexer.views.hybrid import HybridMatcher
 from indexer.views.view_parts import Entry, Outcome, ViewContent, ViewFacts, ViewPart, decode_entry
 from indexer.wire.tiers import GPU_TIER, TIER_NOT_PROVEN, Tiers
 
 _log = logging.getLogger(__name__)
-# A publisher can change its stream's state with each message.
-_repeated = RepeatedLog(_log, lines=20, sources_max=1024)
-
 _COUNT_MARGIN = 16
 _NO_KEYS = np.empty(0, np.uint64)
 
@@ -74,14 +69,13 @@ class Ingest:
             max_entries=config.speculative_entries,
         )
         self.hybrid = HybridMatcher(self.index, self.hasher)
-        self.metrics = IndexerMetrics(registry, stats=self.index.stats, speculative=self._speculative_entries)
-        self.mismatches = MismatchWatch(self.metrics)
+        metrics = IndexerMetrics(registry, stats=self.index.stats, speculative=self._speculative_entries)
+        self.records = StreamRecords(metrics)
+        self.mismatches = MismatchWatch()
         self.engine_registry = EngineRegistry()
         self._engine = ApplierContext(self.config, self.index, self.hasher)
         self._pods: dict[str, EventApplier] = {}
         self._late: dict[str, LateView] = {}
-        # Pending stores by engine, as last written to the metrics.
-        self._orphans: dict[str, int] = {}
 
     def held_blocks(self, holder: str, *, on_device: bool) -> int:
         """Return a lower bound of the blocks in a view, in the engine's block size. Thread-safe.
@@ -109,8 +103,7 @@ class Ingest:
         self._pods[stream.holder] = EventApplier(self._engine, stream)
         self._late[stream.holder] = LateView()
         self.engine_registry.add(stream)
-        at = stream.events_endpoint or self.config.events_bind
-        _note("stream_opened", stream.holder, "stream opened: pod=%s model=%s endpoint=%s", stream.model, at)
+        self.records.opened(stream, stream.events_endpoint or self.config.events_bind)
 
     def closed(self, pod: str) -> None:
         self.index.set_time(self.clock())
@@ -122,12 +115,10 @@ class Ingest:
         self.index.set_stride(pod, 1)
         self.index.set_drop(pod, False)
         self._end_speculation(pod)
-        self.mismatches.forget_pod(self.engine_registry.pod(pod))
+        serving = self.engine_registry.pod(pod)
+        self.mismatches.forget_pod(serving)
         self.engine_registry.remove(pod)
-        self.metrics.subscribers.set(self.engine_registry.linked_engines())
-        self._orphans.pop(pod, None)
-        self.metrics.forget(pod)
-        _note("stream_closed", pod, "stream closed: pod=%s")
+        self.records.closed(pod, serving, self.engine_registry.linked_engines())
 
     def apply(self, pod: str, payloads: Sequence[bytes]) -> Outcome:
         state = self._pods[pod]
@@ -138,7 +129,9 @@ class Ingest:
         self._learn(pod)
         if is_late or outcome.damage is not None:
             self._prove(pod, state, outcome, is_late=is_late)
-        self._count(pod, outcome)
+        is_live = self.engine_registry.engines[pod].state is not StreamState.RECOVERING
+        lag_from_s = self.wall_clock() if is_live else None
+        self.records.applied(pod, outcome, state.view.orphans, lag_from_s=lag_from_s)
         keys = _joined(outcome.stored)
         key_list = keys.tolist()
         self._set_invalid(pod, "events", state.view.invalid_reason)
@@ -163,7 +156,7 @@ class Ingest:
             try:
                 stored, damage = view.apply_entry(decode_entry(data, len(self.index.tiers.names)))
             except PayloadError as error:
-                self.rejected(pod, error.reason)
+                self.records.rejected(pod, error.reason)
                 outcome.invalidate(error.reason)
             else:
                 outcome.stored += stored
@@ -184,15 +177,11 @@ class Ingest:
         self._set_invalid(pod, "events", None)
         self.hybrid.set_groups(pod, None)
         self._end_speculation(pod)
-        self.metrics.clears.labels(reason).inc()
-        _repeated.event("view_dropped", pod, "view dropped: pod=%s reason=%s", pod, reason)
+        self.records.cleared(pod, reason)
 
     def link(self, pod: str, up: bool) -> None:
         changed = self.engine_registry.set_linked(pod, up)
-        if not up:
-            self.metrics.reconnections.labels(pod).inc()
-        self.metrics.subscribers.set(self.engine_registry.linked_engines())
-        _note("publisher_link", pod, "publisher link: pod=%s state=%s", "up" if up else "down")
+        self.records.link(pod, up, self.engine_registry.linked_engines())
         if changed is not None:
             _call(self.on_link, self.engine_registry.pod(pod), changed)
 
@@ -212,26 +201,8 @@ class Ingest:
 
     def _show_state(self, pod: str) -> None:
         engine = self.engine_registry.engines.get(pod)
-        if engine is None:
-            return
-        state, reason = engine.state, engine.reason or "none"
-        for each in StreamState:
-            self.metrics.stream_state.labels(pod, each).set(each is state)
-        _note("stream_state", pod, "stream state: pod=%s state=%s reason=%s", state, reason)
-
-    def received(self, pod: str, batches: int, gaps: int) -> None:
-        with self.metrics.lock:
-            self.metrics.messages.add((pod,), batches)
-        if gaps:
-            self.metrics.gaps.labels(pod).inc(gaps)
-
-    def replay(self, pod: str, outcome: str) -> None:
-        self.metrics.replays.labels(outcome).inc()
-        _log.debug("replay: pod=%s outcome=%s", pod, outcome)
-
-    def snapshot(self, pod: str, outcome: str) -> None:
-        self.metrics.snapshots.labels(outcome).inc()
-        _note("snapshot", pod, "snapshot: pod=%s outcome=%s", outcome)
+        if engine is not None:
+            self.records.state(pod, engine.state, engine.reason)
 
     def list_view(self, pod: str) -> ViewContent:
         """Return the view's content for an export; the view must not change until the last part was read.
@@ -257,39 +228,6 @@ class Ingest:
         self._pods[pod].view.restore(part)
         if part.group is None:
             self._notify_stored(pod, part.blocks.keys, part.blocks.keys.tolist())
-
-    def restored(self, pod: str, fetched: Fetched, took_s: float) -> None:
-        answer = fetched.answer
-        self.metrics.snapshot_bytes.labels(fetched.source).inc(fetched.size_bytes)
-        self.metrics.snapshot_s.labels(fetched.source).observe(took_s)
-        if answer is not None and not isinstance(answer, Snapshot) and answer.evicted_blocks:
-            _log.warning(
-                "peer view applied, some blocks may be missing: pod=%s peer_evicted_blocks=%d",
-                pod,
-                answer.evicted_blocks,
-            )
-
-    def built(self, pod: str, source: str) -> None:
-        """Record that a view was built.
-
-        Args:
-            source: "engine", "peer", "redis" or "replay"; "none" if the view is not EXACT.
-        """
-        self.metrics.bootstraps.labels(source).inc()
-        _note("view_built", pod, "view built: pod=%s source=%s", source)
-
-    def rejected(self, pod: str, reason: str) -> None:
-        self.metrics.rejected.labels(reason).inc()
-        _log.debug("message rejected: pod=%s reason=%s", pod, reason)
-
-    def shared_store(self, name: str) -> None:
-        self.metrics.rejected.labels("shared_store").inc()
-        message = "events of a store shared by several pods skipped, its blocks count for none: store=%s"
-        _repeated.event("shared_store", name, message, name)
-
-    def socket_error(self, pod: str, operation: str) -> None:
-        self.metrics.zmq_errors.labels(pod, operation).inc()
-        _repeated.event("socket_error", pod, "socket error: operation=%s pod=%s", operation, pod)
 
     def set_drafter(self, pod: str, has_drafter: bool | None) -> None:
         """Set whether an engine's metrics name a drafter. Thread-safe."""
@@ -355,7 +293,7 @@ class Ingest:
         drops, is_hybrid = state.drop.drops, state.view.groups is not None
         is_new = self.index.set_drop(pod, drops and not is_hybrid)
         if self.hybrid.set_drop(pod, drops and is_hybrid) or is_new:
-            _note("drop", pod, "block drop: pod=%s %s", self.drafter(pod) or "none")
+            self.records.drop(pod, self.drafter(pod))
 
     def _end_speculation(self, pod: str) -> None:
         for name in {pod, self.engine_registry.pod(pod)}:
@@ -368,40 +306,9 @@ class Ingest:
             self.speculation.stored(serving, key_list, now_s)
         _call(self.on_stored, serving, keys, now_s)
 
-    def _count(self, pod: str, outcome: Outcome) -> None:
-        metrics = self.metrics
-        for reason, rejected in outcome.rejected.items():
-            metrics.rejected.labels(reason).inc(rejected)
-            _log.debug("messages or events rejected: pod=%s reason=%s count=%d", pod, reason, rejected)
-        for (event_type, reason), skipped in outcome.skipped.items():
-            stored = event_type == "BlockStored"
-            (metrics.stores_skipped if stored else metrics.removals_skipped).labels(reason).inc(skipped)
-        orphans = self._pods[pod].view.orphans
-        if self._orphans.get(pod) != orphans:
-            metrics.orphans.labels(pod).set(orphans)
-            self._orphans[pod] = orphans
-        times_s = outcome.published_s
-        if self.engine_registry.engines[pod].state is StreamState.RECOVERING:
-            times_s = []
-        now_s = self.wall_clock()
-        with metrics.lock:
-            for event_type, events in outcome.events.items():
-                metrics.events.add((event_type,), events)
-            metrics.admissions.add(number=sum(map(len, outcome.stored)))
-            for removed, counter in (("last", metrics.removals_last), ("copy", metrics.removals_copy)):
-                if hashes := outcome.removals[removed]:
-                    counter.add(number=hashes)
-                    metrics.evictions.add(number=hashes)
-            for published_s in filter(math.isfinite, times_s):
-                metrics.lag_s.observe(max(0.0, now_s - published_s))
-
     def _speculative_entries(self) -> int:
         self.speculation.expire(self.clock())
         return len(self.speculation)
-
-
-def _note(kind: str, pod: str, message: str, *values: object) -> None:
-    _repeated.event(kind, pod, message, pod, *values, level=logging.INFO)
 
 
 def _joined(runs: Sequence[Keys]) -> Keys:

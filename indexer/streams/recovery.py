@@ -144,7 +144,7 @@ class EngineStream:
         self._ingest.state(self.name, *current)
         if self._source is not None and current[0] is not StreamState.RECOVERING:
             source = self._source if current[0] is StreamState.EXACT else "none"
-            self._ingest.built(self.name, source)
+            self._ingest.records.built(self.name, source)
             self._source = None
         if current[0] is StreamState.EXACT:
             self._timers.pop(self._repair, None)
@@ -193,7 +193,7 @@ class EngineStream:
         for batch in batches:
             actions += self._machine.live(batch.sequence, batch.payload)
         gaps = self._machine.gaps
-        self._ingest.received(self.name, len(batches), gaps - self._gaps_reported)
+        self._ingest.records.received(self.name, len(batches), gaps - self._gaps_reported)
         self._gaps_reported = gaps
         self._check_tail_later(now_s)
         self._perform(actions, now_s)
@@ -315,7 +315,7 @@ class EngineStream:
 
     def _on_fetched(self, fetched: Fetched, now_s: float) -> None:
         if fetched.refusal is not None:
-            self._ingest.snapshot(self.name, fetched.refusal)
+            self._ingest.records.snapshot(self.name, fetched.refusal)
         if fetched.answer is None:
             self._snapshot_offered = fetched.refusal != "not_offered"
             self._perform(self._machine.snapshot_failed(), now_s)
@@ -355,12 +355,12 @@ class EngineStream:
         self._check_tail_later(now_s)
         answer = fetched.answer
         if isinstance(answer, Snapshot):
-            self._ingest.snapshot(self.name, "completed")
+            self._ingest.records.snapshot(self.name, "completed")
             self._source = "engine"
             actions = self._machine.snapshot_ended(answer.sequence)
         else:
             assert answer is not None
             self._source = fetched.source
             actions = self._machine.imported(answer.sequence, answer.digest)
-        self._ingest.restored(self.name, fetched, now_s - self._fetched_s)
+        self._ingest.records.restored(self.name, fetched, now_s - self._fetched_s)
         self._perform(actions, now_s)

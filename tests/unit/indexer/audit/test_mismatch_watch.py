@@ -5,23 +5,14 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
 
 from indexer.audit.mismatch_watch import EVENTS_LATE_MAX_S, TRUSTED_AFTER, Mismatch, MismatchWatch, WatchedPod
-from indexer.index.contract import IndexStats
 from indexer.keys import BlockHasher, Keys
-from indexer.metrics import IndexerMetrics
 from indexer.views.view_parts import StoredRun
 
 POD, OTHER, MODEL = "10.0.0.1:8000", "10.0.0.2:8000", "m"
 HASHER = BlockHasher(4, 1)
 ROOT = HASHER.root(MODEL, None, None)
-
-
-def watch_of(**bounds: int) -> MismatchWatch:
-    """Return a watch with metrics of its own."""
-    metrics = IndexerMetrics(CollectorRegistry(), stats=lambda: IndexStats(0, 0, 0, 0), speculative=lambda: 0)
-    return MismatchWatch(metrics, **bounds)
 
 
 def tokens(*numbers: int) -> np.ndarray:
@@ -71,7 +62,7 @@ def known(watch: MismatchWatch, pod: str = POD) -> WatchedPod:
 
 def test_blocks_that_come_as_computed_are_no_sign() -> None:
     """A request whose first block arrives matches, whatever else is stored."""
-    watch = watch_of()
+    watch = MismatchWatch()
     expect(watch, "a")
     store(watch, THEIRS)
     store(watch, OURS)
@@ -82,7 +73,7 @@ def test_blocks_that_come_as_computed_are_no_sign() -> None:
 
 def test_other_tokens_behind_the_same_prefix_are_a_mismatch() -> None:
     """A mismatch names the first differing position and digests of both windows, but no tokens."""
-    watch = watch_of()
+    watch = MismatchWatch()
     expect(watch, "a")
     store(watch, THEIRS)
     mismatch = settled(watch, "a")
@@ -98,7 +89,7 @@ def test_other_tokens_behind_the_same_prefix_are_a_mismatch() -> None:
 def test_a_digest_is_the_processs_own() -> None:
     """Digests of equal tokens are equal within one watch, and differ between two watches."""
     report_stored = []
-    for watch in (first := watch_of(), first, watch_of()):
+    for watch in (first := MismatchWatch(), first, MismatchWatch()):
         expect(watch, "a")
         store(watch, THEIRS)
         mismatch = settled(watch, "a")
@@ -111,7 +102,7 @@ def test_a_digest_is_the_processs_own() -> None:
 
 def test_a_pod_is_mismatched_until_requests_in_a_row_match() -> None:
     """After a mismatch a pod is trusted again when the blocks of several requests in a row have matched."""
-    watch = watch_of()
+    watch = MismatchWatch()
     assert not watch.is_mismatched(POD)
     for _ in range(2):
         expect(watch, "a")
@@ -127,7 +118,7 @@ def test_a_pod_is_mismatched_until_requests_in_a_row_match() -> None:
 
 def test_a_mismatch_is_found_behind_a_cached_prefix_too() -> None:
     """The parent of the expected block is the last block that the pod holds."""
-    watch = watch_of()
+    watch = MismatchWatch()
     parent = int(chain(OURS)[0])
     watch.expect("a", POD, MODEL, parent, chain(OURS)[1:], OURS[4:], start_tokens=4)
     report_stored(watch, run(tokens(5, 6, 7, 9), parent))
@@ -138,7 +129,7 @@ def test_a_mismatch_is_found_behind_a_cached_prefix_too() -> None:
 
 def test_another_request_in_flight_explains_a_store() -> None:
     """Two prompts with different first blocks are no mismatch of each other."""
-    watch = watch_of()
+    watch = MismatchWatch()
     expect(watch, "a", OURS)
     expect(watch, "b", THEIRS)
     store(watch, THEIRS)
@@ -149,7 +140,7 @@ def test_another_request_in_flight_explains_a_store() -> None:
 
 def test_runs_of_one_batch_are_compared_separately() -> None:
     """A run that matches one request does not excuse another run of the same batch."""
-    watch = watch_of()
+    watch = MismatchWatch()
     parent = int(chain(OURS)[0])
     expect(watch, "a")
     watch.expect("b", POD, MODEL, parent, chain(tokens(5, 6, 7, 9), parent), tokens(5, 6, 7, 9))
@@ -165,7 +156,7 @@ def test_runs_of_one_batch_are_compared_separately() -> None:
 
 def test_a_pod_that_stored_nothing_shows_nothing() -> None:
     """A request that ended without any store is no sign; stores of other pods do not count."""
-    watch = watch_of()
+    watch = MismatchWatch()
     expect(watch, "a")
     store(watch, THEIRS, OTHER)
     assert settled(watch, "a") is None
@@ -174,7 +165,7 @@ def test_a_pod_that_stored_nothing_shows_nothing() -> None:
 
 def test_blocks_may_arrive_after_the_answer() -> None:
     """An answer may overtake its events: a block that another request decoded meanwhile is no mismatch."""
-    watch = watch_of()
+    watch = MismatchWatch()
     expect(watch, "a")
     store(watch, THEIRS)
     watch.settle("a", 5.0)
@@ -186,7 +177,7 @@ def test_blocks_may_arrive_after_the_answer() -> None:
 
 def test_blocks_stored_after_the_end_are_no_sign() -> None:
     """Blocks stored behind the prefix after a request's end belong to other requests."""
-    watch = watch_of()
+    watch = MismatchWatch()
     expect(watch, "a")
     store(watch, tokens(7, 7, 7, 7), POD)
     report_stored(watch, run(OURS, HASHER.root("other")))
@@ -198,7 +189,7 @@ def test_blocks_stored_after_the_end_are_no_sign() -> None:
 
 def test_dropped_requests_show_nothing() -> None:
     """A request that failed or was sent elsewhere has no expectation any more."""
-    watch = watch_of()
+    watch = MismatchWatch()
     expect(watch, "a")
     store(watch, THEIRS)
     watch.drop("a")
@@ -208,7 +199,7 @@ def test_dropped_requests_show_nothing() -> None:
 
 def test_keys_that_never_match_are_reported() -> None:
     """Stores under another root, for example another model's name, are reported after enough requests."""
-    watch = watch_of(never_hit_dispatches=3)
+    watch = MismatchWatch(never_hit_dispatches=3)
     elsewhere = HASHER.root("other", None, None)
     for number in range(3):
         assert not (number and known(watch).never_hit)
@@ -223,7 +214,7 @@ def test_keys_that_never_match_are_reported() -> None:
 
 def test_a_pod_that_is_gone_is_forgotten() -> None:
     """The expectations of a removed pod are dropped with it."""
-    watch = watch_of()
+    watch = MismatchWatch()
     expect(watch, "a")
     watch.forget_pod(POD)
     assert watch.report() == []
@@ -245,7 +236,7 @@ _STEPS = st.lists(
 @settings(deadline=None)
 def test_what_is_watched_is_bounded(steps: list[tuple[str, int, int, str]]) -> None:
     """The limits of expectations and pods hold after any history, and ended requests leave nothing."""
-    watch = watch_of(max_expectations=3, max_pods=2)
+    watch = MismatchWatch(max_expectations=3, max_pods=2)
     for what, request, prompt, pod in steps:
         ids = np.arange(8, dtype=np.uint32) + prompt
         if what == "expect":

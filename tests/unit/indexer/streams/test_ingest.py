@@ -32,7 +32,7 @@ class Bench:
 
     def apply(self, *events: dict[str, Any]) -> None:
         """Apply a batch that was published 2 s ago."""
-        self.ingest.received(POD, 1, 0)
+        self.ingest.records.received(POD, 1, 0)
         self.ingest.apply(POD, [msgspec.msgpack.encode([8.0, events, None])])
 
     def metric(self, name: str, **labels: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Reports of the mismatch watch: metrics, warnings and /ready."""
+"""Records of streams: metrics and warnings of mismatches."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from indexer.audit.mismatch_watch import EVENTS_LATE_MAX_S, DispatchKey, Mismatc
 from indexer.index.contract import IndexStats
 from indexer.keys import BlockHasher
 from indexer.metrics import IndexerMetrics
+from indexer.streams.records import StreamRecords
 from indexer.views.view_parts import StoredRun
 
 POD, MODEL = "10.0.0.1:8000", "m"
@@ -21,12 +22,12 @@ OURS, THEIRS = np.array([1, 2, 3, 4], np.uint32), np.array([1, 2, 9, 4], np.uint
 
 
 class Bench:
-    """Mismatch watch with its metrics."""
+    """Mismatch watch and its records."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         metrics = IndexerMetrics(self.registry, stats=lambda: IndexStats(0, 0, 0, 0), speculative=lambda: 0)
-        self.watch = MismatchWatch(metrics, never_hit_dispatches=2, warn_every_s=60.0)
+        self.records, self.watch = StreamRecords(metrics), MismatchWatch(never_hit_dispatches=2)
 
     def disagree(self, request_id: str, now_s: float, root: int = ROOT) -> None:
         """Run a request for which the engine stores other tokens, or tokens under another root."""
@@ -35,7 +36,11 @@ class Bench:
         keys = HASHER.chain(root, THEIRS)
         self.watch.stored(POD, [StoredRun(root, keys, THEIRS)], keys.tolist())
         self.watch.settle(request, now_s)
-        self.watch.judge(now_s + EVENTS_LATE_MAX_S)
+        self.records.mismatches(self.watch.judge(now_s + EVENTS_LATE_MAX_S), (), now_s)
+
+    def check(self, now_s: float) -> None:
+        """Record the pods that never hit."""
+        self.records.mismatches((), self.watch.report(), now_s)
 
     def metric(self, name: str, **labels: str) -> float | None:
         """Return the value of a metric."""
@@ -66,8 +71,8 @@ def test_a_pod_that_never_hits_is_shown(caplog: pytest.LogCaptureFixture) -> Non
     for number in range(2):
         bench.disagree(str(number), 0.0, other)
     with caplog.at_level(logging.WARNING):
-        bench.watch.check(0.0)
-        bench.watch.check(1.0)
+        bench.check(0.0)
+        bench.check(1.0)
     assert bench.metric("parity_never_hit", pod=POD) == 1
     assert len(caplog.records) == len(bench.watch.details()) == 1
     assert "requests=2;" in caplog.records[0].getMessage()
@@ -77,8 +82,9 @@ def test_a_pod_that_is_gone_leaves_no_series() -> None:
     """A removed pod has neither metric series nor lines."""
     bench = Bench()
     bench.disagree("a", 0.0)
-    bench.watch.check(0.0)
+    bench.check(0.0)
     bench.watch.forget_pod(POD)
+    bench.records.closed(POD, POD, 0)
     assert bench.metric("parity_mismatches_total", pod=POD, model=MODEL) is None
     assert bench.metric("parity_never_hit", pod=POD) is None
     assert bench.watch.details() == []
