@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -167,7 +168,7 @@ class RouterConfig:
     send_bytes_max: int | None = _size(
         _SERVING, "--grpc-max-send-msg-size", size_bytes, None, "largest sent (default: as received)"
     )
-    tls: TlsOptions | None = None  # TLS of the gRPC port, besides plaintext; None: plaintext only
+    tls: TlsOptions | None = field(default_factory=TlsOptions)  # of the gRPC port; None: plaintext only
     metrics_tls: MetricsTlsOptions | None = None  # TLS of the metrics port; None: plaintext
     metrics_auth: bool = switch(
         TLS,
@@ -396,4 +397,6 @@ def _printed(value: Any, unit: str) -> Any:
         return value
     if isinstance(value, int | float) and unit:
         return f"{value:g} {unit}" if isinstance(value, float) else f"{value} {unit}"
+    if isinstance(value, Enum):
+        return value.name
     return str(value) if isinstance(value, Path) else value

@@ -382,8 +382,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         set_up_logs(flags)
         for line in ignored_flags(flags):
             _log.info(line)
-        if config.compat != "off" and config.tls is None:
-            _log.info("gRPC port without TLS; the reference picker's default is --secure-serving")
         stop = StopSignals()
         raise_open_files()
         use_single_arena()

@@ -8,6 +8,7 @@ import ipaddress
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -91,6 +92,7 @@ class TlsOptions:
         "enabled (default: OpenSSL's choice)",
         metavar="NAME,...",
     )
+    plaintext: bool = True  # whether plaintext is accepted too
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +107,12 @@ class MetricsTlsOptions:
 class TlsFlags:
     """Flags that enable TLS on the ports."""
 
-    secure_serving: bool = switch(
+    secure_serving: bool | None = switch(
         TLS,
         "--secure-serving",
-        False,
-        "TLS on the gRPC port (the reference picker's default is true); without --cert-path a self-signed "
-        "certificate is generated at start",
+        None,
+        "true: the gRPC port accepts TLS only; false: plaintext only (default: both). Without --cert-path "
+        "its certificate is self-signed",
     )
     metrics_cert_dir: Path | None = file_flag(
         TLS, "--metrics-cert-dir", "directory with tls.crt and tls.key for the metrics port", metavar="DIR"
@@ -124,18 +126,21 @@ class TlsFlags:
 
 
 def tls_options(flags: argparse.Namespace) -> tuple[TlsOptions | None, MetricsTlsOptions | None]:
-    """Return the TLS options of the gRPC port and of the metrics port; None: plaintext.
+    """Return the TLS options of the gRPC port and of the metrics port; None: plaintext only.
 
     Raises:
-        ConfigError: Files are given for a port without TLS.
+        ConfigError: Files are given for a port without TLS, or peers need plaintext.
     """
-    options = TlsOptions(**flag_values(TlsOptions, flags))
-    if options.cert_dir is not None and not flags.secure_serving:
-        raise ConfigError("--cert-path: needs --secure-serving")
+    is_tls: bool | None = flags.secure_serving
+    options = TlsOptions(**flag_values(TlsOptions, flags), plaintext=not is_tls)
+    if options.cert_dir is not None and is_tls is False:
+        raise ConfigError("--cert-path: needs TLS, which --secure-serving=false switches off")
+    if is_tls and flags.peers and flags.peer_ca is None:
+        raise ConfigError("--secure-serving=true: peers use this port too; give --peer-ca, or leave it out")
     if flags.metrics_client_ca is not None and flags.metrics_cert_dir is None:
         raise ConfigError("--metrics-client-ca-file: needs --metrics-cert-dir")
     metrics = flags.metrics_cert_dir and MetricsTlsOptions(flags.metrics_cert_dir, flags.metrics_client_ca)
-    return options if flags.secure_serving else None, metrics
+    return None if is_tls is False else options, metrics
 
 
 def grpc_tls(options: TlsOptions) -> Callable[[], ssl.SSLContext]:
@@ -157,13 +162,18 @@ def grpc_tls(options: TlsOptions) -> Callable[[], ssl.SSLContext]:
         followed = _followed("grpc", make, options.cert_dir)
         context = followed()
         return followed if options.reloads else lambda: context
-    key, cert = self_signed()
-    # OpenSSL loads certificates only from files.
-    with TemporaryDirectory(prefix="kvroute-") as name:
-        for file, data in ((_KEY, key), (_CERT, cert)):
-            Path(name, file).write_bytes(data)
-        context = _loaded(make(), Path(name))
-    return lambda: context
+
+    @cache
+    def generated() -> ssl.SSLContext:
+        # At the first TLS connection: most routers serve plaintext.
+        key, cert = self_signed()
+        # OpenSSL loads certificates only from files.
+        with TemporaryDirectory(prefix="kvroute-") as name:
+            for file, data in ((_KEY, key), (_CERT, cert)):
+                Path(name, file).write_bytes(data)
+            return _loaded(make(), Path(name))
+
+    return generated
 
 
 def metrics_tls(options: MetricsTlsOptions) -> Callable[[], ssl.SSLContext]:

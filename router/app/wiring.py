@@ -187,6 +187,7 @@ def listen_grpc(
         receive_bytes_max=config.receive_bytes_max,
         send_bytes_max=config.send_bytes_max,
         tls=grpc_tls(config.tls) if config.tls is not None else None,
+        plaintext=config.tls is None or config.tls.plaintext,
         inline=_HEALTH if may_block else {**dict.fromkeys(_INLINE, _INLINE_BYTES_MAX), **_HEALTH},
         services=services,
         reflects=True,

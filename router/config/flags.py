@@ -14,7 +14,7 @@ from router.config.fields import quantity, seconds
 _BOOLEANS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
 
-def switch(group: str, name: str, default: bool, text: str, **options: Any) -> Any:
+def switch(group: str, name: str, default: bool | None, text: str, **options: Any) -> Any:
     """Declare a boolean field and its flag; like Go's flags, the flag without a value means true."""
     options = {"nargs": "?", "const": True, "metavar": "BOOL", **options}
     return flag(group, name, boolean, default, text, **options)

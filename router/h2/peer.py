@@ -173,6 +173,8 @@ class Peer:
         """
         if self._tls is None:
             if self.server.tls is None or data[0] != HANDSHAKE:
+                if not self.server.plaintext:
+                    raise ssl.SSLError("the client does not use TLS, as this port requires")
                 self._may_send = True
                 return data
             self._tls = TlsLayer(self.server.tls())

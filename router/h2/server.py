@@ -51,6 +51,7 @@ class GrpcServer:
         services: Functions that each add a service to the given server.
         reflects: Whether to serve gRPC reflection.
         tls: Returns the context for a new TLS connection; None for plaintext only.
+        plaintext: Whether connections without TLS are served.
         receive_bytes_max, send_bytes_max: Message limits; None for message_bytes_max plus 1 MiB.
         inline: By method path, the request bytes up to which the connection's thread serves a call.
 
@@ -70,6 +71,7 @@ class GrpcServer:
         services: Sequence[Callable[[Any], object]],
         reflects: bool = False,
         tls: Callable[[], ssl.SSLContext] | None = None,
+        plaintext: bool = True,
         receive_bytes_max: int | None = None,
         send_bytes_max: int | None = None,
         inline: Mapping[str, int],
@@ -77,7 +79,7 @@ class GrpcServer:
         self._socket = bound_socket(flag, host, port)
         self.port: int = self._socket.getsockname()[1]
         self._acceptor = threading.Thread(target=self._accept, name=f"grpc-{self.port}", daemon=True)
-        self.tls = tls
+        self.tls, self.plaintext = tls, plaintext
         size = message_bytes_max + _MESSAGE_OVERHEAD_BYTES
         self.receive_bytes_max = receive_bytes_max or size
         self.send_bytes_max = send_bytes_max or size

@@ -79,6 +79,7 @@ class CallServer(Protocol):
     send_bytes_max: int
     streams_max: int
     tls: Callable[[], ssl.SSLContext] | None
+    plaintext: bool
 
     def find(self, path: str) -> Any: ...
     def begin_call(self) -> bool: ...

@@ -126,7 +126,8 @@ def test_an_invalid_flag_is_rejected_by_name(argv: list[str], capsys: pytest.Cap
     [
         [],
         [*PODS, "--config-text", GOOD],
-        [*PODS, "--cert-path", "/certificates"],
+        [*PODS, "--secure-serving=false", "--cert-path", "/certificates"],
+        [*PODS, "--secure-serving", "--peer", "router-2:9002"],
         [*PODS, "--compat", "off", "--config-text", PICKS],
     ],
 )

@@ -26,7 +26,7 @@ DONE = {
     "--metrics-port=3": ("metrics_port", 3),
     "--refresh-metrics-interval=50ms": ("refresh_interval_s", 0.05),
     "--metrics-staleness-threshold=2s": ("load_age_max_s", 2.0),
-    "--secure-serving": ("tls", TlsOptions()),
+    "--secure-serving": ("tls", TlsOptions(plaintext=False)),
     "--secure-serving=false": ("tls", None),
     "--metrics-endpoint-auth=true": ("metrics_auth", True),
     "--metrics-cert-dir=/m": ("metrics_tls", MetricsTlsOptions(Path("/m"))),
@@ -120,7 +120,7 @@ def test_flag_prefixes_are_not_expanded() -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--cert-path=/c"], "--cert-path: needs --secure-serving"),
+        (["--cert-path=/c"], "--cert-path: needs TLS"),
         (["--metrics-client-ca-file=/c"], "--metrics-client-ca-file: needs --metrics-cert-dir"),
         (["--tls-min-version=VersionTLS10"], "VersionTLS13, 1.3, got 'VersionTLS10'"),
         (["--tls-cipher-suites=TLS_X"], "TLS_RSA_WITH_AES_256_GCM_SHA384, got 'TLS_X'"),
@@ -138,7 +138,7 @@ def test_tls_flags_without_effect_are_rejected(
 def test_tls_bounds_are_read() -> None:
     """Go's names of versions and cipher suites become OpenSSL's; TLS 1.3 suites are always enabled."""
     suites = "TLS_AES_128_GCM_SHA256,TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256,TLS_RSA_WITH_AES_128_GCM_SHA256"
-    argv = ["--secure-serving", "--tls-min-version=VersionTLS13", f"--tls-cipher-suites={suites}"]
+    argv = ["--tls-min-version=VersionTLS13", f"--tls-cipher-suites={suites}"]
     config, _ = parse_flags([*PODS, *argv])
     assert config.tls == TlsOptions(
         least_version=ssl.TLSVersion.TLSv1_3, suites=("ECDHE-RSA-AES128-GCM-SHA256", "AES128-GCM-SHA256")

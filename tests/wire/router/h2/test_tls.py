@@ -12,7 +12,9 @@ from typing import Any
 import grpc
 import pytest
 import trustme
+from prometheus_client import CollectorRegistry
 
+from common.repeated_log import REPEATED_EVENTS
 from tests.support.router.doors import TIMEOUT_S
 from tests.support.router.h2 import TRANSPORTS, Served, caller, serving
 
@@ -107,6 +109,26 @@ def test_a_failed_handshake_ends_only_its_connection(served: Served, said: bytes
             connection.sendall(said)
         assert caller(channel, "unary")(b"after", timeout=TIMEOUT_S) == b"after"
     served.assert_sound()
+
+
+def failures() -> float:
+    """Return how many connections have failed by TLS, as counted by the metric."""
+    registry = CollectorRegistry()
+    registry.register(REPEATED_EVENTS)
+    return registry.get_sample_value("kvroute_repeated_events_total", {"event": "tls_failed"}) or 0.0
+
+
+def test_plaintext_is_closed_where_tls_is_required() -> None:
+    """A server for TLS only closes a plaintext connection, counts it, and serves TLS clients."""
+    context, before = context_of(), failures()
+    with serving("native", tls=lambda: context, plaintext=False) as served:
+        with socket.create_connection(("127.0.0.1", served.server.port)) as connection:
+            connection.settimeout(TIMEOUT_S)
+            connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            assert connection.recv(1) == b""
+        assert failures() == before + 1
+        with secure(served) as channel:
+            assert caller(channel, "unary")(b"hi", timeout=TIMEOUT_S) == b"hi"
 
 
 def negotiated_version(served: Served, client: ssl.SSLContext) -> str | None:
