@@ -97,7 +97,8 @@ class Sent(Struct, frozen=True, omit_defaults=True):
 
     @property
     def keys(self) -> Keys:
-        return np.frombuffer(self.key_bytes, _KEY).astype(np.uint64, copy=False)
+        # A copy, because kernels are compiled anew for read-only arrays, which takes seconds.
+        return np.frombuffer(self.key_bytes, _KEY).astype(np.uint64)
 
 
 class LedgerChanges(Struct, frozen=True, omit_defaults=True, rename={"reports": "heard"}):

@@ -113,6 +113,14 @@ def test_keys_of_a_long_prompt_are_truncated() -> None:
     assert changes.sent[0].keys.tolist() == list(range(KEYS_MAX))
 
 
+def test_received_keys_are_writable() -> None:
+    """Received keys have the type of all others: for read-only arrays, kernels would be compiled anew."""
+    dispatch = Dispatch("r", POD, 1, 0.0, 0.0, None, RateSample.EXACT, 0.0)
+    sent = sent_entry(1, dispatch, np.arange(3, dtype=np.uint64), 1.0, prefilled=False)
+    (changes,) = decoded(LedgerChanges([sent]))
+    assert changes.sent[0].keys.flags.writeable
+
+
 def test_unknown_fields_are_ignored() -> None:
     """Fields of a newer version are ignored at every level of a message."""
     message = {
