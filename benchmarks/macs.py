@@ -95,7 +95,7 @@ def generate(
     blocks = -(-(len(prompt) + steps) // block_tokens)
     layout = KvLayout(single_group(model.shape.layers), blocks, block_tokens)
     text, done = list(prompt), 0
-    pool = SdpaAttention(model.shape.attention, layout, model.dtype, model.device)
+    pool = SdpaAttention(model.shape, layout, model.dtype, model.device)
     taken = []
     for _ in range(steps):
         span = Span(done, len(text) - done, [range(blocks)])

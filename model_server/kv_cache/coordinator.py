@@ -18,10 +18,7 @@ def full_attention_prefix(limit: int, windows: Sequence[int | None], is_cached: 
     length = limit
     for group, window in enumerate(windows):
         if window is None:
-            run = 0
-            while run < length and is_cached(group, run):
-                run += 1
-            length = run
+            length = next((index for index in range(length) if not is_cached(group, index)), length)
     return length
 
 
@@ -32,19 +29,11 @@ def resumable_prefix(limit: int, windows: Sequence[int | None], is_cached: IsCac
         checked = length
         for group, window in enumerate(windows):
             if window is not None:
-                length = _resumable_in(group, window, length, is_cached)
+                # A missing block is the next end to try: every longer end that needs it fails, too.
+                while (hole := _last_hole(group, max(0, length - window), length, is_cached)) is not None:
+                    length = hole
     return length
 
 
-def _resumable_in(group: int, window: int, limit: int, is_cached: IsCached) -> int:
-    end = limit
-    while end > 0:
-        first = max(0, end - window)
-        hole = end - 1
-        while hole >= first and is_cached(group, hole):
-            hole -= 1
-        if hole < first:
-            break
-        # Every end that needs the missing block fails, too.
-        end = hole
-    return end
+def _last_hole(group: int, first: int, end: int, is_cached: IsCached) -> int | None:
+    return next((index for index in range(end - 1, first - 1, -1) if not is_cached(group, index)), None)

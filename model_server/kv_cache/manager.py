@@ -303,7 +303,9 @@ class KVCache:
     def __init__(self, config: EngineConfig, memory: CacheMemory, max_model_len: int) -> None:
         self.event_builder = KVEventBuilder(memory.kv_groups, config.block_tokens)
         self.block_pool = BlockPool(config.gpu_blocks, self.event_builder)
-        self.host_tier = HostTier(_host_blocks(config, memory), self.event_builder, self.block_pool.add_event)
+        gib = config.cpu_gib
+        host_blocks = config.cpu_blocks if gib is None else int(gib * 2**30) // memory.block_bytes
+        self.host_tier = HostTier(host_blocks, self.event_builder, self.block_pool.add_event)
         self.offloading = OffloadingManager(self.block_pool, self.host_tier, memory)
         memory.allocate(self.host_tier.num_blocks)
         self.manager = KVCacheManager(
@@ -337,9 +339,3 @@ class KVCache:
             return False
         self.host_tier.clear()
         return True
-
-
-def _host_blocks(config: EngineConfig, memory: CacheMemory) -> int:
-    if config.cpu_gib is None:
-        return config.cpu_blocks
-    return int(config.cpu_gib * 2**30) // memory.block_bytes

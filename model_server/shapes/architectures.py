@@ -75,7 +75,7 @@ def _gemma3(config: HfConfig) -> DecoderShape:
     return replace(
         shape,
         ropes=tuple(everywhere if window is None else local for window in shape.windows),
-        attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
+        scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
         qkv_bias=biased,
         output_bias=biased,
         head_norms=True,
@@ -130,7 +130,7 @@ def _base(
         tied_embeddings=config.boolean("tie_word_embeddings", default_tied),
         windows=(None,) * layers,
         ropes=(rope,) * layers,
-        attention_scale=head_dim**-0.5,
+        scale=head_dim**-0.5,
         activation=_ACTIVATIONS[activation],
     )
 

@@ -76,22 +76,16 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderShape:
+class DecoderShape(AttentionShape):
     """Dimensions and options of a decoder. Defaults are those of Llama."""
 
     vocab_size: int  # token ids are below this
     hidden: int  # width of the residual stream
-    heads: int  # query heads
-    kv_heads: int  # heads of keys and values
-    head_dim: int  # elements of one head
     intermediate: int  # width of the MLP
     max_positions: int  # context length in tokens
     norm_epsilon: float  # epsilon of RMS norms
     tied_embeddings: bool  # whether the output head shares the embedding weights
-    # Sliding window per layer in tokens, including the token itself; None: full attention.
-    windows: tuple[int | None, ...]
     ropes: tuple[Rope, ...]  # rotary embedding per layer
-    attention_scale: float  # factor of scores before the softmax
     qkv_bias: bool = False  # biases on the query, key and value projections
     output_bias: bool = False  # bias on the attention's output projection
     head_norms: bool = False  # RMS norms of each query and key head before rotation
@@ -103,11 +97,6 @@ class DecoderShape:
     @property
     def layers(self) -> int:
         return len(self.windows)
-
-    @property
-    def attention(self) -> AttentionShape:
-        """Dimensions for the KV pool and attention."""
-        return AttentionShape(self.heads, self.kv_heads, self.head_dim, self.attention_scale, self.windows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,12 +67,10 @@ class CudaCopies:
         with torch.cuda.stream(self._stores):
             rows = torch.tensor(blocks, device=self._torch_device)
             staged = torch.cat([tensor.index_select(0, rows).flatten(1) for tensor in self._device], dim=1)
-            gathered = torch.cuda.Event()
-            gathered.record(self._stores)
+            gathered = self._stores.record_event()
             for first, slot, length in _runs(range(len(slots)), slots):
                 self._host[slot : slot + length].copy_(staged[first : first + length], non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self._stores)
+            done = self._stores.record_event()
         compute.wait_event(gathered)
         return _CudaTransfer(done, staged)
 
@@ -87,8 +85,7 @@ class CudaCopies:
                 staged[first : first + length].copy_(self._host[slot : slot + length], non_blocking=True)
             for tensor, part in zip(self._device, staged.split(self._widths, dim=1), strict=True):
                 tensor.index_copy_(0, rows, part.view(len(slots), *tensor.shape[1:]))
-            done = torch.cuda.Event()
-            done.record(self._restores)
+            done = self._restores.record_event()
         return _CudaTransfer(done, staged)
 
     def fence(self) -> None:

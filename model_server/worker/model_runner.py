@@ -114,7 +114,7 @@ class ModelRunner:
         model = self.model
         if self._attention is None:
             self._attention = new_attention(
-                model.shape.attention, self._layout, model.dtype, model.device, fp8=self._fp8_kv
+                model.shape, self._layout, model.dtype, model.device, fp8=self._fp8_kv
             )
         self._copies = new_copies(self._attention.block_tensors(), host_blocks)
 

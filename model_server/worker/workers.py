@@ -70,11 +70,6 @@ class MethodResult(msgspec.Struct, frozen=True):
         raise ModelServerError(f"rank {rank}: {self.message}") if known is None else known(self.message)
 
 
-def encode(message: Start | MethodCall | MethodResult) -> bytes:
-    """Encode a message as msgpack."""
-    return _encoder.encode(message)
-
-
 def _encode_array(value: object) -> msgspec.msgpack.Ext:
     if isinstance(value, array) and value.typecode == "i":
         return msgspec.msgpack.Ext(_ARRAY, value.tobytes())
@@ -88,7 +83,7 @@ def _decode_array(code: int, data: memoryview) -> "array[int]":
     return numbers
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
 decode_start = msgspec.msgpack.Decoder(Start).decode
 decode_call = msgspec.msgpack.Decoder(MethodCall, ext_hook=_decode_array).decode
 decode_result = msgspec.msgpack.Decoder(MethodResult).decode

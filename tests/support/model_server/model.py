@@ -67,7 +67,7 @@ def save_reference(directory: Path, architecture: str = "llama", **changes: obje
 def new_pool(model: Decoder, num_blocks: int = 32, *, fp8: bool = False) -> SdpaAttention:
     """Return a KV pool in which all layers share one block table."""
     layout = KvLayout(single_group(model.shape.layers), num_blocks, BLOCK_TOKENS)
-    return SdpaAttention(model.shape.attention, layout, model.dtype, CPU, fp8=fp8)
+    return SdpaAttention(model.shape, layout, model.dtype, CPU, fp8=fp8)
 
 
 def span(start: int, length: int, table: Sequence[int]) -> Span:

@@ -133,7 +133,7 @@ def test_a_block_is_as_large_as_the_pools(name: str, fp8: bool) -> None:
     """A planned block has as many bytes as a block of the engine's pool, for all layouts and KV types."""
     deployment = deployed(name, fp8_kv=fp8)
     layout = KvLayout(deployment.groups, num_blocks=3, block_tokens=16)
-    shape, cpu = deployment.shape.attention, torch.device("cpu")
+    shape, cpu = deployment.shape, torch.device("cpu")
     pool = new_attention(shape, layout, torch.bfloat16, cpu, fp8=fp8)
     assert deployment.gpu_block_bytes == bytes_of_block(pool.block_tensors())
 

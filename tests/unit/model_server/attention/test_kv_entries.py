@@ -100,9 +100,9 @@ def cached(case: Case, directory: Path, device: torch.device = CPU, dtype: str =
     layout = KvLayout(groups, BLOCKS * len(groups) + 1, BLOCK_TOKENS)
     pool: Attention
     if case.pool == "kernel":
-        pool = VarlenAttention(model.shape.attention, layout, model.dtype, device)  # type: ignore[assignment]
+        pool = VarlenAttention(model.shape, layout, model.dtype, device)  # type: ignore[assignment]
     else:
-        pool = SdpaAttention(model.shape.attention, layout, model.dtype, device, fp8=case.pool == "fp8")
+        pool = SdpaAttention(model.shape, layout, model.dtype, device, fp8=case.pool == "fp8")
     return Cached(model, groups, pool)
 
 

@@ -181,7 +181,7 @@ def test_logits_token_by_token_equal_transformers(
     reference = save_reference(tmp_path, architecture, **changes)
     model = load_checkpoint(tmp_path, "auto", CPU).model
     layout = KvLayout(single_group(model.shape.layers), 40, BLOCK_TOKENS)
-    pool = SdpaAttention(model.shape.attention, layout, model.dtype, CPU, paged=True)
+    pool = SdpaAttention(model.shape, layout, model.dtype, CPU, paged=True)
     first, second = text_of(37, 1), text_of(30, 2)
     tables = [30, 2, 17, 9, 0, 31, 5, 12, 1, 20], [3, 4, 6, 7, 8, 10, 11, 13]
     got = [step(model, pool, [(first, span(0, 5, tables[0]))])]

@@ -51,7 +51,7 @@ def test_steps_are_laid_out_as_the_kernel_documents(
     reference = save_reference(tmp_path, architecture, **ARCHITECTURES[architecture])
     model = load_checkpoint(tmp_path, "auto", CPU).model
     groups = kv_groups(model.shape.windows) if grouped else single_group(model.shape.layers)
-    pool = VarlenAttention(model.shape.attention, KvLayout(groups, 200, BLOCK_TOKENS), model.dtype, CPU)
+    pool = VarlenAttention(model.shape, KvLayout(groups, 200, BLOCK_TOKENS), model.dtype, CPU)
     texts = [text_of(30, seed) for seed in range(3)]
     tables = [
         [[50 * text + 6 * index + n for n in range(6)] for index in range(len(groups))] for text in range(3)
@@ -72,10 +72,10 @@ def test_the_cpu_and_8_bit_pools_gather(tmp_path: Path) -> None:
     model = load_checkpoint(tmp_path, "auto", CPU).model
     layout = KvLayout(single_group(3), 8, BLOCK_TOKENS)
     for fp8 in (False, True):
-        made = new_attention(model.shape.attention, layout, model.dtype, CPU, fp8=fp8)
+        made = new_attention(model.shape, layout, model.dtype, CPU, fp8=fp8)
         assert isinstance(made, SdpaAttention)
-    assert varlen_fault(model.shape.attention, 16, torch.bfloat16, CPU) == "it needs CUDA, not cpu"
-    on_cuda = varlen_fault(model.shape.attention, 16, torch.float32, torch.device("cuda"))
+    assert varlen_fault(model.shape, 16, torch.bfloat16, CPU) == "it needs CUDA, not cpu"
+    on_cuda = varlen_fault(model.shape, 16, torch.float32, torch.device("cuda"))
     assert on_cuda == "it needs 16-bit floats, not torch.float32"
 
 
@@ -88,10 +88,10 @@ def test_both_backends_agree_on_cuda(tmp_path: Path, architecture: str, block_to
     device = torch.device("cuda")
     model = load_checkpoint(tmp_path, "bfloat16", device).model
     layout = KvLayout(single_group(model.shape.layers), 64, block_tokens)
-    pools = [SdpaAttention(model.shape.attention, layout, model.dtype, device)]
-    pools.append(SdpaAttention(model.shape.attention, layout, model.dtype, device, fp8=True))
-    if varlen_fault(model.shape.attention, block_tokens, model.dtype, device) is None:
-        pools.append(VarlenAttention(model.shape.attention, layout, model.dtype, device))  # type: ignore[arg-type]
+    pools = [SdpaAttention(model.shape, layout, model.dtype, device)]
+    pools.append(SdpaAttention(model.shape, layout, model.dtype, device, fp8=True))
+    if varlen_fault(model.shape, block_tokens, model.dtype, device) is None:
+        pools.append(VarlenAttention(model.shape, layout, model.dtype, device))  # type: ignore[arg-type]
     text, table = text_of(300), [[5, *range(8, 40)]]
     want = reference_logits(reference, text)
     for pool in pools:
@@ -113,7 +113,7 @@ def test_the_kernel_is_used_where_it_works(
     device = torch.device("cuda")
     model = load_checkpoint(tmp_path, "bfloat16", device).model
     layout = KvLayout(single_group(3), 8, block_tokens)
-    made = new_attention(model.shape.attention, layout, model.dtype, device)
-    fault = varlen_fault(model.shape.attention, block_tokens, model.dtype, device)
+    made = new_attention(model.shape, layout, model.dtype, device)
+    fault = varlen_fault(model.shape, block_tokens, model.dtype, device)
     assert isinstance(made, VarlenAttention if fault is None else SdpaAttention)
     assert (fault is None) == (not caplog.records)

@@ -166,7 +166,7 @@ def test_each_group_of_layers_reads_its_own_block_table(tmp_path: Path, variant:
     reference = save_reference(tmp_path, architecture, **changes)
     model = load_checkpoint(tmp_path, "auto", CPU).model
     groups = kv_groups(model.shape.windows)
-    pool = SdpaAttention(model.shape.attention, KvLayout(groups, 130, BLOCK_TOKENS), model.dtype, CPU)
+    pool = SdpaAttention(model.shape, KvLayout(groups, 130, BLOCK_TOKENS), model.dtype, CPU)
     text = text_of(37)
     tables = [list(range(1 + 12 * index, 11 + 12 * index)) for index in range(len(groups))]
     got, start = [], 0
