@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from indexer.config import PodStream, engine_name
 from indexer.index import layout
 from indexer.index.contract import Cause, Limit, PodMatches, split_prompt
 from indexer.index.index import FlatIndex
+from indexer.streams.engine_registry import EngineRegistry
 from indexer.views.block_cache import BlockCache
 from indexer.views.hybrid import group_holder
 from indexer.wire.tiers import GPU_TIER, SPECULATIVE_TIER, Tiers
@@ -194,6 +196,21 @@ def test_held_blocks_that_are_not_served_have_the_engines_reason(
     parts = split_prompt(match, A, PROMPT_TOKENS, BLOCK_TOKENS, limit)
     never = {Cause.NEVER_CACHED: 24 - held * BLOCK_TOKENS}
     assert parts == {**causes, **never, **PARTIAL}
+
+
+def test_blocks_of_another_rank_are_elsewhere() -> None:
+    """Blocks that another rank of the same pod holds than the chosen one are elsewhere."""
+    registry, index = EngineRegistry(), made()
+    for rank in (0, 1):
+        registry.add(PodStream(A, "m", None, rank=rank))
+    cache(index, A, 5)
+    cache(index, engine_name(A, 1), 2)
+    table = index.match(KEYS, registry.holders((A,)))
+    # Rank 0 is too busy to be chosen.
+    match = registry.of_pods(table, (A,), {A: 1000}, BLOCK_TOKENS)
+    assert match.ranks == {A: 1}
+    parts = split_prompt(match, A, PROMPT_TOKENS, BLOCK_TOKENS, Limit())
+    assert parts == {Cause.HIT: 8, Cause.ELSEWHERE: 12, Cause.NEVER_CACHED: 4, **PARTIAL}
 
 
 def test_blocks_under_another_scope_are_told() -> None:
