@@ -371,19 +371,24 @@ class BlockDrop:
             published_s: Time of the last batch, by the engine's clock.
         """
         self._excess = _HYBRID_EXCESS if is_hybrid else 1
+        examined: list[tuple[int, int, int]] = []
         for run in runs:
             follows_end = self._ends.pop(run.parent, None)
             if follows_end is not False:
-                self._examine(run, block, copies_of, published_s)
-            self._ends[int(run.keys[-1])] = len(run.keys) <= block and follows_end is not None
+                second = min(2 * block, len(run.keys)) - 1
+                examined.append((run.parent, run.keys.item(block - 1), run.keys.item(second)))
+            self._ends[run.keys.item(-1)] = len(run.keys) <= block and follows_end is not None
+        # All at once: a call costs more than a key.
+        copies = copies_of(np.array(examined, np.uint64).ravel()).reshape(-1, 3).tolist()
+        for (_, first, second), held in zip(examined, copies, strict=True):
+            self._examine(first, second, held, published_s)
         for remembered in (self._ends, self._new_until_s):
             if len(remembered) > _REMEMBERED_MAX:
                 for key in list(remembered)[: _REMEMBERED_MAX // 2]:
                     del remembered[key]
 
-    def _examine(self, run: StoredRun, block: int, copies_of: _Copies, published_s: float) -> None:
-        first, second = int(run.keys[block - 1]), int(run.keys[min(2 * block, len(run.keys)) - 1])
-        copies = copies_of(np.array([run.parent, first, second], np.uint64)).tolist()
+    def _examine(self, first: int, second: int, copies: Sequence[int], published_s: float) -> None:
+        """Learn from a run by the copies of its parent, of its first and of its second block."""
         if not copies[0] or copies[2] != 1:
             return
         if copies[1] == 1:
