@@ -378,10 +378,11 @@ class BlockDrop:
                 second = min(2 * block, len(run.keys)) - 1
                 examined.append((run.parent, run.keys.item(block - 1), run.keys.item(second)))
             self._ends[run.keys.item(-1)] = len(run.keys) <= block and follows_end is not None
-        # All at once: a call costs more than a key.
-        copies = copies_of(np.array(examined, np.uint64).ravel()).reshape(-1, 3).tolist()
-        for (_, first, second), held in zip(examined, copies, strict=True):
-            self._examine(first, second, held, published_s)
+        if examined:
+            # All at once: a call costs more than a key.
+            copies = copies_of(np.array(examined, np.uint64).ravel()).reshape(-1, 3).tolist()
+            for (_, first, second), held in zip(examined, copies, strict=True):
+                self._examine(first, second, held, published_s)
         for remembered in (self._ends, self._new_until_s):
             if len(remembered) > _REMEMBERED_MAX:
                 for key in list(remembered)[: _REMEMBERED_MAX // 2]:
