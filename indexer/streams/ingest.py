@@ -135,7 +135,6 @@ class Ingest:
         keys = _joined(outcome.stored)
         key_list = keys.tolist()
         self._set_invalid(pod, "events", state.view.invalid_reason)
-        self._set_invalid(pod, "tiers", TIER_NOT_PROVEN if state.tier_proof.unproven else None)
         if outcome.runs and self.mismatches.waits_for(serving):
             late = self.mismatches.stored(serving, outcome.runs, key_list, state.stride)
             if late and state.drop.drops and state.drop.is_learning:
@@ -150,11 +149,11 @@ class Ingest:
         return outcome
 
     def apply_entries(self, pod: str, entries: Sequence[bytes]) -> Outcome:
-        view, outcome = self._pods[pod].view, Outcome()
+        state, outcome = self._pods[pod], Outcome()
         self.index.set_time(self.clock())
         for data in entries:
             try:
-                stored, damage = view.apply_entry(decode_entry(data, len(self.index.tiers.names)))
+                stored, damage = state.apply_entry(decode_entry(data, len(self.index.tiers.names)))
             except PayloadError as error:
                 self.records.rejected(pod, error.reason)
                 outcome.invalidate(error.reason)
@@ -210,19 +209,19 @@ class Ingest:
         Raises:
             PeerError: The view holds state that an export cannot carry.
         """
-        view = self._pods[pod].view
+        state, view = self._pods[pod], self._pods[pod].view
         if view.unexportable is not None:
             raise PeerError(view.unexportable, "the view cannot be exported in its present state")
-        return ViewContent(view.facts(), self.index.evicted_blocks, view.parts())
+        return ViewContent(state.facts(), self.index.evicted_blocks, view.parts())
 
     def restore_facts(self, pod: str, facts: ViewFacts) -> None:
-        self._pods[pod].view.restore_facts(facts)
+        self._pods[pod].restore_facts(facts)
         self._learn(pod)
 
     def restore(self, pod: str, part: ViewPart | Entry) -> None:
         """Add a part of another router's view, or apply changes recorded since it was exported."""
         if isinstance(part, Entry):
-            self._pods[pod].view.apply_entry(part)
+            self._pods[pod].apply_entry(part)
             self._learn(pod)
             return
         self._pods[pod].view.restore(part)
@@ -285,6 +284,7 @@ class Ingest:
         self.hybrid.set_groups(pod, state.view.groups)
         self.hybrid.set_paired(pod, state.view.is_paired)
         self._set_drop(pod, state)
+        self._set_invalid(pod, "tiers", TIER_NOT_PROVEN if state.tier_proof.unproven else None)
         # A cleared view has no block size; the engine's next process most likely has the same one.
         if state.view.block_tokens is not None:
             self.index.set_stride(pod, state.stride)

@@ -183,7 +183,7 @@ class Feed:
         """Start or continue the epoch at the view's present state; `last_batch`: see `exportable_batch`."""
         if self._state is None:
             state.change_log.begin()
-            self._state, self._facts = state, state.view.facts()
+            self._state, self._facts = state, state.facts()
             self._append(Entry(*last_batch))
         else:
             self.flush(machine)
@@ -197,7 +197,7 @@ class Feed:
         if self.has_ended or machine.state is not StreamState.EXACT or state.view.unexportable == "part_runs":
             self.end()
         elif (last_batch := machine.last_batch) is not None:
-            changes, facts = state.change_log.take(), state.view.facts()
+            changes, facts = state.change_log.take(), state.facts()
             if changes or facts != self._facts:
                 self._append(Entry(*last_batch, facts if facts != self._facts else None, changes))
                 self._facts = facts

@@ -36,7 +36,7 @@ from indexer.views.block_cache import BlockCache
 from indexer.views.full_reports import LaterEvents
 from indexer.views.hybrid import BlockDrop, HybridMatcher, group_holder
 from indexer.views.pod_view import PodView
-from indexer.views.view_parts import Change, ChangeLog, Kind, Outcome, StoredRun
+from indexer.views.view_parts import Change, ChangeLog, Entry, Kind, Outcome, StoredRun, ViewFacts
 from indexer.wire import columns as rows
 from indexer.wire.columns import Columns, EventDecoder, hash_to_uint64
 from indexer.wire.events import BlockRemoved, BlockStored
@@ -82,6 +82,16 @@ class TierProof:
             self._stored[tier] += hashes
         else:
             self._proven.add(tier)
+
+    def evidence(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the tiers that stored many blocks, and those with a removal; both in order."""
+        stored = sorted(tier for tier, hashes in self._stored.items() if hashes >= _UNPROVEN_BLOCKS)
+        return tuple(stored), tuple(sorted(self._proven))
+
+    def restore(self, stored: Sequence[str], proven: Sequence[str]) -> None:
+        """Add the evidence of another router."""
+        self._stored.update(dict.fromkeys(stored, _UNPROVEN_BLOCKS))
+        self._proven.update(proven)
 
     @property
     def has_further_tiers(self) -> bool:
@@ -155,6 +165,20 @@ class EventApplier:
     def stride(self) -> int:
         """Return the index blocks per block of the engine, at least 1."""
         return max(1, (self.view.block_tokens or 0) // self._context.hasher.block_tokens)
+
+    def facts(self) -> ViewFacts:
+        stored, proven = self.tier_proof.evidence()
+        return msgspec.structs.replace(self.view.facts(), tiers_stored=stored, tiers_proven=proven)
+
+    def restore_facts(self, facts: ViewFacts) -> None:
+        self.view.restore_facts(facts)
+        self.tier_proof.restore(facts.tiers_stored, facts.tiers_proven)
+
+    def apply_entry(self, entry: Entry) -> tuple[list[Keys], str | None]:
+        """See `PodView.apply_entry`."""
+        if entry.facts is not None:
+            self.tier_proof.restore(entry.facts.tiers_stored, entry.facts.tiers_proven)
+        return self.view.apply_entry(entry)
 
     def clear(self) -> None:
         """Delete the view and its blocks in the index; keep what is true of the engine's process."""

@@ -23,6 +23,7 @@ from indexer.index.layout import HeldBlocks
 from indexer.keys import Keys
 from indexer.wire.decode import UNKNOWN_EVENT
 from indexer.wire.events import MAX_TOKENS
+from indexer.wire.tiers import TIERS_MAX
 
 GROUPS_MAX = 32
 # Entries above this size are neither written nor read.
@@ -62,6 +63,9 @@ class ViewFacts(Struct, frozen=True):
     zero_is_a_hash: bool  # whether the engine stored a block with the hash 0
     reannounces: bool  # whether an episode of full reports is under way, see `full_reports`
     groups: Annotated[tuple[GroupRule, ...], Meta(max_length=GROUPS_MAX)]  # in the order they were learned
+    # Evidence of `TierProof`: tiers that stored many blocks, and tiers with a removal.
+    tiers_stored: Annotated[tuple[str, ...], Meta(max_length=TIERS_MAX)] = ()
+    tiers_proven: Annotated[tuple[str, ...], Meta(max_length=TIERS_MAX)] = ()
 
     def __post_init__(self) -> None:
         if len({fact.group for fact in self.groups}) < len(self.groups):

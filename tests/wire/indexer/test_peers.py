@@ -81,6 +81,21 @@ def test_a_late_start_is_exact_from_a_peer(engine: EnginePublisher) -> None:
                 wait_until("nothing is held", lambda watched=watched: not watched.indexer.stats().holdings)
 
 
+def test_a_peer_tells_that_a_tier_is_not_proven(engine: EnginePublisher) -> None:
+    """A view from a peer is STALE by a tier that the peer saw grow without a removal, though built whole."""
+    with indexer() as first:
+        publish_from_the_start(engine, first)
+        engine.publish(removed([4]), *(block(1, medium="CPU") for _ in range(1000)))
+        first.settled(3, StreamState.STALE)
+        with serving(first) as address, indexer(address) as second:
+            second.follow(stream(engine))
+            second.settled(3, StreamState.STALE)
+            second.built("peer")
+            assert second.indexer.faults(POD)[0].kind == "tier_not_proven"
+            engine.publish({**removed([1]), "medium": "CPU"})
+            second.settled(3)
+
+
 def test_an_engine_that_restarted_meanwhile_is_not_taken_for_the_old_one(engine: EnginePublisher) -> None:
     """A peer's view of an earlier process is dropped, and the new process's history is used."""
     with indexer() as first:

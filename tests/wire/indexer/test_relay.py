@@ -109,6 +109,21 @@ def test_a_router_follows_an_engine_that_it_cannot_reach(
         assert (POD, 1) in follows.stored
 
 
+def test_a_tier_that_is_not_proven_is_so_for_followers(server: RedisServer, engine: EnginePublisher) -> None:
+    """A relayed view is STALE while its writer's is, by a tier without removals, and EXACT again with it."""
+    with router(server) as reaches, router(server) as follows:
+        followed_from_the_start(engine, reaches)
+        follows.follow(unreachable())
+        follows.settled(3)
+        engine.publish(removed([3]), *(block(1, medium="CPU") for _ in range(1000)))
+        for watched in (reaches, follows):
+            watched.settled(2, StreamState.STALE)
+            assert watched.indexer.faults(POD)[0].kind == "tier_not_proven"
+        engine.publish({**removed([1]), "medium": "CPU"})
+        for watched in (reaches, follows):
+            watched.settled(2)
+
+
 def test_no_token_is_on_the_server(server: RedisServer) -> None:
     """Token ids are prompts: neither a view nor an entry contains them."""
     tokens = [0x0BADF00D + number for number in range(8)]
