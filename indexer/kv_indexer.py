@@ -269,6 +269,7 @@ class KvIndexer:
             drafter=self._ingest.drafter(holder),
             proven=self._ingest.proven(holder, keys, held, stride),
             evicted_s_ago=None if lost_s is None else max(0.0, self._clock() - lost_s),
+            faults=() if engine is None else tuple(fault.text for fault in self.faults(engine.stream.pod)),
         )
 
     def observe(self, pod: str, reading: EngineReading) -> Finding | None:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19indexer/_pb/indexer.proto\x12\nkvroute.v1\"\x84\x01\n\x0fSnapshotRequest\x12\x0e\n\x06schema\x18\x01 \x01(\r\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x06\x12\x0c\n\x04\x66orm\x18\x04 \x01(\t\x12\r\n\x05tiers\x18\x05 \x03(\t\x12\x0e\n\x06\x65ngine\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\t\" \n\rSnapshotChunk\x12\x0f\n\x07message\x18\x01 \x01(\x0c\"w\n\x0cScoreRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x0c\n\x04pods\x18\x03 \x03(\t\x12\x11\n\tlora_name\x18\x04 \x01(\t\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x0c\n\x04text\x18\x06 \x01(\t\">\n\x11ScoreBatchRequest\x12)\n\x07prompts\x18\x01 \x03(\x0b\x32\x18.kvroute.v1.ScoreRequest\"B\n\x12ScoreBatchResponse\x12,\n\tresponses\x18\x01 \x03(\x0b\x32\x19.kvroute.v1.ScoreResponse\"`\n\rScoreResponse\x12\"\n\x04pods\x18\x01 \x03(\x0b\x32\x14.kvroute.v1.PodScore\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x15\n\rprompt_blocks\x18\x03 \x01(\r\"\xfb\x01\n\x08PodScore\x12\x0b\n\x03pod\x18\x01 \x01(\t\x12\x15\n\rcached_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\x04\x12>\n\x0e\x62locks_by_tier\x18\x04 \x03(\x0b\x32&.kvroute.v1.PodScore.BlocksByTierEntry\x12\x17\n\x0fweighted_blocks\x18\x05 \x01(\x01\x12&\n\x05state\x18\x06 \x01(\x0e\x32\x17.kvroute.v1.StreamState\x1a\x33\n\x11\x42locksByTierEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"t\n\x15\x45xplainPrefixResponse\x12.\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x1d.kvroute.v1.EngineExplanation\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x15\n\rprompt_blocks\x18\x03 \x01(\r\"\xda\x02\n\x11\x45ngineExplanation\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.kvroute.v1.StreamState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x15\n\rcached_blocks\x18\x04 \x01(\r\x12\"\n\x03\x65nd\x18\x05 \x01(\x0e\x32\x15.kvroute.v1.PrefixEnd\x12\x13\n\x0bheld_blocks\x18\x06 \x01(\r\x12\x13\n\x0bheld_beyond\x18\x07 \x01(\r\x12\"\n\x05tiers\x18\x08 \x03(\x0b\x32\x13.kvroute.v1.TierRun\x12\x0f\n\x07\x64rafter\x18\t \x01(\t\x12\x15\n\rproven_blocks\x18\n \x01(\r\x12\x12\n\nend_proven\x18\x0b \x01(\x08\x12 \n\x13\x65victed_seconds_ago\x18\x0c \x01(\x01H\x00\x88\x01\x01\x42\x16\n\x14_evicted_seconds_ago\"\'\n\x07TierRun\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"\x1c\n\x0c\x43learRequest\x12\x0c\n\x04pods\x18\x01 \x03(\t\"\x1d\n\rClearResponse\x12\x0c\n\x04pods\x18\x01 \x01(\r\"\x0e\n\x0cStatsRequest\"\xda\x01\n\rStatsResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\x17\n\x0f\x63\x61pacity_blocks\x18\x02 \x01(\x04\x12\x10\n\x08holdings\x18\x03 \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\x04 \x01(\x04\x12#\n\x04pods\x18\x05 \x03(\x0b\x32\x15.kvroute.v1.PodStream\x12\x12\n\nused_bytes\x18\x06 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x07 \x01(\x04\x12\x14\n\x0c\x62lock_tokens\x18\x08 \x01(\r\x12\x0f\n\x07pending\x18\t \x03(\t\"}\n\tPodStream\x12\x0b\n\x03pod\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.kvroute.v1.StreamState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x0e\n\x06linked\x18\x06 \x01(\x08*x\n\x0bStreamState\x12\x1c\n\x18STREAM_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12STREAM_STATE_EXACT\x10\x01\x12\x1b\n\x17STREAM_STATE_RECOVERING\x10\x02\x12\x16\n\x12STREAM_STATE_STALE\x10\x03*\xa6\x01\n\tPrefixEnd\x12\x1a\n\x16PREFIX_END_UNSPECIFIED\x10\x00\x12\x15\n\x11PREFIX_END_PROMPT\x10\x01\x12\x13\n\x0fPREFIX_END_HOLE\x10\x02\x12\x1e\n\x1aPREFIX_END_OTHER_ATTENTION\x10\x03\x12\x16\n\x12PREFIX_END_DRAFTER\x10\x04\x12\x19\n\x15PREFIX_END_CHECKPOINT\x10\x05\x32\xdf\x02\n\x0eIndexerService\x12<\n\x05Score\x12\x18.kvroute.v1.ScoreRequest\x1a\x19.kvroute.v1.ScoreResponse\x12K\n\nScoreBatch\x12\x1d.kvroute.v1.ScoreBatchRequest\x1a\x1e.kvroute.v1.ScoreBatchResponse\x12\x46\n\x07\x45xplain\x12\x18.kvroute.v1.ScoreRequest\x1a!.kvroute.v1.ExplainPrefixResponse\x12<\n\x05Stats\x12\x18.kvroute.v1.StatsRequest\x1a\x19.kvroute.v1.StatsResponse\x12<\n\x05\x43lear\x12\x18.kvroute.v1.ClearRequest\x1a\x19.kvroute.v1.ClearResponse2Q\n\tIndexPeer\x12\x44\n\x08Snapshot\x12\x1b.kvroute.v1.SnapshotRequest\x1a\x19.kvroute.v1.SnapshotChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19indexer/_pb/indexer.proto\x12\nkvroute.v1\"\x84\x01\n\x0fSnapshotRequest\x12\x0e\n\x06schema\x18\x01 \x01(\r\x12\x10\n\x08instance\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x06\x12\x0c\n\x04\x66orm\x18\x04 \x01(\t\x12\r\n\x05tiers\x18\x05 \x03(\t\x12\x0e\n\x06\x65ngine\x18\x06 \x01(\t\x12\r\n\x05model\x18\x07 \x01(\t\" \n\rSnapshotChunk\x12\x0f\n\x07message\x18\x01 \x01(\x0c\"w\n\x0cScoreRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x0c\n\x04pods\x18\x03 \x03(\t\x12\x11\n\tlora_name\x18\x04 \x01(\t\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x0c\n\x04text\x18\x06 \x01(\t\">\n\x11ScoreBatchRequest\x12)\n\x07prompts\x18\x01 \x03(\x0b\x32\x18.kvroute.v1.ScoreRequest\"B\n\x12ScoreBatchResponse\x12,\n\tresponses\x18\x01 \x03(\x0b\x32\x19.kvroute.v1.ScoreResponse\"`\n\rScoreResponse\x12\"\n\x04pods\x18\x01 \x03(\x0b\x32\x14.kvroute.v1.PodScore\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x15\n\rprompt_blocks\x18\x03 \x01(\r\"\xfb\x01\n\x08PodScore\x12\x0b\n\x03pod\x18\x01 \x01(\t\x12\x15\n\rcached_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\x04\x12>\n\x0e\x62locks_by_tier\x18\x04 \x03(\x0b\x32&.kvroute.v1.PodScore.BlocksByTierEntry\x12\x17\n\x0fweighted_blocks\x18\x05 \x01(\x01\x12&\n\x05state\x18\x06 \x01(\x0e\x32\x17.kvroute.v1.StreamState\x1a\x33\n\x11\x42locksByTierEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"t\n\x15\x45xplainPrefixResponse\x12.\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x1d.kvroute.v1.EngineExplanation\x12\x14\n\x0c\x62lock_tokens\x18\x02 \x01(\r\x12\x15\n\rprompt_blocks\x18\x03 \x01(\r\"\xea\x02\n\x11\x45ngineExplanation\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.kvroute.v1.StreamState\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x15\n\rcached_blocks\x18\x04 \x01(\r\x12\"\n\x03\x65nd\x18\x05 \x01(\x0e\x32\x15.kvroute.v1.PrefixEnd\x12\x13\n\x0bheld_blocks\x18\x06 \x01(\r\x12\x13\n\x0bheld_beyond\x18\x07 \x01(\r\x12\"\n\x05tiers\x18\x08 \x03(\x0b\x32\x13.kvroute.v1.TierRun\x12\x0f\n\x07\x64rafter\x18\t \x01(\t\x12\x15\n\rproven_blocks\x18\n \x01(\r\x12\x12\n\nend_proven\x18\x0b \x01(\x08\x12 \n\x13\x65victed_seconds_ago\x18\x0c \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06\x66\x61ults\x18\r \x03(\tB\x16\n\x14_evicted_seconds_ago\"\'\n\x07TierRun\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"\x1c\n\x0c\x43learRequest\x12\x0c\n\x04pods\x18\x01 \x03(\t\"\x1d\n\rClearResponse\x12\x0c\n\x04pods\x18\x01 \x01(\r\"\x0e\n\x0cStatsRequest\"\xda\x01\n\rStatsResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\x17\n\x0f\x63\x61pacity_blocks\x18\x02 \x01(\x04\x12\x10\n\x08holdings\x18\x03 \x01(\x04\x12\x16\n\x0e\x65victed_blocks\x18\x04 \x01(\x04\x12#\n\x04pods\x18\x05 \x03(\x0b\x32\x15.kvroute.v1.PodStream\x12\x12\n\nused_bytes\x18\x06 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x07 \x01(\x04\x12\x14\n\x0c\x62lock_tokens\x18\x08 \x01(\r\x12\x0f\n\x07pending\x18\t \x03(\t\"}\n\tPodStream\x12\x0b\n\x03pod\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.kvroute.v1.StreamState\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0c\n\x04rank\x18\x05 \x01(\r\x12\x0e\n\x06linked\x18\x06 \x01(\x08*x\n\x0bStreamState\x12\x1c\n\x18STREAM_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12STREAM_STATE_EXACT\x10\x01\x12\x1b\n\x17STREAM_STATE_RECOVERING\x10\x02\x12\x16\n\x12STREAM_STATE_STALE\x10\x03*\xa6\x01\n\tPrefixEnd\x12\x1a\n\x16PREFIX_END_UNSPECIFIED\x10\x00\x12\x15\n\x11PREFIX_END_PROMPT\x10\x01\x12\x13\n\x0fPREFIX_END_HOLE\x10\x02\x12\x1e\n\x1aPREFIX_END_OTHER_ATTENTION\x10\x03\x12\x16\n\x12PREFIX_END_DRAFTER\x10\x04\x12\x19\n\x15PREFIX_END_CHECKPOINT\x10\x05\x32\xdf\x02\n\x0eIndexerService\x12<\n\x05Score\x12\x18.kvroute.v1.ScoreRequest\x1a\x19.kvroute.v1.ScoreResponse\x12K\n\nScoreBatch\x12\x1d.kvroute.v1.ScoreBatchRequest\x1a\x1e.kvroute.v1.ScoreBatchResponse\x12\x46\n\x07\x45xplain\x12\x18.kvroute.v1.ScoreRequest\x1a!.kvroute.v1.ExplainPrefixResponse\x12<\n\x05Stats\x12\x18.kvroute.v1.StatsRequest\x1a\x19.kvroute.v1.StatsResponse\x12<\n\x05\x43lear\x12\x18.kvroute.v1.ClearRequest\x1a\x19.kvroute.v1.ClearResponse2Q\n\tIndexPeer\x12\x44\n\x08Snapshot\x12\x1b.kvroute.v1.SnapshotRequest\x1a\x19.kvroute.v1.SnapshotChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCOREREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_PODSCORE_BLOCKSBYTIERENTRY']._loaded_options = None
   _globals['_PODSCORE_BLOCKSBYTIERENTRY']._serialized_options = b'8\001'
-  _globals['_STREAMSTATE']._serialized_start=1748
-  _globals['_STREAMSTATE']._serialized_end=1868
-  _globals['_PREFIXEND']._serialized_start=1871
-  _globals['_PREFIXEND']._serialized_end=2037
+  _globals['_STREAMSTATE']._serialized_start=1764
+  _globals['_STREAMSTATE']._serialized_end=1884
+  _globals['_PREFIXEND']._serialized_start=1887
+  _globals['_PREFIXEND']._serialized_end=2053
   _globals['_SNAPSHOTREQUEST']._serialized_start=42
   _globals['_SNAPSHOTREQUEST']._serialized_end=174
   _globals['_SNAPSHOTCHUNK']._serialized_start=176
@@ -58,21 +58,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXPLAINPREFIXRESPONSE']._serialized_start=815
   _globals['_EXPLAINPREFIXRESPONSE']._serialized_end=931
   _globals['_ENGINEEXPLANATION']._serialized_start=934
-  _globals['_ENGINEEXPLANATION']._serialized_end=1280
-  _globals['_TIERRUN']._serialized_start=1282
-  _globals['_TIERRUN']._serialized_end=1321
-  _globals['_CLEARREQUEST']._serialized_start=1323
-  _globals['_CLEARREQUEST']._serialized_end=1351
-  _globals['_CLEARRESPONSE']._serialized_start=1353
-  _globals['_CLEARRESPONSE']._serialized_end=1382
-  _globals['_STATSREQUEST']._serialized_start=1384
-  _globals['_STATSREQUEST']._serialized_end=1398
-  _globals['_STATSRESPONSE']._serialized_start=1401
-  _globals['_STATSRESPONSE']._serialized_end=1619
-  _globals['_PODSTREAM']._serialized_start=1621
-  _globals['_PODSTREAM']._serialized_end=1746
-  _globals['_INDEXERSERVICE']._serialized_start=2040
-  _globals['_INDEXERSERVICE']._serialized_end=2391
-  _globals['_INDEXPEER']._serialized_start=2393
-  _globals['_INDEXPEER']._serialized_end=2474
+  _globals['_ENGINEEXPLANATION']._serialized_end=1296
+  _globals['_TIERRUN']._serialized_start=1298
+  _globals['_TIERRUN']._serialized_end=1337
+  _globals['_CLEARREQUEST']._serialized_start=1339
+  _globals['_CLEARREQUEST']._serialized_end=1367
+  _globals['_CLEARRESPONSE']._serialized_start=1369
+  _globals['_CLEARRESPONSE']._serialized_end=1398
+  _globals['_STATSREQUEST']._serialized_start=1400
+  _globals['_STATSREQUEST']._serialized_end=1414
+  _globals['_STATSRESPONSE']._serialized_start=1417
+  _globals['_STATSRESPONSE']._serialized_end=1635
+  _globals['_PODSTREAM']._serialized_start=1637
+  _globals['_PODSTREAM']._serialized_end=1762
+  _globals['_INDEXERSERVICE']._serialized_start=2056
+  _globals['_INDEXERSERVICE']._serialized_end=2407
+  _globals['_INDEXPEER']._serialized_start=2409
+  _globals['_INDEXPEER']._serialized_end=2490
 # @@protoc_insertion_point(module_scope)

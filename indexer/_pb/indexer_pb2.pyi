@@ -129,7 +129,7 @@ class ExplainPrefixResponse(_message.Message):
     def __init__(self, engines: _Optional[_Iterable[_Union[EngineExplanation, _Mapping]]] = ..., block_tokens: _Optional[int] = ..., prompt_blocks: _Optional[int] = ...) -> None: ...
 
 class EngineExplanation(_message.Message):
-    __slots__ = ("engine", "state", "reason", "cached_blocks", "end", "held_blocks", "held_beyond", "tiers", "drafter", "proven_blocks", "end_proven", "evicted_seconds_ago")
+    __slots__ = ("engine", "state", "reason", "cached_blocks", "end", "held_blocks", "held_beyond", "tiers", "drafter", "proven_blocks", "end_proven", "evicted_seconds_ago", "faults")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +142,7 @@ class EngineExplanation(_message.Message):
     PROVEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     END_PROVEN_FIELD_NUMBER: _ClassVar[int]
     EVICTED_SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
+    FAULTS_FIELD_NUMBER: _ClassVar[int]
     engine: str
     state: StreamState
     reason: str
@@ -154,7 +155,8 @@ class EngineExplanation(_message.Message):
     proven_blocks: int
     end_proven: bool
     evicted_seconds_ago: float
-    def __init__(self, engine: _Optional[str] = ..., state: _Optional[_Union[StreamState, str]] = ..., reason: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., end: _Optional[_Union[PrefixEnd, str]] = ..., held_blocks: _Optional[int] = ..., held_beyond: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ..., drafter: _Optional[str] = ..., proven_blocks: _Optional[int] = ..., end_proven: _Optional[bool] = ..., evicted_seconds_ago: _Optional[float] = ...) -> None: ...
+    faults: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, engine: _Optional[str] = ..., state: _Optional[_Union[StreamState, str]] = ..., reason: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., end: _Optional[_Union[PrefixEnd, str]] = ..., held_blocks: _Optional[int] = ..., held_beyond: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ..., drafter: _Optional[str] = ..., proven_blocks: _Optional[int] = ..., end_proven: _Optional[bool] = ..., evicted_seconds_ago: _Optional[float] = ..., faults: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TierRun(_message.Message):
     __slots__ = ("tier", "blocks")

@@ -231,6 +231,7 @@ class Prefix:
     proven_blocks: int = 0  # length of the prefix that is proven to be held; speculative blocks are not
     end_proven: bool = False  # whether it is proven that the engine holds no more of the prompt
     evicted_s_ago: float | None = None  # since a pod lost the first missing block; None: not remembered
+    faults: tuple[str, ...] = ()  # why its cache cannot be used as its users expect, for operators
 
 
 def explain_prefix(
@@ -245,6 +246,7 @@ def explain_prefix(
     drafter: str = "",
     proven: tuple[int, bool] = (0, False),
     evicted_s_ago: float | None = None,
+    faults: tuple[str, ...] = (),
 ) -> Prefix:
     """Explain how long an engine's cached prefix is and why it ends there.
 
@@ -254,7 +256,7 @@ def explain_prefix(
         status: State of the engine's stream and its reason.
         stride: Index blocks per engine block; the held prefix is cut to whole engine blocks.
         causes: The prompt's tokens, see `split_prompt`.
-        drafter, evicted_s_ago: See `Prefix`.
+        drafter, evicted_s_ago, faults: See `Prefix`.
         proven: `proven_blocks` and `end_proven` of `Prefix`.
     """
     missing = np.flatnonzero(held == 0)
@@ -277,6 +279,7 @@ def explain_prefix(
         proven_blocks=proven[0],
         end_proven=proven[1],
         evicted_s_ago=evicted_s_ago if first_missing < len(held) else None,
+        faults=faults,
     )
 
 

@@ -226,6 +226,7 @@ def _explanation(prefix: Prefix) -> pb.EngineExplanation:
         proven_blocks=prefix.proven_blocks,
         end_proven=prefix.end_proven,
         evicted_seconds_ago=prefix.evicted_s_ago,
+        faults=prefix.faults,
     )
 
 

@@ -55,7 +55,7 @@ def test_live_events_are_applied_and_reported(watched: Watched, engine: EnginePu
 
 
 def test_a_tier_without_removals_is_not_proven_and_expires(engine: EnginePublisher) -> None:
-    """Blocks of a connector that publishes stores only expire; the pod is STALE and named until a removal."""
+    """Blocks of a connector that publishes stores only expire; the pod is STALE, named and explained until a removal."""
     watched = Watched(unproven_tier_ttl_s=0.3)
     watched.follow(stream(engine))
     watched.settled(0)
@@ -65,6 +65,7 @@ def test_a_tier_without_removals_is_not_proven_and_expires(engine: EnginePublish
     assert watched.indexer.engine_registry.engines[POD].reason == "tier_not_proven"
     (fault,) = watched.indexer.faults(POD)
     assert (fault.kind, "cpu" in fault.text) == ("tier_not_proven", True)
+    assert watched.indexer.explain(watched.keys, [POD])[0].faults == (fault.text,)
     assert watched.match().blocks_by_tier == {"gpu": 2}
     engine.publish({**removed([1]), "medium": "CPU"})
     watched.settled(2)
