@@ -57,6 +57,7 @@ commands:
 {lines}
 
   kvroute COMMAND --help   lists the options of a command
+  kvroute --OPTION ...     runs the router
   kvroute --version        prints the version
 """
 _BENCH_HELP = """\
@@ -80,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("-V", "--version"):
         print(f"kvroute {version('kvroute')}")
         return 0
+    if name.startswith("--"):
+        # The image may replace that of llm-d's picker, whose arguments are flags alone.
+        name, arguments = "router", ["router", *arguments]
     if name not in _COMMANDS:
         print(f"kvroute: unknown command {name}; use one of {', '.join(_COMMANDS)}", file=sys.stderr)
         return 2

@@ -34,6 +34,7 @@ from router.plugins.producers import (
     AgentIdentity,
     ApproximatePrefix,
     AttributeProducer,
+    ImpliedPrefix,
     MetricsSettings,
     PrecisePrefix,
     PrefixProducer,
@@ -54,7 +55,7 @@ from router.plugins.profiles import (
     WeightedRandomPicker,
     WeightedScorer,
 )
-from router.plugins.scorers import APPROXIMATE, PRECISE, PRODUCER_KEY
+from router.plugins.scorers import APPROXIMATE, IMPLIED, PRECISE, PRODUCER_KEY
 from router.prompts.parsers import PARSERS
 
 ENTRY_POINTS = "kvroute.plugins"
@@ -206,9 +207,12 @@ def _add_producer(
     if not isinstance(producer, str) or producer in prefixes:
         return
     # The reference may also be the type of a producer with another name.
-    same = [other for other, entry in config.plugins.items() if entry.type == producer]
+    wanted = APPROXIMATE if producer == IMPLIED else producer
+    same = [other for other, entry in config.plugins.items() if entry.type == wanted]
     if same:
         prefixes[producer] = prefixes[same[0]]
+    elif producer == IMPLIED:
+        prefixes[producer] = ImpliedPrefix(block_tokens)
     elif producer == APPROXIMATE:
         prefixes[producer] = ApproximatePrefix()
     elif producer == PRECISE:

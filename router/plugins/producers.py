@@ -18,7 +18,7 @@ import xxhash
 from msgspec import Meta, field
 
 from indexer import ConfigError as IndexerConfigError
-from indexer import IndexerConfig
+from indexer import IndexerConfig, StreamState
 from indexer.pod_entry import is_path
 from router.config.fields import Count, Duration, Settings, Share, Text, Whole
 from router.config.kube import EVENT_PORT_MAX, KubeConfig
@@ -132,6 +132,24 @@ class ApproximatePrefix(Settings):
         return PrefixMatch(float(blocks), len(keys), blocks, self._block_tokens)
 
 
+class ImpliedPrefix:
+    """Prefix matches where no producer is configured: of the index for EXACT views, else of past picks.
+
+    llm-d uses past picks alone, which are unknown after a restart and do not show evictions.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._precise, self._past = PrecisePrefix(block_tokens), ApproximatePrefix()
+        self.dispatched, self.state = self._past.dispatched, self._past.state
+
+    def matches(
+        self, tokenized: TokenizedRequest, matches: Sequence[PodMatches], pods: Sequence[str]
+    ) -> Mapping[str, PrefixMatch]:
+        known = [pod for pod in pods if matches and matches[0].state(pod) is StreamState.EXACT]
+        past = self._past.matches(tokenized, matches, pods)
+        return {**past, **self._precise.matches(tokenized, matches, known)}
+
+
 class AgentIdentity(Settings):
     """Attribute from an agent's session header, also used as the fairness id."""
 
@@ -155,7 +173,8 @@ class SessionIdProducer(Settings):
         return _cookie_value(headers.get("cookie", ""), self.cookie_name or "") or None
 
 
-PrefixProducer = PrecisePrefix | ApproximatePrefix  # computes the cached prefix of a prompt per pod
+# Computes the cached prefix of a prompt per pod.
+PrefixProducer = PrecisePrefix | ApproximatePrefix | ImpliedPrefix
 AttributeProducer = AgentIdentity | SessionIdProducer  # computes an attribute from the headers
 
 

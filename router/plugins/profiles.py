@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from router.config.fields import Settings, Text, Whole
 from router.plugins.api import Endpoint, Filter, Picker, PluginRequest, Scored, Scorer
-from router.plugins.scorers import APPROXIMATE, PRODUCER_KEY
+from router.plugins.scorers import IMPLIED, PRODUCER_KEY
 
 
 class PluginError(Exception):
@@ -173,7 +173,7 @@ class AlwaysMultimodalDecider(Settings):
 class PrefixBasedPdDecider(Settings):
     """Decider that disaggregates prefills with many uncached tokens at the decoder."""
 
-    producer: Text = option(default=APPROXIMATE, name=PRODUCER_KEY)  # source of the prefix matches
+    producer: Text = option(default=IMPLIED, name=PRODUCER_KEY)  # source of the prefix matches
     non_cached_tokens: Whole = 0  # uncached tokens from which on a prefill is disaggregated; 0: never
     prompt_tokens: Whole = 0  # minimum prompt length
 

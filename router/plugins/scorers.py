@@ -16,6 +16,8 @@ from router.plugins.api import Endpoint, PluginRequest
 
 APPROXIMATE = "approx-prefix-cache-producer"
 PRECISE = "precise-prefix-cache-producer"
+IMPLIED = ""
+"""Producer of a plugin that names none, see `ImpliedPrefix`."""
 
 PRODUCER_KEY = "prefixMatchInfoProducerName"
 
@@ -26,7 +28,7 @@ class PrefixScorer(Settings):
     score = w * min(1, matched / scale) ** 2 + (1 - w) * matched / total
     """
 
-    producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)  # source of the prefix matches
+    producer: Text = field(default=IMPLIED, name=PRODUCER_KEY)  # source of the prefix matches
     match_length_weight: Share = 0.0  # w in the formula
     match_length_scale_tokens: Count = 8192  # matched tokens at which the length term reaches 1
 
@@ -42,7 +44,7 @@ class PrefixScorer(Settings):
 class NoHitLruScorer(Settings):
     """Spreads requests without a cache hit: the endpoint that received one least recently scores 1."""
 
-    producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)  # source of the prefix matches
+    producer: Text = field(default=IMPLIED, name=PRODUCER_KEY)  # source of the prefix matches
     lru_size: Count = 1024  # maximum number of endpoints in the LRU list
     prefix_plugin_type: Any = None  # both are accepted without effect, as in llm-d
     prefix_plugin_name: Any = None
@@ -234,7 +236,7 @@ _METRICS: dict[str, Callable[[Endpoint], float]] = {
 class PrefixAffinityFilter(Settings):
     """Filter that keeps endpoints with the prompt cached, unless others would respond much earlier."""
 
-    producer: Text = field(default=APPROXIMATE, name=PRODUCER_KEY)  # source of the prefix matches
+    producer: Text = field(default=IMPLIED, name=PRODUCER_KEY)  # source of the prefix matches
     affinity_threshold: Share = 0.8  # cached share of the prompt from which on an endpoint is kept
     exploration_probability: Share = 0.0  # share of requests that are not filtered
     penalty_max_ms: Number = field(default=18_000.0, name="maxTTFTPenaltyMs")  # accepted extra delay; 0: any

@@ -12,7 +12,7 @@ import numpy as np
 
 from router.plugins.api import Endpoint, Filter, Picker, PluginRequest, PrefixMatch, Scored, Scorer
 from router.plugins.profiles import MaxScorePicker, Profile, WeightedScorer
-from router.plugins.scorers import APPROXIMATE
+from router.plugins.scorers import IMPLIED
 
 
 def request(
@@ -25,7 +25,7 @@ def request(
 
     Args:
         headers: By lower-case name.
-        prefixes: Matches of the approximate producer by address. To set those of other producers, pass a
+        prefixes: Matches by address for plugins that name no producer. To set those of a producer, pass a
             mapping by producer and address in `known` instead.
         known: Other fields of PluginRequest.
     """
@@ -37,7 +37,7 @@ def request(
         "priority": 0,
         "now_s": 0.0,
         "random": np.random.default_rng(0),
-        "prefixes": {APPROXIMATE: dict(prefixes or {})},
+        "prefixes": {IMPLIED: dict(prefixes or {})},
     }
     return PluginRequest(**{**defaults, **known})
 

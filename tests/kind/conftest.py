@@ -60,6 +60,16 @@ def cluster(images: None, tmp_path_factory: pytest.TempPathFactory, figures: Fig
 
 
 @pytest.fixture(scope="session")
+def pools(cluster: Cluster) -> None:
+    """Add the kind InferencePool to the cluster."""
+    crds = os.environ.get("INFERENCE_EXTENSION_CRDS")
+    if not crds:
+        pytest.skip("INFERENCE_EXTENSION_CRDS: no folder with the CRDs of the inference extension")
+    for path in sorted(Path(crds).glob("inference.networking.k8s.io_*.yaml")):
+        cluster.kubectl()("apply", "--server-side", "--filename", str(path))
+
+
+@pytest.fixture(scope="session")
 def installed(cluster: Cluster, figures: Figures) -> Iterator[Release]:
     """Install the chart with two routers and two model servers, in a namespace of its own."""
     namespace = f"kvroute-{os.getpid()}"

@@ -55,7 +55,7 @@ def test_live_events_are_applied_and_reported(watched: Watched, engine: EnginePu
 
 
 def test_a_tier_without_removals_is_not_proven_and_expires(engine: EnginePublisher) -> None:
-    """Blocks of a connector that publishes stores only expire; the pod is STALE, named and explained until a removal."""
+    """Blocks of a connector that publishes stores only expire; it is STALE and explained until a removal."""
     watched = Watched(unproven_tier_ttl_s=0.3)
     watched.follow(stream(engine))
     watched.settled(0)

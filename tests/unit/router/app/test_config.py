@@ -269,6 +269,12 @@ def test_an_unknown_command_is_rejected(capsys: pytest.CaptureFixture[str]) -> N
     assert "rooter; use one of up, router, tokenizer, indexer, model-server" in capsys.readouterr().err
 
 
+def test_flags_alone_run_the_router(capsys: pytest.CaptureFixture[str]) -> None:
+    """The image's arguments may be flags alone, as those of llm-d's picker are."""
+    assert cli.main(["--zap-encoder=json"]) == 2
+    assert "kvroute router: error: give exactly one of" in capsys.readouterr().err
+
+
 def test_a_commands_arguments_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
     """`kvroute router ...` passes its arguments to the router's command line."""
     assert cli.main(["router"]) == 2

@@ -14,6 +14,7 @@ from envoy.service.auth.v3.external_auth_pb2 import CheckResponse
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 
+from indexer import StreamState
 from router.config.picker_file import parse_config
 from router.doors.boundary import system_owned
 from router.doors.ext_authz import ok_response
@@ -146,6 +147,23 @@ def test_prefix_matches_come_from_the_configured_producer(kind: str) -> None:
     expected = first if kind.startswith("approx") else other
     again = {made.router.route(completion(f"r{n}", text), 0.0).primary.pod for n in range(2, 6)}
     assert again == {expected}
+
+
+def test_without_a_producer_the_index_counts_and_past_picks_where_it_knows_nothing() -> None:
+    """A plugin that names no producer follows the index for EXACT pods, and past picks for all others."""
+    made, text = bench(pipeline({"plugins": [{"type": "prefix-cache-scorer"}]})), long_text(400)
+    sent = made.router.route(completion("r1", text), 0.0)
+    made.index.settle(sent.key, 0.0)
+    first = sent.primary.pod
+    other = A if first == B else B
+    made.index.hold(other, made.keys(text))
+    second = made.router.route(completion("r2", text), 0.0)
+    assert second.primary.pod == other
+    made.index.settle(second.key, 0.0)
+    made.index.state = StreamState.STALE
+    result = made.router.route(completion("r3", text), 0.0).pipeline
+    assert result is not None
+    assert result.scores[A] == result.scores[B] == 1.0
 
 
 def test_a_host_tier_block_counts_by_its_weight() -> None:
