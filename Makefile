@@ -121,7 +121,7 @@ lock: setup
 	echo 'hatchling==1.27.0' | $(IMAGE_LOCK) - --output-file docker/build.txt
 
 proto: setup
-	for package in router:endpoint_picker router:engine_requests router:tokenizer indexer:indexer; do \
+	for package in router:endpoint_picker router:engine_requests router:token_usage router:tokenizer indexer:indexer; do \
 	  name=$${package#*:}; package=$${package%%:*}; \
 	  $(BIN)/python -m grpc_tools.protoc -I$$package/_pb=proto/kvroute/v1 --python_out=. --pyi_out=. --grpc_python_out=. \
 	    $$package/_pb/$$name.proto; \

@@ -37,11 +37,20 @@ INFERENCE_PATHS: tuple[tuple[str, str], ...] = (
 Paths are matched exactly: a prefix such as `/v1/` would also match `/v1/..%2fmetrics`.
 """
 
+# Protocol of the responses whose usage Envoy reads, by path; that of another one would give wrong numbers.
+_USAGE_PROTOCOLS = {
+    "/v1/chat/completions": "OPENAI_CHAT_COMPLETIONS",
+    "/v1/completions": "OPENAI_CHAT_COMPLETIONS",
+    "/v1/embeddings": "OPENAI_CHAT_COMPLETIONS",
+    "/v1/responses": "OPENAI_RESPONSES",
+    "/v1/messages": "ANTHROPIC_MESSAGES",
+}
+
 _PARTS = Path(__file__).with_name("envoy.yaml")
 
 Address = tuple[str, int]
 Door = Literal["check_grpc", "ext_proc"]
-Responses = Literal["skip", "full"]
+Responses = Literal["usage", "skip", "full"]
 _Action = tuple[dict[str, Any], list[dict[str, Any]]]
 
 
@@ -54,7 +63,7 @@ class EnvoySettings:
     pods: Sequence[Address]
     round_robin: Address | None = None
     door: Door = "check_grpc"
-    responses: Responses = "skip"
+    responses: Responses = "usage"
     failure_mode_allow: bool = False
 
 
@@ -68,7 +77,7 @@ def bootstrap(settings: EnvoySettings) -> dict[str, Any]:
         door = parts["doors"]["check_grpc"]
         door["typed_config"]["failure_mode_allow"] = settings.failure_mode_allow
     else:
-        door = parts["doors"][f"ext_proc_{settings.responses}"]
+        door = parts["doors"]["ext_proc_full" if settings.responses == "full" else "ext_proc_skip"]
     round_robin: _Action = (actions["round_robin"], [])
     # An ORIGINAL_DST cluster has no fallback pod: without a pick, a request fails unless round-robin is
     # allowed.
@@ -76,7 +85,10 @@ def bootstrap(settings: EnvoySettings) -> dict[str, Any]:
     if settings.failure_mode_allow:
         has_pod = {"name": DESTINATION_HEADER, "present_match": True}
         routes = [(actions["picked"], [has_pod]), round_robin]
-    listeners = [_listener("gateway", settings.gateway, parts, routes, [door], parts["access_log"])]
+    gateway = _listener("gateway", settings.gateway, parts, routes, [door], parts["access_log"])
+    if settings.responses == "usage":
+        read_usage(gateway, parts["token_usage"])
+    listeners = [gateway]
     used = [clusters["picked_pod"], _to(clusters["router"], [settings.router_grpc])]
     if settings.round_robin is not None:
         listeners.append(_listener("round_robin", settings.round_robin, parts, [round_robin], [], []))
@@ -86,6 +98,23 @@ def bootstrap(settings: EnvoySettings) -> dict[str, Any]:
         "node": {"id": "kvroute-local", "cluster": "kvroute"},
         "static_resources": {"listeners": listeners, "clusters": used},
     }
+
+
+def read_usage(listener: dict[str, Any], usage_filter: dict[str, Any]) -> None:
+    """Let a listener of `bootstrap` read the usage in responses."""
+    manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    manager["http_filters"].insert(-1, usage_filter)
+    (virtual_host,) = manager["route_config"]["virtual_hosts"]
+    # Compressed responses are not read.
+    virtual_host["request_headers_to_remove"] = ["accept-encoding"]
+    for route in virtual_host["routes"]:
+        if protocol := _USAGE_PROTOCOLS.get(route["match"].get("path")):
+            route["typed_per_filter_config"] = {
+                usage_filter["name"]: {
+                    "@type": f"{usage_filter['typed_config']['@type']}PerRoute",
+                    "response": {"llm_protocol": protocol},
+                }
+            }
 
 
 def _listener(

@@ -65,8 +65,8 @@ class StackOptions:
         "stack",
         "--responses",
         Responses,
-        "skip",
-        "skip: responses bypass the router; full: ext_proc receives both phases",
+        "usage",
+        "usage: Envoy reads their cached tokens; skip: it does not; full: ext_proc receives both phases",
     )
     failure_mode_allow: bool = switch(
         "stack",
@@ -198,7 +198,7 @@ def _router(
     grpc, health, metrics = ports
     argv = [sys.executable, "-m", "router", "--pods-file", str(directory / "pods.yaml"), "--host", HOST]
     argv += ["--grpc-port", str(grpc), "--grpc-health-port", str(health), "--metrics-port", str(metrics)]
-    argv += ["--responses", options.responses]
+    argv += ["--responses", "full" if options.responses == "full" else "skip"]
     if options.model != TINY_MODEL:
         argv += ["--tokenizer", f"{model_name}={options.model}"]
     return ChildPlan("router", argv, ports, f"http://{HOST}:{metrics}/ready")

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from model_server.openai.generation import Delta, Generation, joined
-from model_server.openai.http_server import ModelServerProtocol
+from model_server.openai.http_server import END_OF_EVENTS, ModelServerProtocol
 from model_server.openai.prompts import Job
 from model_server.openai.types import ApiError
 from model_server.requests import ChosenToken
@@ -18,7 +18,6 @@ Json = dict[str, Any]
 # Shown for the logarithm of 0, which JSON cannot express; the same value as in vLLM.
 _LEAST = -9999.0
 _NOT_UTF8 = "\ufffd"
-_DONE = b"data: [DONE]\n\n"
 _EMPTY_DELTA = Delta("", None)
 
 
@@ -114,7 +113,7 @@ class Answer:
             if not begun:
                 raise
             yield b"data: " + error.body() + b"\n\n"
-        yield _DONE
+        yield END_OF_EVENTS
 
     def write_to(self, connection: ModelServerProtocol) -> None:
         """Write events directly to a connection while `pieces` waits; `pieces` still yields the last one."""

@@ -277,12 +277,15 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+END_OF_EVENTS = b"data: [DONE]\n\n"
+
+
 class EventStream(Response):
     """Streamed response of server-sent events.
 
     Args:
         first: First piece of the body.
-        rest: Further pieces.
+        rest: Further pieces; the last one is `END_OF_EVENTS`.
         on_close: Called at the end of the response, also after an error.
         write_to: Called with the connection after the first piece; it may write chunks while `rest` waits.
     """
@@ -312,13 +315,16 @@ class EventStream(Response):
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        await self._send_piece(self._first, send)
         if direct := scope.get("extensions", {}).get(_DIRECT):
             self._write_to(direct["protocol"])
         async with aclosing(self._rest):
             async for piece in self._rest:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await self._send_piece(piece, send)
+
+    async def _send_piece(self, piece: bytes, send: Send) -> None:
+        # One write with the end: a client that disconnects at the last piece would abort the response.
+        await send({"type": "http.response.body", "body": piece, "more_body": piece != END_OF_EVENTS})
 
 
 def quiet_end(app: ASGIApp) -> ASGIApp:

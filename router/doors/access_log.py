@@ -1,7 +1,8 @@
 """Envoy's access log service (ALS): reports the ends of requests, joined by request id.
 
 Prefill rates are not estimated from it: engines send their headers before the first token, so the time to the
-first byte is not the time to the first token.
+first byte is not the time to the first token. Envoy 1.40 adds the usage that it read in the response, as
+`envoy.data.ai.v3.TokenUsage`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from envoy.service.accesslog.v3 import als_pb2
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from indexer.pod_entry import pod_address
+from router._pb.token_usage_pb2 import TokenUsage
 from router.doors.health import ACCESS_LOG_SERVICE
 from router.feedback.lifecycle import Lifecycle
 from router.feedback.outcomes import ACCESS_LOG, RequestReport, end_event
@@ -38,6 +41,9 @@ _FAULTS = (
 )
 # Envoy's response_code_details of requests that ext_authz or ext_proc rejected.
 _REFUSALS = (b"ext_authz_denied", b"kvroute")
+_USAGE = "envoy.ai.token_usage"
+_EXTRACTION_FAILED = 3
+_TOKENS_MAX = 2**31 - 1
 _NO_BODIES = (RequestMethod.GET, RequestMethod.HEAD)
 
 
@@ -84,18 +90,37 @@ class AccessLogService(Exchange):
         if _is_not_charged(entry, failed):
             # Another request with the same id may be in flight.
             return "no_work"
+        refused = entry.response.response_code.value >= _CLIENT_ERROR
+        cached_tokens, usage = _cached_tokens(common, failed=failed)
         report = RequestReport(
             request_id,
-            end_event(failed=failed, refused=entry.response.response_code.value >= _CLIENT_ERROR),
+            end_event(failed=failed, refused=refused),
             ACCESS_LOG,
             pod,
             _late_s(common),
+            cached_tokens,
             is_fault=_is_fault(entry),
             attempts=common.upstream_request_attempt_count,
         )
         if self.lifecycle.ended(report, time.monotonic()) is not None:
+            self.metrics.count("usage", "refused" if refused and not failed else usage)
             return "joined"
         return "other_router" if self.lifecycle.is_remote(request_id) else "unknown"
+
+
+def _cached_tokens(common: Any, *, failed: bool) -> tuple[int | None, str]:
+    """Return the cached tokens that Envoy read in a response, None if unknown, and why, as a metric label."""
+    found = common.metadata.typed_filter_metadata
+    if _USAGE not in found:
+        return None, "aborted" if failed else "untold"
+    try:
+        usage = TokenUsage.FromString(found[_USAGE].value)
+    except DecodeError:
+        return None, "unreadable"
+    details = usage.input_token_details
+    if details.HasField("cached_tokens") and details.cached_tokens.value <= _TOKENS_MAX:
+        return details.cached_tokens.value, "told"
+    return None, "unreadable" if usage.extraction_status == _EXTRACTION_FAILED else "untold"
 
 
 def _has_failed(entry: Any) -> bool:

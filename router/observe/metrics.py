@@ -88,6 +88,11 @@ _COUNTERS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         "Requests by whether the picked pod served them, from Envoy's access log.",
         ("outcome",),
     ),
+    "usage": (
+        _OURS + "response_usage_total",
+        "Responses by whether they told their cached tokens, from Envoy's access log.",
+        ("outcome",),
+    ),
     "logged": (_OURS + "access_log_entries_total", "Access log entries by matched request.", ("join",)),
 }
 # Like `_COUNTERS`, with the buckets before the labels.

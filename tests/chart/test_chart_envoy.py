@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvroute.envoy_config import INFERENCE_PATHS
+from kvroute.envoy_config import INFERENCE_PATHS, Responses
 from kvroute.stack import envoy_command
-from tests.support.chart.envoy_parts import GATEWAY, Responses, envoy_parts, local_bootstrap, manager
+from tests.support.chart.envoy_parts import GATEWAY, envoy_parts, local_bootstrap, manager
 from tests.support.chart.helm import (
     CHART,
     EVERYTHING,
@@ -27,6 +27,8 @@ PARTS = CHART / "files" / "envoy.json"
 SETTINGS: list[dict[str, Any]] = [
     {"door": "check_grpc", "failOpen": False},
     {"door": "check_grpc", "failOpen": True},
+    {"door": "check_grpc", "responses": "skip"},
+    {"door": "ext_proc"},
     {"door": "ext_proc", "responses": "skip"},
     {"door": "ext_proc", "responses": "full"},
 ]
@@ -58,7 +60,7 @@ def test_envoy_accepts_the_configuration(tmp_path: Path, envoy: dict[str, Any]) 
 def test_routing_equals_the_local_stacks(envoy: dict[str, Any]) -> None:
     """Filters, routes, access log and replies equal the local stack's, with retries added."""
     rendered = gateway_manager(envoy_bootstrap({"envoy": envoy}))
-    responses: Responses = envoy.get("responses", "skip")
+    responses: Responses = envoy.get("responses", "usage")
     local = local_bootstrap(envoy["door"], responses, fail_open=envoy.get("failOpen", False))
     (listener,) = local["static_resources"]["listeners"]
     expected = manager(listener)

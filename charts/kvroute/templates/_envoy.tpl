@@ -5,16 +5,24 @@
 {{- $parts := .Files.Get "files/envoy.json" | fromJson -}}
 {{- $listener := $parts.listener -}}
 {{- $manager := (index (index $listener.filter_chains 0).filters 0).typed_config -}}
-{{- $door := ternary (printf "ext_proc_%s" .Values.envoy.responses) .Values.envoy.door (eq .Values.envoy.door "ext_proc") -}}
+{{- $stream := ternary "ext_proc_full" "ext_proc_skip" (eq .Values.envoy.responses "full") -}}
+{{- $door := ternary $stream .Values.envoy.door (eq .Values.envoy.door "ext_proc") -}}
 {{- $filter := mergeOverwrite (index $parts.doors $door) (include "kvroute.envoy.doorPatch" . | fromYaml) -}}
 {{- $_ := set $manager "http_filters" (prepend $manager.http_filters $filter) -}}
 {{- $host := index $manager.route_config.virtual_hosts 0 -}}
 {{- $routes := ternary $parts.fail_open_routes $host.routes .Values.envoy.failOpen -}}
+{{- if eq .Values.envoy.responses "usage" -}}
+{{- $_ := set $manager "http_filters" (list $filter $parts.usage.filter (last $manager.http_filters)) -}}
+{{- $_ := set $host "request_headers_to_remove" $parts.usage.removed -}}
+{{- range $route := $routes -}}
+{{- with index $parts.usage.routes (default "" $route.match.path) -}}{{- $_ := set $route "typed_per_filter_config" . -}}{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- $extras := list -}}
 {{- range $extra := .Values.paths.extra -}}
 {{- /* Copies of the first inference path's routes: one, or two if Envoy fails open. */ -}}
 {{- range $route := ternary (list (index $routes 0) (index $routes 1)) (list (index $routes 0)) $.Values.envoy.failOpen -}}
-{{- $copy := deepCopy $route -}}
+{{- $copy := omit (deepCopy $route) "typed_per_filter_config" -}}
 {{- $_ := set $copy.match "path" $extra.path -}}
 {{- $_ := set (index $copy.match.headers 0) "string_match" (dict "exact" $extra.method) -}}
 {{- $extras = append $extras $copy -}}

@@ -10,7 +10,7 @@
 - --metrics-endpoint-auth=true
 {{- end }}
 {{ include "kvroute.router.podArgs" . }}
-- --responses={{ ternary "full" .Values.envoy.responses (eq .Values.mode "gateway") }}
+- --responses={{ ternary "full" "skip" (or (eq .Values.mode "gateway") (eq .Values.envoy.responses "full")) }}
 - --max-request-bytes={{ int64 $router.maxRequestBytes }}
 - --max-streams={{ int64 $router.maxStreams }}
 {{- if not (kindIs "invalid" $router.forbiddenBodyFields) }}

@@ -22,7 +22,7 @@ MODEL = "kvroute-tiny"
 BLOCK_TOKENS = 16
 
 
-@pytest.fixture(scope="module", params=[("check_grpc", "skip"), ("ext_proc", "skip"), ("ext_proc", "full")])
+@pytest.fixture(scope="module", params=[("check_grpc", "usage"), ("ext_proc", "usage"), ("ext_proc", "full")])
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
     """Provide two model servers, the router and Envoy, with each protocol and response mode."""
     door, responses = request.param
@@ -54,6 +54,33 @@ def test_a_conversation_stays_with_the_pod_that_remembers_it(stack: RunningStack
         assert (delivered > 0) == (turn > 0)
         settle(stack)
     assert len(set(pods)) == 1
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_delivered_cached_tokens_are_told(stack: RunningStack, is_streamed: bool) -> None:
+    """The decision and the metrics show the cached tokens that the client's usage shows, in each mode."""
+    text = f"What is told is shown, streamed: {is_streamed}. " * 20
+    before, told = stack.metric("kvroute_router_delivered_cached_tokens_total"), 0
+    for turn in range(2):
+        message = [{"role": "user", "content": text}]
+        if is_streamed:
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+            raw, stream = say(stack.openai(), message, **options)
+            usage = list(stream)[-1].usage
+        else:
+            raw, completion = say(stack.openai(), message)
+            usage = completion.usage
+        delivered, request_id = usage.prompt_tokens_details.cached_tokens, raw.headers["x-request-id"]
+        assert (delivered > 100) == (turn > 0)
+        told += delivered
+        wait_until(
+            "the decision shows it",
+            lambda request_id=request_id, delivered=delivered: (
+                stack.decision(request_id)["delivered_cached_tokens"] == delivered
+            ),
+        )
+        settle(stack)
+    assert stack.metric("kvroute_router_delivered_cached_tokens_total") - before == told
 
 
 def test_a_burst_with_one_system_prompt_spreads_by_cost(stack: RunningStack) -> None:

@@ -5,14 +5,13 @@ UPDATE_GOLDEN=1 writes them to charts/kvroute/files/envoy.json.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from kvroute.envoy_config import INFERENCE_PATHS, Door, EnvoySettings, bootstrap
+from kvroute.envoy_config import INFERENCE_PATHS, Door, EnvoySettings, Responses, bootstrap
 
 # A port that is bound in every pod, and addresses that the chart replaces.
 GATEWAY = ("0.0.0.0", 8080)
 _ANY = ("127.0.0.1", 1)
-Responses = Literal["skip", "full"]
 
 
 def local_bootstrap(door: Door, responses: Responses = "skip", *, fail_open: bool = False) -> dict[str, Any]:
@@ -29,8 +28,10 @@ def local_bootstrap(door: Door, responses: Responses = "skip", *, fail_open: boo
 
 
 def envoy_parts() -> dict[str, Any]:
-    """Return inference paths, the gateway's listener, fail-open routes, services' filters, clusters."""
+    """Return inference paths, the gateway's listener and fail-open routes, services' filters, clusters."""
     closed, opened = local_bootstrap("check_grpc"), local_bootstrap("check_grpc", fail_open=True)
+    (reading,) = local_bootstrap("check_grpc", "usage")["static_resources"]["listeners"]
+    (host,) = manager(reading)["route_config"]["virtual_hosts"]
     (listener,) = closed["static_resources"]["listeners"]
     manager(listener)["http_filters"] = manager(listener)["http_filters"][1:]
     (opened_listener,) = opened["static_resources"]["listeners"]
@@ -42,6 +43,15 @@ def envoy_parts() -> dict[str, Any]:
             "check_grpc": _door("check_grpc"),
             "ext_proc_skip": _door("ext_proc", "skip"),
             "ext_proc_full": _door("ext_proc", "full"),
+        },
+        "usage": {
+            "filter": manager(reading)["http_filters"][1],
+            "removed": host["request_headers_to_remove"],
+            "routes": {
+                route["match"]["path"]: route["typed_per_filter_config"]
+                for route in host["routes"]
+                if "path" in route["match"] and "typed_per_filter_config" in route
+            },
         },
         "clusters": {cluster["name"]: cluster for cluster in opened["static_resources"]["clusters"]},
     }

@@ -15,6 +15,7 @@ from tests.support.paths import ROOT
     [
         ("router", "endpoint_picker"),
         ("router", "engine_requests"),
+        ("router", "token_usage"),
         ("router", "tokenizer"),
         ("indexer", "indexer"),
     ],

@@ -12,8 +12,10 @@ import pytest
 from envoy.config.core.v3 import base_pb2
 from envoy.data.accesslog.v3 import accesslog_pb2
 from envoy.service.accesslog.v3 import als_pb2, als_pb2_grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
 
 from indexer import PodMatches
+from router._pb.token_usage_pb2 import TokenUsage
 from router.feedback.outcomes import RESPONSE, RequestReport
 from router.inflight.failures import COST_S
 from router.pods.pod_set import Pod
@@ -54,9 +56,46 @@ def in_flight() -> Bench:
     return bench
 
 
+def usage(**fields: Any) -> base_pb2.Metadata:
+    """Build the metadata in which Envoy logs the usage that it read in a response."""
+    told = AnyMessage()
+    told.Pack(TokenUsage(**fields))
+    return base_pb2.Metadata(typed_filter_metadata={"envoy.ai.token_usage": told})
+
+
+BROKEN = base_pb2.Metadata(typed_filter_metadata={"envoy.ai.token_usage": AnyMessage(value=b"\xff")})
+
+
 def flags(**values: bool) -> accesslog_pb2.ResponseFlags:
     """Build response flags."""
     return accesslog_pb2.ResponseFlags(**values)
+
+
+@pytest.mark.parametrize(
+    ("logged", "delivered", "outcome"),
+    [
+        ({"metadata": usage(input_token_details={"cached_tokens": {"value": 64}})}, 64, "told"),
+        ({"metadata": usage(input_token_details={"cached_tokens": {"value": 0}})}, 0, "told"),
+        ({"metadata": usage(input_token_details={"cached_tokens": {"value": 1 << 63}})}, None, "untold"),
+        ({"metadata": usage(extraction_status=1)}, None, "untold"),
+        ({"metadata": usage(extraction_status=3)}, None, "unreadable"),
+        ({"metadata": BROKEN}, None, "unreadable"),
+        ({}, None, "untold"),
+        ({"response_flags": flags(downstream_connection_termination=True)}, None, "aborted"),
+        ({"code": 404}, None, "refused"),
+    ],
+)
+def test_the_usage_that_envoy_read_is_shown(
+    logged: dict[str, Any], delivered: int | None, outcome: str
+) -> None:
+    """Cached tokens of a log entry are those of the decision; unknown ones are counted by cause, not as 0."""
+    bench = in_flight()
+    with serving(bench) as served:
+        send(served, entry(**logged))
+        record = bench.decision_log.find("r")
+    assert record is not None
+    assert record["delivered_cached_tokens"] == delivered
+    assert bench.sample("kvroute_router_response_usage_total", outcome=outcome) == 1
 
 
 @pytest.mark.parametrize(

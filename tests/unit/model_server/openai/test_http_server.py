@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from model_server.openai.http_server import BodyReader, EventStream, quiet_end, unless_disconnected
+from model_server.openai.http_server import (
+    END_OF_EVENTS,
+    BodyReader,
+    EventStream,
+    quiet_end,
+    unless_disconnected,
+)
 from model_server.openai.types import ApiError
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -132,7 +138,7 @@ def test_work_that_ends_first_counts() -> None:
 
 
 def test_a_stream_works_without_a_direct_connection() -> None:
-    """Without a direct connection every piece goes through `send`, and `on_close` is called."""
+    """Without a direct connection every piece goes through `send`, the last one with the end of the body."""
     sent: list[dict[str, Any]] = []
     ended: list[bool] = []
 
@@ -141,13 +147,14 @@ def test_a_stream_works_without_a_direct_connection() -> None:
 
     async def rest() -> AsyncGenerator[bytes]:
         yield b"two"
+        yield END_OF_EVENTS
 
     def write_to(_: object) -> None:
         pytest.fail("there is no connection to write to")
 
     stream = EventStream(b"one", rest(), lambda: ended.append(True), write_to=write_to)
     run(stream({"type": "http"}, chunks(more=True), send))
-    assert [message.get("body") for message in sent] == [None, b"one", b"two", b""]
+    assert [message.get("body") for message in sent] == [None, b"one", b"two", END_OF_EVENTS]
     assert [message.get("more_body") for message in sent] == [None, True, True, False]
     assert ended == [True]
 
