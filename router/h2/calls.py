@@ -37,7 +37,7 @@ _PENDING_BYTES_MAX = 1 << 20
 
 
 class MessageError(Exception):
-    """Invalid message; the call ends with `status`."""
+    """Invalid message, or a servicer's `abort()`; the call ends with `status`."""
 
     def __init__(self, status: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -243,10 +243,6 @@ class Call:
         self._on_ended()
 
 
-class CallAborted(Exception):  # noqa: N818 (a requested status, not an error)
-    """Raised by `abort()` to end a servicer's call."""
-
-
 class ServicerCall(Call):
     """Call with one request message, served on the connection's thread unless the message is large.
 
@@ -281,8 +277,7 @@ class ServicerCall(Call):
         self._details = details
 
     def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
-        self._code, self._details = code, details
-        raise CallAborted
+        raise MessageError(code, details)
 
     def drained(self) -> None:
         if self._changed is not None:
@@ -325,19 +320,15 @@ class ServicerCall(Call):
         data = b""
         try:
             data = self._answer()
-        except CallAborted:
-            pass
         except MessageError as error:
-            self._end(error.status, str(error))
-            return
+            self._code, self._details = error.status, str(error)
         except Exception as error:
             path = self._stream.head.path
             _repeated.event(
                 "call_failed", path, "call failed: method=%s", path, level=logging.ERROR, error=error
             )
             doing = "iterating responses" if self._handler.response_streaming else "calling application"
-            self._end(grpc.StatusCode.UNKNOWN, f"Exception {doing}: {error}")
-            return
+            self._code, self._details = grpc.StatusCode.UNKNOWN, f"Exception {doing}: {error}"
         self._end(self._code, self._details, self._trailing, data=data)
 
     def _answer(self) -> bytes:
