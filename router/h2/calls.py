@@ -18,7 +18,8 @@ import grpc
 
 from common.repeated_log import RepeatedLog
 from router.h2.frames import HEADERS, CallHead, Metadata, refusal_block, trailers_block
-from router.h2.streams import Connection, Stream
+from router.h2.peer import Peer
+from router.h2.streams import Stream
 
 _PREFIX = struct.Struct(">BI")
 _PREFIX_BYTES = 5
@@ -148,7 +149,7 @@ class MessageReader:
 class Call:
     """One gRPC call on an HTTP/2 stream, driven by the thread of its connection."""
 
-    def __init__(self, peer: Connection, stream: Stream) -> None:
+    def __init__(self, peer: Peer, stream: Stream) -> None:
         head: CallHead = stream.head
         self._peer = peer
         self._stream = stream
@@ -250,7 +251,7 @@ class ServicerCall(Call):
     grpc.ServicerContext that the servicers here use.
     """
 
-    def __init__(self, peer: Connection, stream: Stream, handler: Any) -> None:
+    def __init__(self, peer: Peer, stream: Stream, handler: Any) -> None:
         super().__init__(peer, stream)
         self._handler = handler
         self._is_elsewhere = False

@@ -15,7 +15,8 @@ from typing import Any
 import grpc
 
 from router.h2.calls import Call, MessageError
-from router.h2.streams import Connection, Stream
+from router.h2.peer import Peer
+from router.h2.streams import Stream
 
 _log = logging.getLogger(__name__)
 
@@ -58,8 +59,9 @@ class ExchangeMethod:
 class ExchangeCall(Call):
     """Stream that an `Exchange` answers; only one thread at a time runs the exchange."""
 
-    def __init__(self, peer: Connection, stream: Stream, method: ExchangeMethod) -> None:
+    def __init__(self, peer: Peer, stream: Stream, method: ExchangeMethod) -> None:
         super().__init__(peer, stream)
+        peer.server.track_exchange(stream)
         self._method = method
         self._room_bytes = self._inline_bytes_max
         # Tasks for the thread that runs the exchange.

@@ -19,11 +19,9 @@ from typing import Final
 import grpc
 
 from common.repeated_log import RepeatedLog
-from router.h2.calls import Call, ServicerCall
 from router.h2.connection import H2Connection
-from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from router.h2.frames import CallHead, H2Code, H2Error, call_head, refusal_block
-from router.h2.streams import CallServer, Drained, Event, Opened, Received, Stream
+from router.h2.streams import CallServer, Drained, Event, Opened, Received, Stream, StreamCall
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
@@ -200,7 +198,7 @@ class Peer:
 
     def _handle_event(self, event: Event) -> None:
         stream = event.stream
-        call: Call | None = stream.call
+        call = stream.call
         if isinstance(event, Received):
             if call is not None:
                 call.receive(event.data, event.end_stream)
@@ -217,15 +215,15 @@ class Peer:
                     call.cancelled()
             self._free_slot(stream)
 
-    def _begin(self, stream: Stream) -> Call | None:
+    def _begin(self, stream: Stream) -> StreamCall | None:
         """Create the call of a new stream, or reject the stream and return None."""
         server, head = self.server, stream.head
         assert isinstance(head, CallHead)
         if head.refusal is not None:
             self.send(stream, head.refusal, b"", None)
             return None
-        method = server.find(head.path)
-        if method is None:
+        start = server.find(head.path)
+        if start is None:
             self._refuse(stream, grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
             return None
         if not server.begin_call():
@@ -233,10 +231,7 @@ class Peer:
             return None
         stream.holds_slot = True
         try:
-            if isinstance(method, ExchangeMethod):
-                server.track_exchange(stream)
-                return ExchangeCall(self, stream, method)
-            return ServicerCall(self, stream, method)
+            return start(self, stream)
         except Exception as error:
             path = head.path[:100]
             text = "call could not start: method=%s"
@@ -326,9 +321,8 @@ class Peer:
             for stream in streams:
                 stream.is_closed = True
         for stream in streams:
-            call: Call | None = stream.call
-            if call is not None:
-                call.cancelled()
+            if stream.call is not None:
+                stream.call.cancelled()
             self._free_slot(stream)
         self._socket.close()
 
