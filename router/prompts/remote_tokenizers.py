@@ -170,19 +170,16 @@ def _body(answer: urllib3.BaseHTTPResponse) -> bytes:
     """Read a response body within limits of time and size."""
     deadline_s = time.monotonic() + _READ_S
     data = bytearray()
-    whole = False
     try:
         while chunk := answer.read1(_CHUNK_BYTES):
             data += chunk
             if len(data) > _ANSWER_BYTES_MAX or time.monotonic() > deadline_s:
                 raise urllib3.exceptions.HTTPError(f"too slow or too large: {len(data)} bytes read")
-        whole = True
-    finally:
+    except BaseException:
         # Unread bytes would corrupt the connection's next response.
-        if whole:
-            answer.release_conn()
-        else:
-            answer.close()
+        answer.close()
+        raise
+    answer.release_conn()
     return bytes(data)
 
 
@@ -238,7 +235,13 @@ class SidecarTokenizer:
         try:
             answer = self._tokenize(message, timeout=timeout_s)
         except grpc.RpcError as error:
-            return self._no_answer(request, error)
+            code = error.code()
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise TimeoutError from error
+            if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                return unknown(request, "tokenize_queue_full")
+            reason = f"unix:{self._socket}: {code.name}: {error.details()}"
+            raise TokenizerUnavailableError(reason) from error
         if answer.HasField("refusal"):
             raise RequestError(400, answer.refusal.message, answer.refusal.param)
         if answer.degraded:
@@ -252,14 +255,6 @@ class SidecarTokenizer:
 
     def close(self) -> None:
         self._channel.close()
-
-    def _no_answer(self, request: RouteRequest, error: grpc.RpcError) -> PromptTokens:
-        code = error.code()
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise TimeoutError from error
-        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return unknown(request, "tokenize_queue_full")
-        raise TokenizerUnavailableError(f"unix:{self._socket}: {code.name}: {error.details()}") from error
 
 
 class RenderBreaker:

@@ -168,7 +168,11 @@ def reads_cache(request: RouteRequest) -> bool:
     if isinstance(skips := sampling.get("skip_reading_prefix_cache"), bool):
         return not skips
     names = ((body, "prompt_logprobs"), (sampling, "prompt_logprobs"), (sampling, "prompt_logprob_token_ids"))
-    if any(fields.get(name) is not None for fields, name in names) or _starts_in_prompt(body):
+    if any(fields.get(name) is not None for fields, name in names):
+        return False
+    # SGLang's fields, which may request log probabilities of the prompt.
+    start = body.get("logprob_start_len")
+    if body.get("return_logprob") and isinstance(start, int) and start >= 0:
         return False
     if not body.get("echo"):
         return True
@@ -197,12 +201,6 @@ def _sampling(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the sampling parameters of vLLM's /inference/v1/generate and SGLang's /generate."""
     sampling = body.get("sampling_params")
     return sampling if isinstance(sampling, dict) else {}
-
-
-def _starts_in_prompt(body: Mapping[str, Any]) -> bool:
-    """Return whether SGLang's fields request log probabilities of the prompt."""
-    start = body.get("logprob_start_len")
-    return bool(body.get("return_logprob")) and isinstance(start, int) and start >= 0
 
 
 def session_of(request: RouteRequest) -> str | None:
