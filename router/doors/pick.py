@@ -98,7 +98,8 @@ def route_request(request: pb.PickEndpointRequest, size_bytes: int) -> RouteRequ
         RequestError: 400, with the name of the invalid field.
     """
     headers = request.headers
-    request_id = request.request_id or headers.get(REQUEST_ID_HEADER) or _generated_id()
+    # A generated id need not be secret, so it spares uuid4's system call.
+    request_id = request.request_id or headers.get(REQUEST_ID_HEADER) or f"{getrandbits(128):032x}"
     if len(request_id) > _REQUEST_ID_MAX:
         raise RequestError(400, f"request_id is longer than {_REQUEST_ID_MAX} characters", "request_id")
     candidates = frozenset(request.candidates) or None
@@ -168,11 +169,6 @@ def _text(text: str) -> str:
 def _with_size(message: bytes) -> tuple[pb.PickEndpointRequest, int]:
     # The size is known here; the message's own ByteSize() would have to compute it.
     return _READ(message), len(message)
-
-
-def _generated_id() -> str:
-    # The id need not be secret, so it spares uuid4's system call.
-    return f"{getrandbits(128):032x}"
 
 
 def _chat_options(text: bytes) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -124,11 +125,7 @@ class ApproximatePrefix(Settings):
         return found
 
     def _match(self, keys: Sequence[int], sent: Mapping[int, None]) -> PrefixMatch:
-        blocks = 0
-        for key in keys:
-            if key not in sent:
-                break
-            blocks += 1
+        blocks = len(list(takewhile(sent.__contains__, keys)))
         return PrefixMatch(float(blocks), len(keys), blocks, self._block_tokens)
 
 
