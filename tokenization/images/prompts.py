@@ -12,7 +12,7 @@ import binascii
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -167,7 +167,7 @@ def _webp(data: bytes) -> tuple[int, int] | None:
 
 _IMAGE = "image"
 # Types of parts with a URL; others contain images in processed forms.
-_WITH_URL = ("image_url", "input_image")
+_WITH_URL = (None, "image_url", "input_image")
 _SCHEME, _BASE64 = "data:", ";base64"
 _MEDIA_TYPE_CHARS_MAX = 256
 # Characters of base64 to decode: enough for nearly all images, then for those with large metadata.
@@ -192,7 +192,7 @@ def image_parts(messages: object) -> list[ImagePart] | None:
             medium = medium_of(part)
             if medium is None:
                 continue
-            if medium != _IMAGE or not _has_url(part):
+            if medium != _IMAGE or "image_url" not in part or part.get("type") not in _WITH_URL:
                 return None
             url, uuid = part.get("image_url"), part.get("uuid")
             url = url.get("url") if isinstance(url, dict) else url
@@ -221,11 +221,6 @@ def size_of_url(url: object, *, oriented: bool) -> ImageSize | None:
         if known or whole:
             break
     return size if known else None
-
-
-def _has_url(part: dict[str, Any]) -> bool:
-    kind = part.get("type")
-    return "image_url" in part and (kind is None or kind in _WITH_URL)
 
 
 def _decoded(text: str) -> bytes:

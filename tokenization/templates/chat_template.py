@@ -14,10 +14,11 @@ import math
 import secrets
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from types import BuiltinMethodType
 from typing import Any, NamedTuple
 
@@ -276,14 +277,9 @@ def _text(content: object) -> str:
 
 def while_set(items: Iterable[Any], namespace: Any, flag: str) -> Iterable[Any]:
     """Return an iterator of the items that ends when the namespace's flag is cleared."""
-    return _while_set(items, namespace, flag) if type(namespace) is Namespace else items
-
-
-def _while_set(items: Iterable[Any], namespace: Any, flag: str) -> Iterator[Any]:
-    for item in items:
-        if not getattr(namespace, flag, True):
-            return
-        yield item
+    if type(namespace) is not Namespace:
+        return items
+    return takewhile(lambda _: getattr(namespace, flag, True), items)
 
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
@@ -356,10 +352,6 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 def _tojson(
     value: object,
     ensure_ascii: bool = False,
@@ -384,12 +376,8 @@ def _tojson(
     return text
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-ENVIRONMENT = _environment()  # of all templates, with the whitespace options of transformers
+# Of all templates, with the whitespace options of transformers.
+ENVIRONMENT = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+ENVIRONMENT.filters["tojson"] = _tojson
+ENVIRONMENT.globals["raise_exception"] = _raise_exception
+ENVIRONMENT.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
