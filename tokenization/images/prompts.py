@@ -263,41 +263,27 @@ def expand_images(rule: ImageRule, ids: TokenIds, parts: Sequence[ImagePart]) ->
     places = np.flatnonzero(ids == rule.placeholder_id).tolist()
     if len(places) != len(parts):
         return None
-    known: list[TokenIds] = []
-    tokens = len(ids)
-    for part in parts[: None if not rule.reads_size else _SIZES_MAX]:
+    pieces: list[TokenIds] = []
+    offsets: list[int] = []
+    lengths: list[int] = []
+    at = tokens = 0
+    ids_left = _IDS_MAX - len(ids)
+    for place, part in zip(places, parts[: _SIZES_MAX if rule.reads_size else None], strict=False):
         size = size_of_url(part.url, oriented=rule.oriented) if rule.reads_size else None
         expansion = rule.expand(size)
         if expansion is None:
             break
-        known.append(expansion)
-        tokens += len(expansion)
-        if tokens > _IDS_MAX:
+        ids_left -= len(expansion)
+        if ids_left < 0:
             return None
-    return _placed(rule, ids, parts, places, known)
-
-
-def _placed(
-    rule: ImageRule,
-    ids: TokenIds,
-    parts: Sequence[ImagePart],
-    places: Sequence[int],
-    known: Sequence[TokenIds],
-) -> ExpandedPrompt:
-    """Replace the placeholders of the first images by their known ids."""
-    pieces: list[TokenIds] = []
-    offsets: list[int] = []
-    at = tokens = 0
-    for place, expansion in zip(places, known, strict=False):
         pieces += ids[at:place], expansion
         offsets.append(tokens + place - at)
-        tokens = offsets[-1] + len(expansion)
+        lengths.append(len(expansion))
+        tokens = offsets[-1] + lengths[-1]
         at = place + 1
-    end = places[len(known)] if len(known) < len(places) else len(ids)
+    unknown = len(places) - len(lengths)
+    end = places[len(lengths)] if unknown else len(ids)
     whole, starts = merge_ids(np.concatenate((*pieces, ids[at:end])), rule.merges, offsets)
-    images = tuple(
-        PlacedImage(start, len(expansion), part.uuid)
-        for start, expansion, part in zip(starts, known, parts, strict=False)
-    )
-    unknown = len(places) - len(known)
+    known = zip(starts, lengths, parts, strict=False)
+    images = tuple(PlacedImage(start, length, part.uuid) for start, length, part in known)
     return ExpandedPrompt(whole, images, len(ids) - end - unknown, unknown)
