@@ -36,6 +36,7 @@ TINY_DIRECTORY = Path(__file__).parent / "tiny"
 # Decoded text of bytes that are not (yet) a UTF-8 character.
 REPLACEMENT = "\ufffd"
 
+_IMAGE_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
@@ -129,7 +130,8 @@ class PromptTokenizer:
             added = tokenizer.get_added_tokens_decoder().values()
             mistral_text = mistral_pattern(own_file, [token.content for token in added])
         else:
-            images = _image_files(directory, settings)
+            config, preprocessor, processor = (read_json(directory / name) for name in _IMAGE_FILES)
+            images = ImageFiles(config, preprocessor, processor, settings)
             sources = template_sources(directory, settings, images.config)
             if by_library and images.config.get("model_type") == GPT_OSS:
                 coded = HarmonyPrompts()
@@ -200,12 +202,6 @@ class PromptTokenizer:
         return template.render(messages, tools=tools, **options)
 
 
-def _image_files(directory: Path, settings: Mapping[str, Any]) -> ImageFiles:
-    names = ("config.json", "preprocessor_config.json", "processor_config.json")
-    config, preprocessor, processor = (read_json(directory / name) for name in names)
-    return ImageFiles(config, preprocessor, processor, settings)
-
-
 def _extra_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return a model's extra special tokens by their names in the template."""
     extra = settings.get("extra_special_tokens")
@@ -221,8 +217,5 @@ def _eos_token_ids(directory: Path, tokenizer: Tokenizer, special: Mapping[str, 
         if value is not None:
             ids.update(value if isinstance(value, list) else [value])
             break
-    if (text := special.get("eos_token")) is not None and (
-        token_id := tokenizer.token_to_id(text)
-    ) is not None:
-        ids.add(token_id)
-    return frozenset(ids)
+    own = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    return frozenset(ids if own is None else ids | {own})

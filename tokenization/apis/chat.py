@@ -251,8 +251,6 @@ _CALL_FIELDS = ("id", "function", "type")
 _CALL_FUNCTION_FIELDS = ("arguments", "name")
 _TOOL_FIELDS = ("function", "type")
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
-# Optional fields of a tool that are kept; others are dropped.
-_OPTIONAL_FIELDS = ("strict", "defer_loading")
 
 
 class OrderedCalls(list[Any]):
@@ -307,13 +305,10 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
         raise PromptError(f"{where}.function must be an object with a name", "tools")
     known = {name: function.get(name) for name in ("name", "description", "parameters")}
     shown = {"type": "function", "function": known}
-    deferred = tool.get("defer_loading")
-    for name in _OPTIONAL_FIELDS:
-        value = function.get(name)
-        if value is None and name == "defer_loading":
-            value = deferred
-        if value is not None:
-            known[name] = value
+    deferred, own = tool.get("defer_loading"), function.get("defer_loading")
+    # Optional fields that are kept; others are dropped.
+    optional = {"strict": function.get("strict"), "defer_loading": deferred if own is None else own}
+    known |= {name: value for name, value in optional.items() if value is not None}
     return shown if deferred is None else {**shown, "defer_loading": deferred}
 
 

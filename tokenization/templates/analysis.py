@@ -6,6 +6,8 @@ iterations can have no effect.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from jinja2 import nodes
 
 WHILE = "kvroute_while"  # name of `while_set` in rewritten templates
@@ -85,25 +87,19 @@ def wants_parts(template: nodes.Template) -> bool:
     As vLLM's server does, it searches for a loop over a message's content, over a macro's argument with such
     a content, or over a variable named "content". If the analysis fails, contents are passed as texts.
     """
-    try:
-        return _wants_parts(template)
-    except _UnsupportedTargetError:
-        return False
-
-
-def _wants_parts(template: nodes.Template) -> bool:
-    message_names = _message_names(template)
-    # Id of a loop within a macro -> names of the macro's arguments that are contents.
-    contents: dict[int, set[str]] = {}
-    for macro in template.find_all(nodes.Macro):
-        names = _content_arguments(template, macro, message_names)
-        contents.update((id(loop), names) for loop in macro.find_all(nodes.For))
-    for loop in template.find_all(nodes.For):
-        if _is_content(loop.iter, message_names) or (
-            isinstance(loop.iter, nodes.Name) and loop.iter.name in contents.get(id(loop), {_CONTENT})
-        ):
-            _target_name(loop.target)
-            return True
+    with suppress(_UnsupportedTargetError):
+        message_names = _message_names(template)
+        # Id of a loop within a macro -> names of the macro's arguments that are contents.
+        contents: dict[int, set[str]] = {}
+        for macro in template.find_all(nodes.Macro):
+            names = _content_arguments(template, macro, message_names)
+            contents.update((id(loop), names) for loop in macro.find_all(nodes.For))
+        for loop in template.find_all(nodes.For):
+            if _is_content(loop.iter, message_names) or (
+                isinstance(loop.iter, nodes.Name) and loop.iter.name in contents.get(id(loop), {_CONTENT})
+            ):
+                _target_name(loop.target)
+                return True
     return False
 
 

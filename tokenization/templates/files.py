@@ -129,12 +129,7 @@ def mistral_file(directory: Path) -> Path | None:
 
 
 def mistral_pattern(file: Path, special_tokens: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of texts that mistral-common encodes differently from `tokenizer.json`.
-
-    Args:
-        file: File of Mistral's own tokenizer.
-        special_tokens: Special tokens of tokenizer.json.
-    """
+    """Return a pattern of texts that mistral-common encodes unlike `tokenizer.json` with these tokens."""
     if file.name != _TEKKEN:
         return ANY_TEXT
     texts = [re.escape(text) for text in special_tokens]
