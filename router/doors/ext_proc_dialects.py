@@ -106,9 +106,7 @@ def routing_response(
 
     Args:
         phase: Message to respond to: the body in BUFFERED mode, where the headers are answered first.
-        destination: Picked endpoint.
         headers: Further headers to set.
-        removed: Headers to remove.
         scores: Scores of all candidates by endpoint, for the metadata.
         body: Replaces the request's body; None: unchanged.
     """
