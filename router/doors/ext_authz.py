@@ -36,7 +36,7 @@ from router.errors import RequestError
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
 from router.prompts.parsers import OWN_PARSERS
-from router.prompts.request import RequestKind, RouteRequest, too_large
+from router.prompts.request import RouteRequest, too_large, unread_request
 
 _SERVICE = "check"  # in metrics
 _PARTIAL_BODY_HEADER = "x-envoy-auth-partial-body"
@@ -119,13 +119,7 @@ class ExtAuthzService:
         if partial or not body:
             if partial or http.method not in _BODILESS:
                 self.guard.unchecked()
-            return RouteRequest(
-                request_id,
-                RequestKind.PASSTHROUGH,
-                body_bytes=max(http.size, len(body)),
-                candidates=candidates,
-                headers=headers,
-            )
+            return unread_request(request_id, max(http.size, len(body)), candidates, headers)
         request = OWN_PARSERS.parse(request_id, http.path, body, candidates, headers)[0]
         if (field := self.guard.forbidden(request, body)) is not None:
             raise refusal(field)

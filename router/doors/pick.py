@@ -24,7 +24,7 @@ from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
 from router.picking.decision import Decision
 from router.pods.pod_set import PodSet, PodSnapshot
-from router.prompts.request import RequestKind, RouteRequest, api_request
+from router.prompts.request import RequestKind, RouteRequest, api_request, unread_request
 
 _SERVICE = "pick_endpoint"  # in metrics
 _REQUEST_ID_MAX = 256
@@ -116,14 +116,7 @@ def route_request(request: pb.PickEndpointRequest, size_bytes: int) -> RouteRequ
         case "token_ids":
             kind, body["prompt"] = _COMPLETIONS, list(request.token_ids.ids)
         case _:
-            return RouteRequest(
-                request_id,
-                RequestKind.PASSTHROUGH,
-                request.model or None,
-                body_bytes=size_bytes,
-                candidates=candidates,
-                headers=headers,
-            )
+            return unread_request(request_id, size_bytes, candidates, headers, request.model or None)
     return api_request(request_id, kind, body, size_bytes, candidates, headers)
 
 

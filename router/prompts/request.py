@@ -151,6 +151,17 @@ def api_request(
     return RouteRequest(request_id, kind, model, body, body_bytes, cache_salt, candidates, headers)
 
 
+def unread_request(
+    request_id: str,
+    body_bytes: int,
+    candidates: frozenset[str] | None,
+    headers: Mapping[str, str],
+    model: str | None = None,
+) -> RouteRequest:
+    """Return a request whose body is not read; it is routed by load."""
+    return RouteRequest(request_id, RequestKind.PASSTHROUGH, model, {}, body_bytes, None, candidates, headers)
+
+
 def too_large(limit_bytes: int) -> RequestError:
     """Return the error for a body above the limit."""
     return RequestError(413, f"the request body is larger than this router's limit of {limit_bytes} bytes")
