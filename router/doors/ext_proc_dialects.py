@@ -106,7 +106,6 @@ def routing_response(
 
     Args:
         phase: Message to respond to: the body in BUFFERED mode, where the headers are answered first.
-        headers: Further headers to set.
         scores: Scores of all candidates by endpoint, for the metadata.
         body: Replaces the request's body; None: unchanged.
     """

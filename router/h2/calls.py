@@ -49,7 +49,6 @@ class MessageReader:
     """Splits one stream's bytes into messages.
 
     Args:
-        encoding: Compression by `grpc-encoding`.
         bytes_max: Limit of a message's size; larger ones are rejected when their prefix arrives.
     """
 

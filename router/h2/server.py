@@ -51,9 +51,7 @@ class GrpcServer:
         requests_max: Limit of concurrent calls; further ones end with RESOURCE_EXHAUSTED.
         message_bytes_max: Limit of a request body within a message.
         services: Functions that each add a service to the given server.
-        reflects: Whether to serve gRPC reflection.
         tls: Returns the context for a new TLS connection; None for plaintext only.
-        plaintext: Whether connections without TLS are served.
         receive_bytes_max, send_bytes_max: Message limits; None for message_bytes_max plus 1 MiB.
         inline: By method path, the request bytes up to which the connection's thread serves a call.
 

@@ -32,9 +32,6 @@ Message = dict[str, Any]  # in the library's form
 class HarmonyPrompts:
     """Chat prompts of gpt-oss. Thread-safe.
 
-    Args:
-        now: Local clock.
-
     Raises:
         TokenizerLoadError: oss-harmony is not installed.
     """

@@ -55,11 +55,8 @@ def may_be_rotated(data: bytes, *, whole: bool) -> bool:
     """Return whether an image's EXIF or XMP data may contain an orientation.
 
     Some releases of vLLM apply it, others do not. PNG and GIF may contain such data anywhere, so the whole
-    file is needed. JPEG has it before the pixels, and WebP has a flag for it in the header.
-
-    Args:
-        data: Beginning of the file.
-        whole: Whether `data` is the whole file.
+    file is needed. JPEG has it before the pixels, and WebP has a flag for it in the header. `data` is the
+    beginning of the file, and the rest too if `whole`.
     """
     try:
         if data.startswith(_JPEG):
