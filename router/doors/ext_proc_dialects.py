@@ -77,8 +77,6 @@ _CODES = {
     500: "Internal",
     503: "ServiceUnavailable",
 }
-_NO_CANDIDATES = "failed to find endpoint candidates for serving the request"
-_SATURATED = "system saturated, sheddable request dropped"
 # Headers that `passed_headers` drops besides the system-owned ones.
 _NOT_PASSED = frozenset({DESTINATION_HEADER, "content-length"})
 
@@ -341,9 +339,9 @@ def _error_text(error: RequestError) -> str:
     if isinstance(error, EvictedError):
         return message
     if isinstance(error, NoEndpointError):
-        message = _NO_CANDIDATES
+        message = "failed to find endpoint candidates for serving the request"
     elif isinstance(error, SaturatedError):
-        message = _SATURATED
+        message = "system saturated, sheddable request dropped"
     return f"inference error: {_CODES.get(error.status, 'Unknown')} - {message}"
 
 

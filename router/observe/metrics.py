@@ -416,12 +416,8 @@ class MetricAliases(Collector):
         finally:
             self._thread.is_collecting = False
         for family in families:
-            yield _renamed(family, _ALIASES[family.name])
-
-
-def _renamed(family: Metric, name: str) -> Metric:
-    renamed = Metric(name, family.documentation, family.type, family.unit)
-    renamed.samples = [
-        sample._replace(name=name + sample.name.removeprefix(family.name)) for sample in family.samples
-    ]
-    return renamed
+            old, name = family.name, _ALIASES[family.name]
+            renamed = Metric(name, family.documentation, family.type, family.unit)
+            for sample in family.samples:
+                renamed.samples.append(sample._replace(name=name + sample.name.removeprefix(old)))
+            yield renamed

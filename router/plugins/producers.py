@@ -181,14 +181,11 @@ class _CostAware(Settings):
     size: Text = "2GiB"
 
     def __post_init__(self) -> None:
+        found = _MEMORY.fullmatch(self.size)
+        # Memory limit of the index.
+        self.size_bytes = int(float(found[1]) * _MEMORY_UNITS.get(found[2].lower(), 0)) if found else 0
         if not self.size_bytes:
             raise ValueError(f"size: expected a size such as 2GiB or 500MB, got {self.size[:100]!r}")
-
-    @property
-    def size_bytes(self) -> int:
-        """Return the memory limit of the index in bytes; 0 if `size` is invalid."""
-        found = _MEMORY.fullmatch(self.size)
-        return int(float(found[1]) * _MEMORY_UNITS.get(found[2].lower(), 0)) if found else 0
 
 
 class _Redis(Settings):

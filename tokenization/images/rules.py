@@ -138,7 +138,6 @@ def _disjoint(pairs: np.ndarray[tuple[int], np.dtype[np.intp]]) -> np.ndarray[tu
 
 Settings: TypeAlias = Mapping[str, Any]
 
-_NONE: Settings = {}
 # Larger counts and lengths are mistakes in a model's files.
 _COUNT_MAX = 1 << 28
 _GEMMA_TOKENS, _GEMMA_NEWLINES = 256, ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
@@ -288,7 +287,7 @@ def _agreed(*given: object) -> int | None:
 
 def _dict(settings: Settings, name: str) -> Settings:
     value = settings.get(name)
-    return value if isinstance(value, dict) else _NONE
+    return value if isinstance(value, dict) else {}
 
 
 def _token(settings: Settings, name: str) -> str | None:

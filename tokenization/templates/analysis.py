@@ -33,7 +33,9 @@ def with_early_exit(loop: nodes.For) -> nodes.For:
     *first, last = loop.body
     if not all(map(_has_no_effect, first)) or not isinstance(last, nodes.If) or last.elif_ or last.else_:
         return loop
-    flag = _first_condition(last.test)
+    flag = last.test
+    while isinstance(flag, nodes.And):
+        flag = flag.left  # without which the condition is false
     if not isinstance(flag, nodes.Getattr) or not isinstance(flag.node, nodes.Name):
         return loop
     assigned = {node.target.name for node in first if isinstance(node, nodes.Assign)}  # type: ignore[attr-defined]
@@ -48,13 +50,6 @@ def with_early_exit(loop: nodes.For) -> nodes.For:
     arguments = [loop.iter, flag.node, nodes.Const(flag.attr)]
     items = nodes.Call(nodes.Name(WHILE, "load"), arguments, [], None, None)
     return nodes.For(loop.target, items, loop.body, [], None, False, lineno=loop.lineno)
-
-
-def _first_condition(test: nodes.Node) -> nodes.Node:
-    """Return the first operand of a conjunction, without which the condition is false."""
-    while isinstance(test, nodes.And):
-        test = test.left
-    return test
 
 
 def _has_no_effect(node: nodes.Node) -> bool:
