@@ -139,17 +139,8 @@ def mistral_pattern(file: Path, special_tokens: Iterable[str]) -> re.Pattern[str
 
 # Files that PromptTokenizer.from_directory reads or looks for; no weights.
 _HUB_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/tool_use.jinja",
-    "generation_config.json",
-    "config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "tekken.json",
-    "tokenizer.model.v*",
+    *("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"),
+    *(*_FILES.values(), _PROCESSOR_TEMPLATE, *_PROCESSORS, _TEKKEN, _SENTENCEPIECE),
 )
 
 
