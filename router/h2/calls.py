@@ -93,7 +93,13 @@ class MessageReader:
                 if len(data) - at < _PREFIX_BYTES:
                     self._head = data[at:]
                     return
-                self._flag, self._missing = self._prefix(data, at)
+                flag, size = _PREFIX.unpack_from(data, at)
+                if size > self._bytes_max:
+                    raise self._too_large(size)
+                if flag > 1:
+                    problem = "a message's compressed flag is neither 0 nor 1"
+                    raise MessageError(grpc.StatusCode.INTERNAL, problem)
+                self._flag, self._missing = flag, size
                 at += _PREFIX_BYTES
             piece = data[at : at + self._missing]
             at += len(piece)
@@ -113,14 +119,6 @@ class MessageReader:
             parts[-1] += piece
         else:
             parts.append(bytearray(piece))
-
-    def _prefix(self, data: bytes, at: int) -> tuple[int, int]:
-        flag, size = _PREFIX.unpack_from(data, at)
-        if size > self._bytes_max:
-            raise self._too_large(size)
-        if flag > 1:
-            raise MessageError(grpc.StatusCode.INTERNAL, "a message's compressed flag is neither 0 nor 1")
-        return flag, size
 
     def _plain(self, message: bytes) -> bytes:
         window_bits = _WINDOW_BITS.get(self._encoding)
@@ -197,10 +195,6 @@ class Call:
     def _on_ended(self) -> None:
         """Handle the end of the call; called once, when the status was sent or the call was cancelled."""
         raise NotImplementedError
-
-    def _release_stream(self) -> None:
-        """Release the stream once no thread works on the call any more; called once."""
-        self._peer.call_ended(self._stream)
 
     def _framed(self, answer: bytes) -> bytes:
         """Return a response message with its gRPC length prefix.
@@ -313,7 +307,7 @@ class ServicerCall(Call):
             if not self.is_ended:
                 self._serve()
         finally:
-            self._release_stream()
+            self._peer.call_ended(self._stream)
 
     def _serve(self) -> None:
         """Run the servicer and end the call with its last response and status, or with its error."""
@@ -375,4 +369,4 @@ class ServicerCall(Call):
             except Exception:
                 _log.exception("call callback failed: method=%s", self._stream.head.path)
         if not self._is_elsewhere:
-            self._release_stream()
+            self._peer.call_ended(self._stream)

@@ -182,4 +182,4 @@ class ExchangeCall(Call):
             _log.exception("closing stream failed: method=%s", self._stream.head.path)
         if self._report_end is not None:
             self._report_end(self._code)
-        self._release_stream()
+        self._peer.call_ended(self._stream)

@@ -296,17 +296,15 @@ def field(name: bytes, value: bytes) -> bytes:
     return b"\x00" + _sized(name) + _sized(value)
 
 
-def status_200(*fields: tuple[bytes, bytes]) -> bytes:
-    """Return a block with `:status: 200` and these fields."""
-    return b"\x88" + b"".join(field(name, value) for name, value in fields)
-
-
 def _sized(text: bytes) -> bytes:
     """Return a string without Huffman coding, prefixed with its length as a 7-bit integer (section 5.1)."""
     return bytes(encode_integer(len(text), 7)) + text
 
 
-HEADERS: Final = status_200((b"content-type", _CONTENT_TYPE), (b"grpc-accept-encoding", _ENCODINGS))
+STATUS_200: Final = b"\x88"  # indexed header field `:status: 200`
+HEADERS: Final = (
+    STATUS_200 + field(b"content-type", _CONTENT_TYPE) + field(b"grpc-accept-encoding", _ENCODINGS)
+)
 OK_TRAILERS: Final = field(b"grpc-status", b"0")
 
 Metadata = tuple[tuple[str, str], ...]
