@@ -223,7 +223,7 @@ class _Exchange(Exchange):
         if request.client_model is not None:
             self._response.models = (request.model or "", request.client_model)
         if request.body.get("stream") is True:
-            self._response.disable_buffering()
+            self._response.buffered = None
         if decision.priority < 0 and decision.is_charged and self._evictable is not None:
             # The stream sends the eviction's response after those of the message in progress.
             evict = partial(self._stream.interrupt, self._evicted)
