@@ -43,11 +43,8 @@ _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep",
 class TokenTexts(dict[int, str | None]):
     """Texts of single ids, independent of their neighbours; None for an id that may be part of a character.
 
-    A cache, because generation needs one per token; it has at most one entry per id of the vocabulary.
-
-    Args:
-        tokenizer: A tokenizer with a `ByteLevel` decoder.
-        skip_special_tokens: Whether special tokens have no text.
+    A cache, because generation needs one per token; it has at most one entry per id of the vocabulary. The
+    tokenizer must have a `ByteLevel` decoder.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
@@ -153,10 +150,7 @@ class PromptTokenizer:
         return self.chat_template if tools is None else self._tool_template or self.chat_template
 
     def token_ids(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-        """Encode a text.
-
-        Args:
-            add_special_tokens: Whether to add the model's tokens around a text, such as BOS.
+        """Encode a text; `add_special_tokens` adds the model's tokens around it, such as BOS.
 
         Raises:
             UnsupportedPromptError: It contains a lone surrogate, or is too long for the model's library.

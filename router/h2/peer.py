@@ -26,7 +26,7 @@ from router.h2.streams import CallServer, Drained, Event, Opened, Received, Stre
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
 
-_RECEIVE_BYTES = 256 << 10
+_READ_BYTES = 256 << 10
 # Timeout of one frame or header block; no gateway needs as long.
 FRAME_S = 10.0
 # Timeout of one write; a client that reads byte by byte blocks a thread for this long.
@@ -38,8 +38,6 @@ _SHORT_BYTES = 8 << 10
 
 # First byte of a TLS handshake record; HTTP/2 in plaintext starts with another byte.
 HANDSHAKE: Final = 0x16
-
-_READ_BYTES = 256 << 10
 
 
 def host_of(address: str) -> str:
@@ -72,7 +70,7 @@ class Peer:
 
     def serve(self) -> None:
         """Read and serve until either side closes the connection."""
-        room = memoryview(bytearray(_RECEIVE_BYTES))
+        room = memoryview(bytearray(_READ_BYTES))
         connection = self._connection
         self._reader = get_ident()
         try:

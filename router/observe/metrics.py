@@ -119,13 +119,12 @@ _HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...], tuple[str, ...]]] =
     ),
 }
 
-_OBJECTIVE = "inference_objective_"
 # Older name of the same metric.
 _ALIASES = {
-    "llm_d_epp_request": f"{_OBJECTIVE}request",
-    "llm_d_epp_request_error": f"{_OBJECTIVE}request_error",
-    "llm_d_epp_request_input_tokens": f"{_OBJECTIVE}input_tokens",
-    "llm_d_epp_request_running": f"{_OBJECTIVE}running_requests",
+    "llm_d_epp_request": "inference_objective_request",
+    "llm_d_epp_request_error": "inference_objective_request_error",
+    "llm_d_epp_request_input_tokens": "inference_objective_input_tokens",
+    "llm_d_epp_request_running": "inference_objective_running_requests",
     "llm_d_epp_ready_endpoints": "inference_pool_ready_pods",
     "llm_d_epp_scheduler_e2e_duration_seconds": "inference_extension_scheduler_e2e_duration_seconds",
 }
@@ -392,11 +391,7 @@ class TokenizerCollector(Collector):
 
 
 class MetricAliases(Collector):
-    """Metrics of the llm-d endpoint picker repeated under their older names.
-
-    Args:
-        registry: Registry of the metrics; the aliases are registered there, too.
-    """
+    """Metrics of the llm-d endpoint picker repeated under their older names, in the same registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

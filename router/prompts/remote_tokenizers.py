@@ -189,11 +189,7 @@ def _size_bytes(tokens: PromptTokens) -> int:
 
 
 class SidecarTokenizer:
-    """Tokenizer of one model in a `kvroute tokenizer` process. Thread-safe.
-
-    Args:
-        socket: Path of the Unix socket, which need not exist yet.
-    """
+    """Tokenizer of one model in a `kvroute tokenizer` process, which need not run yet. Thread-safe."""
 
     def __init__(self, model: str, socket: str) -> None:
         self._model = model

@@ -47,11 +47,7 @@ class _Checked(NamedTuple):
 
 
 class MessageCache:
-    """Cache of checked messages of chats with one template. Thread-safe.
-
-    Args:
-        capacity_bytes: Maximum memory. When it is reached, the cache is emptied.
-    """
+    """Cache of checked messages of chats with one template; emptied at its capacity. Thread-safe."""
 
     def __init__(self, *, wants_parts: bool, capacity_bytes: int = _CAPACITY_BYTES) -> None:
         self._wants_parts = wants_parts

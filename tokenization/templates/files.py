@@ -104,11 +104,9 @@ def _processor_template(directory: Path) -> str | None:
 
 
 def _is_rendered_by_code(config: Mapping[str, Any]) -> bool:
-    architectures = config.get("architectures")
-    names = architectures if isinstance(architectures, list) else []
-    return config.get("model_type") == GPT_OSS or any(
-        isinstance(name, str) and name in _CODE_ARCHITECTURES for name in names
-    )
+    given = config.get("architectures")
+    names = [name for name in given if isinstance(name, str)] if isinstance(given, list) else []
+    return config.get("model_type") == GPT_OSS or not _CODE_ARCHITECTURES.isdisjoint(names)
 
 
 _TEKKEN, _SENTENCEPIECE = "tekken.json", "tokenizer.model.v*"
