@@ -128,8 +128,13 @@ class ExchangeCall(Call):
             if not self.is_ended:
                 try:
                     task()
+                except MessageError as error:
+                    self._code = _UNKNOWN
+                    self._end(error.status, str(error))
                 except Exception as error:
-                    self._fail(error)
+                    self._code = _UNKNOWN
+                    _log.exception("call failed: method=%s", self._stream.head.path)
+                    self._end(grpc.StatusCode.UNKNOWN, f"Exception iterating responses: {error}")
             with self._lock:
                 if not self._waiting:
                     self._is_serving = False
@@ -137,14 +142,6 @@ class ExchangeCall(Call):
         if self.is_ended:
             # Another thread ended the call meanwhile and left the cleanup to this one.
             self._on_ended()
-
-    def _fail(self, error: Exception) -> None:
-        self._code = _UNKNOWN
-        if isinstance(error, MessageError):
-            self._end(error.status, str(error))
-            return
-        _log.error("call failed: method=%s", self._stream.head.path, exc_info=error)
-        self._end(grpc.StatusCode.UNKNOWN, f"Exception iterating responses: {error}")
 
     def _answer(self, exchange: Exchange, data: bytes, size: int) -> None:
         try:
