@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _SERVICE = "kvroute-router"
-# Default of the llm-d endpoint picker.
-_SAMPLED_SHARE = 0.1
 _SHARE_VARIABLE = "OTEL_TRACES_SAMPLER_ARG"
 
 
@@ -127,7 +125,7 @@ def _sampler() -> Any:
 
     if os.environ.get("OTEL_TRACES_SAMPLER"):
         return None
-    share = os.environ.get(_SHARE_VARIABLE) or _SAMPLED_SHARE
+    share = os.environ.get(_SHARE_VARIABLE) or 0.1  # default of the llm-d endpoint picker
     try:
         return ParentBasedTraceIdRatio(float(share))
     except ValueError as error:

@@ -54,8 +54,6 @@ _CHUNK_BYTES = 64 << 10
 _CACHE_BYTES = 32 << 20
 _CACHE_TTL_S = 60.0
 _ITEM_BYTES = 200
-_CONNECTIONS = 8
-_POOLS = 256
 
 FAILURES_MAX = 5  # consecutive failed or late answers after which requests are routed by load
 PAUSE_S, PAUSE_MAX_S = 2.0, 300.0
@@ -75,8 +73,8 @@ class RenderTokenizer:
         self._url = url
         self._rotation = itertools.count()
         self._http = urllib3.PoolManager(
-            num_pools=_POOLS,
-            maxsize=_CONNECTIONS,
+            num_pools=256,
+            maxsize=8,
             retries=False,
             timeout=urllib3.Timeout(connect=_CONNECT_S, read=_READ_S),
         )

@@ -22,7 +22,6 @@ from tokenization import PromptTokenizer, TokenizerLoadError, hub_directory
 
 _HUB = "hf:"
 _SOCKET = "unix:"
-_URLS = ("http://", "https://")
 
 
 def open_tokenizers(sources: Mapping[str, Path | str]) -> dict[str, Tokenizer | None]:
@@ -49,7 +48,7 @@ def _open_source(model: str, source: str) -> Tokenizer | None:
         return None
     if source == "pods":
         return RenderTokenizer(model, None)
-    if source.startswith(_URLS):
+    if source.startswith(("http://", "https://")):
         checked(len(source.partition("://")[2].strip("/")) > 0, "http://HOST:PORT")
         return RenderTokenizer(model, source.rstrip("/"))
     if source.startswith(_SOCKET):

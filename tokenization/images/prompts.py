@@ -162,7 +162,6 @@ def _webp(data: bytes) -> tuple[int, int] | None:
     return None
 
 
-_IMAGE = "image"
 # Types of parts with a URL; others contain images in processed forms.
 _WITH_URL = (None, "image_url", "input_image")
 _SCHEME, _BASE64 = "data:", ";base64"
@@ -189,7 +188,7 @@ def image_parts(messages: object) -> list[ImagePart] | None:
             medium = medium_of(part)
             if medium is None:
                 continue
-            if medium != _IMAGE or "image_url" not in part or part.get("type") not in _WITH_URL:
+            if medium != "image" or "image_url" not in part or part.get("type") not in _WITH_URL:
                 return None
             url, uuid = part.get("image_url"), part.get("uuid")
             url = url.get("url") if isinstance(url, dict) else url

@@ -20,7 +20,7 @@ from datetime import datetime
 from functools import cached_property, lru_cache
 from itertools import takewhile
 from types import BuiltinMethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 import msgspec
@@ -41,9 +41,7 @@ _RAW_MESSAGES = msgspec.json.Decoder(list[msgspec.Raw])
 _ENTRY_BYTES = 300
 
 
-class _Checked(NamedTuple):
-    message: dict[str, Any]
-    items: int
+_Checked = tuple[dict[str, Any], int]  # message, and the number of its items
 
 
 class MessageCache:
@@ -75,10 +73,11 @@ class MessageCache:
                 if (known := self._known.get(key)) is None:
                     known = self._check(raw, at, items_left)
                     self._put(key, known)
-                items_left -= known.items
+                message, items = known
+                items_left -= items
                 if items_left < 0:
                     raise ManyItemsError
-                messages.append(known.message)
+                messages.append(message)
         except (ValueError, RecursionError):
             messages = []  # not JSON, or not a list
         if not messages:
@@ -90,10 +89,10 @@ class MessageCache:
         items = count_items([message])
         if items > items_left:
             raise ManyItemsError
-        return _Checked(checked_message(message, at, wants_parts=self._wants_parts), items)
+        return checked_message(message, at, wants_parts=self._wants_parts), items
 
     def _put(self, key: bytes, checked: _Checked) -> None:
-        size_bytes = _ENTRY_BYTES + sys.getsizeof(key) + _decoded_bytes(checked.message)
+        size_bytes = _ENTRY_BYTES + sys.getsizeof(key) + _decoded_bytes(checked[0])
         if size_bytes > self._capacity_bytes // 2:
             return
         with self._lock:
