@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -23,7 +24,7 @@ from kvroute.envoy_config import POD_HEADER
 from kvroute.stack import LocalStackError, StackPlan, await_events, decision, empty_caches
 
 _TIMEOUT = urllib3.Timeout(connect=5.0, read=60.0)
-_CONNECTIONS = 32
+_HTTP = urllib3.PoolManager(maxsize=32, block=True, timeout=_TIMEOUT, retries=False)
 _ANSWER_TOKENS = 32
 # Pause of a user between two turns, in which the events of the last blocks arrive.
 _PAUSE_S = 0.25
@@ -78,13 +79,13 @@ class Answer:
 
 # Answers by kind of request: "turn" of the conversation, or "burst".
 _Run = Mapping[str, Sequence[Answer]]
+_Chat = Callable[[Sequence[Mapping[str, str]]], Answer]
 
 
 def run_demo(plan: StackPlan, check: Callable[[], None]) -> None:
     """Run the demonstration and print its tables.
 
     Args:
-        plan: Running stack.
         check: Raises a LocalStackError if a process of the stack has died.
 
     Raises:
@@ -126,20 +127,20 @@ def _report(number: int, sentences: int) -> str:
 
 
 def _scenario(plan: StackPlan, url: str, *, explain: bool) -> _Run:
-    client = _ChatClient(url, plan.model_name)
-    run = {"turn": _converse(plan, client), "burst": _burst(client, _BURST_PER_POD * len(plan.pod_urls))}
+    chat = partial(_chat, url, plan.model_name)
+    run = {"turn": _converse(plan, chat), "burst": _burst(chat, _BURST_PER_POD * len(plan.pod_urls))}
     if explain:
         for answer in (*run["turn"], *run["burst"]):
             answer.decision = decision(plan, answer.request_id)
     return run
 
 
-def _converse(plan: StackPlan, client: _ChatClient) -> list[Answer]:
+def _converse(plan: StackPlan, chat: _Chat) -> list[Answer]:
     messages = first_messages()
     answers = []
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
-        answers.append(client.chat(messages, max_tokens=_ANSWER_TOKENS))
+        answers.append(chat(messages))
         messages.append({"role": "assistant", "content": answers[-1].text})
         _pause(plan)
     return answers
@@ -150,20 +151,16 @@ def _pause(plan: StackPlan) -> None:
     await_events(plan)
 
 
-def _burst(client: _ChatClient, count: int) -> list[Answer]:
-    def send(number: int) -> Answer:
-        return client.chat(burst_messages(number), max_tokens=_ANSWER_TOKENS)
-
+def _burst(chat: _Chat, count: int) -> list[Answer]:
     with ThreadPoolExecutor(count) as threads:
-        return list(threads.map(send, range(count)))
+        return list(threads.map(chat, map(burst_messages, range(count))))
 
 
 def _warm_up(plan: StackPlan) -> None:
     """Run every pod's code paths once, so that the tables do not measure first calls."""
     for url in plan.pod_urls.values():
-        client = _ChatClient(url, plan.model_name)
         for number in range(2):
-            client.chat(burst_messages(1000 + number), max_tokens=4)
+            _chat(url, plan.model_name, burst_messages(1000 + number), max_tokens=4)
     _reset_caches(plan)
 
 
@@ -244,38 +241,33 @@ def _mean_ttft_ms(answers: Sequence[Answer]) -> float:
     return 1000 * fmean(answer.ttft_s for answer in answers)
 
 
-class _ChatClient:
-    """Client that sends chats to one gateway; thread-safe."""
+def _chat(
+    base_url: str, model: str, messages: Sequence[Mapping[str, str]], max_tokens: int = _ANSWER_TOKENS
+) -> Answer:
+    """Send one streaming request (greedy, exactly `max_tokens` tokens) and read the whole answer.
 
-    def __init__(self, base_url: str, model: str) -> None:
-        self._url = f"{base_url}/v1/chat/completions"
-        self._model = model
-        self._pool = urllib3.PoolManager(maxsize=_CONNECTIONS, block=True, timeout=_TIMEOUT, retries=False)
-
-    def chat(self, messages: Sequence[Mapping[str, str]], *, max_tokens: int) -> Answer:
-        """Send one streaming request (greedy, exactly `max_tokens` tokens) and read the whole answer.
-
-        Raises:
-            LocalStackError: The request failed; the message contains status and body.
-        """
-        body = {
-            "model": self._model,
-            "messages": list(messages),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        started_s = time.monotonic()
-        try:
-            response = self._pool.request("POST", self._url, json=body, preload_content=False)
-            if response.status != 200:
-                text = response.read(500).decode(errors="replace")
-                raise LocalStackError(f"{self._url} answered {response.status}: {text}")
-            return _read(response, started_s)
-        except urllib3.exceptions.HTTPError as error:
-            raise LocalStackError(f"{self._url}: {error}") from error
+    Raises:
+        LocalStackError: The request failed; the message contains status and body.
+    """
+    url = f"{base_url}/v1/chat/completions"
+    body = {
+        "model": model,
+        "messages": list(messages),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    started_s = time.monotonic()
+    try:
+        response = _HTTP.request("POST", url, json=body, preload_content=False)
+        if response.status != 200:
+            text = response.read(500).decode(errors="replace")
+            raise LocalStackError(f"{url} answered {response.status}: {text}")
+        return _read(response, started_s)
+    except urllib3.exceptions.HTTPError as error:
+        raise LocalStackError(f"{url}: {error}") from error
 
 
 def _read(response: urllib3.BaseHTTPResponse, started_s: float) -> Answer:

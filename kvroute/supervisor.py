@@ -181,12 +181,8 @@ def _is_ready(plan: ChildPlan) -> bool:
 
 
 def _exit_text(child: Child) -> str:
-    code = child.process.poll()
-    how = (
-        f"was killed by {signal.Signals(-code).name}"
-        if code is not None and code < 0
-        else f"exited with {code}"
-    )
+    code = child.process.wait()  # returns at once
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
     return f"{child.plan.name} {how}; {_log_text(child)}"
 
 

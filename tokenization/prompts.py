@@ -76,7 +76,7 @@ def completion_prompts(
     if truncation is not NO_TRUNCATION and not tokenizer.uses_tokenizer_json:
         raise UnsupportedPromptError("truncation is not supported with mistral-common", _TRUNCATE)
     if isinstance(prompt, str):
-        return [_encoded(prompt, tokenizer, "prompt", special, truncation, limits)]
+        prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise PromptError(
             "prompt must be a string, a list of token ids, or a non-empty list of these", "prompt"

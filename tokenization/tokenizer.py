@@ -36,17 +36,15 @@ TINY_DIRECTORY = Path(__file__).parent / "tiny"
 # Decoded text of bytes that are not (yet) a UTF-8 character.
 REPLACEMENT = "\ufffd"
 
+_IMAGE_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 class TokenTexts(dict[int, str | None]):
     """Texts of single ids, independent of their neighbours; None for an id that may be part of a character.
 
-    A cache, because generation needs one per token; it has at most one entry per id of the vocabulary.
-
-    Args:
-        tokenizer: A tokenizer with a `ByteLevel` decoder.
-        skip_special_tokens: Whether special tokens have no text.
+    A cache, because generation needs one per token; it has at most one entry per id of the vocabulary. The
+    tokenizer must have a `ByteLevel` decoder.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
@@ -129,7 +127,8 @@ class PromptTokenizer:
             added = tokenizer.get_added_tokens_decoder().values()
             mistral_text = mistral_pattern(own_file, [token.content for token in added])
         else:
-            images = _image_files(directory, settings)
+            config, preprocessor, processor = (read_json(directory / name) for name in _IMAGE_FILES)
+            images = ImageFiles(config, preprocessor, processor, settings)
             sources = template_sources(directory, settings, images.config)
             if by_library and images.config.get("model_type") == GPT_OSS:
                 coded = HarmonyPrompts()
@@ -151,10 +150,7 @@ class PromptTokenizer:
         return self.chat_template if tools is None else self._tool_template or self.chat_template
 
     def token_ids(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-        """Encode a text.
-
-        Args:
-            add_special_tokens: Whether to add the model's tokens around a text, such as BOS.
+        """Encode a text; `add_special_tokens` adds the model's tokens around it, such as BOS.
 
         Raises:
             UnsupportedPromptError: It contains a lone surrogate, or is too long for the model's library.
@@ -200,12 +196,6 @@ class PromptTokenizer:
         return template.render(messages, tools=tools, **options)
 
 
-def _image_files(directory: Path, settings: Mapping[str, Any]) -> ImageFiles:
-    names = ("config.json", "preprocessor_config.json", "processor_config.json")
-    config, preprocessor, processor = (read_json(directory / name) for name in names)
-    return ImageFiles(config, preprocessor, processor, settings)
-
-
 def _extra_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return a model's extra special tokens by their names in the template."""
     extra = settings.get("extra_special_tokens")
@@ -221,8 +211,5 @@ def _eos_token_ids(directory: Path, tokenizer: Tokenizer, special: Mapping[str, 
         if value is not None:
             ids.update(value if isinstance(value, list) else [value])
             break
-    if (text := special.get("eos_token")) is not None and (
-        token_id := tokenizer.token_to_id(text)
-    ) is not None:
-        ids.add(token_id)
-    return frozenset(ids)
+    own = tokenizer.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    return frozenset(ids if own is None else ids | {own})

@@ -173,7 +173,7 @@ class RouterServer:
         self._tokenizers = TokenizerRegistry(open_tokenizers(dict(config.tokenizers)), tokenize, observe)
         opened.callback(self._tokenizers.close)
         registry.register(TokenizerCollector(self._tokenizers.local, self._tokenizers.renderings))
-        self._traces = Traces.to_collector() if config.tracing else None
+        self._traces = Traces() if config.tracing else None
         if self._traces is not None:
             opened.callback(self._traces.close)
         self.index = KvIndexer(

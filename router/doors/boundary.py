@@ -224,9 +224,15 @@ class BodyGuard:
                 "object, whole and not larger than the gateway reads",
             )
 
-    def without(self, body: bytes | bytearray) -> bytes:
+    def without(self, body: bytes | bytearray | msgspec.Raw) -> bytes:
         """Return a JSON object without its forbidden fields; other values are copied unchanged."""
-        return msgspec.json.encode(self._allowed(body))
+        fields = _RAW_FIELDS.decode(body)
+        for name in self._checked_fields.intersection(fields):
+            if name in self._names:
+                del fields[name]
+            else:
+                fields[name] = self._allowed_inside(fields[name])
+        return msgspec.json.encode(fields)
 
     def _decoded(self, body: bytes | bytearray, headers: Mapping[str, str]) -> Mapping[str, Any]:
         """Return the fields to check of a body of an unknown API."""
@@ -262,20 +268,11 @@ class BodyGuard:
                         return f"{name}.{found}"
         return None
 
-    def _allowed(self, body: bytes | bytearray | msgspec.Raw) -> dict[str, msgspec.Raw]:
-        fields = _RAW_FIELDS.decode(body)
-        for name in self._checked_fields.intersection(fields):
-            if name in self._names:
-                del fields[name]
-            else:
-                fields[name] = self._allowed_inside(fields[name])
-        return fields
-
     def _allowed_inside(self, value: msgspec.Raw) -> msgspec.Raw:
         """Return a container's value, an object or a list of them, without forbidden fields."""
         first = bytes(value).lstrip()[:1]
         if first == b"{":
-            return msgspec.Raw(msgspec.json.encode(self._allowed(value)))
+            return msgspec.Raw(self.without(value))
         if first == b"[":
             items = [self._allowed_inside(item) for item in _RAW_ITEMS.decode(value)]
             return msgspec.Raw(msgspec.json.encode(items))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -35,7 +36,7 @@ from router.errors import RequestError
 from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
 from router.prompts.parsers import OWN_PARSERS
-from router.prompts.request import RequestKind, RouteRequest, too_large
+from router.prompts.request import RouteRequest, too_large, unread_request
 
 _SERVICE = "check"  # in metrics
 _PARTIAL_BODY_HEADER = "x-envoy-auth-partial-body"
@@ -55,23 +56,18 @@ _PARTIAL_BODY = (
 )
 
 
+@dataclass(eq=False)
 class ExtAuthzService:
-    """gRPC service envoy.service.auth.v3.Authorization; rejects bodies above `max_request_bytes` with 413."""
+    """gRPC service envoy.service.auth.v3.Authorization."""
 
-    def __init__(
-        self,
-        router: ObservedRouter,
-        guard: BodyGuard,
-        metrics: RouterMetrics,
-        max_request_bytes: int = 8 << 20,
-        salt: TenantSalt | None = None,
-    ) -> None:
-        self._router = router
-        self._guard = guard
-        self._metrics = metrics
-        self._inside = metrics.inside(_SERVICE)
-        self._max_request_bytes = max_request_bytes
-        self._salt = salt
+    router: ObservedRouter
+    guard: BodyGuard
+    metrics: RouterMetrics
+    max_request_bytes: int = 8 << 20  # larger bodies are rejected with 413
+    salt: TenantSalt | None = None
+
+    def __post_init__(self) -> None:
+        self._inside = self.metrics.inside(_SERVICE)
         self._repeated = RepeatedLog(_log)
 
     def add_to(self, server: grpc.Server) -> None:
@@ -87,9 +83,9 @@ class ExtAuthzService:
             request_id, is_given = accepted_request_id(headers)
             try:
                 request = self._request(message, request_id, headers)
-                decision = self._router.route(request, time.monotonic(), context.is_active)
+                decision = self.router.route(request, time.monotonic(), context.is_active)
             except RequestError as error:
-                self._metrics.refused(error)
+                self.metrics.refused(error)
                 return denied_response(error)
         added, pipeline = decision.request_headers, decision.pipeline
         removed = system_owned(headers, added)
@@ -112,26 +108,20 @@ class ExtAuthzService:
         candidates = subset_hint(message.attributes.metadata_context)
         # Envoy sets raw_body with pack_as_bytes, else body.
         body: bytes = http.raw_body or http.body.encode()
-        if len(body) > self._max_request_bytes:
-            raise too_large(self._max_request_bytes)
+        if len(body) > self.max_request_bytes:
+            raise too_large(self.max_request_bytes)
         partial = _is_partial(headers, body)
-        if self._salt is not None and (body or http.method not in _BODILESS):
-            raise self._salt.refusal("ext_authz")
+        if self.salt is not None and (body or http.method not in _BODILESS):
+            raise self.salt.refusal("ext_authz")
         if partial:
-            self._metrics.count("dropped", _SERVICE, "partial_body")
+            self.metrics.count("dropped", _SERVICE, "partial_body")
             self._repeated.event("partial_body", _SERVICE, _PARTIAL_BODY)
         if partial or not body:
             if partial or http.method not in _BODILESS:
-                self._guard.unchecked()
-            return RouteRequest(
-                request_id,
-                RequestKind.PASSTHROUGH,
-                body_bytes=max(http.size, len(body)),
-                candidates=candidates,
-                headers=headers,
-            )
+                self.guard.unchecked()
+            return unread_request(request_id, max(http.size, len(body)), candidates, headers)
         request = OWN_PARSERS.parse(request_id, http.path, body, candidates, headers)[0]
-        if (field := self._guard.forbidden(request, body)) is not None:
+        if (field := self.guard.forbidden(request, body)) is not None:
             raise refusal(field)
         return request
 

@@ -31,7 +31,7 @@ from router.h2 import GrpcServer
 from router.h2.exchange_call import Exchange, ExchangeCall, ExchangeMethod
 from router.picking.decision import Decision
 from router.picking.flow import EvictableRequests
-from router.prompts.request import RequestKind, RouteRequest, too_large
+from router.prompts.request import RouteRequest, too_large, unread_request
 
 # Modes in which Envoy forwards no part of a request before the service has received the whole body.
 _WHOLE_BODY = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
@@ -207,13 +207,7 @@ class _Exchange(Exchange):
         headers = self._headers or {}
         request_id, _ = accepted_request_id(headers)
         candidates = self._subset if self._options.subset_filter else None
-        return RouteRequest(
-            request_id,
-            RequestKind.PASSTHROUGH,
-            body_bytes=body_bytes,
-            candidates=candidates,
-            headers=headers,
-        )
+        return unread_request(request_id, body_bytes, candidates, headers)
 
     def _track(self, decision: Decision, request: RouteRequest) -> None:
         """Prepare the response phase, and register the request for eviction where its priority allows it.
@@ -229,7 +223,7 @@ class _Exchange(Exchange):
         if request.client_model is not None:
             self._response.models = (request.model or "", request.client_model)
         if request.body.get("stream") is True:
-            self._response.disable_buffering()
+            self._response.buffered = None
         if decision.priority < 0 and decision.is_charged and self._evictable is not None:
             # The stream sends the eviction's response after those of the message in progress.
             evict = partial(self._stream.interrupt, self._evicted)

@@ -77,8 +77,6 @@ _CODES = {
     500: "Internal",
     503: "ServiceUnavailable",
 }
-_NO_CANDIDATES = "failed to find endpoint candidates for serving the request"
-_SATURATED = "system saturated, sheddable request dropped"
 # Headers that `passed_headers` drops besides the system-owned ones.
 _NOT_PASSED = frozenset({DESTINATION_HEADER, "content-length"})
 
@@ -106,9 +104,6 @@ def routing_response(
 
     Args:
         phase: Message to respond to: the body in BUFFERED mode, where the headers are answered first.
-        destination: Picked endpoint.
-        headers: Further headers to set.
-        removed: Headers to remove.
         scores: Scores of all candidates by endpoint, for the metadata.
         body: Replaces the request's body; None: unchanged.
     """
@@ -344,9 +339,9 @@ def _error_text(error: RequestError) -> str:
     if isinstance(error, EvictedError):
         return message
     if isinstance(error, NoEndpointError):
-        message = _NO_CANDIDATES
+        message = "failed to find endpoint candidates for serving the request"
     elif isinstance(error, SaturatedError):
-        message = _SATURATED
+        message = "system saturated, sheddable request dropped"
     return f"inference error: {_CODES.get(error.status, 'Unknown')} - {message}"
 
 

@@ -47,7 +47,8 @@ class ResponsePhase:
         self._lifecycle = lifecycle
         self._buffered_bytes_max = buffered_bytes_max
         self._reporter = reporter
-        self._buffered: bytearray | None = bytearray() if buffered_bytes_max else None
+        # Beginning of the body; None: chunks are passed on as they arrive.
+        self.buffered: bytearray | None = bytearray() if buffered_bytes_max else None
         # Decision whose request has not ended; None: the request has ended, or is not in the ledger.
         self.pending: Decision | None = None
         self.models = ("", "")  # the model's name at the pod, and the client's name for it
@@ -62,17 +63,13 @@ class ResponsePhase:
         if decision.is_charged:
             self.pending = decision
 
-    def disable_buffering(self) -> None:
-        """Pass chunks on as they arrive, whatever the headers say: the client requested a stream."""
-        self._buffered = None
-
     def headers(self, message: pb.HttpHeaders, mode: int) -> dict[str, str]:
         """Process the response headers and return them; `mode`: Envoy's mode for the response body."""
         headers = header_values(message.headers)
         content_type = headers.get("content-type", "")
         is_event_stream = "text/event-stream" in content_type
         if is_event_stream:
-            self._buffered = None
+            self.buffered = None
         # A response that is not streamed has no first token: its first byte follows the last token.
         self._awaits_first_token = is_event_stream
         status = headers.get(":status", "200")
@@ -101,11 +98,11 @@ class ResponsePhase:
             self._complete()
         if mode != _FULL_DUPLEX_STREAMED:
             return (self._in_place(data, is_last),)
-        if self._buffered is not None:
-            self._buffered += data
-            if not is_last and len(self._buffered) <= self._buffered_bytes_max:
+        if self.buffered is not None:
+            self.buffered += data
+            if not is_last and len(self.buffered) <= self._buffered_bytes_max:
                 return ()
-            data, self._buffered = bytes(self._buffered), None
+            data, self.buffered = bytes(self.buffered), None
         return self._passed_on(data, end_of_stream=is_last)
 
     def trailers(self, message: pb.HttpTrailers) -> Iterator[pb.ProcessingResponse]:
@@ -114,8 +111,8 @@ class ResponsePhase:
             self._event = FAILED
             self._is_fault = _is_fault(trailers)
         self._complete()
-        if self._buffered:
-            data, self._buffered = bytes(self._buffered), None
+        if self.buffered:
+            data, self.buffered = bytes(self.buffered), None
             yield from self._passed_on(data, end_of_stream=False)
         yield pb.ProcessingResponse(response_trailers=pb.TrailersResponse())
 

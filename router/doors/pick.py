@@ -24,7 +24,7 @@ from router.observe.metrics import RouterMetrics
 from router.observe.requests import ObservedRouter
 from router.picking.decision import Decision
 from router.pods.pod_set import PodSet, PodSnapshot
-from router.prompts.request import RequestKind, RouteRequest, api_request
+from router.prompts.request import RequestKind, RouteRequest, api_request, unread_request
 
 _SERVICE = "pick_endpoint"  # in metrics
 _REQUEST_ID_MAX = 256
@@ -98,7 +98,8 @@ def route_request(request: pb.PickEndpointRequest, size_bytes: int) -> RouteRequ
         RequestError: 400, with the name of the invalid field.
     """
     headers = request.headers
-    request_id = request.request_id or headers.get(REQUEST_ID_HEADER) or _generated_id()
+    # A generated id need not be secret, so it spares uuid4's system call.
+    request_id = request.request_id or headers.get(REQUEST_ID_HEADER) or f"{getrandbits(128):032x}"
     if len(request_id) > _REQUEST_ID_MAX:
         raise RequestError(400, f"request_id is longer than {_REQUEST_ID_MAX} characters", "request_id")
     candidates = frozenset(request.candidates) or None
@@ -115,14 +116,7 @@ def route_request(request: pb.PickEndpointRequest, size_bytes: int) -> RouteRequ
         case "token_ids":
             kind, body["prompt"] = _COMPLETIONS, list(request.token_ids.ids)
         case _:
-            return RouteRequest(
-                request_id,
-                RequestKind.PASSTHROUGH,
-                request.model or None,
-                body_bytes=size_bytes,
-                candidates=candidates,
-                headers=headers,
-            )
+            return unread_request(request_id, size_bytes, candidates, headers, request.model or None)
     return api_request(request_id, kind, body, size_bytes, candidates, headers)
 
 
@@ -168,11 +162,6 @@ def _text(text: str) -> str:
 def _with_size(message: bytes) -> tuple[pb.PickEndpointRequest, int]:
     # The size is known here; the message's own ByteSize() would have to compute it.
     return _READ(message), len(message)
-
-
-def _generated_id() -> str:
-    # The id need not be secret, so it spares uuid4's system call.
-    return f"{getrandbits(128):032x}"
 
 
 def _chat_options(text: bytes) -> dict[str, Any]:

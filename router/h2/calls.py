@@ -18,7 +18,8 @@ import grpc
 
 from common.repeated_log import RepeatedLog
 from router.h2.frames import HEADERS, CallHead, Metadata, refusal_block, trailers_block
-from router.h2.streams import Connection, Stream
+from router.h2.peer import Peer
+from router.h2.streams import Stream
 
 _PREFIX = struct.Struct(">BI")
 _PREFIX_BYTES = 5
@@ -37,7 +38,7 @@ _PENDING_BYTES_MAX = 1 << 20
 
 
 class MessageError(Exception):
-    """Invalid message; the call ends with `status`."""
+    """Invalid message, or a servicer's `abort()`; the call ends with `status`."""
 
     def __init__(self, status: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -48,7 +49,6 @@ class MessageReader:
     """Splits one stream's bytes into messages.
 
     Args:
-        encoding: Compression by `grpc-encoding`.
         bytes_max: Limit of a message's size; larger ones are rejected when their prefix arrives.
     """
 
@@ -93,7 +93,13 @@ class MessageReader:
                 if len(data) - at < _PREFIX_BYTES:
                     self._head = data[at:]
                     return
-                self._flag, self._missing = self._prefix(data, at)
+                flag, size = _PREFIX.unpack_from(data, at)
+                if size > self._bytes_max:
+                    raise self._too_large(size)
+                if flag > 1:
+                    problem = "a message's compressed flag is neither 0 nor 1"
+                    raise MessageError(grpc.StatusCode.INTERNAL, problem)
+                self._flag, self._missing = flag, size
                 at += _PREFIX_BYTES
             piece = data[at : at + self._missing]
             at += len(piece)
@@ -113,14 +119,6 @@ class MessageReader:
             parts[-1] += piece
         else:
             parts.append(bytearray(piece))
-
-    def _prefix(self, data: bytes, at: int) -> tuple[int, int]:
-        flag, size = _PREFIX.unpack_from(data, at)
-        if size > self._bytes_max:
-            raise self._too_large(size)
-        if flag > 1:
-            raise MessageError(grpc.StatusCode.INTERNAL, "a message's compressed flag is neither 0 nor 1")
-        return flag, size
 
     def _plain(self, message: bytes) -> bytes:
         window_bits = _WINDOW_BITS.get(self._encoding)
@@ -148,7 +146,7 @@ class MessageReader:
 class Call:
     """One gRPC call on an HTTP/2 stream, driven by the thread of its connection."""
 
-    def __init__(self, peer: Connection, stream: Stream) -> None:
+    def __init__(self, peer: Peer, stream: Stream) -> None:
         head: CallHead = stream.head
         self._peer = peer
         self._stream = stream
@@ -198,10 +196,6 @@ class Call:
         """Handle the end of the call; called once, when the status was sent or the call was cancelled."""
         raise NotImplementedError
 
-    def _release_stream(self) -> None:
-        """Release the stream once no thread works on the call any more; called once."""
-        self._peer.call_ended(self._stream)
-
     def _framed(self, answer: bytes) -> bytes:
         """Return a response message with its gRPC length prefix.
 
@@ -243,10 +237,6 @@ class Call:
         self._on_ended()
 
 
-class CallAborted(Exception):  # noqa: N818 (a requested status, not an error)
-    """Raised by `abort()` to end a servicer's call."""
-
-
 class ServicerCall(Call):
     """Call with one request message, served on the connection's thread unless the message is large.
 
@@ -254,7 +244,7 @@ class ServicerCall(Call):
     grpc.ServicerContext that the servicers here use.
     """
 
-    def __init__(self, peer: Connection, stream: Stream, handler: Any) -> None:
+    def __init__(self, peer: Peer, stream: Stream, handler: Any) -> None:
         super().__init__(peer, stream)
         self._handler = handler
         self._is_elsewhere = False
@@ -281,8 +271,7 @@ class ServicerCall(Call):
         self._details = details
 
     def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
-        self._code, self._details = code, details
-        raise CallAborted
+        raise MessageError(code, details)
 
     def drained(self) -> None:
         if self._changed is not None:
@@ -318,26 +307,22 @@ class ServicerCall(Call):
             if not self.is_ended:
                 self._serve()
         finally:
-            self._release_stream()
+            self._peer.call_ended(self._stream)
 
     def _serve(self) -> None:
         """Run the servicer and end the call with its last response and status, or with its error."""
         data = b""
         try:
             data = self._answer()
-        except CallAborted:
-            pass
         except MessageError as error:
-            self._end(error.status, str(error))
-            return
+            self._code, self._details = error.status, str(error)
         except Exception as error:
             path = self._stream.head.path
             _repeated.event(
                 "call_failed", path, "call failed: method=%s", path, level=logging.ERROR, error=error
             )
             doing = "iterating responses" if self._handler.response_streaming else "calling application"
-            self._end(grpc.StatusCode.UNKNOWN, f"Exception {doing}: {error}")
-            return
+            self._code, self._details = grpc.StatusCode.UNKNOWN, f"Exception {doing}: {error}"
         self._end(self._code, self._details, self._trailing, data=data)
 
     def _answer(self) -> bytes:
@@ -384,4 +369,4 @@ class ServicerCall(Call):
             except Exception:
                 _log.exception("call callback failed: method=%s", self._stream.head.path)
         if not self._is_elsewhere:
-            self._release_stream()
+            self._peer.call_ended(self._stream)

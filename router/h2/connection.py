@@ -271,23 +271,18 @@ class H2Connection:
         self._answer_control(frames.frame(FrameType.SETTINGS, frames.ACK, 0))
         # Apply each setting once: a window change visits all streams, and repetitions would cost few bytes.
         values = dict(frames.read_settings(payload))
-        # Apply the window size last: it releases queued data, which must follow the other new values.
-        for name in sorted(values, key=lambda name: name == Setting.INITIAL_WINDOW_SIZE):
-            self._setting(name, values[name])
-
-    def _setting(self, name: int, value: int) -> None:
-        if name == Setting.ENABLE_PUSH and value > 1:
+        if values.get(Setting.ENABLE_PUSH, 0) > 1:
             raise _broken("ENABLE_PUSH must be 0 or 1")
-        if name == Setting.MAX_FRAME_SIZE:
-            if not frames.FRAME_BYTES_LEAST <= value <= frames.FRAME_BYTES_MOST:
-                raise _broken("MAX_FRAME_SIZE is out of range")
-            self._peer_frame_bytes = value
-        if name == Setting.INITIAL_WINDOW_SIZE:
-            if value > frames.WINDOW_BYTES_MOST:
-                raise H2Error(H2Code.FLOW_CONTROL_ERROR, "INITIAL_WINDOW_SIZE is above 2^31 - 1")
-            change, self._peer_window_bytes = value - self._peer_window_bytes, value
-            for stream in list(self.streams.values()):
-                self._widen(stream, change)
+        self._peer_frame_bytes = values.get(Setting.MAX_FRAME_SIZE, self._peer_frame_bytes)
+        if not frames.FRAME_BYTES_LEAST <= self._peer_frame_bytes <= frames.FRAME_BYTES_MOST:
+            raise _broken("MAX_FRAME_SIZE is out of range")
+        # The window size comes last: it releases queued data, which must follow the other new values.
+        window_bytes = values.get(Setting.INITIAL_WINDOW_SIZE, self._peer_window_bytes)
+        if window_bytes > frames.WINDOW_BYTES_MOST:
+            raise H2Error(H2Code.FLOW_CONTROL_ERROR, "INITIAL_WINDOW_SIZE is above 2^31 - 1")
+        change, self._peer_window_bytes = window_bytes - self._peer_window_bytes, window_bytes
+        for stream in list(self.streams.values()) if change else ():
+            self._widen(stream, change)
 
     def _ping(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id:

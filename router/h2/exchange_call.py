@@ -15,7 +15,8 @@ from typing import Any
 import grpc
 
 from router.h2.calls import Call, MessageError
-from router.h2.streams import Connection, Stream
+from router.h2.peer import Peer
+from router.h2.streams import Stream
 
 _log = logging.getLogger(__name__)
 
@@ -58,8 +59,9 @@ class ExchangeMethod:
 class ExchangeCall(Call):
     """Stream that an `Exchange` answers; only one thread at a time runs the exchange."""
 
-    def __init__(self, peer: Connection, stream: Stream, method: ExchangeMethod) -> None:
+    def __init__(self, peer: Peer, stream: Stream, method: ExchangeMethod) -> None:
         super().__init__(peer, stream)
+        peer.server.track_exchange(stream)
         self._method = method
         self._room_bytes = self._inline_bytes_max
         # Tasks for the thread that runs the exchange.
@@ -126,8 +128,13 @@ class ExchangeCall(Call):
             if not self.is_ended:
                 try:
                     task()
+                except MessageError as error:
+                    self._code = _UNKNOWN
+                    self._end(error.status, str(error))
                 except Exception as error:
-                    self._fail(error)
+                    self._code = _UNKNOWN
+                    _log.exception("call failed: method=%s", self._stream.head.path)
+                    self._end(grpc.StatusCode.UNKNOWN, f"Exception iterating responses: {error}")
             with self._lock:
                 if not self._waiting:
                     self._is_serving = False
@@ -135,14 +142,6 @@ class ExchangeCall(Call):
         if self.is_ended:
             # Another thread ended the call meanwhile and left the cleanup to this one.
             self._on_ended()
-
-    def _fail(self, error: Exception) -> None:
-        self._code = _UNKNOWN
-        if isinstance(error, MessageError):
-            self._end(error.status, str(error))
-            return
-        _log.error("call failed: method=%s", self._stream.head.path, exc_info=error)
-        self._end(grpc.StatusCode.UNKNOWN, f"Exception iterating responses: {error}")
 
     def _answer(self, exchange: Exchange, data: bytes, size: int) -> None:
         try:
@@ -180,4 +179,4 @@ class ExchangeCall(Call):
             _log.exception("closing stream failed: method=%s", self._stream.head.path)
         if self._report_end is not None:
             self._report_end(self._code)
-        self._release_stream()
+        self._peer.call_ended(self._stream)

@@ -22,7 +22,6 @@ from hpack.hpack import encode_integer
 LIST_BYTES_MAX = 64 << 10
 _KNOWN_MAX = 64
 _KNOWN_BYTES_MAX = 4 << 10
-_STATUS_200 = b"\x88"
 _CONTENT_TYPE = b"application/grpc"
 _ENCODINGS = b"identity,deflate,gzip"
 # Longer status details would exceed a peer's header list limit.
@@ -51,6 +50,8 @@ _SETTING = struct.Struct(">HI")
 read_head: Final = _HEAD.unpack_from
 # Header of a DATA frame from (length << 8, flags, stream id); the type of DATA is 0.
 data_head: Final = _DATA_HEAD.pack
+# Pairs of identifier and value from a SETTINGS payload, whose size must be a multiple of 6.
+read_settings: Final = _SETTING.iter_unpack
 # (type, flags, stream id, payload)
 Frame = tuple[int, int, int, bytes]
 
@@ -60,7 +61,6 @@ class H2Code(IntEnum):
 
     NO_ERROR = 0
     PROTOCOL_ERROR = 1
-    INTERNAL_ERROR = 2
     FLOW_CONTROL_ERROR = 3
     STREAM_CLOSED = 5
     FRAME_SIZE_ERROR = 6
@@ -138,11 +138,6 @@ def settings_frame(settings: dict[Setting, int]) -> bytes:
     return frame(FrameType.SETTINGS, 0, 0, b"".join(_SETTING.pack(*pair) for pair in settings.items()))
 
 
-def read_settings(payload: bytes) -> list[tuple[int, int]]:
-    """Return the (identifier, value) pairs of a SETTINGS payload, whose size must be a multiple of 6."""
-    return list(_SETTING.iter_unpack(payload))
-
-
 class FrameReader:
     """Splits the bytes of one connection into frames."""
 
@@ -205,8 +200,9 @@ class FrameReader:
             if size - begin < length:
                 break
             at = begin + length
-            if not self._has_settings:
-                self._first(kind)
+            if not self._has_settings and kind != FrameType.SETTINGS:
+                raise H2Error(H2Code.PROTOCOL_ERROR, "the first frame is not SETTINGS")
+            self._has_settings = True
             yield kind, flags, stream_id & STREAM_IDS, data[begin:at]
         self._rest = data[at:]
 
@@ -218,11 +214,6 @@ class FrameReader:
             return 0
         self._is_begun = True
         return len(expected)
-
-    def _first(self, kind: int) -> None:
-        if kind != FrameType.SETTINGS:
-            raise H2Error(H2Code.PROTOCOL_ERROR, "the first frame is not SETTINGS")
-        self._has_settings = True
 
 
 def check_unused(kind: int, stream_id: int, payload: bytes) -> None:
@@ -304,17 +295,15 @@ def field(name: bytes, value: bytes) -> bytes:
     return b"\x00" + _sized(name) + _sized(value)
 
 
-def status_200(*fields: tuple[bytes, bytes]) -> bytes:
-    """Return a block with `:status: 200` and these fields."""
-    return _STATUS_200 + b"".join(field(name, value) for name, value in fields)
-
-
 def _sized(text: bytes) -> bytes:
     """Return a string without Huffman coding, prefixed with its length as a 7-bit integer (section 5.1)."""
     return bytes(encode_integer(len(text), 7)) + text
 
 
-HEADERS: Final = status_200((b"content-type", _CONTENT_TYPE), (b"grpc-accept-encoding", _ENCODINGS))
+STATUS_200: Final = b"\x88"  # indexed header field `:status: 200`
+HEADERS: Final = (
+    STATUS_200 + field(b"content-type", _CONTENT_TYPE) + field(b"grpc-accept-encoding", _ENCODINGS)
+)
 OK_TRAILERS: Final = field(b"grpc-status", b"0")
 
 Metadata = tuple[tuple[str, str], ...]
@@ -336,9 +325,9 @@ def call_head(fields: Fields) -> CallHead:
     path = said.get(b":path", b"").decode("latin-1")
     refusal = None
     if said.get(b":method") != b"POST":
-        refusal = _plain_refusal(b"405")
+        refusal = field(b":status", b"405")
     elif not said.get(b"content-type", b"").startswith(_CONTENT_TYPE):
-        refusal = _plain_refusal(b"415")
+        refusal = field(b":status", b"415")
     elif encoding not in ("identity", "gzip", "deflate"):
         refusal = refusal_block(grpc.StatusCode.UNIMPLEMENTED, f"no such grpc-encoding: {encoding}")
     return CallHead(path, encoding, refusal)
@@ -360,10 +349,6 @@ def trailers_block(code: grpc.StatusCode, details: str, metadata: Metadata = ())
 def refusal_block(code: grpc.StatusCode, details: str, metadata: Metadata = ()) -> bytes:
     """Return the single block of a response without messages (gRPC's Trailers-Only)."""
     return HEADERS + trailers_block(code, details, metadata)
-
-
-def _plain_refusal(status: bytes) -> bytes:
-    return field(b":status", status)
 
 
 def _percent_encoded(details: str) -> bytes:

@@ -19,16 +19,14 @@ from typing import Final
 import grpc
 
 from common.repeated_log import RepeatedLog
-from router.h2.calls import Call, ServicerCall
 from router.h2.connection import H2Connection
-from router.h2.exchange_call import ExchangeCall, ExchangeMethod
 from router.h2.frames import CallHead, H2Code, H2Error, call_head, refusal_block
-from router.h2.streams import CallServer, Drained, Event, Opened, Received, Stream
+from router.h2.streams import CallServer, Drained, Event, Opened, Received, Stream, StreamCall
 
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
 
-_RECEIVE_BYTES = 256 << 10
+_READ_BYTES = 256 << 10
 # Timeout of one frame or header block; no gateway needs as long.
 FRAME_S = 10.0
 # Timeout of one write; a client that reads byte by byte blocks a thread for this long.
@@ -40,8 +38,6 @@ _SHORT_BYTES = 8 << 10
 
 # First byte of a TLS handshake record; HTTP/2 in plaintext starts with another byte.
 HANDSHAKE: Final = 0x16
-
-_READ_BYTES = 256 << 10
 
 
 def host_of(address: str) -> str:
@@ -74,7 +70,7 @@ class Peer:
 
     def serve(self) -> None:
         """Read and serve until either side closes the connection."""
-        room = memoryview(bytearray(_RECEIVE_BYTES))
+        room = memoryview(bytearray(_READ_BYTES))
         connection = self._connection
         self._reader = get_ident()
         try:
@@ -200,7 +196,7 @@ class Peer:
 
     def _handle_event(self, event: Event) -> None:
         stream = event.stream
-        call: Call | None = stream.call
+        call = stream.call
         if isinstance(event, Received):
             if call is not None:
                 call.receive(event.data, event.end_stream)
@@ -217,15 +213,15 @@ class Peer:
                     call.cancelled()
             self._free_slot(stream)
 
-    def _begin(self, stream: Stream) -> Call | None:
+    def _begin(self, stream: Stream) -> StreamCall | None:
         """Create the call of a new stream, or reject the stream and return None."""
         server, head = self.server, stream.head
         assert isinstance(head, CallHead)
         if head.refusal is not None:
             self.send(stream, head.refusal, b"", None)
             return None
-        method = server.find(head.path)
-        if method is None:
+        start = server.find(head.path)
+        if start is None:
             self._refuse(stream, grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
             return None
         if not server.begin_call():
@@ -233,10 +229,7 @@ class Peer:
             return None
         stream.holds_slot = True
         try:
-            if isinstance(method, ExchangeMethod):
-                server.track_exchange(stream)
-                return ExchangeCall(self, stream, method)
-            return ServicerCall(self, stream, method)
+            return start(self, stream)
         except Exception as error:
             path = head.path[:100]
             text = "call could not start: method=%s"
@@ -326,9 +319,8 @@ class Peer:
             for stream in streams:
                 stream.is_closed = True
         for stream in streams:
-            call: Call | None = stream.call
-            if call is not None:
-                call.cancelled()
+            if stream.call is not None:
+                stream.call.cancelled()
             self._free_slot(stream)
         self._socket.close()
 

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from common.repeated_log import RepeatedLog
 from router.errors import ListenError
+from router.h2.calls import Call, ServicerCall
 from router.h2.exchange_call import Exchange, ExchangeCall, ExchangeMethod
 from router.h2.peer import Peer, host_of
 from router.h2.streams import Stream
@@ -49,9 +51,7 @@ class GrpcServer:
         requests_max: Limit of concurrent calls; further ones end with RESOURCE_EXHAUSTED.
         message_bytes_max: Limit of a request body within a message.
         services: Functions that each add a service to the given server.
-        reflects: Whether to serve gRPC reflection.
         tls: Returns the context for a new TLS connection; None for plaintext only.
-        plaintext: Whether connections without TLS are served.
         receive_bytes_max, send_bytes_max: Message limits; None for message_bytes_max plus 1 MiB.
         inline: By method path, the request bytes up to which the connection's thread serves a call.
 
@@ -87,7 +87,7 @@ class GrpcServer:
         self._calls_max = requests_max
         # Announced to clients. Far above the limit of calls, so that calls are rejected rather than queued.
         self.streams_max = requests_max + _REFUSALS_MAX
-        self._methods: dict[str, ExchangeMethod | Any] = {}
+        self._methods: dict[str, Callable[[Peer, Stream], Call]] = {}
         self._calls = 0
         # Exchange streams with their start time (monotonic seconds), oldest first.
         self._exchanges: dict[Stream, float] = {}
@@ -122,13 +122,13 @@ class GrpcServer:
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         for name, handler in handlers.items():
-            self._methods[f"/{service}/{name}"] = handler
+            self._methods[f"/{service}/{name}"] = partial(ServicerCall, handler=handler)
 
     def add_exchange(self, path: str, method: ExchangeMethod) -> None:
-        self._methods[path] = method
+        self._methods[path] = partial(ExchangeCall, method=method)
 
-    def find(self, path: str) -> ExchangeMethod | Any | None:
-        """Return the exchange method or grpcio handler of a path, or None."""
+    def find(self, path: str) -> Callable[[Peer, Stream], Call] | None:
+        """Return the function that starts a call of this path, or None."""
         return self._methods.get(path)
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""State of an HTTP/2 stream, the events that a connection reports, and the interfaces that calls use."""
+"""State of an HTTP/2 stream, the events that a connection reports, and interfaces of calls and server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Stream(msgspec.Struct, eq=False):
     trailers: bytes | None = None  # block that ends the stream after the pending data
     is_remote_closed: bool = False  # whether the peer has sent END_STREAM
     is_closed: bool = False  # whether both sides have ended the stream, or one has reset it
-    call: Any = None
+    call: StreamCall | None = None
     is_served: bool = False  # whether no thread works on the call any more
     holds_slot: bool = False  # whether the stream counts towards the server's limit of calls
 
@@ -71,6 +71,14 @@ class Drained(msgspec.Struct, frozen=True):
 Event = Opened | Received | Reset | Drained
 
 
+class StreamCall(Protocol):
+    """Call on a stream; see `router.h2.calls.Call`."""
+
+    def receive(self, data: bytes, end_stream: bool) -> None: ...
+    def drained(self) -> None: ...
+    def cancelled(self) -> None: ...
+
+
 class CallServer(Protocol):
     """Server that connections and calls belong to: its limits, methods and thread pool; see `GrpcServer`."""
 
@@ -81,24 +89,8 @@ class CallServer(Protocol):
     tls: Callable[[], ssl.SSLContext] | None
     plaintext: bool
 
-    def find(self, path: str) -> Any: ...
+    def find(self, path: str) -> Callable[[Any, Stream], StreamCall] | None: ...
     def begin_call(self) -> bool: ...
     def end_call(self, stream: Stream) -> None: ...
     def track_exchange(self, stream: Stream) -> None: ...
     def run(self, task: Callable[[], object]) -> None: ...
-
-
-class Connection(Protocol):
-    """Client connection of a call; see `Peer`."""
-
-    @property
-    def peer(self) -> str: ...
-    @property
-    def server(self) -> CallServer: ...
-    def send(
-        self, stream: Stream, headers: bytes | None, data: bytes, trailers: bytes | None, consumed: int = 0
-    ) -> None: ...
-    def consumed(self, stream: Stream, size: int) -> None: ...
-    def flush_before(self, size: int) -> None: ...
-    def cancel(self, stream: Stream) -> None: ...
-    def call_ended(self, stream: Stream) -> None: ...

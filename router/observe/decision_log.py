@@ -90,7 +90,9 @@ class DecisionLog:
             pod: Pod of the request, if `dispatch` is unknown.
         """
         if dispatch is not None:
-            self.metrics.ended(source, failed=failed, late_s=late_s)
+            self.metrics.count("ends", source, "failed" if failed else "done")
+            if late_s is not None:
+                self.metrics.observe("late", late_s, "end", source)
         with self._lock:
             record = self._record_of(request_id, dispatch, pod)
             if record is None:

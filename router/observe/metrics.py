@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Sums
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from threading import Lock, local
+from threading import local
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -124,13 +124,12 @@ _HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...], tuple[str, ...]]] =
     ),
 }
 
-_OBJECTIVE = "inference_objective_"
 # Older name of the same metric.
 _ALIASES = {
-    "llm_d_epp_request": f"{_OBJECTIVE}request",
-    "llm_d_epp_request_error": f"{_OBJECTIVE}request_error",
-    "llm_d_epp_request_input_tokens": f"{_OBJECTIVE}input_tokens",
-    "llm_d_epp_request_running": f"{_OBJECTIVE}running_requests",
+    "llm_d_epp_request": "inference_objective_request",
+    "llm_d_epp_request_error": "inference_objective_request_error",
+    "llm_d_epp_request_input_tokens": "inference_objective_input_tokens",
+    "llm_d_epp_request_running": "inference_objective_running_requests",
     "llm_d_epp_ready_endpoints": "inference_pool_ready_pods",
     "llm_d_epp_scheduler_e2e_duration_seconds": "inference_extension_scheduler_e2e_duration_seconds",
 }
@@ -146,7 +145,7 @@ class RouterMetrics:
         self._histograms = {name: make.histogram(*metric) for name, metric in _HISTOGRAMS.items()}
         self._open = Gauge(_OURS + "open_requests", "Requests in a service.", ("door",), registry=registry)
         registry.register(_CeilingCollector(self._counters["tokens"]))
-        self._models = _CappedLabels(_MODELS_MAX)
+        self._models: set[str] = set()  # names in labels
         self._pods: frozenset[str] | None = None
 
     def picked(self, took_s: float, decision: Decision | None) -> None:
@@ -157,8 +156,8 @@ class RouterMetrics:
                 self._histograms["picking"].observe(took_s)
             return
         best, client, count = decision.primary, decision.client_model, self._counters
-        model = self._models.admit(decision.model or "")
-        named = model if client is None else self._models.admit(client)
+        model = self._model_label(decision.model or "")
+        named = model if client is None else self._model_label(client)
         labels = named, model, "", str(decision.priority)
         with self._lock:
             self._histograms["picking"].observe(took_s)
@@ -176,6 +175,16 @@ class RouterMetrics:
                 self._histograms["input"].observe(decision.prompt_tokens, labels)
                 count["predicted"].add((), best.cached_tokens)
                 count["best"].add((), decision.ranked.most_cached_tokens)
+
+    def _model_label(self, model: str) -> str:
+        """Return a model's name; "other" for a long one, and for all but the first names."""
+        if model in self._models:
+            return model
+        with self._lock:
+            if len(self._models) >= _MODELS_MAX or len(model) > 256:
+                return "other"
+            self._models.add(model)
+            return model
 
     def refused(self, error: RequestError) -> None:
         """Count an error response, without the model's name: clients could create any number of series."""
@@ -200,12 +209,6 @@ class RouterMetrics:
         with self._lock:
             self._histograms[name].observe(max(0.0, value), labels)
 
-    def ended(self, source: str, *, failed: bool, late_s: float | None = None) -> None:
-        """Count the end of a request, and record the delay of its report in seconds, if not None."""
-        self.count("ends", source, "failed" if failed else "done")
-        if late_s is not None:
-            self.observe("late", late_s, "end", source)
-
     def inside(self, door: str) -> AbstractContextManager[None]:
         """Return a reentrant context that counts a request as open in a service, named by `door`."""
         return self._open.labels(door).track_inprogress()
@@ -213,6 +216,16 @@ class RouterMetrics:
     @property
     def requests_inside(self) -> int:
         return sum(int(sample.value) for family in self._open.collect() for sample in family.samples)
+
+
+def _gauge(
+    name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
+) -> GaugeMetricFamily:
+    """Return one of the router's own gauges, from the labels and value of each series."""
+    family = GaugeMetricFamily(_OURS + name, text, labels=labels)
+    for shown, value in values:
+        family.add_metric(shown, value)
+    return family
 
 
 _UNCACHEABLE = (Cause.NEVER_CACHED, Cause.PARTIAL_BLOCK, Cause.OTHER_SCOPE)
@@ -230,11 +243,8 @@ class _CeilingCollector(Collector):
             model, cause = sample.labels["model"], sample.labels["cause"]
             known[model] += int(sample.value) * (cause != Cause.UNKNOWN)
             uncacheable[model] += int(sample.value) * (cause in _UNCACHEABLE)
-        ceiling = GaugeMetricFamily(_OURS + "cacheable_ceiling", self.__doc__ or "", labels=["model"])
-        for model, tokens in known.items():
-            if tokens:
-                ceiling.add_metric([model], 1.0 - uncacheable[model] / tokens)
-        yield ceiling
+        shares = [([model], 1.0 - uncacheable[model] / tokens) for model, tokens in known.items() if tokens]
+        yield _gauge("cacheable_ceiling", self.__doc__ or "", ("model",), shares)
 
 
 class StreamMetrics:
@@ -331,29 +341,16 @@ class StateCollector(Collector):
             for address, pod in pods.items()
         ]
         for name, text, read in _PER_POD:
-            family = GaugeMetricFamily(f"{_OURS}pod_{name}", text, labels=["pod"])
-            for state in states:
-                if (value := read(state)) is not None:
-                    family.add_metric([state.pod.address], float(value))
-            yield family
-        missing = GaugeMetricFamily(
-            _OURS + "pod_load_untold",
-            "1 for each load figure that is missing or invalid in the pod's metrics.",
-            labels=["pod", "figure"],
-        )
-        for pod in pods.values():
-            for figure in pod.load.missing_figures if pod.load is not None else ():
-                missing.add_metric([pod.address, figure], 1.0)
-        yield missing
-        faults = GaugeMetricFamily(
-            _OURS + "engine_fault",
-            "1 for each reason why an engine's cache cannot be used or seen.",
-            labels=["pod", "fault"],
-        )
-        for pod in pods.values():
-            for fault in pod.faults:
-                faults.add_metric([pod.address, fault.kind], 1.0)
-        yield faults
+            values = [([state.pod.address], read(state)) for state in states]
+            known = [(labels, float(value)) for labels, value in values if value is not None]
+            yield _gauge(f"pod_{name}", text, ("pod",), known)
+        loads = [(address, pod.load) for address, pod in pods.items() if pod.load is not None]
+        missing = [((pod, figure), 1.0) for pod, load in loads for figure in load.missing_figures]
+        text = "1 for each load figure that is missing or invalid in the pod's metrics."
+        yield _gauge("pod_load_untold", text, ("pod", "figure"), missing)
+        faults = [((pod.address, fault.kind), 1.0) for pod in pods.values() for fault in pod.faults]
+        text = "1 for each reason why an engine's cache cannot be used or seen."
+        yield _gauge("engine_fault", text, ("pod", "fault"), faults)
 
 
 _PER_TOKENIZER: tuple[tuple[Any, str, str, str], ...] = (
@@ -387,14 +384,10 @@ class TokenizerCollector(Collector):
     renderings: Callable[[], Mapping[str, Mapping[str, Any]]] = dict  # states by base model
 
     def collect(self) -> Iterable[Metric]:
-        paused = GaugeMetricFamily(
-            _OURS + "render_paused",
-            "1 while the model's pods do not render its prompts, and its requests are routed by load.",
-            labels=["model"],
-        )
-        for model, state in self.renderings().items():
-            paused.add_metric([model], float(state["state"] == "paused"))
-        yield paused
+        text = "1 while the model's pods do not render its prompts, and its requests are routed by load."
+        states = self.renderings().items()
+        paused = [([model], float(state["state"] == "paused")) for model, state in states]
+        yield _gauge("render_paused", text, ("model",), paused)
         for family_of, fact, name, text in _PER_TOKENIZER:
             family = family_of(_OURS + name, text, labels=["model"])
             for model, tokenizer in self.tokenizers.items():
@@ -402,30 +395,8 @@ class TokenizerCollector(Collector):
             yield family
 
 
-class _CappedLabels:
-    """Label values limited to the first `capacity` distinct ones; later values become "other"."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._known: set[str] = set()
-        self._lock = Lock()
-
-    def admit(self, value: str) -> str:
-        if value in self._known:
-            return value
-        with self._lock:
-            if len(self._known) >= self._capacity or len(value) > 256:
-                return "other"
-            self._known.add(value)
-            return value
-
-
 class MetricAliases(Collector):
-    """Metrics of the llm-d endpoint picker repeated under their older names.
-
-    Args:
-        registry: Registry of the metrics; the aliases are registered there, too.
-    """
+    """Metrics of the llm-d endpoint picker repeated under their older names, in the same registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -445,12 +416,8 @@ class MetricAliases(Collector):
         finally:
             self._thread.is_collecting = False
         for family in families:
-            yield _renamed(family, _ALIASES[family.name])
-
-
-def _renamed(family: Metric, name: str) -> Metric:
-    renamed = Metric(name, family.documentation, family.type, family.unit)
-    renamed.samples = [
-        sample._replace(name=name + sample.name.removeprefix(family.name)) for sample in family.samples
-    ]
-    return renamed
+            old, name = family.name, _ALIASES[family.name]
+            renamed = Metric(name, family.documentation, family.type, family.unit)
+            for sample in family.samples:
+                renamed.samples.append(sample._replace(name=name + sample.name.removeprefix(old)))
+            yield renamed

@@ -45,24 +45,16 @@ class ObservedRouter:
         try:
             if self.states is not None and request.kind in _STATEFUL:
                 request = self.states.bound(request)
-            if traces is None:
-                decision = self.router.route(request, now_s, is_active)
-            else:
-                decision = self.router.route(
-                    request, now_s, is_active, lambda: steps_ns.append(time.time_ns())
-                )
+            steps = () if traces is None else (lambda: steps_ns.append(time.time_ns()),)
+            decision = self.router.route(request, now_s, is_active, *steps)
         except Exception as error:
             if traces is not None:
                 traces.routed(request, steps_ns, error)
             if isinstance(error, RequestError):
                 raise
+            text = "pick failed: request_id=%s"
             _repeated.event(
-                "pick_failed",
-                "picks",
-                "pick failed: request_id=%s",
-                request.request_id,
-                level=logging.ERROR,
-                error=error,
+                "pick_failed", "picks", text, request.request_id, level=logging.ERROR, error=error
             )
             raise RequestError(500, "the router failed to route this request") from error
         finally:

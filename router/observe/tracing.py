@@ -22,52 +22,37 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _SERVICE = "kvroute-router"
-# Default of the llm-d endpoint picker.
-_SAMPLED_SHARE = 0.1
 _SHARE_VARIABLE = "OTEL_TRACES_SAMPLER_ARG"
 
 
 class Traces:
-    """Recorder of each request's spans. Thread-safe.
+    """Recorder of each request's spans, exported over OTLP/gRPC to OTEL_EXPORTER_OTLP_ENDPOINT. Thread-safe.
 
-    Args:
-        provider: OpenTelemetry TracerProvider.
-        exporter: SpanExporter of the provider.
+    Raises:
+        ConfigError: The library is not installed, or OTEL_TRACES_SAMPLER_ARG is invalid.
     """
 
-    def __init__(self, provider: Any, exporter: Any) -> None:
-        from opentelemetry.trace import Status, StatusCode, set_span_in_context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        self._provider = provider
-        self._exporter = exporter
-        self._tracer = provider.get_tracer(_SERVICE)
-        self._propagator = TraceContextTextMapPropagator()
-        self._within = set_span_in_context
-        self._failed = Status(StatusCode.ERROR)
-
-    @classmethod
-    def to_collector(cls) -> Traces:
-        """Return traces that are exported over OTLP/gRPC to OTEL_EXPORTER_OTLP_ENDPOINT.
-
-        Raises:
-            ConfigError: The library is not installed, or OTEL_TRACES_SAMPLER_ARG is invalid.
-        """
+    def __init__(self) -> None:
         try:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace import Status, StatusCode, set_span_in_context
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise ConfigError(
                 f"--tracing: {error}; install kvroute[tracing], then reinstall opentelemetry-proto, because "
                 "xds-protos overwrites its files with an old copy"
             ) from error
         name = os.environ.get("OTEL_SERVICE_NAME", _SERVICE)
-        provider = TracerProvider(_sampler(), Resource.create({"service.name": name}))
-        exporter = OTLPSpanExporter()
-        provider.add_span_processor(BatchSpanProcessor(exporter))
-        return cls(provider, exporter)
+        self._provider = TracerProvider(_sampler(), Resource.create({"service.name": name}))
+        self._exporter = OTLPSpanExporter()
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self._tracer = self._provider.get_tracer(_SERVICE)
+        self._propagator = TraceContextTextMapPropagator()
+        self._within = set_span_in_context
+        self._failed = Status(StatusCode.ERROR)
 
     def routed(self, request: RouteRequest, steps_ns: Sequence[int], outcome: Decision | Exception) -> None:
         """Create and export the spans of a request; exceptions other than RequestError count as status 500.
@@ -140,7 +125,7 @@ def _sampler() -> Any:
 
     if os.environ.get("OTEL_TRACES_SAMPLER"):
         return None
-    share = os.environ.get(_SHARE_VARIABLE) or _SAMPLED_SHARE
+    share = os.environ.get(_SHARE_VARIABLE) or 0.1  # default of the llm-d endpoint picker
     try:
         return ParentBasedTraceIdRatio(float(share))
     except ValueError as error:

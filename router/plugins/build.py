@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +262,12 @@ def _handler(
         case DisaggHandlerSettings() as disagg:
             return _disagg_handler(disagg, plugins, profiles)
         case PdHandlerSettings() as pd:
-            return _pd_handler(pd, plugins, profiles)
+            decode, prefill = profiles.get(pd.decode_profile), profiles.get(pd.prefill_profile)
+            if decode is None or prefill is None:
+                known = ", ".join(profiles)
+                pd.section.fail("", f"requires the profiles decode and prefill; profiles: {known}")
+            decider = pd.decider_plugin_name
+            return ProfileHandler(decode, _stage(pd, "deciderPluginName", decider, prefill, plugins))
     if len(profiles) != 1:
         config.section.fail(
             "schedulingProfiles",
@@ -283,13 +288,6 @@ def _disagg_handler(
         _stage(settings, "deciders.encode", deciders.encode, profiles.get(names.encode), plugins),
         prefill_first=settings.stage_order == "prefill-first",
     )
-
-
-def _pd_handler(pd: PdHandlerSettings, plugins: _Plugins, profiles: Mapping[str, Profile]) -> ProfileHandler:
-    decode, prefill = profiles.get(pd.decode_profile), profiles.get(pd.prefill_profile)
-    if decode is None or prefill is None:
-        pd.section.fail("", f"requires the profiles decode and prefill; profiles: {', '.join(profiles)}")
-    return ProfileHandler(decode, _stage(pd, "deciderPluginName", pd.decider_plugin_name, prefill, plugins))
 
 
 def _stage(
@@ -335,19 +333,16 @@ def _custom(entry: PluginEntry, directory: Path) -> Callable[..., object]:
         return _from_file(entry, directory / path, name)
     installed = entry_points(group=ENTRY_POINTS)
     if entry.type in installed.names:
-        return _from_entry_point(entry, installed[entry.type])
+        point = installed[entry.type]
+        try:
+            loaded: Callable[..., object] = point.load()
+        except Exception as error:
+            entry.section.fail("type", f"cannot load entry point {point.value}: {error}")
+        return loaded
     known = {*PLUGIN_TYPES, *_NON_PROFILE_TYPES, *_READ_ELSEWHERE, PRECISE, _PRECISE_SCORER, *installed.names}
     instead = REPLACEMENTS.get(entry.type)
     advice = f"use {instead}" if instead else f"known: {', '.join(sorted(known))}"
     return entry.section.fail("type", f"unknown plugin type {entry.type!r}; {advice}")
-
-
-def _from_entry_point(entry: PluginEntry, point: EntryPoint) -> Callable[..., object]:
-    try:
-        loaded: Callable[..., object] = point.load()
-    except Exception as error:
-        entry.section.fail("type", f"cannot load entry point {point.value}: {error}")
-    return loaded
 
 
 def _from_file(entry: PluginEntry, path: Path, name: str) -> Callable[..., object]:

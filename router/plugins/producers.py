@@ -11,6 +11,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -124,11 +125,7 @@ class ApproximatePrefix(Settings):
         return found
 
     def _match(self, keys: Sequence[int], sent: Mapping[int, None]) -> PrefixMatch:
-        blocks = 0
-        for key in keys:
-            if key not in sent:
-                break
-            blocks += 1
+        blocks = len(list(takewhile(sent.__contains__, keys)))
         return PrefixMatch(float(blocks), len(keys), blocks, self._block_tokens)
 
 
@@ -203,14 +200,11 @@ class _CostAware(Settings):
     size: Text = "2GiB"
 
     def __post_init__(self) -> None:
+        found = _MEMORY.fullmatch(self.size)
+        # Memory limit of the index.
+        self.size_bytes = int(float(found[1]) * _MEMORY_UNITS.get(found[2].lower(), 0)) if found else 0
         if not self.size_bytes:
             raise ValueError(f"size: expected a size such as 2GiB or 500MB, got {self.size[:100]!r}")
-
-    @property
-    def size_bytes(self) -> int:
-        """Return the memory limit of the index in bytes; 0 if `size` is invalid."""
-        found = _MEMORY.fullmatch(self.size)
-        return int(float(found[1]) * _MEMORY_UNITS.get(found[2].lower(), 0)) if found else 0
 
 
 class _Redis(Settings):

@@ -43,11 +43,7 @@ def request(
 
 
 def endpoint(name: str, **known: Any) -> Endpoint:
-    """Return an endpoint of this name at the address "NAME:8000".
-
-    Args:
-        known: Other fields of Endpoint.
-    """
+    """Return an endpoint of this name at the address "NAME:8000"; `known` are other fields of Endpoint."""
     return Endpoint(**{"address": f"{name}:8000", "id": f"default/{name}", **known})
 
 

@@ -314,8 +314,4 @@ def _go_json_error(body: bytes | bytearray) -> str:
 
 
 def _quoted(byte: int) -> str:
-    if byte == ord("'"):
-        return "'\\''"
-    if byte == ord('"'):
-        return "'\"'"
-    return repr(chr(byte)) if byte != ord("\\") else "'\\\\'"
+    return "'\\''" if byte == ord("'") else repr(chr(byte))

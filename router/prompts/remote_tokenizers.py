@@ -54,8 +54,6 @@ _CHUNK_BYTES = 64 << 10
 _CACHE_BYTES = 32 << 20
 _CACHE_TTL_S = 60.0
 _ITEM_BYTES = 200
-_CONNECTIONS = 8
-_POOLS = 256
 
 FAILURES_MAX = 5  # consecutive failed or late answers after which requests are routed by load
 PAUSE_S, PAUSE_MAX_S = 2.0, 300.0
@@ -75,8 +73,8 @@ class RenderTokenizer:
         self._url = url
         self._rotation = itertools.count()
         self._http = urllib3.PoolManager(
-            num_pools=_POOLS,
-            maxsize=_CONNECTIONS,
+            num_pools=256,
+            maxsize=8,
             retries=False,
             timeout=urllib3.Timeout(connect=_CONNECT_S, read=_READ_S),
         )
@@ -170,19 +168,16 @@ def _body(answer: urllib3.BaseHTTPResponse) -> bytes:
     """Read a response body within limits of time and size."""
     deadline_s = time.monotonic() + _READ_S
     data = bytearray()
-    whole = False
     try:
         while chunk := answer.read1(_CHUNK_BYTES):
             data += chunk
             if len(data) > _ANSWER_BYTES_MAX or time.monotonic() > deadline_s:
                 raise urllib3.exceptions.HTTPError(f"too slow or too large: {len(data)} bytes read")
-        whole = True
-    finally:
+    except BaseException:
         # Unread bytes would corrupt the connection's next response.
-        if whole:
-            answer.release_conn()
-        else:
-            answer.close()
+        answer.close()
+        raise
+    answer.release_conn()
     return bytes(data)
 
 
@@ -192,11 +187,7 @@ def _size_bytes(tokens: PromptTokens) -> int:
 
 
 class SidecarTokenizer:
-    """Tokenizer of one model in a `kvroute tokenizer` process. Thread-safe.
-
-    Args:
-        socket: Path of the Unix socket, which need not exist yet.
-    """
+    """Tokenizer of one model in a `kvroute tokenizer` process, which need not run yet. Thread-safe."""
 
     def __init__(self, model: str, socket: str) -> None:
         self._model = model
@@ -238,7 +229,13 @@ class SidecarTokenizer:
         try:
             answer = self._tokenize(message, timeout=timeout_s)
         except grpc.RpcError as error:
-            return self._no_answer(request, error)
+            code = error.code()
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise TimeoutError from error
+            if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                return unknown(request, "tokenize_queue_full")
+            reason = f"unix:{self._socket}: {code.name}: {error.details()}"
+            raise TokenizerUnavailableError(reason) from error
         if answer.HasField("refusal"):
             raise RequestError(400, answer.refusal.message, answer.refusal.param)
         if answer.degraded:
@@ -252,14 +249,6 @@ class SidecarTokenizer:
 
     def close(self) -> None:
         self._channel.close()
-
-    def _no_answer(self, request: RouteRequest, error: grpc.RpcError) -> PromptTokens:
-        code = error.code()
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise TimeoutError from error
-        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return unknown(request, "tokenize_queue_full")
-        raise TokenizerUnavailableError(f"unix:{self._socket}: {code.name}: {error.details()}") from error
 
 
 class RenderBreaker:

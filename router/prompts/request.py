@@ -151,6 +151,17 @@ def api_request(
     return RouteRequest(request_id, kind, model, body, body_bytes, cache_salt, candidates, headers)
 
 
+def unread_request(
+    request_id: str,
+    body_bytes: int,
+    candidates: frozenset[str] | None,
+    headers: Mapping[str, str],
+    model: str | None = None,
+) -> RouteRequest:
+    """Return a request whose body is not read; it is routed by load."""
+    return RouteRequest(request_id, RequestKind.PASSTHROUGH, model, {}, body_bytes, None, candidates, headers)
+
+
 def too_large(limit_bytes: int) -> RequestError:
     """Return the error for a body above the limit."""
     return RequestError(413, f"the request body is larger than this router's limit of {limit_bytes} bytes")
@@ -168,7 +179,11 @@ def reads_cache(request: RouteRequest) -> bool:
     if isinstance(skips := sampling.get("skip_reading_prefix_cache"), bool):
         return not skips
     names = ((body, "prompt_logprobs"), (sampling, "prompt_logprobs"), (sampling, "prompt_logprob_token_ids"))
-    if any(fields.get(name) is not None for fields, name in names) or _starts_in_prompt(body):
+    if any(fields.get(name) is not None for fields, name in names):
+        return False
+    # SGLang's fields, which may request log probabilities of the prompt.
+    start = body.get("logprob_start_len")
+    if body.get("return_logprob") and isinstance(start, int) and start >= 0:
         return False
     if not body.get("echo"):
         return True
@@ -197,12 +212,6 @@ def _sampling(body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the sampling parameters of vLLM's /inference/v1/generate and SGLang's /generate."""
     sampling = body.get("sampling_params")
     return sampling if isinstance(sampling, dict) else {}
-
-
-def _starts_in_prompt(body: Mapping[str, Any]) -> bool:
-    """Return whether SGLang's fields request log probabilities of the prompt."""
-    start = body.get("logprob_start_len")
-    return bool(body.get("return_logprob")) and isinstance(start, int) and start >= 0
 
 
 def session_of(request: RouteRequest) -> str | None:

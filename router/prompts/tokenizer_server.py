@@ -129,14 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Block the signals before any thread starts, so that only sigwait receives them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
-        models = dict(flags.model)
-        server = TokenizerServer(flags.socket, models, flags.threads)
-    except ConfigError as error:
+        server = TokenizerServer(flags.socket, dict(flags.model), flags.threads)
+    except (ConfigError, ListenError) as error:
         print(f"kvroute tokenizer: error: {error}", file=sys.stderr)
-        return 2
-    except ListenError as error:
-        print(f"kvroute tokenizer: error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     server.start()
     _log.info(
         "tokenizer listening: socket=%s models=%s", flags.socket, ",".join(model for model, _ in flags.model)

@@ -12,7 +12,7 @@ SOURCE of `--tokenizer MODEL=SOURCE` is one of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from router.errors import ConfigError
@@ -20,11 +20,8 @@ from router.prompts.remote_tokenizers import RenderTokenizer, SidecarTokenizer
 from router.prompts.tokenizers import Tokenizer
 from tokenization import PromptTokenizer, TokenizerLoadError, hub_directory
 
-_PODS = "pods"
-_NONE = "none"
 _HUB = "hf:"
 _SOCKET = "unix:"
-_URLS = ("http://", "https://")
 
 
 def open_tokenizers(sources: Mapping[str, Path | str]) -> dict[str, Tokenizer | None]:
@@ -47,25 +44,21 @@ def _open_source(model: str, source: str) -> Tokenizer | None:
         if not found:
             raise ConfigError(f"--tokenizer {model}={source}: must have the form {form}")
 
-    if source == _NONE:
+    if source == "none":
         return None
-    if source == _PODS:
+    if source == "pods":
         return RenderTokenizer(model, None)
-    if source.startswith(_URLS):
+    if source.startswith(("http://", "https://")):
         checked(len(source.partition("://")[2].strip("/")) > 0, "http://HOST:PORT")
         return RenderTokenizer(model, source.rstrip("/"))
     if source.startswith(_SOCKET):
         checked(len(source) > len(_SOCKET), "unix:PATH")
         return SidecarTokenizer(model, source.removeprefix(_SOCKET))
-    if source.startswith(_HUB):
-        repository, _, revision = source.removeprefix(_HUB).partition("@")
-        checked(repository.count("/") == 1 and bool(revision), "hf:OWNER/NAME@REVISION")
-        return _loaded(model, source, lambda: hub_directory(repository, revision))
-    return _loaded(model, source, lambda: Path(source))
-
-
-def _loaded(model: str, source: str, directory: Callable[[], Path]) -> PromptTokenizer:
     try:
-        return PromptTokenizer.from_directory(directory())
+        if source.startswith(_HUB):
+            repository, _, revision = source.removeprefix(_HUB).partition("@")
+            checked(repository.count("/") == 1 and bool(revision), "hf:OWNER/NAME@REVISION")
+            return PromptTokenizer.from_directory(hub_directory(repository, revision))
+        return PromptTokenizer.from_directory(source)
     except TokenizerLoadError as error:
         raise ConfigError(f"--tokenizer {model}={source}: {error}") from error

@@ -172,8 +172,15 @@ class TokenizerRegistry:
             if isinstance(tokenizer, SidecarTokenizer):
                 return tokenizer.prompt_tokens(request, context_tokens, self._options.deadline_s)
             return self._rendered(request, tokenizer, None, pods)
+        except PromptTooLongError:
+            return unknown(request, LONGER_THAN_CONTEXT)
+        except UnsupportedPromptError:
+            return unknown(request, "unsupported_prompt")
         except PromptError as error:
-            return _rejected(request, error)
+            if request.kind in _AS_CHAT:
+                # The engine implements this API and returns a better error.
+                return unknown(request, "unsupported_prompt")
+            raise RequestError(400, str(error), error.param) from error
         except RequestError:
             raise
         except TimeoutError:
@@ -311,23 +318,6 @@ def reads_kind(kind: RequestKind, tokenizer: PromptTokenizer) -> bool:
     if tokenizer.chat_template is not None or kind is RequestKind.COMPLETIONS:
         return True
     return tokenizer.coded is not None and kind is not RequestKind.RESPONSES
-
-
-def _rejected(request: RouteRequest, error: PromptError) -> PromptTokens:
-    """Return the degraded result for a prompt that the tokenizer rejected.
-
-    Raises:
-        RequestError: 400: the prompt is invalid for its API.
-    """
-    match error:
-        case PromptTooLongError():
-            return unknown(request, LONGER_THAN_CONTEXT)
-        case UnsupportedPromptError():
-            return unknown(request, "unsupported_prompt")
-    if request.kind in _AS_CHAT:
-        # The engine implements this API and returns a better error.
-        return unknown(request, "unsupported_prompt")
-    raise RequestError(400, str(error), error.param) from error
 
 
 def _is_large(request: RouteRequest, tokenizer: PromptTokenizer) -> bool:

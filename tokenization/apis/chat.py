@@ -40,8 +40,6 @@ _UNTYPED_FIELDS = ("prompt_embeds", "tool_reference")
 # Billing line that a client adds to the system message; it changes with every request.
 BILLING = "x-anthropic-billing-header"
 _SHOWN_CHARS = 64
-# List fields of a message.
-_LIST_FIELDS = ("content", "tool_calls")
 
 ITEMS_AT_ONCE_MAX = 500
 """Maximum of messages and parts that are rendered in a few milliseconds.
@@ -241,18 +239,10 @@ def _part_text(part: object, where: str) -> str | None:
 def _inner_items(message: Any) -> int:
     if type(message) is not dict:
         return 0
-    lists = [value for name in _LIST_FIELDS if isinstance(value := message.get(name), list)]
+    lists = [value for name in ("content", "tool_calls") if isinstance(value := message.get(name), list)]
     # Tool results of other APIs contain parts.
     inner = [part.get("content") for part in chain.from_iterable(lists) if type(part) is dict]
     return sum(map(len, lists)) + sum([len(parts) for parts in inner if type(parts) is list])
-
-
-_CALL_FIELDS = ("id", "function", "type")
-_CALL_FUNCTION_FIELDS = ("arguments", "name")
-_TOOL_FIELDS = ("function", "type")
-_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
-# Optional fields of a tool that are kept; others are dropped.
-_OPTIONAL_FIELDS = ("strict", "defer_loading")
 
 
 class OrderedCalls(list[Any]):
@@ -296,8 +286,8 @@ def tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
         arguments = _arguments(function.get("arguments"), where)
         called = {**function, "arguments": arguments}
         if not isinstance(calls, OrderedCalls):
-            called = _ordered(called, _CALL_FUNCTION_FIELDS)
-        known.append(_ordered({**call, "function": called}, _CALL_FIELDS))
+            called = _ordered(called, ("arguments", "name"))
+        known.append(_ordered({**call, "function": called}, ("id", "function", "type")))
     return known
 
 
@@ -307,21 +297,18 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
         raise PromptError(f"{where}.function must be an object with a name", "tools")
     known = {name: function.get(name) for name in ("name", "description", "parameters")}
     shown = {"type": "function", "function": known}
-    deferred = tool.get("defer_loading")
-    for name in _OPTIONAL_FIELDS:
-        value = function.get(name)
-        if value is None and name == "defer_loading":
-            value = deferred
-        if value is not None:
-            known[name] = value
+    deferred, own = tool.get("defer_loading"), function.get("defer_loading")
+    # Optional fields that are kept; others are dropped.
+    optional = {"strict": function.get("strict"), "defer_loading": deferred if own is None else own}
+    known |= {name: value for name, value in optional.items() if value is not None}
     return shown if deferred is None else {**shown, "defer_loading": deferred}
 
 
 def _ordered_tool(tool: dict[str, Any]) -> dict[str, Any]:
     function = tool.get("function")
     if isinstance(function, dict):
-        tool = {**tool, "function": _ordered(function, _FUNCTION_FIELDS)}
-    return _ordered(tool, _TOOL_FIELDS)
+        tool = {**tool, "function": _ordered(function, ("name", "description", "parameters", "strict"))}
+    return _ordered(tool, ("function", "type"))
 
 
 def _ordered(fields: dict[str, Any], first: Sequence[str]) -> dict[str, Any]:

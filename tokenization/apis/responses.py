@@ -21,7 +21,6 @@ Body = Mapping[str, Any]
 _COPIED_FIELDS = ("model", "cache_salt", "chat_template_kwargs")
 # Fields that refer to conversations or prompts stored on the server.
 _SERVER_STATE = ("previous_response_id", "conversation", "prompt", "previous_input_messages")
-_UNFINISHED = ("in_progress", "incomplete")
 
 
 def responses_as_chat(body: Body) -> dict[str, Any]:
@@ -93,7 +92,7 @@ def _continues_answer(value: object) -> bool:
     last = value[-1] if isinstance(value, list) and value else None
     if not isinstance(last, dict) or last.get("type", "message") not in ("message", "reasoning"):
         return False
-    return last.get("status") in _UNFINISHED
+    return last.get("status") in ("in_progress", "incomplete")
 
 
 Item = Mapping[str, Any]
@@ -102,8 +101,6 @@ Message = dict[str, Any]
 _ROLES = ("user", "system", "developer")
 # Fields by which vLLM recognizes a message as output of an earlier response.
 _OUTPUT_FIELDS = frozenset(("id", "status", "type"))
-# Fields of a message that are kept.
-_MESSAGE_FIELDS = ("role", "content", "name", "task")
 
 
 def input_messages(given: object) -> list[Message]:
@@ -185,7 +182,7 @@ def _role_message(item: Item, where: str) -> Message:
         raise PromptError(f"{where}.role must be assistant or one of {', '.join(_ROLES)}", where)
     if role == "developer" and "tools" in item:
         raise UnsupportedPromptError(f"{where}: a message with tools is not supported here", where)
-    return {name: item[name] for name in _MESSAGE_FIELDS if name in item}
+    return {name: item[name] for name in ("role", "content", "name", "task") if name in item}
 
 
 def _call_message(name: str, arguments: str, item: Item, where: str) -> Message:

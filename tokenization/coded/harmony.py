@@ -19,7 +19,6 @@ from tokenization.apis.chat import chat_tools, objects
 from tokenization.coded.prompts import Body, TokenIds, check_texts, missing_library, unsupported
 
 _EFFORTS = ("low", "medium", "high")
-_INSTRUCTING = ("system", "developer")
 _ANALYSIS, _COMMENTARY, _FINAL = "analysis", "commentary", "final"
 _TEXT_TYPES = ("text", "input_text", "output_text")
 _FUNCTION = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -31,9 +30,6 @@ Message = dict[str, Any]  # in the library's form
 
 class HarmonyPrompts:
     """Chat prompts of gpt-oss. Thread-safe.
-
-    Args:
-        now: Local clock.
 
     Raises:
         TokenizerLoadError: oss-harmony is not installed.
@@ -65,7 +61,7 @@ class HarmonyPrompts:
         system = {"conversation_start_date": self._date(), "reasoning_effort": effort.capitalize()}
         shown: list[Message] = [{"role": "system", "content": [{"type": "system_content", **system}]}]
         instructions = None
-        if messages and messages[0].get("role") in _INSTRUCTING:
+        if messages and messages[0].get("role") in ("system", "developer"):
             texts, messages = _texts(messages[0].get("content")), messages[1:]
             instructions = None if texts is None else "".join(texts)
         if instructions or tools:

@@ -26,10 +26,7 @@ _LONG_RUN = re.compile("|".join(f"(?<!{kind}){kind}{{{_RUN_CHARS_MAX},}}" for ki
 
 
 def check_texts(values: Sequence[object]) -> None:
-    """Reject long words, for which encoders take time in the square of their length, and very much text.
-
-    Args:
-        values: Messages and tools.
+    """Reject messages and tools with very much text or long words, whose encoding takes quadratic time.
 
     Raises:
         UnsupportedPromptError: There are too many of them, or a word or the sum of all texts is too long.

@@ -12,7 +12,7 @@ import binascii
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,11 +55,8 @@ def may_be_rotated(data: bytes, *, whole: bool) -> bool:
     """Return whether an image's EXIF or XMP data may contain an orientation.
 
     Some releases of vLLM apply it, others do not. PNG and GIF may contain such data anywhere, so the whole
-    file is needed. JPEG has it before the pixels, and WebP has a flag for it in the header.
-
-    Args:
-        data: Beginning of the file.
-        whole: Whether `data` is the whole file.
+    file is needed. JPEG has it before the pixels, and WebP has a flag for it in the header. `data` is the
+    beginning of the file, and the rest too if `whole`.
     """
     try:
         if data.startswith(_JPEG):
@@ -165,9 +162,8 @@ def _webp(data: bytes) -> tuple[int, int] | None:
     return None
 
 
-_IMAGE = "image"
 # Types of parts with a URL; others contain images in processed forms.
-_WITH_URL = ("image_url", "input_image")
+_WITH_URL = (None, "image_url", "input_image")
 _SCHEME, _BASE64 = "data:", ";base64"
 _MEDIA_TYPE_CHARS_MAX = 256
 # Characters of base64 to decode: enough for nearly all images, then for those with large metadata.
@@ -192,7 +188,7 @@ def image_parts(messages: object) -> list[ImagePart] | None:
             medium = medium_of(part)
             if medium is None:
                 continue
-            if medium != _IMAGE or not _has_url(part):
+            if medium != "image" or "image_url" not in part or part.get("type") not in _WITH_URL:
                 return None
             url, uuid = part.get("image_url"), part.get("uuid")
             url = url.get("url") if isinstance(url, dict) else url
@@ -221,11 +217,6 @@ def size_of_url(url: object, *, oriented: bool) -> ImageSize | None:
         if known or whole:
             break
     return size if known else None
-
-
-def _has_url(part: dict[str, Any]) -> bool:
-    kind = part.get("type")
-    return "image_url" in part and (kind is None or kind in _WITH_URL)
 
 
 def _decoded(text: str) -> bytes:
@@ -268,41 +259,27 @@ def expand_images(rule: ImageRule, ids: TokenIds, parts: Sequence[ImagePart]) ->
     places = np.flatnonzero(ids == rule.placeholder_id).tolist()
     if len(places) != len(parts):
         return None
-    known: list[TokenIds] = []
-    tokens = len(ids)
-    for part in parts[: None if not rule.reads_size else _SIZES_MAX]:
+    pieces: list[TokenIds] = []
+    offsets: list[int] = []
+    lengths: list[int] = []
+    at = tokens = 0
+    ids_left = _IDS_MAX - len(ids)
+    for place, part in zip(places, parts[: _SIZES_MAX if rule.reads_size else None], strict=False):
         size = size_of_url(part.url, oriented=rule.oriented) if rule.reads_size else None
         expansion = rule.expand(size)
         if expansion is None:
             break
-        known.append(expansion)
-        tokens += len(expansion)
-        if tokens > _IDS_MAX:
+        ids_left -= len(expansion)
+        if ids_left < 0:
             return None
-    return _placed(rule, ids, parts, places, known)
-
-
-def _placed(
-    rule: ImageRule,
-    ids: TokenIds,
-    parts: Sequence[ImagePart],
-    places: Sequence[int],
-    known: Sequence[TokenIds],
-) -> ExpandedPrompt:
-    """Replace the placeholders of the first images by their known ids."""
-    pieces: list[TokenIds] = []
-    offsets: list[int] = []
-    at = tokens = 0
-    for place, expansion in zip(places, known, strict=False):
         pieces += ids[at:place], expansion
         offsets.append(tokens + place - at)
-        tokens = offsets[-1] + len(expansion)
+        lengths.append(len(expansion))
+        tokens = offsets[-1] + lengths[-1]
         at = place + 1
-    end = places[len(known)] if len(known) < len(places) else len(ids)
+    unknown = len(places) - len(lengths)
+    end = places[len(lengths)] if unknown else len(ids)
     whole, starts = merge_ids(np.concatenate((*pieces, ids[at:end])), rule.merges, offsets)
-    images = tuple(
-        PlacedImage(start, len(expansion), part.uuid)
-        for start, expansion, part in zip(starts, known, parts, strict=False)
-    )
-    unknown = len(places) - len(known)
+    known = zip(starts, lengths, parts, strict=False)
+    images = tuple(PlacedImage(start, length, part.uuid) for start, length, part in known)
     return ExpandedPrompt(whole, images, len(ids) - end - unknown, unknown)

@@ -29,6 +29,10 @@ class ImageSize(NamedTuple):
     height: int
 
 
+# Returns the ids that replace the placeholder of an image of this size (None: unknown); None if in doubt.
+Expansion: TypeAlias = Callable[[ImageSize | None], TokenIds | None]
+
+
 @dataclass(frozen=True, slots=True)
 class ImageRule:
     """Expansion of images in one model's prompts."""
@@ -37,23 +41,19 @@ class ImageRule:
     # Text that engines add before a message's text for each image if the template takes no parts; may be
     # empty.
     placeholder_text: str
-    # Returns the ids that replace the placeholder of an image of this size (None: unknown), or None if in
-    # doubt.
-    expand: Callable[[ImageSize | None], TokenIds | None]
+    expand: Expansion
     reads_size: bool = True  # whether the ids depend on the image's size
     oriented: bool = False  # whether exchanging width and height changes the ids
     merges: tuple[tuple[int, int, int], ...] = ()  # adjacent ids to merge: first, second, merged
 
 
-def constant(ids: Sequence[int]) -> Callable[[ImageSize | None], TokenIds | None]:
+def constant(ids: Sequence[int]) -> Expansion:
     """Return an expansion to the same ids for every image."""
     known = np.array(ids, np.uint32)
     return lambda _: known
 
 
-def by_pixels(
-    image_id: int, side: int, pixels_min: int, pixels_max: int
-) -> Callable[[ImageSize | None], TokenIds | None]:
+def by_pixels(image_id: int, side: int, pixels_min: int, pixels_max: int) -> Expansion:
     """Return an expansion to one id per merged patch of the resized image (`smart_resize` of Qwen2-VL).
 
     Args:
@@ -69,9 +69,7 @@ def by_pixels(
     return expand
 
 
-def in_rows(
-    image_id: int, break_id: int, end_id: int, side: int, edge_max: int
-) -> Callable[[ImageSize | None], TokenIds | None]:
+def in_rows(image_id: int, break_id: int, end_id: int, side: int, edge_max: int) -> Expansion:
     """Return an expansion to one id per patch in rows, as Pixtral's processor since transformers 4.49.
 
     Args:
@@ -140,7 +138,6 @@ def _disjoint(pairs: np.ndarray[tuple[int], np.dtype[np.intp]]) -> np.ndarray[tu
 
 Settings: TypeAlias = Mapping[str, Any]
 
-_NONE: Settings = {}
 # Larger counts and lengths are mistakes in a model's files.
 _COUNT_MAX = 1 << 28
 _GEMMA_TOKENS, _GEMMA_NEWLINES = 256, ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
@@ -290,7 +287,7 @@ def _agreed(*given: object) -> int | None:
 
 def _dict(settings: Settings, name: str) -> Settings:
     value = settings.get(name)
-    return value if isinstance(value, dict) else _NONE
+    return value if isinstance(value, dict) else {}
 
 
 def _token(settings: Settings, name: str) -> str | None:

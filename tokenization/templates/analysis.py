@@ -6,6 +6,8 @@ iterations can have no effect.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from jinja2 import nodes
 
 WHILE = "kvroute_while"  # name of `while_set` in rewritten templates
@@ -31,7 +33,9 @@ def with_early_exit(loop: nodes.For) -> nodes.For:
     *first, last = loop.body
     if not all(map(_has_no_effect, first)) or not isinstance(last, nodes.If) or last.elif_ or last.else_:
         return loop
-    flag = _first_condition(last.test)
+    flag = last.test
+    while isinstance(flag, nodes.And):
+        flag = flag.left  # without which the condition is false
     if not isinstance(flag, nodes.Getattr) or not isinstance(flag.node, nodes.Name):
         return loop
     assigned = {node.target.name for node in first if isinstance(node, nodes.Assign)}  # type: ignore[attr-defined]
@@ -46,13 +50,6 @@ def with_early_exit(loop: nodes.For) -> nodes.For:
     arguments = [loop.iter, flag.node, nodes.Const(flag.attr)]
     items = nodes.Call(nodes.Name(WHILE, "load"), arguments, [], None, None)
     return nodes.For(loop.target, items, loop.body, [], None, False, lineno=loop.lineno)
-
-
-def _first_condition(test: nodes.Node) -> nodes.Node:
-    """Return the first operand of a conjunction, without which the condition is false."""
-    while isinstance(test, nodes.And):
-        test = test.left
-    return test
 
 
 def _has_no_effect(node: nodes.Node) -> bool:
@@ -85,25 +82,19 @@ def wants_parts(template: nodes.Template) -> bool:
     As vLLM's server does, it searches for a loop over a message's content, over a macro's argument with such
     a content, or over a variable named "content". If the analysis fails, contents are passed as texts.
     """
-    try:
-        return _wants_parts(template)
-    except _UnsupportedTargetError:
-        return False
-
-
-def _wants_parts(template: nodes.Template) -> bool:
-    message_names = _message_names(template)
-    # Id of a loop within a macro -> names of the macro's arguments that are contents.
-    contents: dict[int, set[str]] = {}
-    for macro in template.find_all(nodes.Macro):
-        names = _content_arguments(template, macro, message_names)
-        contents.update((id(loop), names) for loop in macro.find_all(nodes.For))
-    for loop in template.find_all(nodes.For):
-        if _is_content(loop.iter, message_names) or (
-            isinstance(loop.iter, nodes.Name) and loop.iter.name in contents.get(id(loop), {_CONTENT})
-        ):
-            _target_name(loop.target)
-            return True
+    with suppress(_UnsupportedTargetError):
+        message_names = _message_names(template)
+        # Id of a loop within a macro -> names of the macro's arguments that are contents.
+        contents: dict[int, set[str]] = {}
+        for macro in template.find_all(nodes.Macro):
+            names = _content_arguments(template, macro, message_names)
+            contents.update((id(loop), names) for loop in macro.find_all(nodes.For))
+        for loop in template.find_all(nodes.For):
+            if _is_content(loop.iter, message_names) or (
+                isinstance(loop.iter, nodes.Name) and loop.iter.name in contents.get(id(loop), {_CONTENT})
+            ):
+                _target_name(loop.target)
+                return True
     return False
 
 

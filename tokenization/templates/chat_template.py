@@ -14,12 +14,13 @@ import math
 import secrets
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from types import BuiltinMethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 import msgspec
@@ -40,17 +41,11 @@ _RAW_MESSAGES = msgspec.json.Decoder(list[msgspec.Raw])
 _ENTRY_BYTES = 300
 
 
-class _Checked(NamedTuple):
-    message: dict[str, Any]
-    items: int
+_Checked = tuple[dict[str, Any], int]  # message, and the number of its items
 
 
 class MessageCache:
-    """Cache of checked messages of chats with one template. Thread-safe.
-
-    Args:
-        capacity_bytes: Maximum memory. When it is reached, the cache is emptied.
-    """
+    """Cache of checked messages of chats with one template; emptied at its capacity. Thread-safe."""
 
     def __init__(self, *, wants_parts: bool, capacity_bytes: int = _CAPACITY_BYTES) -> None:
         self._wants_parts = wants_parts
@@ -78,10 +73,11 @@ class MessageCache:
                 if (known := self._known.get(key)) is None:
                     known = self._check(raw, at, items_left)
                     self._put(key, known)
-                items_left -= known.items
+                message, items = known
+                items_left -= items
                 if items_left < 0:
                     raise ManyItemsError
-                messages.append(known.message)
+                messages.append(message)
         except (ValueError, RecursionError):
             messages = []  # not JSON, or not a list
         if not messages:
@@ -93,10 +89,10 @@ class MessageCache:
         items = count_items([message])
         if items > items_left:
             raise ManyItemsError
-        return _Checked(checked_message(message, at, wants_parts=self._wants_parts), items)
+        return checked_message(message, at, wants_parts=self._wants_parts), items
 
     def _put(self, key: bytes, checked: _Checked) -> None:
-        size_bytes = _ENTRY_BYTES + sys.getsizeof(key) + _decoded_bytes(checked.message)
+        size_bytes = _ENTRY_BYTES + sys.getsizeof(key) + _decoded_bytes(checked[0])
         if size_bytes > self._capacity_bytes // 2:
             return
         with self._lock:
@@ -276,14 +272,9 @@ def _text(content: object) -> str:
 
 def while_set(items: Iterable[Any], namespace: Any, flag: str) -> Iterable[Any]:
     """Return an iterator of the items that ends when the namespace's flag is cleared."""
-    return _while_set(items, namespace, flag) if type(namespace) is Namespace else items
-
-
-def _while_set(items: Iterable[Any], namespace: Any, flag: str) -> Iterator[Any]:
-    for item in items:
-        if not getattr(namespace, flag, True):
-            return
-        yield item
+    if type(namespace) is not Namespace:
+        return items
+    return takewhile(lambda _: getattr(namespace, flag, True), items)
 
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
@@ -356,10 +347,6 @@ def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 def _tojson(
     value: object,
     ensure_ascii: bool = False,
@@ -384,12 +371,8 @@ def _tojson(
     return text
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-ENVIRONMENT = _environment()  # of all templates, with the whitespace options of transformers
+# Of all templates, with the whitespace options of transformers.
+ENVIRONMENT = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+ENVIRONMENT.filters["tojson"] = _tojson
+ENVIRONMENT.globals["raise_exception"] = _raise_exception
+ENVIRONMENT.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

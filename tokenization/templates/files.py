@@ -104,11 +104,9 @@ def _processor_template(directory: Path) -> str | None:
 
 
 def _is_rendered_by_code(config: Mapping[str, Any]) -> bool:
-    architectures = config.get("architectures")
-    names = architectures if isinstance(architectures, list) else []
-    return config.get("model_type") == GPT_OSS or any(
-        isinstance(name, str) and name in _CODE_ARCHITECTURES for name in names
-    )
+    given = config.get("architectures")
+    names = [name for name in given if isinstance(name, str)] if isinstance(given, list) else []
+    return config.get("model_type") == GPT_OSS or not _CODE_ARCHITECTURES.isdisjoint(names)
 
 
 _TEKKEN, _SENTENCEPIECE = "tekken.json", "tokenizer.model.v*"
@@ -129,12 +127,7 @@ def mistral_file(directory: Path) -> Path | None:
 
 
 def mistral_pattern(file: Path, special_tokens: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of texts that mistral-common encodes differently from `tokenizer.json`.
-
-    Args:
-        file: File of Mistral's own tokenizer.
-        special_tokens: Special tokens of tokenizer.json.
-    """
+    """Return a pattern of texts that mistral-common encodes unlike `tokenizer.json` with these tokens."""
     if file.name != _TEKKEN:
         return ANY_TEXT
     texts = [re.escape(text) for text in special_tokens]
@@ -144,17 +137,8 @@ def mistral_pattern(file: Path, special_tokens: Iterable[str]) -> re.Pattern[str
 
 # Files that PromptTokenizer.from_directory reads or looks for; no weights.
 _HUB_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/tool_use.jinja",
-    "generation_config.json",
-    "config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "tekken.json",
-    "tokenizer.model.v*",
+    *("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"),
+    *(*_FILES.values(), _PROCESSOR_TEMPLATE, *_PROCESSORS, _TEKKEN, _SENTENCEPIECE),
 )
 
 

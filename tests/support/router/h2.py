@@ -66,7 +66,11 @@ class Plain:
     def add_to(self, server: Any) -> None:
         """Register the service."""
         server.add_registered_method_handlers(SERVICE, self.handlers())
-        server.add_exchange(path("exchange"), ExchangeMethod(self._exchange, _parse, _written))
+        server.add_exchange(path("exchange"), self.method())
+
+    def method(self) -> ExchangeMethod:
+        """Return the method whose streams echo."""
+        return ExchangeMethod(self._exchange, _parse, _written)
 
     def _exchange(self, stream: ExchangeCall) -> Echo:
         self.exchanges.append(echo := Echo(self, stream))

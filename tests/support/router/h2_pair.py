@@ -11,11 +11,11 @@ import h2.events
 from h2.settings import SettingCodes
 
 from router.h2.connection import H2Connection
-from router.h2.frames import Fields, status_200
+from router.h2.frames import STATUS_200, Fields, field
 from router.h2.streams import Drained, Opened, Received, Reset, Stream
 
 REQUEST = ((":method", "POST"), (":scheme", "http"), (":path", "/s/m"), (":authority", "a"))
-HEADERS, TRAILERS = status_200((b"x", b"y")), b"\x00\x0bgrpc-status\x010"
+HEADERS, TRAILERS = STATUS_200 + field(b"x", b"y"), b"\x00\x0bgrpc-status\x010"
 
 
 def fields(block: Fields) -> Fields:

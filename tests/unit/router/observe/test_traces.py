@@ -63,7 +63,7 @@ def collecting(
     for name, value in (environment or {"OTEL_TRACES_SAMPLER": "parentbased_always_off"}).items():
         monkeypatch.setenv(name, value)
     try:
-        yield collector, Traces.to_collector()
+        yield collector, Traces()
     finally:
         server.stop(None).wait()
 
@@ -147,7 +147,7 @@ def test_invalid_sampler_argument_stops_the_start(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("OTEL_TRACES_SAMPLER", raising=False)
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", share)
     with pytest.raises(ConfigError, match="OTEL_TRACES_SAMPLER_ARG: expected a number from 0 to 1"):
-        Traces.to_collector()
+        Traces()
 
 
 def test_close_does_not_wait_for_an_unavailable_collector(

@@ -31,8 +31,7 @@ def test_an_exchange_can_be_cancelled_at_any_moment() -> None:
     """An exchange cancelled by a third thread while two others feed and run it is closed exactly once."""
     ends: list[str] = []
     with serving("threads", threads=8, requests_max=1000) as served:
-        inner = served.server.find(path("exchange"))
-        assert isinstance(inner, ExchangeMethod)
+        inner = served.plain.method()
         counted = ExchangeMethod(inner.open, inner.parse, inner.serialize, on_open=lambda: ends.append)
         served.server.add_exchange(path("exchange"), counted)
 
@@ -204,7 +203,7 @@ def test_a_finished_exchange_is_closed_once(message: bytes) -> None:
 def test_failing_open_and_close_free_the_slot() -> None:
     """Exceptions in opening or closing an exchange are logged and reported; the connection stays usable."""
     with serving("native") as served:
-        inner: Any = served.server.find(path("exchange"))
+        inner = served.plain.method()
         unopened = ExchangeMethod(_failing("closed today"), inner.parse, inner.serialize)
         served.server.add_exchange(path("unopened"), unopened)
 
