@@ -18,7 +18,7 @@ from tests.support.router.envoy import BODY, Gateway, Mode, gateway, request_byt
 from tests.support.router.server import get, ready_pods
 
 
-@pytest.fixture(params=["check_grpc", "ext_proc skip", "ext_proc full"])
+@pytest.fixture(params=["check_grpc", "ext_proc usage", "ext_proc full"])
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Gateway]:
     """Run a gateway with each service and response mode."""
     with gateway(tmp_path, request.param) as running:
@@ -164,7 +164,7 @@ def test_requests_of_a_killed_envoy_are_ended_by_engine_counts(served: Gateway) 
     [
         ("check_grpc", False),
         ("check_grpc", True),
-        ("ext_proc skip", False),
+        ("ext_proc usage", False),
         ("ext_proc full", False),
     ],
 )

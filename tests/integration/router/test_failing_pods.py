@@ -34,7 +34,7 @@ def post_all(served: Gateway, threads: int) -> list[int]:
 
 
 @pytest.mark.parametrize("clients", [1, 8])
-@pytest.mark.parametrize("mode", ["check_grpc", "ext_proc skip", "ext_proc full"])
+@pytest.mark.parametrize("mode", ["check_grpc", "ext_proc usage", "ext_proc full"])
 def test_a_pod_that_fails_at_once_gets_next_to_no_requests(tmp_path: Path, mode: Mode, clients: int) -> None:
     """A pod that answers 500 at once beside a good one gets under 2 % of 500 requests."""
     with gateway(tmp_path, mode) as served:
@@ -61,7 +61,7 @@ def ignoring_picks(settings: EnvoySettings) -> dict[str, Any]:
     return changed
 
 
-@pytest.mark.parametrize("mode", ["check_grpc", "ext_proc skip", "ext_proc full"])
+@pytest.mark.parametrize("mode", ["check_grpc", "ext_proc usage", "ext_proc full"])
 @pytest.mark.parametrize("ignores", [False, True])
 def test_a_gateway_that_ignores_picks_is_named(
     tmp_path: Path, mode: Mode, ignores: bool, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import urllib3
 
-from kvroute.envoy_config import EnvoySettings, bootstrap
+from kvroute.envoy_config import EnvoySettings, Responses, bootstrap
 from kvroute.stack import envoy_command
 from router.app.server import RouterServer
 from tests.support.loopback import HERE, free_ports, listens
@@ -19,7 +19,7 @@ from tests.support.router.bench import TINY
 from tests.support.router.doors import wait_until
 from tests.support.router.server import FakePod, fake_pods, ready_pods, running_router, write_pods
 
-Mode = Literal["check_grpc", "ext_proc skip", "ext_proc full"]
+Mode = Literal["check_grpc", "ext_proc usage", "ext_proc full"]
 BODY = {"model": TINY, "prompt": "hello " * 100}
 
 
@@ -71,7 +71,7 @@ def gateway(
     directory: Path, mode: Mode, *, fail_open: bool = False, pods_host: str = HERE, **settings: Any
 ) -> Iterator[Gateway]:
     """Run two fake pods, a router and an Envoy."""
-    responses: Literal["skip", "full"] = "full" if mode == "ext_proc full" else "skip"
+    responses: Responses = "full" if mode == "ext_proc full" else "usage"
     with fake_pods(2, pods_host) as pods:
         pods_file = write_pods(directory / "pods.yaml", [pod.address for pod in pods])
         with running_router(pods_file, responses_full=responses == "full", **settings) as router:

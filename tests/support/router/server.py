@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,6 +20,7 @@ from router.app.server import RouterServer
 from tests.support.loopback import HERE, free_port
 
 STREAM_PIECE_BYTES = 700
+CUT = b"event: cut"
 METRICS = """vllm:num_requests_waiting{engine="0"} 0.0
 vllm:num_requests_running{engine="0"} 0.0
 vllm:kv_cache_usage_perc{engine="0"} 0.5
@@ -45,7 +46,9 @@ class FakePod:
         paths: Paths of the posted requests.
         ended: Number of connections closed after a request was posted on them.
         status: Status of responses to POSTs that are not streamed.
-        answer: Response to a POST; sent as events in pieces if the request asks for a stream.
+        answer: Response to a POST; sent as events in pieces if the request asks for a stream. One that begins
+            like gzip is sent as such, and a stream that ends with `CUT` breaks off.
+        answer_of: Returns the response to a POST by its body; None: `answer`.
     """
 
     def __init__(self, port: int | None = None, host: str = HERE) -> None:
@@ -65,6 +68,7 @@ class FakePod:
         self.ended = 0
         self.status = 200
         self.answer = b'{"ok": true}'
+        self.answer_of: Callable[[bytes], bytes] | None = None
         self.sources: dict[str, dict[str, Any]] | None = None
         # A stopped pod must be able to bind its port again.
         self._server = self._start(free_port() if port is None else port)
@@ -180,6 +184,7 @@ def _handler(pod: FakePod) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         posted = False
+        body = b""
 
         def do_GET(self) -> None:
             pod.may_answer.wait()
@@ -187,13 +192,17 @@ def _handler(pod: FakePod) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             self.posted = True
-            pod.bodies.append(self._body())
+            self.body = self._body()
+            pod.bodies.append(self.body)
             pod.paths.append(self.path)
             pod.seen.append({name.lower(): value for name, value in self.headers.items()})
-            if b'"stream": true' in pod.bodies[-1] or not pod.may_finish.is_set():
-                self._stream(pod.answer)
+            if b'"stream": true' in self.body or not pod.may_finish.is_set():
+                self._stream(self._reply())
             else:
-                self._answer(pod.status, pod.answer)
+                self._answer(pod.status, self._reply())
+
+        def _reply(self) -> bytes:
+            return pod.answer if pod.answer_of is None else pod.answer_of(self.body)
 
         def _stream(self, data: bytes) -> None:
             self.send_response(200)
@@ -205,7 +214,8 @@ def _handler(pod: FakePod) -> type[BaseHTTPRequestHandler]:
                 piece = data[start : start + STREAM_PIECE_BYTES]
                 self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
                 pod.may_finish.wait()
-            self.wfile.write(b"0\r\n\r\n")
+            if not data.endswith(CUT):
+                self.wfile.write(b"0\r\n\r\n")
             self.close_connection = True
 
         def _body(self) -> bytes:
@@ -228,6 +238,8 @@ def _handler(pod: FakePod) -> type[BaseHTTPRequestHandler]:
             self.send_response(status)
             self.send_header("content-length", str(len(data)))
             self.send_header("content-type", "application/json")
+            if data.startswith(b"\x1f\x8b"):
+                self.send_header("content-encoding", "gzip")
             # Persistent connections would outlive the fake pod's stop.
             self.send_header("connection", "close")
             self.end_headers()
