@@ -40,8 +40,13 @@ from router.config.kube import KubeConfig, kube_config
 from router.config.picker_file import Compat, PickerConfig, parse_config, read_config
 from router.doors.boundary import GATEWAY_ONLY_FIELDS
 from router.errors import ConfigError
-from router.plugins.producers import apply_producer_settings, metrics_path, tokenizer_sources
-from router.pods.pod_set import DEFAULT_METRICS_PATH
+from router.plugins.producer_settings import (
+    apply_producer_settings,
+    metrics_page_settings,
+    tokenizer_sources,
+)
+from router.pods.pod_set import DEFAULT_METRICS_PAGE, MetricsPage
+from router.prompts.tokenizer_sources import model_directories
 from tokenization import TINY_DIRECTORY
 
 _TINY_MODEL = "kvroute-tiny"
@@ -97,6 +102,13 @@ class RouterConfig:
         "built in",
         action="append",
         metavar="MODEL=SOURCE",
+    )
+    tokenizers_dir: Path | None = file_flag(
+        _PODS,
+        "--tokenizers-dir",
+        "directory with a tokenizer per model, as DIR/OWNER/NAME/tokenizer.json or as a cache of the Hub; "
+        "--tokenizer and the configuration file take precedence",
+        metavar="DIR",
     )
     tokenize_deadline_s: float = _pods(
         "--tokenize-deadline-ms",
@@ -221,7 +233,7 @@ class RouterConfig:
         "older load metrics of a pod are ignored, and the pod counts as saturated (default: three times "
         "--refresh-metrics-interval, at least 5s without flow control)",
     )
-    metrics_path: str = DEFAULT_METRICS_PATH  # path of pods' metrics, unless a label overrides it
+    metrics_page: MetricsPage = DEFAULT_METRICS_PAGE  # of pods whose labels name no other
     profiling: bool = switch(
         _REFERENCE,
         "--enable-pprof",
@@ -316,15 +328,21 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[RouterConfig, argparse.Name
         "compat": _compat(flags, picker),
         "tls": tls,
         "metrics_tls": metrics_tls,
-        "metrics_path": metrics_path(picker) if picker is not None else DEFAULT_METRICS_PATH,
+        "metrics_page": metrics_page_settings(picker) if picker is not None else DEFAULT_METRICS_PAGE,
     }
     return RouterConfig(**settings), flags
 
 
 def _tokenizers(flags: argparse.Namespace, picker: PickerConfig | None) -> tuple[tuple[str, str], ...]:
     """Return tokenizer sources by model; flags take precedence over the configuration file."""
-    named = tokenizer_sources(picker) if picker is not None else {}
-    return tuple({_TINY_MODEL: str(TINY_DIRECTORY), **named, **dict(flags.tokenizers or ())}.items())
+    found = {_TINY_MODEL: str(TINY_DIRECTORY)}
+    if flags.tokenizers_dir is not None:
+        scanned = model_directories(flags.tokenizers_dir)
+        if not scanned:
+            raise ConfigError(f"--tokenizers-dir {flags.tokenizers_dir}: has no tokenizer.json below it")
+        found |= scanned
+    found |= tokenizer_sources(picker) if picker is not None else {}
+    return tuple((found | dict(flags.tokenizers or ())).items())
 
 
 def _compat(flags: argparse.Namespace, picker: PickerConfig | None) -> str:

@@ -59,6 +59,7 @@ from router.observe.requests import ObservedRouter
 from router.observe.tracing import Traces
 from router.picking.candidates import StatePods
 from router.picking.route import Router
+from router.plugins.build import ignored_parameters
 from router.pods.pod_set import Pod, PodSet
 from router.pods.probe import Prober
 from router.pods.watch import EngineCheck, PodWatch
@@ -222,7 +223,7 @@ class RouterServer:
             Prober(
                 timeout_s=_PROBE_TIMEOUT_S,
                 admin_token=config.index.admin_token,
-                metrics_path=config.metrics_path,
+                metrics_page=config.metrics_page,
             ),
             self.index.follow,
             interval_s=config.refresh_interval_s,
@@ -380,7 +381,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(config_as_yaml(config), end="")
             return 0
         set_up_logs(flags)
-        for line in ignored_flags(flags):
+        ignored = ignored_parameters(config.picker) if config.picker is not None else ()
+        for line in (*ignored_flags(flags), *ignored):
             _log.info(line)
         stop = StopSignals()
         raise_open_files()

@@ -24,6 +24,7 @@ from router.picking.flow_queue import (
     LOAD_AGE_INTERVALS,
     UtilizationDetector,
     fairness_id_reader,
+    read_admitters,
     read_flow_settings,
 )
 from router.picking.route import Admission
@@ -87,8 +88,9 @@ def build_admission(
         found = read_flow_settings(picker, config.refresh_interval_s, config.load_age_max_s)
     if picker is None or found is None:
         detector = UtilizationDetector(load_age_max_s=Duration(_load_age_max_s(config)))
-        return Admission(priorities, detector, pods.load_table), None
-    admission = Admission(priorities, None, pods.load_table)
+        admitters = read_admitters(picker) if picker is not None else ()
+        return Admission(priorities, detector, pods.load_table, admitters), None
+    admission = Admission(priorities, None, pods.load_table, read_admitters(picker))
     if found[0].evicts and (config.compat == "off" or not config.responses_full):
         picker.flow.section.fail(
             "enableEviction",

@@ -35,12 +35,15 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 # An upper bound excludes infinity.
 Number = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
 Positive = Annotated[float, Meta(ge=1e-6, le=sys.float_info.max)]
+# Name of a producer of llm-d whose values this router always has.
+InFlightProducer = Annotated[Any, Meta(description="the router counts its own requests in flight")]
 
 
 class Settings(msgspec.Struct, dict=True, forbid_unknown_fields=True, rename="camel"):
     """Base of a mapping's schema: one field per key, with type, bounds and default.
 
-    For checks across fields, define `__post_init__` and raise ValueError("KEY: PROBLEM").
+    For checks across fields, define `__post_init__` and raise ValueError("KEY: PROBLEM"). A key of llm-d
+    without effect here is annotated with the reason: `Annotated[Any, Meta(description="REASON")]`.
     """
 
     instead: ClassVar[Mapping[str, str]] = {}  # by unsupported key, the advice for its error message
@@ -72,6 +75,14 @@ class Settings(msgspec.Struct, dict=True, forbid_unknown_fields=True, rename="ca
                 if isinstance(one, Settings):
                     yield one
                     yield from one.inner()
+
+    def ignored(self) -> Iterator[str]:
+        """Yield a line with location and reason for each given key that has no effect, at any depth."""
+        for one in (self, *self.inner()):
+            for field in msgspec.structs.fields(one):
+                why = next((meta.description for meta in getattr(field.type, "__metadata__", ())), None)
+                if why is not None and one.section.at(field.encode_name).node is not None:
+                    yield f"{one.section.location(field.encode_name, at_key=True)}: ignored: {why}"
 
 
 class Duration(float):
@@ -126,10 +137,11 @@ class Section:
         return value if isinstance(value, dict) else {}
 
     def fail(self, place: str, problem: str, *, at_key: bool = False) -> NoReturn:
-        """Raise ConfigError with the location of the field at this path ("" for the mapping itself).
+        """Raise ConfigError with the location of the field at this path ("" for the mapping itself)."""
+        raise ConfigError(f"{self.location(place, at_key=at_key)}: {problem}")
 
-        A missing field is located at the mapping that lacks it.
-        """
+    def location(self, place: str, *, at_key: bool = False) -> str:
+        """Return file, line and path of a field; the line of a missing one is that of its mapping."""
         node, key = self.node, None
         for step in _STEP.findall(place):
             key, value = _entry(node, step)
@@ -139,8 +151,7 @@ class Section:
         if at_key and key is not None:
             node = key
         line = node.start_mark.line + 1 if node is not None else 1
-        where = _joined(self.where, place) or "the file"
-        raise ConfigError(f"{self.source}:{line}: {where}: {problem}")
+        return f"{self.source}:{line}: {_joined(self.where, place) or 'the file'}"
 
     def _texts(self, node: yaml.Node | None, place: str = "") -> Any:
         """Return a node as dicts, lists and strings, without null entries."""
@@ -241,6 +252,7 @@ def _explained(error: str, kind: Any) -> tuple[str, str, bool]:
     info = inspect.type_info(kind)
     for step in _STEP.findall(place):
         info = _within(info, step)
+        info = info.type if isinstance(info, inspect.Metadata) else info
     if unknown := _UNKNOWN.fullmatch(message):
         return _joined(place, unknown[1]), _unknown_problem(info, unknown[1]), True
     if missing := _MISSING.fullmatch(message):

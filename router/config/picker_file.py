@@ -58,6 +58,12 @@ class Reference(Settings):
     plugin_ref: Text
 
 
+class DefaultReference(Settings):
+    """Reference to a plugin by name, or by its type if the plugin needs no entry."""
+
+    plugin_ref: Text
+
+
 class WeightedReference(Reference):
     """Reference to a plugin in a profile, with its weight."""
 
@@ -88,7 +94,7 @@ class _DataLayer(Settings):
 
 
 class _Handler(Settings):
-    parsers: tuple[Reference, ...] = ()
+    parsers: tuple[DefaultReference, ...] = ()
 
 
 class BandSettings(Settings):
@@ -116,7 +122,7 @@ class FlowSettings(Settings):
     default_negative_priority_band: BandSettings = field(default_factory=BandSettings)
     priority_bands: tuple[BandSettings, ...] = ()
     usage_limit_policy_plugin_ref: Text | None = None
-    saturation_detector: Reference | None = None
+    saturation_detector: DefaultReference | None = None
     # Whether in-flight requests of negative priority are evicted in favour of queued ones.
     evicts: bool = field(default=False, name="enableEviction")
 
@@ -140,8 +146,8 @@ class PickerConfig(Settings):
     data_layer: _DataLayer = field(default_factory=_DataLayer)
     request_handler: _Handler = field(default_factory=_Handler)
     flow: FlowSettings = field(default_factory=FlowSettings, name="flowControl")
-    saturation_detector: Reference | None = None
-    parser: Reference | None = None
+    saturation_detector: DefaultReference | None = None
+    parser: DefaultReference | None = None
 
     def __post_init__(self) -> None:
         self.plugins = {entry.name: entry for entry in self.entries}
@@ -158,14 +164,18 @@ class PickerConfig(Settings):
         return Path(self.section.source).parent
 
     @property
-    def parsers(self) -> tuple[Reference, ...]:
+    def parsers(self) -> tuple[DefaultReference, ...]:
         """Parsers in the file's order; empty for the defaults."""
         return self.request_handler.parsers or ((self.parser,) if self.parser is not None else ())
 
     @property
-    def detector(self) -> Reference | None:
+    def detector(self) -> DefaultReference | None:
         """Configured saturation detector; None for the default."""
         return self.flow.saturation_detector or self.saturation_detector
+
+    def type_of(self, name: str) -> str:
+        """Return the type of the plugin with this name; the name itself, if there is none."""
+        return self.plugins[name].type if name in self.plugins else name
 
     @property
     def picks(self) -> bool:

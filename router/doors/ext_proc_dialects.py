@@ -348,9 +348,9 @@ def _error_text(error: RequestError) -> str:
 def _parser_types(picker: PickerConfig) -> Sequence[str]:
     types = []
     for reference in picker.parsers:
-        kind = picker.plugins[reference.plugin_ref].type
+        kind = picker.type_of(reference.plugin_ref)
         if kind not in PARSERS:
-            reference.section.fail("pluginRef", f"expected one of {', '.join(PARSERS)}, got {kind}")
+            reference.section.fail("pluginRef", f"expected one of {', '.join(PARSERS)}, got {kind!r}")
         types.append(kind)
     return types
 

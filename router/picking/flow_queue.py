@@ -10,6 +10,8 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
+from random import random
 from threading import Event
 from typing import Annotated, Any, Literal
 
@@ -19,9 +21,9 @@ from msgspec import field as option
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from router.config.fields import Count, Duration, Number, Positive, Settings
+from router.config.fields import Count, Duration, InFlightProducer, Positive, Settings, Text
 from router.config.picker_file import BandSettings, FlowSettings, PickerConfig
-from router.prompts.request import agent_session_id
+from router.prompts.request import AGENT_HEADERS, agent_session_id
 
 
 @dataclass(slots=True, eq=False)
@@ -160,7 +162,7 @@ class UtilizationDetector(Settings):
     kv_usage: Annotated[float, Meta(ge=1e-6, le=1.0)] = option(default=0.8, name="kvCacheUtilThreshold")
     # Maximum age of a pod's metrics in seconds; a pod without recent metrics counts as full.
     load_age_max_s: Duration = option(default=Duration(0.2), name="metricsStalenessThreshold")
-    headroom: Number = 0.0  # accepted, without effect
+    headroom: Annotated[Any, Meta(description="pods are not filtered by saturation")] = None
 
     def saturation(self, pods: NDArray[Any], _pending: int, now_s: float) -> float:
         full = np.maximum(pods["waiting"] / self.queue_requests, pods["kv_usage"] / self.kv_usage)
@@ -177,7 +179,8 @@ class ConcurrencyDetector(Settings):
     )  # capacity in uncached prompt tokens
     mode: _Mode = "requests"  # "hybrid": the greater of both
     concurrency_mode: _Mode | None = None  # alias of `mode`, which takes precedence
-    headroom: Number = 0.0  # accepted, without effect
+    headroom: Annotated[Any, Meta(description="pods are not filtered by saturation")] = None
+    in_flight_load_producer_name: InFlightProducer = None
 
     def __post_init__(self) -> None:
         self.mode = self.concurrency_mode or self.mode
@@ -191,16 +194,30 @@ class ConcurrencyDetector(Settings):
         return by_tokens if self.mode == "tokens" else max(by_requests, by_tokens)
 
 
+class ProbabilisticAdmitter(UtilizationDetector):
+    """Rejects requests of negative priority with the probability min(1, saturation ** power * k)."""
+
+    load_age_max_s: Duration = Duration(inf)  # loads of any age count
+    power: Positive = 5.0
+    k: Positive = 300.0
+
+    def rejects(self, pods: NDArray[Any], now_s: float) -> bool:
+        """Draw whether one request is rejected; see `saturation`."""
+        return bool(random() < self.saturation(pods, 0, now_s) ** self.power * self.k)
+
+
 # `saturation` takes load_table.POD [pods], at least one pod, and the number of dispatched requests that are
 # not in the load table yet. It returns 0 for idle pods and 1 or more for full ones.
 SaturationDetector = UtilizationDetector | ConcurrencyDetector
 
 USAGE_LIMIT = "static-usage-limit-policy"
-_DETECTORS: Mapping[str, type[SaturationDetector]] = {
-    "utilization-detector": UtilizationDetector,
+_DEFAULT_DETECTOR = "utilization-detector"
+DETECTORS: Mapping[str, type[SaturationDetector]] = {
+    _DEFAULT_DETECTOR: UtilizationDetector,
     "concurrency-detector": ConcurrencyDetector,
 }
-FLOW_TYPES = (*ORDERS, *FAIRNESS, USAGE_LIMIT, *_DETECTORS)  # plugin types of flow control
+ADMITTER = "probabilistic-admitter"
+FLOW_TYPES = (*ORDERS, *FAIRNESS, USAGE_LIMIT, ADMITTER, *DETECTORS)  # plugin types of flow control
 
 # Maximum age of a pod's metrics in refresh intervals: two refreshes may fail before they count as stale.
 LOAD_AGE_INTERVALS = 3.0
@@ -241,10 +258,34 @@ def read_flow_settings(
     return (settings, ceiling, detector) if config.gates["flowControl"] else None
 
 
+class AgentIdentity(Settings):
+    """Attribute from an agent's session header, also used as the fairness id."""
+
+    additional_session_headers: tuple[Text, ...] = ()  # take precedence over the known ones
+
+    def __post_init__(self) -> None:
+        self._names = (*map(str.lower, self.additional_session_headers), *AGENT_HEADERS)
+
+    def attribute(self, headers: Mapping[str, str]) -> str | None:
+        return agent_session_id(headers, self._names)
+
+
+def read_admitters(config: PickerConfig) -> tuple[ProbabilisticAdmitter, ...]:
+    """Return the configured probabilistic admitters.
+
+    Raises:
+        ConfigError: A parameter is invalid.
+    """
+    entries = [entry for entry in config.entries if entry.type == ADMITTER]
+    return tuple(entry.parameters_section.read(ProbabilisticAdmitter) for entry in entries)
+
+
 def fairness_id_reader(config: PickerConfig) -> Callable[[Mapping[str, str]], str]:
     """Return a function from headers to the fallback fairness id: the agent session, if configured."""
-    if any(entry.type == "agent-identity" for entry in config.entries):
-        return lambda headers: agent_session_id(headers) or ""
+    for entry in config.entries:
+        if entry.type == "agent-identity":
+            agents = entry.parameters_section.read(AgentIdentity)
+            return lambda headers: agents.attribute(headers) or ""
     return lambda _headers: ""
 
 
@@ -252,7 +293,7 @@ def _typed(band: BandSettings, config: PickerConfig) -> BandSettings:
     """Return the band with plugin names replaced by their types; a type may also be named directly."""
 
     def typed(key: str, name: str, allowed: tuple[str, ...]) -> str:
-        kind = config.plugins[name].type if name in config.plugins else name
+        kind = config.type_of(name)
         if kind not in allowed:
             band.section.fail(key, f"expected one of {', '.join(allowed)}, got {name!r}")
         return kind
@@ -278,16 +319,16 @@ def _ceiling(config: PickerConfig) -> float:
 def _detector(config: PickerConfig, load_every_s: float, load_age_max_s: float | None) -> SaturationDetector:
     made: dict[str, SaturationDetector] = {}
     for entry in config.entries:
-        if entry.type in _DETECTORS:
-            detector = made[entry.name] = entry.parameters_section.read(_DETECTORS[entry.type])
+        if entry.type in DETECTORS:
+            detector = made[entry.name] = entry.parameters_section.read(DETECTORS[entry.type])
             if isinstance(detector, UtilizationDetector):
                 age_s = max(detector.load_age_max_s, LOAD_AGE_INTERVALS * load_every_s)
                 detector.load_age_max_s = Duration(age_s)
     reference = config.detector
-    if reference is None:
+    if reference is None or (reference.plugin_ref == _DEFAULT_DETECTOR not in config.plugins):
         age_s = load_age_max_s or LOAD_AGE_INTERVALS * load_every_s
         return UtilizationDetector(load_age_max_s=Duration(age_s))
     if reference.plugin_ref not in made:
-        kind = config.plugins[reference.plugin_ref].type
-        reference.section.fail("pluginRef", f"expected a detector ({', '.join(_DETECTORS)}), got {kind}")
+        kind = config.type_of(reference.plugin_ref)
+        reference.section.fail("pluginRef", f"expected a detector ({', '.join(DETECTORS)}), got {kind!r}")
     return made[reference.plugin_ref]

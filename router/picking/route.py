@@ -25,7 +25,7 @@ from router.inflight.failures import PodFailures
 from router.picking.candidates import CandidateCache, CandidateSet
 from router.picking.decision import Decision
 from router.picking.flow import FlowControl
-from router.picking.flow_queue import SaturationDetector
+from router.picking.flow_queue import ProbabilisticAdmitter, SaturationDetector
 from router.picking.scheduler import Scheduler, TokenizedRequest
 from router.pods.load_table import PodLoadTable
 from router.pods.pod_set import Pod, PodSet
@@ -56,6 +56,7 @@ class Admission:
     priorities: Mapping[str, int]  # by objective; the mapping is replaced on changes
     detector: SaturationDetector | None  # None: no request is rejected
     load_table: PodLoadTable
+    admitters: Sequence[ProbabilisticAdmitter] = ()  # reject requests at random, before saturation
 
     def admit(self, headers: Mapping[str, str], rows: NDArray[np.int64], now_s: float) -> int:
         """Return the request's priority.
@@ -67,13 +68,14 @@ class Admission:
             SaturatedError: 429: the priority is below 0 and the candidates are saturated.
         """
         priority = self.priority_of(headers)
-        if priority < 0 and self.detector is not None:
-            saturation = self.detector.saturation(self.load_table.known(rows), 0, now_s)
-            if saturation >= 1.0:
-                raise SaturatedError(
-                    f"the model servers are saturated ({saturation:.2f}) "
-                    f"and the request's priority is {priority}"
-                )
+        if priority >= 0 or (self.detector is None and not self.admitters):
+            return priority
+        pods = self.load_table.known(rows)
+        saturation = self.detector.saturation(pods, 0, now_s) if self.detector is not None else 0.0
+        if saturation >= 1.0 or any(admitter.rejects(pods, now_s) for admitter in self.admitters):
+            raise SaturatedError(
+                f"the model servers are saturated ({saturation:.2f}) and the request's priority is {priority}"
+            )
         return priority
 
     def priority_of(self, headers: Mapping[str, str]) -> int:

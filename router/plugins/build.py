@@ -8,12 +8,13 @@ in llm-d: one profile of all plugins, the single-profile handler, the max-score 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta, field
 
 from router.config.fields import Settings
 from router.config.picker_file import (
@@ -24,26 +25,31 @@ from router.config.picker_file import (
     WeightedReference,
 )
 from router.errors import ConfigError
-from router.picking.flow_queue import FLOW_TYPES
+from router.picking.flow_queue import DETECTORS, FLOW_TYPES, AgentIdentity
 from router.plugins import labels, scorers
 from router.plugins.api import Filter, Picker, Scorer
 from router.plugins.attribute_reporter import TYPE as REPORTER
 from router.plugins.labels import SessionAffinity
 from router.plugins.pipeline import Pipeline
+from router.plugins.producer_settings import (
+    MetricsExtractorSettings,
+    MetricsSettings,
+    ModelsSettings,
+    PreciseSettings,
+    TokenSettings,
+)
 from router.plugins.producers import (
-    AgentIdentity,
     ApproximatePrefix,
     AttributeProducer,
     ImpliedPrefix,
-    MetricsSettings,
     PrecisePrefix,
     PrefixProducer,
     SessionIdProducer,
-    TokenSettings,
 )
 from router.plugins.profiles import (
     AlwaysMultimodalDecider,
     AlwaysPdDecider,
+    DataParallelHandlerSettings,
     DisaggHandlerSettings,
     MaxScorePicker,
     PdHandlerSettings,
@@ -96,17 +102,34 @@ PLUGIN_TYPES: Mapping[str, type[Settings]] = {
 }
 
 
+_NO_OUTPUT = Meta(description="only prompt tokens count")
+_BY_HANDLER = "the profile handler sets the headers of all profiles"
+_BY_DISCOVERY = "pods and resources are always watched"
+
+
 class _InflightLoad(Settings):
     add_estimated_output_tokens: bool = False
-    sync_cross_replica_state: Any = None
+    output_ratio: Annotated[Any, _NO_OUTPUT] = None
+    max_estimated_output_tokens: Annotated[Any, _NO_OUTPUT] = None
+    sync_cross_replica_state: Annotated[Any, Meta(description="replicas share their loads by --peer")] = None
+    producer: Annotated[Any, Meta(description="hits are those of the index")] = field(
+        default=None, name=PRODUCER_KEY
+    )
 
     def __post_init__(self) -> None:
         if self.add_estimated_output_tokens:
             raise ValueError("addEstimatedOutputTokens: not supported; only prompt tokens count")
 
 
-class _PrefillHeader(Settings):
-    prefill_profile: Any = None
+class _HeadersHandler(Settings):
+    prefill_profile: Annotated[Any, Meta(description=_BY_HANDLER)] = None
+    encode_profile: Annotated[Any, Meta(description=_BY_HANDLER)] = None
+
+
+class _Notification(Settings):
+    group: Annotated[Any, Meta(description=_BY_DISCOVERY)] = None
+    version: Annotated[Any, Meta(description=_BY_DISCOVERY)] = None
+    kind: Annotated[Any, Meta(description=_BY_DISCOVERY)] = None
 
 
 # Types that are not part of a profile.
@@ -114,15 +137,17 @@ _NON_PROFILE_TYPES: Mapping[str, type[Settings]] = {
     _SINGLE: Settings,
     "disagg-profile-handler": DisaggHandlerSettings,
     "pd-profile-handler": PdHandlerSettings,
+    "data-parallel-profile-handler": DataParallelHandlerSettings,
     "agent-identity": AgentIdentity,
     "session-id-producer": SessionIdProducer,
     APPROXIMATE: ApproximatePrefix,
-    # Always active in the router; their parameters are validated without effect.
+    # Always active in the router.
     "file-discovery": DiscoverySettings,
-    "core-metrics-extractor": Settings,
-    "models-data-source": Settings,
+    "core-metrics-extractor": MetricsExtractorSettings,
+    "models-data-source": ModelsSettings,
     "models-extractor": Settings,
-    "endpoint-notification-source": Settings,
+    "endpoint-notification-source": _Notification,
+    "k8s-notification-source": _Notification,
     "destination-endpoint-served-verifier": Settings,
     "inflight-load-producer": _InflightLoad,
     # Their parameters are router settings, which producer_settings reads.
@@ -130,22 +155,21 @@ _NON_PROFILE_TYPES: Mapping[str, type[Settings]] = {
     "token-producer": TokenSettings,
     "tokenizer": TokenSettings,
     # The profile handler sets their headers itself.
-    "disagg-headers-handler": Settings,
-    "prefill-header-handler": _PrefillHeader,
+    "disagg-headers-handler": _HeadersHandler,
+    "prefill-header-handler": _HeadersHandler,
 }
 
 # Combines a producer and its scorer.
 _PRECISE_SCORER = "precise-prefix-cache-scorer"
+_PRECISE_TYPES: Mapping[str, type[Settings]] = {PRECISE: PreciseSettings, _PRECISE_SCORER: PreciseSettings}
 # Types whose parameters other modules read.
 _READ_ELSEWHERE = frozenset({*PARSERS, *FLOW_TYPES, REPORTER})
 
 # Alternatives to llm-d types that are not supported.
 REPLACEMENTS: Mapping[str, str] = {
-    "data-parallel-profile-handler": "one endpoint per rank, which discovery creates",
     "latency-scorer": "ttft-cost-scorer, which needs no predictor",
     "predicted-latency-producer": "ttft-cost-scorer, which needs no predictor",
     "latency-slo-admitter": "flowControl",
-    "probabilistic-admitter": "flowControl",
     "burst-prefix-cache-producer": "precise-prefix-cache-producer, which includes picks at once",
     "header-profile-handler": "disagg-profile-handler, or one router per profile",
     "slo-headroom-tier-filter": "ttft-cost-scorer, which needs no predictor",
@@ -178,7 +202,7 @@ def build_pipeline(config: PickerConfig, *, block_tokens: int, random: np.random
     attributes: dict[str, AttributeProducer] = {}
     handlers: dict[str, Settings] = {}
     for name, entry in config.plugins.items():
-        if entry.type in (PRECISE, _PRECISE_SCORER):
+        if entry.type in _PRECISE_TYPES:
             prefixes[name] = PrecisePrefix(block_tokens)
             if entry.type == _PRECISE_SCORER:
                 plugins[name] = scorers.PrefixScorer(name)
@@ -198,6 +222,18 @@ def build_pipeline(config: PickerConfig, *, block_tokens: int, random: np.random
     handler = _handler(config, handlers, plugins, profiles)
     types = {name: entry.type for name, entry in config.plugins.items()}
     return Pipeline(handler, plugins, prefixes, attributes, types, random)
+
+
+def ignored_parameters(config: PickerConfig) -> Iterator[str]:
+    """Yield a line with location and reason for each parameter of a plugin that has no effect.
+
+    Raises:
+        ConfigError: A parameter is invalid; names its line.
+    """
+    types = {**PLUGIN_TYPES, **_NON_PROFILE_TYPES, **DETECTORS, **_PRECISE_TYPES}
+    for entry in config.entries:
+        if (kind := types.get(entry.type)) is not None:
+            yield from entry.parameters_section.read(kind).ignored()
 
 
 def _add_producer(
@@ -261,19 +297,16 @@ def _handler(
     match next(iter(handlers.values()), None):
         case DisaggHandlerSettings() as disagg:
             return _disagg_handler(disagg, plugins, profiles)
-        case PdHandlerSettings() as pd:
-            decode, prefill = profiles.get(pd.decode_profile), profiles.get(pd.prefill_profile)
-            if decode is None or prefill is None:
-                known = ", ".join(profiles)
-                pd.section.fail("", f"requires the profiles decode and prefill; profiles: {known}")
-            decider = pd.decider_plugin_name
-            return ProfileHandler(decode, _stage(pd, "deciderPluginName", decider, prefill, plugins))
+        case DataParallelHandlerSettings(primary_port=port):
+            pass
+        case _:
+            port = 0
     if len(profiles) != 1:
         config.section.fail(
             "schedulingProfiles",
             f"{_SINGLE} expects one profile, got {len(profiles)}; add a disagg-profile-handler",
         )
-    return ProfileHandler(next(iter(profiles.values())))
+    return ProfileHandler(next(iter(profiles.values())), primary_port=port)
 
 
 def _disagg_handler(
@@ -287,6 +320,7 @@ def _disagg_handler(
         _stage(settings, "deciders.prefill", deciders.prefill, profiles.get(names.prefill), plugins),
         _stage(settings, "deciders.encode", deciders.encode, profiles.get(names.encode), plugins),
         prefill_first=settings.stage_order == "prefill-first",
+        primary_port=settings.primary_port,
     )
 
 

@@ -189,7 +189,10 @@ def _pipeline_result(result: HandlerResult, response_headers: Mapping[str, str])
     best = picked.endpoints[0].address
     parts = ", ".join(f"{name} {score:.3g}" for name, score in picked.score_parts)
     return PipelineResult(
-        destinations=tuple(endpoint.address for endpoint in picked.endpoints),
+        destinations=tuple(
+            f"{endpoint.address.rpartition(':')[0]}:{result.port}" if result.port else endpoint.address
+            for endpoint in picked.endpoints
+        ),
         scores=picked.scores,
         excluded=picked.removed,
         request_headers=dict(result.headers),

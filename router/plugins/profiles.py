@@ -143,6 +143,8 @@ class WeightedRandomPicker(_Picker):
 
 _PREFILLER_HEADER = "x-prefiller-host-port"
 _ENCODERS_HEADER = "x-encoder-hosts-ports"
+_DATA_PARALLEL_HEADER = "x-data-parallel-host-port"
+_AT_DECIDER = f"its decider has {PRODUCER_KEY}"
 
 
 class Decider(Protocol):
@@ -188,6 +190,9 @@ class PrefixBasedPdDecider(Settings):
         return tokens - hit_tokens >= self.non_cached_tokens
 
 
+_Port = Annotated[int, Meta(ge=0, le=65535)]
+
+
 class _Stages(Settings):
     decode: Text = "decode"
     prefill: Text = "prefill"
@@ -200,20 +205,42 @@ class _Deciders(Settings):
 
 
 class DisaggHandlerSettings(Settings):
-    """Parameters of disagg-profile-handler."""
+    """Parameters of disagg-profile-handler; the flat ones are llm-d's older form and take precedence."""
 
     stage_order: Literal["decode-first", "prefill-first"] = "decode-first"
     profiles: _Stages = option(default_factory=_Stages)
     deciders: _Deciders = option(default_factory=_Deciders)
+    decode_profile: Text | None = None
+    prefill_profile: Text | None = None
+    encode_profile: Text | None = None
+    prefill_decider_plugin_name: Text | None = None
+    decider_plugin_name: Text | None = None  # of prefill, as in pd-profile-handler
+    encode_decider_plugin_name: Text | None = None
+    primary_port: _Port = 0  # see ProfileHandler
+    prefix_plugin_type: Annotated[Any, Meta(description=_AT_DECIDER)] = None
+    prefix_plugin_name: Annotated[Any, Meta(description=_AT_DECIDER)] = None
+    producer: Annotated[Any, Meta(description=_AT_DECIDER)] = option(default=None, name=PRODUCER_KEY)
+
+    def __post_init__(self) -> None:
+        stages, deciders = self.profiles, self.deciders
+        stages.decode = self.decode_profile or stages.decode
+        stages.prefill = self.prefill_profile or stages.prefill
+        stages.encode = self.encode_profile or stages.encode
+        decider = self.prefill_decider_plugin_name or self.decider_plugin_name
+        deciders.prefill = decider or deciders.prefill
+        deciders.encode = self.encode_decider_plugin_name or deciders.encode
 
 
-class PdHandlerSettings(Settings):
-    """Parameters of pd-profile-handler, llm-d's older form with two profiles and one decider."""
+class PdHandlerSettings(DisaggHandlerSettings):
+    """Parameters of pd-profile-handler, llm-d's older handler, which always has a decider."""
 
-    decode_profile: Text = "decode"
-    prefill_profile: Text = "prefill"
-    decider_plugin_name: Text | None = None
-    prefix_plugin_name: Any = None
+    decider_plugin_name: Text | None = "prefix-based-pd-decider"
+
+
+class DataParallelHandlerSettings(Settings):
+    """Parameters of data-parallel-profile-handler."""
+
+    primary_port: _Port = 8000  # see ProfileHandler
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +251,7 @@ class HandlerResult:
     targets: Mapping[str, Endpoint]  # first pick by profile name; "" is the destination
     headers: Mapping[str, str] = field(default_factory=dict)  # to set on the request
     prefill: Endpoint | None = None  # endpoint that prefills, if it is not the destination
+    port: int = 0  # port of the destinations in the place of their own; 0: their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +270,8 @@ class ProfileHandler:
     prefill: Stage | None = None  # None: never disaggregated
     encode: Stage | None = None
     prefill_first: bool = False  # whether prefill is picked before decode, without regard to decode's cache
+    # Port of the pods' sidecars, which receive all requests and the picked rank's address; 0: none.
+    primary_port: int = 0
 
     def run(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> HandlerResult | None:
         """Return the picks; a stage without remaining endpoints stays at the decoding pod.
@@ -267,7 +297,9 @@ class ProfileHandler:
             headers[_ENCODERS_HEADER] = ",".join(endpoint.address for endpoint in encoded.endpoints)
         if prefill is not None and prefill.address == first.address:
             prefill = None
-        return HandlerResult(decoded, targets, headers, prefill)
+        if self.primary_port:
+            headers[_DATA_PARALLEL_HEADER] = first.address
+        return HandlerResult(decoded, targets, headers, prefill, self.primary_port)
 
 
 def _picked(

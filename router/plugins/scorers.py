@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
-from router.config.fields import Count, Number, Settings, Share, Text, Whole
+from router.config.fields import Count, InFlightProducer, Number, Settings, Share, Text, Whole
 from router.plugins.api import Endpoint, PluginRequest
 
 APPROXIMATE = "approx-prefix-cache-producer"
@@ -20,6 +20,7 @@ IMPLIED = ""
 """Producer of a plugin that names none, see `ImpliedPrefix`."""
 
 PRODUCER_KEY = "prefixMatchInfoProducerName"
+PRODUCER_INSTEAD = f"name the producer by {PRODUCER_KEY}"
 
 
 class PrefixScorer(Settings):
@@ -46,8 +47,8 @@ class NoHitLruScorer(Settings):
 
     producer: Text = field(default=IMPLIED, name=PRODUCER_KEY)  # source of the prefix matches
     lru_size: Count = 1024  # maximum number of endpoints in the LRU list
-    prefix_plugin_type: Any = None  # both are accepted without effect, as in llm-d
-    prefix_plugin_name: Any = None
+    prefix_plugin_type: Annotated[Any, Meta(description=PRODUCER_INSTEAD)] = None
+    prefix_plugin_name: Annotated[Any, Meta(description=PRODUCER_INSTEAD)] = None
 
     def __post_init__(self) -> None:
         self._used: OrderedDict[str, None] = OrderedDict()
@@ -181,7 +182,8 @@ class ActiveRequestScorer(Settings):
 
     idle_threshold: Whole = 0  # requests up to which an endpoint counts as idle and scores 1
     max_busy_score: Share = 1.0  # maximum score of a busy endpoint
-    request_timeout: Any = None  # accepted without effect, as in llm-d
+    request_timeout: Annotated[Any, Meta(description="requests in flight end with their streams")] = None
+    in_flight_load_producer_name: InFlightProducer = None
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
         counts = [endpoint.inflight_requests for endpoint in endpoints]
@@ -196,6 +198,7 @@ class TokenLoadScorer(Settings):
     """Scores by uncached prompt tokens in flight, including this request's; 0 from the threshold on."""
 
     queue_threshold_tokens: Count = 4_194_304
+    in_flight_load_producer_name: InFlightProducer = None
 
     def score(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[float]:
         most = self.queue_threshold_tokens
@@ -242,7 +245,7 @@ class PrefixAffinityFilter(Settings):
     penalty_max_ms: Number = field(default=18_000.0, name="maxTTFTPenaltyMs")  # accepted extra delay; 0: any
     ttft_source: Literal["prefillThroughput"] = "prefillThroughput"
     peak_prefill_throughput: Annotated[float, Meta(ge=1e-3, le=1e12)] = 15_928.0  # tokens/s
-    in_flight_load_producer_name: Any = None
+    in_flight_load_producer_name: InFlightProducer = None
 
     def filter(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
         if len(endpoints) < 2 or self.affinity_threshold <= 0.0:
@@ -275,6 +278,7 @@ class UtilizationFilter(Settings):
 
     conditions: Annotated[tuple[MetricLimit, ...], Meta(min_length=1)]
     fallback_on_empty: bool = False  # whether to keep all endpoints if none is within the limits
+    in_flight_load_producer_name: InFlightProducer = None
 
     def filter(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
         limits = [(_METRICS[limit.metric], limit.max_value) for limit in self.conditions]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from indexer import ConfigError as IndexerConfigError
 from indexer import EngineFault, EngineState
@@ -28,7 +28,6 @@ _REGISTERED_MAX = 1024
 # Unloaded adapters that are remembered per pod.
 _UNLOADED_MAX, _NAME_CHARS_MAX = 1000, 256
 
-DEFAULT_METRICS_PATH = "/metrics"
 ROLE_LABEL = "llm-d.ai/role"
 
 # The first label present applies.
@@ -232,17 +231,23 @@ def pod_life(entry: PodEntry) -> tuple[str, str, str]:
     return entry.namespace, entry.name, entry.epoch
 
 
-def metrics_page(entry: PodEntry, path: str = DEFAULT_METRICS_PATH) -> tuple[str, str]:
-    """Return address and path of the pod's metrics, from its labels, else by its engine type.
+class MetricsPage(NamedTuple):
+    """Metrics page of the pods whose labels name no other."""
 
-    Args:
-        path: Path for engine types without a path of their own.
-    """
+    path: str = "/metrics"
+    port: int | None = None  # None: the serving port
+
+
+DEFAULT_METRICS_PAGE = MetricsPage()
+
+
+def metrics_page(entry: PodEntry, default: MetricsPage = DEFAULT_METRICS_PAGE) -> tuple[str, str]:
+    """Return address and path of the pod's metrics, from its labels, else by its engine type."""
     labels = entry.labels
     engine = next((labels[name] for name in _ENGINE_LABELS if name in labels), "")
     # The labels were validated when the entry was parsed.
-    port = int(labels.get(METRICS_PORT_LABEL, entry.port))
-    path = labels.get(METRICS_PATH_LABEL) or _ENGINE_PATHS.get(engine, path)
+    port = int(labels.get(METRICS_PORT_LABEL, default.port or entry.port))
+    path = labels.get(METRICS_PATH_LABEL) or _ENGINE_PATHS.get(engine, default.path)
     return pod_address(entry.address, port), path
 
 

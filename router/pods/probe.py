@@ -28,7 +28,14 @@ from indexer.pod_entry import (
     label_problem,
 )
 from router.pods.engine_load import EngineLoad, EnginePage
-from router.pods.pod_set import DEFAULT_METRICS_PATH, NOT_REPORTED, EventSources, ServedModels, metrics_page
+from router.pods.pod_set import (
+    DEFAULT_METRICS_PAGE,
+    NOT_REPORTED,
+    EventSources,
+    MetricsPage,
+    ServedModels,
+    metrics_page,
+)
 
 _HEADER_BYTES_MAX = 64 << 10
 _PAGE_BYTES_MAX = 4 << 20
@@ -63,7 +70,7 @@ class Prober:
 
     timeout_s: float  # timeout of one HTTP request
     admin_token: str | None = None  # bearer token for pods' admin ports; None if they need none
-    metrics_path: str = DEFAULT_METRICS_PATH  # path of metrics for pods without a label for it
+    metrics_page: MetricsPage = DEFAULT_METRICS_PAGE  # of pods whose labels name no other
 
     def __post_init__(self) -> None:
         self._http = HttpGetter(body_bytes_max=_PAGE_BYTES_MAX, timeout_s=self.timeout_s)
@@ -93,7 +100,7 @@ class Prober:
         served, _ = await self._page(address, "/v1/models") if models else (None, "")
         reported = await self._sources(entry) if sources else None
         asked_s = time.monotonic()
-        metrics_address, path = metrics_page(entry, self.metrics_path)
+        metrics_address, path = metrics_page(entry, self.metrics_page)
         metrics, why_no_load = await self._page(metrics_address, path)
         load, reading, asleep = None, None, None
         if metrics is not None:

@@ -25,7 +25,7 @@ MEDIA = "media"  # reason why only a prefix of a prompt is known: an image, audi
 CACHE_NOT_READ = "cache_not_read"
 SESSION_ID_HEADER = "x-session-id"
 # Session headers of coding agents, in the order of precedence.
-_AGENT_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
+AGENT_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "session-id", "session_id")
 _ID_CHARS_MAX = 256
 _BYTES_PER_TOKEN = 4
 # Samples of one prompt; with beam search `n` is the number of beams.
@@ -227,6 +227,6 @@ def session_of(request: RouteRequest) -> str | None:
     return None
 
 
-def agent_session_id(headers: Mapping[str, str]) -> str | None:
-    """Return the session id in an agent's header; None without one."""
-    return next((headers[name] for name in _AGENT_HEADERS if headers.get(name)), None)
+def agent_session_id(headers: Mapping[str, str], names: Sequence[str] = AGENT_HEADERS) -> str | None:
+    """Return the session id in the first of an agent's headers that is given; None without one."""
+    return next((headers[name] for name in names if headers.get(name)), None)

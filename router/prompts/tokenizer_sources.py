@@ -22,6 +22,7 @@ from tokenization import PromptTokenizer, TokenizerLoadError, hub_directory
 
 _HUB = "hf:"
 _SOCKET = "unix:"
+_FILES = ("tokenizer.json", "tekken.json")
 
 
 def open_tokenizers(sources: Mapping[str, Path | str]) -> dict[str, Tokenizer | None]:
@@ -31,6 +32,21 @@ def open_tokenizers(sources: Mapping[str, Path | str]) -> dict[str, Tokenizer | 
         ConfigError: A source is invalid or cannot be loaded.
     """
     return {model: _open_source(model, str(source)) for model, source in sources.items()}
+
+
+def model_directories(root: Path) -> dict[str, str]:
+    """Return the directory of each model below `root` that has a tokenizer.
+
+    A model's name is the path of its directory, NAME or OWNER/NAME; in a cache of the Hub it is that of its
+    repository, whose newest snapshot counts.
+    """
+    files = [file for depth in ("*", "*/*") for name in _FILES for file in root.glob(f"{depth}/{name}")]
+    found = {file.parent.relative_to(root).as_posix(): str(file.parent) for file in files}
+    cached = [file for name in _FILES for file in root.glob(f"models--*/snapshots/*/{name}")]
+    for file in sorted(cached, key=lambda file: file.parent.stat().st_mtime):
+        model = file.relative_to(root).parts[0].removeprefix("models--").replace("--", "/")
+        found[model] = str(file.parent)
+    return found
 
 
 def _open_source(model: str, source: str) -> Tokenizer | None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from router.app.config import parse_flags
 from router.config.picker_file import parse_config
 from router.errors import ConfigError
-from router.picking.flow_queue import read_flow_settings
-from router.plugins.build import build_pipeline
+from router.picking.flow_queue import read_admitters, read_flow_settings
+from router.plugins.build import build_pipeline, ignored_parameters
 from router.plugins.labels import HeaderLabelScorer
 from router.plugins.testkit import endpoint, request, scores
 
@@ -232,6 +232,8 @@ def started(text: str) -> None:
     assert config.picker is not None
     build_pipeline(config.picker, block_tokens=16, random=np.random.default_rng())
     read_flow_settings(config.picker, 1.0)
+    read_admitters(config.picker)
+    tuple(ignored_parameters(config.picker))
 
 
 def complaint(text: str) -> str:
@@ -277,14 +279,15 @@ def test_speculative_indexing_can_be_switched_off() -> None:
         assert parse_flags([*PODS, "--config-text", text])[0].index.speculative_entries == expected
 
 
-def test_the_metrics_sources_path_is_a_setting() -> None:
-    """The metrics path applies to all pods without a label for it; the default is /metrics."""
-    source = {"type": "metrics-data-source", "parameters": {"scheme": "http", "path": "/prometheus/metrics"}}
-    paths = []
+def test_the_metrics_sources_page_is_a_setting() -> None:
+    """Path and port of the metrics apply to all pods without labels for them."""
+    parameters = {"scheme": "http", "path": "/prometheus/metrics", "port": 8002}
+    source = {"type": "metrics-data-source", "parameters": parameters}
+    pages = []
     for plugin in (source, {"type": "metrics-data-source"}):
         text = yaml.safe_dump(HEAD | {"plugins": [plugin, {"type": "queue-scorer"}]})
-        paths.append(parse_flags([*PODS, "--config-text", text])[0].metrics_path)
-    assert [*paths, parse_flags(PODS)[0].metrics_path] == ["/prometheus/metrics", "/metrics", "/metrics"]
+        pages.append(parse_flags([*PODS, "--config-text", text])[0].metrics_page)
+    assert pages == [("/prometheus/metrics", 8002), ("/metrics", None)]
 
 
 @pytest.mark.parametrize(
@@ -338,13 +341,8 @@ def test_a_cost_aware_memory_size_is_the_indexs_ceiling(size: dict[str, Any], ex
         ("precise-prefix-cache-producer", {"tokenizersPoolConfig": {}}, "tokenizersPoolConfig"),
         (
             "precise-prefix-cache-producer",
-            {"indexerConfig": {"tokenizersPoolConfig": {"modelName": "m"}}},
-            "tokenizersPoolConfig: unsupported field; give --tokenizer",
-        ),
-        (
-            "precise-prefix-cache-producer",
-            {"indexerConfig": {"kvBlockIndexConfig": {"redisConfig": {"address": "x"}}}},
-            "hash_seed: must be given for the backend 'redis'",
+            {"indexerConfig": {"tokenizersPoolConfig": {"hf": {}}}},
+            "tokenizersPoolConfig.modelName: required with hf and uds",
         ),
         (
             "precise-prefix-cache-producer",
@@ -357,16 +355,23 @@ def test_a_cost_aware_memory_size_is_the_indexs_ceiling(size: dict[str, Any], ex
             "events_bind: must begin with tcp://",
         ),
         ("token-producer", {"vllm": {"url": "http://x"}}, "modelName: required with vllm"),
-        ("token-producer", {"udsTokenizerConfig": {"socket": "x"}}, "give --tokenizer MODEL=unix:PATH"),
+        (
+            "token-producer",
+            {"modelName": "m", "udsTokenizerConfig": {"socket": "x"}},
+            "socket: unknown field",
+        ),
+        ("token-producer", {"modelName": "m", "vllm": {}, "udsTokenizerConfig": {}}, "excludes"),
         ("token-producer", {"vllm": {"port": 1}}, "port"),
         ("metrics-data-source", {"path": "metrics"}, "path: expected a path such as /metrics, got 'metrics'"),
         ("metrics-data-source", {"path": "/a b"}, "path: expected a path"),
         ("metrics-data-source", {"scheme": "https"}, "scheme: unknown value 'https'"),
-        ("metrics-data-source", {"port": 8002}, "port"),
+        ("metrics-data-source", {"port": 0}, "port"),
+        ("core-metrics-extractor", {"engineConfigs": [{"name": "mine"}]}, "unknown value 'mine'"),
+        ("probabilistic-admitter", {"k": 0}, "k: must be"),
         ("latency-scorer", {}, "use ttft-cost-scorer"),
         ("topology-affinity-scorer", {}, "use label-selector-filter"),
         ("burst-prefix-cache-producer", {}, "use precise-prefix-cache-producer"),
-        ("pd-profile-handler", {}, "requires the profiles decode and prefill"),
+        ("pd-profile-handler", {}, "profiles: decode profile is missing"),
         ("header-label-affinity-scorer", {"headerName": "x"}, "labelKey: is missing"),
     ],
 )

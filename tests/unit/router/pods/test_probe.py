@@ -11,7 +11,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 import pytest
 
 from indexer.pod_entry import ADMIN_PORT_LABEL
-from router.pods.pod_set import metrics_page
+from router.pods.pod_set import MetricsPage, metrics_page
 from router.pods.probe import HttpGetter, Prober, ProbeResult
 from tests.support.router.bench import entry
 from tests.unit.router.pods.test_engine_load import PAGE, TRTLLM
@@ -256,10 +256,10 @@ def test_labels_set_the_metrics_page(labels: dict[str, str], address: str, path:
 
 
 def test_unknown_engine_types_have_the_configured_path() -> None:
-    """The configured path applies if neither the pod nor its engine type has one."""
+    """The configured port and path apply to pods without their own; an engine type may have a path."""
     labels: list[dict[str, str]] = [{}, {ENGINE: "trtllm-serve"}]
-    paths = [metrics_page(entry("10.0.0.1:8000", **each), "/all")[1] for each in labels]
-    assert paths == ["/all", "/prometheus/metrics"]
+    pages = [metrics_page(entry("10.0.0.1:8000", **each), MetricsPage("/all", 8002)) for each in labels]
+    assert pages == [("10.0.0.1:8002", "/all"), ("10.0.0.1:8002", "/prometheus/metrics")]
 
 
 def test_a_load_is_read_from_its_metrics_page() -> None:
