@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import ssl
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +18,7 @@ from router.app.server import main
 from router.app.tls import MetricsTlsOptions, TlsOptions
 from router.config.flags import ignored_flags
 from router.errors import ConfigError
+from tests.support.paths import ROOT
 
 PODS = ["--pods-file", "/pods.yaml"]
 
@@ -55,6 +57,25 @@ REFUSED = (
     "--lora-info-metric=a",
     "--cache-info-metric=a",
 )
+OTHERS = (
+    "--pool-name",
+    "--pool-namespace",
+    "--pool-group",
+    "--endpoint-selector",
+    "--endpoint-target-ports",
+    "--config-file",
+    "--config-text",
+    "--cert-path",
+    "--enable-cert-reload",
+    "--tls-min-version",
+    "--tls-cipher-suites",
+    "--metrics-client-ca-file",
+    "--zap-log-level",
+    "--zap-encoder",
+    "-v",
+    "--v",
+)
+REFERENCE = ROOT.parent / "shared" / "reference" / "endpoint-picker.md"
 
 
 @pytest.mark.parametrize("flag", DONE)
@@ -82,33 +103,29 @@ def test_an_old_metric_flag_is_rejected(flag: str, capsys: pytest.CaptureFixture
     assert "llm-d.ai/engine-type" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "flag",
-    [
-        "--pool-name",
-        "--pool-namespace",
-        "--pool-group",
-        "--endpoint-selector",
-        "--endpoint-target-ports",
-        "--config-file",
-        "--config-text",
-        "--cert-path",
-        "--enable-cert-reload",
-        "--tls-min-version",
-        "--tls-cipher-suites",
-        "--metrics-client-ca-file",
-        "--zap-log-level",
-        "--zap-encoder",
-        "-v",
-        "--v",
-        *(name.partition("=")[0] for name in (*DONE, *TAKEN)),
-    ],
-)
+@pytest.mark.parametrize("flag", [*OTHERS, *(name.partition("=")[0] for name in (*DONE, *TAKEN))])
 def test_all_flags_of_the_reference_are_known(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The help lists every flag of llm-d's picker."""
     with pytest.raises(SystemExit):
         parse_flags(["--help"])
     assert f"{flag} " in capsys.readouterr().out.replace(",", " ").replace("\n", " \n")
+
+
+def test_the_table_of_the_docs_lists_each_flag_of_the_reference() -> None:
+    """Each flag that is known here or named by the facts about the reference has a row in the table."""
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    rows = page.partition("## Flags of the reference")[2].partition("`--max-streams`")[0]
+    first_columns = "".join(line.split("|")[1] for line in rows.splitlines() if line.startswith("|"))
+    told = set(re.findall(r"`(-[a-z-]+)`", first_columns))
+    known = {name.partition("=")[0] for name in (*DONE, *TAKEN, *REFUSED, *OTHERS)}
+    assert known == told
+    if not REFERENCE.exists():
+        pytest.skip(f"{REFERENCE} with the reference's flags is not here")
+    facts = REFERENCE.read_text().partition("## 7. Flags")[2].partition("Exactly one of")[0]
+    facts = facts.replace(
+        "--grpc-max-{recv,send}-msg-size", "--grpc-max-recv-msg-size --grpc-max-send-msg-size"
+    )
+    assert set(re.findall(r"--[a-z]+(?:-[a-z]+)+", facts)) <= known
 
 
 def test_flag_prefixes_are_not_expanded() -> None:
