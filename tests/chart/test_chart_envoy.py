@@ -12,11 +12,13 @@ import pytest
 
 from kvroute.envoy_config import INFERENCE_PATHS, Responses
 from kvroute.stack import envoy_command
+from router.doors.boundary import GATEWAY_ONLY_HEADERS
 from tests.support.chart.envoy_parts import GATEWAY, envoy_parts, local_bootstrap, manager
 from tests.support.chart.helm import (
     CHART,
     EVERYTHING,
     clusters,
+    container,
     envoy_bootstrap,
     gateway_manager,
     manifests,
@@ -32,6 +34,14 @@ SETTINGS: list[dict[str, Any]] = [
     {"door": "ext_proc", "responses": "skip"},
     {"door": "ext_proc", "responses": "full"},
 ]
+BEHIND_ENVOY_GATEWAY = {
+    "mode": "gateway",
+    "gateway": {
+        "kind": "envoyGateway",
+        "httpRoute": {"parentRefs": [{"name": "g", "namespace": "gateways"}]},
+    },
+    "router": {"objectives": [{"name": "batch", "priority": -1}]},
+}
 EXTRA = {"extra": [{"method": "POST", "path": "/detokenize"}]}
 
 
@@ -106,6 +116,32 @@ def test_a_gateways_route_has_the_same_paths() -> None:
     assert {match["path"]["type"] for match in rule["matches"]} == {"Exact"}
     found = {(match["method"], match["path"]["value"]) for match in rule["matches"]}
     assert found == {*INFERENCE_PATHS, ("POST", "/detokenize")}
+
+
+def test_envoy_gateway_is_told_of_routers_and_picks() -> None:
+    """Its policies name route, router and picks; the router finds pods by labels, without a pool."""
+    objects = manifests(BEHIND_ENVOY_GATEWAY)
+    assert not [each for each in objects if each["kind"] == "InferencePool"]
+    route = one(objects, "HTTPRoute", "")
+    (rule,) = route["spec"]["rules"]
+    assert {(match["method"], match["path"]["value"]) for match in rule["matches"]} == set(INFERENCE_PATHS)
+    models, router = (one(objects, "Service", suffix)["metadata"]["name"] for suffix in ("-models", "-epp"))
+    assert rule["backendRefs"] == [{"name": models, "port": 8000}]
+    target = {"group": "gateway.networking.k8s.io", "kind": "HTTPRoute", "name": route["metadata"]["name"]}
+    traffic, extension = (one(objects, kind, "") for kind in ("BackendTrafficPolicy", "EnvoyExtensionPolicy"))
+    assert traffic["spec"]["targetRefs"] == extension["spec"]["targetRefs"] == [target]
+    (processor,) = extension["spec"]["extProc"]
+    assert processor["backendRefs"] == [{"name": router, "port": 9002}]
+    assert processor["failOpen"] is False
+    clients = one(objects, "ClientTrafficPolicy", "-g")
+    assert clients["metadata"]["namespace"] == "gateways"
+    assert set(GATEWAY_ONLY_HEADERS) <= set(clients["spec"]["headers"]["earlyRequestHeaders"]["remove"])
+    admitted = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "envoy-gateway-system"}}}
+    for suffix in ("-epp", "-models"):
+        assert one(objects, "NetworkPolicy", suffix)["spec"]["ingress"][0]["from"] == [admitted]
+    arguments = container(one(objects, "Deployment", "-epp"), "router")["args"]
+    assert any(argument.startswith("--endpoint-selector=") for argument in arguments)
+    assert {"--responses=full", "--objective=batch=-1"} <= set(arguments)
 
 
 def test_the_body_limit_equals_the_routers() -> None:

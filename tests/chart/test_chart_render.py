@@ -307,6 +307,15 @@ def test_engines_may_connect_to_the_router(more: dict[str, Any]) -> None:
         ({"indexer": {"eventsBindPort": 5557}, "autoscaling": {"enabled": True}}, "indexer.eventsBindPort"),
         ({"modelServers": {"enabled": False}}, "modelServers.matchLabels"),
         ({"mode": "gateway"}, "gateway.httpRoute.parentRefs|networkPolicy.gateways"),
+        ({"mode": "gateway", "gateway": {"kind": "envoyGateway"}}, "gateway.httpRoute.parentRefs"),
+        (
+            {
+                "mode": "gateway",
+                "gateway": {"kind": "envoyGateway", "httpRoute": {"parentRefs": [{"name": "g"}]}},
+                "modelServers": {"enabled": False, "matchLabels": {"a": "b"}, "targetPorts": [1, 2]},
+            },
+            "modelServers.targetPorts",
+        ),
         ({"indexer": {"backend": "redis", "redis": {"deploy": True}}}, "indexer.hashSeed"),
         ({"peers": {"enabled": True}}, "indexer.hashSeed"),
         ({"indexer": {"hashSeed": 1, "hashSeedSecret": {"name": "seed"}}}, "indexer.hashSeedSecret"),

@@ -88,6 +88,11 @@ llm-d.ai/inference-serving: "true"
 {{- end -}}
 {{- end -}}
 
+{{/* Whether an InferencePool tells pods and picker: "true", or empty. */}}
+{{- define "kvroute.pooled" -}}
+{{- if and (eq .Values.mode "gateway") (eq .Values.gateway.kind "inferencePool") -}}true{{- end -}}
+{{- end -}}
+
 {{- define "kvroute.poolName" -}}
 {{- default (include "kvroute.fullname" .) .Values.gateway.inferencePool.name -}}
 {{- end -}}

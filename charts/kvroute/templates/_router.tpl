@@ -18,7 +18,7 @@
 {{- end }}
 {{- if eq (include "kvroute.kvConnector" .) "true" }}
 {{- if eq .Values.mode "gateway" }}
-{{- if and .Values.gateway.inferencePool.create (eq .Values.gateway.inferencePool.failureMode "FailOpen") }}
+{{- if and (include "kvroute.pooled" .) .Values.gateway.inferencePool.create (eq .Values.gateway.inferencePool.failureMode "FailOpen") }}
 {{- fail "gateway.inferencePool.failureMode: FailOpen lets clients' KV transfer parameters through to engines with a KV connector; choose FailClose" }}
 {{- end }}
 {{- else if .Values.envoy.failOpen }}
@@ -31,7 +31,7 @@
 {{- if and (eq $.Values.mode "standalone") (ne $.Values.envoy.door "ext_proc") }}
 {{- fail "router.tenantSalt.header: the salt is set in the request's body, which ext_authz cannot do; set envoy.door: ext_proc" }}
 {{- end }}
-{{- if and (eq $.Values.mode "gateway") $.Values.gateway.inferencePool.create (eq $.Values.gateway.inferencePool.failureMode "FailOpen") }}
+{{- if and (include "kvroute.pooled" $) $.Values.gateway.inferencePool.create (eq $.Values.gateway.inferencePool.failureMode "FailOpen") }}
 {{- fail "gateway.inferencePool.failureMode: FailOpen sends requests with salts that clients choose; choose FailClose" }}
 {{- end }}
 - --salt-from=header:{{ .header }}
@@ -45,7 +45,7 @@
 {{- if $router.config }}
 - --config-file=/etc/kvroute/config.yaml
 {{- end }}
-{{- if eq .Values.mode "standalone" }}
+{{- if not (include "kvroute.pooled" .) }}
 {{- range $router.objectives }}
 - --objective={{ .name }}={{ int64 .priority }}
 {{- end }}
@@ -73,7 +73,7 @@
 
 {{/* Flags of pod discovery and of event sources. */}}
 {{- define "kvroute.router.podArgs" -}}
-{{- if eq .Values.mode "gateway" -}}
+{{- if include "kvroute.pooled" . -}}
 - --pool-name={{ include "kvroute.poolName" . }}
 - --pool-namespace={{ .Release.Namespace }}
 {{- else -}}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,81 +17,7 @@ from kvroute.envoy_config import INFERENCE_PATHS, EnvoySettings, bootstrap
 from router.doors.boundary import GATEWAY_ONLY_HEADERS
 from tests.support.loopback import HERE, free_ports
 from tests.support.router.envoy import running_envoy
-
-ADMINISTRATION = [
-    ("GET", "/metrics"),
-    ("GET", "/kv_events/snapshot"),
-    ("GET", "/kv_event_sources"),
-    ("GET", "/is_sleeping"),
-    ("GET", "/health"),
-    ("GET", "/load"),
-    ("GET", "/"),
-    ("GET", "/v1"),
-    ("POST", "/sleep"),
-    ("POST", "/wake_up"),
-    ("POST", "/reset_prefix_cache"),
-    ("POST", "/detokenize"),
-    ("POST", "/collective_rpc"),
-    ("POST", "/v1/load_lora_adapter"),
-    ("POST", "/v1/unload_lora_adapter"),
-    ("POST", "/inference/v1/generate"),
-    ("DELETE", "/v1/requests/cmpl-1"),
-    # A served path is served only with its own method.
-    ("DELETE", "/v1/completions"),
-    ("GET", "/v1/completions"),
-    ("POST", "/v1/models"),
-]
-TRICKS = [
-    b"//metrics",
-    b"/./metrics",
-    b"/metrics/",
-    b"/METRICS",
-    b"/metrics;x",
-    b"/metrics%00",
-    b"/%6detrics",
-    b"/%2fmetrics",
-    b"\\metrics",
-    b"metrics",
-    b"*",
-    b"http://x/metrics",
-    b"http://x/v1/../metrics",
-    b"/v1/../metrics",
-    b"/v1//../metrics",
-    b"/v1/%2e%2e/metrics",
-    b"/v1/%2E%2E/metrics",
-    b"/v1/.%2e/metrics",
-    b"/v1/%2e./metrics",
-    b"/v1/..%2fmetrics",
-    b"/v1/..%5cmetrics",
-    b"/v1/..\\metrics",
-    b"/v1/..;/metrics",
-    b"/v1/..;x=y/metrics",
-    b"/v1/%2E%2E%2Fmetrics",
-    b"/v1/%2e%2e%2f%2e%2e%2fmetrics",
-    b"/v1/%252e%252e/metrics",
-    b"/v1/..%252fmetrics",
-    b"/v1/%25252e%25252e/metrics",
-    b"/v1/..%c0%afmetrics",
-    b"/v1/..%00/metrics",
-    b"/v1/\xe2\x80\xa5/metrics",
-    b"/v1/models/../../metrics",
-    b"/v1/models/..%2f..%2fmetrics",
-    b"/tokenize/../metrics",
-    b"/v1/chat/completions/../../../metrics",
-    b"/v1/chat/completions/%2e%2e/%2e%2e/%2e%2e/metrics",
-    b"/v1/chat/completions/..%2f..%2f..%2fmetrics",
-    b"/v1/chat/completions%2f..%2f..%2f..%2fmetrics",
-    b"/v1/chat/completions;/../../metrics",
-    b"/v1/chat/completions/..;/..;/..;/metrics",
-    b"/v1/chat/completions\\..\\..\\..\\metrics",
-    b"/v1/chat/completions%00/../../../metrics",
-    b"/v1/chat/completions#/../../../metrics",
-    b"/v1/chat/completions/metrics",
-    b"/v1/chat/completions/",
-    b"/V1/chat/completions",
-    b"/v1/chat/completions%3f/../../../metrics",
-    b"/v1/chat/completions?/../../../metrics",
-]
+from tests.support.router.paths import ADMINISTRATION, TRICKS, send
 
 
 @dataclass
@@ -103,20 +28,6 @@ class Edge:
     ports: tuple[int, int]
     reached: list[tuple[str, str]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
-
-    def send(self, port: int, method: bytes, target: bytes, more: bytes = b"") -> tuple[int, bytes]:
-        """Send a raw request; return the status (0: closed without one) and the body."""
-        head = b"%b %b HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 2\r\n%b\r\n{}"
-        with socket.create_connection((HERE, port), timeout=300) as client:
-            client.sendall(head % (method, target, more))
-            # Not to the connection's end, which Envoy delays by a second.
-            with client.makefile("rb") as answer:
-                status = answer.readline().partition(b" ")[2][:3]
-                length = 0
-                while (line := answer.readline().lower()).strip():
-                    if line.startswith(b"content-length:"):
-                        length = int(line.partition(b":")[2])
-                return int(status or 0), answer.read(length)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +54,7 @@ def test_inference_paths_pass(edge: Edge, listener: int) -> None:
     for method, path in INFERENCE_PATHS:
         for target in (path, f"{path}?x=/../../metrics", f"/{path}"):
             edge.reached.clear()
-            status, _ = edge.send(edge.ports[listener], method.encode(), target.encode())
+            status, _ = send((HERE, edge.ports[listener]), method.encode(), target.encode())
             assert status == 200, (method, target)
             assert [(method, path)] == [(sent, at.partition("?")[0]) for sent, at in edge.reached]
 
@@ -153,7 +64,7 @@ def test_administration_is_an_openai_404(edge: Edge, listener: int) -> None:
     """Envoy rejects other paths itself with 404 in OpenAI's format; no pod receives them."""
     edge.reached.clear()
     for method, path in ADMINISTRATION:
-        status, body = edge.send(edge.ports[listener], method.encode(), path.encode())
+        status, body = send((HERE, edge.ports[listener]), method.encode(), path.encode())
         assert (status, json.loads(body)["error"]["code"]) == (404, 404), (method, path)
     assert edge.reached == []
 
@@ -164,9 +75,9 @@ def test_no_spelling_reaches_another_path(edge: Edge, listener: int, method: byt
     """Whatever the request line, a pod receives only paths of the list in their plain spelling."""
     edge.reached.clear()
     for target in TRICKS:
-        edge.send(edge.ports[listener], method, target)
+        send((HERE, edge.ports[listener]), method, target)
     for name in (b"x-envoy-original-path", b"x-original-url", b"x-rewrite-url", b"x-forwarded-path"):
-        edge.send(edge.ports[listener], method, b"/", b"%b: /v1/completions\r\n" % name)
+        send((HERE, edge.ports[listener]), method, b"/", b"%b: /v1/completions\r\n" % name)
     assert {(sent, at.partition("?")[0]) for sent, at in edge.reached} <= set(INFERENCE_PATHS)
 
 
@@ -175,7 +86,9 @@ def test_gateway_only_headers_do_not_pass(edge: Edge, listener: int) -> None:
     """A client can set neither pod nor rank nor a host to which an engine connects."""
     edge.headers.clear()
     forged = "".join(f"{name.title()}: 127.0.0.1:1\r\n" for name in GATEWAY_ONLY_HEADERS)
-    status, _ = edge.send(edge.ports[listener], b"POST", b"/v1/completions", f"{forged}Hi: mom\r\n".encode())
+    status, _ = send(
+        (HERE, edge.ports[listener]), b"POST", b"/v1/completions", f"{forged}Hi: mom\r\n".encode()
+    )
     assert status == 200
     (seen,) = edge.headers
     assert seen["hi"] == "mom"
