@@ -197,7 +197,7 @@ def test_the_hash_seed_may_come_from_a_secret() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [{}, {"mode": "gateway", "networkPolicy": {"gateways": [{"podSelector": {}}]}}]
+    "values", [{}, {"mode": "gateway", "gateway": {"httpRoute": {"parentRefs": [{"name": "g"}]}}}]
 )
 def test_helm_test_runs_a_pod_whose_logs_can_be_read(values: dict[str, Any]) -> None:
     """In each mode the test pod is kept after `helm test`, so that --logs can read its logs."""
