@@ -14,6 +14,7 @@ from model_server import cli as model_server_cli
 from router.app.config import parse_flags
 from router.prompts import tokenizer_server
 from tests.support.chart.helm import CHART, EVERYTHING, container, lint, manifests, one, pods, template, text
+from tests.support.paths import ROOT
 
 GOLDEN = Path(__file__).parent / "golden"
 SALT = {"header": "x-tenant", "keySecret": {"name": "salt"}}
@@ -397,3 +398,17 @@ def test_the_notes_list_the_next_commands() -> None:
     reasons = ("NoPodsMatch", "PodsNotReady", "WrongTargetPort", "PodUnreachable", "EngineWithoutEvents")
     assert [reason for reason in (*reasons, "Forbidden", "ErrImagePull") if reason not in notes] == []
     assert "NOTES.txt" not in text()
+
+
+def test_the_default_images_are_those_that_a_release_publishes() -> None:
+    """The release workflow pushes the images that the chart names by default, tagged with its appVersion."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    prefix = workflow["env"]["IMAGE_PREFIX"]
+    images = {
+        each["image"]
+        for _, template_ in pods(manifests({}))
+        for each in template_["spec"]["containers"]
+        if "envoyproxy" not in each["image"]
+    }
+    assert images == {f"{prefix}/router:{version}", f"{prefix}/model-server:{version}"}
