@@ -115,7 +115,7 @@ lock: setup
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --all-extras \
 	  --custom-compile-command "make lock" pyproject.toml --output-file requirements.lock
 	$(IMAGE_LOCK) pyproject.toml --extra cel --extra hub --extra models --extra redis \
-	  --extra tracing --output-file docker/router.txt
+	  --extra tracing --excludes docker/router.excludes --output-file docker/router.txt
 	$(IMAGE_LOCK) pyproject.toml --extra hub --extra model-server --excludes docker/model-server.excludes \
 	  --output-file docker/model-server.txt
 	echo 'hatchling==1.27.0' | $(IMAGE_LOCK) - --output-file docker/build.txt

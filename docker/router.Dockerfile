@@ -11,13 +11,15 @@ WORKDIR /src
 COPY docker/install docker/router.txt ./
 COPY docker/wheelhouse wheelhouse
 # xds-protos brings an old copy of opentelemetry-proto's files: whichever is installed last wins.
-# Nobody asks the Kubernetes client by asyncio, which is half of it.
+# Removed is what no router reads: Kubernetes' asyncio client, compiled models of its objects, tokenizers of Mistral's own
+# models (each model directory has its own), names of countries in other languages.
 # kvroute itself lies beside its packages, so that their layer stays as it is when only kvroute changes.
 RUN ./install /opt/venv router.txt \
     && sed -n '/^opentelemetry-proto==/,/[^\\]$/p' router.txt > last.txt \
     && ./install /opt/venv last.txt --force-reinstall \
     && find /opt/venv -type d -name tests -prune -exec rm -rf {} + \
-    && rm -rf /opt/venv/lib/python3*/site-packages/kubernetes/aio \
+    && cd /opt/venv/lib/python3*/site-packages && rm -rf kubernetes/aio kubernetes/client/*/__pycache__ \
+       mistral_common/data pycountry/locales && cd - \
     && echo /opt/kvroute/lib > "$(echo /opt/venv/lib/python3*/site-packages)/kvroute.pth"
 
 FROM packages AS kvroute

@@ -103,7 +103,9 @@ class RouterServer:
             RateParameters(prior_tokens_per_s=config.prefill_tokens_per_s), self.pods.load_table
         )
         self._metrics = RouterMetrics(registry)
-        registry.register(StateCollector(self.pods, self._ledger, time.monotonic, config.pool_name))
+        scheduler = self._scheduler = build_scheduler(config, self.pods, self._ledger, self._ranker)
+        state = StateCollector(self.pods, self._ledger, time.monotonic, scheduler.queued_s, config.pool_name)
+        registry.register(state)
         if config.compat != "off":
             registry.register(MetricAliases(registry))
         self.decision_log = DecisionLog(_DECISIONS_KEPT, self._pod_name, self._metrics)
@@ -198,7 +200,7 @@ class RouterServer:
             tokenizers=self._tokenizers,
             index=self.index,
             admission=self._admission,
-            scheduler=build_scheduler(config, self.pods, self._ledger, self._ranker),
+            scheduler=self._scheduler,
             dispatched=self.lifecycle.decided,
             failures=self.lifecycle.failures,
             wake=self.watch.wake if config.wake_pods else None,

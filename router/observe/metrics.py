@@ -321,10 +321,22 @@ class StateCollector(Collector):
     pods: PodSet
     ledger: Ledger
     now_s: Callable[[], float]  # monotonic clock of the router
+    queued_s: Callable[[Sequence[str], float], Sequence[float]]  # seconds of queued work by pod
     pool: str = "default"  # name of the inference pool
 
     def collect(self) -> Iterable[Metric]:
         pods, load_table, now_s = self.pods.current, self.pods.load_table, self.now_s()
+        taking = [address for address, pod in pods.items() if pod.takes_requests]
+        queued_s = self.queued_s(taking, now_s)
+        text = "Seconds of uncached work before a new request."
+        yield _gauge(
+            "pod_queued_seconds", text, ("pod",), zip([[pod] for pod in taking], queued_s, strict=True)
+        )
+        yield GaugeMetricFamily(
+            _OURS + "queued_seconds_per_pod",
+            "Mean of pod_queued_seconds over the pods that can receive requests, for autoscalers.",
+            value=sum(queued_s) / max(1, len(taking)),
+        )
         ready = GaugeMetricFamily(
             _EPP + "ready_endpoints", "Pods that can receive requests.", labels=["name"]
         )

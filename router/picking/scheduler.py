@@ -137,6 +137,13 @@ class Scheduler:
         """Return the uncached tokens in flight by engine, of pods with several."""
         return self._ledger.pending_tokens
 
+    def queued_s(self, pods: Sequence[str], now_s: float) -> list[float]:
+        """Return the seconds that a request without a prompt would wait at each pod, KV pressure included."""
+        rows, hits = self._load_table.rows(pods), np.zeros(len(pods), CACHE_HIT)
+        breakdowns, _, _ = self._costs(_NO_MATCHES, hits, rows, _NO_EXTRA, 0, now_s)
+        seconds: list[float] = (breakdowns["queued_prefill_s"] + breakdowns["kv_pressure_s"]).tolist()
+        return seconds
+
     def schedule(
         self,
         tokenized: TokenizedRequest,
@@ -208,27 +215,38 @@ class Scheduler:
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[np.int64], int]:
         """Return the candidates' hits and cost breakdowns, their order, and the most cached tokens."""
         hits = np.zeros(len(candidates.rows), CACHE_HIT)
-        block_tokens, load_table = self._block_tokens, self._load_table
         prompts = map(self._hit_args, matches, tokenized.tokens.prompts, repeat(candidates))
         first, *others = list(prompts) or [_NO_MATCHES]
         for other in others:
-            add_hits(*other, block_tokens, hits)
+            add_hits(*other, self._block_tokens, hits)
+        return hits, *self._costs(first, hits, candidates.rows, extra_s, tokenized.tokens.total, now_s)
+
+    def _costs(
+        self,
+        first: _HitArgs,
+        hits: NDArray[Any],
+        rows: NDArray[np.int64],
+        extra_s: NDArray[np.float64],
+        prompt_tokens: int,
+        now_s: float,
+    ) -> tuple[NDArray[Any], NDArray[np.int64], int]:
+        """Add the first prompt's hits; return cost breakdowns, order and the most cached tokens."""
+        load_table = self._load_table
         with load_table.lock:
-            breakdowns, order, most_cached_tokens = _predict_costs(
+            return _predict_costs(
                 *first,
-                block_tokens,
+                self._block_tokens,
                 hits,
                 load_table.pods,
-                candidates.rows,
+                rows,
                 extra_s,
-                float(tokenized.tokens.total),
+                float(prompt_tokens),
                 float(now_s),
                 float(load_table.fleet_tokens_per_s),
                 float(load_table.mean_tokens),
                 self._parameters,
                 self._draw() >> 1,
             )
-        return hits, breakdowns, order, most_cached_tokens
 
     def _hit_args(self, match: PodMatches, prompt: NDArray[np.uint32], candidates: CandidateSet) -> _HitArgs:
         """Return the first arguments of `add_hits` for the match of one prompt."""

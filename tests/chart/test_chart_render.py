@@ -345,6 +345,11 @@ def test_engines_may_connect_to_the_router(more: dict[str, Any]) -> None:
             "gateway.inferencePool.failureMode",
         ),
         ({"autoscaling": {"enabled": True, "targetCPUUtilizationPercentage": None}}, "autoscaling"),
+        (
+            {"modelServers": {"autoscaling": {"kind": "hpa", "queuedSeconds": None}}},
+            "modelServers.autoscaling",
+        ),
+        ({"modelServers": {"autoscaling": {"kind": "keda"}}}, "modelServers.autoscaling.prometheus"),
         ({"router": {"tenantSalt": SALT}}, "router.tenantSalt.header.*envoy.door: ext_proc"),
         (
             {"router": {"tenantSalt": {"header": "x-tenant"}}, "envoy": {"door": "ext_proc"}},
@@ -412,3 +417,26 @@ def test_the_default_images_are_those_that_a_release_publishes() -> None:
         if "envoyproxy" not in each["image"]
     }
     assert images == {f"{prefix}/router:{version}", f"{prefix}/model-server:{version}"}
+
+
+@pytest.mark.parametrize("kind", ["hpa", "keda"])
+def test_model_servers_are_scaled_by_queued_work(kind: str) -> None:
+    """Both autoscalers name the Deployment, which then has no fixed number of replicas, and both metrics."""
+    scaling = {"kind": kind, "queuedSeconds": 0.5, "waitingRequests": 4, "prometheus": "http://p:9090"}
+    objects = manifests({"modelServers": {"autoscaling": scaling}})
+    deployment = one(objects, "Deployment", "-models")
+    assert "replicas" not in deployment["spec"]
+    scaler = one(objects, {"hpa": "HorizontalPodAutoscaler", "keda": "ScaledObject"}[kind], "-models")
+    assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    if kind == "hpa":
+        external, own = scaler["spec"]["metrics"]
+        assert external["external"] == {
+            "metric": {"name": "kvroute_router_queued_seconds_per_pod"},
+            "target": {"type": "Value", "value": "500m"},
+        }
+        assert own["pods"]["target"] == {"type": "AverageValue", "averageValue": "4000m"}
+    else:
+        queued, waiting = scaler["spec"]["triggers"]
+        assert (queued["metricType"], queued["metadata"]["threshold"]) == ("Value", "0.5")
+        assert "kvroute_router_queued_seconds_per_pod" in queued["metadata"]["query"]
+        assert (waiting["metricType"], waiting["metadata"]["threshold"]) == ("AverageValue", "4")

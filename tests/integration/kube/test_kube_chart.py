@@ -28,7 +28,7 @@ _VALUES: dict[str, dict[str, Any]] = {
     "one replica and a volume": {
         "podDisruptionBudget": {"maxUnavailable": "50%"},
         "modelServers": {
-            "replicas": 1,
+            "autoscaling": {"kind": "hpa", "waitingRequests": 4},
             "model": {"name": "m", "source": "hub", "hub": {"repository": "o/n", "cache": {"size": "1Gi"}}},
         },
     },

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from router.observe.metrics import StateCollector
-from tests.support.router.bench import Bench, ready_pod
+from tests.support.router.bench import Bench, completion, long_text, ready_pod
 from tests.support.router.pricing import load
 
 A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
@@ -16,7 +17,7 @@ A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
 def gauges(bench: Bench) -> CollectorRegistry:
     """Return a registry with the bench's gauges."""
     registry = CollectorRegistry()
-    registry.register(StateCollector(bench.pods, bench.ledger, lambda: 1.0))
+    registry.register(StateCollector(bench.pods, bench.ledger, lambda: 1.0, bench.core.scheduler.queued_s))
     return registry
 
 
@@ -30,3 +31,17 @@ def test_missing_load_figure_has_no_sample() -> None:
     assert page.get_sample_value(missing, {**pod, "figure": "kv_usage"}) == 1.0
     assert page.get_sample_value(missing, {**pod, "figure": "waiting"}) is None
     assert page.get_sample_value(missing, {"pod": B.address, "figure": "kv_usage"}) is None
+
+
+def test_queued_work_counts_what_is_not_cached() -> None:
+    """The seconds of queued work are the uncached tokens in flight by the pods' rate, mean over the pods."""
+    bench, text = Bench().with_pods(A, B), long_text(100)
+    bench.index.hold(A.address, bench.keys(text)[:10])
+    page = gauges(bench)
+    assert page.get_sample_value("kvroute_router_queued_seconds_per_pod") == 0.0
+    decision = bench.router.route(completion("r", text), 1.0)
+    (work,) = (decision.prompt_tokens - 160,)
+    rate = bench.pods.load_table.prefill_tokens_per_s(A.address)
+    queued_s = page.get_sample_value("kvroute_router_pod_queued_seconds", {"pod": A.address})
+    assert queued_s == pytest.approx(work / rate)
+    assert page.get_sample_value("kvroute_router_queued_seconds_per_pod") == pytest.approx(queued_s / 2)
