@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
+from common.repeated_log import RepeatedLog
 from model_server.config import EngineConfig
 from model_server.engine.scheduler import PrefillRate, Scheduler
 from model_server.errors import EngineClosedError, QueueFullError, RequestError, WorkerError
@@ -32,6 +33,7 @@ from model_server.requests import (
 from model_server.worker.executor import Executor
 
 logger = logging.getLogger(__name__)
+_repeated = RepeatedLog(logger, lines=20)
 
 T = TypeVar("T")
 
@@ -188,6 +190,7 @@ class EngineCore:
         scheduled: list[ScheduledRequest] = []
         try:
             scheduled = self.scheduler.schedule(self._rate.seconds_per_token)
+            self._log_preemptions()
             if not scheduled:
                 return self._idle()
             tokens = self._compute(scheduled)
@@ -275,6 +278,23 @@ class EngineCore:
         """Queue an action for the stepping thread. The caller holds the lock."""
         self._inbox.append(action)
         self._wake.notify()
+
+    def _log_preemptions(self) -> None:
+        """Log the requests that were preempted since the last step."""
+        mode = "swap" if self.scheduler.kv_cache_manager.swap else "recompute"
+        for each in self.scheduler.preempted:
+            _repeated.event(
+                "preemption",
+                each.cause,
+                "request preempted: request=%s cause=%s mode=%s computed_tokens=%d swapped_blocks=%d",
+                each.request_id,
+                each.cause,
+                mode,
+                each.computed_tokens,
+                each.swapped_blocks,
+                level=logging.INFO,
+            )
+        self.scheduler.preempted.clear()
 
     def _drain_inbox(self) -> None:
         while self._inbox:  # only this thread removes entries

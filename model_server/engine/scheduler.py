@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from statistics import median
-from typing import TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from model_server.config import SchedulingPolicy
 from model_server.kv_cache.block_pool import KVCacheBlock
@@ -67,6 +67,17 @@ class PrefillRate:
             self.seconds_per_token = median(self._steps)
 
 
+class Preemption(NamedTuple):
+    """A request that lost its blocks and waits again."""
+
+    request_id: str
+    cause: Literal[
+        "decode", "prefill", "failed_step"
+    ]  # who needed the blocks, or a failed step that shared them
+    computed_tokens: int
+    swapped_blocks: int  # pinned in the host tier; the other tokens are computed again
+
+
 @dataclass(eq=False)
 class Scheduler:
     """Schedules decodes first, then chunked prefills in the policy's order; preempts the last in that order.
@@ -82,6 +93,7 @@ class Scheduler:
     running: list[Request] = field(default_factory=list)  # in order of admission
     waiting: deque[Request] = field(default_factory=deque)  # preempted requests first
     preemptions: int = 0  # since start
+    preempted: list[Preemption] = field(default_factory=list)  # since the caller last emptied it
     prompt_tokens: int = 0  # of admitted requests since start
     cached_prompt_tokens: int = 0  # those found in the cache, in either tier
     host_prompt_tokens: int = 0  # those restored from the host tier
@@ -126,7 +138,7 @@ class Scheduler:
             if any(id(block) in invalid for table in request.block_tables for block in table.blocks):
                 request.num_computed_tokens = 0
                 if id(request) not in ending:
-                    self._preempt(request)
+                    self._preempt(request, "failed_step")
 
     def _resume_restored(self) -> bool:
         """Resume requests whose restore has completed; return whether there were any."""
@@ -147,7 +159,7 @@ class Scheduler:
                 continue
             while not self.kv_cache_manager.allocate_slots(request, request.num_tokens):
                 victim = self._preemption_victim(decodes)
-                self._preempt(victim)
+                self._preempt(victim, "decode")
                 if victim is request:
                     break
             else:
@@ -242,15 +254,18 @@ class Scheduler:
             others = [other for other in self.running if other.request_id not in chosen]
             if not idle or not others:
                 return False
-            self._preempt(max(others, key=self._key))
+            self._preempt(max(others, key=self._key), "prefill")
         return True
 
-    def _preempt(self, victim: Request) -> None:
+    def _preempt(self, victim: Request, cause: Literal["decode", "prefill", "failed_step"]) -> None:
         """Free a request's blocks and return it to the front of the waiting queue."""
+        computed_tokens = victim.num_computed_tokens
         self.running.remove(victim)
         self.kv_cache_manager.preempt(victim)
         self.waiting.appendleft(victim)
         self.preemptions += 1
+        swapped_blocks = len(victim.swapped_blocks)
+        self.preempted.append(Preemption(victim.request_id, cause, computed_tokens, swapped_blocks))
 
 
 def _schedule_tokens(request: Request, count: int) -> ScheduledRequest:

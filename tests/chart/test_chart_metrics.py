@@ -54,12 +54,13 @@ def test_every_queried_metric_is_exported(exported: set[str]) -> None:
 
 
 def test_every_alert_selects_the_release(exported: set[str]) -> None:
-    """Rendered alerts select only the release's routers and have a `for` duration."""
+    """Rendered alerts select only the release's routers or engines and have a `for` duration."""
     rules = one(manifests(EVERYTHING), "PrometheusRule", "-epp")["spec"]["groups"][0]["rules"]
     for rule in rules:
         selectors = re.findall(r"\{([^}]*)\}", rule["expr"])
         assert selectors
-        assert all(f'namespace="llm",service="{FULLNAME}-epp"' in selector for selector in selectors)
+        ours = f'namespace="llm",service="{FULLNAME}-epp"', f'namespace="llm",pod=~"{FULLNAME}-models-.*"'
+        assert all(selector.startswith(ours) for selector in selectors)
         assert {"summary", "description"} == set(rule["annotations"])
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
         assert rule["for"]

@@ -4,7 +4,9 @@ import logging
 from collections.abc import Sequence
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from common.repeated_log import REPEATED_EVENTS
 from model_server.config import EngineConfig
 from model_server.engine.core import EngineCore
 from model_server.errors import ConfigError, EngineClosedError, QueueFullError, RequestError
@@ -202,14 +204,18 @@ def test_pending_abort_spares_a_new_request_with_the_same_id() -> None:
 
 
 def test_preemption_changes_no_token() -> None:
-    """Requests preempted in a small pool generate the same tokens as alone."""
+    """Requests preempted in a small pool generate the same tokens as alone; each preemption is logged."""
+    logged = CollectorRegistry()
+    logged.register(REPEATED_EVENTS)
+    counted = "kvroute_repeated_events_total", {"event": "preemption"}
+    before = logged.get_sample_value(*counted) or 0.0
     engine, _, _ = checking_engine(gpu_blocks=8, max_num_batched_tokens=8)
     outputs = Outputs()
     prompts = {name: [start, start + 1, start + 2] for name, start in (("a", 1), ("b", 10), ("c", 20))}
     for name, prompt in prompts.items():
         engine.add_request(request(name, prompt, max_tokens=16), outputs)
     run_to_end(engine)
-    assert engine.stats().preemptions > 0
+    assert 0 < engine.stats().preemptions == (logged.get_sample_value(*counted) or 0.0) - before
     assert outputs.tokens == {name: continued(prompt, 16) for name, prompt in prompts.items()}
     assert all(last.cached_tokens == 0 for last in outputs.last.values())
 

@@ -139,7 +139,7 @@ def test_a_free_prefix_block_does_not_count_twice() -> None:
 
 
 def test_the_last_request_is_preempted_and_runs_first_again() -> None:
-    """Without a free block the last admitted request is preempted and moves to the front of the queue."""
+    """Without a free block the last admitted request is preempted for a decode, and waits in front."""
     scheduler = new_scheduler(blocks=4, tokens=16, caching=False)
     for name, start in (("a", 0), ("b", 10)):
         scheduler.add_request(live_request(name, range(start, start + 8)))
@@ -147,6 +147,7 @@ def test_the_last_request_is_preempted_and_runs_first_again() -> None:
     scheduler.add_request(live_request("c", [9]))
     assert step(scheduler) == [("a", 8, 1)]
     assert scheduler.preemptions == 1
+    assert scheduler.preempted == [("b", "decode", 8, 0)]
     assert [request.request_id for request in scheduler.waiting] == ["b", "c"]
     scheduler.remove_request(scheduler.running[0])
     assert step(scheduler) == [("b", 0, 9), ("c", 0, 1)]
