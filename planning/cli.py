@@ -21,6 +21,7 @@ from model_server.shapes.deployment import (
 )
 from model_server.shapes.hf_config import DTYPE_BYTES, computed_dtype
 from model_server.shapes.shape import KvGroupSpec
+from planning.ladder import Load, Rung, ladder
 from planning.plan import Plan, make_plan
 from planning.presets import CUSTOM, GPUS, PRESETS, Gpu, find_model
 
@@ -31,6 +32,7 @@ _OVERRIDES = "; replaces the figure of the data sheet"
 
 _model_flag = partial(flag, "model")
 _gpu_flag = partial(flag, "GPUs")
+_load_flag = partial(flag, "load")
 
 
 def _above_zero(text: str) -> float:
@@ -44,6 +46,13 @@ def _zero_or_more(text: str) -> float:
     number = float(text)
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+    return number
+
+
+def _share(text: str) -> float:
+    number = _zero_or_more(text)
+    if number >= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not below 1")
     return number
 
 
@@ -113,6 +122,22 @@ class _GpuFlags:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _LoadFlags:
+    requests_per_s: float | None = _load_flag(
+        "--requests-per-s", _above_zero, None, "also print the growth ladder for this load", metavar="N"
+    )
+    prompt_tokens: int = _load_flag("--prompt-tokens", positive, 4096, "tokens of a prompt")
+    output_tokens: int = _load_flag("--output-tokens", positive, 256, "tokens of an answer")
+    reused_share: float = _load_flag(
+        "--reused-share",
+        _share,
+        0.7,
+        "share of a prompt that an earlier one had, such as a conversation's past",
+        metavar="SHARE",
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
@@ -125,10 +150,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         plan = _plan(args)
+        rungs = _rungs(args, plan)
     except (CapacityError, ConfigError, ModelError) as error:
         print(f"kvroute plan: error: {error}", file=sys.stderr)
         return _EXIT_REFUSED
-    lines = [json.dumps(plan.record())] if args.json else plan_lines(plan)
+    if args.json:
+        lines = [json.dumps(plan.record() | {"ladder": [rung._asdict() for rung in rungs]})]
+    else:
+        lines = [*plan_lines(plan), *ladder_lines(rungs)]
     # A reader such as head may close the pipe early.
     with contextlib.suppress(BrokenPipeError):
         print("\n".join(lines), flush=True)
@@ -159,6 +188,14 @@ def _plan(args: argparse.Namespace) -> Plan:
     )
 
 
+def _rungs(args: argparse.Namespace, plan: Plan) -> Sequence[Rung]:
+    """Return the growth ladder; empty without a load."""
+    if args.requests_per_s is None:
+        return ()
+    load = Load(args.requests_per_s, args.prompt_tokens, args.output_tokens, args.reused_share)
+    return tuple(ladder(plan.pool.deployment, plan.gpu, plan.pool.budget, load))
+
+
 def _gpu(args: argparse.Namespace) -> Gpu:
     """Return the preset with the overrides of the flags."""
     if args.gpu == CUSTOM.name:
@@ -182,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="kvroute plan",
         description="Compute how many sequences of a model fit on GPUs, and how fast they decode.",
     )
-    add_flags(parser, _ModelFlags, _GpuFlags)
+    add_flags(parser, _ModelFlags, _GpuFlags, _LoadFlags)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 
@@ -198,6 +235,32 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     for part in (_memory, _kv_groups, _capacity, _decode, _parallel, _preemption):
         yield ""
         yield from part(plan)
+
+
+def ladder_lines(rungs: Sequence[Rung]) -> Iterator[str]:
+    """Yield the lines of the growth ladder."""
+    if not rungs:
+        return
+    yield ""
+    yield "Growth ladder (each rung keeps those before it)"
+    rows = [
+        (
+            str(number),
+            rung.name,
+            str(rung.gpus),
+            f"{rung.sequences:,}" if rung.sequences else "does not fit",
+            f"{rung.requests_per_s:,.2f}",
+            f"{1000 * rung.ttft_s:,.0f}",
+            f"{rung.replicas:,}",
+            f"{rung.replicas * rung.gpus:,}",
+        )
+        for number, rung in enumerate(rungs)
+    ]
+    heads = ("", "rung", "GPUs", "sequences", "requests/s", "TTFT ms", "pods", "all GPUs")
+    yield from _table(heads, rows, "><>>>>>>")
+    for number, rung in enumerate(rungs[1:], 1):
+        yield f"  {number}: seen before: {rung.before}"
+        yield f"     climb: {rung.command}"
 
 
 def _capacity(plan: Plan) -> Iterator[str]:

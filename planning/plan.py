@@ -141,16 +141,16 @@ def make_plan(
         sequences=sequences,
         longest_context=pool.longest_context(most_tokens),
         steps=tuple(
-            _decode_step(deployment, gpu, size, context_tokens) for size in _batches(sequences, batch)
+            decode_step(deployment, gpu, size, context_tokens) for size in _batches(sequences, batch)
         ),
-        prefill_s=_prefill_s(deployment, gpu, context_tokens),
+        prefill_s=prefill_s(deployment, gpu, context_tokens),
         options=options,
         advised=_advised(options),
         preemption=_preemption(deployment, gpu, context_tokens),
     )
 
 
-def _decode_step(deployment: Deployment, gpu: Gpu, batch: int, context_tokens: int) -> DecodeStep:
+def decode_step(deployment: Deployment, gpu: Gpu, batch: int, context_tokens: int) -> DecodeStep:
     """Return the decode step of a batch of sequences with `context_tokens` tokens each."""
     weights_s = deployment.gpu_weights_bytes / gpu.memory_bytes_per_s
     kv_s = batch * deployment.gpu_kv_read_bytes(context_tokens) / gpu.memory_bytes_per_s
@@ -171,7 +171,7 @@ def _batches(most: int, asked: int | None) -> Iterator[int]:
     yield from sorted(sizes if asked is None else sizes | {asked})
 
 
-def _prefill_s(deployment: Deployment, gpu: Gpu, tokens: int) -> float:
+def prefill_s(deployment: Deployment, gpu: Gpu, tokens: int) -> float:
     """Return the seconds to prefill an uncached prompt."""
     compute_s = deployment.prefill_flops(tokens) / deployment.tensor_parallel / gpu.flops_per_s
     return max(compute_s, deployment.gpu_weights_bytes / gpu.memory_bytes_per_s)
@@ -207,7 +207,7 @@ def _advised(options: Sequence[ParallelOption]) -> ParallelOption | None:
 
 def _preemption(deployment: Deployment, gpu: Gpu, context_tokens: int) -> Preemption:
     """Compare recomputing with swapping a sequence; each GPU has its own host link."""
-    recompute_s = _prefill_s(deployment, gpu, context_tokens)
+    recompute_s = prefill_s(deployment, gpu, context_tokens)
     copied = deployment.decoding_blocks(context_tokens) * deployment.gpu_block_bytes
     swap_s = 2 * (copied / gpu.link_bytes_per_s)
     even = gpu.link_bytes_per_s * swap_s / recompute_s

@@ -40,13 +40,14 @@ def test_queued_work_starts_a_model_server(scaled: Release) -> None:
     def autoscaler() -> dict[str, Any]:
         return scaled.kubectl.get("horizontalpodautoscaler", MODEL_SERVERS)
 
-    def known() -> float | None:
+    def is_idle() -> bool:
         for each in autoscaler()["status"].get("currentMetrics") or ():
-            if each["external"]["metric"]["name"] == _METRIC:
-                return float(_quantity(each["external"]["current"]["value"]) == 0.0)
-        return None
+            # An entry is empty until its metric was read.
+            if each.get("external", {}).get("metric", {}).get("name") == _METRIC:
+                return _quantity(each["external"]["current"]["value"]) == 0.0
+        return False
 
-    eventually("the autoscaler reads no queued work", known)
+    eventually("the autoscaler reads no queued work", is_idle)
     assert len(scaled.pods("model-server")) == 2
     with steady_load(scaled.url, clients=8, think_s=0.0):
         eventually("a third model server", lambda: len(scaled.pods("model-server")) == 3)
