@@ -54,6 +54,8 @@ class StackOptions:
     model: str = flag(
         "stack", "--model", str, TINY_MODEL, "kvroute-tiny, or a Hugging Face checkpoint directory"
     )
+    gpu_blocks: int = flag("stack", "--num-gpu-blocks", int, 1024, "KV blocks of a model server's pool")
+    cpu_blocks: int = flag("stack", "--cpu-blocks", int, 0, "KV blocks of its host tier; 0: no host tier")
     door: Door = flag(
         "stack",
         "--door",
@@ -184,6 +186,7 @@ def _model_server(options: StackOptions, pod: _Pod, model_name: str) -> ChildPla
     argv = [sys.executable, "-m", "model_server", "--host", HOST, "--port", str(pod.http)]
     argv += ["--admin-port", str(pod.admin)]
     argv += ["--model", options.model, "--served-model-name", model_name]
+    argv += ["--num-gpu-blocks", str(options.gpu_blocks), "--cpu-blocks", str(options.cpu_blocks)]
     # Events contain prompts, so publish them on loopback only.
     argv += ["--kv-events-endpoint", f"tcp://{HOST}:{pod.events}", "--kv-events-bind"]
     argv += ["--kv-replay-endpoint", f"tcp://{HOST}:{pod.replay}"]

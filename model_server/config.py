@@ -2,7 +2,9 @@
 
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
 
 from common.flags import ADMIN_TOKEN_VARIABLE, file_flag, flag, positive
 from common.flags import port as tcp_port
@@ -157,6 +159,24 @@ class KVEventsConfig:
     always_bind: bool = _events_flag(
         "--kv-events-bind", bool, False, "always bind --kv-events-endpoint, also to a loopback address"
     )
+
+    @classmethod
+    def of_vllm(cls, text: str) -> "KVEventsConfig | None":
+        """Parse vLLM's `--kv-events-config`: a JSON object; None where it publishes no events.
+
+        Raises:
+            ConfigError: The text is no such object, or names an unknown setting.
+        """
+        try:
+            settings = msgspec.json.decode(text, type=dict[str, Any])
+            enabled = msgspec.convert(settings.pop("enable_kv_cache_events", False), bool)
+            publisher = msgspec.convert(settings.pop("publisher", None), Literal["zmq", "null"] | None)
+            if unknown := settings.keys() - {field.name for field in fields(cls)}:
+                raise ConfigError(f"--kv-events-config: unknown setting {min(unknown)}")
+            config = msgspec.convert(settings, cls)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"--kv-events-config: {error}") from error
+        return config if enabled and publisher != "null" else None
 
     def as_vllm(self) -> dict[str, object]:
         """Return the settings in the form of vLLM's /kv_event_sources."""
