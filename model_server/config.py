@@ -2,11 +2,12 @@
 
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from common.flags import ADMIN_TOKEN_VARIABLE, file_flag, flag, positive
+from common.flags import ADMIN_TOKEN_VARIABLE, file_flag, flag, pair, positive
 from common.flags import port as tcp_port
 from model_server.errors import ConfigError
 
@@ -232,6 +233,14 @@ class ServeOptions:
         "file with the secret that requests to --admin-port must carry as Authorization: Bearer SECRET "
         f"(default: ${ADMIN_TOKEN_VARIABLE}; without either, every client that reaches the port is accepted)",
         repr=False,
+    )
+    lora_modules: tuple[tuple[str, Path], ...] = _server_flag(
+        "--lora-modules",
+        pair(Path),
+        (),
+        "LoRA adapters to load at start, with their directories",
+        nargs="+",
+        metavar="NAME=DIRECTORY",
     )
     runtime_loras: bool = _server_flag(
         "--allow-runtime-lora-updating",

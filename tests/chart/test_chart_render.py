@@ -14,6 +14,7 @@ from model_server import cli as model_server_cli
 from router.app.config import parse_flags
 from router.prompts import tokenizer_server
 from tests.support.chart.helm import CHART, EVERYTHING, container, lint, manifests, one, pods, template, text
+from tests.support.chart.readme import MARK, table
 from tests.support.paths import ROOT
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -43,6 +44,48 @@ def test_manifests_equal_the_golden_files(name: str, values: dict[str, Any]) -> 
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(yaml.safe_dump(rendered, width=110))
     assert rendered == yaml.safe_load(golden.read_text())
+
+
+def test_the_readme_lists_the_values() -> None:
+    """The table of README.md equals values.yaml; UPDATE_GOLDEN=1 rewrites it."""
+    readme = CHART / "README.md"
+    text, expected = readme.read_text().split(MARK)[0], table(CHART / "values.yaml")
+    if os.environ.get("UPDATE_GOLDEN"):
+        readme.write_text(text + MARK + expected)
+    assert readme.read_text() == text + MARK + expected
+
+
+def test_engines_take_adapters_and_containers() -> None:
+    """Adapters become flags of either engine; further containers and the service account reach its pods."""
+    for engine, flags in (("kvroute", ["--max-loras=4"]), ("vllm", ["--enable-lora"])):
+        models = {
+            **EVERYTHING["modelServers"],
+            "engine": engine,
+            "loraAdapters": [{"name": "sql", "path": "/adapters/sql"}, {"name": "law", "path": "org/law"}],
+            "initContainers": [{"name": "fetch-adapters", "image": "fetch:1"}],
+            "sidecars": [{"name": "log-shipper", "image": "ship:1"}],
+            "serviceAccountName": "reads-weights",
+        }
+        spec = one(manifests({"modelServers": models}), "Deployment", "-models")["spec"]["template"]["spec"]
+        args = spec["containers"][0]["args"]
+        at = args.index("--lora-modules")
+        assert args[at - 1 : at + 3] == [*flags, "--lora-modules", "sql=/adapters/sql", "law=org/law"]
+        fetches = ["fetch-model"] if engine == "kvroute" else []
+        assert [each["name"] for each in spec["initContainers"]] == ["fetch-adapters", *fetches]
+        assert [each["name"] for each in spec["containers"]] == ["model-server", "log-shipper"]
+        assert spec["serviceAccountName"] == "reads-weights"
+
+
+def test_images_by_digest() -> None:
+    """An image's digest replaces its tag."""
+    digest = "sha256:" + "0a" * 32
+    pinned = {"image": {"digest": digest, "tag": "ignored"}}
+    objects = manifests({"router": pinned, "envoy": pinned, "modelServers": pinned})
+    images = {each["image"] for _, template_ in pods(objects) for each in template_["spec"]["containers"]}
+    assert images == {
+        f"{name}@{digest}"
+        for name in ("ghcr.io/kvroute/router", "ghcr.io/kvroute/model-server", "envoyproxy/envoy")
+    }
 
 
 def test_lint_reports_nothing() -> None:

@@ -67,6 +67,19 @@ kv@$(POD_IP):{{ include "kvroute.models.port" . }}@{{ .Values.modelServers.model
 {{- with $models.hostTierGiB }}
 - --cpu-gib={{ . }}
 {{- end }}
+{{- with $models.loraAdapters }}
+- --max-loras={{ max 4 (len .) }}
+{{- end }}
+{{- include "kvroute.models.loraModules" . }}
+{{- end -}}
+
+{{- define "kvroute.models.loraModules" }}
+{{- with .Values.modelServers.loraAdapters }}
+- --lora-modules
+{{- range . }}
+- {{ printf "%s=%s" .name .path | quote }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{- define "kvroute.models.args.vllm" -}}
@@ -91,6 +104,10 @@ kv@$(POD_IP):{{ include "kvroute.models.port" . }}@{{ .Values.modelServers.model
 {{- if gt (int $models.tensorParallel) 1 }}
 - --tensor-parallel-size={{ int64 $models.tensorParallel }}
 {{- end }}
+{{- if $models.loraAdapters }}
+- --enable-lora
+{{- end }}
+{{- include "kvroute.models.loraModules" . }}
 {{- if $models.hostTierGiB }}
 # Events of the host tier carry tokens, so that blocks never stored on the device are known too.
 {{- $tier := dict "cpu_bytes_to_use" (int64 (mulf $models.hostTierGiB 1073741824)) "self_describing_kv_events" true }}
