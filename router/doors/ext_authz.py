@@ -99,11 +99,7 @@ class ExtAuthzService:
         )
 
     def _request(self, message: pb.CheckRequest, request_id: str, headers: Mapping[str, str]) -> RouteRequest:
-        """Parse a Check call into a request.
-
-        Raises:
-            RequestError: 400, the body is invalid or has a forbidden field; 413, the body is too large.
-        """
+        """Parse a Check call into a request; raises RequestError for a body that must not pass."""
         http = message.attributes.request.http
         candidates = subset_hint(message.attributes.metadata_context)
         # Envoy sets raw_body with pack_as_bytes, else body.

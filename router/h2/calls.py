@@ -197,11 +197,7 @@ class Call:
         raise NotImplementedError
 
     def _framed(self, answer: bytes) -> bytes:
-        """Return a response message with its gRPC length prefix.
-
-        Raises:
-            MessageError: The message is larger than the server's send limit.
-        """
+        """Return a response message with its gRPC length prefix; raises MessageError if it is too large."""
         size, size_max = len(answer), self._peer.server.send_bytes_max
         if size > size_max:
             details = f"Sent message larger than max ({size} vs. {size_max})"

@@ -183,10 +183,7 @@ class GrpcServer:
         return is_free
 
     def _cancel_slowest(self) -> bool:
-        """Cancel the oldest stream whose request is overdue; return whether there was one.
-
-        Otherwise clients that send their requests slowly, or never, could occupy all slots.
-        """
+        """Cancel the oldest stream whose request is overdue, lest slow clients occupy all slots."""
         latest_s = time.monotonic() - _REQUEST_TIMEOUT_S
         with self._lock:
             old = [stream for stream, opened_s in self._exchanges.items() if opened_s <= latest_s]
@@ -239,11 +236,7 @@ class GrpcServer:
             idle.close()
 
     def _add(self, peer: Peer, thread: threading.Thread) -> Peer | None:
-        """Register a connection; at the limit, return the oldest idle one, which the caller must close.
-
-        Raises:
-            OSError: The limit is reached and no connection is idle.
-        """
+        """Register a connection; at the limit, return the oldest idle one, which the caller must close."""
         with self._lock:
             is_full = len(self._peers) >= CONNECTIONS_MAX
             idle = next((peer for peer in self._peers if peer.is_idle), None) if is_full else None

@@ -161,14 +161,11 @@ class PrefillRates:
         self.load_table.set_observed({pod: self._estimate(pod) for pod in pods}, self._fleet)
 
     def _estimate(self, pod: str) -> float:
-        """Return the pod's rate in tokens/s; 0 if it does not differ significantly from the expected rate.
-
-        Sign test: the number of n observations below the true median is binomial(n, 1/2), with mean n / 2 and
-        standard deviation sqrt(n) / 2.
-        """
+        """Return the pod's rate in tokens/s; 0 if it does not differ significantly from the expected rate."""
         rates = sorted(one.tokens_per_s for one in self._observed[pod])
         observations, known = len(rates), self._parameters
         expected = self.load_table.reported_tokens_per_s(pod) or self._fleet
+        # Sign test: of n observations binomial(n, 1/2) are below the true median, n / 2 +- sqrt(n) / 2.
         below = max(0, int((observations - known.standard_errors_min * math.sqrt(observations)) / 2))
         if rates[below] <= expected <= rates[-1 - below]:
             return 0.0

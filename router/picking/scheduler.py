@@ -364,11 +364,7 @@ def _session_first(
 
 
 def _rate_sample(decision: Decision, executor: Candidate, loading_s: float) -> RateSample:
-    """Return how the request's time to first token may be used to estimate the executor's prefill rate.
-
-    Args:
-        loading_s: Time to load the request's adapter on the executor.
-    """
+    """Return how the request's time to first token may be used to estimate the executor's prefill rate."""
     if decision.degraded is not None or decision.partial is not None:
         return RateSample.NONE
     # Behind a queue, the time to first token includes the prefills of other requests.
@@ -382,15 +378,8 @@ def _rate_sample(decision: Decision, executor: Candidate, loading_s: float) -> R
 def _confirm_key(
     keys: Sequence[Keys], view: str, matches: Sequence[PodMatches], pod: str, *, is_read: bool
 ) -> int | None:
-    """Return the key of the last full block, whose stored event marks the end of the prefill.
-
-    None if the pod is not expected to publish that event.
-
-    Args:
-        keys: Keys of the full engine blocks that the pod will store, per prompt. A partial last block is
-            published only once decoding has filled it.
-        is_read: Whether the engine reads its cache for the request.
-    """
+    """Return the key of the last full block, whose event ends the prefill; None if no event is expected."""
+    # A partial last block is published only once decoding has filled it.
     if len(keys) != 1 or view != _EXACT or not (blocks := len(keys[0])):
         return None
     match = matches[0]

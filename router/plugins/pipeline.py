@@ -126,12 +126,7 @@ class Pipeline:
         )
 
     def _notify_observers(self, request: PluginRequest, result: HandlerResult) -> dict[str, str]:
-        """Notify all observers, even if some fail, and return their response headers.
-
-        Raises:
-            Exception: The exception of the only observer that failed.
-            PluginError: Several observers failed.
-        """
+        """Notify all observers, even if some fail, and return their response headers."""
         headers: dict[str, str] = {}
         failures: list[Exception] = []
         for name, observer in self._observers:

@@ -257,12 +257,7 @@ class TokenizerRegistry:
         return self._run(self._render_threads, work, deadline_s)
 
     def _run(self, threads: _Threads, work: Callable[[], PromptTokens], timeout_s: float) -> PromptTokens:
-        """Run tokenization on a thread.
-
-        Raises:
-            TimeoutError: The work takes longer; it continues in the background.
-            _QueueFullError: The queue is full, or the registry is closed.
-        """
+        """Run tokenization on a thread; after `timeout_s` it raises TimeoutError and goes on by itself."""
         if not threads.slots.acquire(blocking=False):
             raise _QueueFullError
         try:
