@@ -192,8 +192,6 @@ class RouterServer:
         )
         opened.callback(self._fleet.close)
         registry.register(self._fleet)
-        if config.index.peers:
-            self.lifecycle.forward_to(self._fleet)
         self.watch = opened.enter_context(closing(self._pod_watch()))
         routed = Router(
             pods=self.pods,

@@ -21,7 +21,6 @@ from indexer.peers import PeerIdentity
 from router.feedback.change_log import ChangeLog, LedgerChanges, LedgerService, Sent
 from router.feedback.follower import STATES, LedgerFollower
 from router.feedback.lifecycle import Lifecycle
-from router.feedback.outcomes import RequestReport
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import RateSample
@@ -44,7 +43,7 @@ class Fleet(Collector):
         identity: Identity of this router.
         pods: Pods with the load table of all requests.
         index: Index for the speculative entries of other routers' requests.
-        lifecycle: Receives other routers' reports on requests of this router.
+        lifecycle: Exchanges reports on requests with other routers.
     """
 
     def __init__(
@@ -64,6 +63,8 @@ class Fleet(Collector):
         self.service = LedgerService(self._change_log, identity)
         self._remote = RemoteLoad(Ledger(LedgerParameters(), pods.load_table, ledger.adapters), index, pods)
         self._follower = LedgerFollower(config, identity, self._on_changes, self._remote.drop)
+        if self._has_peers:
+            lifecycle.forward_to(self._change_log.forward, self._remote.__contains__)
 
     def start(self) -> None:
         self._change_log.start()
@@ -73,12 +74,6 @@ class Fleet(Collector):
     def close(self) -> None:
         self._follower.close()
         self._change_log.close()
-
-    def forward(self, report: RequestReport) -> None:
-        self._change_log.forward(report)
-
-    def has_request(self, request_id: str) -> bool:
-        return request_id in self._remote
 
     def status(self, now_s: float) -> list[dict[str, Any]]:
         """Return the state of each peer, JSON-ready, for the debug pages."""
