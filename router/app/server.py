@@ -107,7 +107,7 @@ class RouterServer:
         state = StateCollector(self.pods, self._ledger, time.monotonic, scheduler.queued_s, config.pool_name)
         registry.register(state)
         if config.compat != "off":
-            registry.register(MetricAliases(registry))
+            registry.register(MetricAliases((*self._metrics.collectors, state)))
         self.decision_log = DecisionLog(_DECISIONS_KEPT, self._pod_name, self._metrics)
         # Lambdas, because the index is built later: it calls `lifecycle` too.
         self.lifecycle = Lifecycle(

@@ -24,12 +24,13 @@ from router.feedback.lifecycle import Lifecycle
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import RateSample
+from router.observe.metrics import gauge
 from router.pods.pod_set import PodSet
 
 if TYPE_CHECKING:
     from indexer import KvIndexer
 
-_NAME = "kvroute_router_ledger_"
+_NAME, _UNKNOWN = "kvroute_router_ledger_", "unknown_name"
 
 REQUESTS_MAX = 100_000
 """Maximum requests in flight of one peer; equal to the capacity of its ledger."""
@@ -89,22 +90,16 @@ class Fleet(Collector):
             if peer.state != "self"
         ]
         unknown = sorted(self._follower.unknown_names)
-        return [*rows, *({"address": name, "state": "unknown_name"} for name in unknown)]
+        return [*rows, *({"address": name, "state": _UNKNOWN} for name in unknown)]
 
     def collect(self) -> Iterable[Metric]:
-        followers = self._change_log.follower_count
-        yield GaugeMetricFamily(
-            _NAME + "followers", "Routers that follow this one's ledger.", value=followers
-        )
-        states = Counter(peer.state for peer in self._follower.peers)
-        peers = GaugeMetricFamily(_NAME + "peers", "Peers by state of their ledger.", labels=["state"])
-        for state in STATES:
-            peers.add_metric([state], states[state])
-        peers.add_metric(["unknown_name"], len(self._follower.unknown_names))
-        yield peers
-        yield GaugeMetricFamily(
-            _NAME + "others_requests", "Other routers' requests in flight.", value=len(self._remote)
-        )
+        followers, requests = self._change_log.follower_count, len(self._remote)
+        yield GaugeMetricFamily(_NAME + "followers", "Routers that follow this one's ledger.", followers)
+        peers = dict.fromkeys(STATES, 0) | Counter(peer.state for peer in self._follower.peers)
+        peers[_UNKNOWN] = len(self._follower.unknown_names)
+        values = [([state], number) for state, number in peers.items()]
+        yield gauge(_NAME + "peers", "Peers by state of their ledger.", ("state",), values)
+        yield GaugeMetricFamily(_NAME + "others_requests", "Other routers' requests in flight.", requests)
         received = CounterMetricFamily(_NAME + "news", "Ledger changes received.", labels=["kind"])
         for kind, number in list(self._received.items()):
             received.add_metric([kind], number)
