@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import repeat
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -71,28 +71,24 @@ class TokenizedRequest(msgspec.Struct, frozen=True):
         return SentPrompt(base_model, lora_name, salt, self.tokens.prompts[0], cached_blocks, held_blocks)
 
 
+class PricedCandidates(NamedTuple):
+    """Request with its candidates and their costs, to be ranked."""
+
+    tokenized: TokenizedRequest
+    candidates: CandidateSet
+    pods: PodSnapshot  # current pods; the candidates may carry older load figures
+    matches: Sequence[PodMatches]  # one per prompt; empty if the index is not used
+    breakdowns: NDArray[Any]  # cost.COST_BREAKDOWN [candidates]
+    hits: NDArray[Any]  # cost.CACHE_HIT [candidates]
+    loads: NDArray[Any]  # load_table.POD [candidates]
+    now_s: float
+
+
 class Ranker(Protocol):
     """Replacement for the default order by cost, such as a configured plugin pipeline."""
 
-    def rank(
-        self,
-        tokenized: TokenizedRequest,
-        candidates: CandidateSet,
-        pods: PodSnapshot,
-        matches: Sequence[PodMatches],
-        breakdowns: NDArray[Any],
-        hits: NDArray[Any],
-        loads: NDArray[Any],
-        now_s: float,
-    ) -> tuple[NDArray[np.int64], PipelineResult]:
+    def rank(self, priced: PricedCandidates) -> tuple[NDArray[np.int64], PipelineResult]:
         """Return the indices of the candidates that may be picked, best first, and the pipeline's result.
-
-        Args:
-            pods: Current pods; the candidates may carry older load figures.
-            matches: One per prompt; empty if the index is not used.
-            breakdowns: cost.COST_BREAKDOWN [candidates].
-            hits: cost.CACHE_HIT [candidates].
-            loads: load_table.POD [candidates].
 
         Raises:
             RequestError: 429 if no candidate passes the filters, 500 if a plugin fails.
@@ -172,8 +168,8 @@ class Scheduler:
         result = None
         if self._ranker is not None:
             loads = self._load_table.known(candidates.rows)
-            arguments = candidates, pods, used, breakdowns, hits, loads
-            order, result = self._ranker.rank(tokenized, *arguments, now_s)
+            priced = PricedCandidates(tokenized, candidates, pods, used, breakdowns, hits, loads, now_s)
+            order, result = self._ranker.rank(priced)
         ranked = Ranking(
             pods=candidates.addresses,
             breakdowns=breakdowns,
