@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import takewhile
 from threading import Lock
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from indexer.keys import Keys
 from router.inflight.dispatch import Dispatch, Entry, SentAdapters
@@ -41,16 +41,6 @@ class LedgerParameters:
     transit_s: float = 2.0  # requests sent less than this before a scrape may be missing from its counts
 
 
-class ChangeListener(Protocol):
-    """Receiver of ledger changes in order; called with the ledger's lock held."""
-
-    def record_snapshot(self, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
-        """Record the requests in flight as (number, dispatch, has presumably its first token)."""
-
-    def record(self, kind: str, change: object) -> None:
-        """Record one change: `(number, dispatch, keys)` for "sent", otherwise the request's number."""
-
-
 class Ledger:
     """In-flight requests and their totals in the load table.
 
@@ -69,8 +59,8 @@ class Ledger:
         self._parameters = parameters
         self.load_table = load_table or PodLoadTable()
         self.adapters = adapters or SentAdapters()
-        # Receives every change in order, under the lock; set by `subscribe`.
-        self.changes: ChangeListener | None = None
+        # Called with the kind of every change and the change, in order and under the lock; see `subscribe`.
+        self.changes: Callable[[str, object], None] | None = None
         # All entries, and those of each id and of each pod, are ordered oldest first.
         self._entries: dict[int, Entry] = {}
         self._by_id: dict[str, list[Entry]] = {}
@@ -94,13 +84,19 @@ class Ledger:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._by_id
 
-    def subscribe(self, listener: ChangeListener | None) -> None:
-        """Send the requests in flight, then every change, to the listener; None stops sending."""
+    def subscribe(self, record: Callable[[str, object], None] | None, follower: object = None) -> None:
+        """Record the requests in flight for a new follower, then every change; None stops that.
+
+        Changes are ("joined", (follower, requests in flight)), each request as (number, dispatch, whether it
+        presumably has its first token); ("sent", (number, dispatch, keys)); and others with the request's
+        number.
+        """
         with self._lock:
-            self.changes = listener
-            if listener is not None:
+            self.changes = record
+            if record is not None:
                 entries = self._entries.values()
-                listener.record_snapshot([(one.number, one.dispatch, not one.is_waiting) for one in entries])
+                in_flight = [(one.number, one.dispatch, not one.is_waiting) for one in entries]
+                record("joined", (follower, in_flight))
 
     def dispatch(self, dispatch: Dispatch, keys: Keys | None = None) -> list[Dispatch]:
         """Add a request.
@@ -129,8 +125,8 @@ class Ledger:
             if confirm_key is not None:
                 self._confirming.setdefault(pod, {}).setdefault(confirm_key, []).append(entry)
             self._schedule(dispatch, number)
-            if (listener := self.changes) is not None:
-                listener.record("sent", (number, dispatch, keys))
+            if self.changes is not None:
+                self.changes("sent", (number, dispatch, keys))
             return displaced
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> tuple[list[Dispatch], list[float]]:
@@ -307,7 +303,7 @@ class Ledger:
         """Presume the end of a prefill that was not reported."""
         self._leave_queue(entry, now_s)
         if self.changes is not None:
-            self.changes.record("overdue", entry.number)
+            self.changes("overdue", entry.number)
 
     def _end_prefill(self, entry: Entry, now_s: float) -> None:
         entry.prefill_ended_s = now_s
@@ -316,7 +312,7 @@ class Ledger:
         if entry.is_waiting:
             self._leave_queue(entry, now_s)
         if self.changes is not None:
-            self.changes.record("prefilled", entry.number)
+            self.changes("prefilled", entry.number)
 
     def _leave_queue(self, entry: Entry, now_s: float) -> None:
         dispatch = entry.dispatch
@@ -348,7 +344,7 @@ class Ledger:
         if entry.confirm_key is not None:
             self._stop_confirming(entry, entry.confirm_key)
         if self.changes is not None:
-            self.changes.record("ended", entry.number)
+            self.changes("ended", entry.number)
         return dispatch
 
     def _leave_engine(self, entry: Entry, engine: str) -> None:

@@ -225,7 +225,7 @@ def test_nothing_is_recorded_without_followers() -> None:
     sender = Sender()
     assert sender.ledger.changes is None
     queues = [sender.change_log.subscribe(), sender.change_log.subscribe()]
-    assert sender.ledger.changes is sender.change_log
+    assert sender.ledger.changes == sender.change_log.record
     for queue in queues:
         sender.change_log.unsubscribe(queue)
     assert sender.ledger.changes is None
