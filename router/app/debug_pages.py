@@ -320,10 +320,9 @@ def _profile(query: Query) -> tuple[int, str]:
 
 
 def _thread_stacks() -> str:
-    names = _thread_names()
     return "\n".join(
-        f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame, _STACK_DEPTH_MAX))}"
-        for number, frame in _frames().items()
+        f"thread {name}:\n{''.join(traceback.format_stack(frame, _STACK_DEPTH_MAX))}"
+        for name, frame in _threads()
     )
 
 
@@ -331,24 +330,20 @@ def _sample_stacks(seconds: float) -> Counter[str]:
     stacks: Counter[str] = Counter()
     ends_s = time.monotonic() + seconds
     while time.monotonic() < ends_s:
-        names = _thread_names()
-        for number, frame in _frames().items():
-            stack = f"{names.get(number, number)};{_stack(frame)}"
+        for name, frame in _threads():
+            stack = f"{name};{_stack(frame)}"
             if stack in stacks or len(stacks) < _STACKS_MAX:
                 stacks[stack] += 1
         time.sleep(_SAMPLE_EVERY_S)
     return stacks
 
 
-def _frames() -> dict[int, FrameType]:
-    """Return the current stack frames of all threads except the calling one, by thread id."""
-    own = threading.get_ident()
+def _threads() -> list[tuple[str | int, FrameType]]:
+    """Return name, or else id, and current stack frame of all threads except the calling one."""
+    own, names = threading.get_ident(), {thread.ident: thread.name for thread in threading.enumerate()}
     # The documented way to read other threads' stacks, despite its underscore.
-    return {number: frame for number, frame in sys._current_frames().items() if number != own}
-
-
-def _thread_names() -> dict[int | None, str]:
-    return {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames().items()
+    return [(names.get(number, number), frame) for number, frame in frames if number != own]
 
 
 def _stack(frame: FrameType | None) -> str:

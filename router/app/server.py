@@ -388,12 +388,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise_open_files()
         use_single_arena()
         return _serve(RouterServer(config), stop)
-    except (ConfigError, IndexerConfigError) as error:
+    except (ConfigError, IndexerConfigError, ListenError) as error:
         print(f"kvroute router: error: {error}", file=sys.stderr)
-        return 2
-    except ListenError as error:
-        print(f"kvroute router: error: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, ListenError) else 2
 
 
 def _serve(server: RouterServer, stop: StopSignals) -> int:
