@@ -371,10 +371,7 @@ def _all_unreachable(pods: Collection[Pod]) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a router until SIGTERM or SIGINT; return the exit status.
-
-    The status is 2 for an invalid configuration and 1 for a port in use.
-    """
+    """Run a router until a signal; return the status: 2: invalid configuration, 1: a port is in use."""
     try:
         config, flags = parse_flags(argv)
         if flags.print_config:

@@ -129,10 +129,7 @@ def ok_response(
     added: tuple[tuple[str, str], ...] = (),
     response_headers: tuple[tuple[str, str], ...] = (),
 ) -> bytes:
-    """Return a serialized response that sets the picked pod as a header and as metadata.
-
-    Cached by arguments: most requests to a pod get equal responses.
-    """
+    """Return a serialized response that sets the picked pod; cached, because most to one pod are equal."""
     answer: bytes = pb.CheckResponse(
         status={"code": grpc.StatusCode.OK.value[0]},
         ok_response=pb.OkHttpResponse(

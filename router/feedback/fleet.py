@@ -37,15 +37,7 @@ REQUESTS_MAX = 100_000
 
 
 class Fleet(Collector):
-    """Other routers of the fleet: exchange of requests in flight, and metrics of it.
-
-    Args:
-        config: Names the peers.
-        identity: Identity of this router.
-        pods: Pods with the load table of all requests.
-        index: Index for the speculative entries of other routers' requests.
-        lifecycle: Exchanges reports on requests with other routers.
-    """
+    """Other routers of the fleet: exchange of requests in flight and reports on them, and its metrics."""
 
     def __init__(
         self,

@@ -117,12 +117,7 @@ class Lifecycle:
     def ended(
         self, report: RequestReport, now_s: float, *, dispatched_s: float | None = None, forward: bool = True
     ) -> Dispatch | None:
-        """Record the end of a request; return its dispatch if it was in flight.
-
-        Args:
-            report: `DONE`, `FAILED` or `REFUSED`.
-            dispatched_s, forward: See `first_token`.
-        """
+        """Record the end of a request, see `first_token`; return its dispatch if it was in flight."""
         request_id, source, pod = report.request_id, report.source, report.pod
         dispatch, is_answered = None, report.event == DONE
         known = self._duplicates.consume(request_id, now_s, pod) if source == ACCESS_LOG else None

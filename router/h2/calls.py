@@ -46,11 +46,7 @@ class MessageError(Exception):
 
 
 class MessageReader:
-    """Splits one stream's bytes into messages.
-
-    Args:
-        bytes_max: Limit of a message's size; larger ones are rejected when their prefix arrives.
-    """
+    """Splits one stream's bytes into messages; rejects larger ones than `bytes_max` by their prefix."""
 
     __slots__ = ("_bytes_max", "_encoding", "_flag", "_head", "_missing", "_parts")
 

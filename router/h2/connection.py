@@ -166,10 +166,7 @@ class H2Connection:
             self._return_window(stream)
 
     def goaway(self, code: H2Code = H2Code.NO_ERROR, message: str = "", *, is_early: bool = False) -> None:
-        """Send GOAWAY.
-
-        With `is_early`, streams that the peer opens before it receives the frame are still served.
-        """
+        """Send GOAWAY; with `is_early`, streams opened before the peer receives it are still served."""
         last = frames.STREAM_IDS if is_early else self.last_stream_id
         self.out.append(frames.goaway_frame(last, code, message))
 

@@ -249,10 +249,7 @@ class _CeilingCollector(Collector):
 
 
 class StreamMetrics:
-    """Metrics of ext_proc streams, with the names of the llm-d endpoint picker.
-
-    Off by default, as there.
-    """
+    """Metrics of ext_proc streams, by name and default (off) those of the llm-d endpoint picker."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         name = _EPP + "extproc_stream"

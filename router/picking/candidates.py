@@ -156,11 +156,7 @@ class CandidateCache:
         self._entries: dict[tuple[str | None, frozenset[str] | None], CandidateSet] = {}
 
     def get(self, request: RouteRequest) -> CandidateSet:
-        """Return the candidates of a request, from the cache if possible.
-
-        Raises:
-            NoEndpointError, RequestError: See select_candidates.
-        """
+        """Return the candidates of a request, from the cache if possible; see `select_candidates`."""
         # Read the generation before the pods: a change in between makes the new entry outdated, not wrong.
         generation = self._pods.generation
         if generation != self._generation or len(self._entries) >= _ENTRIES_MAX:
@@ -257,12 +253,7 @@ def _objects(value: object) -> Iterator[dict[str, Any]]:
 
 
 class SessionPods:
-    """LRU table of the last pod of each session and base model. Thread-safe.
-
-    Args:
-        ttl_s: Seconds after its last request at which an entry expires.
-        capacity: Maximum number of entries; the least recently used one is evicted.
-    """
+    """LRU table of a session's last pod by base model, for `ttl_s` after its last request. Thread-safe."""
 
     def __init__(self, ttl_s: float = 300.0, capacity: int = 100_000) -> None:
         self._ttl_s = ttl_s

@@ -96,11 +96,7 @@ class Ranker(Protocol):
 
 
 class Scheduler:
-    """Computes costs, picks a pod and enters the request into the in-flight ledger.
-
-    Args:
-        ranker: Orders the candidates instead of their cost.
-    """
+    """Computes costs, picks a pod and enters the request into the in-flight ledger."""
 
     def __init__(
         self,

@@ -65,7 +65,6 @@ class RenderTokenizer:
 
     Args:
         url: Server with render endpoints; None to use the model's pods in rotation.
-        clock: Monotonic clock in seconds, for the cache.
     """
 
     def __init__(self, model: str, url: str | None, clock: Callable[[], float] = time.monotonic) -> None:

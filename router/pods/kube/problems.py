@@ -144,12 +144,7 @@ _MEANING = {
 def pod_symptoms(
     pods: Iterable[Pod], engines: Collection[EngineState], probed: Collection[str] = ()
 ) -> Iterator[Symptom]:
-    """Yield symptoms of pods' ports and event streams.
-
-    Args:
-        engines: States of the event streams that are followed.
-        probed: Addresses of endpoints whose port the pod's own readiness probe checks.
-    """
+    """Yield symptoms of pods' ports and event streams; `probed`: endpoints that readiness probes check."""
     by_pod: dict[str, list[EngineState]] = {}
     for engine in engines:
         by_pod.setdefault(engine.stream.pod, []).append(engine)
