@@ -125,35 +125,27 @@ def _token(authorization: str | None) -> str | None:
     return token if scheme.lower() == "bearer" and 0 < len(token) <= _TOKEN_CHARS_MAX else None
 
 
+@dataclass(eq=False)
 class DebugServer:
     """HTTP server of the metrics port.
-
-    Args:
-        pages: Pages by path. A page receives the query and returns a status and a value, which is sent as
-            text if it is a str, else as JSON. Pages run concurrently on threads.
-        tls: Factory of SSL contexts for new connections; None: plaintext.
-        authorize: Authorizer of requests other than /healthz and /ready; None: all are allowed.
-        admin: Handler of administration, which has a token of its own.
 
     Raises:
         ListenError: The address is in use.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        registry: CollectorRegistry,
-        pages: Mapping[str, Page],
-        *,
-        tls: Callable[[], SSLContext] | None = None,
-        authorize: MetricsAuth | None = None,
-        admin: Admin | None = None,
-    ) -> None:
-        self._registry, self._pages, self._authorize = registry, dict(pages), authorize
-        self._admin = admin
-        listener = bound_socket("--metrics-port", host, port)
-        self._server = PageServer(listener, self._answer, tls, ("POST", "DELETE") if admin else ())
+    host: str
+    port: int
+    registry: CollectorRegistry
+    # Pages by path. A page receives the query and returns a status and a value, which is sent as text if it
+    # is a str, else as JSON. Pages run concurrently on threads.
+    pages: Mapping[str, Page]
+    tls: Callable[[], SSLContext] | None = None  # factory of SSL contexts for new connections
+    authorize: MetricsAuth | None = None  # of requests other than /healthz and /ready; None: all are allowed
+    admin: Admin | None = None  # handler of administration, which has a token of its own
+
+    def __post_init__(self) -> None:
+        listener = bound_socket("--metrics-port", self.host, self.port)
+        self._server = PageServer(listener, self._answer, self.tls, ("POST", "DELETE") if self.admin else ())
         self.port = self._server.port
         self._probes, self._others = BoundedExecutor("pages-probes"), BoundedExecutor("pages-others")
 
@@ -162,30 +154,29 @@ class DebugServer:
 
     def close(self) -> None:
         self._server.close()
-        for part in (self._probes, self._others, self._authorize):
+        for part in (self._probes, self._others, self.authorize):
             if part is not None:
                 part.close()
 
     async def _answer(self, request: Request) -> Response:
         if request.path in _PUBLIC_PATHS:
             return await self._probes.run(lambda: self._page(request))
-        if self._admin is not None and request.path in (RESET, WORKERS):
-            admin = self._admin
+        if (admin := self.admin) is not None and request.path in (RESET, WORKERS):
             return await self._others.run(lambda: _response(*admin.answer(request)))
         if request.method not in ("GET", "HEAD"):
             return _response(405, {"error": "only GET and HEAD"})
-        if self._authorize is not None:
-            status = await self._authorize.denial(request.path, request.headers.get("authorization"))
+        if self.authorize is not None:
+            status = await self.authorize.denial(request.path, request.headers.get("authorization"))
             if status is not None:
                 return _response(status, {"error": "not allowed"})
         return await self._others.run(lambda: self._page(request))
 
     def _page(self, request: Request) -> Response:
         if request.path == "/metrics":
-            return Response(200, generate_latest(self._registry), CONTENT_TYPE_LATEST)
-        page = self._pages.get(request.path)
+            return Response(200, generate_latest(self.registry), CONTENT_TYPE_LATEST)
+        page = self.pages.get(request.path)
         if page is None:
-            return _response(404, {"error": f"page not found; pages: /metrics, {', '.join(self._pages)}"})
+            return _response(404, {"error": f"page not found; pages: /metrics, {', '.join(self.pages)}"})
         return _response(*page(request.query))
 
 
