@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from threading import Lock
 from typing import TypeVar
@@ -41,6 +41,7 @@ class LedgerParameters:
     transit_s: float = 2.0  # requests sent less than this before a scrape may be missing from its counts
 
 
+@dataclass(eq=False)
 class Ledger:
     """In-flight requests and their totals in the load table.
 
@@ -50,15 +51,11 @@ class Ledger:
     and a later report of its first token still counts.
     """
 
-    def __init__(
-        self,
-        parameters: LedgerParameters,
-        load_table: PodLoadTable | None = None,
-        adapters: SentAdapters | None = None,
-    ) -> None:
-        self._parameters = parameters
-        self.load_table = load_table or PodLoadTable()
-        self.adapters = adapters or SentAdapters()
+    parameters: LedgerParameters
+    load_table: PodLoadTable = field(default_factory=PodLoadTable)
+    adapters: SentAdapters = field(default_factory=SentAdapters)
+
+    def __post_init__(self) -> None:
         # Called with the kind of every change and the change, in order and under the lock; see `subscribe`.
         self.changes: Callable[[str, object], None] | None = None
         # All entries, and those of each id and of each pod, are ordered oldest first.
@@ -238,7 +235,7 @@ class Ledger:
             scraped_s: Time of that report.
         """
         with self._lock:
-            latest_s = scraped_s - self._parameters.transit_s
+            latest_s = scraped_s - self.parameters.transit_s
             entries = self._by_pod.get(pod, {}).values()
             arrived = [entry for entry in entries if entry.arrived_s < latest_s]
             surplus = len(arrived) - engine_requests
@@ -250,7 +247,7 @@ class Ledger:
         Only requests whose first token was possible by then; a later report of the token still counts.
         """
         with self._lock:
-            latest_s = asked_s - self._parameters.idle_slack_s
+            latest_s = asked_s - self.parameters.idle_slack_s
             over = [
                 entry
                 for entry in self._by_pod.get(pod, {}).values()
@@ -270,21 +267,21 @@ class Ledger:
                 if entry is not None and entry.is_waiting:
                     self._time_out_prefill(entry, now_s)
                     prefills.append(entry.dispatch)
-            lifetime_s, entries = self._parameters.lifetime_s, self._entries.values()
+            lifetime_s, entries = self.parameters.lifetime_s, self._entries.values()
             over = takewhile(lambda entry: entry.dispatch.dispatched_s + lifetime_s <= now_s, entries)
             return prefills, [self._remove(entry, now_s) for entry in list(over)]
 
     def _evict(self, request_id: str, now_s: float) -> list[Dispatch]:
         displaced = []
         namesakes = self._by_id.get(request_id)
-        if namesakes is not None and len(namesakes) >= self._parameters.per_id_max:
+        if namesakes is not None and len(namesakes) >= self.parameters.per_id_max:
             displaced.append(self._remove(namesakes[0], now_s))
-        if len(self._entries) >= self._parameters.capacity:
+        if len(self._entries) >= self.parameters.capacity:
             displaced.append(self._remove(next(iter(self._entries.values())), now_s))
         return displaced
 
     def _schedule(self, dispatch: Dispatch, number: int) -> None:
-        known = self._parameters
+        known = self.parameters
         expected_s = self._timeout_s(dispatch)
         if dispatch.confirm_key is None:
             prefill_s = expected_s + known.timeout_slack_s
@@ -297,7 +294,7 @@ class Ledger:
             heapq.heapify(self._due)
 
     def _timeout_s(self, dispatch: Dispatch) -> float:
-        return self._parameters.timeout_factor * (dispatch.queued_prefill_s + dispatch.own_prefill_s)
+        return self.parameters.timeout_factor * (dispatch.queued_prefill_s + dispatch.own_prefill_s)
 
     def _time_out_prefill(self, entry: Entry, now_s: float) -> None:
         """Presume the end of a prefill that was not reported."""
@@ -390,7 +387,7 @@ class Ledger:
     def _remember(self, ended_s: OrderedDict[str, float], request_id: str, at_s: float) -> None:
         ended_s[request_id] = at_s
         ended_s.move_to_end(request_id)
-        if len(ended_s) > self._parameters.ended_ids_max:
+        if len(ended_s) > self.parameters.ended_ids_max:
             ended_s.popitem(last=False)
 
 
