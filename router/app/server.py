@@ -137,11 +137,6 @@ class RouterServer:
         """Bound ports by listener: `grpc`, `grpc-health`, `metrics`."""
         return {"grpc": self._grpc.port, "grpc-health": self._grpc_health.port, "metrics": self._debug.port}
 
-    @property
-    def requests_in_flight(self) -> int:
-        """Number of dispatched requests whose end has not been reported."""
-        return len(self._ledger)
-
     def start(self) -> None:
         self.index.start()
         self.watch.start()

@@ -83,7 +83,7 @@ class GrpcServer:
         # Announced to clients. Far above the limit of calls, so that calls are rejected rather than queued.
         self.streams_max = self.requests_max + _REFUSALS_MAX
         self._methods: dict[str, Callable[[Peer, Stream], Call]] = {}
-        self._calls = 0
+        self.open_calls = 0
         # Exchange streams with their start time (monotonic seconds), oldest first.
         self._exchanges: dict[Stream, float] = {}
         self._lock = threading.Lock()
@@ -101,12 +101,6 @@ class GrpcServer:
                 reflection_pb2.ServerReflectionResponse.SerializeToString,
             )
             self.add_exchange(f"/{reflection.SERVICE_NAME}/ServerReflectionInfo", method)
-
-    @property
-    def open_calls(self) -> int:
-        """Number of calls in progress."""
-        with self._lock:
-            return self._calls
 
     @property
     def connections(self) -> int:
@@ -158,7 +152,7 @@ class GrpcServer:
     def end_call(self, stream: Stream) -> None:
         """Free the slot of a call."""
         with self._lock:
-            self._calls -= 1
+            self.open_calls -= 1
             self._exchanges.pop(stream, None)
 
     def track_exchange(self, stream: Stream) -> None:
@@ -173,8 +167,8 @@ class GrpcServer:
 
     def _acquire_slot(self) -> bool:
         with self._lock:
-            is_free = self._calls < self.requests_max
-            self._calls += is_free
+            is_free = self.open_calls < self.requests_max
+            self.open_calls += is_free
         return is_free
 
     def _cancel_slowest(self) -> bool:
