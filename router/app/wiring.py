@@ -186,8 +186,8 @@ def listen_grpc(
         # The request phase takes about a millisecond, so short queueing is better than rejecting.
         requests_max=(1 if config.responses_full else 4) * config.max_streams + _LONG_STREAMS,
         message_bytes_max=config.max_request_bytes,
-        receive_bytes_max=config.receive_bytes_max,
-        send_bytes_max=config.send_bytes_max,
+        receive_bytes_max=config.receive_bytes_max or 0,
+        send_bytes_max=config.send_bytes_max or 0,
         tls=grpc_tls(config.tls) if config.tls is not None else None,
         plaintext=config.tls is None or config.tls.plaintext,
         inline=_HEALTH if may_block else {**dict.fromkeys(_INLINE, _INLINE_BYTES_MAX), **_HEALTH},

@@ -303,11 +303,7 @@ class RewriteRule:
 
 
 class RewriteRules:
-    """All rewrite rules; the first rule for the exact model wins, then the first rule for all models.
-
-    Args:
-        rules: Rules of the oldest object first, in each object's order.
-    """
+    """Rewrite rules, oldest object first; the first one for the exact model wins, then the first for all."""
 
     def __init__(self, rules: Sequence[RewriteRule], random: np.random.Generator) -> None:
         self._random = random

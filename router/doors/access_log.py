@@ -150,10 +150,7 @@ def _is_not_charged(entry: Any, failed: bool) -> bool:
 
 
 def _late_s(common: Any) -> float | None:
-    """Return the seconds since Envoy sent the last byte to the client; None if the entry has no times.
-
-    Assumes that Envoy's clock and this machine's agree.
-    """
+    """Return the seconds since Envoy, whose clock must agree, sent the last byte; None if not logged."""
     if not common.HasField("start_time") or not common.HasField("time_to_last_downstream_tx_byte"):
         return None
     started_s = common.start_time.seconds + common.start_time.nanos / 1e9
@@ -163,11 +160,9 @@ def _late_s(common: Any) -> float | None:
 
 
 def _message_class() -> Any:
-    """Return a class of StreamAccessLogsMessage whose entries have bytes fields instead of string fields.
-
-    Envoy copies a client's x-request-id into two string fields, even if it is not valid UTF-8. Parsing the
-    original class would then fail for the whole batch. Both types have the same wire format.
-    """
+    """Return a class of StreamAccessLogsMessage whose entries have bytes fields instead of string fields."""
+    # Envoy copies a client's x-request-id into two of them even if it is not UTF-8, for which the original
+    # class rejects the whole batch. Both types have the same wire format.
     pool = DescriptorPool()
     _copy(als_pb2.DESCRIPTOR, pool, set())
     return GetMessageClass(pool.FindMessageTypeByName(als_pb2.StreamAccessLogsMessage.DESCRIPTOR.full_name))

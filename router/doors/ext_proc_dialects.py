@@ -82,10 +82,7 @@ _NOT_PASSED = frozenset({DESTINATION_HEADER, "content-length"})
 
 
 def header_values(message: base_pb2.HeaderMap) -> dict[str, str]:
-    """Return header values by lower-case name.
-
-    The last of repeated headers wins; `raw_value` takes precedence over `value`.
-    """
+    """Return values by lower-case name: of repeated headers the last one, `raw_value` before `value`."""
     return {
         header.key.lower(): header.raw_value.decode("utf-8", "replace") if header.raw_value else header.value
         for header in message.headers

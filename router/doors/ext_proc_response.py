@@ -172,10 +172,7 @@ class ResponsePhase:
 
 
 def _has_grpc_failed(headers: Mapping[str, str]) -> bool:
-    """Return whether gRPC reports an error: HTTP's status is always 200, grpc-status is in the trailers.
-
-    A response without a body carries grpc-status in its headers.
-    """
+    """Return whether gRPC reports an error, in the trailers or, without a body, in the headers."""
     return headers.get("grpc-status", "0") != "0"
 
 

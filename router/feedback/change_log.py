@@ -193,7 +193,6 @@ class ChangeLog:
         self._wake = threading.Event()
         # Guards the followers. Lock order: this lock, then the ledger's.
         self._lock = threading.Lock()
-        self._joining: FollowerQueue | None = None
         self._followers: list[FollowerQueue] = []
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="ledger-changes", daemon=True)
@@ -225,8 +224,7 @@ class ChangeLog:
             if len(self._followers) >= FOLLOWERS_MAX or self._is_closed:
                 raise PeerError("busy", f"too many followers: {len(self._followers)}")
             self._followers.append(follower)
-            self._joining = follower
-            self.ledger.subscribe(self)
+            self.ledger.subscribe(self.record, follower)
         return follower
 
     def unsubscribe(self, follower: FollowerQueue) -> None:
@@ -236,18 +234,8 @@ class ChangeLog:
             if not self._followers:
                 self.ledger.subscribe(None)
 
-    def record_snapshot(self, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
-        """Record the requests in flight for the new follower, see `ChangeListener`."""
-        self.record("joined", (self._joining, in_flight))
-
     def record(self, kind: str, change: object) -> None:
-        """Record a change; the thread sends it soon.
-
-        Args:
-            kind: A field of `LedgerChanges`.
-            change: For "sent": number, dispatch and keys of the blocks it adds, if known. For "reports": a
-                `RequestReport`. Otherwise the request's number.
-        """
+        """Record a change, see `Ledger.subscribe`, or ("reports", report); the thread sends it soon."""
         if len(self._changes) < self.changes_max:
             self._changes.append((kind, change))
         self._wake.set()

@@ -114,10 +114,6 @@ class DecisionLog:
         """Record the seconds between the first report of an event and this source's."""
         self.metrics.observe("late", late_s, event, source)
 
-    def served(self, outcome: str) -> None:
-        """Count a request by whether the picked pod served it."""
-        self.metrics.count("served", outcome)
-
     def latest(self, count: int, *, pods_max: int = _PODS_MAX) -> list[dict[str, Any]]:
         """Return the latest `count` decisions, newest first; fewer if they have over `pods_max` pods."""
         with self._lock:

@@ -333,11 +333,6 @@ class PodsFile(PodsSource):
                 _log.error("pods file invalid, keeping the last pods: error=%s", error)
 
     def _read(self) -> tuple[PodEntry, ...]:
-        """Read and parse the file.
-
-        Raises:
-            ConfigError: The file is invalid; names file, line and field.
-        """
         try:
             self._stamp = self._stamp_now()
             return parse_pods(read_text(self.path), str(self.path))

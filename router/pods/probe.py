@@ -192,11 +192,7 @@ class _Cards(msgspec.Struct):
 
 
 def event_sources(page: bytes, rank: int | None) -> EventSources:
-    """Parse /kv_event_sources, which has vLLM's KVEventsConfig by data-parallel rank.
-
-    Args:
-        rank: Rank of the engine behind the probed port; None for all ranks on the page.
-    """
+    """Parse /kv_event_sources, vLLM's KVEventsConfig by rank, for one rank or (None) all on the page."""
     try:
         reported = msgspec.json.decode(page, type=dict[int, _Source])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -51,11 +51,7 @@ class PodEndpoints:
 
 
 def endpoints_of(pod: PodObject, rules: KubeConfig) -> PodEndpoints:
-    """Return a pod's endpoints; none if the pod has no address, is terminating or has finished.
-
-    Args:
-        rules: Settings common to all pods. An endpoint's rank is its port's index among the target ports.
-    """
+    """Return a pod's endpoints, one per target port in use; none without an address or after its end."""
     status, metadata = pod.status, pod.metadata
     if status is None or metadata.deletion_timestamp is not None or status.phase in _OVER:
         return PodEndpoints()

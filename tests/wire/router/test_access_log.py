@@ -16,7 +16,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 
 from indexer import PodMatches
 from router._pb.token_usage_pb2 import TokenUsage
-from router.feedback.outcomes import RESPONSE, RequestReport
+from router.feedback.outcomes import RESPONSE
 from router.inflight.failures import COST_S
 from router.pods.pod_set import Pod
 from tests.support.router.bench import Bench, completion, ended, ready_pod
@@ -150,15 +150,7 @@ def test_entries_that_join_nothing_are_counted() -> None:
 def test_entries_of_another_routers_request_are_counted_and_forwarded() -> None:
     """Access log entries of other routers' requests are counted as such and forwarded."""
     bench, forwarded = in_flight(), []
-
-    class Fleet:
-        def forward(self, report: RequestReport) -> None:
-            forwarded.append(report.request_id)
-
-        def has_request(self, request_id: str) -> bool:
-            return request_id == "theirs"
-
-    bench.lifecycle.forward_to(Fleet())
+    bench.lifecycle.forward_to(lambda report: forwarded.append(report.request_id), {"theirs"}.__contains__)
     with serving(bench) as served:
         send(served, entry("theirs"), entry("nobodys"), entry())
         for join in ("other_router", "unknown", "joined"):
