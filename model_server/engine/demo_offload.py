@@ -9,7 +9,6 @@ import time
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
 from model_server.engine.core import EngineCore
-from model_server.kv_events.events import NullEventPublisher
 from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingParams
 
 _SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -18,7 +17,7 @@ _ROUNDS = 3
 
 def demonstrate(config: EngineConfig, prompt_tokens: int) -> list[str]:
     """Return the lines of the report; raise a ModelServerError if the model or prompt does not fit."""
-    engine = build_engine(config, NullEventPublisher())
+    engine = build_engine(config)
     # The prompt's blocks are the oldest, so allocating the whole pool once evicts them all.
     others = -(-engine.stats().total_blocks // max(1, prompt_tokens // config.block_tokens))
     draw = random.Random(0)

@@ -17,7 +17,6 @@ from model_server.config import TINY_MODEL, ServeOptions
 from model_server.engine.build import build_engine, log_pool
 from model_server.engine.core import EngineCore
 from model_server.errors import ModelServerError, StartError
-from model_server.kv_events.events import NullEventPublisher
 from model_server.kv_events.publisher import ZmqEventPublisher
 from model_server.openai.app import HttpApi
 from model_server.openai.generation import AsyncEngine
@@ -44,7 +43,7 @@ def run(options: ServeOptions) -> None:
         if publisher is not None:
             cleanup.callback(publisher.close)
         tokenizer = load_tokenizer(options.engine.model)
-        engine = build_engine(options.engine, publisher or NullEventPublisher())
+        engine = build_engine(options.engine, None if publisher is None else publisher.publish)
         cleanup.callback(engine.close)
         if publisher is not None:
             publisher.start()
