@@ -19,7 +19,6 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
 from model_server.engine.core import EngineCore
-from model_server.kv_events.events import NullEventPublisher
 from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingParams
 
 # Wall-clock seconds, or CPU seconds of the process's threads, which spin while they wait for each other.
@@ -116,7 +115,7 @@ class _OurEngine:
             max_num_seqs=batch,
             max_num_batched_tokens=batch * _PROMPT_TOKENS,
         )
-        self._engine: EngineCore = build_engine(config, NullEventPublisher())
+        self._engine: EngineCore = build_engine(config)
         self._clock = clock
         self._round = 0
 

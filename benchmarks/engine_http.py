@@ -26,7 +26,6 @@ from benchmarks.bare_wakeup import BareWakeup
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.engine.build import build_engine
 from model_server.kv_cache.request import ScheduledRequest
-from model_server.kv_events.events import NullEventPublisher
 from model_server.openai.api_server import ServeOptions, Server, load_tokenizer, reserve
 from model_server.requests import ChosenToken
 
@@ -56,7 +55,7 @@ def measure(rounds: int, _: Callable[[], float]) -> Iterator[Figure]:
         _: Clock of the other parts; here it is always the thread's CPU time.
     """
     options = ServeOptions(EngineConfig(), "127.0.0.1", 0, (TINY_MODEL,), None, 1 << 20)
-    engine = build_engine(options.engine, NullEventPublisher())
+    engine = build_engine(options.engine)
     engine.executor.execute_model = _paced_tokens  # type: ignore[method-assign]
     engine.start()
     server = Server(options, engine, None, load_tokenizer(TINY_MODEL))

@@ -24,7 +24,7 @@ from benchmarks.against_transformers import SHAPE, Figure
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
 from model_server.engine.core import EngineCore
-from model_server.kv_events.events import EventPublisher, KVEvent, NullEventPublisher
+from model_server.kv_events.events import KVEvent, PublishEvents
 from model_server.kv_events.publisher import KVEventsConfig, ZmqEventPublisher
 from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingParams
 
@@ -44,7 +44,7 @@ def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
         torch.manual_seed(0)
         LlamaForCausalLM(LlamaConfig(**SHAPE)).to(torch.bfloat16).save_pretrained(directory)
         with _publishing() as sink:
-            engine = _engine(Path(directory), sink)
+            engine = _engine(Path(directory), sink.publish)
             whole_s = _whole_s(engine)
             _take_arithmetic_out(engine)
             for name, sampling in _SAMPLINGS.items():
@@ -52,7 +52,7 @@ def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
                 setting = {"batch": _BATCH, "vocabulary": SHAPE["vocab_size"]}
                 milliseconds = round(1000 * statistics.median(times), 4)
                 yield Figure(f"step_overhead_{name}_b32_ms", "ms", milliseconds, setting)
-            quiet = _engine(Path(directory), NullEventPublisher())
+            quiet = _engine(Path(directory))
             _take_arithmetic_out(quiet)
             yield _publish_cost(engine, quiet, sink, whole_s, rounds)
 
@@ -90,7 +90,7 @@ def _publishing() -> Iterator[_CountingPublisher]:
         context.destroy(linger=0)
 
 
-def _engine(directory: Path, sink: EventPublisher) -> EngineCore:
+def _engine(directory: Path, publish: PublishEvents | None = None) -> EngineCore:
     config = EngineConfig(
         model=str(directory),
         gpu_blocks=2 * _BATCH * (_PROMPT_TOKENS + _DECODE_STEPS) // 16,
@@ -98,7 +98,7 @@ def _engine(directory: Path, sink: EventPublisher) -> EngineCore:
         max_num_seqs=_BATCH,
         max_num_batched_tokens=2048,
     )
-    return build_engine(config, sink)
+    return build_engine(config, publish)
 
 
 def _take_arithmetic_out(engine: EngineCore) -> None:

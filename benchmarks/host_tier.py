@@ -19,7 +19,6 @@ from benchmarks.against_transformers import SHAPE, Figure
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
 from model_server.engine.core import EngineCore
-from model_server.kv_events.events import NullEventPublisher
 from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingParams
 from model_server.worker.block_copies import CpuCopies
 
@@ -43,7 +42,7 @@ def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
             cpu_blocks=3 * blocks,
             max_num_batched_tokens=_PREFIX_TOKENS,
         )
-        engine = build_engine(config, NullEventPublisher())
+        engine = build_engine(config)
         yield _restored_by_recomputed(engine, rounds, clock)
         tensors = [tensor.clone() for tensor in engine.executor.runner.attention.block_tensors()]  # type: ignore[attr-defined]
     yield _copy_by_memcpy(tensors, rounds, clock)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model_server.attention.cpu_kernel.decodes import PagedDecodes, PagedPlan
+from model_server.attention.cpu_kernel.decodes import PagedDecodes
+from model_server.attention.cpu_kernel.kernel import Job
 from model_server.attention.kv_pool import (
     Fp8KvPool,
     KvLayout,
@@ -58,7 +59,7 @@ class _Prefill:
 class _Reads:
     """Reads of the layers of one view."""
 
-    kernel: PagedPlan | None  # single tokens of the compiled kernel; None: gathered
+    kernel: Job | None  # single tokens of the compiled kernel; None: gathered
     singles: Sequence[_Singles]  # gathered single tokens
     prefills: Sequence[_Prefill]  # spans of several tokens
 

@@ -8,7 +8,7 @@ import torch
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.engine.core import EngineCore
 from model_server.errors import ConfigError
-from model_server.kv_events.events import EventPublisher
+from model_server.kv_events.events import PublishEvents
 from model_server.shapes.architectures import decoder_shape
 from model_server.shapes.deployment import Budget, Deployment, Pool
 from model_server.shapes.hf_config import DTYPE_BYTES, TINY_CONFIG, computed_dtype, read_config
@@ -17,11 +17,11 @@ from model_server.worker.executor import Executor
 logger = logging.getLogger(__name__)
 
 
-def build_engine(config: EngineConfig, publisher: EventPublisher) -> EngineCore:
+def build_engine(config: EngineConfig, publish: PublishEvents | None = None) -> EngineCore:
     """Load the model and return an engine, not started; may raise any ModelServerError."""
     executor = Executor(config)
     try:
-        return EngineCore(config, executor, publisher, _max_model_len(config, executor.max_positions))
+        return EngineCore(config, executor, publish, _max_model_len(config, executor.max_positions))
     except BaseException:
         executor.close()
         raise

@@ -20,7 +20,7 @@ from model_server.engine.scheduler import PrefillRate, Scheduler
 from model_server.errors import EngineClosedError, QueueFullError, RequestError, WorkerError
 from model_server.kv_cache.manager import KVCache
 from model_server.kv_cache.request import Request, ScheduledRequest
-from model_server.kv_events.events import EventPublisher
+from model_server.kv_events.events import PublishEvents
 from model_server.model.lora import LoraRegistry
 from model_server.requests import (
     ChosenToken,
@@ -53,7 +53,7 @@ class EngineCore:
         self,
         config: EngineConfig,
         executor: Executor,
-        events: EventPublisher,
+        publish: PublishEvents | None,
         max_model_len: int,
     ) -> None:
         self.vocab_size = executor.vocab_size  # token ids are below this
@@ -63,7 +63,7 @@ class EngineCore:
         self._max_waiting = config.max_waiting
         self._caching = config.enable_prefix_caching
         self.executor = executor
-        self._events = events
+        self._publish_events = publish  # None: events are discarded
         self.kv_cache = KVCache(config, executor, max_model_len)
         self.scheduler = Scheduler(
             self.kv_cache.manager,
@@ -356,10 +356,10 @@ class EngineCore:
 
     def _publish(self) -> None:
         events = self.kv_cache.block_pool.take_events()
-        if not events:
+        if not events or self._publish_events is None:
             return
         try:
-            self._events.publish(events)
+            self._publish_events(events)
         except Exception:
             logger.exception("event publisher failed, cache events lost: events=%d", len(events))
 

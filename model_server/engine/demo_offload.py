@@ -11,7 +11,7 @@ from collections import Counter
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
 from model_server.engine.core import EngineCore
-from model_server.kv_events.events import MEDIUM_CPU, MEDIUM_GPU, NullEventPublisher
+from model_server.kv_events.events import MEDIUM_CPU, MEDIUM_GPU
 from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingParams
 
 _SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -21,7 +21,7 @@ _VISITS = 3  # of each prompt under pressure, on average
 
 def demonstrate(config: EngineConfig, prompt_tokens: int) -> list[str]:
     """Return the lines of the report; raise a ModelServerError if the model or prompt does not fit."""
-    engine = build_engine(config, NullEventPublisher())
+    engine = build_engine(config)
     # The prompt's blocks are the oldest, so allocating the whole pool once evicts them all.
     others = -(-engine.stats().total_blocks // max(1, prompt_tokens // config.block_tokens))
     draw = random.Random(0)

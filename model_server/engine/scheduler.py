@@ -18,6 +18,8 @@ from model_server.kv_cache.request import Request, ScheduledRequest
 AGE_FACTOR = 10.0
 PARTIAL_PROMPTS_MAX = 2
 
+# Which request needed the blocks, or a failed step that shared them.
+PreemptionCause: TypeAlias = Literal["decode", "prefill", "failed_step"]
 # Sort key, least first; the last element breaks ties by order of submission.
 OrderKey: TypeAlias = tuple[float, float, int]
 
@@ -71,9 +73,7 @@ class Preemption(NamedTuple):
     """A request that lost its blocks and waits again."""
 
     request_id: str
-    cause: Literal[
-        "decode", "prefill", "failed_step"
-    ]  # who needed the blocks, or a failed step that shared them
+    cause: PreemptionCause
     computed_tokens: int
     swapped_blocks: int  # pinned in the host tier; the other tokens are computed again
 
@@ -257,7 +257,7 @@ class Scheduler:
             self._preempt(max(others, key=self._key), "prefill")
         return True
 
-    def _preempt(self, victim: Request, cause: Literal["decode", "prefill", "failed_step"]) -> None:
+    def _preempt(self, victim: Request, cause: PreemptionCause) -> None:
         """Free a request's blocks and return it to the front of the waiting queue."""
         computed_tokens = victim.num_computed_tokens
         self.running.remove(victim)

@@ -1,17 +1,19 @@
 """KV cache manager: prefix lookup, block allocation, caching of full blocks, and freeing, per request."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from model_server.config import EngineConfig
 from model_server.errors import ConfigError
 from model_server.kv_cache.block_pool import BlockPool, KVCacheBlock
-from model_server.kv_cache.coordinator import full_attention_prefix, resumable_prefix
 from model_server.kv_cache.host_tier import BlockCopies, HostBlock, HostTier, OffloadingManager
 from model_server.kv_cache.request import BlockTable, Request
 from model_server.kv_events.events import MEDIUM_CPU, MEDIUM_GPU, BlockContent, CacheKey, KVEventBuilder, runs
 from model_server.shapes.shape import KvGroupSpec, blocks_behind, blocks_bound
+
+# (group, block index) -> whether the block's content is cached.
+_IsCached: TypeAlias = Callable[[int, int], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class KVCacheManager:
             return 0
         lead = self._windows.index(None) if self._selective else 0
         limit = (request.num_tokens - 1) // self.block_tokens
-        found, lookups = request.expected_hit_blocks, 1
+        found, lookups = request.expected_hit_tokens // self.block_tokens, 1
         if found and self._get_cached((lead, request.block_hashes[found - 1])) is None:
             found = 0
         while found < limit and lookups < max_lookups:
@@ -62,7 +64,7 @@ class KVCacheManager:
             if self._get_cached((lead, request.block_hash(found, self.block_tokens))) is None:
                 break
             found += 1
-        request.expected_hit_blocks, request.expected_hit_tokens = found, found * self.block_tokens
+        request.expected_hit_tokens = found * self.block_tokens
         return lookups
 
     def get_computed_blocks(self, request: Request) -> CachedPrefix:
@@ -84,8 +86,8 @@ class KVCacheManager:
             return get(group, index) is not None
 
         limit = (request.num_tokens - 1) // self.block_tokens
-        full = full_attention_prefix(limit, self._windows, is_cached)
-        length = resumable_prefix(full, self._windows, is_cached)
+        full = _full_attention_prefix(limit, self._windows, is_cached)
+        length = _resumable_prefix(full, self._windows, is_cached)
         entries = [
             [
                 None if window is not None and index < length - window else get(group, index)
@@ -213,11 +215,7 @@ class KVCacheManager:
                 continue
             # Keep what the next token needs, and what resuming at the start of its block needs.
             first = min(max(0, request.num_computed_tokens // self.block_tokens - window), len(table.blocks))
-            skipped = [block for block in table.blocks[table.num_skipped : first] if block is not None]
-            for index in range(table.num_skipped, first):
-                table.replace(index, None)
-            table.num_skipped = max(table.num_skipped, first)
-            self.block_pool.free_blocks(skipped)
+            self.block_pool.free_blocks(table.skip(first))
 
     def _fill_tables(
         self, request: Request, entries: Sequence[Sequence[KVCacheBlock | HostBlock | None]]
@@ -284,6 +282,35 @@ class KVCacheManager:
             extra_keys=request.extra_keys(index),
             lora=None if lora is None else (lora.lora_id, lora.name),
         )
+
+
+def _full_attention_prefix(limit: int, windows: Sequence[int | None], is_cached: _IsCached) -> int:
+    """Return the longest gapless prefix of at most `limit` blocks cached in all full-attention groups."""
+    length = limit
+    for group, window in enumerate(windows):
+        if window is None:
+            length = next((index for index in range(length) if not is_cached(group, index)), length)
+    return length
+
+
+def _resumable_prefix(limit: int, windows: Sequence[int | None], is_cached: _IsCached) -> int:
+    """Return the longest prefix of at most `limit` blocks at whose end every sliding window is cached.
+
+    Follows the rule of vLLM's hybrid KV cache coordinator.
+    """
+    length, checked = limit, -1
+    while length != checked:
+        checked = length
+        for group, window in enumerate(windows):
+            if window is not None:
+                # A missing block is the next end to try: every longer end that needs it fails, too.
+                while (hole := _last_hole(group, max(0, length - window), length, is_cached)) is not None:
+                    length = hole
+    return length
+
+
+def _last_hole(group: int, first: int, end: int, is_cached: _IsCached) -> int | None:
+    return next((index for index in range(end - 1, first - 1, -1) if not is_cached(group, index)), None)
 
 
 class CacheMemory(BlockCopies, Protocol):

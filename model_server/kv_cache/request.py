@@ -28,9 +28,13 @@ class BlockTable:
         self.blocks.extend(blocks)
         self.block_ids.extend(0 if block is None else block.block_id for block in blocks)
 
-    def replace(self, index: int, block: KVCacheBlock | None) -> None:
-        self.blocks[index] = block
-        self.block_ids[index] = 0 if block is None else block.block_id
+    def skip(self, stop: int) -> list[KVCacheBlock]:
+        """Remove and return the blocks before `stop`, which have left the window."""
+        skipped = [block for block in self.blocks[self.num_skipped : stop] if block is not None]
+        for index in range(self.num_skipped, stop):
+            self.blocks[index], self.block_ids[index] = None, 0
+        self.num_skipped = max(self.num_skipped, stop)
+        return skipped
 
     def held_blocks(self) -> list[KVCacheBlock]:
         return [block for block in self.blocks if block is not None]
@@ -56,8 +60,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)  # hashes of its full blocks, computed on demand
     # Prefix lengths in blocks at which sliding-window groups keep the blocks that a later request needs.
     resume_points: set[int] = field(default_factory=set)
-    expected_hit_blocks: int = 0  # cached prefix in blocks at the last lookup while waiting
-    expected_hit_tokens: int = 0  # the same prefix in tokens
+    expected_hit_tokens: int = 0  # cached prefix at the last lookup while waiting
     num_cached_tokens: int | None = None  # prompt tokens found in the cache at first admission; None before
 
     def __post_init__(self) -> None:

@@ -3,9 +3,9 @@
 A block's content outlives its request, so that a copy in another tier can be announced with its tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -61,17 +61,8 @@ class KVEventBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
     data_parallel_rank: int | None = 0  # rank of the engine; this server has one engine
 
 
-class EventPublisher(Protocol):
-    """Receiver of the engine's KV cache events."""
-
-    def publish(self, events: Sequence[KVEvent]) -> None:
-        """Publish the events of one step. Called on the engine thread; never blocks."""
-
-
-class NullEventPublisher:
-    """Publisher that discards all events."""
-
-    def publish(self, events: Sequence[KVEvent]) -> None: ...
+# Receives the events of one step on the engine's thread, which it must not block.
+PublishEvents: TypeAlias = Callable[[Sequence[KVEvent]], object]
 
 
 _ENCODER = msgspec.msgpack.Encoder()

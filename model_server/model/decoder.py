@@ -19,7 +19,6 @@ from model_server.model.lora import LoraBatch
 from model_server.model.ranks import Ranks
 from model_server.shapes.shape import (
     DecoderShape,
-    LinearScaling,
     Llama3Scaling,
     ModelRank,
     Rope,
@@ -183,12 +182,12 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
     """Return the rotation angle per position, float32 [head_dim / 2], in radians."""
     plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     match rope.scaling:
-        case LinearScaling(factor):
+        case float(factor):
             return plain / factor
         case Llama3Scaling() as scaling:
             return _scale_llama3(plain, scaling)
         case YarnScaling() as scaling:
-            return _scale_yarn(plain, scaling)
+            return _scale_yarn(plain, scaling, rope.theta)
     return plain
 
 
@@ -214,12 +213,12 @@ def _scale_llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
     return _interpolate(plain, scaling.factor, keep)
 
 
-def _scale_yarn(plain: Tensor, scaling: YarnScaling) -> Tensor:
+def _scale_yarn(plain: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
     pairs = len(plain)
 
     def pair_of(turns: float) -> float:
         """Return the (fractional) pair index with this many rotations in the original context."""
-        return pairs * math.log(scaling.original_context / (turns * 2 * math.pi)) / math.log(scaling.theta)
+        return pairs * math.log(scaling.original_context / (turns * 2 * math.pi)) / math.log(theta)
 
     low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.truncate:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,19 +16,12 @@ from model_server.config import TINY_MODEL, ServeOptions
 from model_server.engine.build import build_engine, log_pool
 from model_server.engine.core import EngineCore
 from model_server.errors import ConfigError, ModelServerError, StartError
-from model_server.kv_events.events import NullEventPublisher
 from model_server.kv_events.publisher import ZmqEventPublisher
 from model_server.openai.app import HttpApi
-from model_server.openai.generation import AsyncEngine
 from model_server.openai.http_server import GRACE_S, HttpServer, stop_by_signals
-from model_server.openai.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
-from model_server.openai.prompts import ServedModel
 from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenizationError
 
 logger = logging.getLogger(__name__)
-
-# A step that takes longer is a hang: no reasonable token budget needs this long.
-STUCK_S = 60.0
 
 
 def run(options: ServeOptions) -> None:
@@ -44,7 +36,7 @@ def run(options: ServeOptions) -> None:
         if publisher is not None:
             cleanup.callback(publisher.close)
         tokenizer = load_tokenizer(options.engine.model)
-        engine = build_engine(options.engine, publisher or NullEventPublisher())
+        engine = build_engine(options.engine, None if publisher is None else publisher.publish)
         cleanup.callback(engine.close)
         for name, directory in options.lora_modules:
             if name in options.served_names:
@@ -74,39 +66,15 @@ class Server:
     engine: EngineCore
     publisher: ZmqEventPublisher | None
     tokenizer: PromptTokenizer
-    _http: HttpServer | None = None
-    _async_engine: AsyncEngine | None = None
 
     async def serve(
         self, listener: socket.socket, on_ready: Callable[[], None], admin: socket.socket | None = None
     ) -> None:
         """Serve requests, and administration if `admin` is given, until `stop` or an engine failure."""
-        name, registry = self.options.served_names[0], new_registry()
-        metrics = RequestMetrics(name, registry)
-        self._async_engine = AsyncEngine(self.engine, asyncio.get_running_loop(), metrics)
-        publisher_stats = self.publisher.stats if self.publisher is not None else None
-        registry.register(EngineCollector(name, self.engine.stats, publisher_stats, self._cache_config()))
-        max_loras = self.options.engine.max_loras
-        registry.register(LoraCollector(max_loras, self._async_engine.adapters_in_use, time.time))
-        model = ServedModel(
-            names=self.options.served_names,
-            root=self.options.engine.model,
-            tokenizer=self.tokenizer,
-            max_model_len=self.engine.max_model_len,
-            vocab_size=self.engine.vocab_size,
-            adapters=self.engine.loras,
-        )
-        api = HttpApi(
-            options=self.options,
-            model=model,
-            engine=self.engine,
-            async_engine=self._async_engine,
-            publisher=self.publisher,
-            registry=registry,
-            healthy=self._healthy,
-        )
-        admin_port = None if admin is None else admin.getsockname()[1]
-        self._http = HttpServer(api.app(admin_port), on_ready, lambda: self.engine.stats().healthy)
+        api = HttpApi(self.options, self.engine, self.publisher, self.tokenizer)
+        self._abort_all = api.async_engine.abort_all
+        app = api.app(None if admin is None else admin.getsockname()[1])
+        self._http = HttpServer(app, on_ready, lambda: self.engine.stats().healthy)
         stop_by_signals(self.stop)
         try:
             await self._http.serve(sockets=[listener] if admin is None else [listener, admin])
@@ -115,30 +83,11 @@ class Server:
 
     def stop(self) -> None:
         """Stop accepting, and abort running requests after `GRACE_S`. A second call aborts at once."""
-        assert self._http is not None
-        assert self._async_engine is not None
         if self._http.should_exit:
-            self._async_engine.abort_all()
+            self._abort_all()
             return
         self._http.stop()
-        asyncio.get_running_loop().call_later(GRACE_S, self._async_engine.abort_all)
-
-    def _healthy(self) -> bool:
-        stats = self.engine.stats()
-        has_work = stats.running + stats.waiting > 0 and not self.engine.is_sleeping
-        stuck = has_work and time.monotonic() - stats.last_step_monotonic_s > STUCK_S
-        return stats.healthy and not stuck and (self.publisher is None or self.publisher.healthy)
-
-    def _cache_config(self) -> dict[str, str]:
-        config = self.options.engine
-        return {
-            "block_size": str(self.engine.block_tokens),
-            "num_gpu_blocks": str(self.engine.stats().total_blocks),
-            "num_cpu_blocks": str(self.engine.stats().host_blocks),
-            "cache_dtype": config.kv_cache_dtype,
-            "enable_prefix_caching": str(config.enable_prefix_caching),
-            "max_model_len": str(self.engine.max_model_len),
-        }
+        asyncio.get_running_loop().call_later(GRACE_S, self._abort_all)
 
 
 @contextmanager

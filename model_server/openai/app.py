@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -32,10 +32,12 @@ from model_server.openai.http_server import (
     EventStream,
     bearer_gate,
     by_port,
+    error_response,
     json_response,
     quiet_end,
     unless_disconnected,
 )
+from model_server.openai.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
 from model_server.openai.prompts import ServedModel, detokenize, prepare, render, tokenize
 from model_server.openai.types import (
     Api,
@@ -46,10 +48,13 @@ from model_server.openai.types import (
     convert,
     decode_body,
 )
+from tokenization import PromptTokenizer
 
 _PREPARE_THREADS = 2
 _BODIES_AT_ONCE = 16
 _HEADER_ID_CHARS_MAX = 256
+# A step that takes longer is a hang: no reasonable token budget needs this long.
+STUCK_S = 60.0
 # A snapshot copies the metadata of all caches.
 _SNAPSHOTS_AT_ONCE = 2
 
@@ -77,29 +82,40 @@ class _Limit:
 
 @dataclass(eq=False)
 class HttpApi:
-    """HTTP API of one model server."""
+    """HTTP API of one model server, created on the event loop."""
 
     options: ServeOptions
-    model: ServedModel
     engine: EngineCore
-    async_engine: AsyncEngine
     publisher: ZmqEventPublisher | None  # None: no KV events
-    registry: CollectorRegistry  # metrics of /metrics
-    healthy: Callable[[], bool]  # status of /health
+    tokenizer: PromptTokenizer
 
     def __post_init__(self) -> None:
-        options = self.options
+        options, engine, name = self.options, self.engine, self.options.served_names[0]
+        self._registry = registry = new_registry()
+        self.async_engine = AsyncEngine(engine, asyncio.get_running_loop(), RequestMetrics(name, registry))
+        publisher_stats = None if self.publisher is None else self.publisher.stats
+        registry.register(EngineCollector(name, engine.stats, publisher_stats, self._cache_config()))
+        in_use = self.async_engine.adapters_in_use
+        registry.register(LoraCollector(options.engine.max_loras, in_use, time.time))
+        self._model = ServedModel(
+            names=options.served_names,
+            root=options.engine.model,
+            tokenizer=self.tokenizer,
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.vocab_size,
+            adapters=engine.loras,
+        )
         self._bodies = BodyReader(options.max_body_bytes, options.max_body_bytes * _BODIES_AT_ONCE)
         most = options.engine.max_num_seqs + options.engine.max_waiting
         self._requests = _Limit(most, "requests are being handled")
         self._snapshots = _Limit(_SNAPSHOTS_AT_ONCE, "snapshots are being made")
-        self._running: dict[str, set[Generation]] = {}
+        self._running: dict[Generation, str] = {}  # with their request ids
         self._threads = ThreadPoolExecutor(_PREPARE_THREADS, "prepare")
         self._started_s = int(time.time())
 
     def app(self, admin_port: int | None) -> ASGIApp:
         """Return the ASGI application of both ports. Without `admin_port` there is no administration."""
-        options, model, post = self.options, self.model, partial(Route, methods=["POST"])
+        options, model, post = self.options, self._model, partial(Route, methods=["POST"])
         sources = {} if self.publisher is None else {"0": self.publisher.config.as_vllm()}
         # Served on both ports without a secret, because they reveal no prompts.
         for_all = [
@@ -148,20 +164,21 @@ class HttpApi:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _generate(self, request: Request, api: Api) -> Response:
-        arrived_s = self.async_engine.now_s()
+        arrived_s = time.monotonic()
         header_id = _header_id(request)
         with ExitStack() as cleanup:
             cleanup.enter_context(self._requests.one())
             async with self._bodies.read(request) as raw:
-                job = await self._in_thread(prepare, self.model, api, raw, header_id)
+                job = await self._in_thread(prepare, self._model, api, raw, header_id)
             texts = tuple(self._text(job.fields) for _ in job.requests)
             generation = self.async_engine.generate(job.requests, texts, arrived_s)
             observe = self.async_engine.metrics.observe
             observe("request_params_n", job.fields.n or 1)
             observe("request_params_max_tokens", job.requests[0].sampling.max_tokens)
             cleanup.callback(generation.close)
-            cleanup.enter_context(self._registered(job.request_id, generation))
-            answer = Answer(job, self.model.tokenizer, generation)
+            self._running[generation] = job.request_id
+            cleanup.callback(self._running.pop, generation)
+            answer = Answer(job, self.tokenizer, generation)
             if not job.fields.stream:
                 return json_response(await unless_disconnected(request.receive, answer.whole()))
             pieces = answer.pieces()
@@ -178,7 +195,7 @@ class HttpApi:
     async def _abort(self, request: Request) -> Response:
         """End a running request; its client receives an error."""
         request_id = request.path_params["request_id"]
-        generations = self._running.get(request_id)
+        generations = [generation for generation, name in self._running.items() if name == request_id]
         if not generations:
             raise ApiError(404, f"no request {request_id!r} is running", "request_id")
         for generation in generations:
@@ -187,24 +204,28 @@ class HttpApi:
 
     async def _models(self, _: Request) -> Response:
         """List the model's names, then its adapters with the model as their parent."""
-        cards = [self._card(name, self.model.root, None) for name in self.model.names]
-        for name, adapter in self.model.adapters.loaded().items():
-            cards.append(self._card(name, str(adapter.directory), self.model.names[0]))
+        cards = [self._card(name, self._model.root, None) for name in self._model.names]
+        for name, adapter in self._model.adapters.loaded().items():
+            cards.append(self._card(name, str(adapter.directory), self._model.names[0]))
         return json_response({"object": "list", "data": cards})
 
     async def _health(self, _: Request) -> Response:
-        """Answer 200 while the engine is healthy, else 503, without a body."""
-        return Response(status_code=200 if self.healthy() else 503)
+        """Answer 200 while engine and publisher are healthy, else 503, without a body."""
+        stats = self.engine.stats()
+        has_work = stats.running + stats.waiting > 0 and not self.engine.is_sleeping
+        stuck = has_work and time.monotonic() - stats.last_step_monotonic_s > STUCK_S
+        healthy = stats.healthy and not stuck and (self.publisher is None or self.publisher.healthy)
+        return Response(status_code=200 if healthy else 503)
 
     async def _metrics(self, _: Request) -> Response:
-        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _load_lora_adapter(self, request: Request) -> Response:
         """Load an adapter from a directory of this machine."""
         loras = self._changeable_loras()
         async with self._bodies.read(request) as raw:
             body = convert(decode_body(raw), LoadAdapterBody)
-        if body.lora_name in self.model.names:
+        if body.lora_name in self._model.names:
             raise ApiError(400, f"{body.lora_name!r} is the model's own name", "lora_name")
         try:
             await self._in_thread(loras.load, body.lora_name, Path(body.lora_path))
@@ -256,7 +277,7 @@ class HttpApi:
 
     def _text(self, fields: GenerationBody) -> TextAssembler:
         return TextAssembler(
-            self.model.tokenizer,
+            self.tokenizer,
             stop_strings=fields.stop_strings,
             stop_token_ids=frozenset(fields.stop_token_ids or ()),
             min_tokens=fields.min_tokens or 0,
@@ -273,7 +294,7 @@ class HttpApi:
             "owned_by": "kvroute",
             "root": root,
             "parent": parent,
-            "max_model_len": self.model.max_model_len,
+            "max_model_len": self._model.max_model_len,
         }
 
     def _changeable_loras(self) -> LoraRegistry:
@@ -283,16 +304,16 @@ class HttpApi:
             )
         return self.engine.loras
 
-    @contextmanager
-    def _registered(self, request_id: str, generation: Generation) -> Iterator[None]:
-        named = self._running.setdefault(request_id, set())
-        named.add(generation)
-        try:
-            yield
-        finally:
-            named.discard(generation)
-            if not named and self._running.get(request_id) is named:
-                del self._running[request_id]
+    def _cache_config(self) -> dict[str, str]:
+        config, stats = self.options.engine, self.engine.stats()
+        return {
+            "block_size": str(self.engine.block_tokens),
+            "num_gpu_blocks": str(stats.total_blocks),
+            "num_cpu_blocks": str(stats.host_blocks),
+            "cache_dtype": config.kv_cache_dtype,
+            "enable_prefix_caching": str(config.enable_prefix_caching),
+            "max_model_len": str(self.engine.max_model_len),
+        }
 
     async def _in_thread(self, work: Callable[..., _T], *args: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
@@ -325,4 +346,4 @@ async def _on_error(request: Request, error: Exception) -> Response:
     if error.status in (408, 413):
         # The unread rest of the body must not be parsed as the next request.
         headers["connection"] = "close"
-    return Response(error.body(), error.status, headers, media_type="application/json")
+    return error_response(error, headers)

@@ -154,8 +154,6 @@ class AsyncEngine:
     loop: asyncio.AbstractEventLoop
     metrics: RequestMetrics
 
-    now_s = staticmethod(time.monotonic)
-
     def __post_init__(self) -> None:
         self._arrived: deque[EngineCoreOutput] = deque()
         self._wake_pending = False
@@ -287,9 +285,9 @@ class Generation:
     def close(self) -> None:
         """Abort unfinished requests. Idempotent."""
         self.pass_on = None
-        for request, observer in zip(self.requests, self.observers, strict=True):
+        for request in self.requests:
             if self.engine.release(request.request_id, finished=False):
-                observer.broken("abort")
+                self.engine.metrics.success["abort"].inc()
 
     def __aiter__(self) -> "Generation":
         return self
@@ -313,12 +311,12 @@ class Generation:
             return None
         if output.finish_reason in ("abort", "error"):
             self.engine.release(output.request_id, finished=True)
-            observer.broken(output.finish_reason)
+            self.engine.metrics.success[output.finish_reason].inc()
             self._error = ApiError(500, f"the engine failed: {output.error or 'no reason given'}")
             if output.finish_reason == "abort":
                 self._error = ApiError(503, "the server aborted the request; send it again")
             return None
-        now_s = self.engine.now_s()
+        now_s = time.monotonic()
         if output.token_ids:
             observer.tokens(now_s, output.started_s)
         delta = text.push(output)

@@ -5,7 +5,7 @@ import hmac
 import logging
 import signal
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,7 +14,7 @@ import msgspec
 import uvicorn
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -34,6 +34,8 @@ _ABORT_S = 1
 KEEP_ALIVE_S = 120
 _BACKLOG = 2048
 _TICK_S = 1.0  # also the interval of the Date header
+
+_CLOSE = {"connection": "close"}  # header that ends the connection after a response
 
 _T = TypeVar("_T")
 
@@ -163,14 +165,13 @@ def stop_by_signals(stop: Callable[[], None]) -> None:
 def bearer_gate(app: ASGIApp, secret: str, name: str, open_paths: frozenset[str]) -> ASGIApp:
     """Return an application that requires `Authorization: Bearer SECRET`, except on open paths."""
     expected = f"Bearer {secret}".encode()
+    rejection = error_response(ApiError(401, f"send {name} as Authorization: Bearer SECRET"), _CLOSE)
 
     async def gate(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in open_paths:
-            given = Headers(scope=scope).get("authorization", "").encode()
-            if not hmac.compare_digest(given, expected):
-                await send_error(send, ApiError(401, f"send {name} as Authorization: Bearer SECRET"))
-                return
-        await app(scope, receive, send)
+        is_open = scope["type"] != "http" or scope["path"] in open_paths
+        given = "" if is_open else Headers(scope=scope).get("authorization", "")
+        is_allowed = is_open or hmac.compare_digest(given.encode(), expected)
+        await (app if is_allowed else rejection)(scope, receive, send)
 
     return gate
 
@@ -187,13 +188,6 @@ def by_port(number: int, there: ASGIApp, elsewhere: ASGIApp) -> ASGIApp:
         await (there if at_port else elsewhere)(scope, receive, send)
 
     return app
-
-
-async def send_error(send: Send, error: ApiError) -> None:
-    """Send an error response, and close the connection."""
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": error.body(), "more_body": False})
 
 
 @dataclass(eq=False)
@@ -280,7 +274,7 @@ async def _disconnected(receive: Receive) -> None:
 END_OF_EVENTS = b"data: [DONE]\n\n"
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Streamed response of server-sent events.
 
     Args:
@@ -299,13 +293,11 @@ class EventStream(Response):
         on_close: Callable[[], None],
         write_to: Callable[[ModelServerProtocol], None],
     ) -> None:
-        self.status_code = 200
-        self.background = None
+        super().__init__(rest, headers={"cache-control": "no-cache"})
         self._first = first
         self._rest = rest
         self._on_close = on_close
         self._write_to = write_to
-        self.init_headers({"cache-control": "no-cache"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -344,9 +336,15 @@ def quiet_end(app: ASGIApp) -> ASGIApp:
             pass
         except asyncio.CancelledError:
             if not started:
-                await send_error(send, ApiError(503, "the server is shutting down; send the request again"))
+                error = ApiError(503, "the server is shutting down; send the request again")
+                await error_response(error, _CLOSE)(scope, receive, send)
 
     return outermost
+
+
+def error_response(error: ApiError, headers: Mapping[str, str]) -> Response:
+    """Return a response in the API's error format."""
+    return Response(error.body(), error.status, headers, media_type="application/json")
 
 
 def json_response(value: object) -> Response:

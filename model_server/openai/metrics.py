@@ -1,7 +1,5 @@
 """Prometheus metrics with vLLM's names and labels. Counters are read at a scrape, latencies when observed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -101,6 +99,7 @@ class ChoiceObserver:
         self._last_tokens_s = now_s
 
     def finished(self, now_s: float, reason: str, completion_tokens: int) -> None:
+        """Record the end of a choice, except by "abort" or "error", of which only the number counts."""
         observe, started_s, first_s = self.metrics.observe, self._started_s, self._first_tokens_s
         observe("e2e_request_latency_seconds", now_s - self.arrived_s)
         observe("request_prompt_tokens", self.prompt_tokens)
@@ -113,10 +112,6 @@ class ChoiceObserver:
                 observe("request_inference_time_seconds", now_s - started_s)
             if completion_tokens > 1:
                 observe("request_time_per_output_token_seconds", (now_s - first_s) / (completion_tokens - 1))
-        self.metrics.success[reason].inc()
-
-    def broken(self, reason: str) -> None:
-        """Count a choice that ended by "abort" or "error"; its latencies are not recorded."""
         self.metrics.success[reason].inc()
 
 

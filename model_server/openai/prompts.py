@@ -143,12 +143,9 @@ class Job:
 
 
 def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> Job:
-    """Validate and encode one request.
+    """Validate and encode the request of a JSON body.
 
     Args:
-        model: Served model.
-        api: Completion or chat.
-        raw: JSON body.
         header_id: Request id of the header, which takes precedence over that of the body.
 
     Raises:
@@ -162,10 +159,8 @@ def prepare(model: ServedModel, api: Api, raw: bytes, header_id: str | None) -> 
         raise ApiError(
             400, f"at most {_CHOICES_MAX} choices per request: use fewer prompts or a smaller n", "n"
         )
-    prompts, cut = (
-        tuple(map(tuple, _encoded(model, api, body))),
-        body.get("truncate_prompt_tokens") is not None,
-    )
+    prompts = tuple(map(tuple, _encoded(model, api, body)))
+    cut = body.get("truncate_prompt_tokens") is not None
     if not all(prompts):
         raise ApiError(400, "the prompt has no tokens", "messages" if api == "chat" else "prompt")
     constraint = _constraint(model, fields)

@@ -11,10 +11,8 @@ from model_server.shapes.hf_config import HfConfig
 from model_server.shapes.shape import (
     Activation,
     DecoderShape,
-    LinearScaling,
     Llama3Scaling,
     Rope,
-    Scaling,
     YarnScaling,
 )
 
@@ -41,8 +39,7 @@ def decoder_shape(config: HfConfig) -> DecoderShape:
 
 
 def _llama(config: HfConfig) -> DecoderShape:
-    biased = config.boolean("attention_bias", False)
-    return replace(_base(config, _read_rope(config)), qkv_bias=biased, output_bias=biased)
+    return _biased(_base(config, _read_rope(config)), config)
 
 
 def _mistral(config: HfConfig) -> DecoderShape:
@@ -55,8 +52,7 @@ def _qwen2(config: HfConfig) -> DecoderShape:
 
 def _qwen3(config: HfConfig) -> DecoderShape:
     shape = _qwen_windows(_base(config, _read_rope(config), default_head_dim=128), config)
-    biased = config.boolean("attention_bias", False)
-    return replace(shape, head_norms=True, qkv_bias=biased, output_bias=biased)
+    return replace(_biased(shape, config), head_norms=True)
 
 
 def _gemma3(config: HfConfig) -> DecoderShape:
@@ -71,13 +67,10 @@ def _gemma3(config: HfConfig) -> DecoderShape:
     )
     pattern = config.integer("sliding_window_pattern", _GEMMA_PATTERN)
     shape = _windowed(base, config, default_kind=lambda layer: _SLIDING if (layer + 1) % pattern else _FULL)
-    biased = config.boolean("attention_bias", False)
     return replace(
-        shape,
+        _biased(shape, config),
         ropes=tuple(everywhere if window is None else local for window in shape.windows),
         scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
-        qkv_bias=biased,
-        output_bias=biased,
         head_norms=True,
         output_norms=True,
         norm_offset=1.0,
@@ -135,6 +128,11 @@ def _base(
     )
 
 
+def _biased(shape: DecoderShape, config: HfConfig) -> DecoderShape:
+    biased = config.boolean("attention_bias", False)
+    return replace(shape, qkv_bias=biased, output_bias=biased)
+
+
 def _windowed(shape: DecoderShape, config: HfConfig, *, default_kind: Callable[[int], str]) -> DecoderShape:
     """Set the sliding window of each layer, by `layer_types` or, without it, by `default_kind`."""
     if not config.has("sliding_window"):
@@ -168,10 +166,8 @@ def _gemma_ropes(config: HfConfig) -> tuple[Rope, Rope]:
 
 def _read_rope(config: HfConfig) -> Rope:
     """Read `rope_parameters`, or the older fields `rope_scaling` and `rope_theta`."""
-    theta = config.number("rope_theta", 10000.0)
-    if config.has("rope_parameters"):
-        return _rope_of(config.section("rope_parameters"), config, theta)
-    return _rope_of(config.section("rope_scaling"), config, theta)
+    field = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+    return _rope_of(config.section(field), config, config.number("rope_theta", 10_000.0))
 
 
 def _rope_of(rope: HfConfig, config: HfConfig, theta: float) -> Rope:
@@ -187,20 +183,9 @@ def _rope_of(rope: HfConfig, config: HfConfig, theta: float) -> Rope:
         return Rope(theta)
     if kind not in _ROPE_KINDS:
         raise rope.error("rope_type", kind, f"one of {', '.join(_ROPE_KINDS)}")
-    return Rope(theta, _scaling(kind, rope, config, theta))
-
-
-def _context_length(rope: Rope, max_positions: int) -> int:
-    """Return the context length; config.json may state the length before YaRN scaling."""
-    if isinstance(rope.scaling, YarnScaling):
-        return max(max_positions, int(rope.scaling.factor * rope.scaling.original_context))
-    return max_positions
-
-
-def _scaling(kind: str, rope: HfConfig, config: HfConfig, theta: float) -> Scaling:
     factor = rope.number("factor")
     if kind == "linear":
-        return LinearScaling(factor)
+        return Rope(theta, factor)
     # The top-level field (Phi) takes precedence. Without any, the model's context is the original one.
     original_context = config.integer(
         "original_max_position_embeddings",
@@ -211,24 +196,30 @@ def _scaling(kind: str, rope: HfConfig, config: HfConfig, theta: float) -> Scali
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if high <= low:
         raise rope.error("high_freq_factor", high, f"above low_freq_factor, {low}")
-    return Llama3Scaling(factor, low, high, original_context)
+    return Rope(theta, Llama3Scaling(factor, low, high, original_context))
 
 
-def _yarn(rope: HfConfig, theta: float, factor: float, original_context: int) -> YarnScaling:
+def _context_length(rope: Rope, max_positions: int) -> int:
+    """Return the context length; config.json may state the length before YaRN scaling."""
+    if isinstance(rope.scaling, YarnScaling):
+        return max(max_positions, int(rope.scaling.factor * rope.scaling.original_context))
+    return max_positions
+
+
+def _yarn(rope: HfConfig, theta: float, factor: float, original_context: int) -> Rope:
     magnitude = _attention_factor(factor, 1.0)
     if rope.has("mscale") and rope.has("mscale_all_dim"):
         magnitude = _attention_factor(factor, rope.number("mscale")) / _attention_factor(
             factor, rope.number("mscale_all_dim")
         )
-    return YarnScaling(
-        theta=theta,
-        factor=factor,
-        original_context=original_context,
+    scaling = YarnScaling(
+        factor,
+        original_context,
         beta_fast=rope.number("beta_fast", 32.0),
         beta_slow=rope.number("beta_slow", 1.0),
         truncate=rope.boolean("truncate", True),
-        magnitude=rope.number("attention_factor", magnitude),
     )
+    return Rope(theta, scaling, rope.number("attention_factor", magnitude))
 
 
 def _attention_factor(factor: float, weight: float) -> float:

@@ -17,14 +17,6 @@ _PADDING_MAX = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class LinearScaling:
-    """Position interpolation: all wavelengths scaled by one factor."""
-
-    factor: float  # scale of the wavelengths
-    magnitude: float = 1.0  # scale of rotated heads
-
-
-@dataclass(frozen=True, slots=True)
 class Llama3Scaling:
     """Scaling of long wavelengths as in Llama 3.1."""
 
@@ -32,23 +24,17 @@ class Llama3Scaling:
     low_freq_factor: float  # wavelengths above original_context / this are fully scaled
     high_freq_factor: float  # wavelengths below original_context / this are unscaled
     original_context: int  # context length before scaling, in tokens
-    magnitude: float = 1.0  # scale of rotated heads
 
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN scaling (arXiv 2309.00071, sections 3.2 to 3.4) of long wavelengths and of attention."""
+    """YaRN scaling of long wavelengths (arXiv 2309.00071, sections 3.2 and 3.3)."""
 
-    theta: float  # base of the wavelengths
     factor: float  # scale of the longest wavelengths
     original_context: int  # context length before scaling, in tokens
     beta_fast: float  # pairs with more rotations than this in the original context are unscaled
     beta_slow: float  # pairs with fewer rotations than this are fully scaled
     truncate: bool  # whether the bounds between them are rounded outwards to whole pairs
-    magnitude: float  # scale of rotated heads
-
-
-Scaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +42,9 @@ class Rope:
     """Rotary position embedding of one layer."""
 
     theta: float  # base of the wavelengths
-    scaling: Scaling | None = None  # scaling for a longer context; None: unscaled
-
-    @property
-    def magnitude(self) -> float:
-        return 1.0 if self.scaling is None else self.scaling.magnitude
+    # Scaling for a longer context; a number is the scale of all wavelengths; None: unscaled.
+    scaling: float | Llama3Scaling | YarnScaling | None = None
+    magnitude: float = 1.0  # scale of rotated heads (YaRN, section 3.4)
 
 
 @dataclass(frozen=True, slots=True)

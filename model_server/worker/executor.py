@@ -11,9 +11,10 @@ import tempfile
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,6 @@ class Executor:
     def fence(self) -> None:
         self._run_on_all_ranks("fence")
 
-    def wait_transfer(self, number: int) -> None:
-        """Make the other ranks complete a transfer before they run any later call."""
-        self._run_on_all_ranks("wait_transfer", number)
-
     def allocate(self, host_blocks: int) -> None:
         self._collective_rpc("allocate", host_blocks)
 
@@ -133,16 +130,17 @@ class Executor:
         number = next(self._numbers)
         own: Transfer = self._run_on_all_ranks(method, number, *args)
         # A synchronous copy is synchronous on every rank.
-        return own if isinstance(own, CompletedTransfer) else MultiRankTransfer(number, own, self)
+        if isinstance(own, CompletedTransfer):
+            return own
+        return MultiRankTransfer(own, partial(self._run_on_all_ranks, "wait_transfer", number))
 
 
 @dataclass(slots=True)
 class MultiRankTransfer:
-    """Transfer on all ranks. Once done on rank 0, the other ranks are made to complete it."""
+    """Transfer on all ranks. Once done on rank 0, the other ranks complete it before any later call."""
 
-    _number: int
     _own: Transfer
-    _executor: Executor
+    _wait_on_all_ranks: Callable[[], object]
     _completed: bool = False
 
     def done(self) -> bool:
@@ -154,7 +152,7 @@ class MultiRankTransfer:
         if not self._completed:
             self._own.wait()
             self._completed = True
-            self._executor.wait_transfer(self._number)
+            self._wait_on_all_ranks()
 
 
 def flatten_step(

@@ -12,10 +12,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from model_server.attention import Attention, KvLayout, Span, new_attention
+from model_server.attention import KvLayout, Span, new_attention
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.errors import ConfigError
-from model_server.kv_cache.host_tier import BlockCopies, Transfer
+from model_server.kv_cache.host_tier import Transfer
 from model_server.model.lora import LoraAdapter, LoraBatch
 from model_server.model.ranks import Ranks
 from model_server.model.weights import LoadedModel, load_adapter, load_checkpoint, load_tiny, torch_device
@@ -36,22 +36,10 @@ class ModelRunner:
         self._layout = KvLayout(self.kv_groups, config.gpu_blocks, config.block_tokens)
         self._fp8_kv = config.kv_cache_dtype == "fp8"
         self._ranks = ranks
-        self._attention: Attention | None = None
-        self._copies: BlockCopies | None = None  # None, like `_attention`, while memory is released
         self._transfers: dict[int, Transfer] = {}
         self._adapters: dict[int, LoraAdapter] = {}
         self.allocate(0)
         self.block_bytes = self.copies.block_bytes  # bytes of this rank's share of a block
-
-    @property
-    def attention(self) -> Attention:
-        assert self._attention is not None, "the pool's memory is released"
-        return self._attention
-
-    @property
-    def copies(self) -> BlockCopies:
-        assert self._copies is not None, "the host tier's memory is released"
-        return self._copies
 
     def join(self, rendezvous: str) -> None:
         self._ranks.join(Path(rendezvous), self.model.device)
@@ -112,15 +100,15 @@ class ModelRunner:
     def allocate(self, host_blocks: int) -> None:
         """Allocate the pool, if it is released, and `host_blocks` host slots; all are empty."""
         model = self.model
-        if self._attention is None:
-            self._attention = new_attention(
+        if not hasattr(self, "attention"):
+            self.attention = new_attention(
                 model.shape, self._layout, model.dtype, model.device, fp8=self._fp8_kv
             )
-        self._copies = new_copies(self._attention.block_tensors(), host_blocks)
+        self.copies = new_copies(self.attention.block_tensors(), host_blocks)
 
     def free(self) -> None:
         """Release the memory of both tiers. No step can run until `allocate`."""
-        self._attention = self._copies = None
+        del self.attention, self.copies
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 

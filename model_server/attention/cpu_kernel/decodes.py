@@ -8,16 +8,17 @@ import ctypes
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
+import numba
 import numpy as np
 import torch
+from numba.core.codegen import get_host_cpu_features
 from torch import Tensor
 
-from model_server.attention.cpu_kernel.job import SCORES, Job
+from model_server.attention.cpu_kernel.kernel import SCORES, Job, decode_kernel
+from model_server.attention.cpu_kernel.simd import LANES, PART
 from model_server.attention.kv_pool import KvLayout, KvPool, Span, View, reads_of
 from model_server.shapes.shape import AttentionShape
 
@@ -27,15 +28,7 @@ NUMPY_TYPES = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32
 _STACK_BYTES = 1 << 19
 # With this many sequences per thread, one sequence is a work item small enough for an even distribution.
 _SEQUENCES_PER_THREAD = 4
-_LANES, _PART = 16, 32
-
-
-@dataclass(frozen=True, slots=True)
-class PagedPlan:
-    """Single tokens of one step, laid out for the kernel."""
-
-    job: Job  # kernel arguments; per layer only addresses differ
-    arrays: tuple[np.ndarray, ...]  # arrays that `job` points to
+_NUMBA: Any = numba.config  # defined at import, which mypy cannot see
 
 
 class PagedDecodes:
@@ -44,23 +37,20 @@ class PagedDecodes:
     def __init__(self, shape: AttentionShape, layout: KvLayout, dtype: torch.dtype, pool: KvPool) -> None:
         if (fault := paged_fault(shape, dtype, torch.device("cpu"))) is not None:
             raise ValueError(fault)
-        # Imported late: importing numba takes a second.
-        from model_server.attention.cpu_kernel.kernel import decode_kernel
-
         self._kernel = decode_kernel(NUMPY_TYPES[dtype])
         self._shape = shape
         self._block_tokens = layout.block_tokens
         self._pool = pool
         self._whole_fits = _scratch_bytes(shape.heads, shape.head_dim) <= _STACK_BYTES
 
-    def plan(self, view: View, spans: Sequence[Span], rows: Sequence[int]) -> PagedPlan:
-        """Lay out the spans (one token each) of one step, at `rows` of the batch."""
+    def plan(self, view: View, spans: Sequence[Span], rows: Sequence[int]) -> Job:
+        """Return the kernel's arguments for spans of one token each, at `rows` of the batch."""
         table, begins, stops = reads_of(view, spans, self._block_tokens)
-        arrays: tuple[np.ndarray, ...] = table.astype(np.int32), np.array(rows, np.int64), begins, stops
-        names = "tables", "rows", "begins", "stops"
+        tables: np.ndarray = table.astype(np.int32)
+        arrays = {"tables": tables, "rows": np.array(rows, np.int64), "begins": begins, "stops": stops}
         shape, many = self._shape, _SEQUENCES_PER_THREAD * torch.get_num_threads()
         job = Job(
-            **{name: array.ctypes.data for name, array in zip(names, arrays, strict=True)},
+            **{name: array.ctypes.data for name, array in arrays.items()},
             sequences=len(spans),
             width=table.shape[1],
             kv_heads=shape.kv_heads,
@@ -70,21 +60,21 @@ class PagedDecodes:
             block_tokens=self._block_tokens,
             scale=shape.scale / math.log(2.0),
         )
-        return PagedPlan(job, arrays)
+        job.arrays = arrays
+        return job
 
-    def attend(self, query: Tensor, plane: int, plan: PagedPlan, output: Tensor) -> None:
-        """Compute attention, and write the output rows of the plan.
+    def attend(self, query: Tensor, plane: int, job: Job, output: Tensor) -> None:
+        """Compute attention of one plane, and write the output rows of the step's job.
 
         Args:
             query: [tokens, heads, head_dim].
             plane: Plane of the layer.
-            plan: Layout of the step.
+            job: Result of `plan`; only addresses change from layer to layer.
             output: [tokens, heads, head_dim], contiguous.
         """
         if query.stride()[1:] != (self._shape.head_dim, 1) or query.stride(0) % self._shape.head_dim:
             query = query.contiguous()
         keys, values = self._pool.plane(plane)
-        job = plan.job
         job.ticket = 0
         job.keys, job.values = keys.data_ptr(), values.data_ptr()
         job.queries, job.output = query.data_ptr(), output.data_ptr()
@@ -99,14 +89,9 @@ def paged_fault(shape: AttentionShape, dtype: torch.dtype, device: torch.device)
         return f"it needs a CPU, not {device.type}"
     if dtype not in NUMPY_TYPES:
         return f"it supports float32, bfloat16 and float16, not {dtype}"
-    if shape.head_dim % _PART:
-        return f"it needs a head size that is a multiple of {_PART}, not {shape.head_dim}"
-    if find_spec("numba") is None:
-        return "numba is not installed"
-    import numba
-
-    config: Any = numba.config  # numba defines its settings at import, which mypy cannot see
-    if config.DISABLE_JIT:
+    if shape.head_dim % PART:
+        return f"it needs a head size that is a multiple of {PART}, not {shape.head_dim}"
+    if _NUMBA.DISABLE_JIT:
         return "NUMBA_DISABLE_JIT is set"
     if dtype == torch.float16 and not _converts_float16():
         return "this CPU has no float16 conversion (F16C)"
@@ -119,18 +104,14 @@ def paged_fault(shape: AttentionShape, dtype: torch.dtype, device: torch.device)
 
 def _converts_float16() -> bool:
     """Return whether the CPU that kernels are compiled for can convert float16."""
-    import numba
-    from numba.core.codegen import get_host_cpu_features
-
-    config: Any = numba.config
-    features = config.CPU_FEATURES
+    features = _NUMBA.CPU_FEATURES
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     return not is_x86 or "+f16c" in (get_host_cpu_features() if features is None else features)
 
 
 def _scratch_bytes(query_heads: int, head_dim: int) -> int:
     """Return the kernel's stack size in bytes for `query_heads` (`heads_at_once * group`) heads."""
-    return 4 * query_heads * (2 * head_dim + SCORES + 2 * _LANES + 1)
+    return 4 * query_heads * (2 * head_dim + SCORES + 2 * LANES + 1)
 
 
 @cache

@@ -3,6 +3,7 @@
 Results of a sequence are bitwise independent of the other sequences and of the number of threads.
 """
 
+import ctypes
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,7 +13,6 @@ from numba import carray  # type: ignore[attr-defined]  # numba lists no names t
 from numpy.typing import NDArray
 
 from common.jit import callback, inlined
-from model_server.attention.cpu_kernel.job import SCORES, TILE_TOKENS, Job
 from model_server.attention.cpu_kernel.simd import (
     LANES,
     PART,
@@ -36,6 +36,9 @@ from model_server.attention.cpu_kernel.simd import (
     write,
 )
 
+TILE_TOKENS = 64  # tokens whose softmax weights are computed together
+# Scores of a query head per tile, with padding: they are written four at a time.
+SCORES = TILE_TOKENS + 16
 _NOTHING = np.float32("-inf")
 _ANY = 1 << 40  # number of rows, not checked
 
@@ -44,6 +47,37 @@ _Floats: TypeAlias = NDArray[np.float32]
 _Row: TypeAlias = np.int64 | int
 _Four: TypeAlias = tuple[_Row, _Row, _Row, _Row]
 _Sums: TypeAlias = tuple[Any, Any, Any, Any]
+
+
+class Job(ctypes.Structure):
+    """Arguments of the kernel for one layer, shared by its threads."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "ticket",  # number of work items taken; starts at 0
+                "keys",  # address of keys, [blocks, kv_heads, block_tokens, head_dim]
+                "values",  # address of values, same layout
+                "queries",  # address of [tokens, query_rows, head_dim]; query heads come first
+                "output",  # address of [tokens, kv_heads * group, head_dim]
+                "tables",  # address of block tables, int32 [sequences, width]; longest last
+                "rows",  # address of batch rows, int64 [sequences]
+                "begins",  # address of int64 [sequences]: first position, from the first block
+                "stops",  # address of int64 [sequences]: end position
+                "sequences",
+                "width",  # columns of the block tables
+                "kv_heads",
+                "heads_at_once",  # KV heads per work item: 1 or all, which are read sequentially
+                "group",  # query heads per KV head
+                "head_dim",  # a multiple of 32
+                "block_tokens",
+                "query_rows",  # rows per token
+            )
+        ),
+        ("scale", ctypes.c_float),  # factor of scores, which are exponents of 2
+    )
+    arrays: dict[str, np.ndarray]  # memory of those addresses that `PagedDecodes.plan` sets
 
 
 @cache

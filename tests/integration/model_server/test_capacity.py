@@ -9,7 +9,6 @@ import torch
 
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.engine.build import build_engine, deployment_of, log_pool
-from model_server.kv_events.events import NullEventPublisher
 from model_server.shapes.architectures import decoder_shape
 from model_server.shapes.deployment import Deployment
 from planning.presets import PRESETS
@@ -81,7 +80,7 @@ def test_planned_block_bytes_equal_the_engines(
     windows = {"num_hidden_layers": 7, "sliding_window": 9} if architecture == "gemma3" else {}
     save_reference(tmp_path, architecture, **windows)
     config = EngineConfig(str(tmp_path), dtype, kv_cache_dtype, gpu_blocks=200, block_tokens=8)  # type: ignore[arg-type]
-    engine = build_engine(config, NullEventPublisher())
+    engine = build_engine(config)
     assert engine.stats().block_bytes == deployment_of(config).gpu_block_bytes
 
 
@@ -89,7 +88,7 @@ def test_start_up_log_has_the_pool_size(caplog: pytest.LogCaptureFixture) -> Non
     """The start-up log has one line in vLLM's form and one in kvroute plan's form."""
     config = EngineConfig(gpu_blocks=128, max_model_len=500, dtype="bfloat16")
     with caplog.at_level(logging.INFO, logger="model_server.engine.build"):
-        log_pool(build_engine(config, NullEventPublisher()), config)
+        log_pool(build_engine(config), config)
     assert caplog.messages[:2] == [
         "CPU KV cache size: 2,048 tokens, Maximum concurrency for 500 tokens per request: 4.10x",
         "KV pool: 128 blocks of 16 tokens, 2.10 MB, 1,024 bytes per token; "
@@ -102,5 +101,5 @@ def test_start_up_log_on_cuda_has_the_plan(caplog: pytest.LogCaptureFixture) -> 
     """On CUDA a third line logs the plan for the device's memory."""
     config = EngineConfig(gpu_blocks=128, device="cuda")
     with caplog.at_level(logging.INFO, logger="model_server.engine.build"):
-        log_pool(build_engine(config, NullEventPublisher()), config)
+        log_pool(build_engine(config), config)
     assert caplog.messages[2].startswith("kvroute plan, 0.9 of this device's memory: ")

@@ -7,7 +7,7 @@ import torch
 
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
-from tests.support.model_server.engine import EventLog, Outputs, request, run_to_end
+from tests.support.model_server.engine import Outputs, request, run_to_end
 from tests.support.model_server.model import save_reference, text_of
 
 ARCHITECTURES: dict[str, dict[str, object]] = {
@@ -44,7 +44,7 @@ def test_answers_equal_transformers(tmp_path: Path, architecture: str) -> None:
         max_num_seqs=4,
         max_num_batched_tokens=11,
     )
-    engine, outputs = build_engine(config, EventLog()), Outputs()
+    engine, outputs = build_engine(config), Outputs()
     system = text_of(17)
     prompts = {f"r{number}": system + text_of(3 + 5 * number, number + 1) for number in range(4)}
     prompts["again"] = prompts["r3"]

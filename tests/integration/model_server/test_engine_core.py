@@ -16,7 +16,6 @@ from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingP
 from tests.support.model_server.engine import (
     EOS,
     VOCAB_SIZE,
-    EventLog,
     Outputs,
     SlowCopies,
     cached_copies,
@@ -337,7 +336,7 @@ def test_a_pool_that_cannot_hold_one_request_is_refused() -> None:
     """Start fails if the longest permitted request does not fit into the pool."""
     config = EngineConfig(gpu_blocks=4, block_tokens=4)
     with pytest.raises(ConfigError, match="max_model_len is 17"):
-        EngineCore(config, checking_engine()[1], EventLog(), max_model_len=17)
+        EngineCore(config, checking_engine()[1], None, max_model_len=17)
 
 
 def test_closed_engine_aborts_and_rejects() -> None:

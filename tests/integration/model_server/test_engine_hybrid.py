@@ -79,7 +79,7 @@ def test_index_predicts_cache_hits_of_a_gemma_model(tmp_path: Path, cpu_blocks: 
         max_num_seqs=4,
         max_num_batched_tokens=20,
     )
-    engine = build_engine(config, events)
+    engine = build_engine(config, events.publish)
     texts = [text_of(57, seed) for seed in range(4)]
     prompts = [texts[0][:33], texts[0][:20] + texts[1][:13], texts[0][:20] + texts[2][:13], texts[0][:33]]
     prompts += [text[:length] for length in (48, 33, 49, 17) for text in texts]

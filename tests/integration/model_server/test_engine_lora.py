@@ -31,7 +31,7 @@ def asking(name: str, lora_name: str | None, salt: str | None = None) -> EngineC
 
 def new_engine(directory: Path, events: EventLog) -> EngineCore:
     """Return an engine for a checkpoint."""
-    return build_engine(EngineConfig(model=str(directory), block_tokens=4, gpu_blocks=64), events)
+    return build_engine(EngineConfig(model=str(directory), block_tokens=4, gpu_blocks=64), events.publish)
 
 
 def test_requests_of_base_and_adapters_run_together(tmp_path: Path) -> None:

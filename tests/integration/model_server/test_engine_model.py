@@ -60,7 +60,7 @@ def generate(engine: EngineCore, items: list[EngineCoreRequest], *, at_once: boo
 def alone() -> dict[str, list[int]]:
     """Return each request's output when run alone without a cache."""
     torch.set_num_threads(1)
-    engine = build_engine(EngineConfig(enable_prefix_caching=False), EventLog())
+    engine = build_engine(EngineConfig(enable_prefix_caching=False))
     return dict(generate(engine, conversation(), at_once=False).tokens)
 
 
@@ -79,7 +79,7 @@ def alone() -> dict[str, list[int]]:
 def test_scheduling_and_caching_change_no_token(alone: dict[str, list[int]], settings: dict) -> None:
     """Batched, chunked, cached or preempted requests generate the same tokens as alone without a cache."""
     events = EventLog()
-    engine = build_engine(EngineConfig(**settings), events)
+    engine = build_engine(EngineConfig(**settings), events.publish)
     items = conversation()
     outputs = generate(engine, items)
     assert outputs.tokens == alone
@@ -94,7 +94,7 @@ def test_scheduling_and_caching_change_no_token(alone: dict[str, list[int]], set
 
 def test_a_corrupted_block_changes_the_answer() -> None:
     """The engine reads its cache: corrupting one cached block changes the output."""
-    engine = build_engine(EngineConfig(), EventLog())
+    engine = build_engine(EngineConfig())
     item = request("a", prompt(400, 5), max_tokens=24, ignore_eos=True)
     first = generate(engine, [item])
     again = generate(engine, [item])
@@ -108,7 +108,7 @@ def test_a_corrupted_block_changes_the_answer() -> None:
 
 def test_stop_tokens_are_banned_before_min_tokens(alone: dict[str, list[int]]) -> None:
     """A stop token is banned until min_tokens are generated and accepted right after."""
-    engine = build_engine(EngineConfig(), EventLog())
+    engine = build_engine(EngineConfig())
     stop = frozenset({alone["r0"][2]})
     prompt_tokens = conversation()[0].prompt_token_ids
     items = [
@@ -148,7 +148,7 @@ def test_tiny_model_has_the_tiny_tokenizers_vocabulary() -> None:
 
 def test_the_tiny_model_writes_varied_text_of_full_length() -> None:
     """The tiny model's greedy text neither ends at once nor repeats one loop."""
-    engine = build_engine(EngineConfig(), EventLog())
+    engine = build_engine(EngineConfig())
     items = [request(f"r{seed}", prompt(20 + 7 * seed, seed), max_tokens=100) for seed in range(8)]
     outputs = generate(engine, items)
     for tokens in outputs.tokens.values():
@@ -175,7 +175,7 @@ def test_checkpoint_output_equals_transformers(tmp_path: Path) -> None:
     text = [5, 6, 7, 8, 9, 10, 11]
     with torch.inference_mode():
         want = reference.generate(torch.tensor([text]), max_new_tokens=30, do_sample=False)[0].tolist()[7:]
-    engine = build_engine(EngineConfig(model=str(tmp_path), block_tokens=4, gpu_blocks=64), EventLog())
+    engine = build_engine(EngineConfig(model=str(tmp_path), block_tokens=4, gpu_blocks=64))
     assert generate(engine, [request("a", text, max_tokens=30)]).tokens["a"] == want
     assert engine.max_model_len == 64
     assert load_checkpoint(tmp_path, "auto", CPU).eos_token_ids == frozenset()
@@ -183,7 +183,7 @@ def test_checkpoint_output_equals_transformers(tmp_path: Path) -> None:
 
 def test_accelerator_error_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """An accelerator error ends the engine, not only its step's requests."""
-    engine = build_engine(EngineConfig(gpu_blocks=64), EventLog())
+    engine = build_engine(EngineConfig(gpu_blocks=64))
 
     def broken(*_: object) -> None:
         raise torch.AcceleratorError("illegal memory access")
@@ -196,12 +196,12 @@ def test_accelerator_error_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_context_fits_the_pool_or_is_refused() -> None:
     """An unset max_model_len shrinks to the pool; one beyond the model or the pool fails the start."""
-    assert build_engine(EngineConfig(gpu_blocks=10), EventLog()).max_model_len == 160
-    assert build_engine(EngineConfig(), EventLog()).max_model_len == 8192
+    assert build_engine(EngineConfig(gpu_blocks=10)).max_model_len == 160
+    assert build_engine(EngineConfig()).max_model_len == 8192
     with pytest.raises(ConfigError, match="8192 positions"):
-        build_engine(EngineConfig(max_model_len=8193), EventLog())
+        build_engine(EngineConfig(max_model_len=8193))
     with pytest.raises(ConfigError, match="there are 10"):
-        build_engine(EngineConfig(gpu_blocks=10, max_model_len=161), EventLog())
+        build_engine(EngineConfig(gpu_blocks=10, max_model_len=161))
 
 
 def _first_digest(item: EngineCoreRequest) -> bytes:

@@ -31,11 +31,11 @@ def _one_thread() -> None:
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_tiers_and_swaps_change_no_token(mode: str) -> None:
     """Requests that are preempted, swapped, evicted and restored generate the same tokens as alone."""
-    alone = generate(build_engine(EngineConfig(enable_prefix_caching=False), EventLog()), conversation())
+    alone = generate(build_engine(EngineConfig(enable_prefix_caching=False)), conversation())
     events = EventLog()
     engine = build_engine(
         EngineConfig(gpu_blocks=14, max_model_len=160, cpu_blocks=64, preemption_mode=mode),  # type: ignore[arg-type]
-        events,
+        events.publish,
     )
     assert generate(engine, conversation()).tokens == alone.tokens
     assert engine.stats().preemptions > 0
@@ -222,7 +222,7 @@ def test_sleep_clears_both_tiers_and_publishes_it() -> None:
 
 def test_a_real_model_sleeps_and_wakes() -> None:
     """Sleep frees the pool's memory, and outputs after wake-up are unchanged."""
-    engine = build_engine(EngineConfig(cpu_blocks=64), EventLog())
+    engine = build_engine(EngineConfig(cpu_blocks=64))
     before = generate(engine, conversation())
     assert engine.sleep()
     assert engine.wake_up()

@@ -10,7 +10,6 @@ from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
 from model_server.engine.core import EngineCore
 from model_server.kv_cache.request import Request
-from model_server.kv_events.events import NullEventPublisher
 from model_server.requests import EngineCoreOutput, EngineCoreRequest, SamplingParams, TokenLogprobs
 from tests.support.model_server.model import save_reference, text_of
 
@@ -69,7 +68,7 @@ def new_engine(directory: Path, name: str, kv_cache_dtype: str) -> EngineCore:
         max_num_batched_tokens=64,
         max_model_len=80,
     )
-    return build_engine(config, NullEventPublisher())
+    return build_engine(config)
 
 
 def answer(

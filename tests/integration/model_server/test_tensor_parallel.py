@@ -48,7 +48,7 @@ def _one_thread() -> None:
 def engine_of(config: EngineConfig, size: int, events: EventLog | None = None) -> Iterator[EngineCore]:
     """Yield an engine with this many ranks."""
     engine = build_engine(
-        replace(config, tensor_parallel_size=size, torch_threads=1), EventLog() if events is None else events
+        replace(config, tensor_parallel_size=size, torch_threads=1), events and events.publish
     )
     try:
         yield engine
@@ -187,7 +187,7 @@ def test_adapters_are_loaded_on_all_ranks(tmp_path: Path) -> None:
 
 def test_a_lost_rank_is_noticed_without_requests() -> None:
     """Killing a worker process makes even an idle engine unhealthy, and new requests are rejected."""
-    engine = build_engine(EngineConfig(tensor_parallel_size=2, torch_threads=1), EventLog())
+    engine = build_engine(EngineConfig(tensor_parallel_size=2, torch_threads=1))
     others = set(threading.enumerate())
     engine.start()
     (stepping,) = (thread for thread in set(threading.enumerate()) - others if thread.name == "engine")
@@ -216,7 +216,7 @@ def test_rank_0_reports_load_errors_of_other_ranks(tmp_path: Path) -> None:
 def test_model_that_cannot_be_split_is_rejected() -> None:
     """A model that cannot be split names the possible sizes and leaves no process."""
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3.*use one of 1, 2, 4, 8"):
-        build_engine(EngineConfig(tensor_parallel_size=3, torch_threads=1), EventLog())
+        build_engine(EngineConfig(tensor_parallel_size=3, torch_threads=1))
     assert children(os.getpid()) == []
 
 

@@ -264,7 +264,7 @@ def checking_engine(
         return blocks_bound(runner.kv_groups, num_tokens, config.max_num_batched_tokens, config.block_tokens)
 
     longest = bisect_right(range(1 << 16), config.gpu_blocks, key=blocks) - 1
-    return EngineCore(config, runner, events, config.max_model_len or longest), runner, events
+    return EngineCore(config, runner, events.publish, config.max_model_len or longest), runner, events
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int = 4, **fields: object) -> EngineCoreRequest:

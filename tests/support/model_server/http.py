@@ -103,7 +103,7 @@ def running_server(
     tokenizer = load_tokenizer(MODEL)
     publisher = ZmqEventPublisher(KVEventsConfig("tcp://*:0", "tcp://127.0.0.1:0", topic="kv@test"))
     publisher.start()
-    built = build_engine(options.engine, publisher)
+    built = build_engine(options.engine, publisher.publish)
     built.start()
     with (
         reserve("127.0.0.1", 0) as listener,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from openai import AuthenticationError, ConflictError, OpenAI
 
-from model_server.openai import api_server
+from model_server.openai import app
 from tests.support.model_server.http import MODEL, RunningServer, running_server, wait_until
 from tests.support.model_server.lora import save_adapter, tiny_weights
 
@@ -166,7 +166,7 @@ def test_a_stuck_engine_is_not_healthy(server: RunningServer, monkeypatch: pytes
         assert go_on.wait(300)
         return run(chunks)
 
-    monkeypatch.setattr(api_server, "STUCK_S", 0.05)
+    monkeypatch.setattr(app, "STUCK_S", 0.05)
     monkeypatch.setattr(server.engine.executor, "execute_model", hanging)
     thread = threading.Thread(target=lambda: text(server, max_tokens=1))
     thread.start()

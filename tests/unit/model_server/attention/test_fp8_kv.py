@@ -12,7 +12,6 @@ from model_server.attention import KvLayout, SdpaAttention
 from model_server.attention.kv_pool import Fp8KvPool
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
-from model_server.kv_events.events import NullEventPublisher
 from model_server.model.weights import load_checkpoint
 from model_server.shapes.shape import AttentionShape, single_group
 from tests.support.model_server.engine import Outputs, request, run_to_end
@@ -120,7 +119,7 @@ def test_an_engine_runs_on_it() -> None:
     answers = {}
     for dtype in ("auto", "fp8"):
         config = EngineConfig(kv_cache_dtype=dtype, gpu_blocks=128)  # type: ignore[arg-type]
-        engine, outputs = build_engine(config, NullEventPublisher()), Outputs()
+        engine, outputs = build_engine(config), Outputs()
         for name in ("first", "again"):
             engine.add_request(request(name, text_of(70), max_tokens=16, ignore_eos=True), outputs)
             run_to_end(engine)

@@ -205,7 +205,7 @@ def test_lookup_continues_where_the_last_one_ended() -> None:
     scheduler.add_request(live_request("first", [7] * 100))
     step(scheduler)
     same = live_request("same", [7] * 100)
-    assert [(manager.update_expected_hits(same, 10), same.expected_hit_blocks) for _ in range(4)] == [
+    assert [(manager.update_expected_hits(same, 10), same.expected_hit_tokens // 4) for _ in range(4)] == [
         (10, 9),
         (10, 18),
         (7, 24),
