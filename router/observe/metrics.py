@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Sums
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -329,9 +330,13 @@ class StateCollector(Collector):
         queued = [([pod], seconds) for pod, seconds in zip(taking, queued_s, strict=True)]
         text = "Seconds of uncached work before a new request."
         yield gauge(_OURS + "pod_queued_seconds", text, ("pod",), queued)
-        text = "Mean of pod_queued_seconds over the pods that can receive requests, for autoscalers."
-        mean_s = sum(queued_s) / max(1, len(taking))
-        yield GaugeMetricFamily(_OURS + "queued_seconds_per_pod", text, mean_s)
+        by_model = defaultdict[str, list[float]](list)
+        for address, seconds in zip(taking, queued_s, strict=True):
+            models = pods[address].models
+            by_model[models.base if models else ""].append(seconds)
+        text = "Mean of pod_queued_seconds over a model's pods that can receive requests, for autoscalers."
+        means = [([model], sum(each) / len(each)) for model, each in by_model.items()]
+        yield gauge(_OURS + "queued_seconds_per_pod", text, ("model",), means)
         ready, text = [([self.pool], len(taking))], "Pods that can receive requests."
         yield gauge(_EPP + "ready_endpoints", text, ("name",), ready)
         yield GaugeMetricFamily(_EPP + "request_running", "Requests in flight.", len(self.ledger))

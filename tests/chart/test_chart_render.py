@@ -122,7 +122,7 @@ def test_selectors_outlive_upgrades(values: dict[str, Any]) -> None:
     for each in manifests(values):
         selector = each.get("spec", {}).get("selector")
         if each["kind"] == "Deployment":
-            assert set(selector["matchLabels"]) == {
+            assert set(selector["matchLabels"]) - {"kvroute.dev/model-servers"} == {
                 "app.kubernetes.io/name",
                 "app.kubernetes.io/instance",
                 "app.kubernetes.io/component",
@@ -474,12 +474,63 @@ def test_model_servers_are_scaled_by_queued_work(kind: str) -> None:
     if kind == "hpa":
         external, own = scaler["spec"]["metrics"]
         assert external["external"] == {
-            "metric": {"name": "kvroute_router_queued_seconds_per_pod"},
+            "metric": {
+                "name": "kvroute_router_queued_seconds_per_pod",
+                "selector": {"matchLabels": {"model": "kvroute-tiny"}},
+            },
             "target": {"type": "Value", "value": "500m"},
         }
         assert own["pods"]["target"] == {"type": "AverageValue", "averageValue": "4000m"}
     else:
         queued, waiting = scaler["spec"]["triggers"]
         assert (queued["metricType"], queued["metadata"]["threshold"]) == ("Value", "0.5")
-        assert "kvroute_router_queued_seconds_per_pod" in queued["metadata"]["query"]
+        gauge = 'kvroute_router_queued_seconds_per_pod{namespace="llm",model="kvroute-tiny"}'
+        assert gauge in queued["metadata"]["query"]
         assert (waiting["metricType"], waiting["metadata"]["threshold"]) == ("AverageValue", "4")
+
+
+def test_several_models() -> None:
+    """Each set of model servers is a Deployment of its own, with modelServers' settings where it has none."""
+    small = {
+        "model": {"name": "small", "source": "pvc", "pvc": {"claim": "weights"}},
+        "gpus": 0,
+        "replicas": 1,
+    }
+    large = {
+        "model": {"name": "large", "source": "hub", "hub": {"repository": "org/large"}},
+        "engine": "vllm",
+    }
+    scaling = {"autoscaling": {"kind": "keda", "prometheus": "http://p:9090"}}
+    objects = manifests(
+        {"modelServers": {"gpus": 2, "replicas": 3}, "moreModelServers": {"a": small, "b": large | scaling}}
+    )
+    sets = {
+        suffix: one(objects, "Deployment", suffix)["spec"] for suffix in ("-models", "-models-a", "-models-b")
+    }
+    assert [each.get("replicas") for each in sets.values()] == [3, 1, None]
+    selectors = [each["selector"]["matchLabels"] for each in sets.values()]
+    assert [each["kvroute.dev/model-servers"] for each in selectors] == ["main", "a", "b"]
+    containers = [each["template"]["spec"]["containers"][0] for each in sets.values()]
+    gpus = [each["resources"]["limits"].get("nvidia.com/gpu") for each in containers]
+    assert gpus == [2, None, 2]
+    assert "--model=/models" in containers[1]["args"]
+    assert containers[2]["command"] == ["vllm", "serve"]
+    query = one(objects, "ScaledObject", "-models-b")["spec"]["triggers"][0]["metadata"]["query"]
+    assert 'model="large"' in query
+    router = container(one(objects, "Deployment", "-epp"), "router")["args"]
+    assert [arg for arg in router if arg.startswith("--tokenizer=")] == [
+        "--tokenizer=large=pods",
+        "--tokenizer=small=pods",
+    ]
+    for pool in objects:
+        if pool["kind"] == "Service" and pool["metadata"]["name"].endswith("-models"):
+            assert all(
+                pool["spec"]["selector"].items() <= each["template"]["metadata"]["labels"].items()
+                for each in sets.values()
+            )
+
+
+def test_sets_of_model_servers_share_ports() -> None:
+    """A set cannot have ports of its own, nor no model's name."""
+    for wrong in ({"model": {"name": "a"}, "kvEventsPort": 1}, {"model": {}}, {}):
+        assert "moreModelServers" in template({"moreModelServers": {"a": wrong}}).error
