@@ -148,6 +148,7 @@ class Lifecycle:
                 failed=report.event == FAILED,
                 late_s=report.late_s or 0.0,
                 cached_tokens=report.cached_tokens,
+                output_tokens=report.output_tokens if report.event == DONE else None,
                 dispatch=dispatch,
                 pod=pod,
             )

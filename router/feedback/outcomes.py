@@ -56,6 +56,7 @@ class RequestReport(msgspec.Struct, frozen=True, omit_defaults=True):
     pod: Text | None = None
     late_s: Seconds | None = None  # seconds since the end, if the source reports them
     cached_tokens: Annotated[int, Meta(ge=0)] | None = None
+    output_tokens: Annotated[int, Meta(ge=0)] | None = None
     # Whether the pod failed the request: 5xx or a broken connection, not the client's 4xx or disconnect.
     is_fault: bool = False
     attempts: Annotated[int, Meta(ge=0)] = 0  # times that Envoy sent the request to a pod; 0 if unknown

@@ -98,6 +98,16 @@ def test_the_usage_that_envoy_read_is_shown(
     assert bench.sample("kvroute_router_response_usage_total", outcome=outcome) == 1
 
 
+def test_the_output_tokens_that_envoy_read_are_shown() -> None:
+    """Output tokens of a log entry are those of the decision, whether cached tokens are known or not."""
+    bench = in_flight()
+    with serving(bench) as served:
+        send(served, entry(metadata=usage(output_tokens={"value": 7})))
+        record = bench.decision_log.find("r")
+    assert record is not None
+    assert (record["output_tokens"], record["delivered_cached_tokens"]) == (7, None)
+
+
 @pytest.mark.parametrize(
     ("logged", "outcome"),
     [
