@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.kind.release import Release, base_values
+from tests.support.kind.tools import eventually
 from tests.support.kind.traffic import Conversation
 
 pytestmark = [pytest.mark.kind, pytest.mark.timeout(1800)]
@@ -25,6 +26,9 @@ def two_models(release: Release) -> Iterator[Release]:
     try:
         release.install({**base, "moreModelServers": more})
         release.await_settled(routers=2, model_servers=3)
+        selector = "app.kubernetes.io/component=router"
+        # Routers of before answer until they are gone, and take their decisions with them.
+        eventually("two routers", lambda: len(release.kubectl.items("pods", "--selector", selector)) == 2)
         yield release
     finally:
         release.install(base)
