@@ -31,9 +31,8 @@ from router.pods.kube.objects import (
 )
 
 ANNOTATION_PREFIX = "kvroute.dev/"
+# Annotations that list the target ports in use; the first one present applies.
 ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
-"""Annotations that list the target ports in use; the first one present applies."""
-
 _LABEL_PREFIX = "kvroute.io/"
 _LABELS = frozenset({*EVENT_LABELS, *PORT_LABELS, METRICS_PATH_LABEL, MODEL_LABEL})
 _OVER = ("Succeeded", "Failed")
