@@ -82,10 +82,8 @@ def build_admission(
         ConfigError: Flow control is configured wrongly.
     """
     priorities = dict(config.priorities) | dict(objectives)
-    picker = config.picker
-    found = None
-    if picker is not None:
-        found = read_flow_settings(picker, config.refresh_interval_s, config.load_age_max_s)
+    picker, ages_s = config.picker, (config.refresh_interval_s, config.load_age_max_s)
+    found = read_flow_settings(picker, *ages_s) if picker is not None else None
     if picker is None or found is None:
         detector = UtilizationDetector(load_age_max_s=Duration(_load_age_max_s(config)))
         admitters = read_admitters(picker) if picker is not None else ()

@@ -31,9 +31,8 @@ from router.prompts.request import RouteRequest
 DESTINATION_HEADER = "x-gateway-destination-endpoint"
 REQUEST_ID_HEADER = "x-request-id"
 
+# Metadata namespace and field in which a gateway lists the allowed endpoints.
 SUBSET_NAMESPACE, SUBSET_HEADER = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
-"""Metadata namespace and field in which a gateway lists the allowed endpoints."""
-
 SERVED_HEADER = "x-gateway-destination-endpoint-served"
 
 GATEWAY_ONLY_HEADERS: tuple[str, ...] = (
@@ -111,9 +110,8 @@ _RAW_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 # Form bodies carry fields outside of JSON.
 _FORMS = ("multipart/", "application/x-www-form-urlencoded")
 
+# Body fields of engines from which a salt is read; a client's own are removed.
 SALT_FIELDS = ("cache_salt", "extra_key")
-"""Body fields of engines from which a salt is read; a client's own are removed."""
-
 _TENANT_CHARS_MAX = 1024
 _KEY_BYTES_MIN, _KEY_BYTES_MAX = 16, 4096
 # Paths of POST requests for which engines compute text only, and so cache nothing.

@@ -56,8 +56,7 @@ _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 # Envoy accepts at most 64 KiB in one streamed response.
 CHUNK_BYTES_MAX = 62_000
 
-SERVICE = "ext_proc"
-"""Name of the service in metrics."""
+SERVICE = "ext_proc"  # name of the service in metrics
 
 # Headers that may carry the request's path, and the path of a request without them.
 _PATH_HEADERS, _DEFAULT_PATH = (":path", "x-original-path", "x-forwarded-path"), "/v1/completions"

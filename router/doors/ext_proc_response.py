@@ -195,20 +195,15 @@ class UsageReader:
 
     Understands OpenAI's APIs, Anthropic's messages and SGLang's /generate, which report usage under different
     names. Buffers one JSON body or one event line of at most 1 MiB; longer ones are skipped.
-
-    Attributes:
-        cached_tokens: Last `prompt_tokens_details.cached_tokens` or its equivalent; None: not reported.
-        output_tokens: Last `completion_tokens` or `output_tokens`; None: not reported.
-        state_id: Id of the response, conversation or file that the pod keeps; None: no such answer.
     """
 
     def __init__(self, *, is_event_stream: bool) -> None:
         self._is_event_stream = is_event_stream
         self._kept = b""
         self._too_long = False
-        self.cached_tokens: int | None = None
-        self.output_tokens: int | None = None
-        self.state_id: str | None = None
+        self.cached_tokens: int | None = None  # last prompt_tokens_details.cached_tokens or its equivalent
+        self.output_tokens: int | None = None  # last completion_tokens or output_tokens
+        self.state_id: str | None = None  # of the response, conversation or file that the pod keeps
         # Values of `usage` by name; each event of a response may report a part of them.
         self._usage: dict[str, msgspec.Raw] = {}
 

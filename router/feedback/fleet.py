@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 _NAME, _UNKNOWN = "kvroute_router_ledger_", "unknown_name"
 
-REQUESTS_MAX = 100_000
-"""Maximum requests in flight of one peer; equal to the capacity of its ledger."""
+REQUESTS_MAX = 100_000  # maximum requests in flight of one peer; equal to the capacity of its ledger
 
 
 class Fleet(Collector):

@@ -330,8 +330,11 @@ class Ledger:
     def _remove(self, entry: Entry, now_s: float) -> Dispatch:
         dispatch = entry.dispatch
         self._close_prediction(entry)
-        if dispatch.engine is not None:
-            self._leave_engine(entry, dispatch.engine)
+        if (engine := dispatch.engine) is not None:
+            pending = self.pending_tokens
+            pending[engine] -= dispatch.sequences + (dispatch.uncached_tokens if entry.is_waiting else 0)
+            if not pending[engine]:
+                del pending[engine]
         del self._entries[entry.number]
         _remove_from(self._by_id, dispatch.request_id, entry)
         self._leave_pod(entry)
@@ -339,16 +342,13 @@ class Ledger:
         self.load_table.end(entry.pod, entry.number, dispatch.uncached_tokens, now_s, dispatch.sequences)
         self.adapters.count(entry.pod, dispatch.adapter, -1)
         if entry.confirm_key is not None:
-            self._stop_confirming(entry, entry.confirm_key)
+            confirming = self._confirming[dispatch.computed_on]
+            _remove_from(confirming, entry.confirm_key, entry)
+            if not confirming:
+                del self._confirming[dispatch.computed_on]
         if self.changes is not None:
             self.changes("ended", entry.number)
         return dispatch
-
-    def _leave_engine(self, entry: Entry, engine: str) -> None:
-        pending, dispatch = self.pending_tokens, entry.dispatch
-        pending[engine] -= dispatch.sequences + (dispatch.uncached_tokens if entry.is_waiting else 0)
-        if not pending[engine]:
-            del pending[engine]
 
     def _close_prediction(self, entry: Entry, *, answered: bool = False) -> None:
         """Remove the entry's predicted hit tokens from the open ones; count them if the pod has answered."""
@@ -366,13 +366,6 @@ class Ledger:
         del on_pod[entry.number]
         if not on_pod:
             del self._by_pod[entry.pod]
-
-    def _stop_confirming(self, entry: Entry, confirm_key: int) -> None:
-        pod = entry.dispatch.computed_on
-        confirming = self._confirming[pod]
-        _remove_from(confirming, confirm_key, entry)
-        if not confirming:
-            del self._confirming[pod]
 
     def _find(self, request_id: str, pod: str | None, dispatched_s: float | None) -> Entry | None:
         entries = self._by_id.get(request_id)

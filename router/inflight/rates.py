@@ -18,24 +18,19 @@ from typing import NamedTuple
 
 from router.pods.load_table import PodLoadTable
 
+# Share by which each decoding request lengthens a prefill on its pod; source: docs/decisions.md.
 DECODE_SLOWDOWN = 0.008
-"""Share by which each decoding request lengthens a prefill on its pod; source: docs/decisions.md."""
 
 # Smaller relative changes of the fleet's median do not trigger new estimates for all pods.
 _FLEET_CHANGE = 0.02
 
 
 class RateSample(Enum):
-    """Quality of a request's time to first token as a sample of its pod's prefill rate.
+    """Quality of a request's time to first token as a sample of its pod's prefill rate."""
 
-    NONE: Not usable.
-    EXACT: The uncached tokens are known, and nothing but the prefill took long.
-    UPPER_BOUND: The computed rate may be too high: the pod's unknown cache may have served some tokens.
-    """
-
-    NONE = "none"
-    EXACT = "exact"
-    UPPER_BOUND = "upper_bound"
+    NONE = "none"  # not usable
+    EXACT = "exact"  # the uncached tokens are known, and nothing but the prefill took long
+    UPPER_BOUND = "upper_bound"  # may be too high: the pod's unknown cache may have served some tokens
 
 
 @dataclass(frozen=True, slots=True)

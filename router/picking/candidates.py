@@ -94,7 +94,9 @@ def select_candidates(request: RouteRequest, pod_set: PodSet) -> CandidateSet:
     if not ready:
         raise NoEndpointError("no model server is ready")
     if not serving:
-        raise RequestError(404, f"The model `{_shortened(request.model)}` does not exist.", "model")
+        name = request.model or ""
+        shown = name if len(name) <= _MODEL_CHARS_SHOWN else f"{name[:_MODEL_CHARS_SHOWN]}..."
+        raise RequestError(404, f"The model `{shown}` does not exist.", "model")
     if not allowed:
         raise no_allowed_endpoint()
     if awake := [pod for pod in allowed if not pod.asleep]:
@@ -125,11 +127,6 @@ def _serves(pod: Pod, model: str | None) -> bool:
         return True
     # A pod that has not reported its models accepts any name of valid length.
     return len(model) <= MODEL_CHARS_MAX if pod.models is None else pod.models.serves(model)
-
-
-def _shortened(model: str | None) -> str:
-    name = model or ""
-    return name if len(name) <= _MODEL_CHARS_SHOWN else f"{name[:_MODEL_CHARS_SHOWN]}..."
 
 
 def _base_and_adapter(model: str | None, pods: Sequence[Pod]) -> tuple[str | None, str | None]:

@@ -5,7 +5,7 @@ This is the critical section of routing: callers admit one request at a time. No
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple, Protocol
@@ -117,11 +117,6 @@ class Scheduler:
         no_hits, none = (*_NO_MATCHES, self.block_tokens, np.zeros(0, CACHE_HIT)), (_NO_ROWS, _NO_EXTRA)
         add_hits(*no_hits)
         _predict_costs(*no_hits, self.load_table.pods, *none, 0.0, 0.0, 1.0, 0.0, self._parameters, 1)
-
-    @property
-    def pending_tokens(self) -> Mapping[str, int]:
-        """Return the uncached tokens in flight by engine, of pods with several."""
-        return self.ledger.pending_tokens
 
     def queued_s(self, pods: Sequence[str], now_s: float) -> list[float]:
         """Return the seconds that a request without a prompt would wait at each pod, KV pressure included."""

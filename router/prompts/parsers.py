@@ -40,10 +40,8 @@ class BodyForm(Enum):
     """Encoding of an API's request bodies."""
 
     JSON = auto()
-    VERTEX = auto()
-    """gRPC message that carries a JSON body."""
-    VLLM = auto()
-    """gRPC message of vLLM, of which only the prompt and `stream` are read."""
+    VERTEX = auto()  # gRPC message that carries a JSON body
+    VLLM = auto()  # gRPC message of vLLM, of which only the prompt and `stream` are read
     UNREAD = auto()
 
 
@@ -240,8 +238,8 @@ class Parsers:
         return request, api
 
 
+# Parsers of the router's own services: four APIs; others pass unread.
 OWN_PARSERS = Parsers([_OWN, "passthrough-parser"])
-"""Parsers of the router's own services: four APIs; others pass unread."""
 
 
 def _are_messages(text: msgspec.Raw) -> bool:
