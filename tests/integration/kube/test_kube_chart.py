@@ -25,6 +25,13 @@ _VALUES: dict[str, dict[str, Any]] = {
         "modelServers": {"enabled": False, "matchLabels": {"app": "mine"}, "targetPorts": [8000, 8001]}
     },
     "fail open": {"envoy": {"failOpen": True, "service": {"type": "NodePort", "nodePort": 30080}}},
+    "several models": {
+        "modelServers": {
+            "autoscaling": {"kind": "hpa"},
+            "loraAdapters": [{"name": "sql", "path": "/adapters/sql"}],
+        },
+        "moreModelServers": {"second": {"model": {"name": "second"}, "replicas": 1}},
+    },
     "one replica and a volume": {
         "podDisruptionBudget": {"maxUnavailable": "50%"},
         "modelServers": {
