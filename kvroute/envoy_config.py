@@ -4,8 +4,6 @@ Two listeners: the gateway, which asks the router for a pod by ext_authz or ext_
 for comparison. Their building blocks are in envoy.yaml.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,11 +123,7 @@ def _listener(
     filters: Sequence[dict[str, Any]],
     access_log: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return a listener that routes all inference paths and answers 404 to other requests.
-
-    Args:
-        actions: Route actions with the header matches that each requires, in order of precedence.
-    """
+    """Return a listener that routes inference paths by the first action whose header matches hold."""
     routes = [
         {
             "match": {
