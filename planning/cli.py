@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, replace
 from functools import partial
 
@@ -35,25 +35,16 @@ _gpu_flag = partial(flag, "GPUs")
 _load_flag = partial(flag, "load")
 
 
-def _above_zero(text: str) -> float:
-    number = _zero_or_more(text)
-    if not number:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
+def _number(wanted: str, is_wanted: Callable[[float], bool], text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (number := float(text)) < float("inf") and is_wanted(number):
+            return number
+    raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
 
 
-def _zero_or_more(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
-    return number
-
-
-def _share(text: str) -> float:
-    number = _zero_or_more(text)
-    if number >= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not below 1")
-    return number
+_zero_or_more = partial(_number, "0 or more", lambda _: True)
+_above_zero = partial(_number, "above 0", lambda number: number > 0)
+_share = partial(_number, "0 or more and below 1", lambda number: number < 1)
 
 
 @dataclass(frozen=True, slots=True)

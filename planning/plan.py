@@ -113,11 +113,6 @@ def make_plan(
     """Make a plan for sequences of `context_tokens` tokens.
 
     Args:
-        name: Name of the model.
-        deployment: Model and its settings.
-        gpu: GPU model.
-        budget: Memory of each GPU.
-        context_tokens: Tokens of a sequence.
         batch: Required number of concurrent sequences; None: as many as fit.
 
     Raises:
