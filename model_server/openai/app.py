@@ -42,7 +42,6 @@ from model_server.openai.prompts import ServedModel, detokenize, prepare, render
 from model_server.openai.types import (
     Api,
     ApiError,
-    GenerationBody,
     LoadAdapterBody,
     UnloadAdapterBody,
     convert,
@@ -170,7 +169,7 @@ class HttpApi:
             cleanup.enter_context(self._requests.one())
             async with self._bodies.read(request) as raw:
                 job = await self._in_thread(prepare, self._model, api, raw, header_id)
-            texts = tuple(self._text(job.fields) for _ in job.requests)
+            texts = tuple(TextAssembler(self.tokenizer, job.fields) for _ in job.requests)
             generation = self.async_engine.generate(job.requests, texts, arrived_s)
             observe = self.async_engine.metrics.observe
             observe("request_params_n", job.fields.n or 1)
@@ -274,17 +273,6 @@ class HttpApi:
         """Allocate the KV pool again, empty. Does nothing while the engine is awake."""
         await self._in_thread(self.engine.wake_up)
         return Response()
-
-    def _text(self, fields: GenerationBody) -> TextAssembler:
-        return TextAssembler(
-            self.tokenizer,
-            stop_strings=fields.stop_strings,
-            stop_token_ids=frozenset(fields.stop_token_ids or ()),
-            min_tokens=fields.min_tokens or 0,
-            show_stop=bool(fields.include_stop_str_in_output),
-            skip_special_tokens=fields.skip_special_tokens is not False,
-            returns_ids=bool(fields.return_token_ids),
-        )
 
     def _card(self, name: str, root: str, parent: str | None) -> dict[str, object]:
         return {

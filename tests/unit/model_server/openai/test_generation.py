@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from model_server.errors import EngineClosedError, QueueFullError, RequestError
 from model_server.openai.generation import AsyncEngine, Generation, TextAssembler
 from model_server.openai.metrics import RequestMetrics
-from model_server.openai.types import ApiError
+from model_server.openai.types import ApiError, GenerationBody
 from model_server.requests import EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
@@ -56,7 +56,7 @@ def generation(engine: ScriptedEngine, choices: int = 1, stop: tuple[str, ...] =
     metrics = RequestMetrics("m", CollectorRegistry())
     bridge = AsyncEngine(engine, asyncio.get_running_loop(), metrics)
     requests = tuple(EngineCoreRequest(str(at), (1,), SamplingParams(9)) for at in range(choices))
-    texts = tuple(TextAssembler(TOKENIZER, stop_strings=stop) for _ in requests)
+    texts = tuple(TextAssembler(TOKENIZER, GenerationBody(stop=list(stop))) for _ in requests)
     return bridge.generate(requests, texts, time.monotonic())
 
 
