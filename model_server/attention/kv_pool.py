@@ -77,11 +77,7 @@ class Attention(Protocol):
     """KV pool of all layers, with attention over it."""
 
     def prepare(self, spans: Sequence[Span]) -> StepMeta:
-        """Return the layout of one step.
-
-        Args:
-            spans: Spans in batch order. For speed, put single tokens first, by ascending context length.
-        """
+        """Return the layout of one step. For speed, put single tokens first, by ascending context length."""
 
     def store(self, layer: int, key: Tensor, value: Tensor, meta: StepMeta) -> None:
         """Write the KV of all tokens of the step. Call it before `attend` of the same layer.

@@ -173,13 +173,7 @@ def flatten_step(
 def sample_tokens(
     logits: Tensor, requests: Sequence[Request], eos_token_ids: frozenset[int]
 ) -> list[ChosenToken]:
-    """Sample each request's next token.
-
-    Args:
-        logits: float32 [requests, vocab_size]; modified in place.
-        requests: One per row of logits.
-        eos_token_ids: End-of-sequence tokens, banned before `min_tokens`.
-    """
+    """Sample each request's next token from logits, float32 [requests, vocab_size], modified in place."""
     if all(request.is_greedy for request in requests):
         return list(map(ChosenToken, argmax_tokens(logits)))
     counts = [request.core_request.sampling.logprobs for request in requests]
