@@ -119,7 +119,7 @@ def slots_of(spans: Sequence[Span], positions: Numbers, group: int, block_tokens
 
 
 def reads_of(view: View, spans: Sequence[Span], block_tokens: int) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the blocks and positions that spans of one token attend to.
+    """Return the blocks and positions that the tokens of each span attend to.
 
     Returns:
         Block ids [spans, blocks], padded with block 0; first position and end position, [spans] each, counted
@@ -127,7 +127,7 @@ def reads_of(view: View, spans: Sequence[Span], block_tokens: int) -> tuple[Numb
     """
     first_read = [view.first_position(span.start) for span in spans]
     first = [position // block_tokens for position in first_read]
-    last = [span.start // block_tokens + 1 for span in spans]
+    last = [-(-span.stop // block_tokens) for span in spans]
     table = np.zeros((len(spans), max(map(int.__sub__, last, first))), np.int64)
     for row, span, begin, end in zip(table, spans, first, last, strict=True):
         row[: end - begin] = span.block_tables[view.group][begin:end]
