@@ -259,14 +259,14 @@ def _check_complete(path: Path, pairs: _Pairs, targets: list[str]) -> None:
 def _fused(pairs: _Pairs, layer: int, projection: str, scaling: float, model: Decoder) -> LoraFactors:
     """Return the factors of a fused projection: stacked `down` and block-diagonal `up` of its parts."""
     parts = {name: part for name, part in model.projection_parts.items() if part.projection == projection}
-    own = [name for name in parts if (layer, name) in pairs]
-    down = torch.cat([pairs[layer, name]["A"].float() for name in own])
-    up = torch.zeros((max(part.first_row + part.rows.count for part in parts.values()), len(down)))
-    column = 0
-    for name in own:
-        part, factor = parts[name], pairs[layer, name]["B"].float() * scaling
-        up[part.first_row : part.first_row + part.rows.count, column : column + factor.shape[1]] = factor
-        column += factor.shape[1]
+    own = {name: pairs.get((layer, name)) for name in parts}
+    down = torch.cat([pair["A"].float() for pair in own.values() if pair is not None])
+    up = torch.block_diag(
+        *(
+            torch.empty((parts[name].rows.count, 0)) if pair is None else pair["B"].float() * scaling
+            for name, pair in own.items()
+        )
+    )
     return LoraFactors(down.to(model.device, model.dtype), up.to(model.device, model.dtype))
 
 
