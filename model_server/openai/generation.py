@@ -289,16 +289,15 @@ class Generation:
 
     async def __anext__(self) -> list[tuple[int, Delta]]:
         """Return all arrived deltas; raises the ApiError of a failed generation."""
-        while self._unfinished:
-            if deltas := self.take():
+        while True:
+            if self._unfinished and (deltas := self.take()):
                 return deltas
             if self._error is not None:
                 raise self._error
+            if not self._unfinished:
+                raise StopAsyncIteration
             self._woken = self.engine.loop.create_future()
             await self._woken
-        if self._error is not None:
-            raise self._error
-        raise StopAsyncIteration
 
     def _push(self, index: int, output: EngineCoreOutput) -> Delta | None:
         text, observer = self.texts[index], self.observers[index]
