@@ -47,10 +47,10 @@ class Executor:
             if size > 1:
                 directory = undo.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-ranks-"))
             undo.callback(ranks.leave)
-            self._workers = WorkerProcesses(size - 1, on_loss=ranks.abort)
-            undo.callback(self._workers.close)
             level = logging.getLogger().getEffectiveLevel()
-            self._workers.start([Start(config, ModelRank(rank, size), level) for rank in range(1, size)])
+            starts = [Start(config, ModelRank(rank, size), level) for rank in range(1, size)]
+            self._workers = WorkerProcesses(starts, on_loss=ranks.abort)
+            undo.callback(self._workers.close)
             self.runner = load_runner(config, ranks)  # rank 0's share of the model
             self._workers.read_results()
             if size > 1:
