@@ -147,7 +147,8 @@ def _checkpoint_files(directory: Path) -> list[Path]:
         return [single]
     if not index.exists():
         raise ModelError(f"{directory}: contains neither {single.name} nor {index.name}")
-    shards = set(read_config(index).section("weight_map").texts())
+    weight_map = read_config(index).section("weight_map")
+    shards = {weight_map.text(name, "") for name in weight_map.values}
     if outside := [name for name in shards if Path(name).name != name]:
         raise ModelError(f"{index}: weight_map names {outside[0]!r}; only files beside it are read")
     return [directory / name for name in sorted(shards)]
