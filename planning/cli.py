@@ -11,7 +11,6 @@ from functools import partial
 from common.flags import CommandParser, add_flags, flag, positive
 from model_server.config import DType, KvCacheDType
 from model_server.errors import CapacityError, ConfigError, ModelError
-from model_server.shapes.architectures import decoder_shape
 from model_server.shapes.deployment import (
     DEFAULT_RESERVE_BYTES,
     DEFAULT_UTILIZATION,
@@ -19,7 +18,6 @@ from model_server.shapes.deployment import (
     Deployment,
     size_text,
 )
-from model_server.shapes.hf_config import DTYPE_BYTES, computed_dtype
 from model_server.shapes.shape import KvGroupSpec
 from planning.ladder import Load, Rung, ladder
 from planning.plan import Plan, make_plan
@@ -159,12 +157,11 @@ def _plan(args: argparse.Namespace) -> Plan:
     if not 0 < args.efficiency <= 1:
         raise ConfigError(f"efficiency is {args.efficiency:g}; it must be above 0, at most 1")
     config = find_model(args.model)
-    shape = decoder_shape(config)
     gpu = _gpu(args)
-    deployment = Deployment(
-        shape,
-        weight_bytes=DTYPE_BYTES[computed_dtype(config, args.dtype)],
-        fp8_kv=args.kv_cache_dtype == "fp8",
+    deployment = Deployment.of(
+        config,
+        args.dtype,
+        args.kv_cache_dtype,
         tensor_parallel=args.tensor_parallel_size,
         block_tokens=args.block_size,
         chunk_tokens=args.max_num_batched_tokens,
@@ -174,7 +171,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         deployment,
         gpu.at(args.efficiency),
         Budget(gpu.memory_bytes, args.gpu_memory_utilization, int(args.reserve_gb * _GB)),
-        min(_CONTEXT_TOKENS, shape.max_positions) if args.context is None else args.context,
+        min(_CONTEXT_TOKENS, deployment.shape.max_positions) if args.context is None else args.context,
         args.batch,
     )
 
