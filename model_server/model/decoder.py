@@ -305,7 +305,7 @@ class Decoder:
             if index == len(self._layers) - 1:  # other rows are not needed after the last attention
                 hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
                 lora = None if lora is None else lora.select(rows)
-            added = self._project_back(attended, index, "output", lora)
+            added = self._project(attended, index, "output", lora)
             if self.shape.output_norms:
                 added = self._rms_norm(added, self._layers[index].attention_norm)
             hidden = hidden + added
@@ -351,24 +351,19 @@ class Decoder:
         layer = self._layers[index]
         gate_up = self._project(self._rms_norm(hidden, layer.mlp_input_norm), index, "gate_up", lora)
         gate, up = gate_up.chunk(2, dim=-1)
-        added = self._project_back(self._activation(gate) * up, index, "down", lora)
+        added = self._project(self._activation(gate) * up, index, "down", lora)
         return self._rms_norm(added, layer.mlp_norm) if self.shape.output_norms else added
 
     def _project(self, inputs: Tensor, index: int, name: str, lora: LoraBatch | None) -> Tensor:
+        """Project inputs; the results of "output" and "down" are summed over all ranks."""
         linear, bias = self._layers[index].projections[name]
-        output = linear(inputs, bias)
+        is_summed = name in ("output", "down")
+        output = linear(inputs, None if is_summed else bias)
         if lora is not None:
             lora.add(output, inputs, index, name)
-        return output
-
-    def _project_back(self, inputs: Tensor, index: int, name: str, lora: LoraBatch | None) -> Tensor:
-        """Project this rank's inputs to the residual stream, and sum the result over all ranks."""
-        linear, bias = self._layers[index].projections[name]
-        partial = linear(inputs)
-        if lora is not None:
-            lora.add(partial, inputs, index, name)
-        output = self._ranks.sum(partial)
-        return output if bias is None else output + bias
+        if is_summed:
+            output = self._ranks.sum(output)
+        return output + bias if is_summed and bias is not None else output
 
     def _rms_norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         shape = self.shape
