@@ -95,7 +95,9 @@ def _bound(family: int, kind: int, address: tuple[object, ...]) -> socket.socket
 def _publisher(options: ServeOptions, port: int) -> ZmqEventPublisher | None:
     if options.events is None:
         return None
-    topic = options.events.topic or f"kv@{_pod_host(options.host)}:{port}@{options.served_names[0]}"
+    # Other machines reach a server on all addresses by its host name.
+    host = socket.gethostname() if options.host in ("0.0.0.0", "::", "") else options.host
+    topic = options.events.topic or f"kv@{host}:{port}@{options.served_names[0]}"
     return ZmqEventPublisher(replace(options.events, topic=topic))
 
 
@@ -107,11 +109,6 @@ def _log_admin(options: ServeOptions, address: tuple[str, int]) -> None:
             "(set --admin-token-file, or restrict access to routers)",
             address[1],
         )
-
-
-def _pod_host(host: str) -> str:
-    """Return the host name by which other machines reach the server."""
-    return socket.gethostname() if host in ("0.0.0.0", "::", "") else host
 
 
 def _url_host(host: str) -> str:

@@ -241,16 +241,6 @@ class Generation:
         self.arrived: list[tuple[int, EngineCoreOutput]] = []  # (choice index, output)
         self._unfinished = len(self.texts)
 
-    @property
-    def completion_tokens(self) -> int:
-        """Generated tokens of all choices so far."""
-        return sum(text.completion_tokens for text in self.texts)
-
-    @property
-    def cached_tokens(self) -> tuple[int, ...]:
-        """Prompt tokens found in the cache, per choice."""
-        return tuple(text.cached_tokens for text in self.texts)
-
     def wake(self) -> None:
         """Pass arrived outputs to `pass_on`, or wake the iteration; at the end, always wake it."""
         if self._woken is None or self._woken.done():

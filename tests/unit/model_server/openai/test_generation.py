@@ -82,7 +82,7 @@ def test_choices_keep_their_texts_apart() -> None:
         texts = await collect(running)
         running.close()
         assert engine.aborted == []
-        assert running.cached_tokens == (16, 16)
+        assert [text.cached_tokens for text in running.texts] == [16, 16]
         return texts
 
     assert asyncio.run(scenario()) == {0: "zero", 1: "one more"}
@@ -176,7 +176,7 @@ def test_diverted_tokens_do_not_wake_the_iteration() -> None:
         running.pass_on = pass_on
         engine.tell("0", "one")
         iterated = asyncio.create_task(collect(running))
-        while not running.completion_tokens:
+        while not running.texts[0].completion_tokens:
             await asyncio.sleep(0)
         for word in (" two", " three", " four five six"):
             engine.tell("0", word)
