@@ -245,7 +245,8 @@ class Fp8KvPool(KvPool):
         assert isinstance(plan, Fp8Write)
         new = new.float()
         wanted = torch.full((len(plan.blocks), new.shape[1]), _SMALLEST_SCALE, device=new.device)
-        scales = _scale_of(new.abs().amax(dim=-1))
+        # The smallest power of two with which the largest number of a head fits the range.
+        scales = (new.abs().amax(dim=-1) / _LARGEST).log2().ceil().exp2().clamp_(min=_SMALLEST_SCALE)
         wanted.scatter_reduce_(0, plan.touched[:, None].expand_as(scales), scales, "amax")
         if len(plan.continued):
             self._rescale(row, wanted, plan)
@@ -270,8 +271,3 @@ class Fp8KvPool(KvPool):
         content = self._content[row].view(torch.uint8).flatten(0, 1).index_select(0, rows).view(_FP8)
         scales = self._scales[row].flatten().index_select(0, rows).to(self._dtype)
         return content.to(self._dtype) * scales[:, None, None]
-
-
-def _scale_of(largest: Tensor) -> Tensor:
-    """Return the smallest power-of-two scale with which numbers up to `largest` fit the range."""
-    return torch.exp2(torch.ceil(torch.log2(largest / _LARGEST))).clamp_(min=_SMALLEST_SCALE)
