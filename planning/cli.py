@@ -128,14 +128,7 @@ class _LoadFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        argv: Arguments after the command's name; None uses those of the process.
-
-    Returns:
-        Exit status: 0, or 2 for invalid flags, an unusable model, or a plan above the capacity.
-    """
+    """Run the command; return 0, or 2 for invalid flags, an unusable model, or a plan above the capacity."""
     args = _parser().parse_args(argv)
     try:
         plan = _plan(args)
