@@ -307,25 +307,25 @@ def _parallel(plan: Plan) -> Iterator[str]:
     yield "Tensor parallel"
     rows = [
         (
-            str(option.tensor_parallel),
-            _gb(option.gpu_weights_bytes),
-            _gb(option.gpu_pool_bytes) if option.gpu_pool_bytes > 0 else "-",
-            f"{option.headroom:.0%}" if option.headroom > 0 else "-",
-            f"{option.max_sequences:,}" if option.max_sequences else "does not fit",
-            f"{option.max_sequences / option.tensor_parallel:,.1f}" if option.max_sequences else "",
+            str(pool.deployment.tensor_parallel),
+            _gb(pool.deployment.gpu_weights_bytes),
+            _gb(pool.gpu_bytes) if pool.gpu_bytes > 0 else "-",
+            f"{pool.headroom:.0%}" if pool.headroom > 0 else "-",
+            f"{sequences:,}" if sequences else "does not fit",
+            f"{sequences / pool.deployment.tensor_parallel:,.1f}" if sequences else "",
         )
-        for option in plan.options
+        for pool, sequences in ((pool, pool.sequences(plan.context_tokens)) for pool in plan.options)
     ]
     heads = ("GPUs", "weights GB", "KV GB", "left for KV", "sequences", "per GPU")
     yield from _table(heads, rows, ">>>>>>")
     if plan.advised is not None:
-        yield f"Advice: {plan.advised.tensor_parallel}, {_reason(plan)}."
+        yield f"Advice: {plan.advised.deployment.tensor_parallel}, {_reason(plan)}."
 
 
 def _reason(plan: Plan) -> str:
     assert plan.advised is not None
     share = f"{plan.advised.headroom:.0%} of the memory left for KV"
-    if plan.advised == next(option for option in plan.options if option.max_sequences):
+    if plan.advised == next(pool for pool in plan.options if pool.sequences(plan.context_tokens)):
         return f"the smallest that fits, with {share}"
     return f"the smallest with enough room, {share}; with fewer GPUs most memory holds weights"
 
