@@ -33,6 +33,7 @@ _SETTLE_S = 0.3
 _CALM_CORES, _CALM_LOOKS, _CALM_TIMEOUT_S = 0.15, 3, 120.0
 # Offsets from the base port: of the gateway, and of Envoy's admin API.
 _GATEWAY_PORT, _ADMIN_PORT = 50, 51
+_NEXT_ROUTER = 10  # ports between a router and the next one
 _ANSWERS = "http.gateway.ext_proc.stream_msgs_received"
 _ADMITTED = "llm_d_epp_kv_cache_index_admissions_total"
 
@@ -76,12 +77,14 @@ class StackSetting:
 
     Attributes:
         picker: Picker that replaces the router; None: the router.
+        routers: Number of routers, which share their requests in flight; the router itself is "router".
         with_events: Whether the pods publish events and have the bodies' prompts cached.
     """
 
     door: Door = "check_grpc"
     responses: Literal["skip", "full"] = "skip"
     pods: int = 16
+    routers: int = 1
     picker: Picker | None = None
     with_events: bool = True
     base_port: int = BASE_PORT
@@ -137,6 +140,10 @@ class GatewayStack:
         """Return the CPU seconds that a process has used."""
         return process_cpu_s(self._pids[name])
 
+    def routers_cpu_s(self) -> float:
+        """Return the CPU seconds that all routers have used."""
+        return sum(self.cpu_s(name) for name in self._pids if name.startswith("router"))
+
     def _stretch(
         self, module: str, target: str, bodies: Path, clients: int, seconds: float, *, repeated: bool
     ) -> Stretch:
@@ -160,7 +167,14 @@ def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Itera
     base = setting.base_port
     gateway = base + _GATEWAY_PORT
     model = str(model_directory(bodies))
-    options = StackOptions(setting.pods, gateway, base, model, setting.door, setting.responses)
+    options = StackOptions(
+        replicas=setting.pods,
+        port=gateway,
+        base_port=base,
+        model=model,
+        door=setting.door,
+        responses=setting.responses,
+    )
     plan = plan_stack(options, directory)
     check_ports([*plan.ports, base + _ADMIN_PORT])
     router, envoy = (child for child in plan.children if child.name in ("router", "envoy"))
@@ -169,11 +183,12 @@ def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Itera
         children = setting.picker(PickerPlace(base, http, setting.pods, setting.responses))
     else:
         router = replace(router, argv=[*router.argv, *setting.router_flags])
-        children = [fake_pods(http, setting.pods), router]
+        children = [fake_pods(http, setting.pods), *_peers(router, setting.routers)]
     plan = replace(plan, children=[*children, envoy])
     for name, text in plan.files.items():
         (directory / name).write_text(text)
-    (directory / "envoy.json").write_text(_with_admin(plan, base + _ADMIN_PORT))
+    routers = [child.ports[0] for child in plan.children if child.name.startswith("router")]
+    (directory / "envoy.json").write_text(_with_admin(plan, base + _ADMIN_PORT, routers))
     supervisor = Supervisor(directory, lambda _line: None)
     events = _events(told, setting.pods, bodies) if setting.with_events and not setting.picker else None
     try:
@@ -182,7 +197,7 @@ def gateway_stack(setting: StackSetting, bodies: Path, directory: Path) -> Itera
             await_pods(plan, supervisor.check)
         stack = GatewayStack(base, supervisor, events, f"{plan.router_debug_url}/metrics")
         if events is not None:
-            _await_calm(lambda: stack.cpu_s("router") + process_cpu_s(events.pid))
+            _await_calm(lambda: stack.routers_cpu_s() + process_cpu_s(events.pid))
         yield stack
     finally:
         supervisor.stop()
@@ -204,12 +219,34 @@ def fake_pods(first_port: int, number: int, *hosts: str) -> ChildPlan:
     return ChildPlan("pods", argv, range(first_port, first_port + number))
 
 
-def _with_admin(plan: StackPlan, port: int) -> str:
+def _peers(router: ChildPlan, number: int) -> Sequence[ChildPlan]:
+    """Return so many routers that know each other, each on the ports after the one before."""
+    if number == 1:
+        return [router]
+    routers = []
+    for at in range(number):
+        ports = [port + at * _NEXT_ROUTER for port in router.ports]
+        moved = {str(old): str(new) for old, new in zip(router.ports, ports, strict=True)}
+        others = [router.ports[0] + other * _NEXT_ROUTER for other in range(number) if other != at]
+        peers = [word for port in others for word in ("--peer", f"{HOST}:{port}")]
+        argv = [*(moved.get(word, word) for word in router.argv), "--hash-seed", "7", *peers]
+        ready = f"http://{HOST}:{ports[-1]}/ready"
+        routers.append(ChildPlan("router" if at == 0 else f"router-{at}", argv, ports, ready))
+    return routers
+
+
+def _with_admin(plan: StackPlan, port: int, routers: Sequence[int]) -> str:
     """Return Envoy's configuration with admin pages, without health checks, which some pickers lack."""
     address = {"socket_address": {"address": HOST, "port_value": port}}
     config = {**json.loads(plan.files["envoy.json"]), "admin": {"address": address}}
     for cluster in config["static_resources"]["clusters"]:
         cluster.pop("health_checks", None)
+        if cluster["name"] == "router":
+            (group,) = cluster["load_assignment"]["endpoints"]
+            group["lb_endpoints"] = [
+                {"endpoint": {"address": {"socket_address": {"address": HOST, "port_value": each}}}}
+                for each in routers
+            ]
     return json.dumps(config)
 
 

@@ -69,6 +69,7 @@ def main() -> int:
             for name in _DOORS:
                 _door(name, bodies, directory, effort, report)
             _full(bodies, directory, effort, report)
+            _routers(bodies, directory, effort, report)
             _floors(bodies, directory, effort, report)
             _idle(bodies, directory, effort, report)
         measure_inside(bodies, options)
@@ -106,6 +107,18 @@ def _door(name: str, bodies: dict[str, Path], directory: Path, effort: Effort, r
         with gateway_stack(replace(setting, router_flags=flags), bodies["all"], directory) as stack:
             stack.pick_load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)
             _unary_figure(stack, setting, bodies["small"], effort, report)
+
+
+def _routers(bodies: dict[str, Path], directory: Path, effort: Effort, report: Report) -> None:
+    """Print the CPU per request of several routers together, which share their requests in flight."""
+    for routers in (1, 2, 4):
+        setting = StackSetting(routers=routers)
+        with gateway_stack(setting, bodies["all"], directory) as stack:
+            stack.load(bodies["small"], _CLIENTS, _STRETCHES_OF_WORDS * effort.seconds)
+            rounds = _rounds(effort, partial(stack.load, bodies["small"], _CLIENTS, effort.seconds))
+            cpu = [sum(ms for name, ms in one.cpu_ms.items() if "router" in name) for one in rounds]
+            shown = _shown(setting, rounds, routers=routers)
+            report.figure(f"routers_{routers}_cpu_ms", "ms", cpu, **shown)
 
 
 def _door_figures(

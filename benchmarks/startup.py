@@ -72,7 +72,9 @@ def main() -> int:
         directory = Path(name)
         bodies = write_bodies(directory, tiny=True)["small"]
         model = str(model_directory(bodies))
-        plan = plan_stack(StackOptions(pods, _BASE_PORT + 50, _BASE_PORT, model), directory)
+        plan = plan_stack(
+            StackOptions(replicas=pods, port=_BASE_PORT + 50, base_port=_BASE_PORT, model=model), directory
+        )
         (directory / "pods.yaml").write_text(plan.files["pods.yaml"])
         with _fake_pods(plan, pods, bodies):
             # The first start fills the caches, including the kernels'.

@@ -32,13 +32,11 @@ def kernel_with_arrays(function: _Kernel) -> _Kernel:
     return _compiled(function, {"_nrt": True})
 
 
-def kernel_without_gil(function: _Kernel) -> _Kernel:
-    """Compile like `kernel`, but release the GIL: for long work that runs under no lock."""
-    return _compiled(function, {"nogil": True})
-
-
 def fastmath_kernel(function: _Kernel) -> _Kernel:
-    """Compile like `kernel_without_gil`, and allow float sums in any order, as vector instructions need."""
+    """Compile like `kernel`, but without the GIL, for long work that runs under no lock.
+
+    Float sums may be in any order, as vector instructions need.
+    """
     return _compiled(function, {"nogil": True, "fastmath": {"reassoc", "nsz", "contract"}})
 
 

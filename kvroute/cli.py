@@ -27,6 +27,7 @@ _COMMANDS = {
         "serve a model over an OpenAI-compatible API and publish its KV cache events",
     ),
     "plan": ("planning.cli", "compute memory, concurrency and speed of a model on GPUs"),
+    "envoy-config": ("kvroute.envoy_config", "print the configuration of an Envoy that calls routers"),
     "bench": ("", "run a benchmark of a checkout"),
 }
 _BENCHMARKS = {

@@ -1,16 +1,21 @@
-"""Envoy bootstrap configuration of the local stack, as a JSON-like dict.
+"""Envoy's configuration: of the local stack, as a JSON-like dict, and the `kvroute envoy-config` command.
 
-Two listeners: the gateway, which asks the router for a pod by ext_authz or ext_proc, and a round-robin one
-for comparison. Their building blocks are in envoy.yaml.
+Two listeners: the gateway, which asks a router for a pod by ext_authz or ext_proc, and a round-robin one for
+comparison. Their building blocks are in envoy.yaml.
 """
 
+import json
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from common.flags import CommandParser, add_flags, flag, flag_values, port
+from router.config.flags import switch
 from router.doors.boundary import DESTINATION_HEADER, GATEWAY_ONLY_HEADERS
 
 POD_HEADER = "x-kvroute-pod"
@@ -53,16 +58,96 @@ _Action = tuple[dict[str, Any], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
-class EnvoySettings:
-    """Inputs of the configuration; see `StackOptions`. Addresses are (host, port)."""
+class DoorOptions:
+    """How Envoy calls the router; raises a ValueError for choices that exclude each other."""
 
-    gateway: Address
-    router_grpc: Address
-    pods: Sequence[Address]
+    door: Door = flag(
+        "gateway",
+        "--door",
+        Door,
+        "check_grpc",
+        "check_grpc: one call with the whole body (ext_authz); ext_proc: as Gateway API gateways call",
+    )
+    responses: Responses = flag(
+        "gateway",
+        "--responses",
+        Responses,
+        "usage",
+        "usage: Envoy reads their cached tokens; skip: it does not; full: ext_proc receives both phases",
+    )
+    failure_mode_allow: bool = switch(
+        "gateway",
+        "--failure-mode-allow",
+        False,
+        "send requests round-robin while the router is unavailable, not 503 (not with ext_proc)",
+    )
+
+    def __post_init__(self) -> None:
+        if self.responses == "full" and self.door != "ext_proc":
+            raise ValueError("--responses full needs --door ext_proc: ext_authz never receives responses")
+        if self.failure_mode_allow and self.door == "ext_proc":
+            raise ValueError(
+                "--failure-mode-allow needs --door check_grpc: ext_proc would lose streamed bodies"
+            )
+
+
+def _address(text: str) -> Address:
+    host, _, number = text.rpartition(":")
+    if not host:
+        raise ArgumentTypeError(f"must be HOST:PORT, not {text!r}")
+    return host.strip("[]"), port(number)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvoySettings(DoorOptions):
+    """Inputs of the configuration. Addresses are (host, port)."""
+
+    gateway: Address = flag(
+        "addresses",
+        "--listen",
+        _address,
+        ("0.0.0.0", 8080),
+        "the gateway's (default: 0.0.0.0:8080)",
+        metavar="HOST:PORT",
+    )
+    routers: Sequence[Address] = flag(
+        "addresses",
+        "--router",
+        _address,
+        (),
+        "gRPC ports of all routers",
+        required=True,
+        nargs="+",
+        metavar="HOST:PORT",
+    )
+    pods: Sequence[Address] = flag(
+        "addresses",
+        "--pod",
+        _address,
+        (),
+        "model servers, for --failure-mode-allow",
+        nargs="+",
+        metavar="HOST:PORT",
+    )
     round_robin: Address | None = None
-    door: Door = "check_grpc"
-    responses: Responses = "usage"
-    failure_mode_allow: bool = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a configuration; return the exit status."""
+    parser = CommandParser(
+        prog="kvroute envoy-config",
+        description="Print the configuration of an Envoy 1.40 that asks routers for a pod, as JSON.",
+    )
+    add_flags(parser, EnvoySettings)
+    arguments = parser.parse_args(argv)
+    try:
+        settings = EnvoySettings(**flag_values(EnvoySettings, arguments))
+        if settings.failure_mode_allow and not settings.pods:
+            raise ValueError("--failure-mode-allow needs --pod: the model servers to send requests to")
+    except ValueError as error:
+        parser.error(str(error))
+    print(json.dumps(bootstrap(settings), indent=2))
+    return 0
 
 
 def bootstrap(settings: EnvoySettings) -> dict[str, Any]:
@@ -87,7 +172,7 @@ def bootstrap(settings: EnvoySettings) -> dict[str, Any]:
     if settings.responses == "usage":
         read_usage(gateway, parts["token_usage"])
     listeners = [gateway]
-    used = [clusters["picked_pod"], _to(clusters["router"], [settings.router_grpc])]
+    used = [clusters["picked_pod"], _to(clusters["router"], settings.routers)]
     if settings.round_robin is not None:
         listeners.append(_listener("round_robin", settings.round_robin, parts, [round_robin], [], []))
     if settings.round_robin is not None or settings.failure_mode_allow:
@@ -148,10 +233,18 @@ def _listener(
 
 
 def _to(cluster: dict[str, Any], addresses: Sequence[Address]) -> dict[str, Any]:
-    """Return a copy of a cluster with endpoints."""
+    """Return a copy of a cluster with endpoints, which are found by DNS where they have names."""
     endpoints = [{"endpoint": {"address": _socket(address)}} for address in addresses]
     assignment = {"cluster_name": cluster["name"], "endpoints": [{"lb_endpoints": endpoints}]}
-    return {**cluster, "load_assignment": assignment}
+    kind = {} if all(_is_ip(host) for host, _ in addresses) else {"type": "STRICT_DNS"}
+    return {**cluster, **kind, "load_assignment": assignment}
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        return bool(ip_address(host))
+    except ValueError:
+        return False
 
 
 def _socket(address: Address) -> dict[str, Any]:

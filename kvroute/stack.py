@@ -24,9 +24,8 @@ from indexer.pod_entry import (
     REPLAY_PORT_LABEL,
     SNAPSHOT_LABEL,
 )
-from kvroute.envoy_config import Door, EnvoySettings, Responses, bootstrap
+from kvroute.envoy_config import DoorOptions, EnvoySettings, bootstrap
 from model_server.config import TINY_MODEL
-from router.config.flags import switch
 
 HOST = "127.0.0.1"
 REPLICAS_MAX = 100
@@ -44,7 +43,7 @@ class LocalStackError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class StackOptions:
+class StackOptions(DoorOptions):
     """Options of the user. `port` is the gateway's; other ports are derived from `base_port`."""
 
     replicas: int = flag("stack", "--replicas", int, 2, "number of model servers")
@@ -53,26 +52,8 @@ class StackOptions:
     model: str = flag(
         "stack", "--model", str, TINY_MODEL, "kvroute-tiny, or a Hugging Face checkpoint directory"
     )
-    door: Door = flag(
-        "stack",
-        "--door",
-        Door,
-        "check_grpc",
-        "check_grpc: one call with the whole body (ext_authz); ext_proc: as Gateway API gateways call",
-    )
-    responses: Responses = flag(
-        "stack",
-        "--responses",
-        Responses,
-        "usage",
-        "usage: Envoy reads their cached tokens; skip: it does not; full: ext_proc receives both phases",
-    )
-    failure_mode_allow: bool = switch(
-        "stack",
-        "--failure-mode-allow",
-        False,
-        "send requests round-robin while the router is unavailable, not 503 (not with ext_proc)",
-    )
+    gpu_blocks: int = flag("stack", "--num-gpu-blocks", int, 1024, "KV blocks of a model server's pool")
+    cpu_blocks: int = flag("stack", "--cpu-blocks", int, 0, "KV blocks of its host tier; 0: no host tier")
 
 
 class _Pod(NamedTuple):
@@ -121,12 +102,6 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
     base = options.base_port
     if not (1 <= options.port <= 65535 and 1024 <= base <= 65535 - max(_POD_PORTS) - REPLICAS_MAX):
         raise LocalStackError(f"port {options.port} or base port {base} is out of range")
-    if options.responses == "full" and options.door != "ext_proc":
-        raise LocalStackError("--responses full needs --door ext_proc: ext_authz never receives responses")
-    if options.failure_mode_allow and options.door == "ext_proc":
-        raise LocalStackError(
-            "--failure-mode-allow needs --door check_grpc: ext_proc would lose streamed bodies"
-        )
     model_name = TINY_MODEL if options.model == TINY_MODEL else Path(options.model).resolve().name
     grpc, health, metrics, round_robin = range(base, base + 4)
     pods = [
@@ -135,7 +110,7 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
     ]
     settings = EnvoySettings(
         gateway=(HOST, options.port),
-        router_grpc=(HOST, grpc),
+        routers=[(HOST, grpc)],
         pods=[(HOST, pod.http) for pod in pods],
         round_robin=(HOST, round_robin),
         door=options.door,
@@ -174,6 +149,7 @@ def _model_server(options: StackOptions, pod: _Pod, model_name: str) -> ChildPla
     argv = [sys.executable, "-m", "model_server", "--host", HOST, "--port", str(pod.http)]
     argv += ["--admin-port", str(pod.admin)]
     argv += ["--model", options.model, "--served-model-name", model_name]
+    argv += ["--num-gpu-blocks", str(options.gpu_blocks), "--cpu-blocks", str(options.cpu_blocks)]
     # Events contain prompts, so publish them on loopback only.
     argv += ["--kv-events-endpoint", f"tcp://{HOST}:{pod.events}", "--kv-events-bind"]
     argv += ["--kv-replay-endpoint", f"tcp://{HOST}:{pod.replay}"]

@@ -27,10 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     only.add_argument("--demo-only", action="store_true", help="end after the demonstration")
     only.add_argument("--no-demo", action="store_true", help="start and stay up without the demonstration")
     arguments = parser.parse_args(argv)
-    options = StackOptions(**flag_values(StackOptions, arguments))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     try:
+        options = StackOptions(**flag_values(StackOptions, arguments))
         return _run(options, demo=not arguments.no_demo, stay=not arguments.demo_only)
     except KeyboardInterrupt:
         return 0

@@ -38,6 +38,14 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 class _ProcessFlags:
     log_level: LogLevel = flag("server", "--log-level", LogLevel, "info", "minimum level of log lines")
     no_kv_events: bool = flag(EVENTS_GROUP, "--no-kv-events", bool, False, "publish no events")
+    vllm_kv_events: str | None = flag(
+        EVENTS_GROUP,
+        "--kv-events-config",
+        str,
+        None,
+        "all settings of the events as vLLM's JSON object, instead of the other flags of this group",
+        metavar="JSON",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,11 +144,14 @@ def command_parser() -> argparse.ArgumentParser:
 
 
 def _events_config(args: argparse.Namespace) -> KVEventsConfig | None:
-    if args.no_kv_events:
-        return None
-    return KVEventsConfig(
+    flags = KVEventsConfig(
         **{**flag_values(KVEventsConfig, args), "replay_endpoint": args.replay_endpoint or None}
     )
+    if args.vllm_kv_events is None:
+        return None if args.no_kv_events else flags
+    if args.no_kv_events or flags != KVEventsConfig(replay_endpoint=REPLAY_ENDPOINT):
+        raise ConfigError("--kv-events-config: replaces the other flags of KV events; remove them")
+    return KVEventsConfig.of_vllm(args.vllm_kv_events)
 
 
 def _admin_token(args: argparse.Namespace) -> str | None:

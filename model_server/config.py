@@ -2,9 +2,12 @@
 
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-from common.flags import ADMIN_TOKEN_VARIABLE, file_flag, flag, positive
+import msgspec
+
+from common.flags import ADMIN_TOKEN_VARIABLE, file_flag, flag, pair, positive
 from common.flags import port as tcp_port
 from model_server.errors import ConfigError
 
@@ -155,6 +158,24 @@ class KVEventsConfig:
         "--kv-events-bind", bool, False, "always bind --kv-events-endpoint, also to a loopback address"
     )
 
+    @classmethod
+    def of_vllm(cls, text: str) -> "KVEventsConfig | None":
+        """Parse vLLM's `--kv-events-config`: a JSON object; None where it publishes no events.
+
+        Raises:
+            ConfigError: The text is no such object, or names an unknown setting.
+        """
+        try:
+            settings = msgspec.json.decode(text, type=dict[str, Any])
+            enabled = msgspec.convert(settings.pop("enable_kv_cache_events", False), bool)
+            publisher = msgspec.convert(settings.pop("publisher", None), Literal["zmq", "null"] | None)
+            if unknown := settings.keys() - {field.name for field in fields(cls)}:
+                raise ConfigError(f"--kv-events-config: unknown setting {min(unknown)}")
+            config = msgspec.convert(settings, cls)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"--kv-events-config: {error}") from error
+        return config if enabled and publisher != "null" else None
+
     def as_vllm(self) -> dict[str, object]:
         """Return the settings in the form of vLLM's /kv_event_sources."""
         settings = asdict(self)
@@ -209,6 +230,14 @@ class ServeOptions:
         "file with the secret that requests to --admin-port must carry as Authorization: Bearer SECRET "
         f"(default: ${ADMIN_TOKEN_VARIABLE}; without either, every client that reaches the port is accepted)",
         repr=False,
+    )
+    lora_modules: tuple[tuple[str, Path], ...] = _server_flag(
+        "--lora-modules",
+        pair(Path),
+        (),
+        "LoRA adapters to load at start, with their directories",
+        nargs="+",
+        metavar="NAME=DIRECTORY",
     )
     runtime_loras: bool = _server_flag(
         "--allow-runtime-lora-updating",

@@ -219,9 +219,8 @@ class TextEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._head, self._tail = _affixes(tokenizer)
-        splitting = _splitting_tokens(tokenizer) if splits_at_special_tokens(tokenizer) else []
-        longest_first = sorted(splitting, key=len, reverse=True)
-        self._special_tokens = re.compile("|".join(map(re.escape, longest_first))) if splitting else None
+        splitting = _splitting_tokens(tokenizer)
+        self._special_tokens = _any_of(splitting)
         # Special tokens that are a prefix of another one, so that following text may change them.
         self._extensible = {
             token for token in splitting for other in splitting if other != token and other.startswith(token)
@@ -254,10 +253,8 @@ class TextEncoder:
 
     def stable_prefix(self, text: str) -> str:
         """Return the prefix of `text` up to its last special token; its ids are the same whatever follows."""
-        finder = self._special_tokens
-        if finder is None:
-            return ""
-        ends = [found.end() for found in finder.finditer(text) if found.group() not in self._extensible]
+        tokens = self._special_tokens.finditer(text)
+        ends = [found.end() for found in tokens if found.group() not in self._extensible]
         return text[: ends[-1]] if ends else ""
 
     def _by_library(self, text: str) -> TokenIds:
@@ -269,20 +266,22 @@ class TextEncoder:
         return _array(encoding.ids)
 
 
-def splits_at_special_tokens(tokenizer: Tokenizer) -> bool:
-    """Return whether splitting at special tokens is exact for this tokenizer; False if in doubt."""
-    splitting = _splitting_tokens(tokenizer)
-    others = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-    return bool(splitting) and not _depends_on_position(tokenizer) and not _overlap(splitting, others)
-
-
 def _splitting_tokens(tokenizer: Tokenizer) -> list[str]:
-    """Return the added tokens that are matched in the raw text, independent of the text around them."""
-    return [
+    """Return the added tokens at which texts may be split without changing the ids; empty if in doubt."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    # Matched in the raw text, independent of the text around them.
+    splitting = [
         token.content
-        for token in tokenizer.get_added_tokens_decoder().values()
+        for token in added
         if token.content and not (token.normalized or token.single_word or token.lstrip or token.rstrip)
     ]
+    is_exact = not _depends_on_position(tokenizer) and not _overlap(splitting, [one.content for one in added])
+    return splitting if is_exact else []
+
+
+def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern of these tokens, the longest first; it matches nothing if there are none."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
 
 
 def _affixes(tokenizer: Tokenizer) -> tuple[TokenIds, TokenIds]:
@@ -322,5 +321,5 @@ def _overlap(splitting: Sequence[str], others: Sequence[str]) -> bool:
     ends_of_cutting = {token[-length:] for token in splitting for length in range(1, len(token))}
     if beginnings & ends or beginnings_of_others & ends_of_cutting:
         return True
-    within = re.compile("|".join(map(re.escape, sorted(splitting, key=len, reverse=True))))
+    within = _any_of(splitting)
     return any((found := within.search(token)) and found.group() != token for token in others)

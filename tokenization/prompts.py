@@ -22,6 +22,7 @@ from tokenization.apis.chat import (
     count_items,
     decoded,
     objects,
+    optional,
 )
 from tokenization.encoder import TokenIds
 from tokenization.errors import PromptError, PromptTooLongError, UnsupportedPromptError
@@ -201,18 +202,13 @@ def _template_options(body: Body) -> dict[str, Any]:
 
 
 def _template_kwargs(body: Body) -> dict[str, Any]:
-    kwargs = body.get("chat_template_kwargs")
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise PromptError("chat_template_kwargs must be an object", "chat_template_kwargs")
-    given = kwargs or {}
+    given = optional(body.get("chat_template_kwargs"), dict, "chat_template_kwargs") or {}
     # vLLM's server leaves these values to the template.
     kwargs = {name: value for name, value in given.items() if value not in (None, "auto")}
     if "chat_template" in kwargs:
         raise UnsupportedPromptError("a chat template in the request is not accepted", "chat_template_kwargs")
-    effort = body.get("reasoning_effort")
+    effort = optional(body.get("reasoning_effort"), str, "reasoning_effort")
     if effort is not None:
-        if not isinstance(effort, str):
-            raise PromptError("reasoning_effort must be a string", "reasoning_effort")
         if "enable_thinking" not in given:
             kwargs["enable_thinking"] = effort != "none"
         kwargs["reasoning_effort"] = effort

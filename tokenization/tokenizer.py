@@ -118,9 +118,7 @@ class PromptTokenizer:
         except Exception as error:  # the library raises Exception itself for every kind of broken file
             raise TokenizerLoadError(f"{path}: {error}") from error
         settings = read_json(directory / "tokenizer_config.json")
-        special = {
-            name: text for name in _SPECIAL_TOKENS if (text := token_text_of(settings.get(name))) is not None
-        }
+        special = _token_texts({name: settings.get(name) for name in _SPECIAL_TOKENS})
         sources, mistral_text, images = TemplateSources(None, None), None, None
         coded: HarmonyPrompts | MistralPrompts | None = mistral
         if own_file is not None:
@@ -132,7 +130,9 @@ class PromptTokenizer:
             sources = template_sources(directory, settings, images.config)
             if by_library and images.config.get("model_type") == GPT_OSS:
                 coded = HarmonyPrompts()
-        known = special | _extra_tokens(settings)
+        # A model's extra special tokens have their own names in the template.
+        extra = settings.get("extra_special_tokens")
+        known = special | _token_texts(extra if isinstance(extra, dict) else {})
         default, tools = (ChatTemplate(source, known) if source is not None else None for source in sources)
         try:
             eos_token_ids = _eos_token_ids(directory, tokenizer, special)
@@ -196,11 +196,8 @@ class PromptTokenizer:
         return template.render(messages, tools=tools, **options)
 
 
-def _extra_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return a model's extra special tokens by their names in the template."""
-    extra = settings.get("extra_special_tokens")
-    named = extra.items() if isinstance(extra, dict) else ()
-    return {name: text for name, value in named if (text := token_text_of(value)) is not None}
+def _token_texts(values: Mapping[str, object]) -> dict[str, str]:
+    return {name: text for name, value in values.items() if (text := token_text_of(value)) is not None}
 
 
 def _eos_token_ids(directory: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> frozenset[int]:

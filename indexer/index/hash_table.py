@@ -242,11 +242,11 @@ def free_slot(arrays: FlatArrays, slot: int) -> None:
 
 
 @inlined
-def unlink(arrays: FlatArrays, slot: int) -> None:
-    """Remove a slot from the LRU list."""
+def unlink(arrays: FlatArrays, first: int, last: int) -> None:
+    """Remove the linked slots from `first` to `last` from the LRU list."""
     slots = arrays.slots
-    before = np.int64(slots[slot, layout.PREVIOUS])
-    after = np.int64(slots[slot, layout.NEXT])
+    before = np.int64(slots[first, layout.PREVIOUS])
+    after = np.int64(slots[last, layout.NEXT])
     if before == layout.NO_SLOT:
         arrays.counters[layout.NEWEST] = after
     else:
@@ -304,13 +304,7 @@ def use(arrays: FlatArrays, chain: np.ndarray, length: int) -> None:
         ):
             start -= 1
         first = chain[start]
-        before = np.int64(slots[first, layout.PREVIOUS])
-        if before != layout.NO_SLOT:
-            after = np.int64(slots[last, layout.NEXT])
-            slots[before, layout.NEXT] = np.uint32(after)
-            if after == layout.NO_SLOT:
-                arrays.counters[layout.OLDEST] = before
-            else:
-                slots[after, layout.PREVIOUS] = np.uint32(before)
+        if np.int64(slots[first, layout.PREVIOUS]) != layout.NO_SLOT:
+            unlink(arrays, first, last)
             link(arrays, first, last, layout.NO_SLOT)
         end = start

@@ -22,6 +22,8 @@ def _copy_id(slot: int, pod: int, tier: int) -> np.uint64:
 @inlined
 def _find_entry(arrays: FlatArrays, copy_id: np.uint64) -> int:
     """Return the place of an entry in `extra_copies`, or -1."""
+    if arrays.counters[layout.EXTRA_COPIES] == 0:
+        return -1
     buckets = arrays.extra_copy_buckets
     bits = hash_bits(copy_id)
     place = home_of(bits, buckets)
@@ -37,8 +39,6 @@ def _find_entry(arrays: FlatArrays, copy_id: np.uint64) -> int:
 @inlined
 def count_extra_copies(arrays: FlatArrays, slot: int, pod: int, tier: int) -> int:
     """Return the number of copies beyond the first."""
-    if arrays.counters[layout.EXTRA_COPIES] == 0:
-        return 0
     entry = _find_entry(arrays, _copy_id(slot, pod, tier))
     return np.int64(arrays.extra_copies[entry, 1]) if entry >= 0 else 0
 
@@ -59,8 +59,6 @@ def add_extra_copies(arrays: FlatArrays, slot: int, pod: int, tier: int, copies:
 @inlined
 def drop_extra_copy(arrays: FlatArrays, slot: int, pod: int, tier: int) -> int:
     """Remove one copy beyond the first; return how many of them are left, or -1 if there were none."""
-    if arrays.counters[layout.EXTRA_COPIES] == 0:
-        return -1
     entry = _find_entry(arrays, _copy_id(slot, pod, tier))
     if entry < 0:
         return -1
@@ -74,10 +72,9 @@ def drop_extra_copy(arrays: FlatArrays, slot: int, pod: int, tier: int) -> int:
 @kernel
 def clear_extra_copies(arrays: FlatArrays, slot: int, pod: int, tier: int) -> None:
     """Remove all copies beyond the first."""
-    if arrays.counters[layout.EXTRA_COPIES]:
-        entry = _find_entry(arrays, _copy_id(slot, pod, tier))
-        if entry >= 0:
-            _free_entry(arrays, entry)
+    entry = _find_entry(arrays, _copy_id(slot, pod, tier))
+    if entry >= 0:
+        _free_entry(arrays, entry)
 
 
 @inlined
@@ -158,11 +155,8 @@ def add_holder(arrays: FlatArrays, slot: int, pod: int, tier: int, copies: int) 
                 _add_to_holder(arrays, slot, column, pod, tier, copies)
                 return
         if empty >= 0:
-            holder = pod | (1 << (layout.TIER_SHIFT + tier))
-            if copies > 1:
-                holder |= 1 << (layout.EXTRA_SHIFT + tier)
-                add_extra_copies(arrays, slot, pod, tier, copies - 1)
-            slots[slot, empty] = np.uint32(holder)
+            slots[slot, empty] = np.uint32(pod)
+            _add_to_holder(arrays, slot, empty, pod, tier, copies)
             arrays.pod_blocks[pod] += 1
             return
         _move_to_row(arrays, slot)
@@ -180,7 +174,7 @@ def add_holder(arrays: FlatArrays, slot: int, pod: int, tier: int, copies: int) 
 
 @inlined
 def _add_to_holder(arrays: FlatArrays, slot: int, column: int, pod: int, tier: int, copies: int) -> None:
-    """Add copies for a pod that is already among a slot's holders."""
+    """Add copies for a pod whose number is in a slot's holder."""
     holder = np.int64(arrays.slots[slot, column])
     beyond_first = copies - 1
     if (holder >> (layout.TIER_SHIFT + tier)) & 1:

@@ -48,22 +48,21 @@ def free_block(arrays: FlatArrays, slot: int) -> None:
     """Delete a block that has no holder."""
     delete_hashes(arrays, slot)
     delete(arrays.buckets, hash_bits(arrays.keys[slot, 0]), slot + 1)
-    unlink(arrays, slot)
+    unlink(arrays, slot, slot)
     free_slot(arrays, slot)
     arrays.counters[layout.BLOCKS] -= 1
 
 
 @kernel
-def evict_oldest(arrays: FlatArrays, blocks: int) -> int:
-    """Evict the least recently used blocks, at most `blocks`; return how many were evicted."""
-    for dropped in range(blocks):
-        slot = arrays.counters[layout.OLDEST]
-        if slot == layout.NO_SLOT:
-            return dropped
-        drop_holders(arrays, slot, False)
-        free_block_out_of_line(arrays, slot)
-        arrays.counters[layout.EVICTED] += 1
-    return blocks
+def evict_oldest(arrays: FlatArrays) -> bool:
+    """Evict the least recently used block; return whether there was one."""
+    slot = arrays.counters[layout.OLDEST]
+    if slot == layout.NO_SLOT:
+        return False
+    drop_holders(arrays, slot, False)
+    free_block_out_of_line(arrays, slot)
+    arrays.counters[layout.EVICTED] += 1
+    return True
 
 
 @inlined
@@ -74,14 +73,14 @@ def make_room(arrays: FlatArrays, blocks: int, spared: int) -> None:
         counters[layout.BLOCKS] > spared
         and used_bytes(arrays) + blocks * layout.BLOCK_BYTES > counters[layout.BYTES_MAX]
     ):
-        evict_oldest(arrays, 1)
+        evict_oldest(arrays)
 
 
 @inlined
 def insert_block(arrays: FlatArrays, key: np.uint64, before: int) -> int:
     """Create a slot for a new block after `before` in the LRU list. The caller adds a holder."""
     if arrays.counters[layout.BLOCKS] >= arrays.counters[layout.CAPACITY]:
-        evict_oldest(arrays, 1)
+        evict_oldest(arrays)
     slot = allocate_slot(arrays)
     arrays.keys[slot, 0] = key
     for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
@@ -251,7 +250,7 @@ def ensure_room(arrays: FlatArrays, blocks: int) -> None:
     the least recently used blocks are evicted for it.
     """
     counters = arrays.counters
-    while used_bytes(arrays) > counters[layout.BYTES_MAX] and evict_oldest(arrays, 1):
+    while used_bytes(arrays) > counters[layout.BYTES_MAX] and evict_oldest(arrays):
         pass
     capacity = counters[layout.CAPACITY]
     grow_table(arrays.buckets, min(counters[layout.BLOCKS] + blocks, capacity), capacity)

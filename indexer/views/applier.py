@@ -39,7 +39,7 @@ from indexer.views.pod_view import PodView
 from indexer.views.view_parts import Change, ChangeLog, Entry, Kind, Outcome, StoredRun, ViewFacts
 from indexer.wire import columns as rows
 from indexer.wire.columns import Columns, EventDecoder, hash_to_uint64
-from indexer.wire.events import BlockRemoved, BlockStored
+from indexer.wire.events import BlockRemoved, BlockStored, KVEvent
 from indexer.wire.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
 
 # Maximum of awaited hashes that the kernel compares with each store; above it the view applies all events.
@@ -352,8 +352,10 @@ def warm_kernels() -> None:
     context = ApplierContext(config, index, hasher)
     for pod in _WARM_PODS:
         state = EventApplier(context, PodStream(pod, "warm", "tcp://127.0.0.1:1", None))
-        state.apply([_batch(_store([1, 2], None), _store([3], 2))])
-        state.apply([_batch(_store([4], 3), _store([], None), _removal(4), _removal(9))])
+        state.apply([_batch(_store(1, 2), _store(3, parent=2))])
+        copy = BlockStored([1], medium="GPU")
+        removals = [BlockRemoved([engine_hash], "GPU") for engine_hash in (4, 9)]
+        state.apply([_batch(_store(4, parent=3), copy, *removals)])
     # Read-only tokens are a separate type, compiled separately.
     hasher.chain(0, np.frombuffer(bytes(4), np.uint32))
     keys = hasher.chain(hasher.root("warm"), [1, 2, 3])
@@ -376,22 +378,9 @@ def warm_kernels() -> None:
     index.stats()
 
 
-def _batch(*events: dict[str, object]) -> bytes:
+def _batch(*events: KVEvent) -> bytes:
     return msgspec.msgpack.encode([0.0, events, None])
 
 
-def _store(tokens: list[int], parent: int | None) -> dict[str, object]:
-    return {
-        "type": "BlockStored",
-        "block_hashes": tokens or [1],
-        "parent_block_hash": parent,
-        "token_ids": tokens,
-        "block_size": 1 if tokens else 0,
-        "lora_id": None,
-        "medium": "GPU",
-        "lora_name": None,
-    }
-
-
-def _removal(engine_hash: int) -> dict[str, object]:
-    return {"type": "BlockRemoved", "block_hashes": [engine_hash], "medium": "GPU"}
+def _store(*tokens: int, parent: int | None = None) -> BlockStored:
+    return BlockStored(list(tokens), parent, list(tokens), block_size=1, medium="GPU")

@@ -9,6 +9,7 @@ such a store counts as a copy. Only during an episode of reports is it uncertain
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 from indexer.errors import PayloadError, TokenError
@@ -96,7 +97,7 @@ class UncertainCopies:
     def __init__(self, max_blocks: int = 20_000) -> None:
         self._max_blocks = max_blocks  # of blocks with uncertain copies; the default takes a few megabytes
         # Number of uncertain copies, by hash and tier.
-        self._copies: dict[tuple[EngineHash, str], int] = {}
+        self._copies = Counter[tuple[EngineHash, str]]()
         # Doubtful blocks, and blocks stored while there were any, with the value of `_doubts` at that time.
         self._doubtful: dict[tuple[EngineHash, str], int] = {}
         self._stored_later: dict[tuple[EngineHash, str], int] = {}
@@ -115,8 +116,7 @@ class UncertainCopies:
         """Add an uncertain copy of each block; return False without effect if the limit is reached."""
         if len(self) + len(hashes) > self._max_blocks:
             return False
-        for engine_hash in hashes:
-            self._copies[engine_hash, tier] = self._copies.get((engine_hash, tier), 0) + 1
+        self._copies.update((engine_hash, tier) for engine_hash in hashes)
         return True
 
     def replace_last(self, engine_hash: EngineHash, tier: str) -> bool:
@@ -156,7 +156,7 @@ class UncertainCopies:
         doubtful = [engine_hash for engine_hash in hashes if (engine_hash, tier) in self._doubtful]
         for engine_hash in doubtful:
             del self._doubtful[engine_hash, tier]
-            self._copies[engine_hash, tier] = self._copies.get((engine_hash, tier), 0) + 1
+            self._copies[engine_hash, tier] += 1
         if len(self._stored_later) + len(hashes) <= self._max_blocks:
             self._stored_later.update(dict.fromkeys([(each, tier) for each in hashes], self._doubts))
         return doubtful

@@ -47,7 +47,7 @@ class PodView:
         self._orphans = Orphans(config.orphan_tokens_per_pod)
         self._lead_cache = cache_of(None)
         self._runs = Runs(model, self._lead_cache, hasher, tiers, max_partials=config.engine_hashes_per_pod)
-        self._caches: dict[int, BlockCache] = {}
+        self._caches: dict[int | None, BlockCache] = {None: self._lead_cache}
         self._zero_is_a_hash = False
         self.is_paired = False  # whether the engine finds a block only in front of the same token
         self._full_reports = FullReports()
@@ -97,7 +97,7 @@ class PodView:
         """Start a new epoch: delete the old one's groups and its blocks in the index."""
         self._empty()
         self._groups.restore(())
-        self._caches.clear()
+        self._caches = {None: self._lead_cache}
         self._runs.block_tokens = None
         self._zero_is_a_hash = False
         self.is_paired = False
@@ -128,7 +128,7 @@ class PodView:
         )
 
     def parts(self) -> Iterator[ViewPart | None]:
-        for group, cache in ((None, self._lead_cache), *self._caches.items()):
+        for group, cache in self._caches.items():
             for part in cache.export():
                 yield None if part is None else ViewPart(group, part)
 
@@ -140,7 +140,7 @@ class PodView:
 
     def expire(self, change: Change) -> None:
         """Apply a change of `removals`; copies that are gone are ignored."""
-        (self._lead_cache if change.group is None else self._cache(change.group)).apply_change(change)
+        self._cache(change.group).apply_change(change)
 
     def restore_facts(self, facts: ViewFacts) -> None:
         self.clear()
@@ -156,8 +156,7 @@ class PodView:
 
     def restore(self, part: ViewPart) -> None:
         """Add blocks that another view of this epoch exported. This view has stored nothing itself."""
-        cache = self._lead_cache if part.group is None else self._cache(part.group)
-        cache.restore(part.blocks)
+        self._cache(part.group).restore(part.blocks)
 
     def apply_entry(self, entry: Entry) -> tuple[list[Keys], str | None]:
         """Apply changes that another router recorded of this epoch.
@@ -167,20 +166,16 @@ class PodView:
         """
         if entry.facts is not None:
             self._set_facts(entry.facts)
-        usable = {fact.group for fact in self._groups.facts() if fact.usable and not fact.leads}
+        usable = {None, *(fact.group for fact in self._groups.facts() if fact.usable and not fact.leads)}
         stored: list[Keys] = []
         for change in entry.changes:
             if change.kind is Kind.CLEARED:
                 # Clears all groups: only the lead group's clear is recorded, and the facts may lack groups.
                 self._empty()
-            elif change.group is None:
-                keys = self._lead_cache.apply_change(change)
-                if len(keys):
-                    stored.append(keys)
-            elif change.group in usable:
-                self._cache(change.group).apply_change(change)
-            else:
+            elif change.group not in usable:
                 return stored, "unknown_group"
+            elif len(keys := self._cache(change.group).apply_change(change)) and change.group is None:
+                stored.append(keys)
         return stored, None
 
     def _empty(self) -> None:
@@ -385,7 +380,7 @@ class PodView:
             return dropped
         return self._cache(change.group).drop(change.engine_hash, change.tier)
 
-    def _cache(self, group: int) -> BlockCache:
+    def _cache(self, group: int | None) -> BlockCache:
         if group not in self._caches:
             self._caches[group] = self._cache_of(group)
         return self._caches[group]

@@ -157,8 +157,8 @@ class Runs:
         return None if engine_hash in self._partials else self._cache.tail_key(engine_hash)
 
     def clear(self) -> None:
+        """Forget the partial blocks; the cache is cleared by its owner."""
         self._partials.clear()
-        self._cache.clear()
 
     def _keep(self, engine_hash: EngineHash, partial: _PartialBlock, tier: str) -> bool:
         known = self._partials.pop(engine_hash, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate, chain
 from typing import Any, TypeVar
 
@@ -70,8 +71,6 @@ _SPEC_KINDS: dict[str | None, int] = {None: -1, **{kind: place for place, kind i
 _LOW_64 = (1 << 64) - 1
 _NIL = Raw(b"\xc0")
 _BLANK = Event("", [])
-# Most entries of the cache of plain extra keys.
-_KNOWN_MAX = 1024
 # Batches of fewer events are converted row by row, because the numpy calls cost as much as this many rows.
 _FEW = 24
 
@@ -110,7 +109,6 @@ class EventDecoder:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._are_arrays = False
-        self._known: dict[tuple[bytes, str | None, int], bool] = {}
 
     def decode(self, payloads: Sequence[bytes]) -> Columns:
         """Decode payloads; a malformed payload does not affect the others."""
@@ -175,7 +173,7 @@ class EventDecoder:
                 and _UNUSUAL not in (medium, spec)
                 and event.cache_salt is None
                 and (lora or not event.lora_id)
-                and self._is_plain(event.extra_keys, lora, blocks)
+                and _is_plain(bytes(event.extra_keys), lora, blocks)
             )
             kind = _KINDS.get(event.type, OTHER) if is_usual else OTHER
             handle = 0 if parent is None else hash_to_uint64(parent)
@@ -221,34 +219,9 @@ class EventDecoder:
         unusual = (token_counts < 0) | (table[:, [MEDIUM, SPEC_KIND]] == _UNUSUAL).any(axis=1)
         salts = [event.cache_salt for event in events]
         unusual |= np.asarray(_column(salts, lambda salt: salt is not None))
-        unusual |= ~self._are_plain(events, loras, counts)
+        unusual |= ~_are_plain(events, loras, counts)
         table[unusual, KIND] = OTHER
         return table
-
-    def _are_plain(
-        self, events: Sequence[Event], loras: Sequence[str | None], counts: NDArray[np.int64]
-    ) -> NDArray[np.bool]:
-        """Return, per event, whether its blocks depend on tokens and the adapter's name only."""
-        extras, lora_ids = [event.extra_keys for event in events], [event.lora_id for event in events]
-        first, lora = extras[0], loras[0]
-        is_one = loras.count(lora) == len(events) and (counts == counts[0]).all()
-        if extras.count(first) == len(events) and (is_one or first == _NIL):
-            are_plain = np.array(self._is_plain(first, lora, int(counts[0])))
-        else:
-            are_plain = np.array(list(map(self._is_plain, extras, loras, counts.tolist())))
-        if any(lora_ids):
-            named = [not number or bool(lora) for number, lora in zip(lora_ids, loras, strict=True)]
-            are_plain = are_plain & np.array(named)
-        return are_plain
-
-    def _is_plain(self, extra: Raw, lora: str | None, blocks: int) -> bool:
-        asked = bytes(extra), lora, blocks
-        known = self._known.get(asked)
-        if known is None:
-            if len(self._known) >= _KNOWN_MAX:
-                self._known.clear()
-            known = self._known[asked] = _is_plain(*asked)
-        return known
 
 
 def _typed_or_error(read: _Read | Raw) -> KVEvent | PayloadError:
@@ -296,6 +269,24 @@ def _token_ids(lists: Sequence[Raw]) -> tuple[NDArray[np.uint32], NDArray[np.int
     return tokens[:used], counts
 
 
+def _are_plain(
+    events: Sequence[Event], loras: Sequence[str | None], counts: NDArray[np.int64]
+) -> NDArray[np.bool]:
+    """Return, per event, whether its blocks depend on tokens and the adapter's name only."""
+    extras, lora_ids = [event.extra_keys for event in events], [event.lora_id for event in events]
+    first, lora = extras[0], loras[0]
+    is_one = loras.count(lora) == len(events) and (counts == counts[0]).all()
+    if extras.count(first) == len(events) and (is_one or first == _NIL):
+        are_plain = np.array(_is_plain(bytes(first), lora, int(counts[0])))
+    else:
+        are_plain = np.array(list(map(_is_plain, map(bytes, extras), loras, counts.tolist())))
+    if any(lora_ids):
+        named = [not number or bool(lora) for number, lora in zip(lora_ids, loras, strict=True)]
+        are_plain = are_plain & np.array(named)
+    return are_plain
+
+
+@lru_cache(1024)
 def _is_plain(extra: bytes, lora: str | None, blocks: int) -> bool:
     try:
         entries = EXTRA_KEYS.decode(extra)

@@ -14,7 +14,7 @@ import uvloop
 
 from model_server.config import TINY_MODEL, ServeOptions
 from model_server.engine.build import build_engine, log_pool
-from model_server.errors import ModelServerError, StartError
+from model_server.errors import ConfigError, ModelServerError, StartError
 from model_server.kv_events.publisher import ZmqEventPublisher
 from model_server.openai.app import Server
 from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenizationError
@@ -36,6 +36,10 @@ def run(options: ServeOptions) -> None:
         tokenizer = load_tokenizer(options.engine.model)
         engine = build_engine(options.engine, None if publisher is None else publisher.publish)
         cleanup.callback(engine.close)
+        for name, directory in options.lora_modules:
+            if name in options.served_names:
+                raise ConfigError(f"--lora-modules {name}: is the model's own name")
+            engine.loras.load(name, directory)
         if publisher is not None:
             publisher.start()
         engine.start()

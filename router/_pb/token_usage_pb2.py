@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1crouter/_pb/token_usage.proto\x12\nkvroute.v1\"\xd0\x01\n\nTokenUsage\x12\x45\n\x13input_token_details\x18\x06 \x01(\x0b\x32(.kvroute.v1.TokenUsage.InputTokenDetails\x12\x19\n\x11\x65xtraction_status\x18\t \x01(\r\x1a\x16\n\x05\x43ount\x12\r\n\x05value\x18\x01 \x01(\x04\x1aH\n\x11InputTokenDetails\x12\x33\n\rcached_tokens\x18\x01 \x01(\x0b\x32\x1c.kvroute.v1.TokenUsage.Countb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1crouter/_pb/token_usage.proto\x12\nkvroute.v1\"\x85\x02\n\nTokenUsage\x12\x33\n\routput_tokens\x18\x04 \x01(\x0b\x32\x1c.kvroute.v1.TokenUsage.Count\x12\x45\n\x13input_token_details\x18\x06 \x01(\x0b\x32(.kvroute.v1.TokenUsage.InputTokenDetails\x12\x19\n\x11\x65xtraction_status\x18\t \x01(\r\x1a\x16\n\x05\x43ount\x12\r\n\x05value\x18\x01 \x01(\x04\x1aH\n\x11InputTokenDetails\x12\x33\n\rcached_tokens\x18\x01 \x01(\x0b\x32\x1c.kvroute.v1.TokenUsage.Countb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,9 +32,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'router._pb.token_usage_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TOKENUSAGE']._serialized_start=45
-  _globals['_TOKENUSAGE']._serialized_end=253
-  _globals['_TOKENUSAGE_COUNT']._serialized_start=157
-  _globals['_TOKENUSAGE_COUNT']._serialized_end=179
-  _globals['_TOKENUSAGE_INPUTTOKENDETAILS']._serialized_start=181
-  _globals['_TOKENUSAGE_INPUTTOKENDETAILS']._serialized_end=253
+  _globals['_TOKENUSAGE']._serialized_end=306
+  _globals['_TOKENUSAGE_COUNT']._serialized_start=210
+  _globals['_TOKENUSAGE_COUNT']._serialized_end=232
+  _globals['_TOKENUSAGE_INPUTTOKENDETAILS']._serialized_start=234
+  _globals['_TOKENUSAGE_INPUTTOKENDETAILS']._serialized_end=306
 # @@protoc_insertion_point(module_scope)

@@ -363,11 +363,7 @@ def _picker(flags: argparse.Namespace) -> PickerConfig | None:
 def _discovery(
     flags: argparse.Namespace, picker: PickerConfig | None
 ) -> tuple[Path | None, bool, KubeConfig | None]:
-    """Return the source of pods: a file and whether to watch it, or a cluster.
-
-    Raises:
-        ConfigError: No source is given, or more than one.
-    """
+    """Return the one source of pods: a file and whether to watch it, or a cluster."""
     discovery, kube = picker.discovery if picker is not None else None, kube_config(flags)
     if discovery is not None and kube is not None and kube.pool:
         # The reference picker requires --pool-name in every mode; with a file it is a label of metrics.

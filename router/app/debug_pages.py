@@ -125,35 +125,27 @@ def _token(authorization: str | None) -> str | None:
     return token if scheme.lower() == "bearer" and 0 < len(token) <= _TOKEN_CHARS_MAX else None
 
 
+@dataclass(eq=False)
 class DebugServer:
     """HTTP server of the metrics port.
-
-    Args:
-        pages: Pages by path. A page receives the query and returns a status and a value, which is sent as
-            text if it is a str, else as JSON. Pages run concurrently on threads.
-        tls: Factory of SSL contexts for new connections; None: plaintext.
-        authorize: Authorizer of requests other than /healthz and /ready; None: all are allowed.
-        admin: Handler of administration, which has a token of its own.
 
     Raises:
         ListenError: The address is in use.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        registry: CollectorRegistry,
-        pages: Mapping[str, Page],
-        *,
-        tls: Callable[[], SSLContext] | None = None,
-        authorize: MetricsAuth | None = None,
-        admin: Admin | None = None,
-    ) -> None:
-        self._registry, self._pages, self._authorize = registry, dict(pages), authorize
-        self._admin = admin
-        listener = bound_socket("--metrics-port", host, port)
-        self._server = PageServer(listener, self._answer, tls, ("POST", "DELETE") if admin else ())
+    host: str
+    port: int
+    registry: CollectorRegistry
+    # Pages by path. A page receives the query and returns a status and a value, which is sent as text if it
+    # is a str, else as JSON. Pages run concurrently on threads.
+    pages: Mapping[str, Page]
+    tls: Callable[[], SSLContext] | None = None  # factory of SSL contexts for new connections
+    authorize: MetricsAuth | None = None  # of requests other than /healthz and /ready; None: all are allowed
+    admin: Admin | None = None  # handler of administration, which has a token of its own
+
+    def __post_init__(self) -> None:
+        listener = bound_socket("--metrics-port", self.host, self.port)
+        self._server = PageServer(listener, self._answer, self.tls, ("POST", "DELETE") if self.admin else ())
         self.port = self._server.port
         self._probes, self._others = BoundedExecutor("pages-probes"), BoundedExecutor("pages-others")
 
@@ -162,30 +154,29 @@ class DebugServer:
 
     def close(self) -> None:
         self._server.close()
-        for part in (self._probes, self._others, self._authorize):
+        for part in (self._probes, self._others, self.authorize):
             if part is not None:
                 part.close()
 
     async def _answer(self, request: Request) -> Response:
         if request.path in _PUBLIC_PATHS:
             return await self._probes.run(lambda: self._page(request))
-        if self._admin is not None and request.path in (RESET, WORKERS):
-            admin = self._admin
+        if (admin := self.admin) is not None and request.path in (RESET, WORKERS):
             return await self._others.run(lambda: _response(*admin.answer(request)))
         if request.method not in ("GET", "HEAD"):
             return _response(405, {"error": "only GET and HEAD"})
-        if self._authorize is not None:
-            status = await self._authorize.denial(request.path, request.headers.get("authorization"))
+        if self.authorize is not None:
+            status = await self.authorize.denial(request.path, request.headers.get("authorization"))
             if status is not None:
                 return _response(status, {"error": "not allowed"})
         return await self._others.run(lambda: self._page(request))
 
     def _page(self, request: Request) -> Response:
         if request.path == "/metrics":
-            return Response(200, generate_latest(self._registry), CONTENT_TYPE_LATEST)
-        page = self._pages.get(request.path)
+            return Response(200, generate_latest(self.registry), CONTENT_TYPE_LATEST)
+        page = self.pages.get(request.path)
         if page is None:
-            return _response(404, {"error": f"page not found; pages: /metrics, {', '.join(self._pages)}"})
+            return _response(404, {"error": f"page not found; pages: /metrics, {', '.join(self.pages)}"})
         return _response(*page(request.query))
 
 
@@ -320,10 +311,9 @@ def _profile(query: Query) -> tuple[int, str]:
 
 
 def _thread_stacks() -> str:
-    names = _thread_names()
     return "\n".join(
-        f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame, _STACK_DEPTH_MAX))}"
-        for number, frame in _frames().items()
+        f"thread {name}:\n{''.join(traceback.format_stack(frame, _STACK_DEPTH_MAX))}"
+        for name, frame in _threads()
     )
 
 
@@ -331,24 +321,20 @@ def _sample_stacks(seconds: float) -> Counter[str]:
     stacks: Counter[str] = Counter()
     ends_s = time.monotonic() + seconds
     while time.monotonic() < ends_s:
-        names = _thread_names()
-        for number, frame in _frames().items():
-            stack = f"{names.get(number, number)};{_stack(frame)}"
+        for name, frame in _threads():
+            stack = f"{name};{_stack(frame)}"
             if stack in stacks or len(stacks) < _STACKS_MAX:
                 stacks[stack] += 1
         time.sleep(_SAMPLE_EVERY_S)
     return stacks
 
 
-def _frames() -> dict[int, FrameType]:
-    """Return the current stack frames of all threads except the calling one, by thread id."""
-    own = threading.get_ident()
+def _threads() -> list[tuple[str | int, FrameType]]:
+    """Return name, or else id, and current stack frame of all threads except the calling one."""
+    own, names = threading.get_ident(), {thread.ident: thread.name for thread in threading.enumerate()}
     # The documented way to read other threads' stacks, despite its underscore.
-    return {number: frame for number, frame in sys._current_frames().items() if number != own}
-
-
-def _thread_names() -> dict[int | None, str]:
-    return {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames().items()
+    return [(names.get(number, number), frame) for number, frame in frames if number != own]
 
 
 def _stack(frame: FrameType | None) -> str:

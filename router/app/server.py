@@ -107,7 +107,7 @@ class RouterServer:
         state = StateCollector(self.pods, self._ledger, time.monotonic, scheduler.queued_s, config.pool_name)
         registry.register(state)
         if config.compat != "off":
-            registry.register(MetricAliases(registry))
+            registry.register(MetricAliases((*self._metrics.collectors, state)))
         self.decision_log = DecisionLog(_DECISIONS_KEPT, self._pod_name, self._metrics)
         # Lambdas, because the index is built later: it calls `lifecycle` too.
         self.lifecycle = Lifecycle(
@@ -136,11 +136,6 @@ class RouterServer:
     def ports(self) -> dict[str, int]:
         """Bound ports by listener: `grpc`, `grpc-health`, `metrics`."""
         return {"grpc": self._grpc.port, "grpc-health": self._grpc_health.port, "metrics": self._debug.port}
-
-    @property
-    def requests_in_flight(self) -> int:
-        """Number of dispatched requests whose end has not been reported."""
-        return len(self._ledger)
 
     def start(self) -> None:
         self.index.start()
@@ -192,8 +187,6 @@ class RouterServer:
         )
         opened.callback(self._fleet.close)
         registry.register(self._fleet)
-        if config.index.peers:
-            self.lifecycle.forward_to(self._fleet)
         self.watch = opened.enter_context(closing(self._pod_watch()))
         routed = Router(
             pods=self.pods,
@@ -373,10 +366,7 @@ def _all_unreachable(pods: Collection[Pod]) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a router until SIGTERM or SIGINT; return the exit status.
-
-    The status is 2 for an invalid configuration and 1 for a port in use.
-    """
+    """Run a router until a signal; return the status: 2: invalid configuration, 1: a port is in use."""
     try:
         config, flags = parse_flags(argv)
         if flags.print_config:
@@ -390,12 +380,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise_open_files()
         use_single_arena()
         return _serve(RouterServer(config), stop)
-    except (ConfigError, IndexerConfigError) as error:
+    except (ConfigError, IndexerConfigError, ListenError) as error:
         print(f"kvroute router: error: {error}", file=sys.stderr)
-        return 2
-    except ListenError as error:
-        print(f"kvroute router: error: {error}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, ListenError) else 2
 
 
 def _serve(server: RouterServer, stop: StopSignals) -> int:

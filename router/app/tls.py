@@ -17,8 +17,7 @@ from common.tls import FileReloader
 from router.config.flags import names, switch
 from router.errors import ConfigError
 
-TLS = "TLS"
-"""Title of the flags' group in the help."""
+TLS = "TLS"  # title of the flags' group in the help
 
 # OpenSSL's names of TLS 1.2 cipher suites by their IANA names, which Go uses.
 _SUITES = {

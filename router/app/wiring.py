@@ -82,10 +82,8 @@ def build_admission(
         ConfigError: Flow control is configured wrongly.
     """
     priorities = dict(config.priorities) | dict(objectives)
-    picker = config.picker
-    found = None
-    if picker is not None:
-        found = read_flow_settings(picker, config.refresh_interval_s, config.load_age_max_s)
+    picker, ages_s = config.picker, (config.refresh_interval_s, config.load_age_max_s)
+    found = read_flow_settings(picker, *ages_s) if picker is not None else None
     if picker is None or found is None:
         detector = UtilizationDetector(load_age_max_s=Duration(_load_age_max_s(config)))
         admitters = read_admitters(picker) if picker is not None else ()
@@ -186,8 +184,8 @@ def listen_grpc(
         # The request phase takes about a millisecond, so short queueing is better than rejecting.
         requests_max=(1 if config.responses_full else 4) * config.max_streams + _LONG_STREAMS,
         message_bytes_max=config.max_request_bytes,
-        receive_bytes_max=config.receive_bytes_max,
-        send_bytes_max=config.send_bytes_max,
+        receive_bytes_max=config.receive_bytes_max or 0,
+        send_bytes_max=config.send_bytes_max or 0,
         tls=grpc_tls(config.tls) if config.tls is not None else None,
         plaintext=config.tls is None or config.tls.plaintext,
         inline=_HEALTH if may_block else {**dict.fromkeys(_INLINE, _INLINE_BYTES_MAX), **_HEALTH},

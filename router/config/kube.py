@@ -16,14 +16,10 @@ POOL_GROUP = "inference.networking.k8s.io"
 OLD_GROUP = "inference.networking.x-k8s.io"
 LLMD_GROUP = "llm-d.ai"
 
-POOL_VERSIONS = {POOL_GROUP: "v1", OLD_GROUP: "v1alpha2"}
-"""Supported version of InferencePool by API group."""
-
-PORTS_MAX = 8
-"""Maximum number of target ports of a pool."""
-
+POOL_VERSIONS = {POOL_GROUP: "v1", OLD_GROUP: "v1alpha2"}  # supported version of InferencePool by API group
+PORTS_MAX = 8  # maximum number of target ports of a pool
+# Largest port of events, which leaves room for those of data-parallel ranks.
 EVENT_PORT_MAX = 65_535 - RANKS_MAX
-"""Largest port of events, which leaves room for those of data-parallel ranks."""
 
 
 def _selector(text: str) -> str:

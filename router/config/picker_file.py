@@ -33,8 +33,6 @@ _GATES = {"flowControl": False, "haPopulateNonLeaderDatastore": True}
 Compat = Literal["off", "answers"]  # ext_proc responses in the router's own form, or in llm-d's
 _BY_PEERS = "configure the replicas of this router with --peer"
 
-_Version = Literal["llm-d.ai/v1alpha2", "inference.networking.x-k8s.io/v1alpha2"]
-
 
 class PluginEntry(Settings):
     """Entry of the section `plugins`."""
@@ -231,7 +229,7 @@ def parse_config(text: str, source: str) -> PickerConfig:
 
 
 class _Kind(Settings, forbid_unknown_fields=False):
-    api_version: _Version
+    api_version: Literal["llm-d.ai/v1alpha2", "inference.networking.x-k8s.io/v1alpha2"]
     kind: Literal["InferenceObjective", "InferenceModelRewrite"]
 
 
@@ -303,11 +301,7 @@ class RewriteRule:
 
 
 class RewriteRules:
-    """All rewrite rules; the first rule for the exact model wins, then the first rule for all models.
-
-    Args:
-        rules: Rules of the oldest object first, in each object's order.
-    """
+    """Rewrite rules, oldest object first; the first one for the exact model wins, then the first for all."""
 
     def __init__(self, rules: Sequence[RewriteRule], random: np.random.Generator) -> None:
         self._random = random

@@ -91,7 +91,7 @@ class AccessLogService(Exchange):
             # Another request with the same id may be in flight.
             return "no_work"
         refused = entry.response.response_code.value >= _CLIENT_ERROR
-        cached_tokens, usage = _cached_tokens(common, failed=failed)
+        cached_tokens, output_tokens, usage = _usage(common, failed=failed)
         report = RequestReport(
             request_id,
             end_event(failed=failed, refused=refused),
@@ -99,6 +99,7 @@ class AccessLogService(Exchange):
             pod,
             _late_s(common),
             cached_tokens,
+            output_tokens,
             is_fault=_is_fault(entry),
             attempts=common.upstream_request_attempt_count,
         )
@@ -108,19 +109,25 @@ class AccessLogService(Exchange):
         return "other_router" if self.lifecycle.is_remote(request_id) else "unknown"
 
 
-def _cached_tokens(common: Any, *, failed: bool) -> tuple[int | None, str]:
-    """Return the cached tokens that Envoy read in a response, None if unknown, and why, as a metric label."""
+def _usage(common: Any, *, failed: bool) -> tuple[int | None, int | None, str]:
+    """Return cached and output tokens that Envoy read in a response, and how it went, as a metric label."""
     found = common.metadata.typed_filter_metadata
     if _USAGE not in found:
-        return None, "aborted" if failed else "untold"
+        return None, None, "aborted" if failed else "untold"
     try:
         usage = TokenUsage.FromString(found[_USAGE].value)
     except DecodeError:
-        return None, "unreadable"
-    details = usage.input_token_details
-    if details.HasField("cached_tokens") and details.cached_tokens.value <= _TOKENS_MAX:
-        return details.cached_tokens.value, "told"
-    return None, "unreadable" if usage.extraction_status == _EXTRACTION_FAILED else "untold"
+        return None, None, "unreadable"
+    cached_tokens = _count(usage.input_token_details, "cached_tokens")
+    output_tokens = _count(usage, "output_tokens")
+    if cached_tokens is not None:
+        return cached_tokens, output_tokens, "told"
+    return None, output_tokens, "unreadable" if usage.extraction_status == _EXTRACTION_FAILED else "untold"
+
+
+def _count(message: Any, field: str) -> int | None:
+    value: int = getattr(message, field).value
+    return value if message.HasField(field) and value <= _TOKENS_MAX else None
 
 
 def _has_failed(entry: Any) -> bool:
@@ -150,10 +157,7 @@ def _is_not_charged(entry: Any, failed: bool) -> bool:
 
 
 def _late_s(common: Any) -> float | None:
-    """Return the seconds since Envoy sent the last byte to the client; None if the entry has no times.
-
-    Assumes that Envoy's clock and this machine's agree.
-    """
+    """Return the seconds since Envoy, whose clock must agree, sent the last byte; None if not logged."""
     if not common.HasField("start_time") or not common.HasField("time_to_last_downstream_tx_byte"):
         return None
     started_s = common.start_time.seconds + common.start_time.nanos / 1e9
@@ -163,11 +167,9 @@ def _late_s(common: Any) -> float | None:
 
 
 def _message_class() -> Any:
-    """Return a class of StreamAccessLogsMessage whose entries have bytes fields instead of string fields.
-
-    Envoy copies a client's x-request-id into two string fields, even if it is not valid UTF-8. Parsing the
-    original class would then fail for the whole batch. Both types have the same wire format.
-    """
+    """Return a class of StreamAccessLogsMessage whose entries have bytes fields instead of string fields."""
+    # Envoy copies a client's x-request-id into two of them even if it is not UTF-8, for which the original
+    # class rejects the whole batch. Both types have the same wire format.
     pool = DescriptorPool()
     _copy(als_pb2.DESCRIPTOR, pool, set())
     return GetMessageClass(pool.FindMessageTypeByName(als_pb2.StreamAccessLogsMessage.DESCRIPTOR.full_name))

@@ -14,7 +14,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,8 @@ from router.prompts.request import RouteRequest
 DESTINATION_HEADER = "x-gateway-destination-endpoint"
 REQUEST_ID_HEADER = "x-request-id"
 
+# Metadata namespace and field in which a gateway lists the allowed endpoints.
 SUBSET_NAMESPACE, SUBSET_HEADER = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
-"""Metadata namespace and field in which a gateway lists the allowed endpoints."""
-
 SERVED_HEADER = "x-gateway-destination-endpoint-served"
 
 GATEWAY_ONLY_HEADERS: tuple[str, ...] = (
@@ -111,9 +110,8 @@ _RAW_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 # Form bodies carry fields outside of JSON.
 _FORMS = ("multipart/", "application/x-www-form-urlencoded")
 
+# Body fields of engines from which a salt is read; a client's own are removed.
 SALT_FIELDS = ("cache_salt", "extra_key")
-"""Body fields of engines from which a salt is read; a client's own are removed."""
-
 _TENANT_CHARS_MAX = 1024
 _KEY_BYTES_MIN, _KEY_BYTES_MAX = 16, 4096
 # Paths of POST requests for which engines compute text only, and so cache nothing.
@@ -172,26 +170,21 @@ def error_headers(error: RequestError) -> dict[str, str]:
     return headers
 
 
+@dataclass(eq=False)
 class BodyGuard:
     """Finds and removes the fields that clients must not send. Thread-safe.
 
     A field is forbidden at the top level of a JSON object and inside the objects that carry extra parameters
     (`vllm_xargs`, `sampling_params`, `extra_args`, `extra_body`, `nvext`). A null field counts as absent.
-
-    Args:
-        names: Names of the forbidden fields; empty to check nothing.
-        has_connector: Returns whether engines of the pool have a KV connector; if so, bodies that cannot be
-            checked are rejected.
     """
 
-    def __init__(
-        self,
-        names: Collection[str] = GATEWAY_ONLY_FIELDS,
-        has_connector: Callable[[], bool] = lambda: False,
-    ) -> None:
+    names: InitVar[Collection[str]] = GATEWAY_ONLY_FIELDS  # forbidden fields; empty to check nothing
+    # Returns whether engines have a KV connector; if so, bodies that cannot be checked are rejected.
+    has_connector: Callable[[], bool] = lambda: False
+
+    def __post_init__(self, names: Collection[str]) -> None:
         self._names = frozenset(names)
         self._checked_fields = self._names | _CONTAINERS if names else frozenset()
-        self._has_connector = has_connector
 
     def forbidden(self, request: RouteRequest, body: bytes | bytearray) -> str | None:
         """Return the path of a forbidden field, such as `vllm_xargs.kv_hints`; None if there is none.
@@ -217,7 +210,7 @@ class BodyGuard:
         Raises:
             RequestError: 400: engines of the pool have a KV connector.
         """
-        if self._checked_fields and self._has_connector():
+        if self._checked_fields and self.has_connector():
             raise RequestError(
                 400,
                 "the request body cannot be checked for fields that only the gateway may send: send a JSON "

@@ -99,11 +99,7 @@ class ExtAuthzService:
         )
 
     def _request(self, message: pb.CheckRequest, request_id: str, headers: Mapping[str, str]) -> RouteRequest:
-        """Parse a Check call into a request.
-
-        Raises:
-            RequestError: 400, the body is invalid or has a forbidden field; 413, the body is too large.
-        """
+        """Parse a Check call into a request; raises RequestError for a body that must not pass."""
         http = message.attributes.request.http
         candidates = subset_hint(message.attributes.metadata_context)
         # Envoy sets raw_body with pack_as_bytes, else body.
@@ -133,10 +129,7 @@ def ok_response(
     added: tuple[tuple[str, str], ...] = (),
     response_headers: tuple[tuple[str, str], ...] = (),
 ) -> bytes:
-    """Return a serialized response that sets the picked pod as a header and as metadata.
-
-    Cached by arguments: most requests to a pod get equal responses.
-    """
+    """Return a serialized response that sets the picked pod; cached, because most to one pod are equal."""
     answer: bytes = pb.CheckResponse(
         status={"code": grpc.StatusCode.OK.value[0]},
         ok_response=pb.OkHttpResponse(

@@ -210,11 +210,7 @@ class _Exchange(Exchange):
         return unread_request(request_id, body_bytes, candidates, headers)
 
     def _track(self, decision: Decision, request: RouteRequest) -> None:
-        """Prepare the response phase, and register the request for eviction where its priority allows it.
-
-        Raises:
-            RequestError: The dialect rejects the routed request.
-        """
+        """Prepare the response phase, and register the request for eviction where its priority allows it."""
         self._decision = decision
         self._response.expect(decision)
         if (error := self._dialect.precondition_error(request, decision)) is not None:

@@ -56,8 +56,7 @@ _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 # Envoy accepts at most 64 KiB in one streamed response.
 CHUNK_BYTES_MAX = 62_000
 
-SERVICE = "ext_proc"
-"""Name of the service in metrics."""
+SERVICE = "ext_proc"  # name of the service in metrics
 
 # Headers that may carry the request's path, and the path of a request without them.
 _PATH_HEADERS, _DEFAULT_PATH = (":path", "x-original-path", "x-forwarded-path"), "/v1/completions"
@@ -82,10 +81,7 @@ _NOT_PASSED = frozenset({DESTINATION_HEADER, "content-length"})
 
 
 def header_values(message: base_pb2.HeaderMap) -> dict[str, str]:
-    """Return header values by lower-case name.
-
-    The last of repeated headers wins; `raw_value` takes precedence over `value`.
-    """
+    """Return values by lower-case name: of repeated headers the last one, `raw_value` before `value`."""
     return {
         header.key.lower(): header.raw_value.decode("utf-8", "replace") if header.raw_value else header.value
         for header in message.headers

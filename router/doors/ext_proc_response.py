@@ -162,20 +162,23 @@ class ResponsePhase:
         sent, self.pending, usage = self.pending, None, self._usage
         if sent is None:
             return
-        pod, cached_tokens = sent.primary.pod, usage.cached_tokens if usage is not None else None
+        pod = sent.primary.pod
         if event == DONE and usage is not None and usage.state_id is not None:
             self._lifecycle.keeps_state(usage.state_id, pod)
         report = RequestReport(
-            sent.request_id, event, RESPONSE, pod, cached_tokens=cached_tokens, is_fault=self._is_fault
+            sent.request_id,
+            event,
+            RESPONSE,
+            pod,
+            cached_tokens=usage.cached_tokens if usage is not None else None,
+            output_tokens=usage.output_tokens if usage is not None else None,
+            is_fault=self._is_fault,
         )
         self._lifecycle.ended(report, time.monotonic(), dispatched_s=sent.decided_s)
 
 
 def _has_grpc_failed(headers: Mapping[str, str]) -> bool:
-    """Return whether gRPC reports an error: HTTP's status is always 200, grpc-status is in the trailers.
-
-    A response without a body carries grpc-status in its headers.
-    """
+    """Return whether gRPC reports an error, in the trailers or, without a body, in the headers."""
     return headers.get("grpc-status", "0") != "0"
 
 
@@ -192,18 +195,15 @@ class UsageReader:
 
     Understands OpenAI's APIs, Anthropic's messages and SGLang's /generate, which report usage under different
     names. Buffers one JSON body or one event line of at most 1 MiB; longer ones are skipped.
-
-    Attributes:
-        cached_tokens: Last `prompt_tokens_details.cached_tokens` or its equivalent; None: not reported.
-        state_id: Id of the response, conversation or file that the pod keeps; None: no such answer.
     """
 
     def __init__(self, *, is_event_stream: bool) -> None:
         self._is_event_stream = is_event_stream
         self._kept = b""
         self._too_long = False
-        self.cached_tokens: int | None = None
-        self.state_id: str | None = None
+        self.cached_tokens: int | None = None  # last prompt_tokens_details.cached_tokens or its equivalent
+        self.output_tokens: int | None = None  # last completion_tokens or output_tokens
+        self.state_id: str | None = None  # of the response, conversation or file that the pod keeps
         # Values of `usage` by name; each event of a response may report a part of them.
         self._usage: dict[str, msgspec.Raw] = {}
 
@@ -255,6 +255,8 @@ class UsageReader:
         cached_tokens = details.cached_tokens if details is not None else usage.cached()
         if cached_tokens is not None:
             self.cached_tokens = cached_tokens
+        if (tokens := usage.output_tokens or usage.completion_tokens) is not None:
+            self.output_tokens = tokens
 
 
 _MISSING = msgspec.Raw()
@@ -274,6 +276,8 @@ class _Usage(msgspec.Struct):
     # Field names of Anthropic and SGLang.
     cache_read_input_tokens: _Tokens | None = None
     cached_tokens: _Tokens | None = None
+    completion_tokens: _Tokens | None = None
+    output_tokens: _Tokens | None = None
 
     def cached(self) -> int | None:
         return self.cached_tokens if self.cache_read_input_tokens is None else self.cache_read_input_tokens

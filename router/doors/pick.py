@@ -121,10 +121,7 @@ def route_request(request: pb.PickEndpointRequest, size_bytes: int) -> RouteRequ
 
 
 def pick_response(decision: Decision, pods: PodSnapshot, endpoints_max: int) -> pb.PickEndpointResponse:
-    """Translate a decision to a response with its best `endpoints_max` endpoints.
-
-    Endpoints whose pod has disappeared have no name.
-    """
+    """Translate a decision to a response; an endpoint whose pod has disappeared has no name."""
     ranked = decision.ranked
     # Read from the arrays: building a Candidate for each endpoint would double the time.
     cached_tokens, views, endpoints = ranked.hits["cached_tokens"], ranked.views, []

@@ -29,15 +29,11 @@ from router.feedback.outcomes import RequestReport, Seconds, Text
 from router.inflight.dispatch import SEQUENCES_MAX, Dispatch
 from router.inflight.ledger import Ledger
 
+# gRPC method, server streaming: `FollowRequest` in, `LedgerChanges` out; empty messages are heartbeats.
 FOLLOW = "/kvroute.v2.LedgerPeer/Follow"
-"""gRPC method, server streaming: `FollowRequest` in, `LedgerChanges` out; empty messages are heartbeats."""
-
+# Size limit of a message in bytes; only a message with a single item may be larger.
 MESSAGE_BYTES_MAX = 256 << 10
-"""Size limit of a message in bytes; only a message with a single item may be larger."""
-
-KEYS_MAX = 16_384
-"""Maximum block keys sent per request; the first ones are sent."""
-
+KEYS_MAX = 16_384  # maximum block keys sent per request; the first ones are sent
 _KEY = np.dtype("<u8")
 _TEXT_MAX = 512
 _encode = msgspec.msgpack.Encoder().encode
@@ -47,12 +43,8 @@ Number = Annotated[int, Meta(ge=0)]
 
 _log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 1.0
-"""Seconds without changes after which an empty message is sent."""
-
-FOLLOWERS_MAX = 64
-"""Maximum number of followers at a time."""
-
+HEARTBEAT_S = 1.0  # seconds without changes after which an empty message is sent
+FOLLOWERS_MAX = 64  # maximum number of followers at a time
 _, LEDGER_SERVICE, _METHOD = FOLLOW.split("/")
 _CODES = {
     "busy": grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -72,12 +64,7 @@ class FollowRequest(Struct, frozen=True):
 
 
 class Sent(Struct, frozen=True, omit_defaults=True):
-    """Request that a router has in flight.
-
-    Attributes:
-        key_bytes: Keys of the blocks that the request adds to its pod, first block first, 8 bytes each,
-            little endian. Empty if unknown, and after the prefill.
-    """
+    """Request that a router has in flight."""
 
     number: Number  # unique per process of the sender
     pod: Annotated[str, Meta(min_length=1, max_length=_TEXT_MAX)]  # "ip:port"
@@ -86,6 +73,8 @@ class Sent(Struct, frozen=True, omit_defaults=True):
     uncached_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 0  # prompt tokens to compute
     age_s: Seconds = 0.0  # seconds since the dispatch
     adapter: Text | None = None  # LoRA adapter
+    # Keys of the blocks that the request adds to its pod, first block first, 8 bytes each, little endian.
+    # Empty if unknown, and after the prefill.
     key_bytes: Annotated[bytes, Meta(max_length=KEYS_MAX * _KEY.itemsize)] = b""
     is_prefilled: bool = False  # whether its first token is reported or presumed
     engine: Text | None = None  # engine of a pod with several; None: the pod chooses
@@ -102,14 +91,10 @@ class Sent(Struct, frozen=True, omit_defaults=True):
 
 
 class LedgerChanges(Struct, frozen=True, omit_defaults=True, rename={"reports": "heard"}):
-    """Changes since the previous message, to be applied in the order of the fields.
-
-    Attributes:
-        overdue: Numbers of requests whose prefill timed out without a report.
-    """
+    """Changes since the previous message, to be applied in the order of the fields."""
 
     sent: Sequence[Sent] = ()
-    overdue: Sequence[Number] = ()
+    overdue: Sequence[Number] = ()  # requests whose prefill timed out without a report
     prefilled: Sequence[Number] = ()  # requests whose first token was reported
     ended: Sequence[Number] = ()  # requests that ended in any way
     reports: Sequence[RequestReport] = ()  # reports on requests that are not the sender's
@@ -193,7 +178,6 @@ class ChangeLog:
         self._wake = threading.Event()
         # Guards the followers. Lock order: this lock, then the ledger's.
         self._lock = threading.Lock()
-        self._joining: FollowerQueue | None = None
         self._followers: list[FollowerQueue] = []
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="ledger-changes", daemon=True)
@@ -225,8 +209,7 @@ class ChangeLog:
             if len(self._followers) >= FOLLOWERS_MAX or self._is_closed:
                 raise PeerError("busy", f"too many followers: {len(self._followers)}")
             self._followers.append(follower)
-            self._joining = follower
-            self.ledger.subscribe(self)
+            self.ledger.subscribe(self.record, follower)
         return follower
 
     def unsubscribe(self, follower: FollowerQueue) -> None:
@@ -236,18 +219,8 @@ class ChangeLog:
             if not self._followers:
                 self.ledger.subscribe(None)
 
-    def record_snapshot(self, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
-        """Record the requests in flight for the new follower, see `ChangeListener`."""
-        self.record("joined", (self._joining, in_flight))
-
     def record(self, kind: str, change: object) -> None:
-        """Record a change; the thread sends it soon.
-
-        Args:
-            kind: A field of `LedgerChanges`.
-            change: For "sent": number, dispatch and keys of the blocks it adds, if known. For "reports": a
-                `RequestReport`. Otherwise the request's number.
-        """
+        """Record a change, see `Ledger.subscribe`, or ("reports", report); the thread sends it soon."""
         if len(self._changes) < self.changes_max:
             self._changes.append((kind, change))
         self._wake.set()

@@ -21,31 +21,22 @@ from indexer.peers import PeerIdentity
 from router.feedback.change_log import ChangeLog, LedgerChanges, LedgerService, Sent
 from router.feedback.follower import STATES, LedgerFollower
 from router.feedback.lifecycle import Lifecycle
-from router.feedback.outcomes import RequestReport
 from router.inflight.dispatch import Dispatch
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import RateSample
+from router.observe.metrics import gauge
 from router.pods.pod_set import PodSet
 
 if TYPE_CHECKING:
     from indexer import KvIndexer
 
-_NAME = "kvroute_router_ledger_"
+_NAME, _UNKNOWN = "kvroute_router_ledger_", "unknown_name"
 
-REQUESTS_MAX = 100_000
-"""Maximum requests in flight of one peer; equal to the capacity of its ledger."""
+REQUESTS_MAX = 100_000  # maximum requests in flight of one peer; equal to the capacity of its ledger
 
 
 class Fleet(Collector):
-    """Other routers of the fleet: exchange of requests in flight, and metrics of it.
-
-    Args:
-        config: Names the peers.
-        identity: Identity of this router.
-        pods: Pods with the load table of all requests.
-        index: Index for the speculative entries of other routers' requests.
-        lifecycle: Receives other routers' reports on requests of this router.
-    """
+    """Other routers of the fleet: exchange of requests in flight and reports on them, and its metrics."""
 
     def __init__(
         self,
@@ -64,6 +55,8 @@ class Fleet(Collector):
         self.service = LedgerService(self._change_log, identity)
         self._remote = RemoteLoad(Ledger(LedgerParameters(), pods.load_table, ledger.adapters), index, pods)
         self._follower = LedgerFollower(config, identity, self._on_changes, self._remote.drop)
+        if self._has_peers:
+            lifecycle.forward_to(self._change_log.forward, self._remote.__contains__)
 
     def start(self) -> None:
         self._change_log.start()
@@ -73,12 +66,6 @@ class Fleet(Collector):
     def close(self) -> None:
         self._follower.close()
         self._change_log.close()
-
-    def forward(self, report: RequestReport) -> None:
-        self._change_log.forward(report)
-
-    def has_request(self, request_id: str) -> bool:
-        return request_id in self._remote
 
     def status(self, now_s: float) -> list[dict[str, Any]]:
         """Return the state of each peer, JSON-ready, for the debug pages."""
@@ -94,22 +81,16 @@ class Fleet(Collector):
             if peer.state != "self"
         ]
         unknown = sorted(self._follower.unknown_names)
-        return [*rows, *({"address": name, "state": "unknown_name"} for name in unknown)]
+        return [*rows, *({"address": name, "state": _UNKNOWN} for name in unknown)]
 
     def collect(self) -> Iterable[Metric]:
-        followers = self._change_log.follower_count
-        yield GaugeMetricFamily(
-            _NAME + "followers", "Routers that follow this one's ledger.", value=followers
-        )
-        states = Counter(peer.state for peer in self._follower.peers)
-        peers = GaugeMetricFamily(_NAME + "peers", "Peers by state of their ledger.", labels=["state"])
-        for state in STATES:
-            peers.add_metric([state], states[state])
-        peers.add_metric(["unknown_name"], len(self._follower.unknown_names))
-        yield peers
-        yield GaugeMetricFamily(
-            _NAME + "others_requests", "Other routers' requests in flight.", value=len(self._remote)
-        )
+        followers, requests = self._change_log.follower_count, len(self._remote)
+        yield GaugeMetricFamily(_NAME + "followers", "Routers that follow this one's ledger.", followers)
+        peers = dict.fromkeys(STATES, 0) | Counter(peer.state for peer in self._follower.peers)
+        peers[_UNKNOWN] = len(self._follower.unknown_names)
+        values = [([state], number) for state, number in peers.items()]
+        yield gauge(_NAME + "peers", "Peers by state of their ledger.", ("state",), values)
+        yield GaugeMetricFamily(_NAME + "others_requests", "Other routers' requests in flight.", requests)
         received = CounterMetricFamily(_NAME + "news", "Ledger changes received.", labels=["kind"])
         for kind, number in list(self._received.items()):
             received.add_metric([kind], number)

@@ -185,11 +185,7 @@ class FollowedPeer:
         return RETRY_S if was_followed else min(2 * retry_s, RETRY_MAX_S)
 
     def _follow(self) -> None:
-        """Receive the peer's changes until it ends the call.
-
-        Raises:
-            PeerError: The call failed or was rejected; carries the reason.
-        """
+        """Receive the peer's changes until it ends the call; raises PeerError if the call fails."""
         owner = self._owner
         channel = open_channel(owner.config, self._host, self.address, _RECEIVE_BYTES_MAX)
         try:

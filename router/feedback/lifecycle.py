@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
 
 from indexer import DispatchKey
 from indexer.keys import Keys
@@ -35,6 +35,7 @@ from router.inflight.dispatch import Dispatch
 from router.inflight.failures import PodFailures
 from router.inflight.ledger import Ledger
 from router.inflight.rates import PrefillRates
+from router.observe.decision_log import DecisionLog
 from router.picking.candidates import StatePods
 from router.picking.decision import Decision
 from router.pods.engine_load import EngineLoad
@@ -44,65 +45,34 @@ from router.pods.pod_set import PodSnapshot
 _STATES_SHARED = 10_000
 
 
-class PeerRouters(Protocol):
-    """Other routers, whose requests this router may receive reports of; see `Fleet`."""
-
-    def forward(self, report: RequestReport) -> None: ...
-
-    def has_request(self, request_id: str) -> bool: ...
-
-
-class LifecycleObserver(Protocol):
-    """Observer of request lifecycles, such as metrics and the decision log."""
-
-    def decided(self, decision: Decision) -> None: ...
-
-    def prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None: ...
-
-    def ended(
-        self,
-        request_id: str,
-        source: str,
-        now_s: float,
-        *,
-        failed: bool,
-        late_s: float | None = None,
-        cached_tokens: int | None = None,
-        dispatch: Dispatch | None = None,
-        pod: str | None = None,
-    ) -> None: ...
-
-    def reported_late(self, event: str, source: str, late_s: float) -> None: ...
-
-    def served(self, outcome: str) -> None: ...
-
-
 @dataclass(slots=True)
 class Lifecycle:
     """Lifecycle of dispatched requests; every report on a request goes through it."""
 
     ledger: Ledger
     rates: PrefillRates
-    observer: LifecycleObserver
+    decision_log: DecisionLog  # also counts the events
     settle: Callable[[DispatchKey, float], None]  # ends a request's speculative index entries at a time
     drop: Callable[[DispatchKey], None]  # stops waiting for a request's blocks; called before `settle`
     failures: PodFailures
     states: StatePods | None = None  # learns which pod keeps which state
     outcomes: PodOutcomes = field(init=False)
+    # Whether another router has a request of this id in flight.
+    is_remote: Callable[[str], bool] = field(init=False, default=lambda _request_id: False)
+    _forward: Callable[[RequestReport], None] = field(init=False, default=lambda _report: None)
     _duplicates: DuplicateEnds = field(init=False, default_factory=DuplicateEnds)
-    _fleet: PeerRouters | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.outcomes = PodOutcomes(self.failures, self.observer.served)
+        self.outcomes = PodOutcomes(self.failures, partial(self.decision_log.metrics.count, "served"))
         self.failures.share = self._share
 
-    def forward_to(self, fleet: PeerRouters) -> None:
+    def forward_to(self, forward: Callable[[RequestReport], None], is_remote: Callable[[str], bool]) -> None:
         """Forward reports on unknown requests to other routers from now on."""
-        self._fleet = fleet
+        self._forward, self.is_remote = forward, is_remote
 
     def decided(self, decision: Decision, displaced: Sequence[Dispatch], arrived_s: float) -> None:
         """Record a pick for a request that arrived at `arrived_s`; the ledger evicted `displaced` for it."""
-        self.observer.decided(decision)
+        self.decision_log.decided(decision)
         for dispatch in displaced:
             self._end_unreported(dispatch, DISPLACED, decision.decided_s)
         if decision.is_charged and self.ledger.ended_while_unknown(decision.request_id, arrived_s):
@@ -116,7 +86,7 @@ class Lifecycle:
         for dispatch in prefills:
             self._prefill_ended(dispatch, BLOCKS, now_s)
         for seconds in late_s:
-            self.observer.reported_late(FIRST_TOKEN, BLOCKS, seconds)
+            self.decision_log.reported_late(FIRST_TOKEN, BLOCKS, seconds)
 
     def first_token(
         self,
@@ -139,20 +109,15 @@ class Lifecycle:
         if dispatch is not None:
             self._prefill_ended(dispatch, source, now_s)
         elif (known_s := self.ledger.prefill_ended_s(request_id, pod, dispatched_s)) is not None:
-            self.observer.reported_late(FIRST_TOKEN, source, now_s - known_s)
-        elif forward and self._fleet is not None and request_id not in self.ledger:
-            self._fleet.forward(RequestReport(request_id, FIRST_TOKEN, source, pod))
+            self.decision_log.reported_late(FIRST_TOKEN, source, now_s - known_s)
+        elif forward and request_id not in self.ledger:
+            self._forward(RequestReport(request_id, FIRST_TOKEN, source, pod))
         return request_id in self.ledger
 
     def ended(
         self, report: RequestReport, now_s: float, *, dispatched_s: float | None = None, forward: bool = True
     ) -> Dispatch | None:
-        """Record the end of a request; return its dispatch if it was in flight.
-
-        Args:
-            report: `DONE`, `FAILED` or `REFUSED`.
-            dispatched_s, forward: See `first_token`.
-        """
+        """Record the end of a request, see `first_token`; return its dispatch if it was in flight."""
         request_id, source, pod = report.request_id, report.source, report.pod
         dispatch, is_answered = None, report.event == DONE
         known = self._duplicates.consume(request_id, now_s, pod) if source == ACCESS_LOG else None
@@ -172,17 +137,18 @@ class Lifecycle:
             else:
                 self._settle_unanswered(dispatch, now_s)
         elif (known_s := self.ledger.ended_s(request_id)) is not None:
-            self.observer.reported_late("end", source, now_s - known_s)
-        elif forward and self._fleet is not None:
-            self._fleet.forward(report)
+            self.decision_log.reported_late("end", source, now_s - known_s)
+        elif forward:
+            self._forward(report)
         if dispatch is not None or report.cached_tokens is not None:
-            self.observer.ended(
+            self.decision_log.ended(
                 request_id,
                 source,
                 now_s,
                 failed=report.event == FAILED,
                 late_s=report.late_s or 0.0,
                 cached_tokens=report.cached_tokens,
+                output_tokens=report.output_tokens if report.event == DONE else None,
                 dispatch=dispatch,
                 pod=pod,
             )
@@ -192,8 +158,7 @@ class Lifecycle:
         """Record here and at other routers that a pod keeps state which later requests name by this id."""
         if self.states is not None:
             self.states.learn(state_id, pod)
-        if self._fleet is not None:
-            self._fleet.forward(RequestReport(state_id, STATE, RESPONSE, pod))
+        self._forward(RequestReport(state_id, STATE, RESPONSE, pod))
 
     def state_reports(self) -> list[RequestReport]:
         """Return reports of the latest states, oldest first, for a router that begins to follow this one."""
@@ -206,7 +171,7 @@ class Lifecycle:
         prefills, expired = self.ledger.expire(now_s)
         for dispatch in prefills:
             # The speculative entries stay: the prefill may still be running.
-            self.observer.prefill_ended(dispatch, CLOCK, now_s)
+            self.decision_log.prefill_ended(dispatch, CLOCK, now_s)
         for dispatch in expired:
             self._end_unreported(dispatch, CLOCK, now_s)
 
@@ -218,17 +183,13 @@ class Lifecycle:
     def engine_idle(self, pod: str, asked_s: float, now_s: float) -> None:
         """End the waiting of requests at an engine without requests, see `Ledger.engine_idle`."""
         for dispatch in self.ledger.engine_idle(pod, asked_s, now_s):
-            self.observer.prefill_ended(dispatch, SCRAPE, now_s)
+            self.decision_log.prefill_ended(dispatch, SCRAPE, now_s)
 
     def is_known(self, request_id: str) -> bool:
         """Return whether a request of this id is in flight here or elsewhere, or has ended here lately."""
         if request_id in self.ledger or self.ledger.ended_s(request_id) is not None:
             return True
         return self.is_remote(request_id)
-
-    def is_remote(self, request_id: str) -> bool:
-        """Return whether another router has a request of this id in flight."""
-        return self._fleet is not None and self._fleet.has_request(request_id)
 
     def peer_reported(self, report: RequestReport, now_s: float) -> None:
         """Apply a report that another router received and forwarded."""
@@ -248,8 +209,7 @@ class Lifecycle:
             self.ended(report, now_s, forward=False)
 
     def _share(self, pod: str, failed: bool) -> None:
-        if self._fleet is not None:
-            self._fleet.forward(RequestReport("", POD_FAILED if failed else POD_SERVED, REPORT, pod))
+        self._forward(RequestReport("", POD_FAILED if failed else POD_SERVED, REPORT, pod))
 
     def _settle_unanswered(self, dispatch: Dispatch, now_s: float) -> None:
         """End the speculative entries of a request that may have stored no blocks."""
@@ -258,14 +218,14 @@ class Lifecycle:
 
     def _end_unreported(self, dispatch: Dispatch, source: str, now_s: float) -> None:
         self._settle_unanswered(dispatch, now_s)
-        self.observer.ended(dispatch.request_id, source, now_s, failed=True, dispatch=dispatch)
+        self.decision_log.ended(dispatch.request_id, source, now_s, failed=True, dispatch=dispatch)
 
     def _prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None:
         tokens, took_s = dispatch.uncached_tokens, now_s - dispatch.dispatched_s
         sample = dispatch.rate_sample
         self.rates.observe(dispatch.computed_on, tokens, took_s, now_s, sample, dispatch.decoding)
         self.settle(dispatch.key, now_s)
-        self.observer.prefill_ended(dispatch, source, now_s)
+        self.decision_log.prefill_ended(dispatch, source, now_s)
 
 
 # Longer than a report of an end takes, which Envoy's access log may delay.

@@ -11,6 +11,7 @@ import logging
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import Lock
 from typing import Annotated
 
@@ -55,6 +56,7 @@ class RequestReport(msgspec.Struct, frozen=True, omit_defaults=True):
     pod: Text | None = None
     late_s: Seconds | None = None  # seconds since the end, if the source reports them
     cached_tokens: Annotated[int, Meta(ge=0)] | None = None
+    output_tokens: Annotated[int, Meta(ge=0)] | None = None
     # Whether the pod failed the request: 5xx or a broken connection, not the client's 4xx or disconnect.
     is_fault: bool = False
     attempts: Annotated[int, Meta(ge=0)] = 0  # times that Envoy sent the request to a pod; 0 if unknown
@@ -65,16 +67,14 @@ def end_event(*, failed: bool, refused: bool) -> str:
     return FAILED if failed else REFUSED if refused else DONE
 
 
+@dataclass(eq=False)
 class PodOutcomes:
-    """Judges pods and the gateway by the ends of requests.
+    """Judges pods and the gateway by the ends of requests."""
 
-    Args:
-        served: Called with `SAME`, `RETRIED`, `OTHER` or `UNKNOWN` for each logged request.
-    """
+    failures: PodFailures
+    served: Callable[[str], None]  # called with `SAME`, `RETRIED`, `OTHER` or `UNKNOWN` per logged request
 
-    def __init__(self, failures: PodFailures, served: Callable[[str], None]) -> None:
-        self.failures = failures
-        self._served = served
+    def __post_init__(self) -> None:
         self._repeated = RepeatedLog(_log)
         # True for each of the last compared requests that another pod served without a retry.
         self._ignored: deque[bool] = deque(maxlen=_COMPARED)
@@ -119,7 +119,7 @@ class PodOutcomes:
         self.ended(dispatch, report, now_s, is_known_fault=was_fault)
 
     def _compared(self, outcome: str, picked: str, pod: str) -> None:
-        self._served(outcome)
+        self.served(outcome)
         if outcome in (SAME, OTHER):
             self._ignored.append(outcome == OTHER)
         if outcome == OTHER and (finding := self.picks_ignored) is not None:

@@ -46,11 +46,7 @@ class MessageError(Exception):
 
 
 class MessageReader:
-    """Splits one stream's bytes into messages.
-
-    Args:
-        bytes_max: Limit of a message's size; larger ones are rejected when their prefix arrives.
-    """
+    """Splits one stream's bytes into messages; rejects larger ones than `bytes_max` by their prefix."""
 
     __slots__ = ("_bytes_max", "_encoding", "_flag", "_head", "_missing", "_parts")
 
@@ -197,11 +193,7 @@ class Call:
         raise NotImplementedError
 
     def _framed(self, answer: bytes) -> bytes:
-        """Return a response message with its gRPC length prefix.
-
-        Raises:
-            MessageError: The message is larger than the server's send limit.
-        """
+        """Return a response message with its gRPC length prefix; raises MessageError if it is too large."""
         size, size_max = len(answer), self._peer.server.send_bytes_max
         if size > size_max:
             details = f"Sent message larger than max ({size} vs. {size_max})"

@@ -8,19 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 from router.h2 import frames
-from router.h2.frames import (
-    LIST_BYTES_MAX,
-    Fields,
-    FrameReader,
-    FrameType,
-    H2Code,
-    H2Error,
-    HeaderBlocks,
-    Setting,
-)
+from router.h2.frames import LIST_BYTES_MAX, Fields, FrameType, H2Code, H2Error, Setting
 from router.h2.streams import Drained, Event, OpenBlock, Opened, Received, Reset, Stream
 
 # Receive window of the whole connection. It is returned as data arrives: messages that arrive interleaved
@@ -32,31 +24,21 @@ _CONTROL_ANSWERS_MAX = 1000
 _DATA, _CONTINUATION = int(FrameType.DATA), int(FrameType.CONTINUATION)
 
 
+@dataclass(eq=False)
 class H2Connection:
-    """State of one client connection.
+    """State of one client connection."""
 
-    Args:
-        read_head: Converts a request's header fields to the value of `Stream.head`.
-        streams_max: Limit of concurrent streams; further ones are refused with REFUSED_STREAM.
-        window_bytes: Receive window per stream: bytes in flight or not yet consumed.
-        unread_bytes_max: Limit of unconsumed bytes of all streams; the stream that exceeds it is reset.
-    """
+    read_head: InitVar[Callable[[Fields], Any]]  # converts a request's header fields to `Stream.head`
+    streams_max: int  # concurrent streams; further ones are refused with REFUSED_STREAM
+    window_bytes: int  # receive window per stream: bytes in flight or not yet consumed
+    unread_bytes_max: int = 128 << 20  # unconsumed bytes of all streams; the stream that exceeds it is reset
 
-    def __init__(
-        self,
-        read_head: Callable[[Fields], Any],
-        *,
-        streams_max: int,
-        window_bytes: int,
-        unread_bytes_max: int = 128 << 20,
-    ) -> None:
+    def __post_init__(self, read_head: Callable[[Fields], Any]) -> None:
         self.streams: dict[int, Stream] = {}  # open streams by id
         self.last_stream_id = 0  # highest stream id that the peer has used
         self.frames_received = 0  # a header block counts as one frame
-        self._streams_max = streams_max
-        self._window_bytes, self._unread_bytes_max = window_bytes, unread_bytes_max
-        self._heads = HeaderBlocks(read_head)
-        self._reader = FrameReader()
+        self._heads = frames.HeaderBlocks(read_head)
+        self._reader = frames.FrameReader()
         self._events: list[Event] = []
         self._control_answers = 0
         self._block: OpenBlock | None = None
@@ -66,8 +48,8 @@ class H2Connection:
         self._receive_window_bytes = _CONNECTION_WINDOW_BYTES
         self.unread_bytes = 0
         settings = {
-            Setting.MAX_CONCURRENT_STREAMS: streams_max,
-            Setting.INITIAL_WINDOW_SIZE: window_bytes,
+            Setting.MAX_CONCURRENT_STREAMS: self.streams_max,
+            Setting.INITIAL_WINDOW_SIZE: self.window_bytes,
             Setting.MAX_FRAME_SIZE: self._reader.frame_bytes_max,
             Setting.MAX_HEADER_LIST_SIZE: LIST_BYTES_MAX,
         }
@@ -162,14 +144,11 @@ class H2Connection:
             return
         stream.consumed_bytes += size
         # Return no window while responses are queued: a peer that reads no responses may send no requests.
-        if stream.consumed_bytes * 2 >= self._window_bytes and not stream.pending:
+        if stream.consumed_bytes * 2 >= self.window_bytes and not stream.pending:
             self._return_window(stream)
 
     def goaway(self, code: H2Code = H2Code.NO_ERROR, message: str = "", *, is_early: bool = False) -> None:
-        """Send GOAWAY.
-
-        With `is_early`, streams that the peer opens before it receives the frame are still served.
-        """
+        """Send GOAWAY; with `is_early`, streams opened before the peer receives it are still served."""
         last = frames.STREAM_IDS if is_early else self.last_stream_id
         self.out.append(frames.goaway_frame(last, code, message))
 
@@ -193,7 +172,7 @@ class H2Connection:
             raise H2Error(H2Code.FLOW_CONTROL_ERROR, "DATA exceeds the stream's window")
         stream.unread_bytes += size
         self.unread_bytes += size
-        if self.unread_bytes > self._unread_bytes_max:
+        if self.unread_bytes > self.unread_bytes_max:
             self._reject(stream, H2Code.ENHANCE_YOUR_CALM)
             return
         end_stream = bool(flags & frames.END_STREAM)
@@ -241,10 +220,10 @@ class H2Connection:
         if block.stream_id <= self.last_stream_id:
             return  # trailers of a stream that was reset here
         self.last_stream_id = block.stream_id
-        stream = Stream(block.stream_id, head, self._peer_window_bytes, self._window_bytes)
+        stream = Stream(block.stream_id, head, self._peer_window_bytes, self.window_bytes)
         stream.is_remote_closed = block.end_stream
         self.streams[stream.id] = stream
-        if len(self.streams) > self._streams_max:
+        if len(self.streams) > self.streams_max:
             self.reset(stream, H2Code.REFUSED_STREAM)
             self._count_control()
             return
@@ -340,7 +319,7 @@ class H2Connection:
             return
         if stream.trailers is not None:
             self._send_headers(stream, stream.trailers, ends=True)
-        elif stream.consumed_bytes * 2 >= self._window_bytes and not stream.is_remote_closed:
+        elif stream.consumed_bytes * 2 >= self.window_bytes and not stream.is_remote_closed:
             self._return_window(stream)
 
     def _room(self, stream: Stream) -> int:

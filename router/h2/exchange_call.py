@@ -85,10 +85,7 @@ class ExchangeCall(Call):
         self.cancel()
 
     def interrupt(self, answers: Callable[[], Iterable[Any]]) -> None:
-        """Send these responses after those in progress and end the stream; does not block.
-
-        May be called from any thread.
-        """
+        """Send these responses after those in progress and end the stream; thread-safe, never blocks."""
         self._do(partial(self._send_last, answers), here=False)
 
     def _message(self, message: bytes, size: int) -> None:

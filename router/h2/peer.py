@@ -162,11 +162,7 @@ class Peer:
                     raise _too_slow() from None
 
     def _plaintext(self, data: bytes) -> bytes:
-        """Return the plaintext of received bytes; the first byte decides whether they are TLS.
-
-        Raises:
-            OSError: TLS failed (ssl.SSLError), or the client closed it.
-        """
+        """Return the plaintext of received bytes; the first byte decides whether they are TLS."""
         if self._tls is None:
             if self.server.tls is None or data[0] != HANDSHAKE:
                 if not self.server.plaintext:

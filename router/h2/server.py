@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -39,56 +40,50 @@ _BACKLOG = 1024  # pending connections of listen(2)
 _REQUEST_TIMEOUT_S = 2.0
 
 
+@dataclass(eq=False)
 class GrpcServer:
     """gRPC server on one port; binds in the constructor, serves from `start` on.
 
     Accepts servicers like grpc.Server (unary requests only), and exchanges: bidirectional streams answered
     message by message.
 
-    Args:
-        flag: Flag that set the port, for error messages.
-        threads: Size of the pool that serves calls outside their connection's thread.
-        requests_max: Limit of concurrent calls; further ones end with RESOURCE_EXHAUSTED.
-        message_bytes_max: Limit of a request body within a message.
-        services: Functions that each add a service to the given server.
-        tls: Returns the context for a new TLS connection; None for plaintext only.
-        receive_bytes_max, send_bytes_max: Message limits; None for message_bytes_max plus 1 MiB.
-        inline: By method path, the request bytes up to which the connection's thread serves a call.
-
     Raises:
         ListenError: The address is in use or does not belong to this host.
     """
 
-    def __init__(
+    flag: str  # flag that set the port, for error messages
+    host: str
+    port: int  # 0 binds a free port, whose number it becomes
+    threads: InitVar[int]  # size of the pool that serves calls outside their connection's thread
+    requests_max: int  # concurrent calls; further ones end with RESOURCE_EXHAUSTED
+    message_bytes_max: InitVar[int]  # limit of a request body within a message
+    services: InitVar[Sequence[Callable[[Any], object]]]  # each adds a service to the given server
+    inline: Mapping[
+        str, int
+    ]  # by method path, request bytes up to which the connection's thread serves calls
+    reflects: InitVar[bool] = False
+    tls: Callable[[], ssl.SSLContext] | None = None  # returns the context for a new TLS connection
+    plaintext: bool = True
+    receive_bytes_max: int = 0  # limit of a received message; 0: message_bytes_max plus 1 MiB
+    send_bytes_max: int = 0  # likewise of a sent one
+
+    def __post_init__(
         self,
-        flag: str,
-        host: str,
-        port: int,
-        *,
         threads: int,
-        requests_max: int,
         message_bytes_max: int,
         services: Sequence[Callable[[Any], object]],
-        reflects: bool = False,
-        tls: Callable[[], ssl.SSLContext] | None = None,
-        plaintext: bool = True,
-        receive_bytes_max: int | None = None,
-        send_bytes_max: int | None = None,
-        inline: Mapping[str, int],
+        reflects: bool,
     ) -> None:
-        self._socket = bound_socket(flag, host, port)
-        self.port: int = self._socket.getsockname()[1]
+        self._socket = bound_socket(self.flag, self.host, self.port)
+        self.port = self._socket.getsockname()[1]
         self._acceptor = threading.Thread(target=self._accept, name=f"grpc-{self.port}", daemon=True)
-        self.tls, self.plaintext = tls, plaintext
         size = message_bytes_max + _MESSAGE_OVERHEAD_BYTES
-        self.receive_bytes_max = receive_bytes_max or size
-        self.send_bytes_max = send_bytes_max or size
-        self.inline = inline
-        self._calls_max = requests_max
+        self.receive_bytes_max = self.receive_bytes_max or size
+        self.send_bytes_max = self.send_bytes_max or size
         # Announced to clients. Far above the limit of calls, so that calls are rejected rather than queued.
-        self.streams_max = requests_max + _REFUSALS_MAX
+        self.streams_max = self.requests_max + _REFUSALS_MAX
         self._methods: dict[str, Callable[[Peer, Stream], Call]] = {}
-        self._calls = 0
+        self.open_calls = 0
         # Exchange streams with their start time (monotonic seconds), oldest first.
         self._exchanges: dict[Stream, float] = {}
         self._lock = threading.Lock()
@@ -106,12 +101,6 @@ class GrpcServer:
                 reflection_pb2.ServerReflectionResponse.SerializeToString,
             )
             self.add_exchange(f"/{reflection.SERVICE_NAME}/ServerReflectionInfo", method)
-
-    @property
-    def open_calls(self) -> int:
-        """Number of calls in progress."""
-        with self._lock:
-            return self._calls
 
     @property
     def connections(self) -> int:
@@ -163,7 +152,7 @@ class GrpcServer:
     def end_call(self, stream: Stream) -> None:
         """Free the slot of a call."""
         with self._lock:
-            self._calls -= 1
+            self.open_calls -= 1
             self._exchanges.pop(stream, None)
 
     def track_exchange(self, stream: Stream) -> None:
@@ -178,15 +167,12 @@ class GrpcServer:
 
     def _acquire_slot(self) -> bool:
         with self._lock:
-            is_free = self._calls < self._calls_max
-            self._calls += is_free
+            is_free = self.open_calls < self.requests_max
+            self.open_calls += is_free
         return is_free
 
     def _cancel_slowest(self) -> bool:
-        """Cancel the oldest stream whose request is overdue; return whether there was one.
-
-        Otherwise clients that send their requests slowly, or never, could occupy all slots.
-        """
+        """Cancel the oldest stream whose request is overdue, lest slow clients occupy all slots."""
         latest_s = time.monotonic() - _REQUEST_TIMEOUT_S
         with self._lock:
             old = [stream for stream, opened_s in self._exchanges.items() if opened_s <= latest_s]
@@ -194,7 +180,7 @@ class GrpcServer:
             call = stream.call
             if isinstance(call, ExchangeCall) and call.is_slow:
                 text = "call limit reached, cancelling slow requests: limit=%d"
-                _repeated.event("slow_request", "places", text, self._calls_max)
+                _repeated.event("slow_request", "places", text, self.requests_max)
                 call.cancel_slow()
                 return True
         return False
@@ -239,11 +225,7 @@ class GrpcServer:
             idle.close()
 
     def _add(self, peer: Peer, thread: threading.Thread) -> Peer | None:
-        """Register a connection; at the limit, return the oldest idle one, which the caller must close.
-
-        Raises:
-            OSError: The limit is reached and no connection is idle.
-        """
+        """Register a connection; at the limit, return the oldest idle one, which the caller must close."""
         with self._lock:
             is_full = len(self._peers) >= CONNECTIONS_MAX
             idle = next((peer for peer in self._peers if peer.is_idle), None) if is_full else None

@@ -10,8 +10,7 @@ import msgspec
 from indexer import DispatchKey
 from router.inflight.rates import RateSample
 
-SEQUENCES_MAX = 1024
-"""Most sequences of one request that are counted; clients choose the number."""
+SEQUENCES_MAX = 1024  # most sequences of one request that are counted; clients choose the number
 
 
 class Dispatch(msgspec.Struct, frozen=True):

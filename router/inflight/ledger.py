@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from itertools import takewhile
 from threading import Lock
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from indexer.keys import Keys
 from router.inflight.dispatch import Dispatch, Entry, SentAdapters
@@ -41,16 +41,7 @@ class LedgerParameters:
     transit_s: float = 2.0  # requests sent less than this before a scrape may be missing from its counts
 
 
-class ChangeListener(Protocol):
-    """Receiver of ledger changes in order; called with the ledger's lock held."""
-
-    def record_snapshot(self, in_flight: Sequence[tuple[int, Dispatch, bool]]) -> None:
-        """Record the requests in flight as (number, dispatch, has presumably its first token)."""
-
-    def record(self, kind: str, change: object) -> None:
-        """Record one change: `(number, dispatch, keys)` for "sent", otherwise the request's number."""
-
-
+@dataclass(eq=False)
 class Ledger:
     """In-flight requests and their totals in the load table.
 
@@ -60,17 +51,13 @@ class Ledger:
     and a later report of its first token still counts.
     """
 
-    def __init__(
-        self,
-        parameters: LedgerParameters,
-        load_table: PodLoadTable | None = None,
-        adapters: SentAdapters | None = None,
-    ) -> None:
-        self._parameters = parameters
-        self.load_table = load_table or PodLoadTable()
-        self.adapters = adapters or SentAdapters()
-        # Receives every change in order, under the lock; set by `subscribe`.
-        self.changes: ChangeListener | None = None
+    parameters: LedgerParameters
+    load_table: PodLoadTable = field(default_factory=PodLoadTable)
+    adapters: SentAdapters = field(default_factory=SentAdapters)
+
+    def __post_init__(self) -> None:
+        # Called with the kind of every change and the change, in order and under the lock; see `subscribe`.
+        self.changes: Callable[[str, object], None] | None = None
         # All entries, and those of each id and of each pod, are ordered oldest first.
         self._entries: dict[int, Entry] = {}
         self._by_id: dict[str, list[Entry]] = {}
@@ -94,13 +81,19 @@ class Ledger:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._by_id
 
-    def subscribe(self, listener: ChangeListener | None) -> None:
-        """Send the requests in flight, then every change, to the listener; None stops sending."""
+    def subscribe(self, record: Callable[[str, object], None] | None, follower: object = None) -> None:
+        """Record the requests in flight for a new follower, then every change; None stops that.
+
+        Changes are ("joined", (follower, requests in flight)), each request as (number, dispatch, whether it
+        presumably has its first token); ("sent", (number, dispatch, keys)); and others with the request's
+        number.
+        """
         with self._lock:
-            self.changes = listener
-            if listener is not None:
+            self.changes = record
+            if record is not None:
                 entries = self._entries.values()
-                listener.record_snapshot([(one.number, one.dispatch, not one.is_waiting) for one in entries])
+                in_flight = [(one.number, one.dispatch, not one.is_waiting) for one in entries]
+                record("joined", (follower, in_flight))
 
     def dispatch(self, dispatch: Dispatch, keys: Keys | None = None) -> list[Dispatch]:
         """Add a request.
@@ -129,8 +122,8 @@ class Ledger:
             if confirm_key is not None:
                 self._confirming.setdefault(pod, {}).setdefault(confirm_key, []).append(entry)
             self._schedule(dispatch, number)
-            if (listener := self.changes) is not None:
-                listener.record("sent", (number, dispatch, keys))
+            if self.changes is not None:
+                self.changes("sent", (number, dispatch, keys))
             return displaced
 
     def stored(self, pod: str, keys: Keys, now_s: float) -> tuple[list[Dispatch], list[float]]:
@@ -242,7 +235,7 @@ class Ledger:
             scraped_s: Time of that report.
         """
         with self._lock:
-            latest_s = scraped_s - self._parameters.transit_s
+            latest_s = scraped_s - self.parameters.transit_s
             entries = self._by_pod.get(pod, {}).values()
             arrived = [entry for entry in entries if entry.arrived_s < latest_s]
             surplus = len(arrived) - engine_requests
@@ -254,7 +247,7 @@ class Ledger:
         Only requests whose first token was possible by then; a later report of the token still counts.
         """
         with self._lock:
-            latest_s = asked_s - self._parameters.idle_slack_s
+            latest_s = asked_s - self.parameters.idle_slack_s
             over = [
                 entry
                 for entry in self._by_pod.get(pod, {}).values()
@@ -274,21 +267,21 @@ class Ledger:
                 if entry is not None and entry.is_waiting:
                     self._time_out_prefill(entry, now_s)
                     prefills.append(entry.dispatch)
-            lifetime_s, entries = self._parameters.lifetime_s, self._entries.values()
+            lifetime_s, entries = self.parameters.lifetime_s, self._entries.values()
             over = takewhile(lambda entry: entry.dispatch.dispatched_s + lifetime_s <= now_s, entries)
             return prefills, [self._remove(entry, now_s) for entry in list(over)]
 
     def _evict(self, request_id: str, now_s: float) -> list[Dispatch]:
         displaced = []
         namesakes = self._by_id.get(request_id)
-        if namesakes is not None and len(namesakes) >= self._parameters.per_id_max:
+        if namesakes is not None and len(namesakes) >= self.parameters.per_id_max:
             displaced.append(self._remove(namesakes[0], now_s))
-        if len(self._entries) >= self._parameters.capacity:
+        if len(self._entries) >= self.parameters.capacity:
             displaced.append(self._remove(next(iter(self._entries.values())), now_s))
         return displaced
 
     def _schedule(self, dispatch: Dispatch, number: int) -> None:
-        known = self._parameters
+        known = self.parameters
         expected_s = self._timeout_s(dispatch)
         if dispatch.confirm_key is None:
             prefill_s = expected_s + known.timeout_slack_s
@@ -301,13 +294,13 @@ class Ledger:
             heapq.heapify(self._due)
 
     def _timeout_s(self, dispatch: Dispatch) -> float:
-        return self._parameters.timeout_factor * (dispatch.queued_prefill_s + dispatch.own_prefill_s)
+        return self.parameters.timeout_factor * (dispatch.queued_prefill_s + dispatch.own_prefill_s)
 
     def _time_out_prefill(self, entry: Entry, now_s: float) -> None:
         """Presume the end of a prefill that was not reported."""
         self._leave_queue(entry, now_s)
         if self.changes is not None:
-            self.changes.record("overdue", entry.number)
+            self.changes("overdue", entry.number)
 
     def _end_prefill(self, entry: Entry, now_s: float) -> None:
         entry.prefill_ended_s = now_s
@@ -316,7 +309,7 @@ class Ledger:
         if entry.is_waiting:
             self._leave_queue(entry, now_s)
         if self.changes is not None:
-            self.changes.record("prefilled", entry.number)
+            self.changes("prefilled", entry.number)
 
     def _leave_queue(self, entry: Entry, now_s: float) -> None:
         dispatch = entry.dispatch
@@ -337,8 +330,11 @@ class Ledger:
     def _remove(self, entry: Entry, now_s: float) -> Dispatch:
         dispatch = entry.dispatch
         self._close_prediction(entry)
-        if dispatch.engine is not None:
-            self._leave_engine(entry, dispatch.engine)
+        if (engine := dispatch.engine) is not None:
+            pending = self.pending_tokens
+            pending[engine] -= dispatch.sequences + (dispatch.uncached_tokens if entry.is_waiting else 0)
+            if not pending[engine]:
+                del pending[engine]
         del self._entries[entry.number]
         _remove_from(self._by_id, dispatch.request_id, entry)
         self._leave_pod(entry)
@@ -346,16 +342,13 @@ class Ledger:
         self.load_table.end(entry.pod, entry.number, dispatch.uncached_tokens, now_s, dispatch.sequences)
         self.adapters.count(entry.pod, dispatch.adapter, -1)
         if entry.confirm_key is not None:
-            self._stop_confirming(entry, entry.confirm_key)
+            confirming = self._confirming[dispatch.computed_on]
+            _remove_from(confirming, entry.confirm_key, entry)
+            if not confirming:
+                del self._confirming[dispatch.computed_on]
         if self.changes is not None:
-            self.changes.record("ended", entry.number)
+            self.changes("ended", entry.number)
         return dispatch
-
-    def _leave_engine(self, entry: Entry, engine: str) -> None:
-        pending, dispatch = self.pending_tokens, entry.dispatch
-        pending[engine] -= dispatch.sequences + (dispatch.uncached_tokens if entry.is_waiting else 0)
-        if not pending[engine]:
-            del pending[engine]
 
     def _close_prediction(self, entry: Entry, *, answered: bool = False) -> None:
         """Remove the entry's predicted hit tokens from the open ones; count them if the pod has answered."""
@@ -374,13 +367,6 @@ class Ledger:
         if not on_pod:
             del self._by_pod[entry.pod]
 
-    def _stop_confirming(self, entry: Entry, confirm_key: int) -> None:
-        pod = entry.dispatch.computed_on
-        confirming = self._confirming[pod]
-        _remove_from(confirming, confirm_key, entry)
-        if not confirming:
-            del self._confirming[pod]
-
     def _find(self, request_id: str, pod: str | None, dispatched_s: float | None) -> Entry | None:
         entries = self._by_id.get(request_id)
         if entries is None:
@@ -394,7 +380,7 @@ class Ledger:
     def _remember(self, ended_s: OrderedDict[str, float], request_id: str, at_s: float) -> None:
         ended_s[request_id] = at_s
         ended_s.move_to_end(request_id)
-        if len(ended_s) > self._parameters.ended_ids_max:
+        if len(ended_s) > self.parameters.ended_ids_max:
             ended_s.popitem(last=False)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median
 from threading import Lock
@@ -18,24 +18,19 @@ from typing import NamedTuple
 
 from router.pods.load_table import PodLoadTable
 
+# Share by which each decoding request lengthens a prefill on its pod; source: docs/decisions.md.
 DECODE_SLOWDOWN = 0.008
-"""Share by which each decoding request lengthens a prefill on its pod; source: docs/decisions.md."""
 
 # Smaller relative changes of the fleet's median do not trigger new estimates for all pods.
 _FLEET_CHANGE = 0.02
 
 
 class RateSample(Enum):
-    """Quality of a request's time to first token as a sample of its pod's prefill rate.
+    """Quality of a request's time to first token as a sample of its pod's prefill rate."""
 
-    NONE: Not usable.
-    EXACT: The uncached tokens are known, and nothing but the prefill took long.
-    UPPER_BOUND: The computed rate may be too high: the pod's unknown cache may have served some tokens.
-    """
-
-    NONE = "none"
-    EXACT = "exact"
-    UPPER_BOUND = "upper_bound"
+    NONE = "none"  # not usable
+    EXACT = "exact"  # the uncached tokens are known, and nothing but the prefill took long
+    UPPER_BOUND = "upper_bound"  # may be too high: the pod's unknown cache may have served some tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +51,7 @@ class RateParameters:
     age_max_s: float = 300.0
 
 
+@dataclass(eq=False)
 class PrefillRates:
     """Per-pod prefill rate estimates. Thread-safe.
 
@@ -66,16 +62,17 @@ class PrefillRates:
     observations. A wrong rate reported by one pod changes neither the fleet's median nor other pods.
     """
 
-    def __init__(self, parameters: RateParameters, load_table: PodLoadTable | None = None) -> None:
-        self._parameters = parameters
-        self.load_table = load_table or PodLoadTable()
+    parameters: RateParameters
+    load_table: PodLoadTable = field(default_factory=PodLoadTable)
+
+    def __post_init__(self) -> None:
         self._observed: dict[str, deque[_Observation]] = {}
         self._observations = 0
         self._medians: dict[str, float] = {}
         # By pod: the rate its engine reports, and the fleet's observations when that rate was first seen.
         self._reported: dict[str, tuple[float, int]] = {}
         self._lock = Lock()
-        self._fleet = self._before = parameters.prior_tokens_per_s
+        self._fleet = self._before = self.parameters.prior_tokens_per_s
         self.load_table.set_observed({}, self._fleet)
 
     def observe(
@@ -95,7 +92,7 @@ class PrefillRates:
         Args:
             decoding: Requests decoding on the pod meanwhile.
         """
-        known = self._parameters
+        known = self.parameters
         if sample is RateSample.NONE or tokens < known.tokens_min or seconds <= 0.0:
             return
         with self._lock:
@@ -117,7 +114,7 @@ class PrefillRates:
         The fleet's rate replaces a reported rate that is unchanged while the pod is not observed: a pod that
         reports too low a rate gets no requests to correct it.
         """
-        known = self._parameters
+        known = self.parameters
         with self._lock:
             oldest_s = now_s - known.age_max_s
             oldest = self._observations - known.window * len(self._observed)
@@ -161,14 +158,11 @@ class PrefillRates:
         self.load_table.set_observed({pod: self._estimate(pod) for pod in pods}, self._fleet)
 
     def _estimate(self, pod: str) -> float:
-        """Return the pod's rate in tokens/s; 0 if it does not differ significantly from the expected rate.
-
-        Sign test: the number of n observations below the true median is binomial(n, 1/2), with mean n / 2 and
-        standard deviation sqrt(n) / 2.
-        """
+        """Return the pod's rate in tokens/s; 0 if it does not differ significantly from the expected rate."""
         rates = sorted(one.tokens_per_s for one in self._observed[pod])
-        observations, known = len(rates), self._parameters
+        observations, known = len(rates), self.parameters
         expected = self.load_table.reported_tokens_per_s(pod) or self._fleet
+        # Sign test: of n observations binomial(n, 1/2) are below the true median, n / 2 +- sqrt(n) / 2.
         below = max(0, int((observations - known.standard_errors_min * math.sqrt(observations)) / 2))
         if rates[below] <= expected <= rates[-1 - below]:
             return 0.0
@@ -176,8 +170,8 @@ class PrefillRates:
         return float(self._medians[pod] ** share * expected ** (1.0 - share))
 
     def _median(self, pod: str) -> float:
-        prior = self.load_table.reported_tokens_per_s(pod) or self._parameters.prior_tokens_per_s
-        bound = self._parameters.bound_factor
+        prior = self.load_table.reported_tokens_per_s(pod) or self.parameters.prior_tokens_per_s
+        bound = self.parameters.bound_factor
         own = median([one.tokens_per_s for one in self._observed[pod]])
         return min(max(own, prior / bound), prior * bound)
 

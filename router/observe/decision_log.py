@@ -15,6 +15,7 @@ from threading import Lock
 from typing import Any
 
 import msgspec
+from cachetools import LRUCache
 
 from router.inflight.dispatch import Dispatch
 from router.observe.metrics import RouterMetrics
@@ -22,6 +23,9 @@ from router.picking.decision import Decision
 
 # Converting one candidate takes some microseconds.
 _PODS_MAX = 20_000
+_MODELS_MAX = 1000
+# The mean of a model's output tokens forgets: its last answers weigh most.
+_ANSWERS_MEMORY = 100
 
 
 class _Record(msgspec.Struct, eq=False):
@@ -30,6 +34,8 @@ class _Record(msgspec.Struct, eq=False):
     prefill_end: dict[str, Any] | None = None
     end: dict[str, Any] | None = None
     delivered_cached_tokens: int | None = None
+    output_tokens: int | None = None
+    model_output_tokens: float | None = None  # mean of the model when the request was decided
 
 
 @dataclass(eq=False)
@@ -46,12 +52,15 @@ class DecisionLog:
     def __post_init__(self) -> None:
         self._candidates = 0
         self._records: OrderedDict[str, _Record] = OrderedDict()
+        # Mean output tokens by model, and the number of answers behind it.
+        self._output_tokens = LRUCache[str | None, tuple[float, int]](_MODELS_MAX)
         self._lock = Lock()
 
     def decided(self, decision: Decision) -> None:
         """Record a decision; called before any report on its request."""
         record, request_id = _Record(decision, time.time()), decision.request_id
         with self._lock:
+            record.model_output_tokens = self._output_tokens.get(decision.model, (None, 0))[0]
             if (old := self._records.pop(request_id, None)) is not None:
                 self._candidates -= old.decision.ranked.memory_weight
             self._records[request_id] = record
@@ -78,6 +87,7 @@ class DecisionLog:
         failed: bool,
         late_s: float | None = None,
         cached_tokens: int | None = None,
+        output_tokens: int | None = None,
         dispatch: Dispatch | None = None,
         pod: str | None = None,
     ) -> None:
@@ -86,6 +96,7 @@ class DecisionLog:
         Args:
             late_s: Seconds since the end, if the source reports them.
             cached_tokens: Prompt tokens that the engine served from its cache, if reported.
+            output_tokens: Tokens of the complete answer, all its samples, if reported.
             dispatch: The request in flight that ended, if known; selects among requests of one id.
             pod: Pod of the request, if `dispatch` is unknown.
         """
@@ -100,6 +111,12 @@ class DecisionLog:
             decision, reported = record.decision, record.delivered_cached_tokens
             after_s = now_s - decision.decided_s
             record.end = record.end or {"source": source, "after_s": after_s, "failed": failed}
+            if output_tokens is not None and record.output_tokens is None:
+                record.output_tokens = output_tokens
+                mean, answers = self._output_tokens.get(decision.model, (0.0, 0))
+                answers = min(answers + 1, _ANSWERS_MEMORY)
+                mean += (output_tokens / decision.sequences - mean) / answers
+                self._output_tokens[decision.model] = mean, answers
             if cached_tokens is None:
                 return
             record.delivered_cached_tokens = cached_tokens
@@ -113,10 +130,6 @@ class DecisionLog:
     def reported_late(self, event: str, source: str, late_s: float) -> None:
         """Record the seconds between the first report of an event and this source's."""
         self.metrics.observe("late", late_s, event, source)
-
-    def served(self, outcome: str) -> None:
-        """Count a request by whether the picked pod served it."""
-        self.metrics.count("served", outcome)
 
     def latest(self, count: int, *, pods_max: int = _PODS_MAX) -> list[dict[str, Any]]:
         """Return the latest `count` decisions, newest first; fewer if they have over `pods_max` pods."""
@@ -169,6 +182,8 @@ class DecisionLog:
             "evicted_s_ago": decision.ranked.causes.evicted_s_ago,
             "best_cached_tokens": decision.ranked.most_cached_tokens,
             "delivered_cached_tokens": record.delivered_cached_tokens,
+            "output_tokens": record.output_tokens,
+            "model_output_tokens": record.model_output_tokens,
             "priority": decision.priority,
             "rank": decision.rank,
             "sequences": decision.sequences,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Sums
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from threading import local
+from itertools import chain
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -145,6 +146,7 @@ class RouterMetrics:
         self._histograms = {name: make.histogram(*metric) for name, metric in _HISTOGRAMS.items()}
         self._open = Gauge(_OURS + "open_requests", "Requests in a service.", ("door",), registry=registry)
         registry.register(_CeilingCollector(self._counters["tokens"]))
+        self.collectors: Sequence[Collector] = (*self._counters.values(), *self._histograms.values())
         self._models: set[str] = set()  # names in labels
         self._pods: frozenset[str] | None = None
 
@@ -218,11 +220,11 @@ class RouterMetrics:
         return sum(int(sample.value) for family in self._open.collect() for sample in family.samples)
 
 
-def _gauge(
+def gauge(
     name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
 ) -> GaugeMetricFamily:
-    """Return one of the router's own gauges, from the labels and value of each series."""
-    family = GaugeMetricFamily(_OURS + name, text, labels=labels)
+    """Return a gauge, from the label values and the value of each series."""
+    family = GaugeMetricFamily(name, text, labels=labels)
     for shown, value in values:
         family.add_metric(shown, value)
     return family
@@ -244,14 +246,11 @@ class _CeilingCollector(Collector):
             known[model] += int(sample.value) * (cause != Cause.UNKNOWN)
             uncacheable[model] += int(sample.value) * (cause in _UNCACHEABLE)
         shares = [([model], 1.0 - uncacheable[model] / tokens) for model, tokens in known.items() if tokens]
-        yield _gauge("cacheable_ceiling", self.__doc__ or "", ("model",), shares)
+        yield gauge(_OURS + "cacheable_ceiling", self.__doc__ or "", ("model",), shares)
 
 
 class StreamMetrics:
-    """Metrics of ext_proc streams, with the names of the llm-d endpoint picker.
-
-    Off by default, as there.
-    """
+    """Metrics of ext_proc streams, by name and default (off) those of the llm-d endpoint picker."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         name = _EPP + "extproc_stream"
@@ -328,26 +327,21 @@ class StateCollector(Collector):
         pods, load_table, now_s = self.pods.current, self.pods.load_table, self.now_s()
         taking = [address for address, pod in pods.items() if pod.takes_requests]
         queued_s = self.queued_s(taking, now_s)
+        queued = [([pod], seconds) for pod, seconds in zip(taking, queued_s, strict=True)]
         text = "Seconds of uncached work before a new request."
-        yield _gauge(
-            "pod_queued_seconds", text, ("pod",), zip([[pod] for pod in taking], queued_s, strict=True)
-        )
-        yield GaugeMetricFamily(
-            _OURS + "queued_seconds_per_pod",
-            "Mean of pod_queued_seconds over the pods that can receive requests, for autoscalers.",
-            value=sum(queued_s) / max(1, len(taking)),
-        )
-        ready = GaugeMetricFamily(
-            _EPP + "ready_endpoints", "Pods that can receive requests.", labels=["name"]
-        )
-        ready.add_metric([self.pool], sum(pod.takes_requests for pod in pods.values()))
-        yield ready
-        yield GaugeMetricFamily(_EPP + "request_running", "Requests in flight.", value=len(self.ledger))
-        yield GaugeMetricFamily(
-            _OURS + "fleet_prefill_tokens_per_second",
-            "Prefill rate of pods without a rate of their own.",
-            value=load_table.fleet_tokens_per_s,
-        )
+        yield gauge(_OURS + "pod_queued_seconds", text, ("pod",), queued)
+        by_model = defaultdict[str, list[float]](list)
+        for address, seconds in zip(taking, queued_s, strict=True):
+            models = pods[address].models
+            by_model[models.base if models else ""].append(seconds)
+        text = "Mean of pod_queued_seconds over a model's pods that can receive requests, for autoscalers."
+        means = [([model], sum(each) / len(each)) for model, each in by_model.items()]
+        yield gauge(_OURS + "queued_seconds_per_pod", text, ("model",), means)
+        ready, text = [([self.pool], len(taking))], "Pods that can receive requests."
+        yield gauge(_EPP + "ready_endpoints", text, ("name",), ready)
+        yield GaugeMetricFamily(_EPP + "request_running", "Requests in flight.", len(self.ledger))
+        rate, text = load_table.fleet_tokens_per_s, "Prefill rate of pods without a rate of their own."
+        yield GaugeMetricFamily(_OURS + "fleet_prefill_tokens_per_second", text, rate)
         states = [
             _PodState(pod, load_table.work(address), load_table.prefill_tokens_per_s(address), now_s)
             for address, pod in pods.items()
@@ -355,14 +349,14 @@ class StateCollector(Collector):
         for name, text, read in _PER_POD:
             values = [([state.pod.address], read(state)) for state in states]
             known = [(labels, float(value)) for labels, value in values if value is not None]
-            yield _gauge(f"pod_{name}", text, ("pod",), known)
+            yield gauge(f"{_OURS}pod_{name}", text, ("pod",), known)
         loads = [(address, pod.load) for address, pod in pods.items() if pod.load is not None]
         missing = [((pod, figure), 1.0) for pod, load in loads for figure in load.missing_figures]
         text = "1 for each load figure that is missing or invalid in the pod's metrics."
-        yield _gauge("pod_load_untold", text, ("pod", "figure"), missing)
+        yield gauge(_OURS + "pod_load_untold", text, ("pod", "figure"), missing)
         faults = [((pod.address, fault.kind), 1.0) for pod in pods.values() for fault in pod.faults]
         text = "1 for each reason why an engine's cache cannot be used or seen."
-        yield _gauge("engine_fault", text, ("pod", "fault"), faults)
+        yield gauge(_OURS + "engine_fault", text, ("pod", "fault"), faults)
 
 
 _PER_TOKENIZER: tuple[tuple[Any, str, str, str], ...] = (
@@ -399,7 +393,7 @@ class TokenizerCollector(Collector):
         text = "1 while the model's pods do not render its prompts, and its requests are routed by load."
         states = self.renderings().items()
         paused = [([model], float(state["state"] == "paused")) for model, state in states]
-        yield _gauge("render_paused", text, ("model",), paused)
+        yield gauge(_OURS + "render_paused", text, ("model",), paused)
         for family_of, fact, name, text in _PER_TOKENIZER:
             family = family_of(_OURS + name, text, labels=["model"])
             for model, tokenizer in self.tokenizers.items():
@@ -407,29 +401,16 @@ class TokenizerCollector(Collector):
             yield family
 
 
+@dataclass(eq=False, slots=True)
 class MetricAliases(Collector):
-    """Metrics of the llm-d endpoint picker repeated under their older names, in the same registry."""
+    """Metrics of the llm-d endpoint picker repeated under their older names."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-        self._thread = local()
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing, so that registration does not collect all metrics to find the names."""
-        return ()
+    sources: Sequence[Collector]  # of the metrics under their present names
 
     def collect(self) -> Iterable[Metric]:
-        # The registry's `collect` calls this method again: the inner call yields nothing.
-        if getattr(self._thread, "is_collecting", False):
-            return
-        self._thread.is_collecting = True
-        try:
-            families = [family for family in self._registry.collect() if family.name in _ALIASES]
-        finally:
-            self._thread.is_collecting = False
-        for family in families:
-            old, name = family.name, _ALIASES[family.name]
-            renamed = Metric(name, family.documentation, family.type, family.unit)
-            for sample in family.samples:
-                renamed.samples.append(sample._replace(name=name + sample.name.removeprefix(old)))
-            yield renamed
+        for family in chain.from_iterable(source.collect() for source in self.sources):
+            if (name := _ALIASES.get(family.name)) is not None:
+                renamed = Metric(name, family.documentation, family.type, family.unit)
+                for sample in family.samples:
+                    renamed.samples.append(sample._replace(name=name + sample.name.removeprefix(family.name)))
+                yield renamed

@@ -116,11 +116,7 @@ def _attributes(decision: Decision) -> Mapping[str, str | int | float]:
 
 
 def _sampler() -> Any:
-    """Return the default sampler, or None to let the library apply OTEL_TRACES_SAMPLER.
-
-    Raises:
-        ConfigError: OTEL_TRACES_SAMPLER_ARG is not a number from 0 to 1.
-    """
+    """Return the default sampler, or None to let the library apply OTEL_TRACES_SAMPLER."""
     from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 
     if os.environ.get("OTEL_TRACES_SAMPLER"):

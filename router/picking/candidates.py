@@ -94,7 +94,9 @@ def select_candidates(request: RouteRequest, pod_set: PodSet) -> CandidateSet:
     if not ready:
         raise NoEndpointError("no model server is ready")
     if not serving:
-        raise RequestError(404, f"The model `{_shortened(request.model)}` does not exist.", "model")
+        name = request.model or ""
+        shown = name if len(name) <= _MODEL_CHARS_SHOWN else f"{name[:_MODEL_CHARS_SHOWN]}..."
+        raise RequestError(404, f"The model `{shown}` does not exist.", "model")
     if not allowed:
         raise no_allowed_endpoint()
     if awake := [pod for pod in allowed if not pod.asleep]:
@@ -127,11 +129,6 @@ def _serves(pod: Pod, model: str | None) -> bool:
     return len(model) <= MODEL_CHARS_MAX if pod.models is None else pod.models.serves(model)
 
 
-def _shortened(model: str | None) -> str:
-    name = model or ""
-    return name if len(name) <= _MODEL_CHARS_SHOWN else f"{name[:_MODEL_CHARS_SHOWN]}..."
-
-
 def _base_and_adapter(model: str | None, pods: Sequence[Pod]) -> tuple[str | None, str | None]:
     for pod in pods:
         if model is not None and pod.models is not None:
@@ -144,45 +141,41 @@ def _context_tokens(pods: Sequence[Pod]) -> int | None:
     return max(reported) if len(reported) == len(pods) else None
 
 
+@dataclass(eq=False)
 class CandidateCache:
     """Cache of candidate sets by model and allowed endpoints, cleared when the pods change. Thread-safe.
 
     Most requests ask for the same model, and filtering hundreds of pods takes longer than computing costs.
     """
 
-    def __init__(self, pods: PodSet) -> None:
-        self._pods = pods
+    pods: PodSet
+
+    def __post_init__(self) -> None:
         self._generation = -1
         self._entries: dict[tuple[str | None, frozenset[str] | None], CandidateSet] = {}
 
     def get(self, request: RouteRequest) -> CandidateSet:
-        """Return the candidates of a request, from the cache if possible.
-
-        Raises:
-            NoEndpointError, RequestError: See select_candidates.
-        """
+        """Return the candidates of a request, from the cache if possible; see `select_candidates`."""
         # Read the generation before the pods: a change in between makes the new entry outdated, not wrong.
-        generation = self._pods.generation
+        generation = self.pods.generation
         if generation != self._generation or len(self._entries) >= _ENTRIES_MAX:
             self._entries, self._generation = {}, generation
         entries, key = self._entries, (request.model, request.candidates)
         if (candidates := entries.get(key)) is None:
-            candidates = entries[key] = select_candidates(request, self._pods)
+            candidates = entries[key] = select_candidates(request, self.pods)
         return candidates
 
 
+@dataclass(eq=False)
 class StatePods:
-    """Bounded LRU table of the pod that keeps each state. Thread-safe.
+    """Bounded LRU table of the pod that keeps each state. Thread-safe."""
 
-    Args:
-        count: Called with `HELD`, `GONE` or `UNKNOWN` for each request that names state.
-        capacity: Maximum number of ids; the least recently used one is dropped.
-    """
+    pods: PodSet
+    # Called with `HELD`, `GONE` or `UNKNOWN` for each request that names state.
+    count: Callable[[str], None] = lambda _outcome: None
+    capacity: int = 100_000  # ids; the least recently used one is dropped
 
-    def __init__(
-        self, pods: PodSet, count: Callable[[str], None] = lambda _outcome: None, capacity: int = 100_000
-    ) -> None:
-        self._pods, self._count, self._capacity = pods, count, capacity
+    def __post_init__(self) -> None:
         # Address and life of the pod by id; a peer may name a pod that is not discovered here yet.
         self._holders: OrderedDict[str, tuple[str, tuple[str, ...] | None]] = OrderedDict()
         self._lock = Lock()
@@ -194,11 +187,11 @@ class StatePods:
         """Record that a pod keeps a state; ids of unusual length are ignored."""
         if not 0 < len(state_id) <= STATE_ID_CHARS_MAX:
             return
-        pod = self._pods.current.get(address)
+        pod = self.pods.current.get(address)
         with self._lock:
             self._holders[state_id] = address, pod_life(pod.entry) if pod is not None else None
             self._holders.move_to_end(state_id)
-            if len(self._holders) > self._capacity:
+            if len(self._holders) > self.capacity:
                 self._holders.popitem(last=False)
 
     def latest(self, count: int) -> list[tuple[str, str]]:
@@ -221,17 +214,17 @@ class StatePods:
                 if (holder := self._holders.get(state_id)) is None:
                     continue
                 self._holders.move_to_end(state_id)
-            pod = self._pods.current.get(holder[0])
+            pod = self.pods.current.get(holder[0])
             if pod is None or holder[1] not in (None, pod_life(pod.entry)):
-                self._count(GONE)
+                self.count(GONE)
                 text = f"{param}: the server that kept '{state_id}' is gone, and its state with it"
                 raise RequestError(404, f"{text}; send the input of all turns again", param)
             if not is_allowed(pod, request.candidates):
                 raise no_allowed_endpoint()
-            self._count(HELD)
+            self.count(HELD)
             return replace(request, candidates=frozenset((pod.address,)))
         if outcome is not None:
-            self._count(outcome)
+            self.count(outcome)
         return request
 
 
@@ -256,17 +249,14 @@ def _objects(value: object) -> Iterator[dict[str, Any]]:
     return (each for each in value if isinstance(each, dict)) if isinstance(value, list) else iter(())
 
 
+@dataclass(eq=False)
 class SessionPods:
-    """LRU table of the last pod of each session and base model. Thread-safe.
+    """LRU table of a session's last pod by base model, for `ttl_s` after its last request. Thread-safe."""
 
-    Args:
-        ttl_s: Seconds after its last request at which an entry expires.
-        capacity: Maximum number of entries; the least recently used one is evicted.
-    """
+    ttl_s: float = 300.0
+    capacity: int = 100_000
 
-    def __init__(self, ttl_s: float = 300.0, capacity: int = 100_000) -> None:
-        self._ttl_s = ttl_s
-        self._capacity = capacity
+    def __post_init__(self) -> None:
         self._pods: OrderedDict[tuple[str | None, str], tuple[str, float]] = OrderedDict()
         self._lock = Lock()
 
@@ -278,7 +268,7 @@ class SessionPods:
         key = (model, session)
         with self._lock:
             pod, seen_s = self._pods.get(key, (None, 0.0))
-            if now_s - seen_s > self._ttl_s:
+            if now_s - seen_s > self.ttl_s:
                 self._pods.pop(key, None)
                 return None
             return pod
@@ -288,5 +278,5 @@ class SessionPods:
         with self._lock:
             self._pods[key] = (pod, now_s)
             self._pods.move_to_end(key)
-            if len(self._pods) > self._capacity:
+            if len(self._pods) > self.capacity:
                 self._pods.popitem(last=False)

@@ -181,12 +181,9 @@ def _queued_s(
 
 @kernel_with_arrays
 def _excess_tokens(pod: Any, is_fresh: bool, prompt_tokens: float, parameters: Any) -> float:
-    """Return the tokens above `kv_free_share` of the KV cache, whose prefill a preemption would discard.
-
-    A running request pins its whole prompt, including cached blocks and blocks copied from the host tier.
-    How many of them other running requests pin already is unknown. Counting them twice makes the pod at most
-    as expensive as one without a cache hit.
-    """
+    """Return the tokens above `kv_free_share` of the KV cache, whose prefill a preemption would discard."""
+    # A running request pins its whole prompt. How many cached blocks of it others pin already is unknown;
+    # counting them twice makes the pod at most as expensive as one without a cache hit.
     if pod["kv_capacity_tokens"] <= 0.0:
         return 0.0
     used_tokens = pod["held_tokens"]

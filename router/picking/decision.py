@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from indexer import DispatchKey, PodMatches, PromptCauses, StreamState
 from router.prompts.request import RANK_HEADER
 
-_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _NO_STATES: Mapping[str, StreamState] = MappingProxyType({})
 _NO_CAUSES = PromptCauses({})
 
@@ -205,7 +204,7 @@ class Decision(msgspec.Struct, frozen=True):
     @property
     def request_headers(self) -> Mapping[str, str]:
         """Return the headers to set on the request besides the destination."""
-        headers = self.pipeline.request_headers if self.pipeline is not None else _NO_HEADERS
+        headers: Mapping[str, str] = self.pipeline.request_headers if self.pipeline is not None else {}
         return headers if self.rank is None else {**headers, RANK_HEADER: str(self.rank)}
 
     @property

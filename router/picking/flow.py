@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import InitVar, dataclass
 from itertools import count
 from threading import Condition, Lock, Thread
 
@@ -73,36 +74,24 @@ class EvictableRequests:
         return True
 
 
+@dataclass(eq=False)
 class FlowControl:
-    """Dispatches requests in queue order while the pods have capacity. Thread-safe.
+    """Dispatches requests in queue order while the pods have capacity. Thread-safe."""
 
-    Args:
-        ceiling: Saturation from which on requests are queued.
-        fairness_id_of: Returns the fairness id of a request without a fairness header; "" for none.
-    """
+    settings: FlowSettings
+    ceiling: float  # saturation from which on requests are queued
+    detector: SaturationDetector
+    pods: PodSet
+    registry: InitVar[CollectorRegistry]
+    priority_of: Callable[[Mapping[str, str]], int]
+    # Returns the fairness id of a request without a fairness header; "" for none.
+    fairness_id_of: Callable[[Mapping[str, str]], str] = lambda _headers: ""
+    clock: Callable[[], float] = time.monotonic
 
-    def __init__(
-        self,
-        settings: FlowSettings,
-        ceiling: float,
-        detector: SaturationDetector,
-        pods: PodSet,
-        registry: CollectorRegistry,
-        *,
-        priority_of: Callable[[Mapping[str, str]], int],
-        fairness_id_of: Callable[[Mapping[str, str]], str] = lambda _headers: "",
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._settings = settings
-        self._ceiling = ceiling
-        self._detector = detector
-        self._pods = pods
-        self._priority_of = priority_of
-        self._fairness_id_of = fairness_id_of
-        self._clock = clock
+    def __post_init__(self, registry: CollectorRegistry) -> None:
         # Requests in flight that may be evicted; None if eviction is off.
-        self.evictable = EvictableRequests() if settings.evicts else None
-        self._queue = FlowQueue(settings)
+        self.evictable = EvictableRequests() if self.settings.evicts else None
+        self._queue = FlowQueue(self.settings)
         self._pending = 0
         self._closing = False
         self._changed = Condition()
@@ -146,13 +135,13 @@ class FlowControl:
     def saturation(self) -> float:
         """Return the saturation of the fullest stage (encode, prefill or decode); 1 without ready pods."""
         stages: dict[str, list[str]] = {}
-        for pod in self._pods.current.values():
+        for pod in self.pods.current.values():
             if pod.ready:
                 stage = _STAGES.get(pod.entry.labels.get(ROLE_LABEL, ""), "decode")
                 stages.setdefault(stage, []).append(pod.address)
-        load_table, now_s = self._pods.load_table, self._clock()
+        load_table, now_s = self.pods.load_table, self.clock()
         loads = [load_table.known(load_table.rows(addresses)) for addresses in stages.values()]
-        return max((self._detector.saturation(one, self._pending, now_s) for one in loads), default=1.0)
+        return max((self.detector.saturation(one, self._pending, now_s) for one in loads), default=1.0)
 
     def state(self) -> dict[str, float]:
         return {"waiting": len(self), "waiting_bytes": self.size_bytes, "saturation": self.saturation()}
@@ -171,7 +160,7 @@ class FlowControl:
         with self._changed:
             self._dispatch_or_queue(queued)
         queued.finished.wait()
-        waited_s = self._clock() - queued.arrived_s
+        waited_s = self.clock() - queued.arrived_s
         self._waits.labels(str(queued.priority), queued.outcome).observe(waited_s)
         if queued.outcome != DISPATCHED:
             status, reason, message = REJECTIONS[queued.outcome]
@@ -183,14 +172,14 @@ class FlowControl:
                 self._pending -= 1
 
     def _queued(self, request: RouteRequest, is_active: Callable[[], bool] | None) -> QueuedRequest:
-        now_s, headers = self._clock(), request.headers
+        now_s, headers = self.clock(), request.headers
         flow = next((headers[name] for name in _FAIRNESS_HEADERS if headers.get(name)), "")
         return QueuedRequest(
-            flow=(flow or self._fairness_id_of(headers))[:_FLOW_CHARS_MAX],
-            priority=self._priority_of(headers),
+            flow=(flow or self.fairness_id_of(headers))[:_FLOW_CHARS_MAX],
+            priority=self.priority_of(headers),
             size_bytes=request.body_bytes,
             arrived_s=now_s,
-            deadline_s=now_s + self._settings.ttl_s,
+            deadline_s=now_s + self.settings.ttl_s,
             due_s=now_s + _slo_s(headers),
             is_active=is_active,
         )
@@ -198,7 +187,7 @@ class FlowControl:
     def _dispatch_or_queue(self, queued: QueuedRequest) -> None:
         if self._closing:
             _finish(queued, "shutting-down")
-        elif not self._queue and self.saturation() < self._ceiling:
+        elif not self._queue and self.saturation() < self.ceiling:
             self._pending += 1
             _finish(queued, DISPATCHED)
         elif not self._queue.put(queued):
@@ -221,9 +210,9 @@ class FlowControl:
 
     def _drop_expired(self) -> None:
         """Reject queued requests that have expired or whose client has disconnected."""
-        now_s, settings = self._clock(), self._settings
+        now_s, settings = self.clock(), self.settings
         empty_ttl_s = settings.ttl_s if settings.no_endpoint_ttl_s is None else settings.no_endpoint_ttl_s
-        is_empty = not any(pod.ready for pod in self._pods.current.values())
+        is_empty = not any(pod.ready for pod in self.pods.current.values())
         for queued in list(self._queue):
             if queued.is_active is not None and not queued.is_active():
                 self._drop(queued, "cancelled")
@@ -233,7 +222,7 @@ class FlowControl:
                 self._drop(queued, "ttl")
 
     def _dispatch_queued(self) -> None:
-        while self._queue and self.saturation() < self._ceiling:
+        while self._queue and self.saturation() < self.ceiling:
             if (queued := self._queue.take()) is not None:
                 self._pending += 1
                 _finish(queued, DISPATCHED)

@@ -147,7 +147,11 @@ class Router:
         # A sleeping pod is a candidate only if all candidates sleep. Requests without a body wake none.
         if candidates.pods[0].asleep and self.wake is not None and tokens.total:
             self.wake(candidates.pods)
-        tokenized = self._tokenized(request, tokens, candidates, priority)
+        keys, degraded = self._keys(request, tokens, candidates)
+        if degraded is None and not reads_cache(request):
+            # Keep the keys: the engine stores the blocks anyway, and their events end the prefill.
+            degraded = CACHE_NOT_READ
+        tokenized = TokenizedRequest(request, tokens, keys, degraded, priority)
         with self._picking:
             decision, displaced = self._pick(tokenized, candidates, started_s, now_s, step_done)
         decision.ranked.causes = self._causes(tokenized, candidates, decision)
@@ -173,15 +177,6 @@ class Router:
             tokens[Cause.UNKNOWN] = unknown
         evicted = (each.evicted_s_ago for each in causes if each.evicted_s_ago is not None)
         return PromptCauses(dict(tokens), next(evicted, None))
-
-    def _tokenized(
-        self, request: RouteRequest, tokens: PromptTokens, candidates: CandidateSet, priority: int
-    ) -> TokenizedRequest:
-        keys, degraded = self._keys(request, tokens, candidates)
-        if degraded is None and not reads_cache(request):
-            # Keep the keys: the engine stores the blocks anyway, and their events end the prefill.
-            degraded = CACHE_NOT_READ
-        return TokenizedRequest(request, tokens, keys, degraded, priority)
 
     def _keys(
         self, request: RouteRequest, tokens: PromptTokens, candidates: CandidateSet
@@ -214,16 +209,11 @@ class Router:
     ) -> tuple[Decision, Sequence[Dispatch]]:
         # Without a chosen rank, vLLM spreads several prompts over a pod's ranks.
         is_ranked = len(tokenized.keys) == 1 and tokenized.request.kind in RANKED_KINDS
-        pending = self.scheduler.pending_tokens if is_ranked else None
+        pending = self.scheduler.ledger.pending_tokens if is_ranked else None
         # Block keys include the base model, so pods of another base match nothing.
+        match, pods = self.index.match, candidates.address_set
         matches = [
-            self.index.match(
-                keys,
-                candidates.address_set,
-                prompt_tokens=len(prompt),
-                tokens=prompt,
-                pending_tokens=pending,
-            )
+            match(keys, pods, prompt_tokens=len(prompt), tokens=prompt, pending_tokens=pending)
             for keys, prompt in zip(tokenized.keys, tokenized.tokens.prompts, strict=False)
         ]
         step_done()

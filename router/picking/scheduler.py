@@ -5,9 +5,10 @@ This is the critical section of routing: callers admit one request at a time. No
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 from itertools import repeat
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -71,75 +72,55 @@ class TokenizedRequest(msgspec.Struct, frozen=True):
         return SentPrompt(base_model, lora_name, salt, self.tokens.prompts[0], cached_blocks, held_blocks)
 
 
+class PricedCandidates(NamedTuple):
+    """Request with its candidates and their costs, to be ranked."""
+
+    tokenized: TokenizedRequest
+    candidates: CandidateSet
+    pods: PodSnapshot  # current pods; the candidates may carry older load figures
+    matches: Sequence[PodMatches]  # one per prompt; empty if the index is not used
+    breakdowns: NDArray[Any]  # cost.COST_BREAKDOWN [candidates]
+    hits: NDArray[Any]  # cost.CACHE_HIT [candidates]
+    loads: NDArray[Any]  # load_table.POD [candidates]
+    now_s: float
+
+
 class Ranker(Protocol):
     """Replacement for the default order by cost, such as a configured plugin pipeline."""
 
-    def rank(
-        self,
-        tokenized: TokenizedRequest,
-        candidates: CandidateSet,
-        pods: PodSnapshot,
-        matches: Sequence[PodMatches],
-        breakdowns: NDArray[Any],
-        hits: NDArray[Any],
-        loads: NDArray[Any],
-        now_s: float,
-    ) -> tuple[NDArray[np.int64], PipelineResult]:
+    def rank(self, priced: PricedCandidates) -> tuple[NDArray[np.int64], PipelineResult]:
         """Return the indices of the candidates that may be picked, best first, and the pipeline's result.
-
-        Args:
-            pods: Current pods; the candidates may carry older load figures.
-            matches: One per prompt; empty if the index is not used.
-            breakdowns: cost.COST_BREAKDOWN [candidates].
-            hits: cost.CACHE_HIT [candidates].
-            loads: load_table.POD [candidates].
 
         Raises:
             RequestError: 429 if no candidate passes the filters, 500 if a plugin fails.
         """
 
 
+@dataclass(eq=False)
 class Scheduler:
-    """Computes costs, picks a pod and enters the request into the in-flight ledger.
+    """Computes costs, picks a pod and enters the request into the in-flight ledger."""
 
-    Args:
-        ranker: Orders the candidates instead of their cost.
-    """
+    load_table: PodLoadTable
+    ledger: Ledger
+    random: InitVar[np.random.Generator]
+    block_tokens: int
+    cost: CostParameters = field(default_factory=CostParameters)
+    ranker: Ranker | None = None
 
-    def __init__(
-        self,
-        load_table: PodLoadTable,
-        ledger: Ledger,
-        random: np.random.Generator,
-        *,
-        block_tokens: int,
-        cost: CostParameters | None = None,
-        ranker: Ranker | None = None,
-    ) -> None:
-        self._load_table = load_table
-        self._ledger = ledger
+    def __post_init__(self, random: np.random.Generator) -> None:
         self._draw = random.bit_generator.random_raw
-        self._block_tokens = block_tokens
-        cost = cost or CostParameters()
-        self._parameters = cost.record()
-        self._load_age_max_s = cost.load_age_max_s
+        self._parameters = self.cost.record()
         self._sessions = SessionPods()
-        self._ranker = ranker
         self._tiers: Tiers | None = None
         self._device_tiers = _NO_ROWS
         # Compile the kernels, or load them from their cache, before the first request arrives.
-        no_hits, none = (*_NO_MATCHES, block_tokens, np.zeros(0, CACHE_HIT)), (_NO_ROWS, _NO_EXTRA)
+        no_hits, none = (*_NO_MATCHES, self.block_tokens, np.zeros(0, CACHE_HIT)), (_NO_ROWS, _NO_EXTRA)
         add_hits(*no_hits)
-        _predict_costs(*no_hits, load_table.pods, *none, 0.0, 0.0, 1.0, 0.0, self._parameters, 1)
-
-    @property
-    def pending_tokens(self) -> Mapping[str, int]:
-        """Return the uncached tokens in flight by engine, of pods with several."""
-        return self._ledger.pending_tokens
+        _predict_costs(*no_hits, self.load_table.pods, *none, 0.0, 0.0, 1.0, 0.0, self._parameters, 1)
 
     def queued_s(self, pods: Sequence[str], now_s: float) -> list[float]:
         """Return the seconds that a request without a prompt would wait at each pod, KV pressure included."""
-        rows, hits = self._load_table.rows(pods), np.zeros(len(pods), CACHE_HIT)
+        rows, hits = self.load_table.rows(pods), np.zeros(len(pods), CACHE_HIT)
         breakdowns, _, _ = self._costs(_NO_MATCHES, hits, rows, _NO_EXTRA, 0, now_s)
         seconds: list[float] = (breakdowns["queued_prefill_s"] + breakdowns["kv_pressure_s"]).tolist()
         return seconds
@@ -170,17 +151,17 @@ class Scheduler:
             session_pod = self._sessions.pod_of(session, now_s, candidates.base_model)
             order = _session_first(order, breakdowns["cost_s"], candidates, session_pod)
         result = None
-        if self._ranker is not None:
-            loads = self._load_table.known(candidates.rows)
-            arguments = candidates, pods, used, breakdowns, hits, loads
-            order, result = self._ranker.rank(tokenized, *arguments, now_s)
+        if self.ranker is not None:
+            loads = self.load_table.known(candidates.rows)
+            priced = PricedCandidates(tokenized, candidates, pods, used, breakdowns, hits, loads, now_s)
+            order, result = self.ranker.rank(priced)
         ranked = Ranking(
             pods=candidates.addresses,
             breakdowns=breakdowns,
             hits=hits,
             order=order,
             prompt_tokens=tokenized.tokens.total,
-            block_tokens=self._block_tokens,
+            block_tokens=self.block_tokens,
             matches=matches,
             most_cached_tokens=most_cached,
         )
@@ -218,7 +199,7 @@ class Scheduler:
         prompts = map(self._hit_args, matches, tokenized.tokens.prompts, repeat(candidates))
         first, *others = list(prompts) or [_NO_MATCHES]
         for other in others:
-            add_hits(*other, self._block_tokens, hits)
+            add_hits(*other, self.block_tokens, hits)
         return hits, *self._costs(first, hits, candidates.rows, extra_s, tokenized.tokens.total, now_s)
 
     def _costs(
@@ -231,11 +212,11 @@ class Scheduler:
         now_s: float,
     ) -> tuple[NDArray[Any], NDArray[np.int64], int]:
         """Add the first prompt's hits; return cost breakdowns, order and the most cached tokens."""
-        load_table = self._load_table
+        load_table = self.load_table
         with load_table.lock:
             return _predict_costs(
                 *first,
-                self._block_tokens,
+                self.block_tokens,
                 hits,
                 load_table.pods,
                 rows,
@@ -264,8 +245,8 @@ class Scheduler:
         adapter_s = np.zeros(len(candidates.rows))
         for at, address in enumerate(candidates.addresses):
             load = pods[address].load if address in pods else None
-            if load is not None and now_s - load.scraped_s <= self._load_age_max_s:
-                sent = self._ledger.adapters.on(address)
+            if load is not None and now_s - load.scraped_s <= self.cost.load_age_max_s:
+                sent = self.ledger.adapters.on(address)
                 adapter_s[at] = adapter_delay_s(load.lora, adapter, sent)
         return adapter_s
 
@@ -288,8 +269,8 @@ class Scheduler:
         loading_s = float(adapter_s[candidates.addresses.index(executor.pod)]) if len(adapter_s) else 0.0
         stored = [match.whole_blocks(executor.pod, each) for match, each in zip(matches, keys, strict=True)]
         # The keys are needed only if other routers follow this one's ledger.
-        new_keys = None if self._ledger.changes is None else self._new_keys(stored, executor, prefill)
-        return self._ledger.dispatch(
+        new_keys = None if self.ledger.changes is None else self._new_keys(stored, executor, prefill)
+        return self.ledger.dispatch(
             Dispatch(
                 request_id=decision.request_id,
                 pod=pod,
@@ -316,7 +297,7 @@ class Scheduler:
         """Return the keys of the blocks that the request's pods will store and do not have yet."""
         if len(keys) != 1 or executor.view != _EXACT or prefill is not None:
             return np.concatenate(keys) if keys else None
-        return keys[0][executor.cached_tokens // self._block_tokens :]
+        return keys[0][executor.cached_tokens // self.block_tokens :]
 
 
 @kernel_with_arrays
@@ -364,11 +345,7 @@ def _session_first(
 
 
 def _rate_sample(decision: Decision, executor: Candidate, loading_s: float) -> RateSample:
-    """Return how the request's time to first token may be used to estimate the executor's prefill rate.
-
-    Args:
-        loading_s: Time to load the request's adapter on the executor.
-    """
+    """Return how the request's time to first token may be used to estimate the executor's prefill rate."""
     if decision.degraded is not None or decision.partial is not None:
         return RateSample.NONE
     # Behind a queue, the time to first token includes the prefills of other requests.
@@ -382,15 +359,8 @@ def _rate_sample(decision: Decision, executor: Candidate, loading_s: float) -> R
 def _confirm_key(
     keys: Sequence[Keys], view: str, matches: Sequence[PodMatches], pod: str, *, is_read: bool
 ) -> int | None:
-    """Return the key of the last full block, whose stored event marks the end of the prefill.
-
-    None if the pod is not expected to publish that event.
-
-    Args:
-        keys: Keys of the full engine blocks that the pod will store, per prompt. A partial last block is
-            published only once decoding has filled it.
-        is_read: Whether the engine reads its cache for the request.
-    """
+    """Return the key of the last full block, whose event ends the prefill; None if no event is expected."""
+    # A partial last block is published only once decoding has filled it.
     if len(keys) != 1 or view != _EXACT or not (blocks := len(keys[0])):
         return None
     match = matches[0]

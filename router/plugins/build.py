@@ -26,47 +26,18 @@ from router.config.picker_file import (
 )
 from router.errors import ConfigError
 from router.picking.flow_queue import DETECTORS, FLOW_TYPES, AgentIdentity
-from router.plugins import labels, scorers
+from router.plugins import labels, producer_settings, producers, profiles, scorers
 from router.plugins.api import Filter, Picker, Scorer
 from router.plugins.attribute_reporter import TYPE as REPORTER
-from router.plugins.labels import SessionAffinity
 from router.plugins.pipeline import Pipeline
-from router.plugins.producer_settings import (
-    MetricsExtractorSettings,
-    MetricsSettings,
-    ModelsSettings,
-    PreciseSettings,
-    TokenSettings,
-)
-from router.plugins.producers import (
-    ApproximatePrefix,
-    AttributeProducer,
-    ImpliedPrefix,
-    PrecisePrefix,
-    PrefixProducer,
-    SessionIdProducer,
-)
-from router.plugins.profiles import (
-    AlwaysMultimodalDecider,
-    AlwaysPdDecider,
-    DataParallelHandlerSettings,
-    DisaggHandlerSettings,
-    MaxScorePicker,
-    PdHandlerSettings,
-    PrefixBasedPdDecider,
-    Profile,
-    ProfileHandler,
-    RandomPicker,
-    Stage,
-    WeightedRandomPicker,
-    WeightedScorer,
-)
 from router.plugins.scorers import APPROXIMATE, IMPLIED, PRECISE, PRODUCER_KEY
 from router.prompts.parsers import PARSERS
 
 ENTRY_POINTS = "kvroute.plugins"
 _SINGLE = "single-profile-handler"
+_PRECISE_SCORER = "precise-prefix-cache-scorer"  # combines a producer and its scorer
 _Plugins = Mapping[str, object]
+_Profiles = Mapping[str, profiles.Profile]
 
 # Filters, scorers, pickers and deciders by type.
 PLUGIN_TYPES: Mapping[str, type[Settings]] = {
@@ -78,8 +49,8 @@ PLUGIN_TYPES: Mapping[str, type[Settings]] = {
     "encode-filter": labels.EncodeFilter,
     "prefix-cache-affinity-filter": scorers.PrefixAffinityFilter,
     "utilization-filter": scorers.UtilizationFilter,
-    "session-affinity-filter": SessionAffinity,
-    "session-affinity-scorer": SessionAffinity,
+    "session-affinity-filter": labels.SessionAffinity,
+    "session-affinity-scorer": labels.SessionAffinity,
     "header-based-testing-filter": labels.HeaderTestingFilter,
     "header-label-affinity-scorer": labels.HeaderLabelScorer,
     "queue-scorer": scorers.QueueScorer,
@@ -93,12 +64,12 @@ PLUGIN_TYPES: Mapping[str, type[Settings]] = {
     "token-load-scorer": scorers.TokenLoadScorer,
     "context-length-aware": scorers.ContextLengthAware,
     "ttft-cost-scorer": scorers.TtftCostScorer,
-    "max-score-picker": MaxScorePicker,
-    "random-picker": RandomPicker,
-    "weighted-random-picker": WeightedRandomPicker,
-    "prefix-based-pd-decider": PrefixBasedPdDecider,
-    "always-disagg-pd-decider": AlwaysPdDecider,
-    "always-disagg-multimodal-decider": AlwaysMultimodalDecider,
+    "max-score-picker": profiles.MaxScorePicker,
+    "random-picker": profiles.RandomPicker,
+    "weighted-random-picker": profiles.WeightedRandomPicker,
+    "prefix-based-pd-decider": profiles.PrefixBasedPdDecider,
+    "always-disagg-pd-decider": profiles.AlwaysPdDecider,
+    "always-disagg-multimodal-decider": profiles.AlwaysMultimodalDecider,
 }
 
 
@@ -135,33 +106,32 @@ class _Notification(Settings):
 # Types that are not part of a profile.
 _NON_PROFILE_TYPES: Mapping[str, type[Settings]] = {
     _SINGLE: Settings,
-    "disagg-profile-handler": DisaggHandlerSettings,
-    "pd-profile-handler": PdHandlerSettings,
-    "data-parallel-profile-handler": DataParallelHandlerSettings,
+    "disagg-profile-handler": profiles.DisaggHandlerSettings,
+    "pd-profile-handler": profiles.PdHandlerSettings,
+    "data-parallel-profile-handler": profiles.DataParallelHandlerSettings,
     "agent-identity": AgentIdentity,
-    "session-id-producer": SessionIdProducer,
-    APPROXIMATE: ApproximatePrefix,
+    "session-id-producer": producers.SessionIdProducer,
+    APPROXIMATE: producers.ApproximatePrefix,
     # Always active in the router.
     "file-discovery": DiscoverySettings,
-    "core-metrics-extractor": MetricsExtractorSettings,
-    "models-data-source": ModelsSettings,
+    "core-metrics-extractor": producer_settings.MetricsExtractorSettings,
+    "models-data-source": producer_settings.ModelsSettings,
     "models-extractor": Settings,
     "endpoint-notification-source": _Notification,
     "k8s-notification-source": _Notification,
     "destination-endpoint-served-verifier": Settings,
     "inflight-load-producer": _InflightLoad,
     # Their parameters are router settings, which producer_settings reads.
-    "metrics-data-source": MetricsSettings,
-    "token-producer": TokenSettings,
-    "tokenizer": TokenSettings,
+    PRECISE: producer_settings.PreciseSettings,
+    _PRECISE_SCORER: producer_settings.PreciseSettings,
+    "metrics-data-source": producer_settings.MetricsSettings,
+    "token-producer": producer_settings.TokenSettings,
+    "tokenizer": producer_settings.TokenSettings,
     # The profile handler sets their headers itself.
     "disagg-headers-handler": _HeadersHandler,
     "prefill-header-handler": _HeadersHandler,
 }
 
-# Combines a producer and its scorer.
-_PRECISE_SCORER = "precise-prefix-cache-scorer"
-_PRECISE_TYPES: Mapping[str, type[Settings]] = {PRECISE: PreciseSettings, _PRECISE_SCORER: PreciseSettings}
 # Types whose parameters other modules read.
 _READ_ELSEWHERE = frozenset({*PARSERS, *FLOW_TYPES, REPORTER})
 
@@ -198,19 +168,19 @@ def build_pipeline(config: PickerConfig, *, block_tokens: int, random: np.random
         ConfigError: A plugin or parameter is unknown, missing or invalid; names its line.
     """
     plugins: dict[str, object] = {}
-    prefixes: dict[str, PrefixProducer] = {}
-    attributes: dict[str, AttributeProducer] = {}
+    prefixes: dict[str, producers.PrefixProducer] = {}
+    attributes: dict[str, producers.AttributeProducer] = {}
     handlers: dict[str, Settings] = {}
     for name, entry in config.plugins.items():
-        if entry.type in _PRECISE_TYPES:
-            prefixes[name] = PrecisePrefix(block_tokens)
+        if entry.type in (PRECISE, _PRECISE_SCORER):
+            prefixes[name] = producers.PrecisePrefix(block_tokens)
             if entry.type == _PRECISE_SCORER:
                 plugins[name] = scorers.PrefixScorer(name)
         elif entry.type in _NON_PROFILE_TYPES:
             other = entry.parameters_section.read(_NON_PROFILE_TYPES[entry.type])
-            if isinstance(other, ApproximatePrefix):
+            if isinstance(other, producers.ApproximatePrefix):
                 prefixes[name] = other
-            elif isinstance(other, AttributeProducer):
+            elif isinstance(other, producers.AttributeProducer):
                 attributes[name] = other
             elif entry.type.endswith("-profile-handler"):
                 handlers[name] = other
@@ -218,8 +188,8 @@ def build_pipeline(config: PickerConfig, *, block_tokens: int, random: np.random
             plugins[name] = make_plugin(entry, config.directory)
     for name, plugin in plugins.items():
         _add_producer(config, prefixes, name, getattr(plugin, "producer", None), block_tokens)
-    profiles = {entry.name: _profile(entry, plugins, config) for entry in _profile_entries(config, plugins)}
-    handler = _handler(config, handlers, plugins, profiles)
+    named = {entry.name: _profile(entry, plugins, config) for entry in _profile_entries(config, plugins)}
+    handler = _handler(config, handlers, plugins, named)
     types = {name: entry.type for name, entry in config.plugins.items()}
     return Pipeline(handler, plugins, prefixes, attributes, types, random)
 
@@ -230,14 +200,18 @@ def ignored_parameters(config: PickerConfig) -> Iterator[str]:
     Raises:
         ConfigError: A parameter is invalid; names its line.
     """
-    types = {**PLUGIN_TYPES, **_NON_PROFILE_TYPES, **DETECTORS, **_PRECISE_TYPES}
+    types = {**PLUGIN_TYPES, **_NON_PROFILE_TYPES, **DETECTORS}
     for entry in config.entries:
         if (kind := types.get(entry.type)) is not None:
             yield from entry.parameters_section.read(kind).ignored()
 
 
 def _add_producer(
-    config: PickerConfig, prefixes: dict[str, PrefixProducer], name: str, producer: object, block_tokens: int
+    config: PickerConfig,
+    prefixes: dict[str, producers.PrefixProducer],
+    name: str,
+    producer: object,
+    block_tokens: int,
 ) -> None:
     """Add the prefix producer that a plugin reads, if it may be left out of the configuration."""
     if not isinstance(producer, str) or producer in prefixes:
@@ -248,11 +222,11 @@ def _add_producer(
     if same:
         prefixes[producer] = prefixes[same[0]]
     elif producer == IMPLIED:
-        prefixes[producer] = ImpliedPrefix(block_tokens)
+        prefixes[producer] = producers.ImpliedPrefix(block_tokens)
     elif producer == APPROXIMATE:
-        prefixes[producer] = ApproximatePrefix()
+        prefixes[producer] = producers.ApproximatePrefix()
     elif producer == PRECISE:
-        prefixes[producer] = PrecisePrefix(block_tokens)
+        prefixes[producer] = producers.PrecisePrefix(block_tokens)
     else:
         known = sorted({*prefixes, APPROXIMATE, PRECISE})
         config.plugins[name].parameters_section.fail(
@@ -267,9 +241,9 @@ def _profile_entries(config: PickerConfig, plugins: _Plugins) -> tuple[ProfileEn
     return (ProfileEntry("default", tuple(map(WeightedReference, every))).located(config.section),)
 
 
-def _profile(entry: ProfileEntry, plugins: _Plugins, config: PickerConfig) -> Profile:
+def _profile(entry: ProfileEntry, plugins: _Plugins, config: PickerConfig) -> profiles.Profile:
     filters: list[tuple[str, Filter]] = []
-    scorers: list[WeightedScorer] = []
+    weighted: list[profiles.WeightedScorer] = []
     pickers: list[Picker] = []
     for reference in entry.plugins:
         name = reference.plugin_ref
@@ -279,54 +253,55 @@ def _profile(entry: ProfileEntry, plugins: _Plugins, config: PickerConfig) -> Pr
         if isinstance(plugin, Filter) and not (is_scorer and kind.endswith("-scorer")):
             filters.append((name, plugin))
         if isinstance(plugin, Scorer) and not (is_filter and kind.endswith("-filter")):
-            scorers.append(WeightedScorer(name, plugin, reference.weight))
+            weighted.append(profiles.WeightedScorer(name, plugin, reference.weight))
         if isinstance(plugin, Picker):
             pickers.append(plugin)
         if plugin is not None and not isinstance(plugin, Filter | Scorer | Picker):
             reference.section.fail("pluginRef", f"{kind} is not a filter, scorer or picker")
     if len(pickers) > 1:
         entry.section.fail("plugins", "expected at most one picker per profile")
-    return Profile(entry.name, filters, scorers, pickers[0] if pickers else MaxScorePicker())
+    picker = pickers[0] if pickers else profiles.MaxScorePicker()
+    return profiles.Profile(entry.name, filters, weighted, picker)
 
 
 def _handler(
-    config: PickerConfig, handlers: Mapping[str, Settings], plugins: _Plugins, profiles: Mapping[str, Profile]
-) -> ProfileHandler:
+    config: PickerConfig, handlers: Mapping[str, Settings], plugins: _Plugins, named: _Profiles
+) -> profiles.ProfileHandler:
     if len(handlers) > 1:
         config.section.fail("plugins", f"expected at most one profile handler, got {', '.join(handlers)}")
     match next(iter(handlers.values()), None):
-        case DisaggHandlerSettings() as disagg:
-            return _disagg_handler(disagg, plugins, profiles)
-        case DataParallelHandlerSettings(primary_port=port):
+        case profiles.DisaggHandlerSettings() as disagg:
+            return _disagg_handler(disagg, plugins, named)
+        case profiles.DataParallelHandlerSettings(primary_port=port):
             pass
         case _:
             port = 0
-    if len(profiles) != 1:
+    if len(named) != 1:
         config.section.fail(
             "schedulingProfiles",
-            f"{_SINGLE} expects one profile, got {len(profiles)}; add a disagg-profile-handler",
+            f"{_SINGLE} expects one profile, got {len(named)}; add a disagg-profile-handler",
         )
-    return ProfileHandler(next(iter(profiles.values())), primary_port=port)
+    return profiles.ProfileHandler(next(iter(named.values())), primary_port=port)
 
 
 def _disagg_handler(
-    settings: DisaggHandlerSettings, plugins: _Plugins, profiles: Mapping[str, Profile]
-) -> ProfileHandler:
+    settings: profiles.DisaggHandlerSettings, plugins: _Plugins, named: _Profiles
+) -> profiles.ProfileHandler:
     names, deciders = settings.profiles, settings.deciders
-    if (decode := profiles.get(names.decode)) is None:
-        settings.section.fail("profiles", f"decode profile is missing; profiles: {', '.join(profiles)}")
-    return ProfileHandler(
+    if (decode := named.get(names.decode)) is None:
+        settings.section.fail("profiles", f"decode profile is missing; profiles: {', '.join(named)}")
+    return profiles.ProfileHandler(
         decode,
-        _stage(settings, "deciders.prefill", deciders.prefill, profiles.get(names.prefill), plugins),
-        _stage(settings, "deciders.encode", deciders.encode, profiles.get(names.encode), plugins),
+        _stage(settings, "deciders.prefill", deciders.prefill, named.get(names.prefill), plugins),
+        _stage(settings, "deciders.encode", deciders.encode, named.get(names.encode), plugins),
         prefill_first=settings.stage_order == "prefill-first",
         primary_port=settings.primary_port,
     )
 
 
 def _stage(
-    settings: Settings, key: str, decider: str | None, profile: Profile | None, plugins: _Plugins
-) -> Stage | None:
+    settings: Settings, key: str, decider: str | None, profile: profiles.Profile | None, plugins: _Plugins
+) -> profiles.Stage | None:
     """Return a stage, or None without a decider, in which case it is never disaggregated."""
     if decider is None:
         return None
@@ -336,7 +311,7 @@ def _stage(
         settings.section.fail(key, f"expected a decider ({', '.join(known)}), got {decider!r}")
     if profile is None:
         settings.section.fail("profiles", f"there is a decider but no profile for {key.rpartition('.')[2]}")
-    return Stage(profile, plugin)
+    return profiles.Stage(profile, plugin)
 
 
 def make_plugin(entry: PluginEntry, directory: Path) -> object:
@@ -373,7 +348,7 @@ def _custom(entry: PluginEntry, directory: Path) -> Callable[..., object]:
         except Exception as error:
             entry.section.fail("type", f"cannot load entry point {point.value}: {error}")
         return loaded
-    known = {*PLUGIN_TYPES, *_NON_PROFILE_TYPES, *_READ_ELSEWHERE, PRECISE, _PRECISE_SCORER, *installed.names}
+    known = {*PLUGIN_TYPES, *_NON_PROFILE_TYPES, *_READ_ELSEWHERE, *installed.names}
     instead = REPLACEMENTS.get(entry.type)
     advice = f"use {instead}" if instead else f"known: {', '.join(sorted(known))}"
     return entry.section.fail("type", f"unknown plugin type {entry.type!r}; {advice}")

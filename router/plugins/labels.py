@@ -56,12 +56,8 @@ class LabelSelectorFilter(Settings):
     match_expressions: tuple[Expression, ...] = ()
 
     def filter(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
-        return [endpoint for endpoint in endpoints if self._matches(endpoint.labels)]
-
-    def _matches(self, labels: Mapping[str, str]) -> bool:
-        return self.match_labels.items() <= labels.items() and all(
-            expression.matches(labels) for expression in self.match_expressions
-        )
+        named = [one for one in endpoints if self.match_labels.items() <= one.labels.items()]
+        return [one for one in named if all(each.matches(one.labels) for each in self.match_expressions)]
 
 
 class ByLabelFilter(Settings):
@@ -76,10 +72,8 @@ class ByLabelFilter(Settings):
             raise ValueError("validValues: expected at least one value, or allowsNoLabel: true")
 
     def filter(self, _request: PluginRequest, endpoints: Sequence[Endpoint]) -> Sequence[Endpoint]:
-        return [endpoint for endpoint in endpoints if self._passes(endpoint.labels.get(self.label))]
-
-    def _passes(self, value: str | None) -> bool:
-        return self.allows_no_label if value is None else value in self.valid_values
+        allowed = (*self.valid_values, *((None,) if self.allows_no_label else ()))
+        return [endpoint for endpoint in endpoints if endpoint.labels.get(self.label) in allowed]
 
 
 class DecodeFilter(Settings):

@@ -19,13 +19,11 @@ from router.picking.decision import PipelineResult
 from router.plugins.api import Endpoint, Observer, PluginRequest, Stateful
 from router.plugins.producers import AttributeProducer, PrefixProducer
 from router.plugins.profiles import HandlerResult, PluginError, ProfileHandler
-from router.pods.pod_set import Pod, PodSnapshot
+from router.pods.pod_set import Pod
 from tokenization import decoded
 
 if TYPE_CHECKING:
-    from indexer import PodMatches
-    from router.picking.candidates import CandidateSet
-    from router.picking.scheduler import TokenizedRequest
+    from router.picking.scheduler import PricedCandidates
 
 _log = logging.getLogger(__name__)
 
@@ -61,30 +59,20 @@ class Pipeline:
             # A custom plugin may fail because picks change its state at the same time.
             return f"unavailable: {error!r}"
 
-    def rank(
-        self,
-        tokenized: TokenizedRequest,
-        candidates: CandidateSet,
-        pods: PodSnapshot,
-        matches: Sequence[PodMatches],
-        breakdowns: NDArray[Any],
-        hits: NDArray[Any],
-        loads: NDArray[Any],
-        now_s: float,
-    ) -> tuple[NDArray[np.int64], PipelineResult]:
+    def rank(self, priced: PricedCandidates) -> tuple[NDArray[np.int64], PipelineResult]:
+        pods, loads, tokens, now_s = priced.pods, priced.loads, priced.tokenized.tokens.total, priced.now_s
         columns = zip(
-            candidates.pods,
-            breakdowns["cost_s"].tolist(),
-            hits["cached_tokens"].tolist(),
+            priced.candidates.pods,
+            priced.breakdowns["cost_s"].tolist(),
+            priced.hits["cached_tokens"].tolist(),
             (loads["awaiting"] + loads["decoding"]).tolist(),
             loads["held_tokens"].tolist(),
             strict=True,
         )
         endpoints = [
-            _endpoint(pods.get(pod.address, pod), now_s, tokenized.tokens.total, *counts)
-            for pod, *counts in columns
+            _endpoint(pods.get(pod.address, pod), now_s, tokens, *counts) for pod, *counts in columns
         ]
-        request = self._request(tokenized, matches, candidates.addresses, now_s)
+        request = self._request(priced)
         try:
             result = self.handler.run(request, endpoints)
             if result is None:
@@ -103,10 +91,9 @@ class Pipeline:
             producer.dispatched(targets, pods)
         return _order(result, endpoints), _pipeline_result(result, response_headers)
 
-    def _request(
-        self, tokenized: TokenizedRequest, matches: Sequence[PodMatches], pods: Sequence[str], now_s: float
-    ) -> PluginRequest:
-        request = tokenized.request
+    def _request(self, priced: PricedCandidates) -> PluginRequest:
+        tokenized, pods = priced.tokenized, priced.candidates.addresses
+        request, prefixes = tokenized.request, self.prefixes.items()
         attributes = {
             name: value
             for name, producer in self.attributes.items()
@@ -118,20 +105,15 @@ class Pipeline:
             headers=request.headers,
             prompt_tokens=tokenized.tokens.total,
             priority=tokenized.priority,
-            now_s=now_s,
+            now_s=priced.now_s,
             random=self.random,
             attributes=attributes,
-            prefixes={name: one.matches(tokenized, matches, pods) for name, one in self.prefixes.items()},
+            prefixes={name: one.matches(tokenized, priced.matches, pods) for name, one in prefixes},
             multimodal=_is_multimodal(request.body),
         )
 
     def _notify_observers(self, request: PluginRequest, result: HandlerResult) -> dict[str, str]:
-        """Notify all observers, even if some fail, and return their response headers.
-
-        Raises:
-            Exception: The exception of the only observer that failed.
-            PluginError: Several observers failed.
-        """
+        """Notify all observers, even if some fail, and return their response headers."""
         headers: dict[str, str] = {}
         failures: list[Exception] = []
         for name, observer in self._observers:

@@ -264,7 +264,11 @@ def apply_producer_settings(
                 index = _index(precise, index)
             except IndexerConfigError as error:
                 entry.parameters_section.fail("", str(error))
-            kube = _ports(precise.kv_events_config.pod_discovery_config, kube)
+            if kube is not None:
+                pods = precise.kv_events_config.pod_discovery_config
+                port, replay_port = pods.socket_port or kube.events_port, pods.replay_socket_port
+                replay_port = kube.replay_port if replay_port is None else replay_port
+                kube = replace(kube, events_port=port, replay_port=replay_port)
     return index, kube
 
 
@@ -307,8 +311,8 @@ def _index(precise: PreciseSettings, index: IndexerConfig) -> IndexerConfig:
     tokens = precise.token_processor_config or older.token_processor_config or _TokenProcessor()
     speculates = precise.speculative_indexing
     speculates = older.speculative_indexing if speculates is None else speculates
-    weights = {tier.name: tier.weight for tier in precise.indexer_config.kv_cache_backend_configs}
-    blocks = precise.indexer_config.kv_block_index_config
+    weights = {tier.name: tier.weight for tier in older.kv_cache_backend_configs}
+    blocks, ttl_s = older.kv_block_index_config, precise.speculative_ttl
     ceiling, redis_url = blocks.cost_aware_memory_config, blocks.redis_url
     seed = index.hash_seed
     if seed is None and (tokens.hash_seed or redis_url is not None):
@@ -319,24 +323,10 @@ def _index(precise: PreciseSettings, index: IndexerConfig) -> IndexerConfig:
         redis_url=index.redis_url or redis_url,
         hash_seed=seed,
         block_tokens=tokens.block_size_tokens or tokens.block_size or index.block_tokens,
-        speculative_ttl_s=index.speculative_ttl_s
-        if precise.speculative_ttl is None
-        else precise.speculative_ttl,
+        speculative_ttl_s=index.speculative_ttl_s if ttl_s is None else ttl_s,
         speculative_entries=0 if speculates is False else index.speculative_entries,
         tier_weights={**index.tier_weights, **weights},
         capacity_bytes=index.capacity_bytes if ceiling is None else ceiling.size_bytes,
         topic_prefix=events.topic_filter or index.topic_prefix,
         events_bind=events.zmq_endpoint or index.events_bind,
-    )
-
-
-def _ports(pods: _Pods, kube: KubeConfig | None) -> KubeConfig | None:
-    """Return the discovery settings with the event and replay ports of a producer."""
-    if kube is None:
-        return None
-    replay_port = pods.replay_socket_port
-    return replace(
-        kube,
-        events_port=pods.socket_port or kube.events_port,
-        replay_port=kube.replay_port if replay_port is None else replay_port,
     )

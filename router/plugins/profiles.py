@@ -151,11 +151,7 @@ class Decider(Protocol):
     """Decides whether another pod executes a stage (prefill or encode) of a request."""
 
     def decide(self, request: PluginRequest, decoder: Endpoint | None, /) -> bool:
-        """Return whether another pod than the decoder executes the stage.
-
-        Args:
-            decoder: Endpoint that decodes the request; None if it is not picked yet.
-        """
+        """Return whether another pod than the decoder (None: not picked yet) executes the stage."""
 
 
 class AlwaysPdDecider(Settings):
@@ -274,11 +270,7 @@ class ProfileHandler:
     primary_port: int = 0
 
     def run(self, request: PluginRequest, endpoints: Sequence[Endpoint]) -> HandlerResult | None:
-        """Return the picks; a stage without remaining endpoints stays at the decoding pod.
-
-        Returns:
-            None if no endpoint passes the filters of the decode profile.
-        """
+        """Return the picks, None without one to decode; a stage without endpoints stays at that pod."""
         prefilled = _picked(self.prefill, request, endpoints, None) if self.prefill_first else None
         decoded = self.decode.run(request, endpoints)
         if decoded is None:

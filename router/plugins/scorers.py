@@ -16,9 +16,7 @@ from router.plugins.api import Endpoint, PluginRequest
 
 APPROXIMATE = "approx-prefix-cache-producer"
 PRECISE = "precise-prefix-cache-producer"
-IMPLIED = ""
-"""Producer of a plugin that names none, see `ImpliedPrefix`."""
-
+IMPLIED = ""  # producer of a plugin that names none, see `ImpliedPrefix`
 PRODUCER_KEY = "prefixMatchInfoProducerName"
 PRODUCER_INSTEAD = f"name the producer by {PRODUCER_KEY}"
 

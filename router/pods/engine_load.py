@@ -316,15 +316,13 @@ def _capacity_tokens(page: EnginePage, engine: _Engine) -> int | None:
 
 
 def _lora(page: EnginePage, name: bytes, engines: int) -> LoraLoad | None:
-    """Return the LoRA load from each engine's newest series; series of former adapters stay on the page.
-
-    vLLM's series may lack the engine label; then the newest ones are used, one per engine.
-    """
+    """Return the LoRA load from the newest series, one per engine; those of former adapters stay there."""
     stamped = [(_number(value), labels) for labels, value in page.series(name)]
     if not all(stamp <= _NUMBER_MAX for stamp, _ in stamped):
         return None
     accounts: dict[object, dict[bytes, bytes]] = {}
     for place, (_, labels) in enumerate(sorted(stamped, key=lambda one: one[0], reverse=True)):
+        # vLLM's series may lack the engine label.
         accounts.setdefault(labels.get(b"engine", place), labels)
         if len(accounts) >= engines:
             break

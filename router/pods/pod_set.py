@@ -60,8 +60,7 @@ class EventSources:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-NOT_REPORTED = EventSources()
-"""Value for an engine without /kv_event_sources, or with an invalid page."""
+NOT_REPORTED = EventSources()  # value for an engine without /kv_event_sources, or with an invalid page
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +104,11 @@ class Pod:
 
 PodSnapshot = Mapping[str, Pod]
 
+# Consecutive probes without a load after which a missing load is not treated as temporary.
 PROBES_WITHOUT_LOAD_MAX = 3
-"""Consecutive probes without a load after which a missing load is not treated as temporary."""
-
-STALL_S = 30.0
-"""Seconds without any progress after which an engine with queued requests is stalled."""
-
+STALL_S = 30.0  # seconds without any progress after which an engine with queued requests is stalled
+# Reason `why` of a pod that answers probes, but is declared as not ready (not Ready in Kubernetes).
 NOT_READY_THERE = "declared as not ready"
-"""Reason `why` of a pod that answers probes, but is declared as not ready (not Ready in Kubernetes)."""
 
 
 @dataclass(slots=True)
@@ -333,11 +329,6 @@ class PodsFile(PodsSource):
                 _log.error("pods file invalid, keeping the last pods: error=%s", error)
 
     def _read(self) -> tuple[PodEntry, ...]:
-        """Read and parse the file.
-
-        Raises:
-            ConfigError: The file is invalid; names file, line and field.
-        """
         try:
             self._stamp = self._stamp_now()
             return parse_pods(read_text(self.path), str(self.path))

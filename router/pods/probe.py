@@ -73,7 +73,7 @@ class Prober:
     metrics_page: MetricsPage = DEFAULT_METRICS_PAGE  # of pods whose labels name no other
 
     def __post_init__(self) -> None:
-        self._http = HttpGetter(body_bytes_max=_PAGE_BYTES_MAX, timeout_s=self.timeout_s)
+        self._http = HttpGetter(self.timeout_s)
 
     async def probe(self, entry: PodEntry, *, models: bool, sources: bool) -> ProbeResult:
         """Probe one pod, on request with its models and event ports."""
@@ -123,7 +123,7 @@ class Prober:
 
     async def wake(self, entry: PodEntry) -> str:
         """Wake a sleeping engine by POST /wake_up; return what failed, or an empty text."""
-        http = HttpGetter(_PAGE_BYTES_MAX, _WAKE_TIMEOUT_S)
+        http = HttpGetter(_WAKE_TIMEOUT_S)
         address, token = (entry.admin, self.admin_token) if entry.admin else (entry.pod, None)
         try:
             status, _ = await http.get(address, "/wake_up", token, "POST")
@@ -192,11 +192,7 @@ class _Cards(msgspec.Struct):
 
 
 def event_sources(page: bytes, rank: int | None) -> EventSources:
-    """Parse /kv_event_sources, which has vLLM's KVEventsConfig by data-parallel rank.
-
-    Args:
-        rank: Rank of the engine behind the probed port; None for all ranks on the page.
-    """
+    """Parse /kv_event_sources, vLLM's KVEventsConfig by rank, for one rank or (None) all on the page."""
     try:
         reported = msgspec.json.decode(page, type=dict[int, _Source])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -257,7 +253,6 @@ class ConnectTimeoutError(TimeoutError):
 class HttpGetter:
     """HTTP client that keeps connections open; for one asyncio loop."""
 
-    body_bytes_max: int  # limit of a response body
     timeout_s: float  # timeout of a request from connecting to the last byte
     _connections: dict[str, _Connection] = field(default_factory=dict, init=False)
 
@@ -289,9 +284,8 @@ class HttpGetter:
                         return await self._exchange(connection, address, request)
                 connection = None
                 host, _, port = address.rpartition(":")
-                _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _Connection(self.body_bytes_max), host.strip("[]"), int(port)
-                )
+                loop = asyncio.get_running_loop()
+                _, connection = await loop.create_connection(_Connection, host.strip("[]"), int(port))
                 return await self._exchange(connection, address, request)
         except TimeoutError as error:
             if connection is None:
@@ -323,8 +317,7 @@ class HttpGetter:
 class _Connection(asyncio.Protocol):
     """HTTP connection, and the callbacks of its response parser."""
 
-    def __init__(self, body_bytes_max: int) -> None:
-        self._body_bytes_max = body_bytes_max
+    def __init__(self) -> None:
         self._transport: Any = None
         self._answer: asyncio.Future[tuple[int, bytes]] | None = None
         self._parser: Any = None
@@ -382,8 +375,8 @@ class _Connection(asyncio.Protocol):
 
     def on_body(self, chunk: bytes) -> None:
         self._body += chunk
-        if len(self._body) > self._body_bytes_max:
-            self._fail(HttpGetError(f"more than {self._body_bytes_max} bytes"))
+        if len(self._body) > _PAGE_BYTES_MAX:
+            self._fail(HttpGetError(f"more than {_PAGE_BYTES_MAX} bytes"))
 
     def on_message_complete(self) -> None:
         if self._answer is not None and not self._answer.done():

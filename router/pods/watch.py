@@ -293,7 +293,8 @@ class PodWatch:
                 "adapters=%s; reset the engine's prefix cache, or use a new name for new weights",
                 *(pod.address, ", ".join(sorted(again))),
             )
-        if missing := _newly_missing(pod, judged):
+        before, after = (one.load.missing_figures if one.load is not None else () for one in (pod, judged))
+        if missing := ", ".join(figure for figure in after if figure not in before):
             _log.warning("pod metrics incomplete, using defaults: pod=%s missing=%s", pod.address, missing)
         if (judged.models, judged.sources) != (pod.models, pod.sources):
             self._follow_streams()
@@ -385,13 +386,6 @@ def pod_stream(pod: Pod) -> PodStream | None:
     if pod.models is not None:
         labels[MODEL_LABEL] = pod.models.base
     return replace(entry, labels=labels, events=events).stream()
-
-
-def _newly_missing(pod: Pod, judged: Pod) -> str:
-    """Return the names of load metrics that have newly become missing."""
-    before = pod.load.missing_figures if pod.load is not None else ()
-    missing = judged.load.missing_figures if judged.load is not None else ()
-    return ", ".join(figure for figure in missing if figure not in before)
 
 
 def _same_stream(one: Pod, other: Pod) -> bool:

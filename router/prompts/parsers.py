@@ -40,10 +40,8 @@ class BodyForm(Enum):
     """Encoding of an API's request bodies."""
 
     JSON = auto()
-    VERTEX = auto()
-    """gRPC message that carries a JSON body."""
-    VLLM = auto()
-    """gRPC message of vLLM, of which only the prompt and `stream` are read."""
+    VERTEX = auto()  # gRPC message that carries a JSON body
+    VLLM = auto()  # gRPC message of vLLM, of which only the prompt and `stream` are read
     UNREAD = auto()
 
 
@@ -240,8 +238,8 @@ class Parsers:
         return request, api
 
 
+# Parsers of the router's own services: four APIs; others pass unread.
 OWN_PARSERS = Parsers([_OWN, "passthrough-parser"])
-"""Parsers of the router's own services: four APIs; others pass unread."""
 
 
 def _are_messages(text: msgspec.Raw) -> bool:
@@ -272,11 +270,7 @@ def _carried_body(body: bytes | bytearray) -> bytes:
 
 
 def _unframed(body: bytes | bytearray, message: type[_Message]) -> _Message:
-    """Parse a body that is one uncompressed gRPC message with its length prefix.
-
-    Raises:
-        RequestError: 400: the body is not such a message.
-    """
+    """Parse a body that is one uncompressed gRPC message with its length prefix."""
     size = len(body) - _GRPC_PREFIX_BYTES
     if size < 0 or body[0] != 0 or int.from_bytes(body[1:_GRPC_PREFIX_BYTES], "big") != size:
         raise RequestError(400, _INVALID_GRPC)
@@ -287,11 +281,8 @@ def _unframed(body: bytes | bytearray, message: type[_Message]) -> _Message:
 
 
 def _go_json_error(body: bytes | bytearray) -> str:
-    """Return the error text of Go's encoding/json for a body that is not a JSON object.
-
-    llm-d returns this text to clients, which may match it. Errors at the start or end of the body have Go's
-    text; others have msgspec's.
-    """
+    """Return the error text of Go's encoding/json, which clients of llm-d may match, for an invalid body."""
+    # Errors at the start or end of the body have Go's text; others have msgspec's.
     text = bytes(body).strip(_SPACE)
     first = text[:1]
     if not first:

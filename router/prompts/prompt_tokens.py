@@ -128,22 +128,15 @@ class MediaFeatures(msgspec.Struct):
 
 
 def _known_part(ids: TokenIds, features: MediaFeatures | None) -> tuple[TokenIds, PromptMedia]:
-    """Return the known prefix of a prompt's token ids, and the media items within it.
-
-    Placeholder tokens are the same for all images; only the hashes, which events carry too, identify them.
-    Without hashes, or with overlapping items (a video and its audio, which events do not both name in every
-    block), the known prefix ends at the first item.
-
-    Raises:
-        ValueError: The description of the items is inconsistent.
-    """
+    """Return the known prefix of a prompt's token ids, and the media items within it."""
     features = features or MediaFeatures()
     items = tuple(sorted(_items(features), key=lambda item: item.offset))
     if items and max(item.offset + item.length for item in items) > len(ids):
         raise ValueError(f"mm_placeholders: an item is not within the prompt's {len(ids)} tokens")
     nested = any(second.offset < first.offset + first.length for first, second in pairwise(items))
     if items and (features.mm_hashes is None or nested):
-        # Copy, because a slice would keep all ids in memory.
+        # Only hashes tell images apart, and events do not name overlapping items (a video and its audio) in
+        # every block. Copy, because a slice would keep all ids in memory.
         return ids[: items[0].offset].copy(), ()
     return ids, items
 

@@ -18,6 +18,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Annotated, Any
 
 import grpc
@@ -60,17 +61,15 @@ PAUSE_S, PAUSE_MAX_S = 2.0, 300.0
 _ATTEMPT_S = 10.0  # longer than an attempt takes
 
 
+@dataclass(eq=False)
 class RenderTokenizer:
-    """Tokenizer of one base model over vLLM's render endpoints. Thread-safe.
+    """Tokenizer of one base model over vLLM's render endpoints. Thread-safe."""
 
-    Args:
-        url: Server with render endpoints; None to use the model's pods in rotation.
-        clock: Monotonic clock in seconds, for the cache.
-    """
+    model: str
+    url: str | None  # server with render endpoints; None to use the model's pods in rotation
+    clock: InitVar[Callable[[], float]] = time.monotonic
 
-    def __init__(self, model: str, url: str | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.model = model
-        self._url = url
+    def __post_init__(self, clock: Callable[[], float]) -> None:
         self._rotation = itertools.count()
         self._http = urllib3.PoolManager(
             num_pools=256,
@@ -126,8 +125,8 @@ class RenderTokenizer:
         return tokens
 
     def _server(self, pods: Sequence[Pod]) -> str:
-        if self._url is not None:
-            return self._url
+        if self.url is not None:
+            return self.url
         if not pods:
             raise TokenizerUnavailableError(f"no pod of model {self.model} is available")
         return f"http://{pods[next(self._rotation) % len(pods)].address}"
@@ -186,14 +185,16 @@ def _size_bytes(tokens: PromptTokens) -> int:
     return 500 + sum(ids.nbytes for ids in tokens.prompts) + items
 
 
+@dataclass(eq=False)
 class SidecarTokenizer:
     """Tokenizer of one model in a `kvroute tokenizer` process, which need not run yet. Thread-safe."""
 
-    def __init__(self, model: str, socket: str) -> None:
-        self._model = model
-        self._socket = socket
+    model: str
+    socket: str  # path
+
+    def __post_init__(self) -> None:
         self._channel = grpc.insecure_channel(
-            f"unix:{socket}",
+            f"unix:{self.socket}",
             options=[
                 ("grpc.max_receive_message_length", _ANSWER_BYTES_MAX),
                 ("grpc.enable_retries", 0),
@@ -220,7 +221,7 @@ class SidecarTokenizer:
             TimeoutError: The deadline passed.
         """
         message = tokenizer_pb2.TokenizeRequest(
-            model=self._model,
+            model=self.model,
             api=APIS[request.kind],
             body=msgspec.json.encode(request.body),
             context_tokens=context_tokens or 0,
@@ -234,7 +235,7 @@ class SidecarTokenizer:
                 raise TimeoutError from error
             if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 return unknown(request, "tokenize_queue_full")
-            reason = f"unix:{self._socket}: {code.name}: {error.details()}"
+            reason = f"unix:{self.socket}: {code.name}: {error.details()}"
             raise TokenizerUnavailableError(reason) from error
         if answer.HasField("refusal"):
             raise RequestError(400, answer.refusal.message, answer.refusal.param)

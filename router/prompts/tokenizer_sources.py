@@ -50,11 +50,7 @@ def model_directories(root: Path) -> dict[str, str]:
 
 
 def _open_source(model: str, source: str) -> Tokenizer | None:
-    """Open a tokenizer, without connecting to other processes; None for the source `none`.
-
-    Raises:
-        ConfigError: The source is invalid, or a local tokenizer cannot be loaded; names the flag.
-    """
+    """Open a tokenizer, without connecting to other processes; None for the source `none`."""
 
     def checked(found: bool, form: str) -> None:
         if not found:

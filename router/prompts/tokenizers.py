@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -87,39 +87,32 @@ class _Threads(NamedTuple):
         return cls(ThreadPoolExecutor(threads, "tokenize"), threading.BoundedSemaphore(threads + waiting_max))
 
 
+@dataclass(eq=False)
 class TokenizerRegistry:
-    """Tokenizers by base model, in this process and in others. Thread-safe.
+    """Tokenizers by base model, in this process and in others. Thread-safe."""
 
-    Args:
-        tokenizers: Tokenizer by base model; None: its requests are routed by load.
-        observe: Called with the seconds and the outcome of each prompt that a server renders.
-    """
+    tokenizers: Mapping[str, Tokenizer | None]  # by base model; None: its requests are routed by load
+    options: TokenizeOptions = field(default_factory=TokenizeOptions)
+    # Called with the seconds and the outcome of each prompt that a server renders.
+    observe: Callable[[float, str], None] = lambda _seconds, _outcome: None
 
-    def __init__(
-        self,
-        tokenizers: Mapping[str, Tokenizer | None],
-        options: TokenizeOptions | None = None,
-        observe: Callable[[float, str], None] = lambda _seconds, _outcome: None,
-    ) -> None:
-        self._tokenizers = dict(tokenizers)
-        self._options = options = options or TokenizeOptions()
-        self._threads = _Threads.start(options.threads, options.waiting_max)
-        self._render_threads = _Threads.start(_RENDER_THREADS, options.waiting_max)
+    def __post_init__(self) -> None:
+        self._threads = _Threads.start(self.options.threads, self.options.waiting_max)
+        self._render_threads = _Threads.start(_RENDER_THREADS, self.options.waiting_max)
         # Models whose pods render without being told to.
         self._automatic: dict[str, tuple[RenderTokenizer, RenderBreaker]] = {}
-        self._observe = observe
         self._repeated = RepeatedLog(_log)
         self.waits: Callable[[], None] = lambda: None  # called when picks may begin to wait for pods
 
     @property
     def asks_others(self) -> bool:
         """Return whether any model's tokenizer is in another process."""
-        return any(isinstance(one, SidecarTokenizer | RenderTokenizer) for one in self._tokenizers.values())
+        return any(isinstance(one, SidecarTokenizer | RenderTokenizer) for one in self.tokenizers.values())
 
     @property
     def local(self) -> Mapping[str, PromptTokenizer]:
         """Tokenizers in this process, by base model."""
-        tokenizers = self._tokenizers.items()
+        tokenizers = self.tokenizers.items()
         return {model: one for model, one in tokenizers if isinstance(one, PromptTokenizer)}
 
     def renderings(self) -> dict[str, dict[str, Any]]:
@@ -133,7 +126,7 @@ class TokenizerRegistry:
         for threads in (self._threads, self._render_threads):
             threads.executor.shutdown(wait=False, cancel_futures=True)
         automatic = (tokenizer for tokenizer, _ in self._automatic.values())
-        for tokenizer in (*self._tokenizers.values(), *automatic):
+        for tokenizer in (*self.tokenizers.values(), *automatic):
             if isinstance(tokenizer, SidecarTokenizer | RenderTokenizer):
                 tokenizer.close()
 
@@ -160,7 +153,7 @@ class TokenizerRegistry:
             given = rejected_early(request, context_tokens) or given_token_ids(request)
             if given is not None:
                 return given
-        tokenizer = self._tokenizers.get(base_model or "")
+        tokenizer = self.tokenizers.get(base_model or "")
         try:
             if tokenizer is None:
                 return self._by_pods(request, base_model, pods) or unknown(request, "no_tokenizer")
@@ -170,7 +163,7 @@ class TokenizerRegistry:
                     return rendered or unknown(request, "unsupported_prompt")
                 return self._local(request, tokenizer, context_tokens)
             if isinstance(tokenizer, SidecarTokenizer):
-                return tokenizer.prompt_tokens(request, context_tokens, self._options.deadline_s)
+                return tokenizer.prompt_tokens(request, context_tokens, self.options.deadline_s)
             return self._rendered(request, tokenizer, None, pods)
         except PromptTooLongError:
             return unknown(request, LONGER_THAN_CONTEXT)
@@ -208,13 +201,12 @@ class TokenizerRegistry:
                 return tokenize_prompts(request, tokenizer, replace(limits, items_max=ITEMS_AT_ONCE_MAX))
             except ManyItemsError:
                 pass  # a chat's messages are unparsed, so their number is known only now
-        left_s = self._options.deadline_s - (time.monotonic() - started_s)
+        left_s = self.options.deadline_s - (time.monotonic() - started_s)
         return self._run(self._threads, partial(tokenize_prompts, request, tokenizer, limits), left_s)
 
     def _by_pods(self, request: RouteRequest, model: str | None, pods: Sequence[Pod]) -> PromptTokens | None:
         """Let the model's pods render a prompt; None if they do not, or not at present."""
-        is_off = model in self._tokenizers and self._tokenizers[model] is None
-        if not model or not pods or is_off:
+        if not model or not pods or (model in self.tokenizers and self.tokenizers[model] is None):
             return None
         if model not in self._automatic:
             self._automatic.setdefault(model, (RenderTokenizer(model, None), RenderBreaker()))
@@ -235,7 +227,7 @@ class TokenizerRegistry:
         pods: Sequence[Pod],
     ) -> PromptTokens:
         """Let a server render a prompt, and record how long it took and whether it was in time."""
-        deadline_s = self._options.deadline_s
+        deadline_s = self.options.deadline_s
         started_s = time.monotonic()
 
         def work() -> PromptTokens:
@@ -250,19 +242,14 @@ class TokenizerRegistry:
                 raise
             finally:
                 now_s = time.monotonic()
-                self._observe(now_s - started_s, outcome)
+                self.observe(now_s - started_s, outcome)
                 if breaker is not None and breaker.report(error, now_s, is_final=is_final):
                     _log_rendering(tokenizer.model, error)
 
         return self._run(self._render_threads, work, deadline_s)
 
     def _run(self, threads: _Threads, work: Callable[[], PromptTokens], timeout_s: float) -> PromptTokens:
-        """Run tokenization on a thread.
-
-        Raises:
-            TimeoutError: The work takes longer; it continues in the background.
-            _QueueFullError: The queue is full, or the registry is closed.
-        """
+        """Run tokenization on a thread; after `timeout_s` it raises TimeoutError and goes on by itself."""
         if not threads.slots.acquire(blocking=False):
             raise _QueueFullError
         try:

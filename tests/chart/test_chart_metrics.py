@@ -108,7 +108,7 @@ def _envoys_page(directory: Path, pod_port: int) -> str:
     """Return the metrics page of an Envoy that has served a request."""
     gateway, admin, closed = free_ports(3)
     nowhere = (HERE, closed)
-    settings = EnvoySettings((HERE, gateway), nowhere, [(HERE, pod_port)])
+    settings = EnvoySettings(gateway=(HERE, gateway), routers=[nowhere], pods=[(HERE, pod_port)])
     config = bootstrap(settings)
     config["admin"] = {"address": {"socket_address": {"address": HERE, "port_value": admin}}}
     path = directory / "envoy.json"

@@ -14,6 +14,7 @@ from model_server import cli as model_server_cli
 from router.app.config import parse_flags
 from router.prompts import tokenizer_server
 from tests.support.chart.helm import CHART, EVERYTHING, container, lint, manifests, one, pods, template, text
+from tests.support.chart.readme import MARK, table
 from tests.support.paths import ROOT
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -43,6 +44,48 @@ def test_manifests_equal_the_golden_files(name: str, values: dict[str, Any]) -> 
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(yaml.safe_dump(rendered, width=110))
     assert rendered == yaml.safe_load(golden.read_text())
+
+
+def test_the_readme_lists_the_values() -> None:
+    """The table of README.md equals values.yaml; UPDATE_GOLDEN=1 rewrites it."""
+    readme = CHART / "README.md"
+    text, expected = readme.read_text().split(MARK)[0], table(CHART / "values.yaml")
+    if os.environ.get("UPDATE_GOLDEN"):
+        readme.write_text(text + MARK + expected)
+    assert readme.read_text() == text + MARK + expected
+
+
+def test_engines_take_adapters_and_containers() -> None:
+    """Adapters become flags of either engine; further containers and the service account reach its pods."""
+    for engine, flags in (("kvroute", ["--max-loras=4"]), ("vllm", ["--enable-lora"])):
+        models = {
+            **EVERYTHING["modelServers"],
+            "engine": engine,
+            "loraAdapters": [{"name": "sql", "path": "/adapters/sql"}, {"name": "law", "path": "org/law"}],
+            "initContainers": [{"name": "fetch-adapters", "image": "fetch:1"}],
+            "sidecars": [{"name": "log-shipper", "image": "ship:1"}],
+            "serviceAccountName": "reads-weights",
+        }
+        spec = one(manifests({"modelServers": models}), "Deployment", "-models")["spec"]["template"]["spec"]
+        args = spec["containers"][0]["args"]
+        at = args.index("--lora-modules")
+        assert args[at - 1 : at + 3] == [*flags, "--lora-modules", "sql=/adapters/sql", "law=org/law"]
+        fetches = ["fetch-model"] if engine == "kvroute" else []
+        assert [each["name"] for each in spec["initContainers"]] == ["fetch-adapters", *fetches]
+        assert [each["name"] for each in spec["containers"]] == ["model-server", "log-shipper"]
+        assert spec["serviceAccountName"] == "reads-weights"
+
+
+def test_images_by_digest() -> None:
+    """An image's digest replaces its tag."""
+    digest = "sha256:" + "0a" * 32
+    pinned = {"image": {"digest": digest, "tag": "ignored"}}
+    objects = manifests({"router": pinned, "envoy": pinned, "modelServers": pinned})
+    images = {each["image"] for _, template_ in pods(objects) for each in template_["spec"]["containers"]}
+    assert images == {
+        f"{name}@{digest}"
+        for name in ("ghcr.io/kvroute/router", "ghcr.io/kvroute/model-server", "envoyproxy/envoy")
+    }
 
 
 def test_lint_reports_nothing() -> None:
@@ -79,7 +122,7 @@ def test_selectors_outlive_upgrades(values: dict[str, Any]) -> None:
     for each in manifests(values):
         selector = each.get("spec", {}).get("selector")
         if each["kind"] == "Deployment":
-            assert set(selector["matchLabels"]) == {
+            assert set(selector["matchLabels"]) - {"kvroute.dev/model-servers"} == {
                 "app.kubernetes.io/name",
                 "app.kubernetes.io/instance",
                 "app.kubernetes.io/component",
@@ -431,12 +474,63 @@ def test_model_servers_are_scaled_by_queued_work(kind: str) -> None:
     if kind == "hpa":
         external, own = scaler["spec"]["metrics"]
         assert external["external"] == {
-            "metric": {"name": "kvroute_router_queued_seconds_per_pod"},
+            "metric": {
+                "name": "kvroute_router_queued_seconds_per_pod",
+                "selector": {"matchLabels": {"model": "kvroute-tiny"}},
+            },
             "target": {"type": "Value", "value": "500m"},
         }
         assert own["pods"]["target"] == {"type": "AverageValue", "averageValue": "4000m"}
     else:
         queued, waiting = scaler["spec"]["triggers"]
         assert (queued["metricType"], queued["metadata"]["threshold"]) == ("Value", "0.5")
-        assert "kvroute_router_queued_seconds_per_pod" in queued["metadata"]["query"]
+        gauge = 'kvroute_router_queued_seconds_per_pod{namespace="llm",model="kvroute-tiny"}'
+        assert gauge in queued["metadata"]["query"]
         assert (waiting["metricType"], waiting["metadata"]["threshold"]) == ("AverageValue", "4")
+
+
+def test_several_models() -> None:
+    """Each set of model servers is a Deployment of its own, with modelServers' settings where it has none."""
+    small = {
+        "model": {"name": "small", "source": "pvc", "pvc": {"claim": "weights"}},
+        "gpus": 0,
+        "replicas": 1,
+    }
+    large = {
+        "model": {"name": "large", "source": "hub", "hub": {"repository": "org/large"}},
+        "engine": "vllm",
+    }
+    scaling = {"autoscaling": {"kind": "keda", "prometheus": "http://p:9090"}}
+    objects = manifests(
+        {"modelServers": {"gpus": 2, "replicas": 3}, "moreModelServers": {"a": small, "b": large | scaling}}
+    )
+    sets = {
+        suffix: one(objects, "Deployment", suffix)["spec"] for suffix in ("-models", "-models-a", "-models-b")
+    }
+    assert [each.get("replicas") for each in sets.values()] == [3, 1, None]
+    selectors = [each["selector"]["matchLabels"] for each in sets.values()]
+    assert [each["kvroute.dev/model-servers"] for each in selectors] == ["main", "a", "b"]
+    containers = [each["template"]["spec"]["containers"][0] for each in sets.values()]
+    gpus = [each["resources"]["limits"].get("nvidia.com/gpu") for each in containers]
+    assert gpus == [2, None, 2]
+    assert "--model=/models" in containers[1]["args"]
+    assert containers[2]["command"] == ["vllm", "serve"]
+    query = one(objects, "ScaledObject", "-models-b")["spec"]["triggers"][0]["metadata"]["query"]
+    assert 'model="large"' in query
+    router = container(one(objects, "Deployment", "-epp"), "router")["args"]
+    assert [arg for arg in router if arg.startswith("--tokenizer=")] == [
+        "--tokenizer=large=pods",
+        "--tokenizer=small=pods",
+    ]
+    for pool in objects:
+        if pool["kind"] == "Service" and pool["metadata"]["name"].endswith("-models"):
+            assert all(
+                pool["spec"]["selector"].items() <= each["template"]["metadata"]["labels"].items()
+                for each in sets.values()
+            )
+
+
+def test_sets_of_model_servers_share_ports() -> None:
+    """A set cannot have ports of its own, nor no model's name."""
+    for wrong in ({"model": {"name": "a"}, "kvEventsPort": 1}, {"model": {}}, {}):
+        assert "moreModelServers" in template({"moreModelServers": {"a": wrong}}).error

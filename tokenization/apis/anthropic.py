@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tokenization.apis.chat import BILLING, objects
+from tokenization.apis.chat import BILLING, objects, optional, typed
 from tokenization.errors import PromptError, UnsupportedPromptError
 
 Body = Mapping[str, Any]
@@ -174,22 +174,14 @@ def _tool(tool: Body) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _image(source: object, where: str) -> dict[str, Any]:
-    if not isinstance(source, dict):
-        raise PromptError(f"{where}: an image's source must be an object", where)
+def _image(given: object, where: str) -> dict[str, Any]:
+    source = typed(given, dict, f"{where}: an image's source", where)
     if source.get("type") == "url":
         url = source.get("url", "")
     else:
         url = f"data:{source.get('media_type', 'image/jpeg')};base64,{source.get('data', '')}"
-    if not isinstance(url, str):
-        raise PromptError(f"{where}: an image's url must be a string", where)
-    return {"type": "image_url", "image_url": {"url": url}}
+    return {"type": "image_url", "image_url": {"url": typed(url, str, f"{where}: an image's url", where)}}
 
 
 def _text(block: Body, where: str, name: str = "text") -> str:
-    text = block.get(name)
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        raise PromptError(f"{where}: {name} must be a string", where)
-    return text
+    return optional(block.get(name), str, f"{where}: {name}", where) or ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -40,6 +40,8 @@ _UNTYPED_FIELDS = ("prompt_embeds", "tool_reference")
 # Billing line that a client adds to the system message; it changes with every request.
 BILLING = "x-anthropic-billing-header"
 _SHOWN_CHARS = 64
+_KINDS: dict[type, str] = {str: "a string", list: "a list", dict: "an object", bool: "true or false"}
+_Value = TypeVar("_Value")
 
 ITEMS_AT_ONCE_MAX = 500
 """Maximum of messages and parts that are rendered in a few milliseconds.
@@ -231,9 +233,7 @@ def _part_text(part: object, where: str) -> str | None:
     text = part.get(name)
     if text is None and name in part and kind in ("text", "refusal"):
         return None
-    if not isinstance(text, str):
-        raise PromptError(f"{where}.{name} must be a string", where)
-    return text
+    return typed(text, str, f"{where}.{name}", where)
 
 
 def _inner_items(message: Any) -> int:
@@ -267,6 +267,18 @@ def objects(value: object, where: str, param: str | None = None) -> list[dict[st
     return value
 
 
+def typed(value: object, kind: type[_Value], where: str, param: str | None = None) -> _Value:
+    """Return a value that must be of a JSON type; errors name `param`, by default `where`."""
+    if not isinstance(value, kind):
+        raise PromptError(f"{where} must be {_KINDS[kind]}", param or where)
+    return value
+
+
+def optional(value: object, kind: type[_Value], where: str, param: str | None = None) -> _Value | None:
+    """Return a value that must be null or of a JSON type, see `typed`."""
+    return None if value is None else typed(value, kind, where, param)
+
+
 def developer_tools(tools: object) -> object:
     """Return the tools of a developer message with their fields in vLLM's order."""
     if not isinstance(tools, list):
@@ -276,13 +288,10 @@ def developer_tools(tools: object) -> object:
 
 def tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
     """Check an assistant's tool calls and decode their arguments from JSON."""
-    if not isinstance(calls, list):
-        raise PromptError(f"{where} must be a list", where)
     known = []
-    for at, call in enumerate(calls):
+    for at, call in enumerate(typed(calls, list, where)):
         function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise PromptError(f"{where}[{at}].function must be an object", where)
+        function = typed(function, dict, f"{where}[{at}].function", where)
         arguments = _arguments(function.get("arguments"), where)
         called = {**function, "arguments": arguments}
         if not isinstance(calls, OrderedCalls):

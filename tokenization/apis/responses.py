@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tokenization.apis.chat import OrderedCalls, objects
+from tokenization.apis.chat import OrderedCalls, objects, optional, typed
 from tokenization.errors import PromptError, UnsupportedPromptError
 
 Body = Mapping[str, Any]
@@ -36,7 +36,9 @@ def responses_as_chat(body: Body) -> dict[str, Any]:
     chat = {name: body[name] for name in _COPIED_FIELDS if body.get(name) is not None}
     # Unlike in a chat, the tokenizer adds its special tokens to the rendered text.
     chat["add_special_tokens"] = True
-    chat["messages"] = [*_instructions(body.get("instructions")), *input_messages(body.get("input"))]
+    instructions = optional(body.get("instructions"), str, "instructions")
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    chat["messages"] = [*system, *input_messages(body.get("input"))]
     if _continues_answer(body.get("input")):
         chat["continue_final_message"], chat["add_generation_prompt"] = True, False
     kwargs = _template_kwargs(chat.get("chat_template_kwargs"))
@@ -46,7 +48,8 @@ def responses_as_chat(body: Body) -> dict[str, Any]:
         else:
             # If no tool becomes a function, the template receives an empty list.
             chat["chat_template_kwargs"] = {"tools": [], **kwargs}
-    if (effort := _effort(body.get("reasoning"))) is not None:
+    reasoning = optional(body.get("reasoning"), dict, "reasoning") or {}
+    if (effort := optional(reasoning.get("effort"), str, "reasoning.effort", "reasoning")) is not None:
         chat["reasoning_effort"] = effort
     if body.get("truncation", "disabled") != "disabled":
         chat["truncate_prompt_tokens"] = -1
@@ -55,36 +58,14 @@ def responses_as_chat(body: Body) -> dict[str, Any]:
     return chat
 
 
-def _instructions(instructions: object) -> list[dict[str, Any]]:
-    if instructions is None or instructions == "":
-        return []
-    if not isinstance(instructions, str):
-        raise PromptError("instructions must be a string", "instructions")
-    return [{"role": "system", "content": instructions}]
-
-
-def _template_kwargs(kwargs: object) -> Mapping[str, Any]:
-    if kwargs is None:
-        return {}
-    if not isinstance(kwargs, dict):
-        raise PromptError("chat_template_kwargs must be an object", "chat_template_kwargs")
+def _template_kwargs(given: object) -> Mapping[str, Any]:
+    kwargs = optional(given, dict, "chat_template_kwargs") or {}
     if any(value in (None, "auto") for value in kwargs.values()):
         raise UnsupportedPromptError(
             "chat_template_kwargs: whether null and auto reach the template depends on the server's flags",
             "chat_template_kwargs",
         )
     return kwargs
-
-
-def _effort(reasoning: object) -> str | None:
-    if reasoning is None:
-        return None
-    if not isinstance(reasoning, dict):
-        raise PromptError("reasoning must be an object", "reasoning")
-    effort = reasoning.get("effort")
-    if effort is not None and not isinstance(effort, str):
-        raise PromptError("reasoning.effort must be a string", "reasoning")
-    return effort
 
 
 def _continues_answer(value: object) -> bool:
@@ -147,9 +128,8 @@ def _simple_message(item: object) -> Message | None:
     return {"role": role, "content": content}
 
 
-def _message(item: object, where: str) -> Message:
-    if not isinstance(item, dict):
-        raise PromptError(f"{where} must be an object", where)
+def _message(given: object, where: str) -> Message:
+    item = typed(given, dict, where)
     match item.get("type", "message"):
         case "message":
             return _role_message(item, where)
@@ -193,10 +173,7 @@ def _call_message(name: str, arguments: str, item: Item, where: str) -> Message:
 
 def _reasoning_text(item: Item, where: str) -> str:
     for name in ("content", "summary"):
-        parts = item.get(name)
-        if parts is not None and not isinstance(parts, list):
-            raise PromptError(f"{where}.{name} must be a list", where)
-        if parts:
+        if parts := optional(item.get(name), list, f"{where}.{name}", where):
             return _first_text(parts, where)
     return ""
 
@@ -216,10 +193,7 @@ def _content(item: Item, name: str, where: str) -> str | list[Any]:
 
 
 def _text(item: Item, name: str, where: str, param: str | None = None) -> str:
-    text = item.get(name)
-    if not isinstance(text, str):
-        raise PromptError(f"{where}.{name} must be a string", param or where)
-    return text
+    return typed(item.get(name), str, f"{where}.{name}", param or where)
 
 
 Tool = Mapping[str, Any]
@@ -287,17 +261,12 @@ def _functions(tool: Tool, where: str) -> Iterator[dict[str, Any]]:
 
 
 def _function(tool: Tool, name: str, where: str) -> dict[str, Any]:
-    known = {
+    known: dict[str, Any] = {
         "name": name,
-        "description": _optional(tool, "description", str, where),
-        "parameters": _optional(tool, "parameters", dict, where),
+        "description": optional(tool.get("description"), str, f"{where}.description", "tools"),
+        "parameters": optional(tool.get("parameters"), dict, f"{where}.parameters", "tools"),
     }
-    flags = {flag: _optional(tool, flag, bool, where) for flag in ("strict", "defer_loading")}
-    return known | {flag: value for flag, value in flags.items() if value is not None}
-
-
-def _optional(tool: Tool, name: str, kind: type, where: str) -> object:
-    value = tool.get(name)
-    if value is not None and not isinstance(value, kind):
-        raise PromptError(f"{where}.{name} has the wrong type", "tools")
-    return value
+    for flag in ("strict", "defer_loading"):
+        if (value := optional(tool.get(flag), bool, f"{where}.{flag}", "tools")) is not None:
+            known[flag] = value
+    return known

@@ -15,7 +15,6 @@ import secrets
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
 from functools import cached_property, lru_cache
 from itertools import takewhile
@@ -24,7 +23,7 @@ from typing import Any
 
 import jinja2
 import msgspec
-from cachetools import LRUCache
+from cachetools import LRUCache, cached
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -288,9 +287,7 @@ _LOOP_ATTRIBUTES = frozenset(
 _VALUES = frozenset({str, int, float, bool, list, dict, type(None)})
 # Arguments that Jinja passes to functions with context.
 _CONTEXT_ARGUMENTS = ("_block_vars", "_loop_vars")
-# Cache from compact to indented JSON, mostly of tools; its size is counted in characters.
-_INDENTED: LRUCache[tuple[object, ...], str] = LRUCache(2 << 20, getsizeof=len)
-_INDENTED_LOCK = threading.Lock()
+_INDENTED_CHARS_MAX = 2 << 20
 
 
 class _Generation(Extension):
@@ -357,18 +354,14 @@ def _tojson(
     # Jinja's own filter escapes HTML, which models were not trained on.
     if indent is None:
         return json.dumps(value, ensure_ascii=ensure_ascii, separators=separators, sort_keys=sort_keys)
-    # Cached, because json is ten times slower with indents and a client's tools are always the same.
     plain = json.dumps(value, ensure_ascii=ensure_ascii, sort_keys=sort_keys)
-    key = plain, indent, separators
-    with _INDENTED_LOCK:
-        text: str | None = _INDENTED.get(key)
-    if text is None:
-        text = json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
-        with suppress(ValueError), _INDENTED_LOCK:  # ValueError: larger than the cache
-            _INDENTED[key] = text
-    return text
+    return _indented(plain, ensure_ascii, indent, separators)
+
+
+# Cached, because json is ten times slower with indents and a client's tools are always the same.
+@cached(LRUCache(_INDENTED_CHARS_MAX, getsizeof=len), lock=threading.Lock())
+def _indented(plain: str, ensure_ascii: bool, indent: int, separators: tuple[str, str] | None) -> str:
+    return json.dumps(json.loads(plain), ensure_ascii=ensure_ascii, indent=indent, separators=separators)
 
 
 # Of all templates, with the whitespace options of transformers.

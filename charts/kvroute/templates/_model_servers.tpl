@@ -7,6 +7,17 @@
 {{- include "kvroute.image" (list (merge (dict "repository" $repository) $models.image) (ternary .Chart.AppVersion "v0.32.0" $ours)) -}}
 {{- end -}}
 
+{{/* End of the names of a set of model servers: that of modelServers, or one of moreModelServers. */}}
+{{- define "kvroute.models.suffix" -}}
+-models{{ with .Set }}-{{ . }}{{ end }}
+{{- end -}}
+
+{{/* Labels by which the Deployment of a set selects its pods. */}}
+{{- define "kvroute.models.selector" -}}
+{{ include "kvroute.selector" (list . "model-server") }}
+kvroute.dev/model-servers: {{ default "main" .Set }}
+{{- end -}}
+
 {{- define "kvroute.models.port" -}}
 {{- first .Values.modelServers.targetPorts -}}
 {{- end -}}
@@ -20,10 +31,10 @@
 {{- else if eq $model.source "pvc" -}}
 {{- $_ := required "modelServers.model.pvc.claim: with source=pvc, name the claim" $model.pvc.claim -}}
 {{- printf "/models/%s" $model.pvc.path | trimSuffix "/" -}}
-{{- else if and (eq $model.name "kvroute-tiny") (eq .Values.modelServers.engine "kvroute") -}}
+{{- else if eq .Values.modelServers.engine "kvroute" -}}
 kvroute-tiny
 {{- else -}}
-{{- fail "modelServers.model.source: builtin is kvroute-tiny of engine kvroute alone; choose hub or pvc" -}}
+{{- fail "modelServers.model.source: builtin is the tiny model of engine kvroute alone; choose hub or pvc" -}}
 {{- end -}}
 {{- end -}}
 
@@ -67,6 +78,19 @@ kv@$(POD_IP):{{ include "kvroute.models.port" . }}@{{ .Values.modelServers.model
 {{- with $models.hostTierGiB }}
 - --cpu-gib={{ . }}
 {{- end }}
+{{- with $models.loraAdapters }}
+- --max-loras={{ max 4 (len .) }}
+{{- end }}
+{{- include "kvroute.models.loraModules" . }}
+{{- end -}}
+
+{{- define "kvroute.models.loraModules" }}
+{{- with .Values.modelServers.loraAdapters }}
+- --lora-modules
+{{- range . }}
+- {{ printf "%s=%s" .name .path | quote }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{- define "kvroute.models.args.vllm" -}}
@@ -91,6 +115,10 @@ kv@$(POD_IP):{{ include "kvroute.models.port" . }}@{{ .Values.modelServers.model
 {{- if gt (int $models.tensorParallel) 1 }}
 - --tensor-parallel-size={{ int64 $models.tensorParallel }}
 {{- end }}
+{{- if $models.loraAdapters }}
+- --enable-lora
+{{- end }}
+{{- include "kvroute.models.loraModules" . }}
 {{- if $models.hostTierGiB }}
 # Events of the host tier carry tokens, so that blocks never stored on the device are known too.
 {{- $tier := dict "cpu_bytes_to_use" (int64 (mulf $models.hostTierGiB 1073741824)) "self_describing_kv_events" true }}
@@ -137,6 +165,6 @@ kv@$(POD_IP):{{ include "kvroute.models.port" . }}@{{ .Values.modelServers.model
 {{- if eq $model.source "pvc" -}}
 {{- $model.pvc.claim -}}
 {{- else if eq $model.source "hub" -}}
-{{- if $model.hub.cache.claim }}{{ $model.hub.cache.claim }}{{ else if $model.hub.cache.size }}{{ include "kvroute.fullname" . }}-models{{ end -}}
+{{- if $model.hub.cache.claim }}{{ $model.hub.cache.claim }}{{ else if $model.hub.cache.size }}{{ include "kvroute.fullname" . }}{{ include "kvroute.models.suffix" . }}{{ end -}}
 {{- end -}}
 {{- end -}}

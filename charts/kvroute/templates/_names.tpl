@@ -46,7 +46,7 @@ labels:
 {{/* Image reference. Takes (list image default-tag). */}}
 {{- define "kvroute.image" -}}
 {{- $image := index . 0 -}}
-image: {{ printf "%s:%s" $image.repository (default (index . 1) $image.tag) | quote }}
+image: {{ $image.digest | empty | ternary (printf "%s:%s" $image.repository (default (index . 1) $image.tag)) (printf "%s@%s" $image.repository $image.digest) | quote }}
 imagePullPolicy: {{ $image.pullPolicy }}
 {{- end -}}
 

@@ -68,7 +68,10 @@
 {{/* Whether the values configure a KV connector. */}}
 {{- define "kvroute.kvConnector" -}}
 {{- $models := .Values.modelServers -}}
-{{- or $models.kvConnector (contains "--kv-transfer-config" (join " " $models.extraArgs)) (hasKey $models.matchLabels "llm-d.ai/role") -}}
+{{- $connects := $models.kvConnector -}}
+{{- $args := $models.extraArgs -}}
+{{- range .Values.moreModelServers }}{{ $connects = or $connects .kvConnector }}{{ $args = concat $args (default list .extraArgs) }}{{ end -}}
+{{- or $connects (contains "--kv-transfer-config" (join " " $args)) (hasKey $models.matchLabels "llm-d.ai/role") -}}
 {{- end -}}
 
 {{/* Flags of pod discovery and of event sources. */}}
@@ -115,15 +118,19 @@
 {{- end }}
 {{- end -}}
 
-{{/* Tokenizer source by model: router.tokenizers, plus a default for modelServers.model. */}}
+{{/* Tokenizer source by model: router.tokenizers, plus a default for the chart's models. */}}
 {{- define "kvroute.router.tokenizers" -}}
 {{- $sources := dict -}}
 {{- range $model, $source := .Values.router.tokenizers -}}
 {{- $_ := set $sources $model (ternary "unix:/run/kvroute/tokenizer.sock" $source (and $.Values.tokenizer.enabled (eq (include "kvroute.tokenizer.takes" $source) "true"))) -}}
 {{- end -}}
-{{- $model := .Values.modelServers.model.name -}}
-{{- if and .Values.modelServers.enabled (ne $model "kvroute-tiny") (not (hasKey $sources $model)) -}}
-{{- $_ := set $sources $model (ternary "unix:/run/kvroute/tokenizer.sock" "pods" (ne .Values.tokenizer.source "")) -}}
+{{- $main := .Values.modelServers.model.name -}}
+{{- $models := list $main -}}
+{{- range .Values.moreModelServers }}{{ $models = append $models .model.name }}{{ end -}}
+{{- range without $models "kvroute-tiny" -}}
+{{- if and $.Values.modelServers.enabled (not (hasKey $sources .)) -}}
+{{- $_ := set $sources . (ternary "unix:/run/kvroute/tokenizer.sock" "pods" (and (eq . $main) (ne $.Values.tokenizer.source ""))) -}}
+{{- end -}}
 {{- end -}}
 {{- toYaml $sources -}}
 {{- end -}}

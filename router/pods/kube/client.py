@@ -197,11 +197,7 @@ class KubeClient:
         body: Any = None,
         read_s: float = _ANSWER_S,
     ) -> urllib3.BaseHTTPResponse:
-        """Send a request and return the response with its body unread.
-
-        Raises:
-            ClusterError: The API server rejects the request or does not answer.
-        """
+        """Send a request and return the response with its body unread; raises ClusterError without one."""
         content_type = "application/merge-patch+json" if method == "PATCH" else "application/json"
         headers = {"Accept": "application/json", "Content-Type": content_type}
         with _refusals(path):

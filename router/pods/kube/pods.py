@@ -27,14 +27,12 @@ from router.pods.kube.objects import (
     OldPoolObject,
     PodObject,
     PoolObject,
-    PoolReference,
     RewriteObject,
 )
 
 ANNOTATION_PREFIX = "kvroute.dev/"
+# Annotations that list the target ports in use; the first one present applies.
 ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
-"""Annotations that list the target ports in use; the first one present applies."""
-
 _LABEL_PREFIX = "kvroute.io/"
 _LABELS = frozenset({*EVENT_LABELS, *PORT_LABELS, METRICS_PATH_LABEL, MODEL_LABEL})
 _OVER = ("Succeeded", "Failed")
@@ -51,11 +49,7 @@ class PodEndpoints:
 
 
 def endpoints_of(pod: PodObject, rules: KubeConfig) -> PodEndpoints:
-    """Return a pod's endpoints; none if the pod has no address, is terminating or has finished.
-
-    Args:
-        rules: Settings common to all pods. An endpoint's rank is its port's index among the target ports.
-    """
+    """Return a pod's endpoints, one per target port in use; none without an address or after its end."""
     status, metadata = pod.status, pod.metadata
     if status is None or metadata.deletion_timestamp is not None or status.phase in _OVER:
         return PodEndpoints()
@@ -231,43 +225,34 @@ class Rewrites:
 
 def priorities_of(objects: Iterable[ObjectiveObject], config: KubeConfig) -> dict[str, int]:
     """Return the priority of each objective of this pool, by name."""
-    return {
-        objective.metadata.name: objective.spec.priority or 0
-        for objective in objects
-        if _refers_to_pool(objective.spec.pool_ref, config) and objective.metadata.deletion_timestamp is None
-    }
+    return {one.metadata.name: one.spec.priority or 0 for one in objects if _is_ours(one, config)}
 
 
 def rewrites_of(objects: Iterable[RewriteObject], config: KubeConfig) -> Rewrites:
     """Return the rules of all rewrites of this pool, ordered by age and name of their objects."""
     rules: list[RewriteRule] = []
     problems: dict[str, str] = {}
-    ours = (
-        rewrite
-        for rewrite in objects
-        if _refers_to_pool(rewrite.spec.pool_ref, config) and rewrite.metadata.deletion_timestamp is None
-    )
+    ours = (rewrite for rewrite in objects if _is_ours(rewrite, config))
     # RFC 3339 timestamps sort as text.
     for rewrite in sorted(ours, key=lambda one: (one.metadata.creation_timestamp or "", one.metadata.name)):
         for number, rule in enumerate(rewrite.spec.rules):
             targets = [(target.model_rewrite, target.weight) for target in rule.targets]
             models = [match.model for match in rule.matches or ()]
-            other = next((model.type for model in models if model.type not in (None, _EXACT)), None)
-            if other is not None:
-                problems[rewrite.metadata.name] = (
-                    f"rules[{number}]: only matches of type {_EXACT} are supported"
-                )
+            name, where = rewrite.metadata.name, f"rules[{number}]"
+            if any(model.type not in (None, _EXACT) for model in models):
+                problems[name] = f"{where}: only matches of type {_EXACT} are supported"
                 continue
             if len({weight is None for _, weight in targets}) > 1:
-                problems[rewrite.metadata.name] = (
-                    f"rules[{number}]: only some targets have a weight; those without are never used"
-                )
+                problems[name] = f"{where}: only some targets have a weight; those without are never used"
             rules.append(RewriteRule(frozenset(model.value for model in models), targets))
     return Rewrites(rules, problems)
 
 
-def _refers_to_pool(reference: PoolReference, config: KubeConfig) -> bool:
-    """Return whether a poolRef refers to the configured pool, with the CRD's defaults for omitted fields."""
+def _is_ours(one: ObjectiveObject | RewriteObject, config: KubeConfig) -> bool:
+    """Return whether an object that is not being deleted refers to the configured pool."""
+    reference = one.spec.pool_ref
+    # Omitted fields have the defaults of the CRD.
     kind = reference.kind or "InferencePool"
     group = POOL_GROUP if reference.group is None else reference.group
-    return (group, kind, reference.name) == (config.pool_group, "InferencePool", config.pool)
+    is_pool = (group, kind, reference.name) == (config.pool_group, "InferencePool", config.pool)
+    return is_pool and one.metadata.deletion_timestamp is None

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from threading import Event, Thread
@@ -144,12 +144,7 @@ _MEANING = {
 def pod_symptoms(
     pods: Iterable[Pod], engines: Collection[EngineState], probed: Collection[str] = ()
 ) -> Iterator[Symptom]:
-    """Yield symptoms of pods' ports and event streams.
-
-    Args:
-        engines: States of the event streams that are followed.
-        probed: Addresses of endpoints whose port the pod's own readiness probe checks.
-    """
+    """Yield symptoms of pods' ports and event streams; `probed`: endpoints that readiness probes check."""
     by_pod: dict[str, list[EngineState]] = {}
     for engine in engines:
         by_pod.setdefault(engine.stream.pod, []).append(engine)
@@ -208,17 +203,15 @@ class Problem:
     posted_s: float  # when it was last posted as a Kubernetes Event
 
 
+@dataclass(eq=False)
 class Problems:
-    """Current problems by reason. Only one thread may call `update`; any thread may read `current`.
+    """Current problems by reason. Only one thread may call `update`; any thread may read `current`."""
 
-    Args:
-        registry: Registry of the gauge kvroute_discovery_problem.
-        post: Called with the reason and text of each reported problem; the text is "" when it ends.
-    """
+    registry: InitVar[CollectorRegistry]
+    post: Callable[[Reason, str], None]  # called with reason and text of a reported problem; "": it ended
 
-    def __init__(self, registry: CollectorRegistry, post: Callable[[Reason, str], None]) -> None:
+    def __post_init__(self, registry: CollectorRegistry) -> None:
         self.current: Mapping[Reason, Problem] = {}
-        self._post = post
         self._since_s: dict[tuple[Reason, str], float] = {}
         gauge = Gauge(
             "kvroute_discovery_problem",
@@ -244,13 +237,13 @@ class Problems:
                 since_s = now_s if known is None else known.since_s
                 known = Problem(detail, since_s, logged_s=now_s, posted_s=-math.inf)
             if now_s - known.posted_s >= _POSTED_EVERY_S:
-                self._post(reason, known.detail)
+                self.post(reason, known.detail)
                 known = replace(known, posted_s=now_s)
             current[reason] = known
         for reason in self.current.keys() - current.keys():
             _log.info("discovery problem ended: reason=%s", reason)
             self._gauges[reason].set(0)
-            self._post(reason, "")
+            self.post(reason, "")
         self.current = current
 
     def _lasting(self, symptoms: Iterable[Symptom], now_s: float) -> dict[Reason, str]:

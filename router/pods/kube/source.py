@@ -117,12 +117,8 @@ class KubeSource(PodsSource):
                 watch.follow(
                     *(Kind(group, _OBJECTIVE_VERSION, plural, namespace) for group in (LLMD_GROUP, OLD_GROUP))
                 )
-            _log.info(
-                "watching InferencePool: namespace=%s name=%s group=%s",
-                namespace,
-                config.pool,
-                config.pool_group,
-            )
+            text = "watching InferencePool: namespace=%s name=%s group=%s"
+            _log.info(text, namespace, config.pool, config.pool_group)
         else:
             self._pods.follow(self._pod_kind(config.selector))
             _log.info("watching pods: namespace=%s selector=%s", namespace, config.selector)

@@ -61,13 +61,13 @@ def test_requests_of_a_deleted_pod_stay_counted(namespace: Namespace) -> None:
     one = namespace.pod("one")
     with kube_router(namespace.config()) as router, closing(Picker(router)) as picker:
         eventually_picked(picker, one.address)
-        wait_until(lambda: router.requests_in_flight == 0, "all requests have ended")
+        wait_until(lambda: len(router.lifecycle.ledger) == 0, "all requests have ended")
         picker.begin("held")
         namespace.delete_pod("one")
         wait_until(lambda: not declared(router), "the pod is removed")
-        assert router.requests_in_flight == 1
+        assert len(router.lifecycle.ledger) == 1
         picker.end("held")
-        wait_until(lambda: router.requests_in_flight == 0, "its end is recorded")
+        wait_until(lambda: len(router.lifecycle.ledger) == 0, "its end is recorded")
 
 
 def test_a_pod_recreated_with_the_same_name_is_new(namespace: Namespace) -> None:

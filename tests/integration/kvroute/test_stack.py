@@ -79,6 +79,7 @@ def test_delivered_cached_tokens_are_told(stack: RunningStack, is_streamed: bool
                 stack.decision(request_id)["delivered_cached_tokens"] == delivered
             ),
         )
+        assert stack.decision(request_id)["output_tokens"] == usage.completion_tokens
         settle(stack)
     assert stack.metric("kvroute_router_delivered_cached_tokens_total") - before == told
 

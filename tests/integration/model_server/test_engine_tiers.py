@@ -1,5 +1,6 @@
 """The engine with a host tier: restores, swaps, shared prompts, sleep."""
 
+import re
 import sys
 
 import pytest
@@ -243,10 +244,26 @@ def test_demo_reports_cold_device_and_host_hits(
 ) -> None:
     """The demo reports 0 cached tokens cold, and all but the last block on device and host hits."""
     assert cli.main(["demo-offload", "--prompt-tokens", "160", *flags]) == 0
-    cold, device, host, moved = capsys.readouterr().out.splitlines()
+    cold, device, host = capsys.readouterr().out.splitlines()[:3]
     assert ("0 of 160" in cold, "144 of 160" in device) == (True, True)
     assert f"first token, {from_host} of 160" in host
-    assert ("and 0 restored" in moved) == (from_host == 0)
+
+
+@pytest.mark.parametrize(("device", "host"), [(25, 40), (60, 0)])
+def test_demo_under_pressure(device: int, host: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under pressure both tiers are filled within their budgets; every token is hit in one or computed."""
+    sizes = ["--gpu-blocks", str(device), "--cpu-blocks", str(host)]
+    assert cli.main(["demo-offload", "--prompt-tokens", "160", *sizes]) == 0
+    pressure, *tiers = capsys.readouterr().out.splitlines()[3:]
+    asked = int(re.findall(r"\d+", pressure)[-1])
+    numbers = [[int(number) for number in re.findall(r"\d+", line)] for line in tiers]
+    (on_device, device_most, device_all), (on_host, host_most, host_all, *moved) = numbers[:2]
+    computed, preemptions = numbers[2]
+    assert on_device + on_host + computed == asked
+    assert (device_all, host_all, preemptions) == (device, host, 0)
+    assert 0.8 * device <= device_most <= device
+    assert 0.8 * host <= host_most <= host
+    assert (on_host > 0, any(moved)) == (host > 0, host > 0)
 
 
 def test_demo_rejects_a_pool_that_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:

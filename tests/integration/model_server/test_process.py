@@ -16,6 +16,7 @@ import pytest
 import urllib3
 
 from tests.support.model_server.http import DEADLINE_S, exit_code, wait_until
+from tests.support.model_server.lora import save_adapter, tiny_weights
 
 COMMAND = [sys.executable, "-m", "model_server"]
 FREE = ["--port", "0", "--kv-events-endpoint", "tcp://*:0", "--kv-replay-endpoint", "tcp://127.0.0.1:0"]
@@ -141,3 +142,22 @@ def test_a_pool_too_small_for_the_context_is_one_line(capfd: pytest.CaptureFixtu
     told = capfd.readouterr().err
     assert len(told.splitlines()) == 1
     assert "max_model_len is 512" in told
+
+
+def test_adapters_are_loaded_at_start(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """--lora-modules serves adapters under their names; one that cannot be loaded stops the start."""
+    sql = save_adapter(tmp_path / "sql", tiny_weights())
+    sizes = ["--num-gpu-blocks", "128", "--max-model-len", "512"]
+    with started(tmp_path, *sizes, "--lora-modules", f"sql={sql}", f"law={sql}") as (_, url):
+        cards = urllib3.request("GET", f"{url}/v1/models").json()["data"]
+        assert [(card["id"], card["parent"]) for card in cards] == [
+            ("kvroute-tiny", None),
+            ("sql", "kvroute-tiny"),
+            ("law", "kvroute-tiny"),
+        ]
+        body = {"model": "law", "prompt": "x", "max_tokens": 1}
+        assert urllib3.request("POST", f"{url}/v1/completions", json=body).status == 200
+    for pair, message in (("sql=/nothing", "/nothing"), (f"kvroute-tiny={sql}", "is the model's own name")):
+        assert exit_code(*FREE, *sizes, "--lora-modules", pair) in (1, 2)
+        told = capfd.readouterr().err.splitlines()
+        assert message in told[-1]

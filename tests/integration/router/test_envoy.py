@@ -116,7 +116,7 @@ def test_parallel_responses_are_neither_cut_nor_lost(served: Gateway) -> None:
 
     with ThreadPoolExecutor(64) as pool:
         assert set(pool.map(one, range(500))) == {answer}
-    wait_until(lambda: served.router.requests_in_flight == 0, "all requests' ends")
+    wait_until(lambda: len(served.router.lifecycle.ledger) == 0, "all requests' ends")
 
 
 def test_a_disconnected_client_ends_its_request_as_failed(served: Gateway) -> None:
@@ -126,8 +126,8 @@ def test_a_disconnected_client_ends_its_request_as_failed(served: Gateway) -> No
     with socket.create_connection(served.address) as client:
         client.sendall(request_bytes({**BODY, "stream": True}))
         assert client.recv(100).startswith(b"HTTP/1.1 200")
-        assert served.router.requests_in_flight == 1
-    wait_until(lambda: served.router.requests_in_flight == 0, "the request's end")
+        assert len(served.router.lifecycle.ledger) == 1
+    wait_until(lambda: len(served.router.lifecycle.ledger) == 0, "the request's end")
     assert latest_end(served)["failed"] is True
 
 
@@ -142,8 +142,8 @@ def test_no_other_request_of_its_id_ends_one_in_flight(served: Gateway) -> None:
         assert served.get("/v1/models", x_request_id="r").status == 200
         logged = b'kvroute_router_access_log_entries_total{join="no_work"} 2.0'
         wait_until(lambda: logged in get(served.router, "/metrics")[1], "the log")
-        assert served.router.requests_in_flight == 1
-    wait_until(lambda: served.router.requests_in_flight == 0, "its own end")
+        assert len(served.router.lifecycle.ledger) == 1
+    wait_until(lambda: len(served.router.lifecycle.ledger) == 0, "its own end")
 
 
 def test_requests_of_a_killed_envoy_are_ended_by_engine_counts(served: Gateway) -> None:
@@ -155,7 +155,7 @@ def test_requests_of_a_killed_envoy_are_ended_by_engine_counts(served: Gateway) 
         assert client.recv(100).startswith(b"HTTP/1.1 200")
         served.envoy.kill()
         served.envoy.wait()
-    wait_until(lambda: served.router.requests_in_flight == 0, "the engines' counts")
+    wait_until(lambda: len(served.router.lifecycle.ledger) == 0, "the engines' counts")
     assert latest_end(served)["source"] in ("scrape", "response")
 
 

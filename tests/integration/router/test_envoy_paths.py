@@ -39,7 +39,7 @@ def edge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edge]:
     with _pod(running) as pod:
         settings = EnvoySettings(
             gateway=(HERE, gateway),
-            router_grpc=(HERE, nobody),
+            routers=[(HERE, nobody)],
             pods=[(HERE, pod)],
             round_robin=(HERE, round_robin),
             failure_mode_allow=True,

@@ -59,7 +59,7 @@ def test_a_batch_request_makes_room_for_an_interactive_one(tmp_path: Path) -> No
         assert set_headers(chat.receive())[DESTINATION] == played.pods[0].address
         assert batch.rest() == []
         chat.rest()
-        wait_until(lambda: played.router.requests_in_flight == 0, "the ends")
+        wait_until(lambda: len(played.router.lifecycle.ledger) == 0, "the ends")
         counted = b'error_code="RateLimitError"'
         wait_until(lambda: counted in get(played.router, "/metrics")[1], "the refusal's count")
 

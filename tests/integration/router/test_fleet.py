@@ -115,7 +115,7 @@ def test_each_router_counts_the_load_of_both(tmp_path: Path) -> None:
             assert there != here
             await_work(first, 2 * number + 2)
         assert [peer["requests"] for peer in (*peers_of(first), *peers_of(second))] == [3, 3]
-        assert first.requests_in_flight == second.requests_in_flight == 3
+        assert len(first.lifecycle.ledger) == len(second.lifecycle.ledger) == 3
 
 
 def test_a_peer_knows_where_responses_are_stored(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_access_log_entry_is_forwarded_to_the_requests_router(tmp_path: Path) ->
         pod = pick(first, "a", "hello")
         await_work(second, 1)
         ended(second.lifecycle, "a", ACCESS_LOG, time.monotonic(), pod=pod)
-        wait_until(lambda: first.requests_in_flight == 0, "the end")
+        wait_until(lambda: len(first.lifecycle.ledger) == 0, "the end")
         await_work(second, 0)
 
 
@@ -177,7 +177,7 @@ def test_outcome_reported_to_the_other_router_counts(tmp_path: Path) -> None:
             for event in (outcome.OUTCOME_FIRST_TOKEN, outcome.OUTCOME_DONE):
                 reply = report(outcome(request_id="a", address=pod, outcome=event), timeout=60)
                 assert reply.known
-        wait_until(lambda: first.requests_in_flight == 0, "the end")
+        wait_until(lambda: len(first.lifecycle.ledger) == 0, "the end")
         # The end is recorded shortly after the request has left the ledger.
         wait_until(lambda: (first.decision_log.find("a") or {}).get("end"), "the record of the end")
         record = first.decision_log.find("a")

@@ -153,16 +153,11 @@ def fleet(directory: Path, count: int, *, fail_open: bool) -> Iterator[Fleet]:
         gateway, admin = free_ports(2)
         settings = EnvoySettings(
             gateway=(HERE, gateway),
-            router_grpc=(HERE, routers[0].grpc),
+            routers=[(HERE, router.grpc) for router in routers],
             pods=[(pod.host, pod.port) for pod in pods],
             failure_mode_allow=fail_open,
         )
         config = bootstrap(settings)
-        (cluster,) = (one for one in config["static_resources"]["clusters"] if one["name"] == "router")
-        cluster["load_assignment"]["endpoints"][0]["lb_endpoints"] = [
-            {"endpoint": {"address": {"socket_address": {"address": HERE, "port_value": router.grpc}}}}
-            for router in routers
-        ]
         stack.enter_context(running_envoy(directory, config, gateway, admin))
         running = Fleet(f"http://{HERE}:{gateway}", f"http://{HERE}:{admin}", routers, http)
         wait_until(lambda: running.healthy() == count, "Envoy's trust in the routers")

@@ -172,7 +172,7 @@ def envoy_over_tls(directory: Path, router: RouterServer, pods: list[tuple[str, 
     port = free_port()
     settings = EnvoySettings(
         gateway=("127.0.0.1", port),
-        router_grpc=("127.0.0.1", router.ports["grpc"]),
+        routers=[("127.0.0.1", router.ports["grpc"])],
         pods=pods,
         door="ext_proc",
     )

@@ -18,7 +18,7 @@ def local_bootstrap(door: Door, responses: Responses = "skip", *, fail_open: boo
     """Return the local stack's configuration with the chart's gateway address."""
     settings = EnvoySettings(
         gateway=GATEWAY,
-        router_grpc=_ANY,
+        routers=[_ANY],
         pods=[_ANY],
         door=door,
         responses=responses,

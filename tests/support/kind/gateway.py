@@ -25,9 +25,7 @@ def start_gateway(release: Release, service: str, *, tls: bool = False) -> None:
         tls: Call it over TLS, without a check of its certificate.
     """
     address = release.kubectl.get("service", service)["spec"]["clusterIP"]
-    config = bootstrap(
-        EnvoySettings(("0.0.0.0", 8080), (address, 9002), (), door="ext_proc", responses="full")
-    )
+    config = bootstrap(EnvoySettings(routers=[(address, 9002)], door="ext_proc", responses="full"))
     if tls:
         (router,) = (each for each in config["static_resources"]["clusters"] if each["name"] == "router")
         router["transport_socket"] = _TLS

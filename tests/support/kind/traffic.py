@@ -59,8 +59,15 @@ class Conversation:
         sentences: Length of the text; about 20 tokens each.
     """
 
-    def __init__(self, url: str, *, sentences: int = 40, pool: urllib3.PoolManager | None = None) -> None:
-        self._url = f"{url}/v1/chat/completions"
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str = MODEL,
+        sentences: int = 40,
+        pool: urllib3.PoolManager | None = None,
+    ) -> None:
+        self._url, self._model = f"{url}/v1/chat/completions", model
         self._pool = pool or urllib3.PoolManager(maxsize=4, timeout=_TIMEOUT, retries=False)
         number = next(_serial)
         story = "".join(_STORY.format(number=number, day=day) for day in range(sentences))
@@ -75,7 +82,7 @@ class Conversation:
         return answer
 
     def _send(self, messages: list[dict[str, str]], max_tokens: int) -> Answer:
-        body: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": max_tokens}
+        body: dict[str, Any] = {"model": self._model, "messages": messages, "max_tokens": max_tokens}
         body |= {"temperature": 0, "ignore_eos": True}
         started_s = time.monotonic()
         try:

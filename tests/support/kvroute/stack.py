@@ -76,17 +76,21 @@ class RunningStack:
 
 
 @contextmanager
-def running_stack(directory: Path, **options: Any) -> Iterator[RunningStack]:
-    """Run a stack; stop it at the end."""
+def running_stack(directory: Path, *router_flags: str, **options: Any) -> Iterator[RunningStack]:
+    """Run a stack, its router with further flags; stop it at the end."""
     wanted = on_free_ports(StackOptions(**options))
     plan = plan_stack(wanted, directory)
+    children = [
+        replace(child, argv=[*child.argv, *router_flags]) if child.name == "router" else child
+        for child in plan.children
+    ]
     for name, text in plan.files.items():
         (directory / name).write_text(text)
     (directory / "envoy.json").write_text(json.dumps(patient(json.loads(plan.files["envoy.json"]))))
     supervisor = Supervisor(directory, lambda _line: None)
     with ExitStack() as closing:
         closing.callback(supervisor.stop)
-        supervisor.start(plan.children)
+        supervisor.start(children)
         await_pods(plan, supervisor.check)
         yield RunningStack(plan, supervisor, directory, closing)
 

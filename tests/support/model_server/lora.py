@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -63,3 +63,18 @@ def merged(base: PreTrainedModel, directory: Path) -> PreTrainedModel:
         if key % "A" in tensors:
             weight += scaling * tensors[key % "B"] @ tensors[key % "A"]
     return model
+
+
+def tiny_weights() -> LlamaForCausalLM:
+    """Return weights with the tiny model's shapes, without values."""
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=688,
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)

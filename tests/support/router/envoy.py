@@ -79,7 +79,7 @@ def gateway(
             ports = free_ports(2)
             envoy_settings = EnvoySettings(
                 gateway=("127.0.0.1", ports[0]),
-                router_grpc=("127.0.0.1", router.ports["grpc"]),
+                routers=[("127.0.0.1", router.ports["grpc"])],
                 pods=[(pod.host, pod.port) for pod in pods],
                 door="ext_proc" if mode.startswith("ext_proc") else mode,
                 responses=responses,

@@ -66,8 +66,8 @@ def test_an_option_out_of_range_is_rejected(options: dict[str, int]) -> None:
 )
 def test_conflicting_options_are_rejected(option: dict[str, Any], needed: str) -> None:
     """Options that a protocol does not support are rejected, with the protocol that does."""
-    with pytest.raises(LocalStackError, match=f"needs --door {needed}"):
-        plan_stack(StackOptions(**option), Path())
+    with pytest.raises(ValueError, match=f"needs --door {needed}"):
+        StackOptions(**option)
 
 
 @pytest.mark.parametrize("model", ["my-llama", "/models/my-llama"])
@@ -99,7 +99,13 @@ def test_the_pods_file_lists_the_model_servers() -> None:
 def test_envoy_accepts_the_configuration(tmp_path: Path, chosen: dict[str, Any]) -> None:
     """Envoy accepts the bootstrap with each protocol and mode."""
     here = "127.0.0.1"
-    settings = EnvoySettings((here, 8080), (here, 9002), [(here, 8001)], (here, 8081), **chosen)
+    settings = EnvoySettings(
+        gateway=(here, 8080),
+        routers=[(here, 9002)],
+        pods=[(here, 8001)],
+        round_robin=(here, 8081),
+        **chosen,
+    )
     path = tmp_path / "envoy.json"
     path.write_text(json.dumps(bootstrap(settings)))
     done = subprocess.run(

@@ -11,7 +11,7 @@ import pytest
 
 from common.flags import add_flags, flag_values
 from model_server import cli
-from model_server.config import EngineConfig
+from model_server.config import EngineConfig, KVEventsConfig
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,13 @@ from model_server.config import EngineConfig
         (["--admin-port", "1", "--admin-token-file", "/none"], "/none: cannot be read"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["--max-num-seqs", "64", "--max-num-batched-tokens", "8"], "max_num_batched_tokens"),
+        (["--kv-events-config", "{"], "--kv-events-config: Input data was truncated"),
+        (["--kv-events-config", "[]"], "--kv-events-config: Expected `object`, got `array`"),
+        (["--kv-events-config", '{"hwm": "9"}'], "Expected `int`, got `str` - at `$.hwm`"),
+        (["--kv-events-config", '{"port": 1}'], "--kv-events-config: unknown setting port"),
+        (["--kv-events-config", '{"publisher": "nats"}'], "--kv-events-config: Invalid enum value 'nats'"),
+        (["--kv-events-config", "{}", "--kv-events-bind"], "replaces the other flags of KV events"),
+        (["--kv-events-config", "{}", "--no-kv-events"], "replaces the other flags of KV events"),
     ],
 )
 def test_a_wrong_flag_is_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +71,24 @@ def test_flags_are_the_settings() -> None:
         gpu_blocks=7, enable_prefix_caching=False, cpu_gib=0.5, tensor_parallel_size=2, seed=3
     )
     assert read("--num-gpu-blocks-override", "7") == read("--num-gpu-blocks", "7")
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        ("{}", None),
+        ('{"enable_kv_cache_events": true, "publisher": "null"}', None),
+        ('{"enable_kv_cache_events": true}', KVEventsConfig()),
+        (
+            '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:1", "topic": "t", '
+            '"replay_endpoint": "tcp://*:2", "buffer_steps": 3, "hwm": 4, "max_queue_size": 5}',
+            KVEventsConfig("tcp://*:1", "tcp://*:2", 3, 4, 5, "t"),
+        ),
+    ],
+)
+def test_vllms_events_config(text: str, config: KVEventsConfig | None) -> None:
+    """The JSON object of vLLM's --kv-events-config has vLLM's defaults: no events, no replay."""
+    assert KVEventsConfig.of_vllm(text) == config
 
 
 def test_help_imports_no_heavy_package() -> None:

@@ -16,7 +16,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 
 from indexer import PodMatches
 from router._pb.token_usage_pb2 import TokenUsage
-from router.feedback.outcomes import RESPONSE, RequestReport
+from router.feedback.outcomes import RESPONSE
 from router.inflight.failures import COST_S
 from router.pods.pod_set import Pod
 from tests.support.router.bench import Bench, completion, ended, ready_pod
@@ -98,6 +98,16 @@ def test_the_usage_that_envoy_read_is_shown(
     assert bench.sample("kvroute_router_response_usage_total", outcome=outcome) == 1
 
 
+def test_the_output_tokens_that_envoy_read_are_shown() -> None:
+    """Output tokens of a log entry are those of the decision, whether cached tokens are known or not."""
+    bench = in_flight()
+    with serving(bench) as served:
+        send(served, entry(metadata=usage(output_tokens={"value": 7})))
+        record = bench.decision_log.find("r")
+    assert record is not None
+    assert (record["output_tokens"], record["delivered_cached_tokens"]) == (7, None)
+
+
 @pytest.mark.parametrize(
     ("logged", "outcome"),
     [
@@ -150,15 +160,7 @@ def test_entries_that_join_nothing_are_counted() -> None:
 def test_entries_of_another_routers_request_are_counted_and_forwarded() -> None:
     """Access log entries of other routers' requests are counted as such and forwarded."""
     bench, forwarded = in_flight(), []
-
-    class Fleet:
-        def forward(self, report: RequestReport) -> None:
-            forwarded.append(report.request_id)
-
-        def has_request(self, request_id: str) -> bool:
-            return request_id == "theirs"
-
-    bench.lifecycle.forward_to(Fleet())
+    bench.lifecycle.forward_to(lambda report: forwarded.append(report.request_id), {"theirs"}.__contains__)
     with serving(bench) as served:
         send(served, entry("theirs"), entry("nobodys"), entry())
         for join in ("other_router", "unknown", "joined"):

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from openai import AuthenticationError, ConflictError, OpenAI
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from model_server.openai import app
 from tests.support.model_server.http import MODEL, RunningServer, running_server, wait_until
-from tests.support.model_server.lora import save_adapter
+from tests.support.model_server.lora import save_adapter, tiny_weights
 
 COMPLETIONS = "/v1/completions"
 GREEDY: dict[str, Any] = {"prompt": "The KV cache", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -32,21 +30,6 @@ def text(server: RunningServer, **body: Any) -> str:
     answer = server.post(COMPLETIONS, {**GREEDY, **body})
     assert answer.status == 200, answer.data
     return str(answer.json()["choices"][0]["text"])
-
-
-def tiny_weights() -> LlamaForCausalLM:
-    """Return weights with the tiny model's shapes, without values."""
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=688,
-    )
-    with torch.device("meta"):
-        return LlamaForCausalLM(config)
 
 
 def test_an_adapter_is_a_model_of_its_own(server: RunningServer, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_anthropic_events_each_report_a_part() -> None:
     ):
         reader.feed(b"event: x\ndata: " + json.dumps(event).encode() + b"\n\n")
     reader.end()
-    assert reader.cached_tokens == 16
+    assert (reader.cached_tokens, reader.output_tokens) == (16, 15)
     assert reader.usage_json is not None
     assert json.loads(reader.usage_json) == {
         "input_tokens": 25,
@@ -96,4 +96,4 @@ def test_sglang_reports_usage_in_meta_info(is_event_stream: bool) -> None:
     data = json.dumps(told).encode()
     reader.feed(b"data: " + data + b"\n\ndata: [DONE]\n\n" if is_event_stream else data)
     reader.end()
-    assert reader.cached_tokens == 8
+    assert (reader.cached_tokens, reader.output_tokens) == (8, 2)

@@ -225,7 +225,7 @@ def test_nothing_is_recorded_without_followers() -> None:
     sender = Sender()
     assert sender.ledger.changes is None
     queues = [sender.change_log.subscribe(), sender.change_log.subscribe()]
-    assert sender.ledger.changes is sender.change_log
+    assert sender.ledger.changes == sender.change_log.record
     for queue in queues:
         sender.change_log.unsubscribe(queue)
     assert sender.ledger.changes is None
@@ -299,7 +299,7 @@ def test_report_is_forwarded_to_the_requests_router() -> None:
     """A report on a request that is not this router's is forwarded and applied by the router that has it."""
     ours, theirs = bench(1), bench(1)
     change_log = ChangeLog(ours.ledger, lambda: 0.0)
-    ours.lifecycle.forward_to(_Fleet(change_log, set()))
+    ours.lifecycle.forward_to(change_log.forward, set().__contains__)
     queue = change_log.subscribe()
     decision = theirs.router.route(completion("x", long_text(50)), 0.0)
     ours.lifecycle.first_token("x", REPORT, 1.0, pod=PODS[0])
@@ -321,7 +321,7 @@ def test_forwarded_report_is_not_forwarded_again() -> None:
     """A router does not forward reports that it has received from other routers."""
     ours = bench(1)
     change_log = ChangeLog(ours.ledger, lambda: 0.0)
-    ours.lifecycle.forward_to(_Fleet(change_log, set()))
+    ours.lifecycle.forward_to(change_log.forward, set().__contains__)
     queue = change_log.subscribe()
     ours.lifecycle.peer_reported(RequestReport("x", DONE, REPORT), 0.0)
     ours.lifecycle.peer_reported(RequestReport("x", FIRST_TOKEN, REPORT), 0.0)
@@ -331,23 +331,12 @@ def test_forwarded_report_is_not_forwarded_again() -> None:
 def test_report_on_another_routers_pick_is_ignored() -> None:
     """If two routers picked for one id, a report that names the other router's pod is ignored."""
     ours = bench(1)
-    ours.lifecycle.forward_to(_Fleet(ChangeLog(ours.ledger), {"x"}))
+    ours.lifecycle.forward_to(ChangeLog(ours.ledger).forward, {"x"}.__contains__)
     ours.router.route(completion("x", long_text(50)), 0.0)
     ours.lifecycle.peer_reported(RequestReport("x", DONE, REPORT, PODS[1]), 0.0)
     assert "x" in ours.ledger
     ours.lifecycle.peer_reported(RequestReport("x", DONE, REPORT, PODS[0]), 0.0)
     assert "x" not in ours.ledger
-
-
-class _Fleet:
-    """Other routers with these requests in flight; reports are forwarded through the change log."""
-
-    def __init__(self, change_log: ChangeLog, known: set[str]) -> None:
-        self.forward = change_log.forward
-        self.known = known
-
-    def has_request(self, request_id: str) -> bool:
-        return request_id in self.known
 
 
 STEPS = st.lists(
@@ -406,15 +395,9 @@ def test_followers_load_matches_the_senders(steps: list[tuple[Any, ...]]) -> Non
 def test_failures_of_pods_are_shared() -> None:
     """A failure that one router sees costs the pod at others, until that router sees a success."""
     sender, receiver = bench(1), bench(1)
-
-    class Fleet:
-        def forward(self, report: RequestReport) -> None:
-            receiver.lifecycle.peer_reported(report, 1.0)
-
-        def has_request(self, request_id: str) -> bool:
-            return False
-
-    sender.lifecycle.forward_to(Fleet())
+    sender.lifecycle.forward_to(
+        lambda report: receiver.lifecycle.peer_reported(report, 1.0), lambda _request_id: False
+    )
     sender.lifecycle.failures.failed(PODS[0], 0.0, 0.0)
     assert receiver.failure_s(ready_pod(PODS[0])) > 0.0
     sender.lifecycle.failures.succeeded(PODS[0], 0.5)

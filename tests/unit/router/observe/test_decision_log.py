@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,6 +127,30 @@ def test_late_report_from_another_pod_is_not_recorded() -> None:
         record = bench.decision_log.find("r")
         assert record is not None
         assert record["delivered_cached_tokens"] == recorded
+
+
+def test_output_tokens_are_learnt_by_model() -> None:
+    """A record has its output tokens, and the mean before it, in which the last 100 answers weigh most."""
+    bench = Bench().with_pods(PODS[0], ready_pod("10.0.1.1:8000", model="other"))
+
+    def answered(now_s: float, tokens: int, *, failed: bool = False, **changes: Any) -> tuple[Any, Any]:
+        bench.router.route(replace(completion("r", TEXT), **changes), now_s)
+        ended(bench.lifecycle, "r", REPORT, now_s + 0.5, output_tokens=tokens, failed=failed)
+        # A second report does not count.
+        again = {"output_tokens": 9_999, "cached_tokens": 0}
+        ended(bench.lifecycle, "r", RESPONSE, now_s + 0.5, failed=failed, **again)
+        record = bench.decision_log.find("r")
+        assert record is not None
+        return record["output_tokens"], record["model_output_tokens"]
+
+    assert answered(0.0, 10) == (10, None)
+    assert answered(1.0, 30) == (30, 10.0)
+    for number in range(198):
+        answered(2.0 + number, 20)
+    assert answered(300.0, 1_020) == (1_020, 20.0)
+    assert answered(301.0, 5, failed=True) == (None, pytest.approx(30.0))
+    assert answered(302.0, 20) == (20, pytest.approx(30.0))
+    assert answered(303.0, 20, model="other") == (20, None)
 
 
 def test_candidate_has_its_cost_breakdown() -> None:

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from router.observe.metrics import StateCollector
-from tests.support.router.bench import Bench, completion, long_text, ready_pod
+from tests.support.router.bench import TINY, Bench, completion, long_text, ready_pod
 from tests.support.router.pricing import load
 
 A, B = ready_pod("10.0.0.1:8000"), ready_pod("10.0.0.2:8000")
@@ -37,11 +37,11 @@ def test_queued_work_counts_what_is_not_cached() -> None:
     """The seconds of queued work are the uncached tokens in flight by the pods' rate, mean over the pods."""
     bench, text = Bench().with_pods(A, B), long_text(100)
     bench.index.hold(A.address, bench.keys(text)[:10])
-    page = gauges(bench)
-    assert page.get_sample_value("kvroute_router_queued_seconds_per_pod") == 0.0
+    page, mean = gauges(bench), "kvroute_router_queued_seconds_per_pod"
+    assert page.get_sample_value(mean, {"model": TINY}) == 0.0
     decision = bench.router.route(completion("r", text), 1.0)
     (work,) = (decision.prompt_tokens - 160,)
     rate = bench.pods.load_table.prefill_tokens_per_s(A.address)
     queued_s = page.get_sample_value("kvroute_router_pod_queued_seconds", {"pod": A.address})
     assert queued_s == pytest.approx(work / rate)
-    assert page.get_sample_value("kvroute_router_queued_seconds_per_pod") == pytest.approx(queued_s / 2)
+    assert page.get_sample_value(mean, {"model": TINY}) == pytest.approx(queued_s / 2)

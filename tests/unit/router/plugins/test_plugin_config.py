@@ -354,9 +354,9 @@ def test_pipeline_headers_are_set_by_ext_authz() -> None:
 def test_old_metric_names_are_exported_once() -> None:
     """Each known metric family is exported under both names with the same samples, all others once."""
     registry = CollectorRegistry()
-    registry.register(MetricAliases(registry))
     counter = Counter("llm_d_epp_request_total", "Requests.", ["model_name"], registry=registry)
-    Counter("llm_d_epp_other_total", "Others.", registry=registry)
+    other = Counter("llm_d_epp_other_total", "Others.", registry=registry)
+    registry.register(MetricAliases((counter, other)))
     counter.labels("m").inc(3)
     page = generate_latest(registry).decode()
     assert 'inference_objective_request_total{model_name="m"} 3.0' in page

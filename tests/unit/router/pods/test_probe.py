@@ -364,7 +364,7 @@ def test_pods_may_share_a_metrics_port() -> None:
 
     async def get() -> tuple[list[tuple[int, bytes]], int]:
         async with serving(well) as (pod, address):
-            http = HttpGetter(body_bytes_max=1 << 20, timeout_s=60.0)
+            http = HttpGetter(timeout_s=60.0)
             answers = [*await asyncio.gather(http.get(address, "/metrics"), http.get(address, "/v1/models"))]
             answers.append(await http.get(address, "/metrics"))
             http.close()
