@@ -26,7 +26,8 @@ from benchmarks.bare_wakeup import BareWakeup
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.engine.build import build_engine
 from model_server.kv_cache.request import ScheduledRequest
-from model_server.openai.api_server import ServeOptions, Server, load_tokenizer, reserve
+from model_server.openai.api_server import ServeOptions, load_tokenizer, reserve
+from model_server.openai.app import Server
 from model_server.requests import ChosenToken
 
 _STREAMS = (1, 4, 32)

@@ -71,7 +71,7 @@ class _CountingPublisher:
 
     def wait(self) -> None:
         """Wait until all batches are sent."""
-        while self._publisher.stats().published < self._given:
+        while self._publisher.stats.published < self._given:
             time.sleep(0.001)
 
 

@@ -1,7 +1,5 @@
 """The `kvroute` command: runs one of the programs, and imports nothing of the others."""
 
-from __future__ import annotations
-
 import importlib
 import runpy
 import sys
@@ -95,10 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def bench(argv: Sequence[str]) -> int:
-    """Run a benchmark; return the exit status.
-
-    Benchmarks are part of a checkout, not of an installed kvroute.
-    """
+    """Run a benchmark, which only a checkout has; return the exit status."""
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help"):
         return _print_help(_BENCH_HELP, _BENCHMARKS)

@@ -5,8 +5,6 @@ prompt shows whether load is spread by cost. The answers are meaningless, becaus
 random.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import time
@@ -86,7 +84,7 @@ def run_demo(plan: StackPlan, check: Callable[[], None]) -> None:
     """Run the demonstration and print its tables.
 
     Args:
-        check: Raises a LocalStackError if a process of the stack has died.
+        check: Called between its parts; raises a LocalStackError if a process of the stack has died.
 
     Raises:
         LocalStackError: A request failed, a turn missed its cache, or one pod got the whole burst.
@@ -244,11 +242,7 @@ def _mean_ttft_ms(answers: Sequence[Answer]) -> float:
 def _chat(
     base_url: str, model: str, messages: Sequence[Mapping[str, str]], max_tokens: int = _ANSWER_TOKENS
 ) -> Answer:
-    """Send one streaming request (greedy, exactly `max_tokens` tokens) and read the whole answer.
-
-    Raises:
-        LocalStackError: The request failed; the message contains status and body.
-    """
+    """Send one streaming request (greedy, exactly `max_tokens` tokens) and read the whole answer."""
     url = f"{base_url}/v1/chat/completions"
     body = {
         "model": model,

@@ -4,8 +4,6 @@ Two listeners: the gateway, which asks a router for a pod by ext_authz or ext_pr
 comparison. Their building blocks are in envoy.yaml.
 """
 
-from __future__ import annotations
-
 import json
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
@@ -210,11 +208,7 @@ def _listener(
     filters: Sequence[dict[str, Any]],
     access_log: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return a listener that routes all inference paths and answers 404 to other requests.
-
-    Args:
-        actions: Route actions with the header matches that each requires, in order of precedence.
-    """
+    """Return a listener that routes inference paths by the first action whose header matches hold."""
     routes = [
         {
             "match": {

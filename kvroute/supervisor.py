@@ -1,7 +1,5 @@
 """Process supervisor: starts, watches, restarts and stops child processes. No child outlives it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -40,11 +38,7 @@ class Child:
 
 
 def check_ports(ports: Iterable[int]) -> None:
-    """Check that each port can be bound.
-
-    Raises:
-        LocalStackError: A port is in use.
-    """
+    """Check that each port can be bound; raises a LocalStackError if one is in use."""
     for port in ports:
         try:
             socket.create_server((HOST, port)).close()
@@ -82,11 +76,7 @@ class Supervisor:
         """Names of children that exited unexpectedly, one for each restart."""
 
     def start(self, plans: Sequence[ChildPlan]) -> None:
-        """Start all plans at once, then wait until each is ready.
-
-        Raises:
-            LocalStackError: A child exited before it was ready, or is not ready after `READY_TIMEOUT_S`.
-        """
+        """Start all plans at once and wait until each is ready; raises a LocalStackError if one is not."""
         for plan in plans:
             self.children.append(self._spawn(plan))
         for child in self.children:

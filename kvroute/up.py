@@ -1,7 +1,5 @@
 """The `kvroute up` command: starts and demonstrates the local stack; keeps logs only after a failure."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import sys

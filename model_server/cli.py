@@ -49,13 +49,9 @@ class _ProcessFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a model server until it is stopped.
+    """Run a model server until it is stopped; return the exit status.
 
-    Args:
-        argv: Arguments after the command's name; None uses those of the process.
-
-    Returns:
-        Exit status: 0 after a regular stop, 1 if the server could not start or died, 2 for wrong flags.
+    It is 0 after a regular stop, 1 if the server could not start or died, and 2 for wrong flags.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] == [_DEMO]:

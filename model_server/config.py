@@ -105,14 +105,6 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value!r}; use one of {', '.join(choices)}")
             if options.get("type") is int and name != "seed" and value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}")
-        self._check_tiers()
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than max_num_seqs "
-                f"({self.max_num_seqs}): one step could not decode every running request; raise the former"
-            )
-
-    def _check_tiers(self) -> None:
         if self.cpu_gib is not None and not 0 <= self.cpu_gib < float("inf"):
             raise ConfigError(f"cpu_gib is {self.cpu_gib}; it must be at least 0")
         if self.cpu_blocks and self.cpu_gib is not None:
@@ -125,6 +117,11 @@ class EngineConfig:
             raise ConfigError(
                 "preemption_mode is 'swap', but enable_prefix_caching is off, which finds swapped blocks "
                 "again; turn it on, or use 'recompute'"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than max_num_seqs "
+                f"({self.max_num_seqs}): one step could not decode every running request; raise the former"
             )
 
 

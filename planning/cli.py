@@ -4,14 +4,13 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, replace
 from functools import partial
 
 from common.flags import CommandParser, add_flags, flag, positive
 from model_server.config import DType, KvCacheDType
 from model_server.errors import CapacityError, ConfigError, ModelError
-from model_server.shapes.architectures import decoder_shape
 from model_server.shapes.deployment import (
     DEFAULT_RESERVE_BYTES,
     DEFAULT_UTILIZATION,
@@ -19,7 +18,6 @@ from model_server.shapes.deployment import (
     Deployment,
     size_text,
 )
-from model_server.shapes.hf_config import DTYPE_BYTES, computed_dtype
 from model_server.shapes.shape import KvGroupSpec
 from planning.ladder import Load, Rung, ladder
 from planning.plan import Plan, make_plan
@@ -35,25 +33,16 @@ _gpu_flag = partial(flag, "GPUs")
 _load_flag = partial(flag, "load")
 
 
-def _above_zero(text: str) -> float:
-    number = _zero_or_more(text)
-    if not number:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
+def _number(wanted: str, is_wanted: Callable[[float], bool], text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (number := float(text)) < float("inf") and is_wanted(number):
+            return number
+    raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
 
 
-def _zero_or_more(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
-    return number
-
-
-def _share(text: str) -> float:
-    number = _zero_or_more(text)
-    if number >= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not below 1")
-    return number
+_zero_or_more = partial(_number, "0 or more", lambda _: True)
+_above_zero = partial(_number, "above 0", lambda number: number > 0)
+_share = partial(_number, "0 or more and below 1", lambda number: number < 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +128,7 @@ class _LoadFlags:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        argv: Arguments after the command's name; None uses those of the process.
-
-    Returns:
-        Exit status: 0, or 2 for invalid flags, an unusable model, or a plan above the capacity.
-    """
+    """Run the command; return 0, or 2 for invalid flags, an unusable model, or a plan above the capacity."""
     args = _parser().parse_args(argv)
     try:
         plan = _plan(args)
@@ -168,12 +150,11 @@ def _plan(args: argparse.Namespace) -> Plan:
     if not 0 < args.efficiency <= 1:
         raise ConfigError(f"efficiency is {args.efficiency:g}; it must be above 0, at most 1")
     config = find_model(args.model)
-    shape = decoder_shape(config)
     gpu = _gpu(args)
-    deployment = Deployment(
-        shape,
-        weight_bytes=DTYPE_BYTES[computed_dtype(config, args.dtype)],
-        fp8_kv=args.kv_cache_dtype == "fp8",
+    deployment = Deployment.of(
+        config,
+        args.dtype,
+        args.kv_cache_dtype,
         tensor_parallel=args.tensor_parallel_size,
         block_tokens=args.block_size,
         chunk_tokens=args.max_num_batched_tokens,
@@ -183,7 +164,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         deployment,
         gpu.at(args.efficiency),
         Budget(gpu.memory_bytes, args.gpu_memory_utilization, int(args.reserve_gb * _GB)),
-        min(_CONTEXT_TOKENS, shape.max_positions) if args.context is None else args.context,
+        min(_CONTEXT_TOKENS, deployment.shape.max_positions) if args.context is None else args.context,
         args.batch,
     )
 
@@ -326,25 +307,25 @@ def _parallel(plan: Plan) -> Iterator[str]:
     yield "Tensor parallel"
     rows = [
         (
-            str(option.tensor_parallel),
-            _gb(option.gpu_weights_bytes),
-            _gb(option.gpu_pool_bytes) if option.gpu_pool_bytes > 0 else "-",
-            f"{option.headroom:.0%}" if option.headroom > 0 else "-",
-            f"{option.max_sequences:,}" if option.max_sequences else "does not fit",
-            f"{option.max_sequences / option.tensor_parallel:,.1f}" if option.max_sequences else "",
+            str(pool.deployment.tensor_parallel),
+            _gb(pool.deployment.gpu_weights_bytes),
+            _gb(pool.gpu_bytes) if pool.gpu_bytes > 0 else "-",
+            f"{pool.headroom:.0%}" if pool.headroom > 0 else "-",
+            f"{sequences:,}" if sequences else "does not fit",
+            f"{sequences / pool.deployment.tensor_parallel:,.1f}" if sequences else "",
         )
-        for option in plan.options
+        for pool, sequences in ((pool, pool.sequences(plan.context_tokens)) for pool in plan.options)
     ]
     heads = ("GPUs", "weights GB", "KV GB", "left for KV", "sequences", "per GPU")
     yield from _table(heads, rows, ">>>>>>")
     if plan.advised is not None:
-        yield f"Advice: {plan.advised.tensor_parallel}, {_reason(plan)}."
+        yield f"Advice: {plan.advised.deployment.tensor_parallel}, {_reason(plan)}."
 
 
 def _reason(plan: Plan) -> str:
     assert plan.advised is not None
     share = f"{plan.advised.headroom:.0%} of the memory left for KV"
-    if plan.advised == next(option for option in plan.options if option.max_sequences):
+    if plan.advised == next(pool for pool in plan.options if pool.sequences(plan.context_tokens)):
         return f"the smallest that fits, with {share}"
     return f"the smallest with enough room, {share}; with fewer GPUs most memory holds weights"
 

@@ -27,9 +27,7 @@ class Load:
     requests_per_s: float
     prompt_tokens: int
     output_tokens: int
-    reused_share: (
-        float  # share of a prompt's tokens that an earlier request had, such as a conversation's past
-    )
+    reused_share: float  # share of a prompt's tokens that an earlier request had, as in a conversation
 
     @property
     def context_tokens(self) -> int:

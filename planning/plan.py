@@ -37,17 +37,6 @@ class DecodeStep:
 
 
 @dataclass(frozen=True, slots=True)
-class ParallelOption:
-    """Figures of a model at one tensor parallel size."""
-
-    tensor_parallel: int  # number of GPUs
-    gpu_weights_bytes: int  # weights per GPU
-    gpu_pool_bytes: int  # memory left for KV per GPU; negative if the weights do not fit
-    headroom: float  # KV memory as a share of the memory for weights and KV
-    max_sequences: int  # concurrent sequences on all GPUs; 0 if not one fits
-
-
-@dataclass(frozen=True, slots=True)
 class Preemption:
     """Time until a preempted sequence can resume, by recomputing or swapping."""
 
@@ -69,8 +58,8 @@ class Plan:
     longest_context: int  # tokens of the longest single sequence
     steps: tuple[DecodeStep, ...]  # decode steps by batch size, up to `sequences`
     prefill_s: float  # seconds to prefill one uncached prompt of `context_tokens`
-    options: tuple[ParallelOption, ...]  # comparison of tensor parallel sizes
-    advised: ParallelOption | None  # recommended option; None if none fits
+    options: tuple[Pool, ...]  # comparison of tensor parallel sizes
+    advised: Pool | None  # recommended option; None if none fits
     preemption: Preemption  # comparison of recompute and swap
 
     def record(self) -> dict[str, object]:
@@ -101,8 +90,17 @@ class Plan:
             "max_context_tokens": self.longest_context,
             "prefill_s": self.prefill_s,
             "decode": msgspec.to_builtins(self.steps),
-            "tensor_parallel_options": msgspec.to_builtins(self.options),
-            "advised_tensor_parallel": self.advised.tensor_parallel if self.advised else None,
+            "tensor_parallel_options": [
+                {
+                    "tensor_parallel": pool.deployment.tensor_parallel,
+                    "gpu_weights_bytes": pool.deployment.gpu_weights_bytes,
+                    "gpu_pool_bytes": pool.gpu_bytes,
+                    "headroom": pool.headroom,
+                    "max_sequences": pool.sequences(self.context_tokens),
+                }
+                for pool in self.options
+            ],
+            "advised_tensor_parallel": self.advised.deployment.tensor_parallel if self.advised else None,
             "preemption": msgspec.to_builtins(self.preemption),
         }
 
@@ -113,11 +111,6 @@ def make_plan(
     """Make a plan for sequences of `context_tokens` tokens.
 
     Args:
-        name: Name of the model.
-        deployment: Model and its settings.
-        gpu: GPU model.
-        budget: Memory of each GPU.
-        context_tokens: Tokens of a sequence.
         batch: Required number of concurrent sequences; None: as many as fit.
 
     Raises:
@@ -130,7 +123,9 @@ def make_plan(
     if batch is not None and batch < 1:
         raise ConfigError(f"--batch is {batch}; it must be at least 1")
     pool = Pool(deployment, budget)
-    options = _parallel_options(deployment, budget, context_tokens)
+    sizes = sorted({*PARALLEL_SIZES, deployment.tensor_parallel})
+    supported = (size for size in sizes if divides(deployment.shape, size))
+    options = tuple(Pool(replace(deployment, tensor_parallel=size), budget) for size in supported)
     _check_capacity(name, pool, context_tokens, batch, options)
     sequences = pool.sequences(context_tokens)
     return Plan(
@@ -145,7 +140,7 @@ def make_plan(
         ),
         prefill_s=prefill_s(deployment, gpu, context_tokens),
         options=options,
-        advised=_advised(options),
+        advised=_advised([option for option in options if option.sequences(context_tokens)]),
         preemption=_preemption(deployment, gpu, context_tokens),
     )
 
@@ -177,29 +172,8 @@ def prefill_s(deployment: Deployment, gpu: Gpu, tokens: int) -> float:
     return max(compute_s, deployment.gpu_weights_bytes / gpu.memory_bytes_per_s)
 
 
-def _parallel_options(
-    deployment: Deployment, budget: Budget, context_tokens: int
-) -> tuple[ParallelOption, ...]:
-    """Return the figures of each tensor parallel size that the model supports."""
-    sizes = sorted({*PARALLEL_SIZES, deployment.tensor_parallel})
-    deployments = [
-        replace(deployment, tensor_parallel=size) for size in sizes if divides(deployment.shape, size)
-    ]
-    return tuple(
-        ParallelOption(
-            pool.deployment.tensor_parallel,
-            pool.deployment.gpu_weights_bytes,
-            pool.gpu_bytes,
-            pool.headroom,
-            pool.sequences(context_tokens),
-        )
-        for pool in (Pool(each, budget) for each in deployments)
-    )
-
-
-def _advised(options: Sequence[ParallelOption]) -> ParallelOption | None:
-    """Return the smallest option with enough headroom, else the largest that fits, else None."""
-    fitting = [option for option in options if option.max_sequences]
+def _advised(fitting: Sequence[Pool]) -> Pool | None:
+    """Return the smallest option with enough headroom, else the largest, else None."""
     return next(
         (option for option in fitting if option.headroom >= ENOUGH_HEADROOM), fitting[-1] if fitting else None
     )
@@ -215,12 +189,14 @@ def _preemption(deployment: Deployment, gpu: Gpu, context_tokens: int) -> Preemp
 
 
 def _check_capacity(
-    name: str, pool: Pool, context_tokens: int, batch: int | None, options: tuple[ParallelOption, ...]
+    name: str, pool: Pool, context_tokens: int, batch: int | None, options: tuple[Pool, ...]
 ) -> None:
     deployment, budget = pool.deployment, pool.budget
     size = deployment.tensor_parallel
-    fitting = next((option.tensor_parallel for option in options if option.max_sequences), None)
-    way_out = f"it fits from --tp {fitting}" if fitting is not None else "use GPUs with more memory"
+    fitting = next((option for option in options if option.sequences(context_tokens)), None)
+    way_out = "use GPUs with more memory"
+    if fitting is not None:
+        way_out = f"it fits from --tp {fitting.deployment.tensor_parallel}"
     if pool.gpu_bytes < deployment.gpu_block_bytes:
         raise CapacityError(
             f"{name} does not fit at tensor parallel {size}: its weights take "

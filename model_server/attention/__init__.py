@@ -58,11 +58,10 @@ def _attended(dtype: torch.dtype, paged: bool) -> Tensor:
     layout = KvLayout(single_group(1), sum(map(len, _TRIAL_TABLES)), _TRIAL_BLOCK_TOKENS)
     attention = SdpaAttention(_TRIAL_SHAPE, layout, dtype, torch.device("cpu"), paged=paged)
     size = _TRIAL_SHAPE.kv_heads, _TRIAL_SHAPE.head_dim
-    for context, table in zip(_TRIAL_CONTEXTS, _TRIAL_TABLES, strict=True):
+    cases = list(zip(_TRIAL_CONTEXTS, _TRIAL_TABLES, strict=True))
+    for context, table in cases:
         text = torch.randn((2, context, *size), generator=generator).to(dtype)
         attention.store(0, text[0], text[1], attention.prepare([Span(0, context, [table])]))
-    last = [
-        Span(context - 1, 1, [table]) for context, table in zip(_TRIAL_CONTEXTS, _TRIAL_TABLES, strict=True)
-    ]
+    last = [Span(context - 1, 1, [table]) for context, table in cases]
     queries = torch.randn((len(last), _TRIAL_SHAPE.heads, size[1]), generator=generator).to(dtype)
     return attention.attend(queries, 0, attention.prepare(last))

@@ -77,11 +77,7 @@ class Attention(Protocol):
     """KV pool of all layers, with attention over it."""
 
     def prepare(self, spans: Sequence[Span]) -> StepMeta:
-        """Return the layout of one step.
-
-        Args:
-            spans: Spans in batch order. For speed, put single tokens first, by ascending context length.
-        """
+        """Return the layout of one step. For speed, put single tokens first, by ascending context length."""
 
     def store(self, layer: int, key: Tensor, value: Tensor, meta: StepMeta) -> None:
         """Write the KV of all tokens of the step. Call it before `attend` of the same layer.
@@ -123,7 +119,7 @@ def slots_of(spans: Sequence[Span], positions: Numbers, group: int, block_tokens
 
 
 def reads_of(view: View, spans: Sequence[Span], block_tokens: int) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the blocks and positions that spans of one token attend to.
+    """Return the blocks and positions that the tokens of each span attend to.
 
     Returns:
         Block ids [spans, blocks], padded with block 0; first position and end position, [spans] each, counted
@@ -131,7 +127,7 @@ def reads_of(view: View, spans: Sequence[Span], block_tokens: int) -> tuple[Numb
     """
     first_read = [view.first_position(span.start) for span in spans]
     first = [position // block_tokens for position in first_read]
-    last = [span.start // block_tokens + 1 for span in spans]
+    last = [-(-span.stop // block_tokens) for span in spans]
     table = np.zeros((len(spans), max(map(int.__sub__, last, first))), np.int64)
     for row, span, begin, end in zip(table, spans, first, last, strict=True):
         row[: end - begin] = span.block_tables[view.group][begin:end]
@@ -249,7 +245,8 @@ class Fp8KvPool(KvPool):
         assert isinstance(plan, Fp8Write)
         new = new.float()
         wanted = torch.full((len(plan.blocks), new.shape[1]), _SMALLEST_SCALE, device=new.device)
-        scales = _scale_of(new.abs().amax(dim=-1))
+        # The smallest power of two with which the largest number of a head fits the range.
+        scales = (new.abs().amax(dim=-1) / _LARGEST).log2().ceil().exp2().clamp_(min=_SMALLEST_SCALE)
         wanted.scatter_reduce_(0, plan.touched[:, None].expand_as(scales), scales, "amax")
         if len(plan.continued):
             self._rescale(row, wanted, plan)
@@ -274,8 +271,3 @@ class Fp8KvPool(KvPool):
         content = self._content[row].view(torch.uint8).flatten(0, 1).index_select(0, rows).view(_FP8)
         scales = self._scales[row].flatten().index_select(0, rows).to(self._dtype)
         return content.to(self._dtype) * scales[:, None, None]
-
-
-def _scale_of(largest: Tensor) -> Tensor:
-    """Return the smallest power-of-two scale with which numbers up to `largest` fit the range."""
-    return torch.exp2(torch.ceil(torch.log2(largest / _LARGEST))).clamp_(min=_SMALLEST_SCALE)

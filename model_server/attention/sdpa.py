@@ -108,13 +108,12 @@ class SdpaAttention:
 
     def prepare(self, spans: Sequence[Span]) -> SdpaMeta:
         positions = positions_of(spans)
-        slots = [
-            slots_of(spans, positions, group, self._layout.block_tokens)
-            for group in range(len(self._layout.groups))
-        ]
+        groups, block_tokens = range(len(self._layout.groups)), self._layout.block_tokens
         return SdpaMeta(
             positions=to_device(positions, self._device),
-            writes=[self._pool.plan_write(group_slots) for group_slots in slots],
+            writes=[
+                self._pool.plan_write(slots_of(spans, positions, group, block_tokens)) for group in groups
+            ],
             reads=[self._reads(view, spans) for view in self._views],
         )
 

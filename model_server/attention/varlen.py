@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from model_server.attention.kv_pool import KvLayout, Span, StepMeta, positions_of, slots_of, to_device
+from model_server.attention.kv_pool import (
+    KvLayout,
+    Span,
+    StepMeta,
+    View,
+    positions_of,
+    reads_of,
+    slots_of,
+    to_device,
+)
 from model_server.shapes.shape import AttentionShape, single_group
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -46,19 +55,12 @@ class VarlenAttention:
 
     def prepare(self, spans: Sequence[Span]) -> VarlenMeta:
         block_tokens, groups = self._layout.block_tokens, range(len(self._layout.groups))
-        widths = [-(-span.stop // block_tokens) for span in spans]
         positions = positions_of(spans)
         return VarlenMeta(
             positions=self._indices(positions),
             slots=[self._indices(slots_of(spans, positions, group, block_tokens)) for group in groups],
             block_tables=[
-                self._indices(
-                    [
-                        [*span.block_tables[group][:width], *[0] * (max(widths) - width)]
-                        for span, width in zip(spans, widths, strict=True)
-                    ],
-                    torch.int32,
-                )
+                self._indices(reads_of(View(group, None), spans, block_tokens)[0], torch.int32)
                 for group in groups
             ],
             query_starts=self._indices([0, *accumulate(span.length for span in spans)], torch.int32),

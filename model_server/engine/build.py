@@ -9,9 +9,8 @@ from model_server.config import TINY_MODEL, EngineConfig
 from model_server.engine.core import EngineCore
 from model_server.errors import ConfigError
 from model_server.kv_events.events import PublishEvents
-from model_server.shapes.architectures import decoder_shape
 from model_server.shapes.deployment import Budget, Deployment, Pool
-from model_server.shapes.hf_config import DTYPE_BYTES, TINY_CONFIG, computed_dtype, read_config
+from model_server.shapes.hf_config import TINY_CONFIG, read_config
 from model_server.worker.executor import Executor
 
 logger = logging.getLogger(__name__)
@@ -61,10 +60,10 @@ def deployment_of(config: EngineConfig) -> Deployment:
     """Return the deployment that an engine's settings describe, or raise a ModelError."""
     is_tiny = config.model == TINY_MODEL
     model = TINY_CONFIG if is_tiny else read_config(Path(config.model) / "config.json")
-    return Deployment(
-        decoder_shape(model),
-        weight_bytes=DTYPE_BYTES[computed_dtype(model, config.dtype)],
-        fp8_kv=config.kv_cache_dtype == "fp8",
+    return Deployment.of(
+        model,
+        config.dtype,
+        config.kv_cache_dtype,
         tensor_parallel=config.tensor_parallel_size,
         block_tokens=config.block_tokens,
         chunk_tokens=config.max_num_batched_tokens,

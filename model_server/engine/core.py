@@ -281,17 +281,12 @@ class EngineCore:
 
     def _log_preemptions(self) -> None:
         """Log the requests that were preempted since the last step."""
-        mode = "swap" if self.scheduler.kv_cache_manager.swap else "recompute"
         for each in self.scheduler.preempted:
             _repeated.event(
                 "preemption",
                 each.cause,
                 "request preempted: request=%s cause=%s mode=%s computed_tokens=%d swapped_blocks=%d",
-                each.request_id,
-                each.cause,
-                mode,
-                each.computed_tokens,
-                each.swapped_blocks,
+                *each,
                 level=logging.INFO,
             )
         self.scheduler.preempted.clear()

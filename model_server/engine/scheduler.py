@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from statistics import median
 from typing import Literal, NamedTuple, TypeAlias
 
-from model_server.config import SchedulingPolicy
+from model_server.config import PreemptionMode, SchedulingPolicy
 from model_server.kv_cache.block_pool import KVCacheBlock
 from model_server.kv_cache.host_tier import HostBlock
 from model_server.kv_cache.manager import KVCacheManager
@@ -74,6 +74,7 @@ class Preemption(NamedTuple):
 
     request_id: str
     cause: PreemptionCause
+    mode: PreemptionMode
     computed_tokens: int
     swapped_blocks: int  # pinned in the host tier; the other tokens are computed again
 
@@ -211,10 +212,7 @@ class Scheduler:
         return iter(sorted(self.waiting, key=self._key))
 
     def _update_waiting_hits(self) -> None:
-        """Update the expected cache hits of waiting requests, up to a limit of lookups per step.
-
-        The next step continues where this one stopped.
-        """
+        """Update expected cache hits of waiting requests, up to a limit; the next step continues there."""
         left, first = _LOOKUPS_PER_STEP, self._next_lookup % len(self.waiting)
         waiting = list(self.waiting)
         for request in waiting[first:] + waiting[:first]:
@@ -264,8 +262,9 @@ class Scheduler:
         self.kv_cache_manager.preempt(victim)
         self.waiting.appendleft(victim)
         self.preemptions += 1
+        mode: PreemptionMode = "swap" if self.kv_cache_manager.swap else "recompute"
         swapped_blocks = len(victim.swapped_blocks)
-        self.preempted.append(Preemption(victim.request_id, cause, computed_tokens, swapped_blocks))
+        self.preempted.append(Preemption(victim.request_id, cause, mode, computed_tokens, swapped_blocks))
 
 
 def _schedule_tokens(request: Request, count: int) -> ScheduledRequest:

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from model_server.kv_events.events import (
     MEDIUM_GPU,
@@ -21,10 +21,8 @@ class KVCacheBlock:
 
     block_id: int  # row of the KV tensors
     ref_count: int = 0  # requests that use the block; 0 means free
-    content: BlockContent | None = None  # set while the block is full and in the prefix cache
-
-    def __repr__(self) -> str:
-        return f"KVCacheBlock({self.block_id}, ref_count={self.ref_count}, cached={self.content is not None})"
+    # Set while the block is full and in the prefix cache.
+    content: BlockContent | None = field(default=None, repr=False)
 
 
 @dataclass(eq=False)

@@ -86,8 +86,7 @@ class KVCacheManager:
             return get(group, index) is not None
 
         limit = (request.num_tokens - 1) // self.block_tokens
-        full = _full_attention_prefix(limit, self._windows, is_cached)
-        length = _resumable_prefix(full, self._windows, is_cached)
+        full, length = _cached_prefix(limit, self._windows, is_cached)
         entries = [
             [
                 None if window is not None and index < length - window else get(group, index)
@@ -284,21 +283,18 @@ class KVCacheManager:
         )
 
 
-def _full_attention_prefix(limit: int, windows: Sequence[int | None], is_cached: _IsCached) -> int:
-    """Return the longest gapless prefix of at most `limit` blocks cached in all full-attention groups."""
-    length = limit
+def _cached_prefix(limit: int, windows: Sequence[int | None], is_cached: _IsCached) -> tuple[int, int]:
+    """Return the longest cached prefixes of at most `limit` blocks, by vLLM's rule for hybrid models.
+
+    Returns:
+        Blocks cached without a gap in all full-attention groups, and the blocks of these at whose end every
+        sliding window is cached too.
+    """
+    full = limit
     for group, window in enumerate(windows):
         if window is None:
-            length = next((index for index in range(length) if not is_cached(group, index)), length)
-    return length
-
-
-def _resumable_prefix(limit: int, windows: Sequence[int | None], is_cached: _IsCached) -> int:
-    """Return the longest prefix of at most `limit` blocks at whose end every sliding window is cached.
-
-    Follows the rule of vLLM's hybrid KV cache coordinator.
-    """
-    length, checked = limit, -1
+            full = next((index for index in range(full) if not is_cached(group, index)), full)
+    length, checked = full, -1
     while length != checked:
         checked = length
         for group, window in enumerate(windows):
@@ -306,7 +302,7 @@ def _resumable_prefix(limit: int, windows: Sequence[int | None], is_cached: _IsC
                 # A missing block is the next end to try: every longer end that needs it fails, too.
                 while (hole := _last_hole(group, max(0, length - window), length, is_cached)) is not None:
                     length = hole
-    return length
+    return full, length
 
 
 def _last_hole(group: int, first: int, end: int, is_cached: _IsCached) -> int | None:

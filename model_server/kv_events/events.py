@@ -65,14 +65,8 @@ class KVEventBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
 PublishEvents: TypeAlias = Callable[[Sequence[KVEvent]], object]
 
 
-_ENCODER = msgspec.msgpack.Encoder()
-
-
-def encode_batch(batch: KVEventBatch) -> bytes:
-    """Encode a batch as the payload frame of an event message (msgpack)."""
-    return _ENCODER.encode(batch)
-
-
+# Encodes a `KVEventBatch` as the payload frame of an event message.
+encode_batch = msgspec.msgpack.Encoder().encode
 # Prefix cache key: (KV cache group, block hash). Groups cache KV of different layers for the same tokens.
 CacheKey: TypeAlias = tuple[int, bytes]
 

@@ -36,7 +36,7 @@ from model_server.kv_events.events import (
     encode_batch,
     runs,
 )
-from model_server.kv_events.replay import ReplayBuffer, ReplayServer, SequencedBatch
+from model_server.kv_events.replay import PublisherStats, ReplayBuffer, ReplayServer, SequencedBatch
 
 SCHEMA = 1
 SNAPSHOT_TYPE = "application/msgpack"
@@ -115,16 +115,6 @@ def _parents_first(contents: Mapping[CacheKey, BlockContent]) -> list[BlockConte
     return order
 
 
-@dataclass(frozen=True, slots=True)
-class PublisherStats:
-    """Counters of the publisher since its start."""
-
-    published: int  # batches sent on the PUB socket
-    dropped: int  # batches not sent because the queue was full; a replay can still deliver them
-    replays: int  # replay requests accepted
-    replays_rejected: int  # replay requests rejected: malformed, or too many at once
-
-
 class ZmqEventPublisher:
     """Event publisher over ZMQ that never blocks its caller.
 
@@ -135,13 +125,13 @@ class ZmqEventPublisher:
 
     def __init__(self, config: KVEventsConfig) -> None:
         self.boot_id = secrets.token_hex(8)  # unique id of this process
+        self.stats = PublisherStats()
         self._topic = config.topic.encode()
         self._buffer = ReplayBuffer(config.buffer_steps)
         self._queue: deque[SequencedBatch] = deque()
         self._queue_cap = config.max_queue_size
         self._lock = threading.Lock()
         self._woken = self._stopping = False
-        self._published = self._dropped = 0
         self._thread: threading.Thread | None = None
         self._context = zmq.Context()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -156,7 +146,7 @@ class ZmqEventPublisher:
                 router = self._context.socket(zmq.ROUTER)
                 ReplayServer.limit(router)
                 bound = _attach(router, bound, bind=True)
-                self._replay = ReplayServer(router, self._topic, self._buffer)
+                self._replay = ReplayServer(router, self._topic, self._buffer, self.stats)
         except StartError:
             self.close()
             raise
@@ -174,7 +164,7 @@ class ZmqEventPublisher:
             batch = self._buffer.append(time.time(), events)
             if len(self._queue) >= self._queue_cap:
                 self._queue.popleft()
-                self._dropped += 1
+                self.stats.dropped += 1
             self._queue.append(batch)
             must_wake, self._woken = not self._woken, True
         if must_wake:
@@ -185,10 +175,6 @@ class ZmqEventPublisher:
     ) -> Snapshot:
         """Return the caches' contents with the next sequence number. Call between two steps only."""
         return Snapshot(self.boot_id, self._buffer.next_sequence, event_builder, blocks)
-
-    def stats(self) -> PublisherStats:
-        replays, rejected = (self._replay.served, self._replay.rejected) if self._replay else (0, 0)
-        return PublisherStats(self._published, self._dropped, replays, rejected)
 
     @property
     def healthy(self) -> bool:
@@ -234,7 +220,7 @@ class ZmqEventPublisher:
         for batch in batches:
             # PUB never blocks: libzmq drops for each subscriber that is at its high-water mark.
             self._pub.send_multipart((self._topic, batch.sequence_frame, batch.payload()))
-            self._published += 1
+            self.stats.published += 1
         return more
 
 

@@ -76,6 +76,16 @@ class ReplayBuffer:
 
 
 @dataclass(slots=True)
+class PublisherStats:
+    """Counters of the publisher since its start."""
+
+    published: int = 0  # batches sent on the PUB socket
+    dropped: int = 0  # batches not sent because the queue was full; a replay can still deliver them
+    replays: int = 0  # replay requests accepted
+    replays_rejected: int = 0  # replay requests rejected: malformed, or beyond 64 clients
+
+
+@dataclass(slots=True)
 class _Replay:
     next_sequence: int
     stop_sequence: int
@@ -93,8 +103,7 @@ class ReplayServer:
     socket: "zmq.Socket[bytes]"  # a bound ROUTER socket, prepared by `limit`
     topic: bytes
     ring: ReplayBuffer
-    served: int = 0  # requests accepted
-    rejected: int = 0  # requests rejected: malformed, or beyond 64 clients
+    stats: PublisherStats
     _replays: dict[bytes, _Replay] = field(default_factory=dict)
 
     @staticmethod
@@ -142,11 +151,11 @@ class ReplayServer:
     def _accept(self, frames: list[bytes], now_s: float) -> None:
         well_formed = len(frames) == 3 and frames[1] == b"" and len(frames[2]) == _SEQUENCE.size
         if not well_formed or (len(self._replays) >= _CLIENTS_MAX and frames[0] not in self._replays):
-            self.rejected += 1
+            self.stats.replays_rejected += 1
             return
         (start,) = _SEQUENCE.unpack(frames[2])
         self._replays[frames[0]] = _Replay(start, self.ring.next_sequence, now_s)
-        self.served += 1
+        self.stats.replays += 1
 
     def _advance(self, client: bytes, now_s: float) -> bool:
         """Send one client's next batches; return whether more remain and can be sent at once."""

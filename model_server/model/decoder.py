@@ -185,10 +185,13 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
         case float(factor):
             return plain / factor
         case Llama3Scaling() as scaling:
-            return _scale_llama3(plain, scaling)
+            keep = _llama3_keep(plain, scaling)
         case YarnScaling() as scaling:
-            return _scale_yarn(plain, scaling, rope.theta)
-    return plain
+            keep = _yarn_keep(len(plain), scaling, rope.theta)
+        case None:
+            return plain
+    keep = keep.clamp(0.0, 1.0)
+    return keep * plain + (1.0 - keep) * plain / scaling.factor
 
 
 def rotation(
@@ -206,15 +209,14 @@ def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return heads * cosine + torch.cat((second, first), dim=-1) * sine
 
 
-def _scale_llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+def _llama3_keep(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Return how much of each frequency to keep: 1 keeps it, 0 divides it by the factor."""
     turns = scaling.original_context * plain / (2 * math.pi)  # full rotations within the original context
-    # 1 keeps a frequency, 0 divides it by the factor; values between are interpolated.
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    return _interpolate(plain, scaling.factor, keep)
+    return (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
 
 
-def _scale_yarn(plain: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
-    pairs = len(plain)
+def _yarn_keep(pairs: int, scaling: YarnScaling, theta: float) -> Tensor:
+    """Return how much of each frequency to keep, as `_llama3_keep`."""
 
     def pair_of(turns: float) -> float:
         """Return the (fractional) pair index with this many rotations in the original context."""
@@ -224,14 +226,7 @@ def _scale_yarn(plain: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
-    ramp = (torch.arange(pairs, dtype=torch.float32) - low) / max(high - low, 0.001)
-    return _interpolate(plain, scaling.factor, 1.0 - ramp)
-
-
-def _interpolate(plain: Tensor, factor: float, keep: Tensor) -> Tensor:
-    """Interpolate from frequencies / factor (`keep` <= 0) to unscaled frequencies (`keep` >= 1)."""
-    keep = keep.clamp(0.0, 1.0)
-    return keep * plain + (1.0 - keep) * plain / factor
+    return 1.0 - (torch.arange(pairs, dtype=torch.float32) - low) / max(high - low, 0.001)
 
 
 class Decoder:
@@ -310,7 +305,7 @@ class Decoder:
             if index == len(self._layers) - 1:  # other rows are not needed after the last attention
                 hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
                 lora = None if lora is None else lora.select(rows)
-            added = self._project_back(attended, index, "output", lora)
+            added = self._project(attended, index, "output", lora)
             if self.shape.output_norms:
                 added = self._rms_norm(added, self._layers[index].attention_norm)
             hidden = hidden + added
@@ -356,24 +351,19 @@ class Decoder:
         layer = self._layers[index]
         gate_up = self._project(self._rms_norm(hidden, layer.mlp_input_norm), index, "gate_up", lora)
         gate, up = gate_up.chunk(2, dim=-1)
-        added = self._project_back(self._activation(gate) * up, index, "down", lora)
+        added = self._project(self._activation(gate) * up, index, "down", lora)
         return self._rms_norm(added, layer.mlp_norm) if self.shape.output_norms else added
 
     def _project(self, inputs: Tensor, index: int, name: str, lora: LoraBatch | None) -> Tensor:
+        """Project inputs; the results of "output" and "down" are summed over all ranks."""
         linear, bias = self._layers[index].projections[name]
-        output = linear(inputs, bias)
+        is_summed = name in ("output", "down")
+        output = linear(inputs, None if is_summed else bias)
         if lora is not None:
             lora.add(output, inputs, index, name)
-        return output
-
-    def _project_back(self, inputs: Tensor, index: int, name: str, lora: LoraBatch | None) -> Tensor:
-        """Project this rank's inputs to the residual stream, and sum the result over all ranks."""
-        linear, bias = self._layers[index].projections[name]
-        partial = linear(inputs)
-        if lora is not None:
-            lora.add(partial, inputs, index, name)
-        output = self._ranks.sum(partial)
-        return output if bias is None else output + bias
+        if is_summed:
+            output = self._ranks.sum(output)
+        return output + bias if is_summed and bias is not None else output
 
     def _rms_norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         shape = self.shape

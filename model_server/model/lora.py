@@ -55,14 +55,7 @@ class LoraBatch:
         return LoraBatch([(adapter, own) for adapter, own in places if len(own)])
 
     def add(self, output: Tensor, inputs: Tensor, layer: int, projection: str) -> None:
-        """Add the output of the adapters to that of a projection, in place.
-
-        Args:
-            output: [tokens, outputs].
-            inputs: [tokens, inputs], inputs of the projection.
-            layer: Index of the layer.
-            projection: Name of the fused projection.
-        """
+        """Add the adapters' output for `inputs` [tokens, inputs] to `output` [tokens, outputs], in place."""
         for adapter, rows in self.parts:
             factors = adapter.factors.get((layer, projection))
             if factors is not None:

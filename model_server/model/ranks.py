@@ -26,7 +26,6 @@ class Ranks:
 
         Args:
             rendezvous: File in a private directory, created by the first rank.
-            device: Device of this rank, which selects NCCL or gloo.
         """
         on_cuda = device.type == "cuda"
         # All ranks are on this machine. Without this, gloo would listen on an address that others can reach.

@@ -155,9 +155,10 @@ class Answer:
     def usage(self) -> Json:
         """Return the token counts so far."""
         prompt_tokens = sum(map(len, self._job.prompts))  # each prompt counts once
-        completion_tokens = self._generation.completion_tokens
+        texts = self._generation.texts
+        completion_tokens = sum(text.completion_tokens for text in texts)
         # Copies of a prompt share its cached prefix, which counts once.
-        cached = sum(self._generation.cached_tokens[:: self._copies])
+        cached = sum(text.cached_tokens for text in texts[:: self._copies])
         return {
             "prompt_tokens": prompt_tokens,
             "total_tokens": prompt_tokens + completion_tokens,

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
@@ -14,11 +14,9 @@ import uvloop
 
 from model_server.config import TINY_MODEL, ServeOptions
 from model_server.engine.build import build_engine, log_pool
-from model_server.engine.core import EngineCore
 from model_server.errors import ConfigError, ModelServerError, StartError
 from model_server.kv_events.publisher import ZmqEventPublisher
-from model_server.openai.app import HttpApi
-from model_server.openai.http_server import GRACE_S, HttpServer, stop_by_signals
+from model_server.openai.app import Server
 from tokenization import TINY_DIRECTORY, PromptTokenizer, TokenizationError
 
 logger = logging.getLogger(__name__)
@@ -56,38 +54,6 @@ def run(options: ServeOptions) -> None:
         if not engine.stats().healthy:
             raise ModelServerError("the engine failed; see the log")
     logger.info("server stopped")
-
-
-@dataclass(eq=False)
-class Server:
-    """HTTP server of a started engine."""
-
-    options: ServeOptions
-    engine: EngineCore
-    publisher: ZmqEventPublisher | None
-    tokenizer: PromptTokenizer
-
-    async def serve(
-        self, listener: socket.socket, on_ready: Callable[[], None], admin: socket.socket | None = None
-    ) -> None:
-        """Serve requests, and administration if `admin` is given, until `stop` or an engine failure."""
-        api = HttpApi(self.options, self.engine, self.publisher, self.tokenizer)
-        self._abort_all = api.async_engine.abort_all
-        app = api.app(None if admin is None else admin.getsockname()[1])
-        self._http = HttpServer(app, on_ready, lambda: self.engine.stats().healthy)
-        stop_by_signals(self.stop)
-        try:
-            await self._http.serve(sockets=[listener] if admin is None else [listener, admin])
-        finally:
-            api.close()
-
-    def stop(self) -> None:
-        """Stop accepting, and abort running requests after `GRACE_S`. A second call aborts at once."""
-        if self._http.should_exit:
-            self._abort_all()
-            return
-        self._http.stop()
-        asyncio.get_running_loop().call_later(GRACE_S, self._abort_all)
 
 
 @contextmanager
@@ -133,7 +99,9 @@ def _bound(family: int, kind: int, address: tuple[object, ...]) -> socket.socket
 def _publisher(options: ServeOptions, port: int) -> ZmqEventPublisher | None:
     if options.events is None:
         return None
-    topic = options.events.topic or f"kv@{_pod_host(options.host)}:{port}@{options.served_names[0]}"
+    # Other machines reach a server on all addresses by its host name.
+    host = socket.gethostname() if options.host in ("0.0.0.0", "::", "") else options.host
+    topic = options.events.topic or f"kv@{host}:{port}@{options.served_names[0]}"
     return ZmqEventPublisher(replace(options.events, topic=topic))
 
 
@@ -145,11 +113,6 @@ def _log_admin(options: ServeOptions, address: tuple[str, int]) -> None:
             "(set --admin-token-file, or restrict access to routers)",
             address[1],
         )
-
-
-def _pod_host(host: str) -> str:
-    """Return the host name by which other machines reach the server."""
-    return socket.gethostname() if host in ("0.0.0.0", "::", "") else host
 
 
 def _url_host(host: str) -> str:

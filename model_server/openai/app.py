@@ -1,6 +1,7 @@
 """Routes and handlers of the serving port (OpenAI API, health, metrics) and of the administration port."""
 
 import asyncio
+import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,13 +29,16 @@ from model_server.model.lora import LoraRegistry
 from model_server.openai.answers import Answer
 from model_server.openai.generation import AsyncEngine, Generation, TextAssembler
 from model_server.openai.http_server import (
+    GRACE_S,
     BodyReader,
     EventStream,
+    HttpServer,
     bearer_gate,
     by_port,
     error_response,
     json_response,
     quiet_end,
+    stop_by_signals,
     unless_disconnected,
 )
 from model_server.openai.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
@@ -42,7 +46,6 @@ from model_server.openai.prompts import ServedModel, detokenize, prepare, render
 from model_server.openai.types import (
     Api,
     ApiError,
-    GenerationBody,
     LoadAdapterBody,
     UnloadAdapterBody,
     convert,
@@ -81,8 +84,8 @@ class _Limit:
 
 
 @dataclass(eq=False)
-class HttpApi:
-    """HTTP API of one model server, created on the event loop."""
+class Server:
+    """HTTP server of a started engine."""
 
     options: ServeOptions
     engine: EngineCore
@@ -91,12 +94,11 @@ class HttpApi:
 
     def __post_init__(self) -> None:
         options, engine, name = self.options, self.engine, self.options.served_names[0]
-        self._registry = registry = new_registry()
-        self.async_engine = AsyncEngine(engine, asyncio.get_running_loop(), RequestMetrics(name, registry))
+        self._registry = new_registry()
+        self._metrics = RequestMetrics(name, self._registry)
         publisher_stats = None if self.publisher is None else self.publisher.stats
-        registry.register(EngineCollector(name, engine.stats, publisher_stats, self._cache_config()))
-        in_use = self.async_engine.adapters_in_use
-        registry.register(LoraCollector(options.engine.max_loras, in_use, time.time))
+        counters = EngineCollector(name, engine.stats, publisher_stats, self._cache_config())
+        self._registry.register(counters)
         self._model = ServedModel(
             names=options.served_names,
             root=options.engine.model,
@@ -113,7 +115,30 @@ class HttpApi:
         self._threads = ThreadPoolExecutor(_PREPARE_THREADS, "prepare")
         self._started_s = int(time.time())
 
-    def app(self, admin_port: int | None) -> ASGIApp:
+    async def serve(
+        self, listener: socket.socket, on_ready: Callable[[], None], admin: socket.socket | None = None
+    ) -> None:
+        """Serve requests, and administration if `admin` is given, until `stop` or an engine failure."""
+        self._async_engine = AsyncEngine(self.engine, asyncio.get_running_loop(), self._metrics)
+        in_use = self._async_engine.adapters_in_use
+        self._registry.register(LoraCollector(self.options.engine.max_loras, in_use, time.time))
+        app = self._app(None if admin is None else admin.getsockname()[1])
+        self._http = HttpServer(app, on_ready, lambda: self.engine.stats().healthy)
+        stop_by_signals(self.stop)
+        try:
+            await self._http.serve(sockets=[listener] if admin is None else [listener, admin])
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def stop(self) -> None:
+        """Stop accepting, and abort running requests after `GRACE_S`. A second call aborts at once."""
+        if self._http.should_exit:
+            self._async_engine.abort_all()
+            return
+        self._http.stop()
+        asyncio.get_running_loop().call_later(GRACE_S, self._async_engine.abort_all)
+
+    def _app(self, admin_port: int | None) -> ASGIApp:
         """Return the ASGI application of both ports. Without `admin_port` there is no administration."""
         options, model, post = self.options, self._model, partial(Route, methods=["POST"])
         sources = {} if self.publisher is None else {"0": self.publisher.config.as_vllm()}
@@ -123,7 +148,7 @@ class HttpApi:
             Route("/ping", self._health, methods=["GET", "POST"]),
             Route("/version", _answering(lambda: {"version": version("kvroute")})),
             Route("/load", _answering(lambda: {"server_load": self._requests.now})),  # requests handled
-            Route("/metrics", self._metrics),
+            Route("/metrics", self._metrics_page),
         ]
         serving = [
             post("/v1/completions", partial(self._generate, api="completion")),
@@ -160,9 +185,6 @@ class HttpApi:
             app = by_port(admin_port, guarded(admin, options.admin_token, "the administration token"), app)
         return quiet_end(app)
 
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
     async def _generate(self, request: Request, api: Api) -> Response:
         arrived_s = time.monotonic()
         header_id = _header_id(request)
@@ -170,9 +192,9 @@ class HttpApi:
             cleanup.enter_context(self._requests.one())
             async with self._bodies.read(request) as raw:
                 job = await self._in_thread(prepare, self._model, api, raw, header_id)
-            texts = tuple(self._text(job.fields) for _ in job.requests)
-            generation = self.async_engine.generate(job.requests, texts, arrived_s)
-            observe = self.async_engine.metrics.observe
+            texts = tuple(TextAssembler(self.tokenizer, job.fields) for _ in job.requests)
+            generation = self._async_engine.generate(job.requests, texts, arrived_s)
+            observe = self._metrics.observe
             observe("request_params_n", job.fields.n or 1)
             observe("request_params_max_tokens", job.requests[0].sampling.max_tokens)
             cleanup.callback(generation.close)
@@ -217,7 +239,7 @@ class HttpApi:
         healthy = stats.healthy and not stuck and (self.publisher is None or self.publisher.healthy)
         return Response(status_code=200 if healthy else 503)
 
-    async def _metrics(self, _: Request) -> Response:
+    async def _metrics_page(self, _: Request) -> Response:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _load_lora_adapter(self, request: Request) -> Response:
@@ -274,17 +296,6 @@ class HttpApi:
         """Allocate the KV pool again, empty. Does nothing while the engine is awake."""
         await self._in_thread(self.engine.wake_up)
         return Response()
-
-    def _text(self, fields: GenerationBody) -> TextAssembler:
-        return TextAssembler(
-            self.tokenizer,
-            stop_strings=fields.stop_strings,
-            stop_token_ids=frozenset(fields.stop_token_ids or ()),
-            min_tokens=fields.min_tokens or 0,
-            show_stop=bool(fields.include_stop_str_in_output),
-            skip_special_tokens=fields.skip_special_tokens is not False,
-            returns_ids=bool(fields.return_token_ids),
-        )
 
     def _card(self, name: str, root: str, parent: str | None) -> dict[str, object]:
         return {

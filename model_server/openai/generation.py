@@ -9,7 +9,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal
 
@@ -18,7 +18,7 @@ import msgspec
 from model_server.engine.core import EngineCore
 from model_server.errors import RequestError
 from model_server.openai.metrics import ChoiceObserver, RequestMetrics
-from model_server.openai.types import ApiError, from_exception
+from model_server.openai.types import ApiError, GenerationBody, from_exception
 from model_server.requests import ChosenToken, EngineCoreOutput, EngineCoreRequest
 from tokenization import IncrementalDecoder, PromptTokenizer
 
@@ -49,20 +49,19 @@ class TextAssembler:
     """Detokenizer of one choice, which also applies stop strings."""
 
     tokenizer: PromptTokenizer
-    stop_strings: tuple[str, ...] = ()  # the text ends before the first occurrence of any
-    stop_token_ids: frozenset[int] = frozenset()  # of the request; reported as stop reason
-    min_tokens: int = 0  # stop strings are ignored before this many tokens
-    show_stop: bool = False  # whether the text includes the stop string or stop token
-    skip_special_tokens: bool = True  # whether the text excludes special tokens
-    returns_ids: bool = False  # whether deltas have token ids
+    fields: GenerationBody = field(default_factory=GenerationBody)  # of the request
     completion_tokens: int = 0  # tokens generated so far
     cached_tokens: int = 0  # prompt tokens found in the cache
     finished: bool = False  # whether the choice has ended
 
     def __post_init__(self) -> None:
-        self._decoder = IncrementalDecoder(self.tokenizer, skip_special_tokens=self.skip_special_tokens)
-        self._stops = StopStrings(self.stop_strings, show=self.show_stop)
-        self._needs_details = bool(self.stop_strings) or self.returns_ids
+        fields = self.fields
+        skips_special = fields.skip_special_tokens is not False
+        self._decoder = IncrementalDecoder(self.tokenizer, skip_special_tokens=skips_special)
+        self._shows_stop = bool(fields.include_stop_str_in_output)
+        self._stops = StopStrings(fields.stop_strings, show=self._shows_stop)
+        self._min_tokens = fields.min_tokens or 0  # stop strings are ignored before this many tokens
+        self._needs_details = bool(fields.stop_strings or fields.return_token_ids)
 
     def push(self, output: EngineCoreOutput) -> Delta:
         """Return the delta of one engine output, whose finish reason is not "abort" or "error"."""
@@ -77,12 +76,12 @@ class TextAssembler:
         self.finished = reason is not None
         counted = self.completion_tokens - counted_before
         tokens = tuple(islice(map(ChosenToken, output.token_ids, output.logprobs or ()), counted))
-        token_ids = tuple(output.token_ids[:counted]) if self.returns_ids else ()
+        token_ids = tuple(output.token_ids[:counted]) if self.fields.return_token_ids else ()
         return Delta(text, reason, stop_reason, tokens, token_ids)
 
     def _assemble(self, output: EngineCoreOutput) -> tuple[str, ChoiceEnd | None, str | int | None]:
         # The stop token counts as generated but is not shown.
-        hides_last = output.finish_reason == "stop" and not self.show_stop
+        hides_last = output.finish_reason == "stop" and not self._shows_stop
         shown = output.token_ids[:-1] if hides_last else output.token_ids
         text = ""
         for token_id in shown:
@@ -97,12 +96,12 @@ class TextAssembler:
         if self._stops.matched is not None:
             return text, "stop", self._stops.matched
         ended_by = output.token_ids[-1] if output.finish_reason == "stop" and output.token_ids else None
-        stop_reason = ended_by if ended_by in self.stop_token_ids else None
+        stop_reason = ended_by if ended_by in (self.fields.stop_token_ids or ()) else None
         assert output.finish_reason in ("stop", "length")
         return text + self._stops.release(), output.finish_reason, stop_reason
 
     def _show(self, text: str) -> str:
-        return self._stops.push(text) if self.completion_tokens > self.min_tokens else text
+        return self._stops.push(text) if self.completion_tokens > self._min_tokens else text
 
 
 @dataclass(slots=True, eq=False)
@@ -135,12 +134,9 @@ class StopStrings:
 
     def _first_open_match(self, text: str) -> int:
         """Return the start of the longest tail that may begin a stop string, else the text's length."""
-        longest = max(map(len, self.stops))
-        for at in range(max(0, len(text) - longest + 1), len(text)):
-            tail = text[at:]
-            if any(stop.startswith(tail) for stop in self.stops):
-                return at
-        return len(text)
+        first = max(0, len(text) - max(map(len, self.stops)) + 1)
+        may_begin = (any(stop.startswith(text[at:]) for stop in self.stops) for at in range(first, len(text)))
+        return next((at for at, may in enumerate(may_begin, first) if may), len(text))
 
 
 @dataclass(eq=False, repr=False)
@@ -162,10 +158,9 @@ class AsyncEngine:
     def generate(
         self, requests: tuple[EngineCoreRequest, ...], texts: tuple[TextAssembler, ...], arrived_s: float
     ) -> "Generation":
-        """Submit the engine requests of one HTTP request, one per choice. The caller closes the result.
+        """Submit one engine request per choice; raises an ApiError, and runs none, if the engine rejects one.
 
-        Raises:
-            ApiError: The engine rejected a request; then none of them runs.
+        The caller closes the result.
         """
         generation = Generation(self, requests, texts, arrived_s)
         try:
@@ -246,16 +241,6 @@ class Generation:
         self.arrived: list[tuple[int, EngineCoreOutput]] = []  # (choice index, output)
         self._unfinished = len(self.texts)
 
-    @property
-    def completion_tokens(self) -> int:
-        """Generated tokens of all choices so far."""
-        return sum(text.completion_tokens for text in self.texts)
-
-    @property
-    def cached_tokens(self) -> tuple[int, ...]:
-        """Prompt tokens found in the cache, per choice."""
-        return tuple(text.cached_tokens for text in self.texts)
-
     def wake(self) -> None:
         """Pass arrived outputs to `pass_on`, or wake the iteration; at the end, always wake it."""
         if self._woken is None or self._woken.done():
@@ -294,16 +279,15 @@ class Generation:
 
     async def __anext__(self) -> list[tuple[int, Delta]]:
         """Return all arrived deltas; raises the ApiError of a failed generation."""
-        while self._unfinished:
-            if deltas := self.take():
+        while True:
+            if self._unfinished and (deltas := self.take()):
                 return deltas
             if self._error is not None:
                 raise self._error
+            if not self._unfinished:
+                raise StopAsyncIteration
             self._woken = self.engine.loop.create_future()
             await self._woken
-        if self._error is not None:
-            raise self._error
-        raise StopAsyncIteration
 
     def _push(self, index: int, output: EngineCoreOutput) -> Delta | None:
         text, observer = self.texts[index], self.observers[index]

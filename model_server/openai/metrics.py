@@ -9,7 +9,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from common.counters import BatchedMetrics
-from model_server.kv_events.publisher import PublisherStats
+from model_server.kv_events.replay import PublisherStats
 from model_server.requests import EngineStats
 
 _ENGINE_INDEX = "0"
@@ -171,7 +171,7 @@ class EngineCollector(Collector):
 
     model_name: str
     engine_stats: Callable[[], EngineStats]
-    publisher_stats: Callable[[], PublisherStats] | None
+    publisher_stats: PublisherStats | None
     cache_config: Mapping[str, str]
 
     def collect(self) -> Iterator[Metric]:
@@ -179,7 +179,7 @@ class EngineCollector(Collector):
         sources: list[tuple[Sequence[Sequence[str]], type[GaugeMetricFamily | CounterMetricFamily], object]]
         sources = [(_ENGINE_GAUGES, GaugeMetricFamily, stats), (_ENGINE_COUNTERS, CounterMetricFamily, stats)]
         if self.publisher_stats is not None:
-            sources.append((_PUBLISHER_COUNTERS, CounterMetricFamily, self.publisher_stats()))
+            sources.append((_PUBLISHER_COUNTERS, CounterMetricFamily, self.publisher_stats))
         for metrics, kind, source in sources:
             for name, text, field in metrics:
                 family = kind(name, text, labels=_LABELS)

@@ -111,6 +111,9 @@ def _base(
     layers = config.integer("num_hidden_layers")
     if layers > _LAYERS_MAX:
         raise config.error("num_hidden_layers", layers, f"at most {_LAYERS_MAX}")
+    max_positions = config.integer("max_position_embeddings", 2048)
+    if isinstance(rope.scaling, YarnScaling):  # config.json may state the length before scaling
+        max_positions = max(max_positions, int(rope.scaling.factor * rope.scaling.original_context))
     return DecoderShape(
         vocab_size=config.integer("vocab_size"),
         hidden=hidden,
@@ -118,7 +121,7 @@ def _base(
         kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate=config.integer("intermediate_size"),
-        max_positions=_context_length(rope, config.integer("max_position_embeddings", 2048)),
+        max_positions=max_positions,
         norm_epsilon=config.number("rms_norm_eps", 1e-6),
         tied_embeddings=config.boolean("tie_word_embeddings", default_tied),
         windows=(None,) * layers,
@@ -197,13 +200,6 @@ def _rope_of(rope: HfConfig, config: HfConfig, theta: float) -> Rope:
     if high <= low:
         raise rope.error("high_freq_factor", high, f"above low_freq_factor, {low}")
     return Rope(theta, Llama3Scaling(factor, low, high, original_context))
-
-
-def _context_length(rope: Rope, max_positions: int) -> int:
-    """Return the context length; config.json may state the length before YaRN scaling."""
-    if isinstance(rope.scaling, YarnScaling):
-        return max(max_positions, int(rope.scaling.factor * rope.scaling.original_context))
-    return max_positions
 
 
 def _yarn(rope: HfConfig, theta: float, factor: float, original_context: int) -> Rope:

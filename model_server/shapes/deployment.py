@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from model_server.config import DType, KvCacheDType
 from model_server.errors import ConfigError
+from model_server.shapes.architectures import decoder_shape
+from model_server.shapes.hf_config import DTYPE_BYTES, HfConfig, computed_dtype
 from model_server.shapes.shape import (
     DecoderShape,
     KvGroupSpec,
@@ -38,6 +41,12 @@ class Deployment:
 
     def __post_init__(self) -> None:
         check_divisible(self.shape, self.tensor_parallel)
+
+    @classmethod
+    def of(cls, model: HfConfig, dtype: DType, kv_cache_dtype: KvCacheDType, **settings: int) -> "Deployment":
+        """Return the deployment of a config.json with the types of flags, or raise a ModelError."""
+        weight_bytes = DTYPE_BYTES[computed_dtype(model, dtype)]
+        return cls(decoder_shape(model), weight_bytes, kv_cache_dtype == "fp8", **settings)
 
     @cached_property
     def parameters(self) -> int:
@@ -93,18 +102,21 @@ class Deployment:
 
     def gpu_kv_read_bytes(self, context_tokens: int) -> float:
         """Return the bytes of KV that each GPU reads to decode one token of a sequence."""
-        per_token = self._gpu_layer_block_bytes / self.block_tokens
-        return per_token * sum(_attended(context_tokens, window) for window in self.shape.windows)
+        return self._gpu_layer_block_bytes / self.block_tokens * sum(self._attended(context_tokens))
 
     def decode_flops(self, context_tokens: int) -> float:
         """Return the operations to decode one token of a sequence, on all GPUs together."""
-        attended = sum(_attended(context_tokens, window) for window in self.shape.windows)
-        return 2.0 * self.parameters + self._flops_per_pair * attended
+        return 2.0 * self.parameters + self._flops_per_pair * sum(self._attended(context_tokens))
 
     def prefill_flops(self, tokens: int) -> float:
         """Return the operations to prefill an uncached prompt, on all GPUs together."""
-        pairs = sum(_pairs(tokens, window) for window in self.shape.windows)
+        # The first tokens attend to all before them, the others to a whole window.
+        pairs = sum(many * (many + 1) / 2 + (tokens - many) * many for many in self._attended(tokens))
         return 2.0 * self.parameters * tokens + self._flops_per_pair * pairs
+
+    def _attended(self, tokens: int) -> list[int]:
+        """Return, per layer, the number of tokens that the last of `tokens` tokens attends to."""
+        return [tokens if window is None else min(tokens, window) for window in self.shape.windows]
 
     @property
     def _flops_per_pair(self) -> float:
@@ -183,13 +195,3 @@ def _parameters(shape: DecoderShape) -> int:
     norms = (4 if shape.output_norms else 2) * shape.hidden + shape.head_norms * 2 * shape.head_dim
     embeddings = (1 if shape.tied_embeddings else 2) * shape.vocab_size * shape.hidden
     return shape.layers * (projections + biases + norms) + embeddings + shape.hidden
-
-
-def _attended(tokens: int, window: int | None) -> int:
-    return tokens if window is None else min(tokens, window)
-
-
-def _pairs(tokens: int, window: int | None) -> float:
-    """Return the number of (query token, attended token) pairs of a prompt."""
-    attended = _attended(tokens, window)
-    return attended * (attended + 1) / 2 + (tokens - attended) * attended

@@ -56,10 +56,6 @@ class HfConfig:
         value = self._read(field, [], is_valid, "a token id or a list of them")
         return frozenset(value if isinstance(value, list) else [value])
 
-    def texts(self) -> list[str]:
-        """Return the values of the object, which must be strings."""
-        return [self.text(field, "") for field in self.values]
-
     def error(self, field: str, value: object, wanted: str) -> ModelError:
         """Return an error for a field with an unsupported value."""
         return ModelError(f"{self.source}: field {field!r} is {value!r}; it must be {wanted}")

@@ -216,22 +216,13 @@ def divides(shape: DecoderShape, size: int) -> bool:
 
 
 def blocks_behind(window_tokens: int | None, block_tokens: int) -> int | None:
-    """Return how many blocks before the end of a cached prefix a group needs to resume there; None: all.
-
-    The next token attends to the `window_tokens - 1` tokens before it.
-    """
+    """Return how many blocks before the end of a cached prefix a group needs to resume there; None: all."""
+    # The next token attends to the `window_tokens - 1` tokens before it.
     return None if window_tokens is None else -(-(window_tokens - 1) // block_tokens)
 
 
 def blocks_bound(groups: Sequence[KvGroupSpec], num_tokens: int, chunk_tokens: int, block_tokens: int) -> int:
-    """Return the peak number of blocks of a request in all groups, with chunked prefill.
-
-    Args:
-        groups: KV cache groups.
-        num_tokens: Tokens of the request.
-        chunk_tokens: Maximum of tokens per step.
-        block_tokens: Tokens per block.
-    """
+    """Return the peak number of blocks of a request in all groups, with chunks of `chunk_tokens` per step."""
     blocks = -(-num_tokens // block_tokens)
     # Beyond the window: one block for its alignment, and a chunk that may start and end inside a block.
     rolling = 2 + -(-chunk_tokens // block_tokens)

@@ -31,14 +31,10 @@ class CpuCopies:
         self.block_bytes = bytes_of_block(tensors)
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
-        for device, host in zip(self._device, self._host, strict=True):
-            _copy_runs(device, blocks, host, slots)
-        return CompletedTransfer()
+        return _copy(self._device, self._host, list(_runs(blocks, slots)))
 
     def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> Transfer:
-        for device, host in zip(self._device, self._host, strict=True):
-            _copy_runs(host, slots, device, blocks)
-        return CompletedTransfer()
+        return _copy(self._host, self._device, list(_runs(slots, blocks)))
 
     def fence(self) -> None:
         """Do nothing: copies are synchronous."""
@@ -123,11 +119,13 @@ def _bytes_by_block(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8).flatten(2).transpose(0, 1)
 
 
-def _copy_runs(
-    source: np.ndarray, sources: Sequence[int], target: np.ndarray, targets: Sequence[int]
-) -> None:
-    for from_row, to_row, length in _runs(sources, targets):
-        target[to_row : to_row + length] = source[from_row : from_row + length]
+def _copy(
+    sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], runs: Sequence[tuple[int, int, int]]
+) -> Transfer:
+    for source, target in zip(sources, targets, strict=True):
+        for from_row, to_row, length in runs:
+            target[to_row : to_row + length] = source[from_row : from_row + length]
+    return CompletedTransfer()
 
 
 def _runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -47,10 +47,10 @@ class Executor:
             if size > 1:
                 directory = undo.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-ranks-"))
             undo.callback(ranks.leave)
-            self._workers = WorkerProcesses(size - 1, on_loss=ranks.abort)
-            undo.callback(self._workers.close)
             level = logging.getLogger().getEffectiveLevel()
-            self._workers.start([Start(config, ModelRank(rank, size), level) for rank in range(1, size)])
+            starts = [Start(config, ModelRank(rank, size), level) for rank in range(1, size)]
+            self._workers = WorkerProcesses(starts, on_loss=ranks.abort)
+            undo.callback(self._workers.close)
             self.runner = load_runner(config, ranks)  # rank 0's share of the model
             self._workers.read_results()
             if size > 1:
@@ -173,13 +173,7 @@ def flatten_step(
 def sample_tokens(
     logits: Tensor, requests: Sequence[Request], eos_token_ids: frozenset[int]
 ) -> list[ChosenToken]:
-    """Sample each request's next token.
-
-    Args:
-        logits: float32 [requests, vocab_size]; modified in place.
-        requests: One per row of logits.
-        eos_token_ids: End-of-sequence tokens, banned before `min_tokens`.
-    """
+    """Sample each request's next token from logits, float32 [requests, vocab_size], modified in place."""
     if all(request.is_greedy for request in requests):
         return list(map(ChosenToken, argmax_tokens(logits)))
     counts = [request.core_request.sampling.logprobs for request in requests]

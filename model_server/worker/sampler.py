@@ -212,9 +212,7 @@ def _set_bits(bits: bytes, vocab_size: int) -> Tensor:
 def compute_logprobs(logits: Tensor, counts: Sequence[int | None]) -> Tensor:
     """Return log probabilities of the rows whose count is not None: float32 [those rows, vocab_size].
 
-    Args:
-        logits: float32 [rows, vocab_size], before `sample` modifies them.
-        counts: Per row, the number of top tokens requested; None if no log probabilities are.
+    `counts` has the number of top tokens requested per row. Call it before `sample`, which modifies logits.
     """
     return logits[[count is not None for count in counts]].log_softmax(dim=-1)
 

@@ -90,9 +90,12 @@ decode_result = msgspec.msgpack.Decoder(MethodResult).decode
 
 
 class WorkerProcesses:
-    """Worker processes of ranks 1 to `count`; a thread calls `on_loss` once if one ends unexpectedly."""
+    """Worker processes of ranks 1 and up, which load their models; see `read_results`.
 
-    def __init__(self, count: int, on_loss: Callable[[], None]) -> None:
+    A thread calls `on_loss` once if one ends unexpectedly.
+    """
+
+    def __init__(self, starts: Sequence[Start], on_loss: Callable[[], None]) -> None:
         self._on_loss = on_loss
         self._send_lock = threading.Lock()
         self._rpc_lock = threading.Lock()
@@ -103,17 +106,14 @@ class WorkerProcesses:
         self._connections: list[Connection] = []
         with ExitStack() as undo:
             undo.callback(self.close)
-            for _ in range(count):
+            for _ in starts:
                 self._spawn()
+            for rank, process in enumerate(self._processes, 1):
+                watch, name = (rank, process), f"rank {rank}"
+                threading.Thread(target=self._watch, args=watch, name=name, daemon=True).start()
+            for connection, start in zip(self._connections, starts, strict=True):
+                self._send(connection, encode(start))
             undo.pop_all()
-        for rank, process in enumerate(self._processes, 1):
-            watch, name = (rank, process), f"rank {rank}"
-            threading.Thread(target=self._watch, args=watch, name=name, daemon=True).start()
-
-    def start(self, starts: Sequence[Start]) -> None:
-        """Send each worker its first message."""
-        for connection, start in zip(self._connections, starts, strict=True):
-            self._send(connection, encode(start))
 
     def send_call(self, method: str, args: Sequence[Any], *, wants_result: bool = False) -> None:
         """Send all workers a call; each worker runs calls in the order sent."""
@@ -125,7 +125,7 @@ class WorkerProcesses:
                 self._send(connection, data)
 
     def read_results(self) -> list[Any]:
-        """Wait for the results of the last call, by rank; raise the first failure."""
+        """Wait for the results of the start or of the last call, by rank; raise the first failure."""
         return [result.unwrap(rank) for rank, result in enumerate(self._results(), 1)]
 
     def collective_rpc(self, method: str, args: Sequence[Any], own: Callable[[], Any]) -> list[Any]:

@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
 from kvroute.cli import main as kvroute
-from model_server.kv_events.publisher import PublisherStats
+from model_server.kv_events.replay import PublisherStats
 from model_server.openai.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
 from model_server.requests import EngineStats
 from router.app.config import parse_flags
@@ -264,8 +264,7 @@ def _model_server_registry() -> CollectorRegistry:
     registry = new_registry()
     RequestMetrics("m", registry)
     stats = EngineStats(*(0,) * len(EngineStats.__dataclass_fields__))
-    published = PublisherStats(*(0,) * len(PublisherStats.__dataclass_fields__))
-    registry.register(EngineCollector("m", lambda: stats, lambda: published, {"block_size": "16"}))
+    registry.register(EngineCollector("m", lambda: stats, PublisherStats(), {"block_size": "16"}))
     registry.register(LoraCollector(1, lambda: ([], []), lambda: 0.0))
     return registry
 

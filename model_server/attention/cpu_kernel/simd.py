@@ -59,11 +59,7 @@ class _Site(NamedTuple):
 
 
 def _operation(result: Any) -> Callable[[Any], Any]:
-    """Return a decorator that makes a numba intrinsic of a function that generates LLVM IR.
-
-    Args:
-        result: numba type of the result.
-    """
+    """Return a decorator that makes a numba intrinsic, of this result type, of a generator of LLVM IR."""
 
     def made(generate: Any) -> Any:
         @wraps(generate)  # numba reads the names of the operands from the signature

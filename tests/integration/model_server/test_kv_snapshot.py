@@ -82,8 +82,8 @@ def test_snapshot_equals_all_events_before_it(server: RunningServer) -> None:
     taken: list[Snapshot] = []
     with load(server):
         for _ in range(12):
-            published = server.publisher.stats().published
-            wait_until(lambda seen=published: server.publisher.stats().published > seen + 3)  # type: ignore[misc]
+            published = server.publisher.stats.published
+            wait_until(lambda seen=published: server.publisher.stats.published > seen + 3)  # type: ignore[misc]
             taken.append(snapshot(server))
     with subscription(server) as client:
         history = replayed(client)

@@ -202,9 +202,9 @@ def test_a_lost_rank_is_noticed_without_requests() -> None:
 
 def test_rank_0_reports_load_errors_of_other_ranks(tmp_path: Path) -> None:
     """Rank 0 reports another rank's load error, or its early exit."""
-    workers = WorkerProcesses(1, on_loss=lambda: None)
+    start = Start(EngineConfig(model=str(tmp_path / "nowhere")), ModelRank(1, 2), 30)
+    workers = WorkerProcesses([start], on_loss=lambda: None)
     try:
-        workers.start([Start(EngineConfig(model=str(tmp_path / "nowhere")), ModelRank(1, 2), 30)])
         with pytest.raises(ModelError, match="nowhere: no such model directory"):
             workers.read_results()
         with pytest.raises(WorkerError, match=r"rank 1 of the model \(process \d+\) ended with exit code 1"):

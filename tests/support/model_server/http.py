@@ -21,7 +21,8 @@ from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
 from model_server.engine.core import EngineCore
 from model_server.kv_events.publisher import KVEventsConfig, ZmqEventPublisher
-from model_server.openai.api_server import ServeOptions, Server, load_tokenizer, reserve
+from model_server.openai.api_server import ServeOptions, load_tokenizer, reserve
+from model_server.openai.app import Server
 from tokenization import PromptTokenizer
 from tokenization.prompts import chat_prompt
 

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from model_server.kv_events.publisher import PublisherStats
+from model_server.kv_events.replay import PublisherStats
 from model_server.openai.metrics import (
     ChoiceObserver,
     EngineCollector,
@@ -38,9 +38,7 @@ LABELS = {"model_name": "m", "engine": "0"}
 def test_engine_counters_have_vllms_names() -> None:
     """Every engine statistic is on the page under vLLM's name, with both labels."""
     registry = CollectorRegistry()
-    registry.register(
-        EngineCollector("m", lambda: STATS, lambda: PublisherStats(9, 8, 7, 6), {"block_size": "16"})
-    )
+    registry.register(EngineCollector("m", lambda: STATS, PublisherStats(9, 8, 7, 6), {"block_size": "16"}))
     expected = {
         "vllm:num_requests_running": 2,
         "vllm:num_requests_waiting": 3,

@@ -67,7 +67,7 @@ def test_a_70_billion_model_needs_four_gpus() -> None:
     plan = planned(LLAMA_70B, tensor_parallel=4)
     assert plan.sequences == 51
     assert plan.advised is not None
-    assert plan.advised.tensor_parallel == 4
+    assert plan.advised.deployment.tensor_parallel == 4
 
 
 def test_tight_headroom_is_advised_against() -> None:
@@ -75,7 +75,7 @@ def test_tight_headroom_is_advised_against() -> None:
     plan = planned(LLAMA_70B, tensor_parallel=2, budget=Budget(H100.memory_bytes, **GENEROUS))  # type: ignore[arg-type]
     assert plan.pool.headroom < 0.1
     assert plan.advised is not None
-    assert plan.advised.tensor_parallel == 4
+    assert plan.advised.deployment.tensor_parallel == 4
 
 
 def test_the_roof_of_a_larger_gpu() -> None:

@@ -87,13 +87,13 @@ def test_overflow_drops_the_oldest_and_replay_delivers_it() -> None:
     ):
         for number in range(10):
             publisher.publish([removed(number)])
-        assert publisher.stats().dropped == 7
+        assert publisher.stats.dropped == 7
         publisher.start()
-        wait_for(lambda: publisher.stats().published == 3)
+        wait_for(lambda: publisher.stats.published == 3)
         _, sequence, _ = receive_until(subscriber, lambda: publisher.publish([removed(10)]))
         assert struct.unpack(">Q", sequence)[0] >= 7
         assert replay(client, 0)[:10] == [(number, number) for number in range(10)]
-        assert publisher.stats().dropped == 7
+        assert publisher.stats.dropped == 7
 
 
 def test_publish_returns_without_any_subscriber_or_thread() -> None:
@@ -101,7 +101,7 @@ def test_publish_returns_without_any_subscriber_or_thread() -> None:
     with open_publisher(start=False, max_queue_size=10, buffer_steps=10) as publisher:
         for number in range(10_000):
             publisher.publish([removed(number)])
-        assert publisher.stats().dropped == 9_990
+        assert publisher.stats.dropped == 9_990
 
 
 def test_many_threads_get_distinct_numbers() -> None:
@@ -136,4 +136,4 @@ def test_an_endpoint_in_use_is_named() -> None:
         with pytest.raises(StartError, match=f"cannot bind {taken}: Address already in use"):
             ZmqEventPublisher(KVEventsConfig(endpoint="tcp://*:0", replay_endpoint=taken))
         publisher.publish([removed(1)])
-        wait_for(lambda: publisher.stats().published == 1)
+        wait_for(lambda: publisher.stats.published == 1)

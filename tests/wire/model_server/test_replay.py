@@ -16,7 +16,7 @@ def filled(publisher: ZmqEventPublisher, batches: int, hashes: int = 1) -> ZmqEv
     """Publish this many batches and wait until they are sent."""
     for number in range(batches):
         publisher.publish([removed(number, hashes)])
-    wait_for(lambda: publisher.stats().published == batches)
+    wait_for(lambda: publisher.stats.published == batches)
     return publisher
 
 
@@ -52,7 +52,7 @@ def test_an_idle_publisher_answers() -> None:
     ):
         for _ in range(3):
             assert replay(client, 0) == []
-        assert publisher.stats().replays == 3
+        assert publisher.stats.replays == 3
 
 
 def test_a_req_client_gets_the_first_reply() -> None:
@@ -89,7 +89,7 @@ def test_malformed_requests_are_counted_and_ignored(frames: list[bytes]) -> None
     ):
         filled(publisher, 1)
         client.send_multipart(frames)
-        wait_for(lambda: publisher.stats().replays_rejected == 1)
+        wait_for(lambda: publisher.stats.replays_rejected == 1)
         assert replay(client, 0) == [(0, 0)]
 
 
@@ -103,7 +103,7 @@ def test_giant_request_affects_no_other_client() -> None:
         filled(publisher, 1)
         hostile.send_multipart([b"", b"x" * 10_000_000])
         assert replay(client, 0) == [(0, 0)]
-        assert publisher.stats().replays == 1
+        assert publisher.stats.replays == 1
 
 
 def test_clients_that_never_read_delay_nobody() -> None:
@@ -122,9 +122,9 @@ def test_clients_that_never_read_delay_nobody() -> None:
             dealer.connect(publisher.config.replay_endpoint or "")
             dealer.send_multipart([b"", struct.pack(">Q", 0)])
             hostile.append(dealer)
-        wait_for(lambda: publisher.stats().replays == 20)
+        wait_for(lambda: publisher.stats.replays == 20)
         publisher.publish([removed(5_000)])
-        wait_for(lambda: publisher.stats().published == 5_001)
+        wait_for(lambda: publisher.stats.published == 5_001)
         assert replay(client, 4_000) == [(number, number) for number in range(4_000, 5_001)]
         for dealer in hostile:
             dealer.close()

@@ -147,7 +147,7 @@ def test_the_last_request_is_preempted_and_runs_first_again() -> None:
     scheduler.add_request(live_request("c", [9]))
     assert step(scheduler) == [("a", 8, 1)]
     assert scheduler.preemptions == 1
-    assert scheduler.preempted == [("b", "decode", 8, 0)]
+    assert scheduler.preempted == [("b", "decode", "recompute", 8, 0)]
     assert [request.request_id for request in scheduler.waiting] == ["b", "c"]
     scheduler.remove_request(scheduler.running[0])
     assert step(scheduler) == [("b", 0, 9), ("c", 0, 1)]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_server.openai.answers import Answer
-from model_server.openai.generation import Delta
+from model_server.openai.generation import Delta, TextAssembler
 from model_server.openai.prompts import Job
 from model_server.openai.types import Api, generation_body
 from tokenization import TINY_DIRECTORY, PromptTokenizer
@@ -25,9 +25,9 @@ def job(api: Api, **fields: object) -> Job:
 
 
 class Counted:
-    """Generation with given token counts."""
+    """Generation with the texts of two choices."""
 
-    completion_tokens, cached_tokens = 3, (0, 0)
+    texts = (TextAssembler(TOKENIZER), TextAssembler(TOKENIZER))
 
 
 def answer(asked: Job) -> Answer:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model_server.openai.generation import StopStrings, TextAssembler
+from model_server.openai.types import GenerationBody
 from model_server.requests import EngineCoreOutput, FinishReason
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
@@ -79,7 +80,7 @@ def test_any_text_is_decoded_unchanged(text: str) -> None:
 def test_a_stop_token_is_counted_but_not_part_of_the_text() -> None:
     """The stop token counts as a completion token, but its text is not part of the answer."""
     ids = tokenizer().encode("some words")
-    assembler = TextAssembler(tokenizer(), stop_token_ids=frozenset({ids[-1]}))
+    assembler = TextAssembler(tokenizer(), GenerationBody(stop_token_ids=[ids[-1]]))
     delta = assembler.push(output(ids, "stop", cached_tokens=16))
     assert delta.text == tokenizer().decode(ids[:-1])
     assert (delta.finish_reason, delta.stop_reason) == ("stop", ids[-1])
@@ -96,7 +97,7 @@ def test_end_of_sequence_has_no_stop_reason() -> None:
 def test_a_stop_string_ends_before_the_rest_of_its_step() -> None:
     """Tokens after the match, in the same output or later, are neither part of the answer nor counted."""
     ids = tokenizer().encode("one two three four five")
-    assembler = TextAssembler(tokenizer(), stop_strings=(" three",))
+    assembler = TextAssembler(tokenizer(), GenerationBody(stop=" three"))
     delta = assembler.push(output(ids))
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("one two", "stop", " three")
     assert assembler.finished
@@ -108,12 +109,13 @@ def test_withheld_text_is_returned_at_the_end(reason: FinishReason) -> None:
     """A prefix of a stop string that never completes is part of the answer."""
     ids = tokenizer().encode("one two thr")
     ends = [*ids, min(tokenizer().eos_token_ids)] if reason == "stop" else ids
-    assert shown(TextAssembler(tokenizer(), stop_strings=("three",)), ends, reason) == "one two thr"
+    assert shown(TextAssembler(tokenizer(), GenerationBody(stop="three")), ends, reason) == "one two thr"
 
 
 def test_min_tokens_hides_early_stop_strings() -> None:
     """A stop string within the first `min_tokens` tokens is ignored."""
     ids = tokenizer().encode("stop and stop again")
     first = len(tokenizer().encode("stop"))
-    assert shown(TextAssembler(tokenizer(), stop_strings=("stop",)), ids) == ""
-    assert shown(TextAssembler(tokenizer(), stop_strings=("stop",), min_tokens=first), ids) == "stop and "
+    assert shown(TextAssembler(tokenizer(), GenerationBody(stop="stop")), ids) == ""
+    later = TextAssembler(tokenizer(), GenerationBody(stop="stop", min_tokens=first))
+    assert shown(later, ids) == "stop and "

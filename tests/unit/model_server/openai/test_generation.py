@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from model_server.errors import EngineClosedError, QueueFullError, RequestError
 from model_server.openai.generation import AsyncEngine, Generation, TextAssembler
 from model_server.openai.metrics import RequestMetrics
-from model_server.openai.types import ApiError
+from model_server.openai.types import ApiError, GenerationBody
 from model_server.requests import EngineCoreOutput, EngineCoreRequest, FinishReason, SamplingParams
 from tokenization import TINY_DIRECTORY, PromptTokenizer
 
@@ -56,7 +56,7 @@ def generation(engine: ScriptedEngine, choices: int = 1, stop: tuple[str, ...] =
     metrics = RequestMetrics("m", CollectorRegistry())
     bridge = AsyncEngine(engine, asyncio.get_running_loop(), metrics)
     requests = tuple(EngineCoreRequest(str(at), (1,), SamplingParams(9)) for at in range(choices))
-    texts = tuple(TextAssembler(TOKENIZER, stop_strings=stop) for _ in requests)
+    texts = tuple(TextAssembler(TOKENIZER, GenerationBody(stop=list(stop))) for _ in requests)
     return bridge.generate(requests, texts, time.monotonic())
 
 
@@ -82,7 +82,7 @@ def test_choices_keep_their_texts_apart() -> None:
         texts = await collect(running)
         running.close()
         assert engine.aborted == []
-        assert running.cached_tokens == (16, 16)
+        assert [text.cached_tokens for text in running.texts] == [16, 16]
         return texts
 
     assert asyncio.run(scenario()) == {0: "zero", 1: "one more"}
@@ -176,7 +176,7 @@ def test_diverted_tokens_do_not_wake_the_iteration() -> None:
         running.pass_on = pass_on
         engine.tell("0", "one")
         iterated = asyncio.create_task(collect(running))
-        while not running.completion_tokens:
+        while not running.texts[0].completion_tokens:
             await asyncio.sleep(0)
         for word in (" two", " three", " four five six"):
             engine.tell("0", word)
