@@ -26,7 +26,7 @@ from indexer._pb import indexer_pb2_grpc as pb_grpc
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError, PeerError
 from indexer.metrics import IndexerMetrics
-from indexer.peers.messages import FORM, MESSAGE_BYTES_MAX, SCHEMA, SnapshotReader, snapshot_messages
+from indexer.peers.messages import FORM, MESSAGE_BYTES_MAX, SCHEMA, read_messages, snapshot_messages
 from indexer.views.view_parts import ViewSnapshot
 
 _log = logging.getLogger(__name__)
@@ -221,14 +221,14 @@ class PeerClient:
     def _snapshot(
         self, host: str, address: str, stream: PodStream, ends_s: float
     ) -> tuple[ViewSnapshot, int]:
-        reader = SnapshotReader(self._config, len(self._identity.tiers))
         request = self._identity.request(stream.holder, stream.model)
         # The generated class has no types.
         stub: Any = pb_grpc.IndexPeerStub
         channel = self._channel(host, address)
         try:
             call = stub(channel).Snapshot(request, timeout=max(0.0, ends_s - time.monotonic()))
-            return reader.read(chunk.message for chunk in call), reader.size_bytes
+            messages = (chunk.message for chunk in call)
+            return read_messages(messages, self._config, len(self._identity.tiers))
         except grpc.RpcError as error:
             raise self._refusal(address, error) from None
         except ValueError as error:

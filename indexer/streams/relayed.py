@@ -8,6 +8,7 @@ A gap is not replayed: the stream restarts from the snapshot on the server.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from xxhash import xxh3_128_digest
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError, PeerError, UnavailableError
-from indexer.peers.messages import SnapshotReader
+from indexer.peers.messages import read_messages
 from indexer.streams.actions import Batch
 from indexer.streams.recovery import EngineStream, StreamThread
 from indexer.streams.redis_link import RedisLink
@@ -36,6 +37,7 @@ _LOOK_S = 0.5
 UNLINKED_S = 2.0
 _ENTRIES_AT_ONCE = 64
 
+_PLACE = re.compile(rb"(\d+)-(\d{1,18})")
 _MESSAGES = msgspec.msgpack.Decoder(list[bytes])
 
 
@@ -227,10 +229,9 @@ class RelayReader:
         place, data = self.link.call(self.link.client.hmget, name, ["id", "view"])
         if place is None or data is None or (at := _place(place)) is None:
             return None
-        reader = SnapshotReader(self._config, self._tiers)
         snapshot = None
         try:
-            snapshot = reader.read(_MESSAGES.decode(data))
+            snapshot, _ = read_messages(_MESSAGES.decode(data), self._config, self._tiers)
         except (msgspec.MsgspecError, PeerError) as error:
             _log.info("redis view unreadable: engine=%s error=%s", holder, error)
         return _Stored(*at, snapshot, len(data))
@@ -271,7 +272,5 @@ def _batches(page: Sequence[tuple[bytes, dict[bytes, bytes]]], epoch: str) -> It
 
 def _place(place: bytes) -> tuple[str, int] | None:
     """Return epoch and number of an entry's id; None if the id is malformed."""
-    epoch, dash, number = place.partition(b"-")
-    if not dash or not epoch.isdigit() or not number.isdigit() or len(number) > 18:
-        return None
-    return epoch.decode(), int(number)
+    found = _PLACE.fullmatch(place)
+    return None if found is None else (found[1].decode(), int(found[2]))
