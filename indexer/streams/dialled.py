@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -111,6 +112,18 @@ def _batch(sequence: bytes, payload: bytes) -> Batch:
     if len(sequence) != _SEQUENCE_BYTES or sequence == _END_SEQUENCE:
         raise PayloadError("sequence", f"a sequence number of {len(sequence)} bytes, or none")
     return Batch(int.from_bytes(sequence, "big"), payload)
+
+
+def received(socket: zmq.Socket[bytes], *, copy: bool = True) -> Iterator[list[Any]]:
+    """Yield the messages that wait at a socket, at most those of one turn."""
+    taken_bytes = 0
+    for _ in range(TURN_MESSAGES):
+        # Polling ZMQ_EVENTS costs a tenth of a receive that finds no message.
+        if taken_bytes >= TURN_BYTES or not int(socket.getsockopt(zmq.EVENTS)) & _READABLE:
+            return
+        frames = socket.recv_multipart(zmq.NOBLOCK, copy=copy)
+        taken_bytes += sum(map(len, frames))
+        yield frames
 
 
 class ReplayingStream(EngineStream):
@@ -218,18 +231,13 @@ class ReplayingStream(EngineStream):
             self._await_answer(now_s)
 
     def _answers(self, replay: zmq.Socket[bytes]) -> Iterator[Batch | None]:
-        taken_bytes = 0
-        for _ in range(TURN_MESSAGES):
+        for frames in received(replay):
             try:
-                answer = _parse_answer(replay.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                return
+                answer = _parse_answer(frames)
             except PayloadError as error:
                 self._ingest.records.rejected(self.name, error.reason)
-                continue
-            yield answer
-            if answer is not None and (taken_bytes := taken_bytes + len(answer.payload)) >= TURN_BYTES:
-                return
+            else:
+                yield answer
 
 
 class DialledStream(ReplayingStream):
@@ -296,19 +304,11 @@ class DialledStream(ReplayingStream):
 
     def _on_live(self, now_s: float) -> None:
         assert self._link is not None
-        socket = self._link[0]
         self._set_connected(True, now_s)
         batches: list[Batch] = []
-        taken_bytes = 0
-        for _ in range(TURN_MESSAGES):
-            # Polling ZMQ_EVENTS costs a tenth of a receive that finds no message.
-            if taken_bytes >= TURN_BYTES or not int(socket.getsockopt(zmq.EVENTS)) & _READABLE:
-                break
+        for frames in received(self._link[0]):
             try:
-                batch = parse_live(socket.recv_multipart(zmq.NOBLOCK))
+                batches.append(parse_live(frames))
             except PayloadError as error:
                 self._ingest.records.rejected(self.name, error.reason)
-            else:
-                taken_bytes += len(batch.payload)
-                batches.append(batch)
         self.live(batches, now_s)

@@ -37,8 +37,6 @@ from indexer.views.view_parts import ViewSnapshot
 if TYPE_CHECKING:
     from indexer.streams.view_export import Feed
 
-# Owner of polled sockets; an owner that fails is reset.
-
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
 
