@@ -108,21 +108,17 @@ class PeerIdentity:
             raise PeerError("fingerprint", "--hash-seed and --block-tokens must be the same as here")
 
 
+@dataclass(eq=False)
 class PeerService(pb_grpc.IndexPeerServicer):
     """gRPC service that sends views to peers. Thread-safe."""
 
-    def __init__(
-        self,
-        identity: PeerIdentity,
-        export: Callable[[str, str], Future[ViewSnapshot]],
-        metrics: IndexerMetrics,
-        *,
-        total_s: float,
-    ) -> None:
-        self.identity = identity
-        self._export = export  # starts the export of an engine's view, by `PodStream.holder` and model
-        self._metrics = metrics
-        self._total_s = total_s  # timeout of an export
+    identity: PeerIdentity
+    # Starts the export of an engine's view, by `PodStream.holder` and model.
+    export: Callable[[str, str], Future[ViewSnapshot]]
+    metrics: IndexerMetrics
+    total_s: float  # timeout of an export
+
+    def __post_init__(self) -> None:
         self._free = threading.Semaphore(_AT_ONCE)
 
     def add_to(self, server: grpc.Server) -> None:
@@ -141,26 +137,26 @@ class PeerService(pb_grpc.IndexPeerServicer):
                 raise PeerError("busy", f"{_AT_ONCE} exports are running")
             try:
                 for message in snapshot_messages(self._listed(request.engine, request.model)):
-                    self._metrics.export_bytes.inc(len(message))
+                    self.metrics.export_bytes.inc(len(message))
                     yield pb.SnapshotChunk(message=message)
             finally:
                 self._free.release()
             outcome = "completed"
-            self._metrics.export_s.observe(time.monotonic() - started_s)
+            self.metrics.export_s.observe(time.monotonic() - started_s)
         except PeerError as error:
             outcome = error.reason
             _log.info("peer request rejected: engine=%s error=%s", request.engine, error)
             context.abort(_CODES.get(error.reason, grpc.StatusCode.FAILED_PRECONDITION), str(error))
         finally:
-            self._metrics.exports.labels(outcome).inc()
+            self.metrics.exports.labels(outcome).inc()
 
     def _listed(self, engine: str, model: str) -> ViewSnapshot:
-        view = self._export(engine, model)
+        view = self.export(engine, model)
         try:
-            return view.result(self._total_s)
+            return view.result(self.total_s)
         except FutureTimeoutError:
             view.cancel()
-            raise PeerError("timeout", f"the export took more than {self._total_s:g} s") from None
+            raise PeerError("timeout", f"the export took more than {self.total_s:g} s") from None
 
 
 class PeerClient:

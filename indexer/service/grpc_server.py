@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import InitVar, asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import grpc
@@ -33,6 +32,7 @@ _CALLS_AT_ONCE = 64
 _MAX_MESSAGE_BYTES = 16 << 20
 
 
+@dataclass(eq=False)
 class IndexerServer(pb_grpc.IndexerServiceServicer):
     """Server of kvroute.v1.IndexerService and IndexPeer; binds its port in the constructor.
 
@@ -42,18 +42,14 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
         ListenError: The port is in use or not permitted.
     """
 
-    def __init__(
-        self,
-        indexer: KvIndexer,
-        streams: Sequence[PodStream],
-        host: str,
-        port: int,
-        credentials: grpc.ServerCredentials | None = None,
-        tokenizers: Mapping[str, PromptTokenizer] = MappingProxyType({}),
-    ) -> None:
-        self._indexer = indexer
-        self._streams = streams  # declared pods, which may be requested before they are followed
-        self._tokenizers = tokenizers  # by model; for prompts sent as text
+    indexer: KvIndexer
+    streams: Sequence[PodStream]  # declared pods, which may be requested before they are followed
+    host: InitVar[str]
+    port: int  # 0: any free port, which is set here
+    credentials: InitVar[grpc.ServerCredentials | None] = None
+    tokenizers: Mapping[str, PromptTokenizer] = field(default_factory=dict)  # by model; for prompts as text
+
+    def __post_init__(self, host: str, credentials: grpc.ServerCredentials | None) -> None:
         self._server = grpc.server(
             ThreadPoolExecutor(_THREADS, thread_name_prefix="grpc"),
             options=[
@@ -67,12 +63,13 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
         # The generated function has no types.
         add_service: Any = pb_grpc.add_IndexerServiceServicer_to_server
         add_service(self, self._server)
-        indexer.exports.add_to(self._server)
+        self.indexer.exports.add_to(self._server)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
             (_SERVICE, PEER_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
+        port = self.port
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             if credentials is None:
@@ -100,11 +97,11 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
         self, request: pb.ScoreRequest, context: grpc.ServicerContext
     ) -> pb.ScoreResponse:
         keys, pods, tokens = self._prompt(request, context)
-        matches = self._indexer.match(keys, pods, prompt_tokens=len(tokens), tokens=tokens).values()
+        matches = self.indexer.match(keys, pods, prompt_tokens=len(tokens), tokens=tokens).values()
         ranked = sorted(matches, key=lambda match: (-match.cached_blocks, match.pod))
         return pb.ScoreResponse(
             pods=[self._score(match) for match in ranked],
-            block_tokens=self._indexer.block_tokens,
+            block_tokens=self.indexer.block_tokens,
             prompt_blocks=len(keys),
         )
 
@@ -123,10 +120,10 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
         self, request: pb.ScoreRequest, context: grpc.ServicerContext
     ) -> pb.ExplainPrefixResponse:
         keys, pods, tokens = self._prompt(request, context)
-        prefixes = self._indexer.explain(keys, pods, prompt_tokens=len(tokens), tokens=tokens)
+        prefixes = self.indexer.explain(keys, pods, prompt_tokens=len(tokens), tokens=tokens)
         return pb.ExplainPrefixResponse(
             engines=[_explanation(prefix) for prefix in prefixes],
-            block_tokens=self._indexer.block_tokens,
+            block_tokens=self.indexer.block_tokens,
             prompt_blocks=len(keys),
         )
 
@@ -134,9 +131,9 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
         self, _request: pb.StatsRequest, _context: grpc.ServicerContext
     ) -> pb.StatsResponse:
         return pb.StatsResponse(
-            **asdict(self._indexer.stats()),
-            block_tokens=self._indexer.block_tokens,
-            pending=sorted(self._indexer.pending()),
+            **asdict(self.indexer.stats()),
+            block_tokens=self.indexer.block_tokens,
+            pending=sorted(self.indexer.pending()),
             pods=[
                 pb.PodStream(
                     pod=engine.stream.pod,
@@ -146,20 +143,20 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
                     rank=engine.stream.rank,
                     linked=engine.linked,
                 )
-                for engine in self._indexer.engine_registry.engines.values()
+                for engine in self.indexer.engine_registry.engines.values()
             ],
         )
 
     def Clear(  # noqa: N802 (the name is the proto's)
         self, request: pb.ClearRequest, context: grpc.ServicerContext
     ) -> pb.ClearResponse:
-        followed = {engine.stream.pod for engine in self._indexer.engine_registry.engines.values()}
+        followed = {engine.stream.pod for engine in self.indexer.engine_registry.engines.values()}
         pods = list(dict.fromkeys(request.pods)) or sorted(followed)
         for pod in pods:
             if pod not in followed:
                 _abort(context, grpc.StatusCode.NOT_FOUND, f"pods: {pod!r} is not followed")
         for pod in pods:
-            self._indexer.invalidate(pod, "cleared_by_hand")
+            self.indexer.invalidate(pod, "cleared_by_hand")
         return pb.ClearResponse(pods=len(pods))
 
     def _prompt(
@@ -175,7 +172,7 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
             _abort(context, grpc.StatusCode.NOT_FOUND, f"model: no pod serves {request.model!r}")
         token_ids = self._encoded(request, context) if request.text else request.token_ids
         try:
-            keys = self._indexer.block_keys(
+            keys = self.indexer.block_keys(
                 request.model, token_ids, lora_name=request.lora_name, cache_salt=request.cache_salt
             )
         except TokenError as error:
@@ -184,12 +181,12 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
 
     def _serving(self, model: str) -> list[str]:
         """Return the pods of a model: declared ones, then undeclared ones that connected."""
-        engines = self._indexer.engine_registry.engines.values()
-        streams = [*self._streams, *(engine.stream for engine in engines)]
+        engines = self.indexer.engine_registry.engines.values()
+        streams = [*self.streams, *(engine.stream for engine in engines)]
         return list(dict.fromkeys(stream.pod for stream in streams if stream.model == model))
 
     def _encoded(self, request: pb.ScoreRequest, context: grpc.ServicerContext) -> Sequence[int]:
-        tokenizer = self._tokenizers.get(request.model)
+        tokenizer = self.tokenizers.get(request.model)
         if tokenizer is None:
             _abort(
                 context,
@@ -205,7 +202,7 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
         return pb.PodScore(
             pod=match.pod,
             cached_blocks=match.cached_blocks,
-            cached_tokens=match.cached_blocks * self._indexer.block_tokens,
+            cached_tokens=match.cached_blocks * self.indexer.block_tokens,
             blocks_by_tier=match.blocks_by_tier,
             weighted_blocks=match.weighted_blocks,
             state=_state(match.state),
