@@ -18,20 +18,8 @@ from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError
 from indexer.index.index import TURN_BLOCKS, FlatIndex
 from indexer.keys import BlockHasher, Keys
-from indexer.views.apply_kernel import (
-    ALL_DONE,
-    EXTRA_COPIES,
-    HASHES_DONE,
-    LAST_COPIES,
-    NOT_PLAIN,
-    REUSED_HASHES,
-    ROW,
-    RUNS,
-    STORED_BLOCKS,
-    PlainPod,
-    apply_rows,
-    progress,
-)
+from indexer.views import apply_kernel
+from indexer.views.apply_kernel import ALL_DONE, HASHES_DONE, NOT_PLAIN, ROW, PlainPod, apply_rows, progress
 from indexer.views.block_cache import BlockCache
 from indexer.views.full_reports import LaterEvents
 from indexer.views.hybrid import BlockDrop, HybridMatcher, group_holder
@@ -49,7 +37,7 @@ _UNPROVEN_BLOCKS = 1000
 _NONE_AWAITED = np.empty(0, np.uint64)
 
 _TYPES = {rows.STORED: "BlockStored", rows.REMOVED: "BlockRemoved", rows.CLEARED: "AllBlocksCleared"}
-_REMOVALS = ((LAST_COPIES, "last"), (EXTRA_COPIES, "copy"))
+_REMOVALS = ((apply_kernel.LAST_COPIES, "last"), (apply_kernel.EXTRA_COPIES, "copy"))
 
 
 class ApplierContext:
@@ -315,15 +303,15 @@ class EventApplier:
     def _collect(self, columns: Columns, outcome: Outcome) -> None:
         done = self._context.progress
         counts = done.counts.tolist()
-        if stored := counts[STORED_BLOCKS]:
+        if stored := counts[apply_kernel.STORED_BLOCKS]:
             keys = done.keys[:stored].copy()
             outcome.stored.append(keys)
             if outcome.runs is not None:
-                outcome.runs += self._runs(columns, keys, counts[RUNS])
+                outcome.runs += self._runs(columns, keys, counts[apply_kernel.RUNS])
         for count, which in _REMOVALS:
             if counts[count]:
                 outcome.removals[which] += counts[count]
-        outcome.skip("BlockStored", "hash_reused", counts[REUSED_HASHES])
+        outcome.skip("BlockStored", "hash_reused", counts[apply_kernel.REUSED_HASHES])
 
     def _runs(self, columns: Columns, keys: Keys, number: int) -> list[StoredRun]:
         done, block_tokens = self._context.progress, self._context.hasher.block_tokens
