@@ -213,8 +213,6 @@ def _resumable(held: NDArray[np.uint8], limit: int, stride: int, last_blocks: in
 
 
 FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
-_SLIDING_WINDOW = frozenset({"sliding_window", "sliding_window_mla"})
-
 
 # Rules of an engine that names no groups, and of a group that is not indexed.
 _ONLY = GroupRule(0, usable=True, leads=True)
@@ -276,16 +274,18 @@ class CacheGroups:
         if needs_all and self.lead is None:
             return GroupRule(group, usable=True, leads=True, stride=max(1, stride))
         rule = GroupRule(group, usable=True, leads=False, stride=stride)
-        # A second group that needs all blocks must report its kind.
-        if rest == 0 and needs_all and kind is not None:
-            return rule
-        if rest == 0 and kind == "mamba":
-            return replace(rule, last_blocks=1, has_state=True)
-        if rest == 0 and kind in _SLIDING_WINDOW and window_tokens > 0:
-            return replace(rule, last_blocks=-(-(window_tokens - 1) // event.block_size))
-        is_chunked = kind == "chunked_local_attention" and window_tokens > 0
-        if rest == 0 and is_chunked and window_tokens % event.block_size == 0:
-            return replace(rule, chunk=window_tokens // self._block_tokens)
+        match kind:
+            case _ if rest:
+                pass
+            # A second group that needs all blocks must report its kind.
+            case str() if needs_all:
+                return rule
+            case "mamba":
+                return replace(rule, last_blocks=1, has_state=True)
+            case "sliding_window" | "sliding_window_mla" if window_tokens:
+                return replace(rule, last_blocks=-(-(window_tokens - 1) // event.block_size))
+            case "chunked_local_attention" if window_tokens and not window_tokens % event.block_size:
+                return replace(rule, chunk=window_tokens // self._block_tokens)
         return GroupRule(group, usable=False, leads=False)
 
 

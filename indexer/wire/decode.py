@@ -224,10 +224,9 @@ def from_array(event: ArrayEvent) -> Event:
                 *("BlockStored", hashes, parent, tokens, size, lora_id, medium),
                 *(name, extra, group, kind, window, salt),
             )
-        case _InactiveArray():
-            return Event("BlockInactive", event.block_hashes, medium=event.medium, group_idx=event.group_idx)
         case _RemovedArray():
-            return Event("BlockRemoved", event.block_hashes, medium=event.medium, group_idx=event.group_idx)
+            kind = str(event.__struct_config__.tag)
+            return Event(kind, event.block_hashes, medium=event.medium, group_idx=event.group_idx)
         case _:
             return Event("AllBlocksCleared", [])
 
