@@ -210,21 +210,12 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
 
 
 def _explanation(prefix: Prefix) -> pb.EngineExplanation:
-    return pb.EngineExplanation(
-        engine=prefix.engine,
-        state=_state(prefix.state),
-        reason=prefix.reason,
-        cached_blocks=prefix.cached_blocks,
-        end=f"PREFIX_END_{prefix.end.name}",
-        held_blocks=prefix.held_blocks,
-        held_beyond=prefix.held_beyond,
-        tiers=[pb.TierRun(tier=tier, blocks=blocks) for tier, blocks in prefix.tiers],
-        drafter=prefix.drafter,
-        proven_blocks=prefix.proven_blocks,
-        end_proven=prefix.end_proven,
-        evicted_seconds_ago=prefix.evicted_s_ago,
-        faults=prefix.faults,
-    )
+    fields = asdict(prefix) | {
+        "state": _state(prefix.state),
+        "end": f"PREFIX_END_{prefix.end.name}",
+        "tiers": [pb.TierRun(tier=tier, blocks=blocks) for tier, blocks in prefix.tiers],
+    }
+    return pb.EngineExplanation(evicted_seconds_ago=fields.pop("evicted_s_ago"), **fields)
 
 
 def _state(state: StreamState) -> str:
