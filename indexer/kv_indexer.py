@@ -78,6 +78,7 @@ class KvIndexer:
         peers = PeerClient(config, identity, self._metrics) if config.peers else None
         self._relay = _relay(config, identity, registry)
         self._subscriber = Subscriber(ingest, peers, self._relay.reader if self._relay is not None else None)
+        self.block_tokens, self.bound_endpoint = config.block_tokens, self._subscriber.bound_endpoint
         self.exports = PeerService(
             identity, self._subscriber.export, self._metrics, total_s=config.snapshot_total_s
         )
@@ -89,14 +90,6 @@ class KvIndexer:
         self._counted_s = -math.inf
         # By model: root keys of the salts and adapters of the latest prompts, the latest first.
         self._roots: dict[str, tuple[int, ...]] = {}
-
-    @property
-    def block_tokens(self) -> int:
-        return self._hasher.block_tokens
-
-    @property
-    def bound_endpoint(self) -> str | None:
-        return self._subscriber.bound_endpoint
 
     def start(self) -> None:
         self._subscriber.start()
@@ -209,12 +202,7 @@ class KvIndexer:
         return None if prompt_tokens is None else max(0, prompt_tokens - 1) // self._hasher.block_tokens
 
     def causes(self, model: str, match: PodMatches, pod: str, keys: Keys, tokens: Tokens) -> PromptCauses:
-        """Return why the tokens of a prompt are served from the cache of `pod` or computed there.
-
-        Args:
-            match: Match of the prompt, see `match`.
-            keys: Block keys of the prompt.
-        """
+        """Return why the tokens of a prompt are served from the cache of `pod` or computed there."""
         block_tokens, limit = self._hasher.block_tokens, _NO_LIMIT
         if match.held is not match.cached_blocks:
             limit = self._limit(engine_name(pod, match.ranks.get(pod, 0)))
