@@ -82,10 +82,7 @@ def snapshot_messages(snapshot: ViewSnapshot) -> Iterator[bytes]:
 
 
 def read_messages(messages: Iterable[bytes], config: IndexerConfig, tiers: int) -> tuple[ViewSnapshot, int]:
-    """Decode all messages of a snapshot, in order; return it and their size in bytes.
-
-    Args:
-        tiers: Number of tiers.
+    """Decode all messages of a snapshot; return it and their size in bytes; `tiers` is the number of tiers.
 
     Raises:
         PeerError: The snapshot is malformed, incomplete or larger than `snapshot_max_bytes`.

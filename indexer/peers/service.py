@@ -268,10 +268,7 @@ class PeerClient:
 
 
 def resolve(peer: str) -> list[tuple[str, str]]:
-    """Resolve a peer's name; return its (host, "ip:port") pairs without duplicates.
-
-    Args:
-        peer: HOST:PORT.
+    """Resolve a peer's HOST:PORT; return its (host, "ip:port") pairs without duplicates.
 
     Raises:
         OSError: The name cannot be resolved.

@@ -230,11 +230,7 @@ _DECODER = msgspec.msgpack.Decoder(Entry)
 
 
 def decode_entry(data: bytes, tiers: int) -> Entry:
-    """Decode and validate an entry.
-
-    Args:
-        data: msgpack from an untrusted server.
-        tiers: Number of tiers.
+    """Decode and validate an entry from an untrusted server; `tiers` is the number of tiers.
 
     Raises:
         PayloadError: The entry is malformed or larger than 32 MiB.
