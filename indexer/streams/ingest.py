@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from indexer.streams.engine_registry import EngineRegistry
 from indexer.streams.records import StreamRecords
 from indexer.views.applier import ApplierContext, EventApplier
 from indexer.views.hybrid import HybridMatcher
-from indexer.views.view_parts import Entry, Outcome, ViewContent, ViewFacts, ViewPart, decode_entry
+from indexer.views.view_parts import Entry, Outcome, ViewFacts, ViewPart, ViewSnapshot, decode_entry
 from indexer.wire.tiers import GPU_TIER, TIER_NOT_PROVEN, Tiers
 
 _log = logging.getLogger(__name__)
@@ -203,8 +203,10 @@ class Ingest:
         if engine is not None:
             self.records.state(pod, engine.state, engine.reason)
 
-    def list_view(self, pod: str) -> ViewContent:
-        """Return the view's content for an export; the view must not change until the last part was read.
+    def list_view(
+        self, pod: str, last_batch: tuple[int, bytes]
+    ) -> tuple[ViewSnapshot, Iterator[ViewPart | None]]:
+        """Return a view's snapshot as of its last batch, without parts, and its parts; see `PodView.parts`.
 
         Raises:
             PeerError: The view holds state that an export cannot carry.
@@ -212,7 +214,7 @@ class Ingest:
         state, view = self._pods[pod], self._pods[pod].view
         if view.unexportable is not None:
             raise PeerError(view.unexportable, "the view cannot be exported in its present state")
-        return ViewContent(state.facts(), self.index.evicted_blocks, view.parts())
+        return ViewSnapshot(*last_batch, state.facts(), self.index.evicted_blocks), view.parts()
 
     def restore_facts(self, pod: str, facts: ViewFacts) -> None:
         self._pods[pod].restore_facts(facts)

@@ -128,6 +128,7 @@ class PodView:
         )
 
     def parts(self) -> Iterator[ViewPart | None]:
+        """List all blocks; None: a turn without any. The view must not change before the last part."""
         for group, cache in self._caches.items():
             for part in cache.export():
                 yield None if part is None else ViewPart(group, part)

@@ -8,7 +8,7 @@ numbers, see `Tiers.names`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Annotated
@@ -83,25 +83,14 @@ class ViewPart:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ViewContent:
-    """Content of a view, listed lazily."""
-
-    facts: ViewFacts
-    evicted_blocks: int  # evicted by the index so far, of any pod; the view may lack some of them
-    # Blocks of the view. None marks a turn in which no block was found. The view must not change before the
-    # last part.
-    parts: Iterator[ViewPart | None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class ViewSnapshot:
     """Complete view as of one batch of its stream."""
 
     sequence: int  # of the last batch applied
     digest: bytes  # 16 bytes: XXH3-128 of that batch's payload
     facts: ViewFacts
-    evicted_blocks: int  # see `ViewContent`
-    parts: Sequence[ViewPart | Entry]  # blocks, then changes since they were listed
+    evicted_blocks: int  # evicted by the index so far, of any pod; the view may lack some of them
+    parts: Sequence[ViewPart | Entry] = ()  # blocks, then changes since they were listed
 
 
 class Kind(IntEnum):
