@@ -36,21 +36,15 @@ def subscription(
 ) -> zmq.Socket[bytes]:
     """Return a SUB socket with bounded queue and message size, and with heartbeats against silent peers."""
     socket = context.socket(zmq.SUB)
-    options = {
-        zmq.LINGER: 0,
-        # Each queued message may have the maximum size; further messages wait at the publisher.
-        zmq.RCVHWM: 8,
-        zmq.MAXMSGSIZE: max_message_bytes,  # libzmq closes the connection above it
-        # Milliseconds.
-        zmq.HEARTBEAT_IVL: 2000,
-        zmq.HEARTBEAT_TIMEOUT: 6000,
-        zmq.RECONNECT_IVL: 100,
-        zmq.RECONNECT_IVL_MAX: 1000,
-        zmq.CONNECT_TIMEOUT: 3000,
-        zmq.IPV6: "[" in endpoint,
-    }
-    for option, value in options.items():
-        socket.setsockopt(option, value)
+    socket.linger = 0
+    # Each queued message may have the maximum size; further messages wait at the publisher.
+    socket.rcvhwm = 8
+    socket.maxmsgsize = max_message_bytes  # libzmq closes the connection above it
+    # Milliseconds.
+    socket.heartbeat_ivl, socket.heartbeat_timeout = 2000, 6000
+    socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1000
+    socket.connect_timeout = 3000
+    socket.ipv6 = "[" in endpoint
     socket.subscribe(topic_prefix)
     return socket
 
@@ -65,11 +59,7 @@ def close_subscription(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) ->
 def _replay_socket(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int, max_message_bytes: int
 ) -> zmq.Socket[bytes]:
-    """Request a replay from sequence number `start` on; return the socket that receives the answers.
-
-    Raises:
-        zmq.ZMQError: The endpoint is unusable.
-    """
+    """Request a replay from `start` on; return the socket of the answers, ZMQError for a bad endpoint."""
     asked = context.socket(zmq.DEALER)
     asked.linger = 0
     asked.maxmsgsize = max_message_bytes
@@ -86,11 +76,7 @@ def _replay_socket(
 
 
 def _parse_answer(frames: list[bytes]) -> Batch | None:
-    """Parse one answer of a replay socket; None marks the end of the replay.
-
-    Raises:
-        PayloadError: The message violates the protocol.
-    """
+    """Parse one answer of a replay socket, PayloadError if it cannot be; None marks the replay's end."""
     if len(frames) not in (3, 4) or frames[0]:
         raise PayloadError("replay_frames", f"an answer of {len(frames)} frames")
     sequence, payload = frames[-2:]

@@ -151,11 +151,7 @@ class Relay:
             self._claim()
 
     def _serve(self, feed: Feed) -> None:
-        """Write an engine's new entries or renew its lease; start a new export of its view when due.
-
-        Raises:
-            PeerError: The epoch must end.
-        """
+        """Write new entries or renew the lease, export the view anew when due; PeerError ends the epoch."""
         if feed.has_ended:
             raise PeerError("ended", "the view is not EXACT, or too many entries wait to be written")
         view = feed.listing.result() if feed.listing is not None and feed.listing.done() else None

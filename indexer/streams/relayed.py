@@ -237,11 +237,7 @@ class RelayReader:
         return _Stored(*at, snapshot, len(data))
 
     def _entries_behind(self, holder: str, stored: _Stored) -> list[Entry]:
-        """Return the entries behind a snapshot in its epoch, up to the first missing one.
-
-        Raises:
-            PeerError: The entries exceed `IndexerConfig.recovery_bytes_per_pod`.
-        """
+        """Return the entries behind a snapshot in its epoch, up to the first missing one."""
         found: list[Entry] = []
         name, left_bytes = self._key(holder, "stream"), self._config.recovery_bytes_per_pod
         last = f"{stored.epoch}-18446744073709551615"

@@ -166,7 +166,7 @@ class BlockCache:
         self.change_log.add(self.group, kind, tier, scoped, keys)
 
     def export(self) -> Iterator[HeldBlocks | None]:
-        """List all blocks in parts; see `ViewContent.parts`."""
+        """List all blocks in parts; see `PodView.parts`."""
         index, start, used, counts = self.index, 0, 1, np.zeros(3, np.int64)
         left_out = index.tiers.speculative
         room = HeldBlocks(
@@ -234,15 +234,9 @@ def _list_blocks(
     found: HeldBlocks,
     counts: NDArray[np.int64],
 ) -> int:
-    """Write the blocks that a pod holds in these slots, until `found` is full.
+    """Write the blocks that a pod holds in these slots, until `found` is full; return the next slot.
 
-    Args:
-        left_out: Number of a tier to ignore.
-        found: Written.
-        counts: int64 [3], written: numbers of blocks, hashes and extra copies.
-
-    Returns:
-        The first slot that was not examined.
+    The tier `left_out` is ignored. `counts` receives the numbers of blocks, hashes and extra copies.
     """
     counts[:] = 0
     end: int = min(stop, arrays.counters[layout.SLOTS_USED])
@@ -294,11 +288,7 @@ def _list_slot(
 
 @kernel
 def _restore_blocks(arrays: FlatArrays, pod: int, held: HeldBlocks, chain: NDArray[np.int64]) -> None:
-    """Add blocks that `_list_blocks` read from another index. The caller ensures room.
-
-    Args:
-        chain: int64 [blocks], written.
-    """
+    """Add blocks that `_list_blocks` read from another index. The caller ensures room."""
     place_blocks(arrays, held.keys, chain)
     place_of_hash = 0
     for place in range(len(held.keys)):

@@ -199,9 +199,6 @@ def _tokens_of(event: Event) -> tuple[TokenIds, TokenIds | None]:
     """Return a store's tokens, and the token behind each block if the engine reports pairs of tokens.
 
     With EAGLE, SGLang reports each token as the pair with its next one, and counts pairs in `block_size`.
-
-    Raises:
-        msgspec.ValidationError: Neither tokens nor pairs.
     """
     try:
         return _tokens.decode(event.token_ids), None
