@@ -106,7 +106,7 @@ class Relay:
 
     def start(self, subscriber: Subscriber, engine_registry: EngineRegistry) -> None:
         self._subscriber, self._engine_registry = subscriber, engine_registry
-        self.reader.begin(subscriber, engine_registry)
+        self.reader.begin(subscriber.relay, engine_registry)
         self._thread.start()
 
     def close(self) -> None:

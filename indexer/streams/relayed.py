@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 from xxhash import xxh3_128_digest
@@ -40,16 +40,8 @@ _ENTRIES_AT_ONCE = 64
 _PLACE = re.compile(rb"(\d+)-(\d{1,18})")
 _MESSAGES = msgspec.msgpack.Decoder(list[bytes])
 
-
-class RelayThread(StreamThread, Protocol):
-    """Thread on which relayed streams run; see `Subscriber`."""
-
-    def relay(
-        self,
-        engine: str,
-        step: Callable[[RelayedStream, float], object],
-        reader: RelayReader | None = None,
-    ) -> None: ...
+# Runs a step of an engine's relayed stream, see `Subscriber.relay`.
+_Relay: TypeAlias = "Callable[[str, Callable[[RelayedStream, float], object], RelayReader | None], None]"
 
 
 class RelayedStream(EngineStream):
@@ -119,8 +111,8 @@ class RelayReader:
     def follows(self) -> bool:
         return bool(self._at)
 
-    def begin(self, subscriber: RelayThread, engine_registry: EngineRegistry) -> None:
-        self._subscriber, self._engine_registry = subscriber, engine_registry
+    def begin(self, relay: _Relay, engine_registry: EngineRegistry) -> None:
+        self._relay, self._engine_registry = relay, engine_registry
 
     def forget(self, holder: str) -> None:
         """Stop following an engine, until it has been disconnected for `UNLINKED_S` again."""
@@ -199,7 +191,7 @@ class RelayReader:
             snapshot = replace(snapshot, sequence=entry.sequence, digest=xxh3_128_digest(entry.payload))
         self._at[holder] = epoch, entry.sequence
         fetched = Fetched(snapshot, stored.size_bytes, source="redis")
-        self._subscriber.relay(holder, lambda stream, now_s: stream.up(fetched, entry, now_s), self)
+        self._relay(holder, lambda stream, now_s: stream.up(fetched, entry, now_s), self)
 
     def _read(self) -> None:
         streams = {self._key(holder, "stream"): holder for holder in self._at}
@@ -217,12 +209,12 @@ class RelayReader:
                 self.has_more |= len(page) == _ENTRIES_AT_ONCE
 
     def _live(self, holder: str, entries: Sequence[Batch]) -> None:
-        self._subscriber.relay(holder, lambda stream, now_s: stream.live(entries, now_s))
+        self._relay(holder, lambda stream, now_s: stream.live(entries, now_s), None)
 
     def _leave(self, holders: Sequence[str]) -> None:
         for holder in holders:
             if self._at.pop(holder, None) is not None:
-                self._subscriber.relay(holder, RelayedStream.link_down)
+                self._relay(holder, RelayedStream.link_down, None)
 
     def _view(self, holder: str) -> _Stored | None:
         name = self._key(holder, "view")
