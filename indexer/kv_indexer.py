@@ -246,17 +246,20 @@ class KvIndexer:
         lost_s = self._index.lost_s(keys.item(missing)) if missing < len(keys) else None
         held = self._index.held(keys, holder)
         stride = table.strides.item(0) if len(table.strides) else 1
-        return explain_prefix(
-            holder,
+        explained = explain_prefix(
             held,
             self._index.tiers,
-            status=NOT_FOLLOWED if engine is None else (engine.state, engine.reason),
-            usable_blocks=table.cached_blocks.item(0),
             stride=stride,
             causes=split_prompt(table, holder, length, block_tokens, self._limit(holder)),
-            drafter=self._ingest.drafter(holder),
-            proven=self._ingest.proven(holder, keys, held, stride),
             evicted_s_ago=None if lost_s is None else max(0.0, self._clock() - lost_s),
+        )
+        return Prefix(
+            holder,
+            *(NOT_FOLLOWED if engine is None else (engine.state, engine.reason)),
+            table.cached_blocks.item(0),
+            explained,
+            self._ingest.drafter(holder),
+            *self._ingest.proven(holder, keys, held, stride),
             faults=() if engine is None else tuple(fault.text for fault in self.faults(engine.stream.pod)),
         )
 

@@ -210,11 +210,14 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
 
 
 def _explanation(prefix: Prefix) -> pb.EngineExplanation:
-    fields = asdict(prefix) | {
+    held = prefix.held
+    fields = asdict(prefix) | held._asdict()
+    fields |= {
         "state": _state(prefix.state),
-        "end": f"PREFIX_END_{prefix.end.name}",
-        "tiers": [pb.TierRun(tier=tier, blocks=blocks) for tier, blocks in prefix.tiers],
+        "end": f"PREFIX_END_{held.end.name}",
+        "tiers": [pb.TierRun(tier=tier, blocks=blocks) for tier, blocks in held.tiers],
     }
+    del fields["held"]
     return pb.EngineExplanation(evicted_seconds_ago=fields.pop("evicted_s_ago"), **fields)
 
 
