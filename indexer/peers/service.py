@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
 
@@ -122,11 +121,9 @@ class PeerService(pb_grpc.IndexPeerServicer):
         self._free = threading.Semaphore(_AT_ONCE)
 
     def add_to(self, server: grpc.Server) -> None:
-        # The generated function has no types.
-        add: Any = pb_grpc.add_IndexPeerServicer_to_server
-        add(self, server)
+        pb_grpc.add_IndexPeerServicer_to_server(self, server)
 
-    def Snapshot(  # noqa: N802 (the name is the proto's)
+    def Snapshot(
         self, request: pb.SnapshotRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.SnapshotChunk]:
         """Stream the view of one engine, in the format of `messages`."""
@@ -218,11 +215,11 @@ class PeerClient:
         self, host: str, address: str, stream: PodStream, ends_s: float
     ) -> tuple[ViewSnapshot, int]:
         request = self._identity.request(stream.holder, stream.model)
-        # The generated class has no types.
-        stub: Any = pb_grpc.IndexPeerStub
         channel = self._channel(host, address)
         try:
-            call = stub(channel).Snapshot(request, timeout=max(0.0, ends_s - time.monotonic()))
+            call = pb_grpc.IndexPeerStub(channel).Snapshot(
+                request, timeout=max(0.0, ends_s - time.monotonic())
+            )
             messages = (chunk.message for chunk in call)
             return read_messages(messages, self._config, len(self._identity.tiers))
         except grpc.RpcError as error:

@@ -60,9 +60,7 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
             ],
             maximum_concurrent_rpcs=_CALLS_AT_ONCE,
         )
-        # The generated function has no types.
-        add_service: Any = pb_grpc.add_IndexerServiceServicer_to_server
-        add_service(self, self._server)
+        pb_grpc.add_IndexerServiceServicer_to_server(self, self._server)
         self.indexer.exports.add_to(self._server)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -93,9 +91,7 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
         # gRPC never ends a call whose message it could not decode, and would wait for it forever.
         self._server.stop(grace_s).wait(grace_s + _STOP_S)
 
-    def Score(  # noqa: N802 (the name is the proto's)
-        self, request: pb.ScoreRequest, context: grpc.ServicerContext
-    ) -> pb.ScoreResponse:
+    def Score(self, request: pb.ScoreRequest, context: grpc.ServicerContext) -> pb.ScoreResponse:
         keys, pods, tokens = self._prompt(request, context)
         matches = self.indexer.match(keys, pods, prompt_tokens=len(tokens), tokens=tokens).values()
         ranked = sorted(matches, key=lambda match: (-match.cached_blocks, match.pod))
@@ -105,7 +101,7 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
             prompt_blocks=len(keys),
         )
 
-    def ScoreBatch(  # noqa: N802 (the name is the proto's)
+    def ScoreBatch(
         self, request: pb.ScoreBatchRequest, context: grpc.ServicerContext
     ) -> pb.ScoreBatchResponse:
         if len(request.prompts) > _PROMPTS_MAX:
@@ -116,9 +112,7 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
             )
         return pb.ScoreBatchResponse(responses=[self.Score(prompt, context) for prompt in request.prompts])
 
-    def Explain(  # noqa: N802 (the name is the proto's)
-        self, request: pb.ScoreRequest, context: grpc.ServicerContext
-    ) -> pb.ExplainPrefixResponse:
+    def Explain(self, request: pb.ScoreRequest, context: grpc.ServicerContext) -> pb.ExplainPrefixResponse:
         keys, pods, tokens = self._prompt(request, context)
         prefixes = self.indexer.explain(keys, pods, prompt_tokens=len(tokens), tokens=tokens)
         return pb.ExplainPrefixResponse(
@@ -127,9 +121,7 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
             prompt_blocks=len(keys),
         )
 
-    def Stats(  # noqa: N802 (the name is the proto's)
-        self, _request: pb.StatsRequest, _context: grpc.ServicerContext
-    ) -> pb.StatsResponse:
+    def Stats(self, _request: pb.StatsRequest, _context: grpc.ServicerContext) -> pb.StatsResponse:
         return pb.StatsResponse(
             **asdict(self.indexer.stats()),
             block_tokens=self.indexer.block_tokens,
@@ -147,9 +139,7 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
             ],
         )
 
-    def Clear(  # noqa: N802 (the name is the proto's)
-        self, request: pb.ClearRequest, context: grpc.ServicerContext
-    ) -> pb.ClearResponse:
+    def Clear(self, request: pb.ClearRequest, context: grpc.ServicerContext) -> pb.ClearResponse:
         followed = {engine.stream.pod for engine in self.indexer.engine_registry.engines.values()}
         pods = list(dict.fromkeys(request.pods)) or sorted(followed)
         for pod in pods:
