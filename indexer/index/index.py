@@ -311,11 +311,9 @@ class FlatIndex:
 
         Gives up after a few turns. Call it under the lock, before each run without a call of `prepare`.
         """
-        if not self._is_unswept:
-            return
         counters = self.arrays.counters
         for _ in range(_SWEEPS_FOR_ROOM):
-            if counters[layout.BLOCKS] + blocks <= counters[layout.CAPACITY] or not self._is_unswept:
+            if not self._is_unswept or counters[layout.BLOCKS] + blocks <= counters[layout.CAPACITY]:
                 return
             self._sweep_turn()
 
