@@ -190,7 +190,7 @@ class KvIndexer:
         self._speculation.expire(self._clock())
         registry = self.engine_registry
         table = self._index.match(keys, registry.holders(pods), self._servable(prompt_tokens))
-        if self._hybrid.is_needed:
+        if self._hybrid.pods:
             table = self._hybrid.refine(keys, table, prompt_tokens, tokens)
         found = registry.of_pods(table, pods, pending_tokens, self._hasher.block_tokens)
         self._metrics.looked_up(found.longest, time.perf_counter() - started_s)

@@ -111,7 +111,6 @@ class Ingest:
         del self._late[pod]
         self.hybrid.set_groups(pod, None)
         self.hybrid.set_drop(pod, False)
-        self.hybrid.set_paired(pod, False)
         self.index.set_stride(pod, 1)
         self.index.set_drop(pod, False)
         self._end_speculation(pod)
@@ -283,8 +282,7 @@ class Ingest:
 
     def _learn(self, pod: str) -> None:
         state = self._pods[pod]
-        self.hybrid.set_groups(pod, state.view.groups)
-        self.hybrid.set_paired(pod, state.view.is_paired)
+        self.hybrid.set_groups(pod, state.view.groups, is_paired=state.view.is_paired)
         self._set_drop(pod, state)
         self._set_invalid(pod, "tiers", TIER_NOT_PROVEN if state.tier_proof.unproven else None)
         # A cleared view has no block size; the engine's next process most likely has the same one.
