@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import zmq
@@ -31,9 +31,6 @@ _PREFIX = "kv"
 _TOPIC_BYTES_MAX = 1024
 # Stores that several pods share, `node:NAME` and `pool:NAME`; a host of that name has a port instead.
 _SHARED = re.compile(r"(node|pool):(?![0-9]{1,5}$)")
-_RANK_MAX = 65_535
-_PARTS = msgspec.msgpack.Decoder(list[msgspec.Raw])
-_RANK = msgspec.msgpack.Decoder(int | None)
 
 
 class Topic(NamedTuple):
@@ -55,14 +52,21 @@ def parse_topic(frame: bytes) -> Topic | None:
     return Topic(pod, model) if usable and prefix == _PREFIX else None
 
 
+class _Ranked(msgspec.Struct, array_like=True):
+    ts: msgspec.Raw
+    events: msgspec.Raw
+    data_parallel_rank: Annotated[int, msgspec.Meta(ge=0, le=65_535)] | None = None
+
+
+_RANKED = msgspec.msgpack.Decoder(_Ranked)
+
+
 def batch_rank(payload: bytes) -> int:
     """Return the data-parallel rank of a batch; 0 if the batch names none or cannot be read."""
     try:
-        parts = _PARTS.decode(payload)
-        rank = _RANK.decode(parts[2]) if len(parts) > 2 else None
+        return _RANKED.decode(payload).data_parallel_rank or 0
     except (msgspec.MsgspecError, RecursionError):
         return 0
-    return rank if rank is not None and 0 <= rank <= _RANK_MAX else 0
 
 
 class Connection(NamedTuple):
