@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from indexer.config import IndexerConfig
 from indexer.errors import PeerError
 from indexer.index.layout import PART_BLOCKS, HeldBlocks
-from indexer.views.view_parts import ViewFacts, ViewPart, ViewSnapshot
+from indexer.views.view_parts import ViewFacts, ViewPart, ViewSnapshot, words
 
 # Increased whenever block keys, names or the format of these messages change.
 SCHEMA = 2
@@ -145,9 +145,8 @@ def _held(message: _Held, tier_count: int) -> HeldBlocks:
 
 
 def _words(data: bytes) -> NDArray[np.uint64]:
-    """Return a column of 64-bit numbers as a writable copy, which the kernels need."""
     _require(len(data) % 8 == 0, "length of a column of 64-bit numbers")
-    return np.frombuffer(data, "<u8").astype(np.uint64)
+    return words(data)
 
 
 def _bytes(data: bytes) -> NDArray[np.uint8]:

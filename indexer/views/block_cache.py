@@ -22,7 +22,7 @@ from indexer.index.index import SWEEP_SLOTS, FlatIndex
 from indexer.index.layout import LOW, NOTHING, PART_BLOCKS, FlatArrays, HeldBlocks
 from indexer.index.update import place_blocks, remove_by_hash
 from indexer.keys import Keys, utf8
-from indexer.views.view_parts import Change, ChangeLog, Kind
+from indexer.views.view_parts import Change, ChangeLog, Kind, words
 from indexer.wire.columns import hash_to_uint64
 from indexer.wire.events import EngineHash
 from indexer.wire.tiers import TIERS_MAX
@@ -141,7 +141,7 @@ class BlockCache:
 
     def apply_change(self, change: Change) -> Keys:
         """Apply a change that another router recorded; return the keys of what it stored."""
-        scoped, keys = change.name_array, change.key_array
+        scoped, keys = words(change.names), words(change.keys)
         match change.kind:
             case Kind.STORED:
                 self._store(scoped, keys, change.tier)

@@ -111,14 +111,6 @@ class Change(Struct, frozen=True, array_like=True):
     names: bytes = b""  # uint64, little-endian: names of the blocks, see `engine_hashes`
     keys: bytes = b""  # uint64, little-endian: keys of the blocks, for STORED only
 
-    @property
-    def name_array(self) -> NDArray[np.uint64]:
-        return np.frombuffer(self.names, "<u8").astype(np.uint64)
-
-    @property
-    def key_array(self) -> NDArray[np.uint64]:
-        return np.frombuffer(self.keys, "<u8").astype(np.uint64)
-
 
 class Entry(Struct, frozen=True, array_like=True):
     """Entry of the change log: changes of a view by some consecutive batches."""
@@ -241,8 +233,13 @@ def _is_sound(change: Change, tiers: int) -> bool:
         0 <= change.tier < tiers
         and len(change.names) % 8 == 0
         and len(change.keys) == (len(change.names) if has_keys else 0)
-        and bool(change.name_array.all())
+        and bool(words(change.names).all())
     )
+
+
+def words(data: bytes) -> NDArray[np.uint64]:
+    """Return a column of little-endian 64-bit numbers as a writable copy, which the kernels need."""
+    return np.frombuffer(data, "<u8").astype(np.uint64)
 
 
 def _bytes(column: NDArray[np.uint64] | None) -> bytes:
