@@ -301,7 +301,7 @@ class KvIndexer:
         states = self._ingest.states(pod)
         for state in states:
             state.tier_proof.reports_evictions |= facts.reports_evictions
-        stored = any(state.view.block_tokens is not None for state in states)
+        stored = any(state.view.runs.block_tokens is not None for state in states)
         watch = self._cache_watches.setdefault(pod, CacheWatch())
         watch.observe(facts, stored=stored or not self.engine_registry.has_exact_streams(pod))
         if (watch.fault is CACHING_OFF) != (pod in self._uncached):

@@ -182,11 +182,7 @@ def _host(address: str) -> str:
 
 
 def parse_pods(text: str, source: str) -> tuple[PodEntry, ...]:
-    """Parse the text of a pods file.
-
-    Args:
-        text: YAML with a list `endpoints`, which may be empty.
-        source: Name of the file, for errors.
+    """Parse the text of a pods file, a list `endpoints` that may be empty; errors name the file `source`.
 
     Raises:
         ConfigError: The file is invalid; the message names file, line and field.

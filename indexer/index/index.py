@@ -29,7 +29,7 @@ from indexer.index.update import (
     sweep,
     used_bytes,
 )
-from indexer.keys import Keys
+from indexer.keys import EMPTY, Keys
 from indexer.wire.tiers import Tiers
 
 # Blocks per turn under the lock, about 0.2 ms.
@@ -41,7 +41,6 @@ _SWEEPS_FOR_ROOM = 8
 # Pause between turns: a lock that is taken again at once starves the threads that wait for it.
 _PAUSE_S = 0.0001
 _POD_SETS_MAX = 64
-_NO_HASHES = np.empty(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +113,7 @@ class FlatIndex:
         """
         self.store(pod, self.tiers.number(tier), keys)
 
-    def store(self, pod: str, tier: int, keys: Keys, hashes: NDArray[np.uint64] = _NO_HASHES) -> int:
+    def store(self, pod: str, tier: int, keys: Keys, hashes: NDArray[np.uint64] = EMPTY) -> int:
         """Add references under scoped hashes; return how many of these stood for other blocks before."""
         kept = min(len(keys), int(self.arrays.counters[layout.CAPACITY]))
         reused = 0

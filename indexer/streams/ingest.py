@@ -22,7 +22,7 @@ from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError, PeerError
 from indexer.index.contract import StreamState
 from indexer.index.index import FlatIndex
-from indexer.keys import BlockHasher, Keys
+from indexer.keys import EMPTY, BlockHasher, Keys
 from indexer.metrics import IndexerMetrics
 from indexer.streams.engine_registry import EngineRegistry
 from indexer.streams.records import StreamRecords
@@ -33,7 +33,6 @@ from indexer.wire.tiers import GPU_TIER, TIER_NOT_PROVEN, Tiers
 
 _log = logging.getLogger(__name__)
 _COUNT_MARGIN = 16
-_NO_KEYS = np.empty(0, np.uint64)
 
 
 class Ingest:
@@ -244,7 +243,7 @@ class Ingest:
     def drafter(self, pod: str) -> str:
         """Return what is known of an engine's drafter; empty without a sign of one. Thread-safe."""
         state = self._pods.get(pod)
-        return "" if state is None else state.drop.describe(state.view.block_tokens or 0)
+        return "" if state is None else state.drop.describe(state.view.runs.block_tokens or 0)
 
     def set_capacity(self, pod: str, blocks: int | None) -> None:
         """Set the blocks of an engine's device memory, None: unknown. Thread-safe."""
@@ -286,7 +285,7 @@ class Ingest:
         self._set_drop(pod, state)
         self._set_invalid(pod, "tiers", TIER_NOT_PROVEN if state.tier_proof.unproven else None)
         # A cleared view has no block size; the engine's next process most likely has the same one.
-        if state.view.block_tokens is not None:
+        if state.view.runs.block_tokens is not None:
             self.index.set_stride(pod, state.stride)
 
     def _set_drop(self, pod: str, state: EventApplier) -> None:
@@ -312,7 +311,7 @@ class Ingest:
 
 
 def _joined(runs: Sequence[Keys]) -> Keys:
-    return runs[0] if len(runs) == 1 else np.concatenate([_NO_KEYS, *runs])
+    return runs[0] if len(runs) == 1 else np.concatenate([EMPTY, *runs])
 
 
 def _call(callback: Callable[..., None], *args: object) -> None:
