@@ -249,7 +249,9 @@ def read_extras(event: BlockStored, *, starts_prompt: bool) -> RunExtras:
         raise TokenError("extra_keys must have one entry for each block")
     entries: list[Sequence[Any]] = []
     for position, entry in enumerate(event.extra_keys):
-        items = _without_lora(entry or [], event.lora_name)
+        items = entry or []
+        if event.lora_name is not None and items[:1] == [event.lora_name]:
+            items = items[1:]
         if starts_prompt and position == 0:
             items, salt = _without_salt(items, salt)
         for item in items:
@@ -294,10 +296,6 @@ def extras_of_prompt(
         if block < len(blocks) and (item.length or offset):
             blocks[block] += _pack([item.identifier, offset], 0, block_tokens)
     return blocks if any(blocks) else ()
-
-
-def _without_lora(items: list[Any], lora_name: str | None) -> list[Any]:
-    return items[1:] if lora_name is not None and items[:1] == [lora_name] else items
 
 
 def _without_salt(items: list[Any], salt: str | None) -> tuple[list[Any], str | None]:

@@ -258,7 +258,8 @@ def explain_prefix(
     missing = np.flatnonzero(held == 0)
     first_missing = int(missing[0]) if len(missing) else len(held)
     length = first_missing - first_missing % stride
-    best = [_best_tier(bits, tiers) for bits in held[:length].tolist()]
+    # Tiers are numbered from the best one, so the lowest bit is the best tier.
+    best = [tiers.names[(bits & -bits).bit_length() - 1] for bits in held[:length].tolist()]
     end = PrefixEnd.HOLE if first_missing < len(held) else PrefixEnd.PROMPT
     if shortened := {cause: tokens for cause, tokens in causes.items() if cause in _ENDS}:
         end = _ENDS[max(shortened, key=shortened.__getitem__)]
@@ -269,8 +270,3 @@ def explain_prefix(
         tuple((tier, len(list(stretch))) for tier, stretch in groupby(best)),
         evicted_s_ago if first_missing < len(held) else None,
     )
-
-
-def _best_tier(bits: int, tiers: Tiers) -> str:
-    # Tiers are numbered from the best one, so the lowest bit is the best tier.
-    return tiers.names[(bits & -bits).bit_length() - 1]
