@@ -252,8 +252,7 @@ class MismatchWatch:
         watched.misses_in_a_row += 1
         watched.never_hit = watched.misses_in_a_row >= self.never_hit_dispatches
         mismatch = self._mismatch(request_id, expectation)
-        if mismatch is not None:
-            watched.last_mismatch = mismatch
+        watched.last_mismatch = mismatch or watched.last_mismatch
         if mismatch is not None or watched.never_hit:
             watched.matches_needed = TRUSTED_AFTER
         return mismatch
@@ -286,11 +285,9 @@ class MismatchWatch:
         return bool(met)
 
     def _forget_pod(self, pod: str) -> None:
-        watched = self._pods.get(pod)
-        if watched is not None:
+        if (watched := self._pods.pop(pod, None)) is not None:
             for request_id in tuple(watched.waiting):
                 self._forget(request_id)
-            del self._pods[pod]
 
     def _forget(self, request_id: Hashable) -> _Expectation | None:
         expectation = self._expected.pop(request_id, None)

@@ -67,15 +67,14 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
         reflection.enable_server_reflection(
             (_SERVICE, PEER_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
-        port = self.port
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
         try:
             if credentials is None:
                 self.port = self._server.add_insecure_port(address)
             else:
                 self.port = self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
-            raise ListenError(f"--grpc-port {port}: cannot listen on {address}") from error
+            raise ListenError(f"--grpc-port {self.port}: cannot listen on {address}") from error
 
     def start(self) -> None:
         self._server.start()

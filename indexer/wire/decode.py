@@ -38,7 +38,7 @@ KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 BROKEN = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors that msgspec raises for malformed input."""
-_NO_TOKENS, _NIL = Raw(b"\x90"), Raw(b"\xc0")
+_NO_TOKENS, NIL = Raw(b"\x90"), Raw(b"\xc0")
 
 
 class Event(Struct, gc=False):
@@ -52,7 +52,7 @@ class Event(Struct, gc=False):
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
-    extra_keys: Raw = _NIL
+    extra_keys: Raw = NIL
     group_idx: GroupIdx | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: WindowTokens | None = None
@@ -73,7 +73,7 @@ class _StoredArray(Struct, array_like=True, tag="BlockStored", gc=False):
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | _Metadata | None = None
-    extra_keys: Raw = _NIL
+    extra_keys: Raw = NIL
     group_idx: GroupIdx | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: WindowTokens | None = None
