@@ -104,11 +104,7 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
         self, request: pb.ScoreBatchRequest, context: grpc.ServicerContext
     ) -> pb.ScoreBatchResponse:
         if len(request.prompts) > _PROMPTS_MAX:
-            _abort(
-                context,
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"prompts: expected at most {_PROMPTS_MAX}, got {len(request.prompts)}",
-            )
+            _abort(context, f"prompts: expected at most {_PROMPTS_MAX}, got {len(request.prompts)}")
         return pb.ScoreBatchResponse(responses=[self.Score(prompt, context) for prompt in request.prompts])
 
     def Explain(self, request: pb.ScoreRequest, context: grpc.ServicerContext) -> pb.ExplainPrefixResponse:
@@ -143,7 +139,7 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
         pods = list(dict.fromkeys(request.pods)) or sorted(followed)
         for pod in pods:
             if pod not in followed:
-                _abort(context, grpc.StatusCode.NOT_FOUND, f"pods: {pod!r} is not followed")
+                _abort(context, f"pods: {pod!r} is not followed", grpc.StatusCode.NOT_FOUND)
         for pod in pods:
             self.indexer.invalidate(pod, "cleared_by_hand")
         return pb.ClearResponse(pods=len(pods))
@@ -153,19 +149,19 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
     ) -> tuple[Keys, Sequence[str], Sequence[int]]:
         """Return the prompt's block keys, the requested pods, and the prompt's token ids."""
         if not request.model:
-            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "model: missing")
+            _abort(context, "model: missing")
         if request.text and request.token_ids:
-            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "text, token_ids: give only one of them")
+            _abort(context, "text, token_ids: give only one of them")
         pods = list(dict.fromkeys(request.pods)) or self._serving(request.model)
         if not pods:
-            _abort(context, grpc.StatusCode.NOT_FOUND, f"model: no pod serves {request.model!r}")
+            _abort(context, f"model: no pod serves {request.model!r}", grpc.StatusCode.NOT_FOUND)
         token_ids = self._encoded(request, context) if request.text else request.token_ids
         try:
             keys = self.indexer.block_keys(
                 request.model, token_ids, lora_name=request.lora_name, cache_salt=request.cache_salt
             )
         except TokenError as error:
-            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"token_ids: {error}")
+            _abort(context, f"token_ids: {error}")
         return keys, pods, token_ids
 
     def _serving(self, model: str) -> list[str]:
@@ -179,13 +175,13 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
         if tokenizer is None:
             _abort(
                 context,
-                grpc.StatusCode.FAILED_PRECONDITION,
                 f"text: no tokenizer for {request.model!r}; start the indexer with --tokenizer MODEL=DIR",
+                grpc.StatusCode.FAILED_PRECONDITION,
             )
         try:
             return tokenizer.encode(request.text)
         except PromptError as error:
-            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"text: {error}")
+            _abort(context, f"text: {error}")
 
     def _score(self, match: PodMatch) -> pb.PodScore:
         return pb.PodScore(
@@ -214,7 +210,9 @@ def _state(state: StreamState) -> str:
     return f"STREAM_STATE_{state.name}"
 
 
-def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, details: str) -> NoReturn:
+def _abort(
+    context: grpc.ServicerContext, details: str, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT
+) -> NoReturn:
     context.abort(code, details)
     raise AssertionError("abort raises")
 
