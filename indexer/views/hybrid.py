@@ -244,13 +244,9 @@ class CacheGroups:
             self._update_rules()
         return self._groups.get(group, _UNUSABLE)
 
-    def rule_of(self, group: int | None) -> GroupRule:
-        """Return the rule of a group.
-
-        Raises:
-            KeyError: No store of this group was seen.
-        """
-        return _ONLY if group is None else self._groups[group]
+    def rule_of(self, group: int | None) -> GroupRule | None:
+        """Return the rule of a group; None if no store of it was seen."""
+        return _ONLY if group is None else self._groups.get(group)
 
     def facts(self) -> tuple[GroupRule, ...]:
         """Return the rules of all groups in the order in which they were learned."""

@@ -324,9 +324,8 @@ class PodView:
     def _change_all(self, event: BlockStored | BlockRemoved, outcome: Outcome) -> None:
         """Add or remove one copy of each block of an event that carries only hashes."""
         stored, tag = isinstance(event, BlockStored), type(event).__name__
-        try:
-            rule = self._groups.rule_of(event.group_idx)
-        except KeyError:
+        rule = self._groups.rule_of(event.group_idx)
+        if rule is None:
             outcome.skip(tag, "unknown_hash" if stored else "unknown_group")
             return
         if not rule.usable:
