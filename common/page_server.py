@@ -90,27 +90,19 @@ class BoundedExecutor:
         self.threads.shutdown(wait=True, cancel_futures=True)
 
 
+@dataclass(eq=False)
 class PageServer:
-    """HTTP server that accepts connections after `start`.
+    """HTTP server that accepts connections after `start`."""
 
-    Args:
-        listener: Listening socket; the server closes it.
-        answer: Coroutine that answers a request. It runs on the event loop: run blocking work in a
-            `BoundedExecutor`.
-        tls: Returns the TLS context of a new connection; None: plaintext.
-        methods: Methods besides GET and HEAD, whose requests may have a body.
-    """
+    listener: socket.socket  # closed by the server
+    # Coroutine that answers a request, on the event loop: run blocking work in a `BoundedExecutor`.
+    answer: Callable[[Request], Awaitable[Response]]
+    tls: Callable[[], SSLContext] | None = None  # returns the context of a new connection; None: plaintext
+    methods: Collection[str] = ()  # besides GET and HEAD; requests of these may have a body
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        answer: Callable[[Request], Awaitable[Response]],
-        tls: Callable[[], SSLContext] | None = None,
-        methods: Collection[str] = (),
-    ) -> None:
-        listener.setblocking(False)
-        self.port: int = listener.getsockname()[1]
-        self._listener, self._answer, self._tls, self._methods = listener, answer, tls, methods
+    def __post_init__(self) -> None:
+        self.listener.setblocking(False)
+        self.port: int = self.listener.getsockname()[1]
         self._connections: set[_Connection] = set()
         # Oldest first: connections with an incomplete request, and connections that receive a response.
         self._asking: dict[_Connection, None] = {}
@@ -127,15 +119,15 @@ class PageServer:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-        self._listener.close()
+        self.listener.close()
         self._loop.close()
 
     def _run(self) -> None:
         # Connection errors outside of `_serve` are caused by clients.
         self._loop.set_exception_handler(lambda _loop, context: _log.debug("%s", context))
-        self._loop.add_reader(self._listener, self._accept)
+        self._loop.add_reader(self.listener, self._accept)
         self._loop.run_forever()
-        self._loop.remove_reader(self._listener)
+        self._loop.remove_reader(self.listener)
         for connection in self._connections:
             connection.cancel()
         if self._connections:
@@ -144,7 +136,7 @@ class PageServer:
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
             try:
-                accepted, _ = self._listener.accept()
+                accepted, _ = self.listener.accept()
             except (BlockingIOError, ConnectionError):
                 return
             except OSError as error:
@@ -152,8 +144,8 @@ class PageServer:
                 self._failures.event(
                     "accept_failed", "accept", "accept failed: port=%d error=%s", self.port, error
                 )
-                self._loop.remove_reader(self._listener)
-                self._loop.call_later(_RETRY_S, self._loop.add_reader, self._listener, self._accept)
+                self._loop.remove_reader(self.listener)
+                self._loop.call_later(_RETRY_S, self._loop.add_reader, self.listener, self._accept)
                 return
             if len(self._connections) >= CONNECTIONS_MAX and not _cut_oldest(self._asking):
                 accepted.close()
@@ -179,9 +171,9 @@ class PageServer:
             try:
                 async with asyncio.timeout(_HEAD_S):
                     transport, _ = await self._loop.connect_accepted_socket(
-                        lambda: protocol, accepted, ssl=self._tls and self._tls()
+                        lambda: protocol, accepted, ssl=self.tls and self.tls()
                     )
-                    request = await _read(reader, self._methods)
+                    request = await _read(reader, self.methods)
                 self._asking.pop(connection, None)
                 response = await self._respond(request)
                 if len(self._sending) >= _SENDING_MAX:
@@ -204,7 +196,7 @@ class PageServer:
         if read.error is not None:
             return _error(read.error)
         try:
-            return await self._answer(read.request)
+            return await self.answer(read.request)
         except BusyError:
             return _error(HTTPStatus.SERVICE_UNAVAILABLE)
         except Exception as error:

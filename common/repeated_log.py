@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from prometheus_client import Counter
 
@@ -31,27 +31,23 @@ class _Source:
     unlogged: int = 0
 
 
+@dataclass(eq=False)
 class RepeatedLog:
     """Logger of the first events of each source per minute; the number of further ones is logged later.
 
     The numbers are logged with the next event of any source. Thread-safe; the number of sources is bounded.
     """
 
-    def __init__(
-        self,
-        log: logging.Logger,
-        *,
-        lines: int = 1,
-        sources_max: int = SOURCES_MAX,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._log = log
-        self._lines = lines  # per minute and source
-        self._sources_max = sources_max  # further sources share one limit
-        self._clock = clock
+    log: logging.Logger
+    _: KW_ONLY
+    lines: int = 1  # per minute and source
+    sources_max: int = SOURCES_MAX  # further sources share one limit
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._sources: dict[str, _Source] = {}
-        self._swept_s = clock()
+        self._swept_s = self.clock()
 
     def event(
         self,
@@ -70,19 +66,19 @@ class RepeatedLog:
             error: Exception to log with its traceback.
         """
         REPEATED_EVENTS.labels(kind).inc()
-        now_s = self._clock()
+        now_s = self.clock()
         with self._lock:
             late = self._sweep(now_s)
-            if source not in self._sources and len(self._sources) >= self._sources_max:
+            if source not in self._sources and len(self._sources) >= self.sources_max:
                 source = _OTHERS
             known = self._sources.setdefault(source, _Source(now_s))
-            is_logged = known.lines < self._lines
+            is_logged = known.lines < self.lines
             known.lines += is_logged
             known.unlogged += not is_logged
         for name, number in late:
-            self._log.warning("log lines suppressed: source=%s count=%d", name, number)
+            self.log.warning("log lines suppressed: source=%s count=%d", name, number)
         if is_logged:
-            self._log.log(level, message, *values, exc_info=error)
+            self.log.log(level, message, *values, exc_info=error)
 
     def _sweep(self, now_s: float) -> list[tuple[str, int]]:
         if now_s - self._swept_s < _SWEEP_EVERY_S:

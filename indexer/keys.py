@@ -29,7 +29,7 @@ Keys: TypeAlias = NDArray[np.uint64]
 # Token ids: a uint32 array is used without checks, in any other sequence each number is checked.
 Tokens: TypeAlias = Sequence[int] | NDArray[np.uint32]
 
-_NO_EXTRAS = np.empty(0, np.uint64)
+EMPTY: Keys = np.empty(0, np.uint64)
 # Multipliers before those of the tokens: of the constant 1, the parent's two words, the extras' two words.
 HEAD_WORDS = 5
 _USUAL_TOKENS = 16
@@ -65,11 +65,7 @@ class BlockHasher:
         return int(xxh3_64_intdigest(self.multipliers.tobytes(), self._extras_seed))
 
     def root(self, model: str, lora_name: str | None = None, cache_salt: str | None = None) -> int:
-        """Return the parent key of a prompt's first block.
-
-        Args:
-            cache_salt: Separates one tenant's blocks from others'; None for no salt.
-        """
+        """Return the parent key of a prompt's first block; a salt separates one tenant's from others'."""
         packed = _model_text(model, lora_name) + _optional_text(cache_salt)
         return int(xxh3_64_intdigest(packed, self._root_seed))
 
@@ -90,7 +86,7 @@ class BlockHasher:
         """
         tokens = token_words(token_ids)
         blocks = len(tokens) // self.block_tokens
-        digests = self._digests(extras[:blocks]) if extras else _NO_EXTRAS
+        digests = self._digests(extras[:blocks]) if extras else EMPTY
         keys = np.empty(1 + blocks, np.uint64)
         keys[0] = parent
         chain_behind(tokens, digests, self.multipliers, keys)
@@ -253,7 +249,9 @@ def read_extras(event: BlockStored, *, starts_prompt: bool) -> RunExtras:
         raise TokenError("extra_keys must have one entry for each block")
     entries: list[Sequence[Any]] = []
     for position, entry in enumerate(event.extra_keys):
-        items = _without_lora(entry or [], event.lora_name)
+        items = entry or []
+        if event.lora_name is not None and items[:1] == [event.lora_name]:
+            items = items[1:]
         if starts_prompt and position == 0:
             items, salt = _without_salt(items, salt)
         for item in items:
@@ -298,10 +296,6 @@ def extras_of_prompt(
         if block < len(blocks) and (item.length or offset):
             blocks[block] += _pack([item.identifier, offset], 0, block_tokens)
     return blocks if any(blocks) else ()
-
-
-def _without_lora(items: list[Any], lora_name: str | None) -> list[Any]:
-    return items[1:] if lora_name is not None and items[:1] == [lora_name] else items
 
 
 def _without_salt(items: list[Any], salt: str | None) -> tuple[list[Any], str | None]:

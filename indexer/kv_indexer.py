@@ -78,6 +78,7 @@ class KvIndexer:
         peers = PeerClient(config, identity, self._metrics) if config.peers else None
         self._relay = _relay(config, identity, registry)
         self._subscriber = Subscriber(ingest, peers, self._relay.reader if self._relay is not None else None)
+        self.block_tokens, self.bound_endpoint = config.block_tokens, self._subscriber.bound_endpoint
         self.exports = PeerService(
             identity, self._subscriber.export, self._metrics, total_s=config.snapshot_total_s
         )
@@ -89,14 +90,6 @@ class KvIndexer:
         self._counted_s = -math.inf
         # By model: root keys of the salts and adapters of the latest prompts, the latest first.
         self._roots: dict[str, tuple[int, ...]] = {}
-
-    @property
-    def block_tokens(self) -> int:
-        return self._hasher.block_tokens
-
-    @property
-    def bound_endpoint(self) -> str | None:
-        return self._subscriber.bound_endpoint
 
     def start(self) -> None:
         self._subscriber.start()
@@ -197,7 +190,7 @@ class KvIndexer:
         self._speculation.expire(self._clock())
         registry = self.engine_registry
         table = self._index.match(keys, registry.holders(pods), self._servable(prompt_tokens))
-        if self._hybrid.is_needed:
+        if self._hybrid.pods:
             table = self._hybrid.refine(keys, table, prompt_tokens, tokens)
         found = registry.of_pods(table, pods, pending_tokens, self._hasher.block_tokens)
         self._metrics.looked_up(found.longest, time.perf_counter() - started_s)
@@ -209,12 +202,7 @@ class KvIndexer:
         return None if prompt_tokens is None else max(0, prompt_tokens - 1) // self._hasher.block_tokens
 
     def causes(self, model: str, match: PodMatches, pod: str, keys: Keys, tokens: Tokens) -> PromptCauses:
-        """Return why the tokens of a prompt are served from the cache of `pod` or computed there.
-
-        Args:
-            match: Match of the prompt, see `match`.
-            keys: Block keys of the prompt.
-        """
+        """Return why the tokens of a prompt are served from the cache of `pod` or computed there."""
         block_tokens, limit = self._hasher.block_tokens, _NO_LIMIT
         if match.held is not match.cached_blocks:
             limit = self._limit(engine_name(pod, match.ranks.get(pod, 0)))
@@ -258,17 +246,20 @@ class KvIndexer:
         lost_s = self._index.lost_s(keys.item(missing)) if missing < len(keys) else None
         held = self._index.held(keys, holder)
         stride = table.strides.item(0) if len(table.strides) else 1
-        return explain_prefix(
-            holder,
+        explained = explain_prefix(
             held,
             self._index.tiers,
-            status=NOT_FOLLOWED if engine is None else (engine.state, engine.reason),
-            usable_blocks=table.cached_blocks.item(0),
             stride=stride,
             causes=split_prompt(table, holder, length, block_tokens, self._limit(holder)),
-            drafter=self._ingest.drafter(holder),
-            proven=self._ingest.proven(holder, keys, held, stride),
             evicted_s_ago=None if lost_s is None else max(0.0, self._clock() - lost_s),
+        )
+        return Prefix(
+            holder,
+            *(NOT_FOLLOWED if engine is None else (engine.state, engine.reason)),
+            table.cached_blocks.item(0),
+            explained,
+            self._ingest.drafter(holder),
+            *self._ingest.proven(holder, keys, held, stride),
             faults=() if engine is None else tuple(fault.text for fault in self.faults(engine.stream.pod)),
         )
 
@@ -310,7 +301,7 @@ class KvIndexer:
         states = self._ingest.states(pod)
         for state in states:
             state.tier_proof.reports_evictions |= facts.reports_evictions
-        stored = any(state.view.block_tokens is not None for state in states)
+        stored = any(state.view.runs.block_tokens is not None for state in states)
         watch = self._cache_watches.setdefault(pod, CacheWatch())
         watch.observe(facts, stored=stored or not self.engine_registry.has_exact_streams(pod))
         if (watch.fault is CACHING_OFF) != (pod in self._uncached):

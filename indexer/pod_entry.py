@@ -182,11 +182,7 @@ def _host(address: str) -> str:
 
 
 def parse_pods(text: str, source: str) -> tuple[PodEntry, ...]:
-    """Parse the text of a pods file.
-
-    Args:
-        text: YAML with a list `endpoints`, which may be empty.
-        source: Name of the file, for errors.
+    """Parse the text of a pods file, a list `endpoints` that may be empty; errors name the file `source`.
 
     Raises:
         ConfigError: The file is invalid; the message names file, line and field.
@@ -230,19 +226,16 @@ class _Reader:
         for required in ("name", "address", "port"):
             if required not in fields:
                 self.fail(node, f"{path}.{required}", "is missing")
-        address = self.text(fields["address"], f"{path}.address")
+        labels = self.labels(fields.pop("labels"), f"{path}.labels") if "labels" in fields else {}
+        texts = {"namespace": "default"}
+        texts |= {name: self.text(value, f"{path}.{name}") for name, value in fields.items()}
         try:
-            ipaddress.ip_address(address)
+            ipaddress.ip_address(texts["address"])
         except ValueError:
-            self.fail(fields["address"], f"{path}.address", f"must be an IP address, is {address!r}")
-        namespace = fields.get("namespace")
-        entry = PodEntry(
-            name=self.text(fields["name"], f"{path}.name"),
-            namespace="default" if namespace is None else self.text(namespace, f"{path}.namespace"),
-            address=address,
-            port=self.port(fields["port"], f"{path}.port"),
-            labels=self.labels(fields["labels"], f"{path}.labels") if "labels" in fields else {},
-        )
+            self.fail(fields["address"], f"{path}.address", f"must be an IP address, is {texts['address']!r}")
+        if not is_port(texts["port"]):
+            self.fail(fields["port"], f"{path}.port", f"must be a port of 1..65535, is {texts['port']!r}")
+        entry = PodEntry(texts["name"], texts["namespace"], texts["address"], int(texts["port"]), labels)
         try:
             stream = entry.stream()
             if stream is not None:
@@ -279,9 +272,3 @@ class _Reader:
         if not isinstance(node, yaml.ScalarNode) or not node.value:
             self.fail(node, path, "must be a text")
         return str(node.value)
-
-    def port(self, node: yaml.Node, path: str) -> int:
-        port = self.text(node, path)
-        if not is_port(port):
-            self.fail(node, path, f"must be a port of 1..65535, is {port!r}")
-        return int(port)

@@ -219,6 +219,8 @@ class TextEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._head, self._tail = _affixes(tokenizer)
+        # Numbers of tokens that `add_special_tokens` adds before and after a text.
+        self.affix_tokens = len(self._head), len(self._tail)
         splitting = _splitting_tokens(tokenizer)
         self._special_tokens = _any_of(splitting)
         # Special tokens that are a prefix of another one, so that following text may change them.
@@ -226,11 +228,6 @@ class TextEncoder:
             token for token in splitting for other in splitting if other != token and other.startswith(token)
         }
         self._fast = FastEncoder.create(tokenizer, self._by_library)
-
-    @property
-    def affix_tokens(self) -> tuple[int, int]:
-        """Return the numbers of tokens that `add_special_tokens` adds before and after a text."""
-        return len(self._head), len(self._tail)
 
     @property
     def facts(self) -> EncodingFacts:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from tokenization.apis.chat import (
+    Body,
     ManyItemsError,
     MediaForm,
     chat_messages,
@@ -28,8 +29,6 @@ from tokenization.encoder import TokenIds
 from tokenization.errors import PromptError, PromptTooLongError, UnsupportedPromptError
 from tokenization.images.prompts import ExpandedPrompt, expand_images, image_parts
 from tokenization.tokenizer import PromptTokenizer
-
-Body = Mapping[str, Any]
 
 # Default of `max_tokens` in the completions API.
 _COMPLETION_OUTPUT_TOKENS = 16
@@ -295,7 +294,7 @@ class Truncation:
 NO_TRUNCATION = Truncation()
 
 
-def truncation_of(body: Mapping[str, Any], context_tokens: int | None, output_tokens: int) -> Truncation:
+def truncation_of(body: Body, context_tokens: int | None, output_tokens: int) -> Truncation:
     """Return the truncation that a request asks for.
 
     Args:

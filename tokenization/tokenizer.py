@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,31 +59,26 @@ class TokenTexts(dict[int, str | None]):
         return own
 
 
+@dataclass(eq=False)
 class PromptTokenizer:
     """Tokenizer of one model with its chat templates and image rule. Thread-safe."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        chat_template: ChatTemplate | None,
-        eos_token_ids: frozenset[int],
-        tool_template: ChatTemplate | None = None,
-        mistral_text: re.Pattern[str] | None = None,
-        image_files: ImageFiles | None = None,
-        coded: HarmonyPrompts | MistralPrompts | None = None,
-    ) -> None:
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None  # None if the model has none, or its engines do not use it
+    eos_token_ids: frozenset[int]  # ids that end a generation
+    tool_template: ChatTemplate | None = None
+    mistral_text: re.Pattern[str] | None = None
+    image_files: InitVar[ImageFiles | None] = None
+    coded: HarmonyPrompts | MistralPrompts | None = None  # builds chats instead of the template
+
+    def __post_init__(self, image_files: ImageFiles | None) -> None:
+        tokenizer = self.tokenizer
         # Engines truncate and pad by themselves; settings in tokenizer.json must not change the ids.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        self._tokenizer = tokenizer
-        self.chat_template = chat_template  # None if the model has none, or its engines do not use it
-        self._tool_template = tool_template
-        self._mistral_text = mistral_text
-        self.coded = coded  # library by which engines build chats; None: by the template
         self.image_rule: ImageRule | None = None  # expansion of images in prompts; None if unknown
         if image_files is not None:
             self.image_rule = image_rule(image_files, tokenizer)
-        self.eos_token_ids = eos_token_ids  # ids that end a generation
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         # Characters of the longest token; a text has at least (its length / this) tokens.
         self.token_chars_max = max(map(len, tokenizer.get_vocab(with_added_tokens=True)), default=1)
@@ -143,11 +139,11 @@ class PromptTokenizer:
     @property
     def uses_tokenizer_json(self) -> bool:
         """Return whether engines encode and truncate every prompt by `tokenizer.json`."""
-        return self._mistral_text is None
+        return self.mistral_text is None
 
     def template_for(self, tools: object) -> ChatTemplate | None:
         """Return the template of chats with these tools (None: without tools), or None if there is none."""
-        return self.chat_template if tools is None else self._tool_template or self.chat_template
+        return self.chat_template if tools is None else self.tool_template or self.chat_template
 
     def token_ids(self, text: str, *, add_special_tokens: bool = True) -> TokenIds:
         """Encode a text; `add_special_tokens` adds the model's tokens around it, such as BOS.
@@ -155,7 +151,7 @@ class PromptTokenizer:
         Raises:
             UnsupportedPromptError: It contains a lone surrogate, or is too long for the model's library.
         """
-        other = self._mistral_text is not None and self._mistral_text.search(text)
+        other = self.mistral_text is not None and self.mistral_text.search(text)
         if other and isinstance(self.coded, MistralPrompts):
             return self.coded.text_ids(text, add_special_tokens=add_special_tokens)
         return self.encoder.encode(text, add_special_tokens=add_special_tokens)
@@ -167,7 +163,7 @@ class PromptTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decode ids to a text; bytes that are not UTF-8 become U+FFFD."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def token_texts(self, *, skip_special_tokens: bool = True) -> TokenTexts | None:
@@ -175,12 +171,12 @@ class PromptTokenizer:
         return self._token_texts.get(skip_special_tokens)
 
     def to_json(self) -> str:
-        text: str = self._tokenizer.to_str()
+        text: str = self.tokenizer.to_str()
         return text
 
     def token_text(self, token_id: int) -> str:
         """Return the vocabulary's spelling of an id; empty for an id outside of it."""
-        return self._tokenizer.id_to_token(token_id) or ""
+        return self.tokenizer.id_to_token(token_id) or ""
 
     def render_chat(
         self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any

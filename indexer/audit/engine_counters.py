@@ -87,13 +87,11 @@ def check_counters(
 
 
 def _another_process(before: EngineReading, now: EngineReading) -> bool:
-    constants = (before.started_s, now.started_s), (before.capacity_blocks, now.capacity_blocks)
-    counters = (
-        (before.prompt_tokens, now.prompt_tokens),
-        (before.query_tokens, now.query_tokens),
-        (before.hit_tokens, now.hit_tokens),
-    )
-    return any(_grown(*pair) for pair in constants) or any((_grown(*pair) or 0) < 0 for pair in counters)
+    def grown(name: str) -> float:
+        return _grown(getattr(before, name), getattr(now, name)) or 0
+
+    constants, counters = ("started_s", "capacity_blocks"), ("prompt_tokens", "query_tokens", "hit_tokens")
+    return any(map(grown, constants)) or any(grown(name) < 0 for name in counters)
 
 
 def _phantom_hits(before: EngineReading, now: EngineReading) -> bool:

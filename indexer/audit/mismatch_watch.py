@@ -129,15 +129,15 @@ class _Expectation:
     is_suspect: bool = False  # whether the pod stored unexplained runs until then
 
 
+@dataclass(eq=False, kw_only=True)
 class MismatchWatch:
     """Expected blocks of the requests in flight, compared with what the pods store. Thread-safe."""
 
-    def __init__(
-        self, *, max_expectations: int = 1024, max_pods: int = 4096, never_hit_dispatches: int = 20
-    ) -> None:
-        self._max_expectations = max_expectations
-        self._max_pods = max_pods  # above it the pods without dispatches for longest are dropped
-        self._never_hit_dispatches = never_hit_dispatches  # requests in a row without a match that are a sign
+    max_expectations: int = 1024
+    max_pods: int = 4096  # above it the pods without dispatches for longest are dropped
+    never_hit_dispatches: int = 20  # requests in a row without a match that are a sign
+
+    def __post_init__(self) -> None:
         self._secret = secrets.token_bytes(16)
         self._lock = threading.Lock()
         self._expected: dict[Hashable, _Expectation] = {}
@@ -174,9 +174,9 @@ class MismatchWatch:
                 watched, model, parent_key, first_keys, tokens, start_tokens, watched.unexplained_runs
             )
             self._expected[request_id] = watched.waiting[request_id] = expectation
-            if len(self._expected) > self._max_expectations:
+            if len(self._expected) > self.max_expectations:
                 self._forget(next(iter(self._expected)))
-            if len(self._pods) > self._max_pods:
+            if len(self._pods) > self.max_pods:
                 self._forget_pod(next(iter(self._pods)))
 
     def waits_for(self, pod: str) -> bool:
@@ -250,10 +250,9 @@ class MismatchWatch:
         if not expectation.is_suspect:
             return None
         watched.misses_in_a_row += 1
-        watched.never_hit = watched.misses_in_a_row >= self._never_hit_dispatches
+        watched.never_hit = watched.misses_in_a_row >= self.never_hit_dispatches
         mismatch = self._mismatch(request_id, expectation)
-        if mismatch is not None:
-            watched.last_mismatch = mismatch
+        watched.last_mismatch = mismatch or watched.last_mismatch
         if mismatch is not None or watched.never_hit:
             watched.matches_needed = TRUSTED_AFTER
         return mismatch
@@ -286,11 +285,9 @@ class MismatchWatch:
         return bool(met)
 
     def _forget_pod(self, pod: str) -> None:
-        watched = self._pods.get(pod)
-        if watched is not None:
+        if (watched := self._pods.pop(pod, None)) is not None:
             for request_id in tuple(watched.waiting):
                 self._forget(request_id)
-            del self._pods[pod]
 
     def _forget(self, request_id: Hashable) -> _Expectation | None:
         expectation = self._expected.pop(request_id, None)

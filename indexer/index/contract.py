@@ -215,6 +215,16 @@ def split_prompt(
     return tokens
 
 
+class HeldPrefix(NamedTuple):
+    """What an engine holds of a prompt."""
+
+    end: PrefixEnd
+    held_blocks: int  # length of the unbroken prefix that it holds, usable or not
+    held_beyond: int  # blocks held after the first missing one
+    tiers: tuple[tuple[str, int], ...]  # best tier and length in blocks of each stretch of the held prefix
+    evicted_s_ago: float | None = None  # since a pod lost the first missing block; None: not remembered
+
+
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """Cached prefix of a prompt at one engine, with its explanation."""
@@ -223,66 +233,40 @@ class Prefix:
     state: StreamState  # state of its stream; STALE if it is not followed
     reason: str  # of the state
     cached_blocks: int  # length of the prefix that the engine can resume from
-    end: PrefixEnd
-    held_blocks: int  # length of the unbroken prefix that it holds, usable or not
-    held_beyond: int  # blocks held after the first missing one
-    tiers: tuple[tuple[str, int], ...]  # best tier and length in blocks of each stretch of the held prefix
+    held: HeldPrefix
     drafter: str = ""  # what is known of the engine's drafter, in words; empty: no sign of one
     proven_blocks: int = 0  # length of the prefix that is proven to be held; speculative blocks are not
     end_proven: bool = False  # whether it is proven that the engine holds no more of the prompt
-    evicted_s_ago: float | None = None  # since a pod lost the first missing block; None: not remembered
     faults: tuple[str, ...] = ()  # why its cache cannot be used as its users expect, for operators
 
 
 def explain_prefix(
-    engine: str,
     held: NDArray[np.uint8],
     tiers: Tiers,
     *,
-    status: tuple[StreamState, str],
-    usable_blocks: int,
     stride: int = 1,
     causes: Mapping[str, int] = _NO_CAUSES,
-    drafter: str = "",
-    proven: tuple[int, bool] = (0, False),
     evicted_s_ago: float | None = None,
-    faults: tuple[str, ...] = (),
-) -> Prefix:
+) -> HeldPrefix:
     """Explain how long an engine's cached prefix is and why it ends there.
 
     Args:
-        engine: Name of the engine, `PodStream.holder`.
         held: uint8 [blocks], see `FlatIndex.held`.
-        status: State of the engine's stream and its reason.
         stride: Index blocks per engine block; the held prefix is cut to whole engine blocks.
         causes: The prompt's tokens, see `split_prompt`.
-        drafter, evicted_s_ago, faults: See `Prefix`.
-        proven: `proven_blocks` and `end_proven` of `Prefix`.
     """
     missing = np.flatnonzero(held == 0)
     first_missing = int(missing[0]) if len(missing) else len(held)
     length = first_missing - first_missing % stride
-    best = [_best_tier(bits, tiers) for bits in held[:length].tolist()]
+    # Tiers are numbered from the best one, so the lowest bit is the best tier.
+    best = [tiers.names[(bits & -bits).bit_length() - 1] for bits in held[:length].tolist()]
     end = PrefixEnd.HOLE if first_missing < len(held) else PrefixEnd.PROMPT
     if shortened := {cause: tokens for cause, tokens in causes.items() if cause in _ENDS}:
         end = _ENDS[max(shortened, key=shortened.__getitem__)]
-    return Prefix(
-        engine=engine,
-        state=status[0],
-        reason=status[1],
-        cached_blocks=usable_blocks,
-        end=end,
-        held_blocks=length,
-        held_beyond=int(np.count_nonzero(held[first_missing:])),
-        tiers=tuple((tier, len(list(stretch))) for tier, stretch in groupby(best)),
-        drafter=drafter,
-        proven_blocks=proven[0],
-        end_proven=proven[1],
-        evicted_s_ago=evicted_s_ago if first_missing < len(held) else None,
-        faults=faults,
+    return HeldPrefix(
+        end,
+        length,
+        int(np.count_nonzero(held[first_missing:])),
+        tuple((tier, len(list(stretch))) for tier, stretch in groupby(best)),
+        evicted_s_ago if first_missing < len(held) else None,
     )
-
-
-def _best_tier(bits: int, tiers: Tiers) -> str:
-    # Tiers are numbered from the best one, so the lowest bit is the best tier.
-    return tiers.names[(bits & -bits).bit_length() - 1]

@@ -259,11 +259,7 @@ def unlink(arrays: FlatArrays, first: int, last: int) -> None:
 
 @inlined
 def link(arrays: FlatArrays, first: int, last: int, before: int) -> None:
-    """Insert the linked slots from `first` to `last` into the LRU list, after `before`.
-
-    Args:
-        before: A slot in the list; NO_SLOT to make them the most recently used.
-    """
+    """Insert the linked slots from `first` to `last` into the LRU list after `before`; NO_SLOT: in front."""
     slots = arrays.slots
     after = (
         arrays.counters[layout.NEWEST] if before == layout.NO_SLOT else np.int64(slots[before, layout.NEXT])

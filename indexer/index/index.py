@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from indexer.index.update import (
     sweep,
     used_bytes,
 )
-from indexer.keys import Keys
+from indexer.keys import EMPTY, Keys
 from indexer.wire.tiers import Tiers
 
 # Blocks per turn under the lock, about 0.2 ms.
@@ -41,7 +41,6 @@ _SWEEPS_FOR_ROOM = 8
 # Pause between turns: a lock that is taken again at once starves the threads that wait for it.
 _PAUSE_S = 0.0001
 _POD_SETS_MAX = 64
-_NO_HASHES = np.empty(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +54,7 @@ class _PodSet:
     drops: NDArray[np.int32]  # as many as `strides`
 
 
+@dataclass(eq=False)
 class FlatIndex:
     """Index of the pods that hold each block. Thread-safe; effects are visible when a method returns.
 
@@ -69,31 +69,24 @@ class FlatIndex:
     A pod is any text that names one holder; a separately indexed KV cache group is a holder of its own.
     A tier that `tiers` does not name counts as "other".
 
-    Args:
-        capacity_bytes: Maximum memory for blocks; beyond it the least recently used ones are evicted.
-        capacity_blocks: Maximum of unique blocks; None for as many as fit into `capacity_bytes`.
-        removed_hashes: Engine hashes that are kept after their blocks were removed, of all pods together.
-
     Raises:
         ConfigError: The capacity is less than one block, or more than 2**31 - 1.
     """
 
-    def __init__(
-        self,
-        capacity_bytes: int,
-        tiers: Tiers,
-        *,
-        capacity_blocks: int | None = None,
-        removed_hashes: int = 262_144,
-    ) -> None:
-        fitting = capacity_bytes // layout.BLOCK_BYTES
+    capacity_bytes: int  # maximum memory for blocks; beyond it the least recently used ones are evicted
+    tiers: Tiers
+    _: KW_ONLY
+    capacity_blocks: InitVar[int | None] = None  # maximum of unique blocks; None: as many as fit
+    # Engine hashes that are kept after their blocks were removed, of all pods together.
+    removed_hashes: InitVar[int] = 262_144
+
+    def __post_init__(self, capacity_blocks: int | None, removed_hashes: int) -> None:
+        fitting = self.capacity_bytes // layout.BLOCK_BYTES
         blocks = fitting if capacity_blocks is None else min(fitting, capacity_blocks)
         if not 0 < blocks < 1 << 31:
             raise ConfigError(f"index: capacity of {blocks} blocks, must be 1..{(1 << 31) - 1}")
-        self.tiers = tiers
         self.lock = threading.Lock()
-        self._set_arrays(_allocate(blocks, capacity_bytes, len(tiers.names), removed_hashes))
-        self._capacity_bytes = capacity_bytes
+        self._set_arrays(_allocate(blocks, self.capacity_bytes, len(self.tiers.names), removed_hashes))
         self._numbers: dict[str, int] = {}
         self._free_numbers: list[int] = []
         self._numbers_used = 0
@@ -120,7 +113,7 @@ class FlatIndex:
         """
         self.store(pod, self.tiers.number(tier), keys)
 
-    def store(self, pod: str, tier: int, keys: Keys, hashes: NDArray[np.uint64] = _NO_HASHES) -> int:
+    def store(self, pod: str, tier: int, keys: Keys, hashes: NDArray[np.uint64] = EMPTY) -> int:
         """Add references under scoped hashes; return how many of these stood for other blocks before."""
         kept = min(len(keys), int(self.arrays.counters[layout.CAPACITY]))
         reused = 0
@@ -250,7 +243,7 @@ class FlatIndex:
                 holdings=int(self.arrays.pod_blocks[numbers].sum()),
                 evicted_blocks=int(counters[layout.EVICTED]),
                 used_bytes=int(used_bytes(self.arrays)),
-                capacity_bytes=self._capacity_bytes,
+                capacity_bytes=self.capacity_bytes,
             )
 
     @property
@@ -317,11 +310,9 @@ class FlatIndex:
 
         Gives up after a few turns. Call it under the lock, before each run without a call of `prepare`.
         """
-        if not self._is_unswept:
-            return
         counters = self.arrays.counters
         for _ in range(_SWEEPS_FOR_ROOM):
-            if counters[layout.BLOCKS] + blocks <= counters[layout.CAPACITY] or not self._is_unswept:
+            if not self._is_unswept or counters[layout.BLOCKS] + blocks <= counters[layout.CAPACITY]:
                 return
             self._sweep_turn()
 

@@ -66,17 +66,6 @@ def evict_oldest(arrays: FlatArrays) -> bool:
 
 
 @inlined
-def make_room(arrays: FlatArrays, blocks: int, spared: int) -> None:
-    """Evict until this many new blocks fit into the byte limit, but keep the `spared` most recently used."""
-    counters = arrays.counters
-    while (
-        counters[layout.BLOCKS] > spared
-        and used_bytes(arrays) + blocks * layout.BLOCK_BYTES > counters[layout.BYTES_MAX]
-    ):
-        evict_oldest(arrays)
-
-
-@inlined
 def insert_block(arrays: FlatArrays, key: np.uint64, before: int) -> int:
     """Create a slot for a new block after `before` in the LRU list. The caller adds a holder."""
     if arrays.counters[layout.BLOCKS] >= arrays.counters[layout.CAPACITY]:
@@ -114,7 +103,10 @@ def place_blocks(arrays: FlatArrays, keys: NDArray[np.uint64], chain: NDArray[np
         use(arrays, chain, blocks)
         if known == blocks:
             return
-    make_room(arrays, blocks - known, known)
+    # The new blocks must fit into the byte limit; those of this run are the most recently used ones.
+    room_bytes = arrays.counters[layout.BYTES_MAX] - (blocks - known) * layout.BLOCK_BYTES
+    while arrays.counters[layout.BLOCKS] > known and used_bytes(arrays) > room_bytes:
+        evict_oldest(arrays)
     before = np.int64(layout.NO_SLOT)
     for place in range(blocks):
         slot = chain[place]

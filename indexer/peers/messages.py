@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from indexer.config import IndexerConfig
 from indexer.errors import PeerError
 from indexer.index.layout import PART_BLOCKS, HeldBlocks
-from indexer.views.view_parts import ViewFacts, ViewPart, ViewSnapshot
+from indexer.views.view_parts import ViewFacts, ViewPart, ViewSnapshot, words
 
 # Increased whenever block keys, names or the format of these messages change.
 SCHEMA = 2
@@ -81,81 +81,72 @@ def snapshot_messages(snapshot: ViewSnapshot) -> Iterator[bytes]:
     yield encode(_End(len(snapshot.parts)))
 
 
-class SnapshotReader:
-    """Decoder of one snapshot, with bounds."""
+def read_messages(messages: Iterable[bytes], config: IndexerConfig, tiers: int) -> tuple[ViewSnapshot, int]:
+    """Decode all messages of a snapshot; return it and their size in bytes; `tiers` is the number of tiers.
 
-    def __init__(self, config: IndexerConfig, tiers: int) -> None:
-        self._tiers = tiers
-        self._block_tokens = config.block_tokens
-        self._max_bytes = config.snapshot_max_bytes
-        self.size_bytes = 0  # size of all messages so far
+    Raises:
+        PeerError: The snapshot is malformed, incomplete or larger than `snapshot_max_bytes`.
+    """
+    header, end, parts = None, None, list[ViewPart]()
+    size_bytes = counted_bytes = 0
+    for number, data in enumerate(messages):
+        size_bytes += len(data)
+        counted_bytes += max(len(data), _MESSAGE_BYTES)
+        if counted_bytes > config.snapshot_max_bytes:
+            raise PeerError("too_large", f"the snapshot exceeds {config.snapshot_max_bytes} bytes")
+        try:
+            message: _Message = _DECODER.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise PeerError("broken", f"message {number}: {error}") from None
+        _require(end is None, "a message after the end")
+        if header is None:
+            if not isinstance(message, _Header):
+                raise PeerError("broken", "the first message is not a header")
+            header, groups = message, _groups(message, config.block_tokens)
+            continue
+        match message:
+            case _Header():
+                raise PeerError("broken", "a second header")
+            case _End(expected):
+                end = expected
+            case _:
+                _require(message.group in groups, f"group {message.group} is not in the header")
+                parts.append(ViewPart(message.group, _held(message, tiers)))
+    if header is None or end != len(parts):
+        raise PeerError("broken", f"received {len(parts)} parts, expected {end}")
+    snapshot = ViewSnapshot(header.sequence, header.digest, header.facts, header.evicted_blocks, parts)
+    return snapshot, size_bytes
 
-    def read(self, messages: Iterable[bytes]) -> ViewSnapshot:
-        """Decode all messages of a snapshot, in order.
 
-        Raises:
-            PeerError: The snapshot is malformed, incomplete or larger than `snapshot_max_bytes`.
-        """
-        decoded = self._decoded(messages)
-        header, end = next(decoded, None), None
-        if not isinstance(header, _Header):
-            raise PeerError("broken", "the first message is not a header")
-        groups, parts = self._groups(header), list[ViewPart]()
-        for message in decoded:
-            _require(end is None, "a message after the end")
-            match message:
-                case _Header():
-                    raise PeerError("broken", "a second header")
-                case _End(number):
-                    end = number
-                case _:
-                    _require(message.group in groups, f"group {message.group} is not in the header")
-                    parts.append(ViewPart(message.group, self._held(message)))
-        if end != len(parts):
-            raise PeerError("broken", f"received {len(parts)} parts, expected {end}")
-        return ViewSnapshot(header.sequence, header.digest, header.facts, header.evicted_blocks, parts)
+def _groups(header: _Header, block_tokens: int) -> frozenset[int | None]:
+    tokens = header.facts.run_tokens
+    _require(header.sequence <= _SEQUENCE_MAX, "sequence")
+    _require(tokens is None or tokens % block_tokens == 0, "run_tokens")
+    usable = (fact.group for fact in header.facts.groups if fact.usable and not fact.leads)
+    return frozenset((None, *usable))
 
-    def _decoded(self, messages: Iterable[bytes]) -> Iterator[_Message]:
-        counted_bytes = 0
-        for number, data in enumerate(messages):
-            self.size_bytes += len(data)
-            counted_bytes += max(len(data), _MESSAGE_BYTES)
-            if counted_bytes > self._max_bytes:
-                raise PeerError("too_large", f"the snapshot exceeds {self._max_bytes} bytes")
-            try:
-                yield _DECODER.decode(data)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise PeerError("broken", f"message {number}: {error}") from None
 
-    def _groups(self, header: _Header) -> frozenset[int | None]:
-        tokens = header.facts.run_tokens
-        _require(header.sequence <= _SEQUENCE_MAX, "sequence")
-        _require(tokens is None or tokens % self._block_tokens == 0, "run_tokens")
-        usable = (fact.group for fact in header.facts.groups if fact.usable and not fact.leads)
-        return frozenset((None, *usable))
-
-    def _held(self, message: _Held) -> HeldBlocks:
-        keys, names = _words(message.keys), _words(message.names)
-        tiers, name_counts = _bytes(message.tiers), _bytes(message.name_counts)
-        copies = _words(message.copies).view(np.int64)
-        _require(0 < len(keys) <= PART_BLOCKS, "number of blocks")
-        _require(len(keys) == len(tiers) == len(name_counts), "columns of different lengths")
-        _require(bool(tiers.all()) and int(tiers.max()) < 1 << self._tiers, "tiers")
-        _require(int(name_counts.sum()) == len(names) <= 2 * PART_BLOCKS and names.all(), "names")
-        _require(len(copies) % 3 == 0 and len(copies) <= 6 * PART_BLOCKS, "number of copies")
-        further = copies.reshape(-1, 3)
-        places, tier, count = further[:, 0], further[:, 1], further[:, 2]
-        in_bounds = (places >= 0) & (places < len(keys)) & (tier >= 0) & (tier < self._tiers)
-        _require(bool(in_bounds.all()), "place or tier of copies")
-        _require(bool(((count > 0) & (count < COPIES_MAX)).all()), "number of copies of a block")
-        _require(bool(((tiers[places] >> tier) & 1).all()), "copies in a tier that does not hold the block")
-        return HeldBlocks(keys, tiers, name_counts, names, further)
+def _held(message: _Held, tier_count: int) -> HeldBlocks:
+    keys, names = _words(message.keys), _words(message.names)
+    tiers, name_counts = _bytes(message.tiers), _bytes(message.name_counts)
+    copies = _words(message.copies).view(np.int64)
+    _require(0 < len(keys) <= PART_BLOCKS, "number of blocks")
+    _require(len(keys) == len(tiers) == len(name_counts), "columns of different lengths")
+    _require(bool(tiers.all()) and int(tiers.max()) < 1 << tier_count, "tiers")
+    _require(int(name_counts.sum()) == len(names) <= 2 * PART_BLOCKS and names.all(), "names")
+    _require(len(copies) % 3 == 0 and len(copies) <= 6 * PART_BLOCKS, "number of copies")
+    further = copies.reshape(-1, 3)
+    places, tier, count = further[:, 0], further[:, 1], further[:, 2]
+    in_bounds = (places >= 0) & (places < len(keys)) & (tier >= 0) & (tier < tier_count)
+    _require(bool(in_bounds.all()), "place or tier of copies")
+    _require(bool(((count > 0) & (count < COPIES_MAX)).all()), "number of copies of a block")
+    _require(bool(((tiers[places] >> tier) & 1).all()), "copies in a tier that does not hold the block")
+    return HeldBlocks(keys, tiers, name_counts, names, further)
 
 
 def _words(data: bytes) -> NDArray[np.uint64]:
-    """Return a column of 64-bit numbers as a writable copy, which the kernels need."""
     _require(len(data) % 8 == 0, "length of a column of 64-bit numbers")
-    return np.frombuffer(data, "<u8").astype(np.uint64)
+    return words(data)
 
 
 def _bytes(data: bytes) -> NDArray[np.uint8]:

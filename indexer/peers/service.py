@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
 
@@ -26,7 +25,7 @@ from indexer._pb import indexer_pb2_grpc as pb_grpc
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import ConfigError, PeerError
 from indexer.metrics import IndexerMetrics
-from indexer.peers.messages import FORM, MESSAGE_BYTES_MAX, SCHEMA, SnapshotReader, snapshot_messages
+from indexer.peers.messages import FORM, MESSAGE_BYTES_MAX, SCHEMA, read_messages, snapshot_messages
 from indexer.views.view_parts import ViewSnapshot
 
 _log = logging.getLogger(__name__)
@@ -108,29 +107,23 @@ class PeerIdentity:
             raise PeerError("fingerprint", "--hash-seed and --block-tokens must be the same as here")
 
 
+@dataclass(eq=False)
 class PeerService(pb_grpc.IndexPeerServicer):
     """gRPC service that sends views to peers. Thread-safe."""
 
-    def __init__(
-        self,
-        identity: PeerIdentity,
-        export: Callable[[str, str], Future[ViewSnapshot]],
-        metrics: IndexerMetrics,
-        *,
-        total_s: float,
-    ) -> None:
-        self.identity = identity
-        self._export = export  # starts the export of an engine's view, by `PodStream.holder` and model
-        self._metrics = metrics
-        self._total_s = total_s  # timeout of an export
+    identity: PeerIdentity
+    # Starts the export of an engine's view, by `PodStream.holder` and model.
+    export: Callable[[str, str], Future[ViewSnapshot]]
+    metrics: IndexerMetrics
+    total_s: float  # timeout of an export
+
+    def __post_init__(self) -> None:
         self._free = threading.Semaphore(_AT_ONCE)
 
     def add_to(self, server: grpc.Server) -> None:
-        # The generated function has no types.
-        add: Any = pb_grpc.add_IndexPeerServicer_to_server
-        add(self, server)
+        pb_grpc.add_IndexPeerServicer_to_server(self, server)
 
-    def Snapshot(  # noqa: N802 (the name is the proto's)
+    def Snapshot(
         self, request: pb.SnapshotRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.SnapshotChunk]:
         """Stream the view of one engine, in the format of `messages`."""
@@ -141,26 +134,26 @@ class PeerService(pb_grpc.IndexPeerServicer):
                 raise PeerError("busy", f"{_AT_ONCE} exports are running")
             try:
                 for message in snapshot_messages(self._listed(request.engine, request.model)):
-                    self._metrics.export_bytes.inc(len(message))
+                    self.metrics.export_bytes.inc(len(message))
                     yield pb.SnapshotChunk(message=message)
             finally:
                 self._free.release()
             outcome = "completed"
-            self._metrics.export_s.observe(time.monotonic() - started_s)
+            self.metrics.export_s.observe(time.monotonic() - started_s)
         except PeerError as error:
             outcome = error.reason
             _log.info("peer request rejected: engine=%s error=%s", request.engine, error)
             context.abort(_CODES.get(error.reason, grpc.StatusCode.FAILED_PRECONDITION), str(error))
         finally:
-            self._metrics.exports.labels(outcome).inc()
+            self.metrics.exports.labels(outcome).inc()
 
     def _listed(self, engine: str, model: str) -> ViewSnapshot:
-        view = self._export(engine, model)
+        view = self.export(engine, model)
         try:
-            return view.result(self._total_s)
+            return view.result(self.total_s)
         except FutureTimeoutError:
             view.cancel()
-            raise PeerError("timeout", f"the export took more than {self._total_s:g} s") from None
+            raise PeerError("timeout", f"the export took more than {self.total_s:g} s") from None
 
 
 class PeerClient:
@@ -221,14 +214,14 @@ class PeerClient:
     def _snapshot(
         self, host: str, address: str, stream: PodStream, ends_s: float
     ) -> tuple[ViewSnapshot, int]:
-        reader = SnapshotReader(self._config, len(self._identity.tiers))
         request = self._identity.request(stream.holder, stream.model)
-        # The generated class has no types.
-        stub: Any = pb_grpc.IndexPeerStub
         channel = self._channel(host, address)
         try:
-            call = stub(channel).Snapshot(request, timeout=max(0.0, ends_s - time.monotonic()))
-            return reader.read(chunk.message for chunk in call), reader.size_bytes
+            call = pb_grpc.IndexPeerStub(channel).Snapshot(
+                request, timeout=max(0.0, ends_s - time.monotonic())
+            )
+            messages = (chunk.message for chunk in call)
+            return read_messages(messages, self._config, len(self._identity.tiers))
         except grpc.RpcError as error:
             raise self._refusal(address, error) from None
         except ValueError as error:
@@ -272,10 +265,7 @@ class PeerClient:
 
 
 def resolve(peer: str) -> list[tuple[str, str]]:
-    """Resolve a peer's name; return its (host, "ip:port") pairs without duplicates.
-
-    Args:
-        peer: HOST:PORT.
+    """Resolve a peer's HOST:PORT; return its (host, "ip:port") pairs without duplicates.
 
     Raises:
         OSError: The name cannot be resolved.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import InitVar, asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import grpc
@@ -33,6 +32,7 @@ _CALLS_AT_ONCE = 64
 _MAX_MESSAGE_BYTES = 16 << 20
 
 
+@dataclass(eq=False)
 class IndexerServer(pb_grpc.IndexerServiceServicer):
     """Server of kvroute.v1.IndexerService and IndexPeer; binds its port in the constructor.
 
@@ -42,18 +42,14 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
         ListenError: The port is in use or not permitted.
     """
 
-    def __init__(
-        self,
-        indexer: KvIndexer,
-        streams: Sequence[PodStream],
-        host: str,
-        port: int,
-        credentials: grpc.ServerCredentials | None = None,
-        tokenizers: Mapping[str, PromptTokenizer] = MappingProxyType({}),
-    ) -> None:
-        self._indexer = indexer
-        self._streams = streams  # declared pods, which may be requested before they are followed
-        self._tokenizers = tokenizers  # by model; for prompts sent as text
+    indexer: KvIndexer
+    streams: Sequence[PodStream]  # declared pods, which may be requested before they are followed
+    host: InitVar[str]
+    port: int  # 0: any free port, which is set here
+    credentials: InitVar[grpc.ServerCredentials | None] = None
+    tokenizers: Mapping[str, PromptTokenizer] = field(default_factory=dict)  # by model; for prompts as text
+
+    def __post_init__(self, host: str, credentials: grpc.ServerCredentials | None) -> None:
         self._server = grpc.server(
             ThreadPoolExecutor(_THREADS, thread_name_prefix="grpc"),
             options=[
@@ -64,23 +60,21 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
             ],
             maximum_concurrent_rpcs=_CALLS_AT_ONCE,
         )
-        # The generated function has no types.
-        add_service: Any = pb_grpc.add_IndexerServiceServicer_to_server
-        add_service(self, self._server)
-        indexer.exports.add_to(self._server)
+        pb_grpc.add_IndexerServiceServicer_to_server(self, self._server)
+        self.indexer.exports.add_to(self._server)
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
             (_SERVICE, PEER_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
         try:
             if credentials is None:
                 self.port = self._server.add_insecure_port(address)
             else:
                 self.port = self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
-            raise ListenError(f"--grpc-port {port}: cannot listen on {address}") from error
+            raise ListenError(f"--grpc-port {self.port}: cannot listen on {address}") from error
 
     def start(self) -> None:
         self._server.start()
@@ -96,47 +90,37 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
         # gRPC never ends a call whose message it could not decode, and would wait for it forever.
         self._server.stop(grace_s).wait(grace_s + _STOP_S)
 
-    def Score(  # noqa: N802 (the name is the proto's)
-        self, request: pb.ScoreRequest, context: grpc.ServicerContext
-    ) -> pb.ScoreResponse:
+    def Score(self, request: pb.ScoreRequest, context: grpc.ServicerContext) -> pb.ScoreResponse:
         keys, pods, tokens = self._prompt(request, context)
-        matches = self._indexer.match(keys, pods, prompt_tokens=len(tokens), tokens=tokens).values()
+        matches = self.indexer.match(keys, pods, prompt_tokens=len(tokens), tokens=tokens).values()
         ranked = sorted(matches, key=lambda match: (-match.cached_blocks, match.pod))
         return pb.ScoreResponse(
             pods=[self._score(match) for match in ranked],
-            block_tokens=self._indexer.block_tokens,
+            block_tokens=self.indexer.block_tokens,
             prompt_blocks=len(keys),
         )
 
-    def ScoreBatch(  # noqa: N802 (the name is the proto's)
+    def ScoreBatch(
         self, request: pb.ScoreBatchRequest, context: grpc.ServicerContext
     ) -> pb.ScoreBatchResponse:
         if len(request.prompts) > _PROMPTS_MAX:
-            _abort(
-                context,
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"prompts: expected at most {_PROMPTS_MAX}, got {len(request.prompts)}",
-            )
+            _abort(context, f"prompts: expected at most {_PROMPTS_MAX}, got {len(request.prompts)}")
         return pb.ScoreBatchResponse(responses=[self.Score(prompt, context) for prompt in request.prompts])
 
-    def Explain(  # noqa: N802 (the name is the proto's)
-        self, request: pb.ScoreRequest, context: grpc.ServicerContext
-    ) -> pb.ExplainPrefixResponse:
+    def Explain(self, request: pb.ScoreRequest, context: grpc.ServicerContext) -> pb.ExplainPrefixResponse:
         keys, pods, tokens = self._prompt(request, context)
-        prefixes = self._indexer.explain(keys, pods, prompt_tokens=len(tokens), tokens=tokens)
+        prefixes = self.indexer.explain(keys, pods, prompt_tokens=len(tokens), tokens=tokens)
         return pb.ExplainPrefixResponse(
             engines=[_explanation(prefix) for prefix in prefixes],
-            block_tokens=self._indexer.block_tokens,
+            block_tokens=self.indexer.block_tokens,
             prompt_blocks=len(keys),
         )
 
-    def Stats(  # noqa: N802 (the name is the proto's)
-        self, _request: pb.StatsRequest, _context: grpc.ServicerContext
-    ) -> pb.StatsResponse:
+    def Stats(self, _request: pb.StatsRequest, _context: grpc.ServicerContext) -> pb.StatsResponse:
         return pb.StatsResponse(
-            **asdict(self._indexer.stats()),
-            block_tokens=self._indexer.block_tokens,
-            pending=sorted(self._indexer.pending()),
+            **asdict(self.indexer.stats()),
+            block_tokens=self.indexer.block_tokens,
+            pending=sorted(self.indexer.pending()),
             pods=[
                 pb.PodStream(
                     pod=engine.stream.pod,
@@ -146,20 +130,18 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
                     rank=engine.stream.rank,
                     linked=engine.linked,
                 )
-                for engine in self._indexer.engine_registry.engines.values()
+                for engine in self.indexer.engine_registry.engines.values()
             ],
         )
 
-    def Clear(  # noqa: N802 (the name is the proto's)
-        self, request: pb.ClearRequest, context: grpc.ServicerContext
-    ) -> pb.ClearResponse:
-        followed = {engine.stream.pod for engine in self._indexer.engine_registry.engines.values()}
+    def Clear(self, request: pb.ClearRequest, context: grpc.ServicerContext) -> pb.ClearResponse:
+        followed = {engine.stream.pod for engine in self.indexer.engine_registry.engines.values()}
         pods = list(dict.fromkeys(request.pods)) or sorted(followed)
         for pod in pods:
             if pod not in followed:
-                _abort(context, grpc.StatusCode.NOT_FOUND, f"pods: {pod!r} is not followed")
+                _abort(context, f"pods: {pod!r} is not followed", grpc.StatusCode.NOT_FOUND)
         for pod in pods:
-            self._indexer.invalidate(pod, "cleared_by_hand")
+            self.indexer.invalidate(pod, "cleared_by_hand")
         return pb.ClearResponse(pods=len(pods))
 
     def _prompt(
@@ -167,45 +149,45 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
     ) -> tuple[Keys, Sequence[str], Sequence[int]]:
         """Return the prompt's block keys, the requested pods, and the prompt's token ids."""
         if not request.model:
-            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "model: missing")
+            _abort(context, "model: missing")
         if request.text and request.token_ids:
-            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "text, token_ids: give only one of them")
+            _abort(context, "text, token_ids: give only one of them")
         pods = list(dict.fromkeys(request.pods)) or self._serving(request.model)
         if not pods:
-            _abort(context, grpc.StatusCode.NOT_FOUND, f"model: no pod serves {request.model!r}")
+            _abort(context, f"model: no pod serves {request.model!r}", grpc.StatusCode.NOT_FOUND)
         token_ids = self._encoded(request, context) if request.text else request.token_ids
         try:
-            keys = self._indexer.block_keys(
+            keys = self.indexer.block_keys(
                 request.model, token_ids, lora_name=request.lora_name, cache_salt=request.cache_salt
             )
         except TokenError as error:
-            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"token_ids: {error}")
+            _abort(context, f"token_ids: {error}")
         return keys, pods, token_ids
 
     def _serving(self, model: str) -> list[str]:
         """Return the pods of a model: declared ones, then undeclared ones that connected."""
-        engines = self._indexer.engine_registry.engines.values()
-        streams = [*self._streams, *(engine.stream for engine in engines)]
+        engines = self.indexer.engine_registry.engines.values()
+        streams = [*self.streams, *(engine.stream for engine in engines)]
         return list(dict.fromkeys(stream.pod for stream in streams if stream.model == model))
 
     def _encoded(self, request: pb.ScoreRequest, context: grpc.ServicerContext) -> Sequence[int]:
-        tokenizer = self._tokenizers.get(request.model)
+        tokenizer = self.tokenizers.get(request.model)
         if tokenizer is None:
             _abort(
                 context,
-                grpc.StatusCode.FAILED_PRECONDITION,
                 f"text: no tokenizer for {request.model!r}; start the indexer with --tokenizer MODEL=DIR",
+                grpc.StatusCode.FAILED_PRECONDITION,
             )
         try:
             return tokenizer.encode(request.text)
         except PromptError as error:
-            _abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"text: {error}")
+            _abort(context, f"text: {error}")
 
     def _score(self, match: PodMatch) -> pb.PodScore:
         return pb.PodScore(
             pod=match.pod,
             cached_blocks=match.cached_blocks,
-            cached_tokens=match.cached_blocks * self._indexer.block_tokens,
+            cached_tokens=match.cached_blocks * self.indexer.block_tokens,
             blocks_by_tier=match.blocks_by_tier,
             weighted_blocks=match.weighted_blocks,
             state=_state(match.state),
@@ -213,28 +195,24 @@ class IndexerServer(pb_grpc.IndexerServiceServicer):
 
 
 def _explanation(prefix: Prefix) -> pb.EngineExplanation:
-    return pb.EngineExplanation(
-        engine=prefix.engine,
-        state=_state(prefix.state),
-        reason=prefix.reason,
-        cached_blocks=prefix.cached_blocks,
-        end=f"PREFIX_END_{prefix.end.name}",
-        held_blocks=prefix.held_blocks,
-        held_beyond=prefix.held_beyond,
-        tiers=[pb.TierRun(tier=tier, blocks=blocks) for tier, blocks in prefix.tiers],
-        drafter=prefix.drafter,
-        proven_blocks=prefix.proven_blocks,
-        end_proven=prefix.end_proven,
-        evicted_seconds_ago=prefix.evicted_s_ago,
-        faults=prefix.faults,
-    )
+    held = prefix.held
+    fields = asdict(prefix) | held._asdict()
+    fields |= {
+        "state": _state(prefix.state),
+        "end": f"PREFIX_END_{held.end.name}",
+        "tiers": [pb.TierRun(tier=tier, blocks=blocks) for tier, blocks in held.tiers],
+    }
+    del fields["held"]
+    return pb.EngineExplanation(evicted_seconds_ago=fields.pop("evicted_s_ago"), **fields)
 
 
 def _state(state: StreamState) -> str:
     return f"STREAM_STATE_{state.name}"
 
 
-def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, details: str) -> NoReturn:
+def _abort(
+    context: grpc.ServicerContext, details: str, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT
+) -> NoReturn:
     context.abort(code, details)
     raise AssertionError("abort raises")
 

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import zmq
@@ -21,19 +21,16 @@ from zmq.utils.monitor import recv_monitor_message
 from indexer.config import PodStream
 from indexer.errors import ListenError, PayloadError
 from indexer.streams.actions import Batch
-from indexer.streams.dialled import ReplayingStream, close_subscription, parse_live, subscription
-from indexer.streams.recovery import MESSAGE_FACTOR, TURN_BYTES, TURN_MESSAGES, StreamThread
+from indexer.streams.dialled import ReplayingStream, close_subscription, parse_live, received, subscription
+from indexer.streams.recovery import MESSAGE_FACTOR, StreamThread
 
 _NOBODY = "inbox"
 # With the limit of pods reached, undeclared pods are rejected without a check for this time.
 _FULL_S = 1.0
-_PREFIX = b"kv"
+_PREFIX = "kv"
 _TOPIC_BYTES_MAX = 1024
 # Stores that several pods share, `node:NAME` and `pool:NAME`; a host of that name has a port instead.
 _SHARED = re.compile(r"(node|pool):(?![0-9]{1,5}$)")
-_RANK_MAX = 65_535
-_PARTS = msgspec.msgpack.Decoder(list[msgspec.Raw])
-_RANK = msgspec.msgpack.Decoder(int | None)
 
 
 class Topic(NamedTuple):
@@ -45,25 +42,31 @@ class Topic(NamedTuple):
 
 def parse_topic(frame: bytes) -> Topic | None:
     """Parse the topic of a message; return None if it does not name a pod and a model."""
-    parts = frame.split(b"@", 2) if len(frame) <= _TOPIC_BYTES_MAX else ()
-    if len(parts) != 3 or parts[0] != _PREFIX:
+    if len(frame) > _TOPIC_BYTES_MAX:
         return None
     try:
-        pod, model = parts[1].decode(), parts[2].decode()
-    except UnicodeDecodeError:
+        prefix, pod, model = frame.decode().split("@", 2)
+    except ValueError:  # also of a text that is not UTF-8
         return None
     usable = pod and model and pod.isprintable() and "#" not in pod and not pod.isspace()
-    return Topic(pod, model) if usable else None
+    return Topic(pod, model) if usable and prefix == _PREFIX else None
+
+
+class _Ranked(msgspec.Struct, array_like=True):
+    ts: msgspec.Raw
+    events: msgspec.Raw
+    data_parallel_rank: Annotated[int, msgspec.Meta(ge=0, le=65_535)] | None = None
+
+
+_RANKED = msgspec.msgpack.Decoder(_Ranked)
 
 
 def batch_rank(payload: bytes) -> int:
     """Return the data-parallel rank of a batch; 0 if the batch names none or cannot be read."""
     try:
-        parts = _PARTS.decode(payload)
-        rank = _RANK.decode(parts[2]) if len(parts) > 2 else None
+        return _RANKED.decode(payload).data_parallel_rank or 0
     except (msgspec.MsgspecError, RecursionError):
         return 0
-    return rank if rank is not None and 0 <= rank <= _RANK_MAX else 0
 
 
 class Connection(NamedTuple):
@@ -178,17 +181,9 @@ class BoundSocket:
 
     def _on_live(self, now_s: float) -> None:
         taken: dict[_Source, list[Batch]] = {}
-        taken_bytes = 0
-        for _ in range(TURN_MESSAGES):
-            if taken_bytes >= TURN_BYTES:
-                break
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                break
+        for frames in received(self._socket, copy=False):
             # The connection may reuse the file descriptor of one that was just lost.
             self._take_changes()
-            taken_bytes += sum(map(len, frames))
             self._take(frames, taken, now_s)
         for (publisher, connection), batches in taken.items():
             if self.publishers.get(publisher.name) is publisher:
@@ -198,19 +193,14 @@ class BoundSocket:
     def _take(self, frames: list[zmq.Frame], taken: dict[_Source, list[Batch]], now_s: float) -> None:
         try:
             message = parse_live([frame.bytes for frame in frames])
+            if (topic := parse_topic(frames[0].bytes)) is None:
+                raise PayloadError("topic", "it does not name a pod and a model")
+            if _SHARED.match(topic.pod) and topic.pod not in self._declared:
+                self._ingest.records.shared_store(topic.pod)
+                return
+            publisher = self._publisher(topic, batch_rank(message.payload), now_s)
         except PayloadError as error:
             self._ingest.records.rejected(_NOBODY, error.reason)
-            return
-        topic = parse_topic(frames[0].bytes)
-        if topic is None:
-            self._ingest.records.rejected(_NOBODY, "topic")
-            return
-        if _SHARED.match(topic.pod) and topic.pod not in self._declared:
-            self._ingest.records.shared_store(topic.pod)
-            return
-        publisher = self._publisher(topic, batch_rank(message.payload), now_s)
-        if isinstance(publisher, str):
-            self._ingest.records.rejected(_NOBODY, publisher)
             return
         number = frames[-1].get(zmq.SRCFD)
         connection = Connection(number, self._uses.get(number, 0))
@@ -222,17 +212,17 @@ class BoundSocket:
         # A pod declared without ranks is one engine, whatever rank its batches name.
         return self._declared.get(stream.holder) or self._declared.get(topic.pod) or stream
 
-    def _publisher(self, topic: Topic, rank: int, now_s: float) -> BoundStream | str:
-        """Return the stream of a message's engine, or the reason to reject the message."""
+    def _publisher(self, topic: Topic, rank: int, now_s: float) -> BoundStream:
+        """Return the stream of a message's engine; PayloadError: the message must be rejected."""
         if topic.pod in self._elsewhere:
-            return "followed_elsewhere"
+            raise PayloadError("followed_elsewhere", f"{topic.pod}: this router connects to it")
         stream = self._stream(topic, rank)
         publisher = self.publishers.get(stream.holder)
         if publisher is None and not self._admit(stream, now_s):
-            return "too_many_pods"
+            raise PayloadError("too_many_pods", f"{topic.pod}: no room for another undeclared pod")
         if publisher is not None and publisher.stream.model != stream.model:
             if publisher.connection is not None:
-                return "other_model"
+                raise PayloadError("other_model", f"{topic.pod}: it already publishes another model")
             # Another model under the same name is another engine.
             self._forget(stream.holder)
             self._open(stream, now_s)

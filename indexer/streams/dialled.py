@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -35,21 +36,15 @@ def subscription(
 ) -> zmq.Socket[bytes]:
     """Return a SUB socket with bounded queue and message size, and with heartbeats against silent peers."""
     socket = context.socket(zmq.SUB)
-    options = {
-        zmq.LINGER: 0,
-        # Each queued message may have the maximum size; further messages wait at the publisher.
-        zmq.RCVHWM: 8,
-        zmq.MAXMSGSIZE: max_message_bytes,  # libzmq closes the connection above it
-        # Milliseconds.
-        zmq.HEARTBEAT_IVL: 2000,
-        zmq.HEARTBEAT_TIMEOUT: 6000,
-        zmq.RECONNECT_IVL: 100,
-        zmq.RECONNECT_IVL_MAX: 1000,
-        zmq.CONNECT_TIMEOUT: 3000,
-        zmq.IPV6: "[" in endpoint,
-    }
-    for option, value in options.items():
-        socket.setsockopt(option, value)
+    socket.linger = 0
+    # Each queued message may have the maximum size; further messages wait at the publisher.
+    socket.rcvhwm = 8
+    socket.maxmsgsize = max_message_bytes  # libzmq closes the connection above it
+    # Milliseconds.
+    socket.heartbeat_ivl, socket.heartbeat_timeout = 2000, 6000
+    socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1000
+    socket.connect_timeout = 3000
+    socket.ipv6 = "[" in endpoint
     socket.subscribe(topic_prefix)
     return socket
 
@@ -64,11 +59,7 @@ def close_subscription(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) ->
 def _replay_socket(
     context: zmq.Context[zmq.Socket[bytes]], endpoint: str, start: int, max_message_bytes: int
 ) -> zmq.Socket[bytes]:
-    """Request a replay from sequence number `start` on; return the socket that receives the answers.
-
-    Raises:
-        zmq.ZMQError: The endpoint is unusable.
-    """
+    """Request a replay from `start` on; return the socket of the answers, ZMQError for a bad endpoint."""
     asked = context.socket(zmq.DEALER)
     asked.linger = 0
     asked.maxmsgsize = max_message_bytes
@@ -85,11 +76,7 @@ def _replay_socket(
 
 
 def _parse_answer(frames: list[bytes]) -> Batch | None:
-    """Parse one answer of a replay socket; None marks the end of the replay.
-
-    Raises:
-        PayloadError: The message violates the protocol.
-    """
+    """Parse one answer of a replay socket, PayloadError if it cannot be; None marks the replay's end."""
     if len(frames) not in (3, 4) or frames[0]:
         raise PayloadError("replay_frames", f"an answer of {len(frames)} frames")
     sequence, payload = frames[-2:]
@@ -111,6 +98,18 @@ def _batch(sequence: bytes, payload: bytes) -> Batch:
     if len(sequence) != _SEQUENCE_BYTES or sequence == _END_SEQUENCE:
         raise PayloadError("sequence", f"a sequence number of {len(sequence)} bytes, or none")
     return Batch(int.from_bytes(sequence, "big"), payload)
+
+
+def received(socket: zmq.Socket[bytes], *, copy: bool = True) -> Iterator[list[Any]]:
+    """Yield the messages that wait at a socket, at most those of one turn."""
+    taken_bytes = 0
+    for _ in range(TURN_MESSAGES):
+        # Polling ZMQ_EVENTS costs a tenth of a receive that finds no message.
+        if taken_bytes >= TURN_BYTES or not int(socket.getsockopt(zmq.EVENTS)) & _READABLE:
+            return
+        frames = socket.recv_multipart(zmq.NOBLOCK, copy=copy)
+        taken_bytes += sum(map(len, frames))
+        yield frames
 
 
 class ReplayingStream(EngineStream):
@@ -218,18 +217,13 @@ class ReplayingStream(EngineStream):
             self._await_answer(now_s)
 
     def _answers(self, replay: zmq.Socket[bytes]) -> Iterator[Batch | None]:
-        taken_bytes = 0
-        for _ in range(TURN_MESSAGES):
+        for frames in received(replay):
             try:
-                answer = _parse_answer(replay.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                return
+                answer = _parse_answer(frames)
             except PayloadError as error:
                 self._ingest.records.rejected(self.name, error.reason)
-                continue
-            yield answer
-            if answer is not None and (taken_bytes := taken_bytes + len(answer.payload)) >= TURN_BYTES:
-                return
+            else:
+                yield answer
 
 
 class DialledStream(ReplayingStream):
@@ -296,19 +290,11 @@ class DialledStream(ReplayingStream):
 
     def _on_live(self, now_s: float) -> None:
         assert self._link is not None
-        socket = self._link[0]
         self._set_connected(True, now_s)
         batches: list[Batch] = []
-        taken_bytes = 0
-        for _ in range(TURN_MESSAGES):
-            # Polling ZMQ_EVENTS costs a tenth of a receive that finds no message.
-            if taken_bytes >= TURN_BYTES or not int(socket.getsockopt(zmq.EVENTS)) & _READABLE:
-                break
+        for frames in received(self._link[0]):
             try:
-                batch = parse_live(socket.recv_multipart(zmq.NOBLOCK))
+                batches.append(parse_live(frames))
             except PayloadError as error:
                 self._ingest.records.rejected(self.name, error.reason)
-            else:
-                taken_bytes += len(batch.payload)
-                batches.append(batch)
         self.live(batches, now_s)

@@ -92,11 +92,10 @@ class EngineRegistry:
             engine = self.engines.get(holder)
             if engine is None or engine.invalid_reasons.get(source) == reason:
                 return False
-            invalid_reasons = {other: why for other, why in engine.invalid_reasons.items() if other != source}
-            self._change(
-                holder,
-                invalid_reasons=invalid_reasons if reason is None else {**invalid_reasons, source: reason},
-            )
+            reasons = {other: why for other, why in engine.invalid_reasons.items() if other != source}
+            if reason is not None:
+                reasons[source] = reason
+            self._change(holder, invalid_reasons=reasons)
             return True
 
     def set_emptied(self, holder: str, now_s: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,18 +22,17 @@ from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError, PeerError
 from indexer.index.contract import StreamState
 from indexer.index.index import FlatIndex
-from indexer.keys import BlockHasher, Keys
+from indexer.keys import EMPTY, BlockHasher, Keys
 from indexer.metrics import IndexerMetrics
 from indexer.streams.engine_registry import EngineRegistry
 from indexer.streams.records import StreamRecords
 from indexer.views.applier import ApplierContext, EventApplier
 from indexer.views.hybrid import HybridMatcher
-from indexer.views.view_parts import Entry, Outcome, ViewContent, ViewFacts, ViewPart, decode_entry
+from indexer.views.view_parts import Entry, Outcome, ViewFacts, ViewPart, ViewSnapshot, decode_entry
 from indexer.wire.tiers import GPU_TIER, TIER_NOT_PROVEN, Tiers
 
 _log = logging.getLogger(__name__)
 _COUNT_MARGIN = 16
-_NO_KEYS = np.empty(0, np.uint64)
 
 
 class Ingest:
@@ -111,7 +110,6 @@ class Ingest:
         del self._late[pod]
         self.hybrid.set_groups(pod, None)
         self.hybrid.set_drop(pod, False)
-        self.hybrid.set_paired(pod, False)
         self.index.set_stride(pod, 1)
         self.index.set_drop(pod, False)
         self._end_speculation(pod)
@@ -203,8 +201,10 @@ class Ingest:
         if engine is not None:
             self.records.state(pod, engine.state, engine.reason)
 
-    def list_view(self, pod: str) -> ViewContent:
-        """Return the view's content for an export; the view must not change until the last part was read.
+    def list_view(
+        self, pod: str, last_batch: tuple[int, bytes]
+    ) -> tuple[ViewSnapshot, Iterator[ViewPart | None]]:
+        """Return a view's snapshot as of its last batch, without parts, and its parts; see `PodView.parts`.
 
         Raises:
             PeerError: The view holds state that an export cannot carry.
@@ -212,7 +212,7 @@ class Ingest:
         state, view = self._pods[pod], self._pods[pod].view
         if view.unexportable is not None:
             raise PeerError(view.unexportable, "the view cannot be exported in its present state")
-        return ViewContent(state.facts(), self.index.evicted_blocks, view.parts())
+        return ViewSnapshot(*last_batch, state.facts(), self.index.evicted_blocks), view.parts()
 
     def restore_facts(self, pod: str, facts: ViewFacts) -> None:
         self._pods[pod].restore_facts(facts)
@@ -243,7 +243,7 @@ class Ingest:
     def drafter(self, pod: str) -> str:
         """Return what is known of an engine's drafter; empty without a sign of one. Thread-safe."""
         state = self._pods.get(pod)
-        return "" if state is None else state.drop.describe(state.view.block_tokens or 0)
+        return "" if state is None else state.drop.describe(state.view.runs.block_tokens or 0)
 
     def set_capacity(self, pod: str, blocks: int | None) -> None:
         """Set the blocks of an engine's device memory, None: unknown. Thread-safe."""
@@ -281,12 +281,11 @@ class Ingest:
 
     def _learn(self, pod: str) -> None:
         state = self._pods[pod]
-        self.hybrid.set_groups(pod, state.view.groups)
-        self.hybrid.set_paired(pod, state.view.is_paired)
+        self.hybrid.set_groups(pod, state.view.groups, is_paired=state.view.is_paired)
         self._set_drop(pod, state)
         self._set_invalid(pod, "tiers", TIER_NOT_PROVEN if state.tier_proof.unproven else None)
         # A cleared view has no block size; the engine's next process most likely has the same one.
-        if state.view.block_tokens is not None:
+        if state.view.runs.block_tokens is not None:
             self.index.set_stride(pod, state.stride)
 
     def _set_drop(self, pod: str, state: EventApplier) -> None:
@@ -312,7 +311,7 @@ class Ingest:
 
 
 def _joined(runs: Sequence[Keys]) -> Keys:
-    return runs[0] if len(runs) == 1 else np.concatenate([_NO_KEYS, *runs])
+    return runs[0] if len(runs) == 1 else np.concatenate([EMPTY, *runs])
 
 
 def _call(callback: Callable[..., None], *args: object) -> None:

@@ -79,11 +79,7 @@ class StreamRecords:
             _log.warning(message, pod, answer.evicted_blocks)
 
     def built(self, pod: str, source: str) -> None:
-        """Record that a view was built.
-
-        Args:
-            source: "engine", "peer", "redis" or "replay"; "none" if the view is not EXACT.
-        """
+        """Record that a view was built from "engine", "peer", "redis", "replay"; "none": it is not EXACT."""
         self.metrics.bootstraps.labels(source).inc()
         _note("view_built", pod, "view built: pod=%s source=%s", source)
 

@@ -179,7 +179,7 @@ class EngineStream:
             self._feed = feed
             feed.list_from(self._ingest.state_of(self.name), self._machine, last_batch)
         exports = self._exports or ViewExports(self._config.snapshot_max_bytes)
-        exports.begin(future, last_batch, self._ingest.list_view(self.name), now_s)
+        exports.begin(future, *self._ingest.list_view(self.name, last_batch), now_s)
         self._exports = exports
 
     def _end_export(self, now_s: float) -> None:

@@ -106,7 +106,7 @@ class Relay:
 
     def start(self, subscriber: Subscriber, engine_registry: EngineRegistry) -> None:
         self._subscriber, self._engine_registry = subscriber, engine_registry
-        self.reader.begin(subscriber, engine_registry)
+        self.reader.begin(subscriber.relay, engine_registry)
         self._thread.start()
 
     def close(self) -> None:
@@ -151,11 +151,7 @@ class Relay:
             self._claim()
 
     def _serve(self, feed: Feed) -> None:
-        """Write an engine's new entries or renew its lease; start a new export of its view when due.
-
-        Raises:
-            PeerError: The epoch must end.
-        """
+        """Write new entries or renew the lease, export the view anew when due; PeerError ends the epoch."""
         if feed.has_ended:
             raise PeerError("ended", "the view is not EXACT, or too many entries wait to be written")
         view = feed.listing.result() if feed.listing is not None and feed.listing.done() else None

@@ -8,18 +8,19 @@ A gap is not replayed: the stream restarts from the snapshot on the server.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 from xxhash import xxh3_128_digest
 
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError, PeerError, UnavailableError
-from indexer.peers.messages import SnapshotReader
+from indexer.peers.messages import read_messages
 from indexer.streams.actions import Batch
 from indexer.streams.recovery import EngineStream, StreamThread
 from indexer.streams.redis_link import RedisLink
@@ -36,18 +37,11 @@ _LOOK_S = 0.5
 UNLINKED_S = 2.0
 _ENTRIES_AT_ONCE = 64
 
+_PLACE = re.compile(rb"(\d+)-(\d{1,18})")
 _MESSAGES = msgspec.msgpack.Decoder(list[bytes])
 
-
-class RelayThread(StreamThread, Protocol):
-    """Thread on which relayed streams run; see `Subscriber`."""
-
-    def relay(
-        self,
-        engine: str,
-        step: Callable[[RelayedStream, float], object],
-        reader: RelayReader | None = None,
-    ) -> None: ...
+# Runs a step of an engine's relayed stream, see `Subscriber.relay`.
+_Relay: TypeAlias = "Callable[[str, Callable[[RelayedStream, float], object], RelayReader | None], None]"
 
 
 class RelayedStream(EngineStream):
@@ -117,8 +111,8 @@ class RelayReader:
     def follows(self) -> bool:
         return bool(self._at)
 
-    def begin(self, subscriber: RelayThread, engine_registry: EngineRegistry) -> None:
-        self._subscriber, self._engine_registry = subscriber, engine_registry
+    def begin(self, relay: _Relay, engine_registry: EngineRegistry) -> None:
+        self._relay, self._engine_registry = relay, engine_registry
 
     def forget(self, holder: str) -> None:
         """Stop following an engine, until it has been disconnected for `UNLINKED_S` again."""
@@ -197,7 +191,7 @@ class RelayReader:
             snapshot = replace(snapshot, sequence=entry.sequence, digest=xxh3_128_digest(entry.payload))
         self._at[holder] = epoch, entry.sequence
         fetched = Fetched(snapshot, stored.size_bytes, source="redis")
-        self._subscriber.relay(holder, lambda stream, now_s: stream.up(fetched, entry, now_s), self)
+        self._relay(holder, lambda stream, now_s: stream.up(fetched, entry, now_s), self)
 
     def _read(self) -> None:
         streams = {self._key(holder, "stream"): holder for holder in self._at}
@@ -215,32 +209,27 @@ class RelayReader:
                 self.has_more |= len(page) == _ENTRIES_AT_ONCE
 
     def _live(self, holder: str, entries: Sequence[Batch]) -> None:
-        self._subscriber.relay(holder, lambda stream, now_s: stream.live(entries, now_s))
+        self._relay(holder, lambda stream, now_s: stream.live(entries, now_s), None)
 
     def _leave(self, holders: Sequence[str]) -> None:
         for holder in holders:
             if self._at.pop(holder, None) is not None:
-                self._subscriber.relay(holder, RelayedStream.link_down)
+                self._relay(holder, RelayedStream.link_down, None)
 
     def _view(self, holder: str) -> _Stored | None:
         name = self._key(holder, "view")
         place, data = self.link.call(self.link.client.hmget, name, ["id", "view"])
         if place is None or data is None or (at := _place(place)) is None:
             return None
-        reader = SnapshotReader(self._config, self._tiers)
         snapshot = None
         try:
-            snapshot = reader.read(_MESSAGES.decode(data))
+            snapshot, _ = read_messages(_MESSAGES.decode(data), self._config, self._tiers)
         except (msgspec.MsgspecError, PeerError) as error:
             _log.info("redis view unreadable: engine=%s error=%s", holder, error)
         return _Stored(*at, snapshot, len(data))
 
     def _entries_behind(self, holder: str, stored: _Stored) -> list[Entry]:
-        """Return the entries behind a snapshot in its epoch, up to the first missing one.
-
-        Raises:
-            PeerError: The entries exceed `IndexerConfig.recovery_bytes_per_pod`.
-        """
+        """Return the entries behind a snapshot in its epoch, up to the first missing one."""
         found: list[Entry] = []
         name, left_bytes = self._key(holder, "stream"), self._config.recovery_bytes_per_pod
         last = f"{stored.epoch}-18446744073709551615"
@@ -271,7 +260,5 @@ def _batches(page: Sequence[tuple[bytes, dict[bytes, bytes]]], epoch: str) -> It
 
 def _place(place: bytes) -> tuple[str, int] | None:
     """Return epoch and number of an entry's id; None if the id is malformed."""
-    epoch, dash, number = place.partition(b"-")
-    if not dash or not epoch.isdigit() or not number.isdigit() or len(number) > 18:
-        return None
-    return epoch.decode(), int(number)
+    found = _PLACE.fullmatch(place)
+    return None if found is None else (found[1].decode(), int(found[2]))

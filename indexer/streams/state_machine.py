@@ -27,6 +27,8 @@ a view is EXACT only if it started at sequence 0, and it is cleared when the lin
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass
+
 from xxhash import xxh3_128_digest
 
 from indexer.index.contract import StreamState
@@ -47,28 +49,18 @@ from indexer.streams.actions import (
 _UNUSABLE_SNAPSHOTS_MAX = 3
 
 
+@dataclass(eq=False, kw_only=True)
 class StreamMachine:
-    """State machine of one engine's stream.
+    """State machine of one engine's stream."""
 
-    Args:
-        max_batches: Most live batches that wait for a replay.
-        max_bytes: Most payload bytes that wait. Beyond either bound, all are dropped and replayed.
-        first_sequence: Sequence number of a process's first batch: 0, but 1 for llm-d's simulator.
-    """
+    replayable: bool
+    max_batches: InitVar[int]  # most live batches that wait for a replay
+    max_bytes: InitVar[int]  # most payload bytes that wait; beyond either bound, all are dropped and replayed
+    snapshots: bool = False
+    first_sequence: int = 0  # of a process's first batch; 1 for llm-d's simulator
 
-    def __init__(
-        self,
-        *,
-        replayable: bool,
-        max_batches: int,
-        max_bytes: int,
-        snapshots: bool = False,
-        first_sequence: int = 0,
-    ) -> None:
+    def __post_init__(self, max_batches: int, max_bytes: int) -> None:
         self.gaps = 0
-        self._replayable = replayable
-        self._snapshots = snapshots
-        self._first = first_sequence
         self._up = False
         # Why the view is incomplete; None: it is complete.
         self._missing: str | None = "no_history"
@@ -124,20 +116,20 @@ class StreamMachine:
 
     def can_repair(self, *, snapshots: bool = True) -> bool:
         """Return whether a STALE view may be completed by a replay, or by a snapshot if `snapshots`."""
-        sources = (self._snapshots and snapshots) or self._retriable
+        sources = (self.snapshots and snapshots) or self._retriable
         return sources and self._purpose is None and self.state is StreamState.STALE
 
     @property
     def _retriable(self) -> bool:
-        return self._replayable and self._missing == "replay_failed"
+        return self.replayable and self._missing == "replay_failed"
 
     def link_up(self) -> list[Action]:
         self._up = True
-        if self._replayable and self._last_digest:
+        if self.replayable and self._last_digest:
             return self._ask(Purpose.IDENTITY)
-        if self._snapshots:
+        if self.snapshots:
             return self._fetch(Purpose.SNAPSHOT)
-        if self._replayable:
+        if self.replayable:
             return self._ask(Purpose.HISTORY)
         # Nothing shows whether it is still the same process.
         return [] if self._next is None else self._restart("link_lost")
@@ -160,11 +152,11 @@ class StreamMachine:
         self._last_live = sequence
         self.waiting.hold(sequence, payload)
         waits = self._purpose not in (None, Purpose.RETRY)
-        return actions if waits else actions + self._drain(give_up=not self._replayable)
+        return actions if waits else actions + self._drain(give_up=not self.replayable)
 
     def check_tail(self) -> list[Action]:
         """Check a quiet stream: whether the last applied batch is the last published one."""
-        due = self._up and self._replayable and self._next is not None and self._purpose is None
+        due = self._up and self.replayable and self._next is not None and self._purpose is None
         return self._ask(Purpose.TAIL) if due else []
 
     def cancel_tail_check(self) -> bool:
@@ -178,7 +170,7 @@ class StreamMachine:
         self.cancel_tail_check()
         if not self.can_repair():
             return []
-        return self._fetch(Purpose.REPAIR) if self._snapshots else self._ask(Purpose.RETRY)
+        return self._fetch(Purpose.REPAIR) if self.snapshots else self._ask(Purpose.RETRY)
 
     def snapshot_begun(self) -> list[Action]:
         if self._purpose not in FETCHES:
@@ -208,7 +200,7 @@ class StreamMachine:
             return []
         self._purpose, self._next = None, sequence + 1
         self._last_digest, self._unverified = digest, True
-        if self._replayable:
+        if self.replayable:
             return self._ask(Purpose.IDENTITY)
         if self._seen == (sequence, digest) or self.waiting.has(sequence, digest):
             self._unverified = False
@@ -220,18 +212,18 @@ class StreamMachine:
         if self._purpose is not Purpose.SNAPSHOT:
             return []
         self._purpose, self._next = None, sequence
-        return self._drain(give_up=not self._replayable)
+        return self._drain(give_up=not self.replayable)
 
     def snapshot_failed(self) -> list[Action]:
         purpose, self._purpose = self._purpose, None
         if purpose is Purpose.REPAIR:
-            actions = self._drain(give_up=not self._replayable)
+            actions = self._drain(give_up=not self.replayable)
             return actions + self._ask(Purpose.RETRY) if self._retriable and not self._purpose else actions
         if purpose is not Purpose.SNAPSHOT:
             self._purpose = purpose
             return []
         actions = self._discard_view("no_history", "snapshot_failed")
-        if self._replayable:
+        if self.replayable:
             return actions + self._ask(Purpose.HISTORY)
         return actions + self._drain(give_up=True)
 
@@ -250,7 +242,7 @@ class StreamMachine:
         expected, digest = self._next, self._last_digest
         actions = self._discard_view(reason)
         self._next, self._last_digest, self._purpose = expected, digest, None
-        return actions + self._drain(give_up=not self._replayable)
+        return actions + self._drain(give_up=not self.replayable)
 
     def replayed(self, sequence: int, payload: bytes) -> list[Action]:
         if self._purpose is None or self._purpose in FETCHES:
@@ -266,7 +258,7 @@ class StreamMachine:
         actions: list[Action] = []
         if self._purpose is Purpose.RETRY:
             self._purpose = Purpose.HISTORY
-            if self._missing is None or sequence > self._first:
+            if self._missing is None or sequence > self.first_sequence:
                 self._purpose, self._missing = None, self._missing and "history_truncated"
                 return []
             actions, expected = self._discard_view("no_history", "history"), 0
@@ -276,7 +268,7 @@ class StreamMachine:
             if not first:
                 # A full queue dropped answers in mid-replay; they can be requested again.
                 return self._ask(Purpose.GAP)
-            if self._next is not None or sequence > self._first:
+            if self._next is not None or sequence > self.first_sequence:
                 actions = self._discard_view("history_truncated")
                 if self._purpose is not Purpose.HISTORY and (fetch := self._fetch_again()):
                     return actions + fetch
@@ -289,7 +281,7 @@ class StreamMachine:
         if purpose in CHECKS and not self._confirmed:
             return self._identity_changed()
         if self._next is None:
-            self._next, self._missing = self._first, None
+            self._next, self._missing = self.first_sequence, None
         fruitless = self._next == self._asked_from
         return self._drain(give_up=purpose is Purpose.GAP and fruitless)
 
@@ -320,9 +312,9 @@ class StreamMachine:
 
     def _restart(self, reason: str, *, peers: bool = True) -> list[Action]:
         actions = self._discard_view("no_history", reason)
-        if self._snapshots:
+        if self.snapshots:
             return actions + self._fetch(Purpose.SNAPSHOT, peers=peers)
-        return actions + self._ask(Purpose.HISTORY) if self._replayable else actions
+        return actions + self._ask(Purpose.HISTORY) if self.replayable else actions
 
     def _identity_changed(self) -> list[Action]:
         if not self._unverified:
@@ -331,7 +323,7 @@ class StreamMachine:
         actions = self._discard_view("no_history", "peer_unproven")
         if fetch := self._fetch_again():
             return actions + fetch
-        return actions + (self._ask(Purpose.HISTORY) if self._replayable else self._drain(give_up=True))
+        return actions + (self._ask(Purpose.HISTORY) if self.replayable else self._drain(give_up=True))
 
     def _fetch(self, purpose: Purpose, *, peers: bool = True) -> list[Action]:
         self._purpose = purpose
@@ -339,7 +331,7 @@ class StreamMachine:
 
     def _fetch_again(self) -> list[Action]:
         self._unusable_snapshots += 1
-        if not self._snapshots or self._unusable_snapshots > _UNUSABLE_SNAPSHOTS_MAX:
+        if not self.snapshots or self._unusable_snapshots > _UNUSABLE_SNAPSHOTS_MAX:
             return []
         return self._fetch(Purpose.SNAPSHOT)
 
@@ -361,7 +353,7 @@ class StreamMachine:
         return [Replay(start)]
 
     def _applied(self, sequence: int, payload: bytes) -> Apply:
-        if sequence <= self._first:
+        if sequence <= self.first_sequence:
             self._missing = None
         self._empty = self._reported_empty = False
         self._unusable_snapshots = 0
@@ -376,13 +368,13 @@ class StreamMachine:
         while True:
             sequence, payload = self.waiting.first
             if self._next is not None and sequence > self._next:
-                self.gaps += not (give_up and self._replayable)
+                self.gaps += not (give_up and self.replayable)
                 if not give_up:
                     return actions + self._ask(Purpose.GAP)
                 actions += self._discard_view("gap")
                 if fetch := self._fetch_again():
                     return actions + fetch
-                give_up = not self._replayable
+                give_up = not self.replayable
             if payload is None:
                 return actions
             self.waiting.pop()
@@ -391,5 +383,5 @@ class StreamMachine:
 
     def _fits(self, sequence: int) -> bool:
         """Return whether a batch is the next one; a process may start below the declared first number."""
-        fresh = self._next == self._first and not self._last_digest
-        return self._next is None or sequence == self._next or (fresh and sequence < self._first)
+        fresh = self._next == self.first_sequence and not self._last_digest
+        return self._next is None or sequence == self._next or (fresh and sequence < self.first_sequence)

@@ -37,8 +37,6 @@ from indexer.views.view_parts import ViewSnapshot
 if TYPE_CHECKING:
     from indexer.streams.view_export import Feed
 
-# Owner of polled sockets; an owner that fails is reset.
-
 _log = logging.getLogger(__name__)
 _repeated = RepeatedLog(_log)
 
@@ -250,11 +248,8 @@ class Subscriber:
             self._inbox.close()
 
     def _turn(self) -> None:
-        """Wait until a socket is ready or a timer is due, and give each of them one turn.
-
-        Messages wait for the pause after a turn (`gather_s`), so that more are received together; timers do
-        not.
-        """
+        """Wait until a socket is ready or a timer is due, and give each of them one turn."""
+        # Messages wait for the pause after a turn, so that more are received together; timers do not.
         rest_s = min(self._due_s, self._turned_s + self._gather_s) - self.clock()
         if rest_s > 0:
             time.sleep(rest_s)

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -24,7 +24,7 @@ from indexer.errors import PeerError
 from indexer.index.contract import StreamState
 from indexer.streams.actions import Batch
 from indexer.streams.state_machine import StreamMachine
-from indexer.views.view_parts import Entry, ViewContent, ViewFacts, ViewPart, ViewSnapshot
+from indexer.views.view_parts import Entry, ViewFacts, ViewPart, ViewSnapshot
 
 if TYPE_CHECKING:
     from indexer.views.applier import EventApplier
@@ -69,16 +69,20 @@ class ViewExports:
         return self._turn_s if self.running else -math.inf if self.held else math.inf
 
     def begin(
-        self, future: Future[ViewSnapshot], last_batch: tuple[int, bytes], content: ViewContent, now_s: float
+        self,
+        future: Future[ViewSnapshot],
+        snapshot: ViewSnapshot,
+        parts: Iterator[ViewPart | None],
+        now_s: float,
     ) -> None:
-        """Start an export, whose snapshot or PeerError the future receives.
+        """Start an export, whose snapshot with all parts or PeerError the future receives.
 
         Raises:
             PeerError: Another export runs.
         """
         if self.holds:
             raise PeerError("busy", "the view is being exported for another peer")
-        self._future, self._turns, self._turn_s = future, self._list(last_batch, content), now_s
+        self._future, self._turns, self._turn_s = future, self._list(snapshot, parts), now_s
 
     def turn(self, now_s: float) -> None:
         future = self._future
@@ -121,17 +125,19 @@ class ViewExports:
         self._held_bytes -= sum(len(batch.payload) for batch in batches)
         return batches
 
-    def _list(self, last_batch: tuple[int, bytes], content: ViewContent) -> Iterator[ViewSnapshot | None]:
-        parts: list[ViewPart] = []
+    def _list(
+        self, snapshot: ViewSnapshot, parts: Iterator[ViewPart | None]
+    ) -> Iterator[ViewSnapshot | None]:
+        listed: list[ViewPart] = []
         size_bytes = 0
-        for part in content.parts:
+        for part in parts:
             if part is not None:
-                parts.append(part)
+                listed.append(part)
                 size_bytes += sum(column.nbytes for column in part.blocks)
             if size_bytes > self._max_bytes:
                 self.abort("too_large", f"the view exceeds {self._max_bytes} bytes")
             yield None
-        yield ViewSnapshot(*last_batch, content.facts, content.evicted_blocks, parts)
+        yield replace(snapshot, parts=listed)
 
 
 def exportable_batch(machine: StreamMachine) -> tuple[int, bytes]:

@@ -17,21 +17,9 @@ import numpy as np
 from indexer.config import IndexerConfig, PodStream
 from indexer.errors import PayloadError
 from indexer.index.index import TURN_BLOCKS, FlatIndex
-from indexer.keys import BlockHasher, Keys
-from indexer.views.apply_kernel import (
-    ALL_DONE,
-    EXTRA_COPIES,
-    HASHES_DONE,
-    LAST_COPIES,
-    NOT_PLAIN,
-    REUSED_HASHES,
-    ROW,
-    RUNS,
-    STORED_BLOCKS,
-    PlainPod,
-    apply_rows,
-    progress,
-)
+from indexer.keys import EMPTY, BlockHasher, Keys
+from indexer.views import apply_kernel
+from indexer.views.apply_kernel import ALL_DONE, HASHES_DONE, NOT_PLAIN, ROW, PlainPod, apply_rows, progress
 from indexer.views.block_cache import BlockCache
 from indexer.views.full_reports import LaterEvents
 from indexer.views.hybrid import BlockDrop, HybridMatcher, group_holder
@@ -46,10 +34,9 @@ from indexer.wire.tiers import CPU_TIER, GPU_TIER, SPECULATIVE_TIER, Tiers
 _AWAITED_MAX = 16
 # Stored blocks from which a tier without any removal counts as not proven.
 _UNPROVEN_BLOCKS = 1000
-_NONE_AWAITED = np.empty(0, np.uint64)
 
 _TYPES = {rows.STORED: "BlockStored", rows.REMOVED: "BlockRemoved", rows.CLEARED: "AllBlocksCleared"}
-_REMOVALS = ((LAST_COPIES, "last"), (EXTRA_COPIES, "copy"))
+_REMOVALS = ((apply_kernel.LAST_COPIES, "last"), (apply_kernel.EXTRA_COPIES, "copy"))
 
 
 class ApplierContext:
@@ -164,7 +151,7 @@ class EventApplier:
     @property
     def stride(self) -> int:
         """Return the index blocks per block of the engine, at least 1."""
-        return max(1, (self.view.block_tokens or 0) // self._context.hasher.block_tokens)
+        return max(1, (self.view.runs.block_tokens or 0) // self._context.hasher.block_tokens)
 
     def facts(self) -> ViewFacts:
         stored, proven = self.tier_proof.evidence()
@@ -264,9 +251,7 @@ class EventApplier:
         split = plain.block_tokens // context.hasher.block_tokens
         self._cache.add_split(split)
         row, hashes_done = int(done.counts[ROW]), int(done.counts[HASHES_DONE])
-        awaited = _NONE_AWAITED
-        if plain.awaited:
-            awaited = np.array([hash_to_uint64(engine_hash) for engine_hash in plain.awaited], np.uint64)
+        awaited = np.array(list(map(hash_to_uint64, plain.awaited)), np.uint64) if plain.awaited else EMPTY
         with context.index.lock:
             pod = PlainPod(
                 number=context.index.number(self._holder),
@@ -315,15 +300,15 @@ class EventApplier:
     def _collect(self, columns: Columns, outcome: Outcome) -> None:
         done = self._context.progress
         counts = done.counts.tolist()
-        if stored := counts[STORED_BLOCKS]:
+        if stored := counts[apply_kernel.STORED_BLOCKS]:
             keys = done.keys[:stored].copy()
             outcome.stored.append(keys)
             if outcome.runs is not None:
-                outcome.runs += self._runs(columns, keys, counts[RUNS])
+                outcome.runs += self._runs(columns, keys, counts[apply_kernel.RUNS])
         for count, which in _REMOVALS:
             if counts[count]:
                 outcome.removals[which] += counts[count]
-        outcome.skip("BlockStored", "hash_reused", counts[REUSED_HASHES])
+        outcome.skip("BlockStored", "hash_reused", counts[apply_kernel.REUSED_HASHES])
 
     def _runs(self, columns: Columns, keys: Keys, number: int) -> list[StoredRun]:
         done, block_tokens = self._context.progress, self._context.hasher.block_tokens

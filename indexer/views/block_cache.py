@@ -7,6 +7,7 @@ place of the index block in it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -20,8 +21,8 @@ from indexer.index.holders import add_holder, count_extra_copies, held_tiers
 from indexer.index.index import SWEEP_SLOTS, FlatIndex
 from indexer.index.layout import LOW, NOTHING, PART_BLOCKS, FlatArrays, HeldBlocks
 from indexer.index.update import place_blocks, remove_by_hash
-from indexer.keys import Keys
-from indexer.views.view_parts import Change, ChangeLog, Kind
+from indexer.keys import Keys, utf8
+from indexer.views.view_parts import Change, ChangeLog, Kind, words
 from indexer.wire.columns import hash_to_uint64
 from indexer.wire.events import EngineHash
 from indexer.wire.tiers import TIERS_MAX
@@ -39,6 +40,7 @@ class Dropped(StrEnum):
     COPY = "copy"
 
 
+@dataclass(eq=False)
 class BlockCache:
     """Blocks of one pod epoch in one KV cache group, by the engine's hashes.
 
@@ -46,23 +48,18 @@ class BlockCache:
     independent of one another.
     """
 
-    def __init__(
-        self,
-        index: FlatIndex,
-        holder: str,
-        model: str,
-        group: int | None = None,
-        change_log: ChangeLog | None = None,
-    ) -> None:
+    index: FlatIndex
+    holder: str
+    model: InitVar[str]
+    group: int | None = None
+    change_log: ChangeLog = field(default_factory=ChangeLog)  # where changes are recorded
+
+    def __post_init__(self, model: str) -> None:
         # Scope of the engine's hashes.
-        self.scope = xxh3_64_intdigest(model.encode("utf-8", "surrogatepass"))
-        self._index = index
-        self._holder = holder
-        self._group = group
-        self.change_log = change_log or ChangeLog()  # where changes are recorded
+        self.scope = xxh3_64_intdigest(utf8(model))
         # Index blocks per engine block, as seen so far: one number, as an engine has one block size.
         # It is 1 in groups other than the lead group.
-        self._splits: tuple[int, ...] = () if group is None else (1,)
+        self._splits: tuple[int, ...] = () if self.group is None else (1,)
 
     def add_split(self, split: int) -> None:
         """Record that engine blocks may have `split` index blocks."""
@@ -81,38 +78,38 @@ class BlockCache:
         """
         split = len(keys) // len(hashes)
         self.add_split(split)
-        reused = self._store(self._scoped(hashes, split), keys, self._index.tiers.number(tier))
+        reused = self._store(self._scoped(hashes, split), keys, self.index.tiers.number(tier))
         return -(-reused // split)
 
     def _store(self, scoped: NDArray[np.uint64], keys: Keys, tier: int) -> int:
-        reused = self._index.store(self._holder, tier, keys, scoped)
+        reused = self.index.store(self.holder, tier, keys, scoped)
         self.record(Kind.STORED, tier, scoped, keys)
         return reused
 
     def copy(self, engine_hash: EngineHash, tier: str) -> bool:
         """Add one copy of a block that was stored before; return False if it is unknown."""
-        number = self._index.tiers.number(tier)
+        number = self.index.tiers.number(tier)
         return any(self._copy(self._scoped((engine_hash,), split), number) for split in self._splits)
 
     def _copy(self, scoped: NDArray[np.uint64], tier: int) -> bool:
         if not len(keys := self._keys(scoped)):
             return False
-        self._index.store(self._holder, tier, keys, scoped)
+        self.index.store(self.holder, tier, keys, scoped)
         self.record(Kind.COPIED, tier, scoped)
         return True
 
     def drop(self, engine_hash: EngineHash, tier: str) -> Dropped | None:
         """Remove one copy of a block; return None if the pod holds none in this tier."""
-        number = self._index.tiers.number(tier)
+        number = self.index.tiers.number(tier)
         for split in self._splits:
             if (outcome := self._drop(self._scoped((engine_hash,), split), number)) >= 0:
                 return Dropped.LAST if outcome > 0 else Dropped.COPY
         return None
 
     def _drop(self, scoped: NDArray[np.uint64], tier: int) -> int:
-        with self._index.lock:
-            pod = self._index.number(self._holder)
-            outcome: int = remove_by_hash(self._index.arrays, pod, tier, scoped)
+        with self.index.lock:
+            pod = self.index.number(self.holder)
+            outcome: int = remove_by_hash(self.index.arrays, pod, tier, scoped)
         if outcome >= 0:
             self.record(Kind.REMOVED, tier, scoped)
         return outcome
@@ -120,8 +117,8 @@ class BlockCache:
     def holds_all(self, hashes: Sequence[EngineHash], keys: Keys, tier: str) -> bool:
         """Return whether each hash stands for its keys and has a copy in this tier."""
         known = self._keys(self._scoped(hashes, len(keys) // len(hashes)))
-        bit = np.uint8(1 << self._index.tiers.number(tier))
-        return np.array_equal(known, keys) and bool((self._index.held(keys, self._holder) & bit).all())
+        bit = np.uint8(1 << self.index.tiers.number(tier))
+        return np.array_equal(known, keys) and bool((self.index.held(keys, self.holder) & bit).all())
 
     def tail_key(self, engine_hash: EngineHash) -> int | None:
         """Return the key of the block's last index block, or None if the block is unknown."""
@@ -133,18 +130,18 @@ class BlockCache:
     def _keys(self, scoped: NDArray[np.uint64]) -> Keys:
         """Return the keys of blocks by scoped hashes, removed ones included; empty if one is unknown."""
         keys = np.empty(len(scoped), np.uint64)
-        with self._index.lock:
-            pod = self._index.number(self._holder)
-            return keys if keys_by_hash(self._index.arrays, pod, scoped, keys) else keys[:0]
+        with self.index.lock:
+            pod = self.index.number(self.holder)
+            return keys if keys_by_hash(self.index.arrays, pod, scoped, keys) else keys[:0]
 
     def clear(self) -> None:
         """Start a new epoch: remove all blocks, also from the index."""
-        self._index.clear_pod(self._holder)
-        self.change_log.add(self._group, Kind.CLEARED)
+        self.index.clear_pod(self.holder)
+        self.change_log.add(self.group, Kind.CLEARED)
 
     def apply_change(self, change: Change) -> Keys:
         """Apply a change that another router recorded; return the keys of what it stored."""
-        scoped, keys = change.name_array, change.key_array
+        scoped, keys = words(change.names), words(change.keys)
         match change.kind:
             case Kind.STORED:
                 self._store(scoped, keys, change.tier)
@@ -166,11 +163,11 @@ class BlockCache:
 
     def record(self, kind: Kind, tier: int, scoped: NDArray[np.uint64], keys: Keys | None = None) -> None:
         """Record in the change_log a change that was made directly in the index."""
-        self.change_log.add(self._group, kind, tier, scoped, keys)
+        self.change_log.add(self.group, kind, tier, scoped, keys)
 
     def export(self) -> Iterator[HeldBlocks | None]:
-        """List all blocks in parts; see `ViewContent.parts`."""
-        index, start, used, counts = self._index, 0, 1, np.zeros(3, np.int64)
+        """List all blocks in parts; see `PodView.parts`."""
+        index, start, used, counts = self.index, 0, 1, np.zeros(3, np.int64)
         left_out = index.tiers.speculative
         room = HeldBlocks(
             keys=np.empty(PART_BLOCKS, np.uint64),
@@ -181,7 +178,7 @@ class BlockCache:
         )
         while start < used:
             with index.lock:
-                pod = index.number(self._holder)  # before using the arrays, which it may replace
+                pod = index.number(self.holder)  # before using the arrays, which it may replace
                 used = int(index.arrays.counters[layout.SLOTS_USED])
                 start = _list_blocks(index.arrays, pod, left_out, start, start + SWEEP_SLOTS, room, counts)
             blocks, scoped, copies = map(int, counts)
@@ -196,7 +193,7 @@ class BlockCache:
 
     def restore(self, part: HeldBlocks) -> None:
         """Add a part that another cache exported. This epoch has stored nothing itself."""
-        index = self._index
+        index = self.index
         # One call can add at most the capacity.
         kept = min(len(part.keys), int(index.arrays.counters[layout.CAPACITY]))
         held = HeldBlocks(
@@ -207,7 +204,7 @@ class BlockCache:
             copies=part.copies[part.copies[:, 0] < kept],
         )
         with index.lock:
-            pod = index.number(self._holder)
+            pod = index.number(self.holder)
             # Blocks that the pod already holds gain an extra copy in each tier.
             most = max(len(held.hashes), len(held.copies) + kept * len(index.tiers.names))
             _restore_blocks(index.prepare(most), pod, held, np.empty(kept, np.int64))
@@ -237,15 +234,9 @@ def _list_blocks(
     found: HeldBlocks,
     counts: NDArray[np.int64],
 ) -> int:
-    """Write the blocks that a pod holds in these slots, until `found` is full.
+    """Write the blocks that a pod holds in these slots, until `found` is full; return the next slot.
 
-    Args:
-        left_out: Number of a tier to ignore.
-        found: Written.
-        counts: int64 [3], written: numbers of blocks, hashes and extra copies.
-
-    Returns:
-        The first slot that was not examined.
+    The tier `left_out` is ignored. `counts` receives the numbers of blocks, hashes and extra copies.
     """
     counts[:] = 0
     end: int = min(stop, arrays.counters[layout.SLOTS_USED])
@@ -297,11 +288,7 @@ def _list_slot(
 
 @kernel
 def _restore_blocks(arrays: FlatArrays, pod: int, held: HeldBlocks, chain: NDArray[np.int64]) -> None:
-    """Add blocks that `_list_blocks` read from another index. The caller ensures room.
-
-    Args:
-        chain: int64 [blocks], written.
-    """
+    """Add blocks that `_list_blocks` read from another index. The caller ensures room."""
     place_blocks(arrays, held.keys, chain)
     place_of_hash = 0
     for place in range(len(held.keys)):

@@ -79,22 +79,28 @@ class HybridMatcher:
         self._hasher = hasher
         self._speculative_bit = np.uint8(1 << index.tiers.speculative)
         self._lock = threading.Lock()
-        # Read by other threads without the lock, so they are replaced as a whole.
-        self.pods: Mapping[str, PodGroups] = {}
+        # Read by other threads without the lock, so they are replaced as a whole. Pods whose matches may have
+        # to be shortened, with their groups if they have several, and whether they are paired.
+        self.pods: Mapping[str, tuple[PodGroups | None, bool]] = {}
         self._dropping: frozenset[str] = frozenset()
-        self._paired: frozenset[str] = frozenset()
-        self.is_needed = False  # whether any pod's matches may have to be shortened
         # Compiles the kernel now rather than during the first request.
         usable_blocks(1, 1, [(GroupRule(1, usable=True, leads=False), np.zeros(1, np.uint8))])
 
-    def set_groups(self, pod: str, groups: PodGroups | None) -> None:
-        """Set a pod's groups as learned from its events; None for a pod with at most one group."""
-        if self.pods.get(pod) is groups:
+    def set_groups(self, pod: str, groups: PodGroups | None, *, is_paired: bool = False) -> None:
+        """Set what was learned of a pod from its events.
+
+        Args:
+            groups: Its KV cache groups; None for at most one.
+            is_paired: Whether its engine finds a block only in front of the token that followed it.
+        """
+        before, was_paired = self.pods.get(pod, (None, False))
+        if before is groups and was_paired == is_paired:
             return
         with self._lock:
-            others = {other: known for other, known in self.pods.items() if other != pod}
-            self.pods = others if groups is None else {**others, pod: groups}
-            self.is_needed = bool(self.pods or self._paired)
+            pods = {**self.pods, pod: (groups, is_paired)}
+            if groups is None and not is_paired:
+                del pods[pod]
+            self.pods = pods
 
     def set_drop(self, pod: str, drops: bool) -> bool:
         """Set whether a hybrid pod's engine drops the last block of each hit; return whether that changed."""
@@ -104,18 +110,11 @@ class HybridMatcher:
             self._dropping = self._dropping | {pod} if drops else self._dropping - {pod}
         return True
 
-    def set_paired(self, pod: str, is_paired: bool) -> None:
-        """Set whether a pod's engine finds a block only in front of the token that followed it."""
-        if (pod in self._paired) != is_paired:
-            with self._lock:
-                self._paired = self._paired | {pod} if is_paired else self._paired - {pod}
-                self.is_needed = bool(self.pods or self._paired)
-
     def limit(self, pod: str, *, drops: bool) -> Limit:
         """Return why a pod's engine may serve less than it holds; `drops`: it drops a block of every hit."""
-        groups = self.pods.get(pod)
+        groups, is_paired = self.pods.get(pod, (None, False))
         if groups is None:
-            return Limit(drops or pod in self._paired)
+            return Limit(drops or is_paired)
         has_state = any(rule.has_state for rule in groups.rules.values())
         return Limit(drops, Cause.CHECKPOINT if has_state else Cause.WINDOW)
 
@@ -143,18 +142,19 @@ class HybridMatcher:
         """
         pods = self.pods
         blocks = blocks_by_tier = None
-        for pod in (pods.keys() | self._paired) & table.rows.keys():
+        for pod in pods.keys() & table.rows.keys():
+            groups, is_paired = pods[pod]
             row = table.rows[pod]
             depth = int(table.cached_blocks[row])
             drops = pod in self._dropping
             if prompt_tokens is not None:
                 # The dropped block may be the one with the last token.
                 depth = min(depth, max(0, prompt_tokens - (not drops)) // self._hasher.block_tokens)
-            if pod in self._paired:
+            if groups is None or is_paired:
                 stride = int(table.strides[row]) if len(table.strides) else 1
                 usable = self._found(keys, pod, depth - depth % stride, stride, tokens)
             else:
-                usable = self._usable(keys[:depth], pod, pods[pod], drops)
+                usable = self._usable(keys[:depth], pod, groups, drops)
             if usable == table.cached_blocks[row]:
                 continue
             if blocks is None or blocks_by_tier is None:
@@ -213,8 +213,6 @@ def _resumable(held: NDArray[np.uint8], limit: int, stride: int, last_blocks: in
 
 
 FULL_ATTENTION = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
-_SLIDING_WINDOW = frozenset({"sliding_window", "sliding_window_mla"})
-
 
 # Rules of an engine that names no groups, and of a group that is not indexed.
 _ONLY = GroupRule(0, usable=True, leads=True)
@@ -246,13 +244,9 @@ class CacheGroups:
             self._update_rules()
         return self._groups.get(group, _UNUSABLE)
 
-    def rule_of(self, group: int | None) -> GroupRule:
-        """Return the rule of a group.
-
-        Raises:
-            KeyError: No store of this group was seen.
-        """
-        return _ONLY if group is None else self._groups[group]
+    def rule_of(self, group: int | None) -> GroupRule | None:
+        """Return the rule of a group; None if no store of it was seen."""
+        return _ONLY if group is None else self._groups.get(group)
 
     def facts(self) -> tuple[GroupRule, ...]:
         """Return the rules of all groups in the order in which they were learned."""
@@ -276,16 +270,18 @@ class CacheGroups:
         if needs_all and self.lead is None:
             return GroupRule(group, usable=True, leads=True, stride=max(1, stride))
         rule = GroupRule(group, usable=True, leads=False, stride=stride)
-        # A second group that needs all blocks must report its kind.
-        if rest == 0 and needs_all and kind is not None:
-            return rule
-        if rest == 0 and kind == "mamba":
-            return replace(rule, last_blocks=1, has_state=True)
-        if rest == 0 and kind in _SLIDING_WINDOW and window_tokens > 0:
-            return replace(rule, last_blocks=-(-(window_tokens - 1) // event.block_size))
-        is_chunked = kind == "chunked_local_attention" and window_tokens > 0
-        if rest == 0 and is_chunked and window_tokens % event.block_size == 0:
-            return replace(rule, chunk=window_tokens // self._block_tokens)
+        match kind:
+            case _ if rest:
+                pass
+            # A second group that needs all blocks must report its kind.
+            case str() if needs_all:
+                return rule
+            case "mamba":
+                return replace(rule, last_blocks=1, has_state=True)
+            case "sliding_window" | "sliding_window_mla" if window_tokens:
+                return replace(rule, last_blocks=-(-(window_tokens - 1) // event.block_size))
+            case "chunked_local_attention" if window_tokens and not window_tokens % event.block_size:
+                return replace(rule, chunk=window_tokens // self._block_tokens)
         return GroupRule(group, usable=False, leads=False)
 
 

@@ -46,7 +46,7 @@ class PodView:
         self._groups = CacheGroups(hasher.block_tokens)
         self._orphans = Orphans(config.orphan_tokens_per_pod)
         self._lead_cache = cache_of(None)
-        self._runs = Runs(model, self._lead_cache, hasher, tiers, max_partials=config.engine_hashes_per_pod)
+        self.runs = Runs(model, self._lead_cache, hasher, tiers, max_partials=config.engine_hashes_per_pod)
         self._caches: dict[int | None, BlockCache] = {None: self._lead_cache}
         self._zero_is_a_hash = False
         self.is_paired = False  # whether the engine finds a block only in front of the same token
@@ -83,22 +83,18 @@ class PodView:
     @property
     def plain(self) -> PlainRuns | None:
         """Return the conditions under which runs need no state but the index; None if none do."""
-        block_tokens = self._runs.block_tokens
-        is_plain = not (self._runs.are_partial or self._uncertain or self._full_reports.in_episode)
+        block_tokens = self.runs.block_tokens
+        is_plain = not (self.runs.are_partial or self._uncertain or self._full_reports.in_episode)
         if block_tokens is None or not is_plain or self.is_paired:
             return None
         return PlainRuns(block_tokens, self._groups.lead, self._orphans.awaited)
-
-    @property
-    def block_tokens(self) -> int | None:
-        return self._runs.block_tokens
 
     def clear(self) -> None:
         """Start a new epoch: delete the old one's groups and its blocks in the index."""
         self._empty()
         self._groups.restore(())
         self._caches = {None: self._lead_cache}
-        self._runs.block_tokens = None
+        self.runs.block_tokens = None
         self._zero_is_a_hash = False
         self.is_paired = False
         self._full_reports.reset()
@@ -110,7 +106,7 @@ class PodView:
             return "orphans"
         if self._uncertain:
             return AMBIGUOUS_COPIES
-        return "part_runs" if self._runs.are_partial or self.is_paired else None
+        return "part_runs" if self.runs.are_partial or self.is_paired else None
 
     @property
     def invalid_reason(self) -> str | None:
@@ -121,13 +117,14 @@ class PodView:
 
     def facts(self) -> ViewFacts:
         return ViewFacts(
-            run_tokens=self._runs.block_tokens,
+            run_tokens=self.runs.block_tokens,
             zero_is_a_hash=self._zero_is_a_hash,
             reannounces=self._full_reports.in_episode,
             groups=self._groups.facts(),
         )
 
     def parts(self) -> Iterator[ViewPart | None]:
+        """List all blocks; None: a turn without any. The view must not change before the last part."""
         for group, cache in self._caches.items():
             for part in cache.export():
                 yield None if part is None else ViewPart(group, part)
@@ -147,7 +144,7 @@ class PodView:
         self._set_facts(facts)
 
     def _set_facts(self, facts: ViewFacts) -> None:
-        self._runs.block_tokens = facts.run_tokens
+        self.runs.block_tokens = facts.run_tokens
         if facts.run_tokens is not None:
             self._lead_cache.add_split(max(1, facts.run_tokens // self._hasher.block_tokens))
         self._zero_is_a_hash = facts.zero_is_a_hash
@@ -181,7 +178,7 @@ class PodView:
     def _empty(self) -> None:
         self._orphans.clear()
         self._uncertain.clear()
-        self._runs.clear()
+        self.runs.clear()
         for cache in self._caches.values():
             cache.clear()
 
@@ -221,12 +218,12 @@ class PodView:
 
     def _remove_copies(self, hashes: Sequence[EngineHash], tier: str) -> None:
         for engine_hash in hashes:
-            self._runs.drop(engine_hash, tier)
+            self.runs.drop(engine_hash, tier)
 
     def _unusable(self, run: BlockStored) -> str | None:
-        if not run.block_size or not self._runs.fits(run.block_size):
+        if not run.block_size or not self.runs.fits(run.block_size):
             return "block_size"
-        self._runs.block_tokens = run.block_size
+        self.runs.block_tokens = run.block_size
         if len(run.token_ids) != len(run.block_hashes) * run.block_size:
             return "token_span"
         return None
@@ -259,12 +256,12 @@ class PodView:
         """Store a run or add it to the orphans; return whether it was stored."""
         parent_hash = run.parent_block_hash
         starts_prompt = self._starts_prompt(parent_hash)
-        if parent_hash is not None and not starts_prompt and not self._runs.knows(parent_hash):
+        if parent_hash is not None and not starts_prompt and not self.runs.knows(parent_hash):
             outcome.skip("BlockStored", "orphan_dropped", self._orphans.add(Orphan(parent_hash, run)))
             return False
         tier = self._tiers.of_medium(run.medium)
         try:
-            self._runs.store(run, tier, outcome, starts_prompt=starts_prompt)
+            self.runs.store(run, tier, outcome, starts_prompt=starts_prompt)
         except TokenError:
             outcome.skip("BlockStored", "extra_keys")
             return False
@@ -284,7 +281,7 @@ class PodView:
         keys = {
             engine_hash: self._hasher.next_key(tail_key, next_token)
             for engine_hash, next_token in zip(run.block_hashes, run.next_tokens or (), strict=False)
-            if (tail_key := self._runs.tail_key(engine_hash)) is not None
+            if (tail_key := self.runs.tail_key(engine_hash)) is not None
         }
         if keys:
             self._cache(NEXT_TOKENS).store([*keys], np.array([*keys.values()], np.uint64), tier)
@@ -302,7 +299,7 @@ class PodView:
         if is_repeat is not False:
             return
         tier = self._tiers.of_medium(event.medium)
-        keys = {engine_hash: self._runs.tail_key(engine_hash) for engine_hash in event.block_hashes}
+        keys = {engine_hash: self.runs.tail_key(engine_hash) for engine_hash in event.block_hashes}
         known = [engine_hash for engine_hash in event.block_hashes if keys[engine_hash] is not None]
         if known:
             tail_keys = np.array([keys[engine_hash] for engine_hash in known], np.uint64)
@@ -319,17 +316,16 @@ class PodView:
     def _lead_holds(self, run: BlockStored) -> bool:
         return (
             self._starts_prompt(run.parent_block_hash)
-            and self._runs.fits(run.block_size)
+            and self.runs.fits(run.block_size)
             and len(run.token_ids) == len(run.block_hashes) * run.block_size
-            and self._runs.holds(run, self._tiers.of_medium(run.medium))
+            and self.runs.holds(run, self._tiers.of_medium(run.medium))
         )
 
     def _change_all(self, event: BlockStored | BlockRemoved, outcome: Outcome) -> None:
         """Add or remove one copy of each block of an event that carries only hashes."""
         stored, tag = isinstance(event, BlockStored), type(event).__name__
-        try:
-            rule = self._groups.rule_of(event.group_idx)
-        except KeyError:
+        rule = self._groups.rule_of(event.group_idx)
+        if rule is None:
             outcome.skip(tag, "unknown_hash" if stored else "unknown_group")
             return
         if not rule.usable:
@@ -357,11 +353,11 @@ class PodView:
         if change.group is None:
             if self.is_paired:
                 self._cache(NEXT_TOKENS).copy(change.engine_hash, change.tier)
-            return self._runs.copy(change.engine_hash, change.tier)
+            return self.runs.copy(change.engine_hash, change.tier)
         cache = self._cache(change.group)
         if cache.copy(change.engine_hash, change.tier):
             return True
-        if (key := self._runs.tail_key(change.engine_hash)) is None:
+        if (key := self.runs.tail_key(change.engine_hash)) is None:
             return False
         reused = cache.store([change.engine_hash], np.array([key], np.uint64), change.tier)
         outcome.skip("BlockStored", "hash_reused", reused)
@@ -372,10 +368,10 @@ class PodView:
         if change.group is None:
             if self.is_paired:
                 self._cache(NEXT_TOKENS).drop(engine_hash, tier)
-            dropped = self._runs.drop(engine_hash, tier)
+            dropped = self.runs.drop(engine_hash, tier)
             if dropped is Dropped.LAST and self._uncertain:
                 if self._uncertain.replace_last(engine_hash, tier):
-                    return Dropped.COPY if self._runs.copy(engine_hash, tier) else dropped
+                    return Dropped.COPY if self.runs.copy(engine_hash, tier) else dropped
                 self._remove_copies(self._uncertain.on_evicted(engine_hash, tier), tier)
             return dropped
         return self._cache(change.group).drop(change.engine_hash, change.tier)

@@ -31,7 +31,6 @@ from indexer.wire.tiers import Tiers
 PARTIAL_BLOCKS_MAX = 131_072
 """Maximum of partial blocks per pod; each takes about 1 KB."""
 _EXTRAS_BYTES_MAX = 4096
-_NO_KEYS = np.empty(0, np.uint64)
 # The least that a hash or a later change counts against the bound, in tokens: about the memory that it takes.
 _HASH_TOKENS = 16
 
@@ -218,7 +217,7 @@ class Runs:
                 before = _PartialBlock(int(key))
             else:
                 before = partials[engine_hash] = _PartialBlock(before.parent_key, words, packed)
-        keys = np.array(list(ends.values()), np.uint64) if ends else _NO_KEYS
+        keys = np.array(list(ends.values()), np.uint64)
         return _ParsedRun(None, partials, list(ends), keys)
 
 

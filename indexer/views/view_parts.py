@@ -8,7 +8,7 @@ numbers, see `Tiers.names`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Annotated
@@ -83,25 +83,14 @@ class ViewPart:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ViewContent:
-    """Content of a view, listed lazily."""
-
-    facts: ViewFacts
-    evicted_blocks: int  # evicted by the index so far, of any pod; the view may lack some of them
-    # Blocks of the view. None marks a turn in which no block was found. The view must not change before the
-    # last part.
-    parts: Iterator[ViewPart | None]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class ViewSnapshot:
     """Complete view as of one batch of its stream."""
 
     sequence: int  # of the last batch applied
     digest: bytes  # 16 bytes: XXH3-128 of that batch's payload
     facts: ViewFacts
-    evicted_blocks: int  # see `ViewContent`
-    parts: Sequence[ViewPart | Entry]  # blocks, then changes since they were listed
+    evicted_blocks: int  # evicted by the index so far, of any pod; the view may lack some of them
+    parts: Sequence[ViewPart | Entry] = ()  # blocks, then changes since they were listed
 
 
 class Kind(IntEnum):
@@ -121,14 +110,6 @@ class Change(Struct, frozen=True, array_like=True):
     tier: int = 0
     names: bytes = b""  # uint64, little-endian: names of the blocks, see `engine_hashes`
     keys: bytes = b""  # uint64, little-endian: keys of the blocks, for STORED only
-
-    @property
-    def name_array(self) -> NDArray[np.uint64]:
-        return np.frombuffer(self.names, "<u8").astype(np.uint64)
-
-    @property
-    def key_array(self) -> NDArray[np.uint64]:
-        return np.frombuffer(self.keys, "<u8").astype(np.uint64)
 
 
 class Entry(Struct, frozen=True, array_like=True):
@@ -230,11 +211,7 @@ _DECODER = msgspec.msgpack.Decoder(Entry)
 
 
 def decode_entry(data: bytes, tiers: int) -> Entry:
-    """Decode and validate an entry.
-
-    Args:
-        data: msgpack from an untrusted server.
-        tiers: Number of tiers.
+    """Decode and validate an entry from an untrusted server; `tiers` is the number of tiers.
 
     Raises:
         PayloadError: The entry is malformed or larger than 32 MiB.
@@ -256,8 +233,13 @@ def _is_sound(change: Change, tiers: int) -> bool:
         0 <= change.tier < tiers
         and len(change.names) % 8 == 0
         and len(change.keys) == (len(change.names) if has_keys else 0)
-        and bool(change.name_array.all())
+        and bool(words(change.names).all())
     )
+
+
+def words(data: bytes) -> NDArray[np.uint64]:
+    """Return a column of little-endian 64-bit numbers as a writable copy, which the kernels need."""
+    return np.frombuffer(data, "<u8").astype(np.uint64)
 
 
 def _bytes(column: NDArray[np.uint64] | None) -> bytes:

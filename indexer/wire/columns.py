@@ -24,6 +24,7 @@ from indexer.wire.decode import (
     EXTRA_KEYS,
     KINDS,
     MAP_BATCH,
+    NIL,
     Event,
     decode_event,
     from_array,
@@ -69,7 +70,6 @@ _UNUSUAL = -2
 _MEDIA: dict[str | None, int] = {None: 0, **{medium: place for place, medium in enumerate(MEDIA)}}
 _SPEC_KINDS: dict[str | None, int] = {None: -1, **{kind: place for place, kind in enumerate(SPEC_KINDS)}}
 _LOW_64 = (1 << 64) - 1
-_NIL = Raw(b"\xc0")
 _BLANK = Event("", [])
 # Batches of fewer events are converted row by row, because the numpy calls cost as much as this many rows.
 _FEW = 24
@@ -276,7 +276,7 @@ def _are_plain(
     extras, lora_ids = [event.extra_keys for event in events], [event.lora_id for event in events]
     first, lora = extras[0], loras[0]
     is_one = loras.count(lora) == len(events) and (counts == counts[0]).all()
-    if extras.count(first) == len(events) and (is_one or first == _NIL):
+    if extras.count(first) == len(events) and (is_one or first == NIL):
         are_plain = np.array(_is_plain(bytes(first), lora, int(counts[0])))
     else:
         are_plain = np.array(list(map(_is_plain, map(bytes, extras), loras, counts.tolist())))

@@ -38,7 +38,7 @@ KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 
 BROKEN = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors that msgspec raises for malformed input."""
-_NO_TOKENS, _NIL = Raw(b"\x90"), Raw(b"\xc0")
+_NO_TOKENS, NIL = Raw(b"\x90"), Raw(b"\xc0")
 
 
 class Event(Struct, gc=False):
@@ -52,7 +52,7 @@ class Event(Struct, gc=False):
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
-    extra_keys: Raw = _NIL
+    extra_keys: Raw = NIL
     group_idx: GroupIdx | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: WindowTokens | None = None
@@ -73,7 +73,7 @@ class _StoredArray(Struct, array_like=True, tag="BlockStored", gc=False):
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | _Metadata | None = None
-    extra_keys: Raw = _NIL
+    extra_keys: Raw = NIL
     group_idx: GroupIdx | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: WindowTokens | None = None
@@ -199,9 +199,6 @@ def _tokens_of(event: Event) -> tuple[TokenIds, TokenIds | None]:
     """Return a store's tokens, and the token behind each block if the engine reports pairs of tokens.
 
     With EAGLE, SGLang reports each token as the pair with its next one, and counts pairs in `block_size`.
-
-    Raises:
-        msgspec.ValidationError: Neither tokens nor pairs.
     """
     try:
         return _tokens.decode(event.token_ids), None
@@ -224,10 +221,9 @@ def from_array(event: ArrayEvent) -> Event:
                 *("BlockStored", hashes, parent, tokens, size, lora_id, medium),
                 *(name, extra, group, kind, window, salt),
             )
-        case _InactiveArray():
-            return Event("BlockInactive", event.block_hashes, medium=event.medium, group_idx=event.group_idx)
         case _RemovedArray():
-            return Event("BlockRemoved", event.block_hashes, medium=event.medium, group_idx=event.group_idx)
+            kind = str(event.__struct_config__.tag)
+            return Event(kind, event.block_hashes, medium=event.medium, group_idx=event.group_idx)
         case _:
             return Event("AllBlocksCleared", [])
 

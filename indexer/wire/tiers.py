@@ -57,15 +57,10 @@ class Tiers:
             credit.setdefault(tier, slowest)
         if len(credit) > TIERS_MAX:
             raise ConfigError(f"tiers: {len(credit)} named ({', '.join(credit)}), at most {TIERS_MAX}")
-        order = {tier: place for place, tier in enumerate(credit)}
+        first = {*weights, SPECULATIVE_TIER}
         # All tiers by descending weight; among equals, tiers with a configured weight and "speculative" come
         # first. A tier's number is its place here.
-        self.names: tuple[str, ...] = tuple(
-            sorted(
-                credit,
-                key=lambda tier: (-credit[tier], tier not in (*weights, SPECULATIVE_TIER), order[tier]),
-            )
-        )
+        self.names = tuple(sorted(credit, key=lambda tier: (-credit[tier], tier not in first)))
         # Weight of one block, for each of `names`.
         self.weights: tuple[float, ...] = tuple(credit[tier] for tier in self.names)
         self._numbers = {tier: number for number, tier in enumerate(self.names)}

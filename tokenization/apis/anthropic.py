@@ -7,13 +7,11 @@ supported, so that wrong token ids are never used.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tokenization.apis.chat import BILLING, objects, optional, typed
+from tokenization.apis.chat import BILLING, Body, objects, optional, typed
 from tokenization.errors import PromptError, UnsupportedPromptError
-
-Body = Mapping[str, Any]
 
 _COPIED_FIELDS = ("model", "max_tokens", "cache_salt", "chat_template_kwargs", "add_special_tokens")
 _IMAGE = "image"

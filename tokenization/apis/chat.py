@@ -43,6 +43,9 @@ _SHOWN_CHARS = 64
 _KINDS: dict[type, str] = {str: "a string", list: "a list", dict: "an object", bool: "true or false"}
 _Value = TypeVar("_Value")
 
+Body = Mapping[str, Any]
+"""JSON object of a request."""
+
 ITEMS_AT_ONCE_MAX = 500
 """Maximum of messages and parts that are rendered in a few milliseconds.
 

@@ -13,10 +13,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tokenization.apis.chat import OrderedCalls, objects, optional, typed
+from tokenization.apis.chat import Body, OrderedCalls, objects, optional, typed
 from tokenization.errors import PromptError, UnsupportedPromptError
-
-Body = Mapping[str, Any]
 
 _COPIED_FIELDS = ("model", "cache_salt", "chat_template_kwargs")
 # Fields that refer to conversations or prompts stored on the server.
@@ -76,7 +74,6 @@ def _continues_answer(value: object) -> bool:
     return last.get("status") in ("in_progress", "incomplete")
 
 
-Item = Mapping[str, Any]
 Message = dict[str, Any]
 
 _ROLES = ("user", "system", "developer")
@@ -149,7 +146,7 @@ def _message(given: object, where: str) -> Message:
     raise UnsupportedPromptError(f"{where}: items of this type are not supported here", where)
 
 
-def _role_message(item: Item, where: str) -> Message:
+def _role_message(item: Body, where: str) -> Message:
     role, content = item.get("role"), _content(item, "content", where)
     if role == "assistant":
         if item.keys() >= _OUTPUT_FIELDS and isinstance(content, str):
@@ -165,13 +162,13 @@ def _role_message(item: Item, where: str) -> Message:
     return {name: item[name] for name in ("role", "content", "name", "task") if name in item}
 
 
-def _call_message(name: str, arguments: str, item: Item, where: str) -> Message:
+def _call_message(name: str, arguments: str, item: Body, where: str) -> Message:
     function = {"name": name, "arguments": arguments}
     call = {"id": _text(item, "call_id", where), "function": function, "type": "function"}
     return {"role": "assistant", "tool_calls": OrderedCalls([call])}
 
 
-def _reasoning_text(item: Item, where: str) -> str:
+def _reasoning_text(item: Body, where: str) -> str:
     for name in ("content", "summary"):
         if parts := optional(item.get(name), list, f"{where}.{name}", where):
             return _first_text(parts, where)
@@ -185,18 +182,16 @@ def _first_text(parts: list[Any], where: str) -> str:
     return str(first["text"])
 
 
-def _content(item: Item, name: str, where: str) -> str | list[Any]:
+def _content(item: Body, name: str, where: str) -> str | list[Any]:
     content = item.get(name)
     if not isinstance(content, str | list):
         raise PromptError(f"{where}.{name} must be a string or a list", where)
     return content
 
 
-def _text(item: Item, name: str, where: str, param: str | None = None) -> str:
+def _text(item: Body, name: str, where: str, param: str | None = None) -> str:
     return typed(item.get(name), str, f"{where}.{name}", param or where)
 
-
-Tool = Mapping[str, Any]
 
 # Tools that the server runs itself; models do not see them.
 _BUILT_IN_TOOLS = frozenset(
@@ -235,7 +230,7 @@ def function_tools(tools: object) -> list[dict[str, Any]]:
     ]
 
 
-def _functions(tool: Tool, where: str) -> Iterator[dict[str, Any]]:
+def _functions(tool: Body, where: str) -> Iterator[dict[str, Any]]:
     match tool.get("type"):
         case "function":
             yield _function(tool, _text(tool, "name", where, "tools"), where)
@@ -260,7 +255,7 @@ def _functions(tool: Tool, where: str) -> Iterator[dict[str, Any]]:
             raise UnsupportedPromptError(f"{where}: tools of this type are not supported", "tools")
 
 
-def _function(tool: Tool, name: str, where: str) -> dict[str, Any]:
+def _function(tool: Body, name: str, where: str) -> dict[str, Any]:
     known: dict[str, Any] = {
         "name": name,
         "description": optional(tool.get("description"), str, f"{where}.description", "tools"),

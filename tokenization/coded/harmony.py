@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from tokenization.apis.chat import chat_tools, objects
-from tokenization.coded.prompts import Body, TokenIds, check_texts, missing_library, unsupported
+from tokenization.apis.chat import Body, chat_tools, objects
+from tokenization.coded.prompts import TokenIds, check_texts, missing_library, unsupported
 
 _EFFORTS = ("low", "medium", "high")
 _ANALYSIS, _COMMENTARY, _FINAL = "analysis", "commentary", "final"

@@ -13,8 +13,8 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from tokenization.apis.chat import chat_tools, objects
-from tokenization.coded.prompts import Body, TokenIds, check_texts, missing_library, unsupported
+from tokenization.apis.chat import Body, chat_tools, objects
+from tokenization.coded.prompts import TokenIds, check_texts, missing_library, unsupported
 from tokenization.errors import TokenizerLoadError
 
 _FIELDS = {"role", "name", "content", "reasoning", "reasoning_content", "tool_calls", "tool_call_id"}

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tokenization.errors import TokenizerLoadError, UnsupportedPromptError
 
-Body = Mapping[str, Any]
 TokenIds: TypeAlias = NDArray[np.uint32]
 
 # Limits of what a library, which holds Python's lock, does in 0.2 s.

@@ -114,11 +114,7 @@ def _message_names(template: nodes.Template) -> set[str]:
 
 
 def _target_name(target: nodes.Node) -> str:
-    """Return the name of an assignment's target.
-
-    Raises:
-        _UnsupportedTargetError: The target is a namespace's attribute or a tuple.
-    """
+    """Return the name of an assignment's target, which must not be a namespace's attribute or a tuple."""
     if not isinstance(target, nodes.Name):
         raise _UnsupportedTargetError
     name: str = target.name

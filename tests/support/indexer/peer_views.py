@@ -10,7 +10,7 @@ import numpy as np
 from indexer.config import IndexerConfig, PodStream
 from indexer.index.index import FlatIndex
 from indexer.keys import BlockHasher, Keys
-from indexer.peers.messages import SnapshotReader, snapshot_messages
+from indexer.peers.messages import read_messages, snapshot_messages
 from indexer.views.applier import ApplierContext, EventApplier
 from indexer.views.hybrid import group_holder
 from indexer.views.view_parts import Outcome, ViewSnapshot
@@ -55,8 +55,8 @@ class Views:
 
     def take(self, pod: str, messages: Sequence[bytes]) -> None:
         """Restore a pod's view from a snapshot."""
-        reader = SnapshotReader(IndexerConfig(block_tokens=self._block_tokens), len(TIERS.names))
-        snapshot = reader.read(messages)
+        config = IndexerConfig(block_tokens=self._block_tokens)
+        snapshot, _ = read_messages(messages, config, len(TIERS.names))
         view = self.states[pod].view
         view.restore_facts(snapshot.facts)
         for part in snapshot.parts:

@@ -65,8 +65,7 @@ class OnePod:
     def apply(self, *events: KVEvent) -> Outcome:
         """Apply events as one batch."""
         outcome = apply_batch(self.view, EventBatch(0.0, events))
-        self.hybrid.set_groups(POD, self.view.groups)
-        self.hybrid.set_paired(POD, self.view.is_paired)
+        self.hybrid.set_groups(POD, self.view.groups, is_paired=self.view.is_paired)
         return outcome
 
     def keys(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from indexer.config import IndexerConfig
 from indexer.errors import PeerError
 from indexer.index.layout import HeldBlocks
-from indexer.peers.messages import MESSAGE_BYTES_MAX, SnapshotReader, snapshot_messages
+from indexer.peers.messages import MESSAGE_BYTES_MAX, read_messages, snapshot_messages
 from indexer.views.view_parts import ViewPart, ViewSnapshot
 from tests.support.depth import examples
 from tests.support.indexer.peer_views import DIGEST, PODS, TIERS, Views, payload, removal
@@ -48,9 +48,10 @@ def a_snapshot() -> list[bytes]:
 TOLD = a_snapshot()
 
 
-def reader(max_bytes: int = 1 << 24) -> SnapshotReader:
-    """Return a reader for an index with the tests' settings."""
-    return SnapshotReader(IndexerConfig(block_tokens=4, snapshot_max_bytes=max_bytes), len(TIERS.names))
+def read_all(messages: list[bytes], max_bytes: int = 1 << 24) -> ViewSnapshot:
+    """Read a snapshot for an index with the tests' settings."""
+    config = IndexerConfig(block_tokens=4, snapshot_max_bytes=max_bytes)
+    return read_messages(messages, config, len(TIERS.names))[0]
 
 
 def use(messages: list[bytes]) -> None:
@@ -72,7 +73,7 @@ def test_a_snapshot_survives_encoding() -> None:
     messages = list(snapshot_messages(snapshot))
     assert len(messages) == len(snapshot.parts) + 2 > 4
     assert max(map(len, messages)) <= MESSAGE_BYTES_MAX
-    read = reader().read(messages)
+    read = read_all(messages)
     assert (read.sequence, read.digest, read.evicted_blocks) == (7, DIGEST, 0)
     assert read.facts == snapshot.facts
     use(TOLD)
@@ -140,7 +141,7 @@ def test_each_field_is_checked(fault: str) -> None:
     after = [change(message) for message in before]
     assert after != before
     with pytest.raises(PeerError, match="broken"):
-        reader().read([msgspec.msgpack.encode(message) for message in after])
+        read_all([msgspec.msgpack.encode(message) for message in after])
 
 
 def test_only_whole_snapshots_in_order_are_read() -> None:
@@ -158,18 +159,18 @@ def test_only_whole_snapshots_in_order_are_read() -> None:
         [*parts, header, end],
     ):
         with pytest.raises(PeerError, match="broken"):
-            reader().read(wrong)
+            read_all(wrong)
 
 
 def test_what_is_read_is_bounded() -> None:
     """All messages count in bytes, small ones with a minimum."""
     with pytest.raises(PeerError, match="too_large"):
-        reader(max_bytes=2048).read(TOLD)
+        read_all(TOLD, max_bytes=2048)
     header = TOLD[0]
     block = {"keys": bytes(8), "tiers": b"\1", "name_counts": b"\0", "names": b"", "copies": b""}
     nothing = msgspec.msgpack.encode({"type": "held", "group": None, **block})
     with pytest.raises(PeerError, match="too_large"):
-        reader(max_bytes=1 << 16).read([header, *[nothing] * 100])
+        read_all([header, *[nothing] * 100], max_bytes=1 << 16)
 
 
 @st.composite
@@ -201,7 +202,7 @@ def test_no_message_breaks_an_index(data: st.DataObject) -> None:
     """Any messages are rejected with a reason, or give a view that can be used and cleared."""
     messages = data.draw(spoilt(TOLD))
     try:
-        reader().read(messages)
+        read_all(messages)
     except PeerError:
         pass
     else:

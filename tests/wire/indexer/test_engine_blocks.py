@@ -92,12 +92,9 @@ def test_explained_is_what_is_predicted(routed: Routed) -> None:
     routed.indexer.settle(decision.key, time.monotonic(), grace_s=0.0)
     wait_until("the assumption is over", lambda: routed.cached(prompt) == served // 16)
     [prefix] = routed.indexer.explain(routed.indexer.block_keys(TINY, prompt), [ADDRESS])
-    assert (prefix.cached_blocks, prefix.held_blocks, prefix.end) == (
-        served // 16,
-        served // 16,
-        PrefixEnd.HOLE,
-    )
-    assert prefix.tiers == (("gpu", served // 16),)
+    held = prefix.held
+    assert (prefix.cached_blocks, held.held_blocks, held.end) == (served // 16, served // 16, PrefixEnd.HOLE)
+    assert held.tiers == (("gpu", served // 16),)
 
 
 def test_what_is_on_its_way_is_whole_blocks_too(routed: Routed) -> None:

@@ -75,7 +75,7 @@ def test_a_late_start_is_exact_from_a_peer(engine: EnginePublisher) -> None:
             for watched in (first, second):
                 watched.settled(2)
                 keys, names = watched.keys, [POD]
-                assert watched.indexer.explain(keys, names)[0].held_beyond == 3
+                assert watched.indexer.explain(keys, names)[0].held.held_beyond == 3
             engine.publish(removed([1, 2, 4, 5, 6]))
             for watched in (first, second):
                 wait_until("nothing is held", lambda watched=watched: not watched.indexer.stats().holdings)

@@ -321,5 +321,5 @@ def test_pods_of_one_group_serve_all_that_they_hold() -> None:
     pod.apply(stored([1], TOKENS[:4]))
     assert pod.hybrid.limit(POD, drops=False) == Limit()
     assert pod.hybrid.limit(POD, drops=True) == Limit(drops=True)
-    pod.hybrid.set_paired(POD, True)
+    pod.hybrid.set_groups(POD, None, is_paired=True)
     assert pod.hybrid.limit(POD, drops=False) == Limit(drops=True)

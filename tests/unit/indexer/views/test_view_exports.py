@@ -12,7 +12,7 @@ from indexer.errors import PeerError
 from indexer.index.layout import HeldBlocks
 from indexer.streams.actions import Batch
 from indexer.streams.view_export import ViewExports
-from indexer.views.view_parts import ViewContent, ViewFacts, ViewPart, ViewSnapshot
+from indexer.views.view_parts import ViewFacts, ViewPart, ViewSnapshot
 
 FACTS = ViewFacts(None, False, False, ())
 MARK = (7, b"d" * 16)
@@ -24,7 +24,7 @@ def begun(
 ) -> tuple[ViewExports, Future[ViewSnapshot]]:
     """Start an export at time 0; return it and the future of its snapshot."""
     exports, told = ViewExports(max_bytes), Future[ViewSnapshot]()
-    exports.begin(told, MARK, ViewContent(FACTS, 3, parts), 0.0)
+    exports.begin(told, ViewSnapshot(*MARK, FACTS, 3), parts, 0.0)
     return exports, told
 
 
@@ -100,7 +100,7 @@ def test_a_second_export_is_rejected_while_one_runs() -> None:
     """A second export is rejected as busy."""
     exports, _ = begun(iter([PART]))
     with pytest.raises(PeerError, match="busy"):
-        exports.begin(Future(), MARK, ViewContent(FACTS, 0, iter([])), 0.0)
+        exports.begin(Future(), ViewSnapshot(*MARK, FACTS, 0), iter([]), 0.0)
 
 
 def test_a_cancelled_export_ends_with_the_next_turn() -> None:
